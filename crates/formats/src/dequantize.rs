@@ -1,0 +1,30 @@
+use crate::{Fp4Format, Packed};
+
+/// The value of one element: `(element x block scale) x tensor scale` in f32.
+///
+/// The first product is exact (at most 2 and 4 significant bits); the second rounds once.
+pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale: f32) -> f32 {
+    let row = format.row();
+    (row.element.decode(code) * row.block_scale.decode(block_scale)) * tensor_scale
+}
+
+impl Packed {
+    /// **The oracle**: the `[rows, cols]` values that the codes and scales stand for.
+    ///
+    /// Every engine is held to these bits. A narrower output is this f32 rounded once.
+    ///
+    /// # Panics
+    /// If the lengths do not fit the shape; see [`validate`](Self::validate).
+    pub fn dequantize(&self) -> Vec<f32> {
+        let mut values = Vec::with_capacity(self.rows * self.cols);
+        for row in 0..self.rows {
+            for col in 0..self.cols {
+                let byte = self.codes[(row * self.cols + col) / 2];
+                let code = if col % 2 == 0 { byte & 0xF } else { byte >> 4 };
+                let scale = self.scales[row * self.blocks() + col / self.block_size];
+                values.push(element_value(self.format, code, scale, self.tensor_scale.of_row(row)));
+            }
+        }
+        values
+    }
+}

@@ -1,0 +1,60 @@
+use crate::Fp4Format;
+
+/// Why a set of codes and scales is not a quantized matrix.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// The block size is not one the format is used with.
+    #[error("{format}: block size {found} is not one of {expected:?}")]
+    BlockSize {
+        /// The format asked for.
+        format: Fp4Format,
+        /// Block sizes the format allows.
+        expected: &'static [usize],
+        /// Block size found.
+        found: usize,
+    },
+    /// The blocked axis does not hold a whole number of blocks.
+    #[error("{cols} columns are not a multiple of the block size {block_size}")]
+    Indivisible {
+        /// Length of the blocked axis.
+        cols: usize,
+        /// Elements of a block.
+        block_size: usize,
+    },
+    /// A buffer has the wrong length.
+    #[error("{what}: expected {expected} values, found {found}")]
+    Length {
+        /// Which buffer.
+        what: &'static str,
+        /// Length that the shape asks for.
+        expected: usize,
+        /// Length found.
+        found: usize,
+    },
+    /// A block scale is NaN or negative.
+    #[error("block scale at row {row}, block {block}: code {code:#04x} is {problem}")]
+    BlockScale {
+        /// Row of the scale.
+        row: usize,
+        /// Block within the row.
+        block: usize,
+        /// The code found.
+        code: u8,
+        /// `NaN` or `negative`.
+        problem: &'static str,
+    },
+    /// A tensor scale is negative, not finite, or not one where the format has none.
+    #[error("tensor scale of row {row} is {found}: {expected}")]
+    TensorScale {
+        /// Row the scale belongs to (0 if one scale serves the whole tensor).
+        row: usize,
+        /// The value found.
+        found: f32,
+        /// What it has to be.
+        expected: &'static str,
+    },
+    /// A name is not a known format.
+    #[error("unknown FP4 format `{0}`: expected `nvfp4` or `mxfp4`")]
+    UnknownFormat(String),
+}

@@ -1,0 +1,90 @@
+use core::fmt;
+use core::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{E2M1, E4M3, E8M0, FormatError, Minifloat};
+
+/// A 4-bit block floating-point format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fp4Format {
+    /// NVIDIA's: E2M1 elements, an E4M3 scale per block, one f32 per tensor.
+    NvFp4,
+    /// OCP Microscaling 1.0: E2M1 elements, an E8M0 scale per block.
+    MxFp4,
+}
+
+/// The facts of an [`Fp4Format`].
+#[derive(Debug, PartialEq)]
+pub struct FormatRow {
+    /// Name in files, tables and on command lines.
+    pub name: &'static str,
+    /// What a code means.
+    pub element: Minifloat,
+    /// What a block scale means.
+    pub block_scale: Minifloat,
+    /// Whether a tensor scale multiplies every value. Where not, it is 1.
+    pub tensor_scale: bool,
+    /// Block size of the format's definition.
+    pub block_size: usize,
+    /// Block sizes this project supports.
+    pub block_sizes: &'static [usize],
+}
+
+impl Fp4Format {
+    /// Every format.
+    pub const ALL: [Self; 2] = [Self::NvFp4, Self::MxFp4];
+
+    /// The facts of the format.
+    pub const fn row(self) -> &'static FormatRow {
+        match self {
+            Self::NvFp4 => &FormatRow {
+                name: "nvfp4",
+                element: E2M1,
+                block_scale: E4M3,
+                tensor_scale: true,
+                block_size: 16,
+                block_sizes: &[16, 32],
+            },
+            Self::MxFp4 => &FormatRow {
+                name: "mxfp4",
+                element: E2M1,
+                block_scale: E8M0,
+                tensor_scale: false,
+                block_size: 32,
+                block_sizes: &[16, 32],
+            },
+        }
+    }
+
+    /// Whether blocks of `block_size` elements are supported.
+    ///
+    /// # Errors
+    /// [`FormatError::BlockSize`] if not.
+    pub fn check_block_size(self, block_size: usize) -> Result<(), FormatError> {
+        let expected = self.row().block_sizes;
+        if expected.contains(&block_size) {
+            Ok(())
+        } else {
+            Err(FormatError::BlockSize { format: self, expected, found: block_size })
+        }
+    }
+}
+
+impl fmt::Display for Fp4Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.row().name)
+    }
+}
+
+impl FromStr for Fp4Format {
+    type Err = FormatError;
+
+    fn from_str(name: &str) -> Result<Self, FormatError> {
+        Self::ALL
+            .into_iter()
+            .find(|format| format.row().name == name)
+            .ok_or_else(|| FormatError::UnknownFormat(name.to_owned()))
+    }
+}

@@ -1,0 +1,24 @@
+/// Packs 4-bit codes two to a byte, the even one in the low nibble.
+///
+/// The upper four bits of each input byte are ignored.
+///
+/// # Panics
+/// If `bytes` is not half as long as `codes`.
+pub fn pack_nibbles(codes: &[u8], bytes: &mut [u8]) {
+    assert_eq!(codes.len(), 2 * bytes.len(), "two codes make a byte");
+    for (byte, pair) in bytes.iter_mut().zip(codes.chunks_exact(2)) {
+        *byte = pair[0] & 0xF | pair[1] << 4;
+    }
+}
+
+/// Unpacks bytes into 4-bit codes, the low nibble first.
+///
+/// # Panics
+/// If `codes` is not twice as long as `bytes`.
+pub fn unpack_nibbles(bytes: &[u8], codes: &mut [u8]) {
+    assert_eq!(codes.len(), 2 * bytes.len(), "two codes make a byte");
+    for (byte, pair) in bytes.iter().zip(codes.chunks_exact_mut(2)) {
+        pair[0] = byte & 0xF;
+        pair[1] = byte >> 4;
+    }
+}

@@ -1,0 +1,115 @@
+use serde::{Deserialize, Serialize};
+
+use crate::{FormatError, Fp4Format};
+
+/// The f32 that multiplies every value of a quantized matrix, or of each of its rows.
+///
+/// Always the multiplier (amax / 2688 for NVFP4). Some files hold its reciprocal.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TensorScale {
+    /// One for the whole matrix; 1 for formats that have none.
+    One(f32),
+    /// One per row ("per-token" scaling).
+    PerRow(Vec<f32>),
+}
+
+impl TensorScale {
+    /// The multiplier of a row.
+    pub fn of_row(&self, row: usize) -> f32 {
+        match self {
+            Self::One(scale) => *scale,
+            Self::PerRow(scales) => scales[row],
+        }
+    }
+
+    /// The multipliers in a slice of length 1 or `rows`.
+    pub fn as_slice(&self) -> &[f32] {
+        match self {
+            Self::One(scale) => core::slice::from_ref(scale),
+            Self::PerRow(scales) => scales,
+        }
+    }
+}
+
+/// A quantized matrix `[rows, cols]` in host memory. Blocks run along a row.
+///
+/// Serialized, it holds what the fields say; [`validate`](Self::validate) what was read.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Packed {
+    /// What the bits mean.
+    pub format: Fp4Format,
+    /// Elements that share a block scale.
+    pub block_size: usize,
+    /// Rows of the matrix.
+    pub rows: usize,
+    /// Columns of the matrix, a multiple of the block size.
+    pub cols: usize,
+    /// `[rows, cols / 2]`: two codes per byte, the even column in the low nibble.
+    pub codes: Vec<u8>,
+    /// `[rows, cols / block_size]`, row-major.
+    pub scales: Vec<u8>,
+    /// The multiplier of the whole, or of each row.
+    pub tensor_scale: TensorScale,
+}
+
+impl Packed {
+    /// Blocks of a row.
+    pub fn blocks(&self) -> usize {
+        self.cols / self.block_size
+    }
+
+    /// Bytes of codes, block scales and tensor scale.
+    pub fn bytes(&self) -> usize {
+        self.codes.len() + self.scales.len() + 4 * self.tensor_scale.as_slice().len()
+    }
+
+    /// Checks shapes and values: what passes can be dequantized, and is finite unless a product
+    /// overflows f32.
+    ///
+    /// # Errors
+    /// The first thing wrong: block size, divisibility, lengths, a NaN or negative scale, or a
+    /// tensor scale that is negative, not finite, or not 1 where the format has none.
+    pub fn validate(&self) -> Result<(), FormatError> {
+        self.format.check_block_size(self.block_size)?;
+        if !self.cols.is_multiple_of(self.block_size) {
+            return Err(FormatError::Indivisible { cols: self.cols, block_size: self.block_size });
+        }
+        let expect = |what, expected, found| {
+            if expected == found {
+                Ok(())
+            } else {
+                Err(FormatError::Length { what, expected, found })
+            }
+        };
+        expect("codes", self.rows * self.cols / 2, self.codes.len())?;
+        expect("block scales", self.rows * self.blocks(), self.scales.len())?;
+        if let TensorScale::PerRow(scales) = &self.tensor_scale {
+            expect("tensor scales", self.rows, scales.len())?;
+        }
+
+        let row = self.format.row();
+        for (index, &code) in self.scales.iter().enumerate() {
+            let problem = if row.block_scale.is_nan(code) {
+                "NaN"
+            } else if code & row.block_scale.sign_bit() != 0 {
+                "negative"
+            } else {
+                continue;
+            };
+            let (row, block) = (index / self.blocks(), index % self.blocks());
+            return Err(FormatError::BlockScale { row, block, code, problem });
+        }
+        for (index, &found) in self.tensor_scale.as_slice().iter().enumerate() {
+            let expected = if !row.tensor_scale && found != 1.0 {
+                "the format has no tensor scale, so it must be 1"
+            } else if !(found.is_finite() && found.is_sign_positive()) {
+                "it must be finite and not negative"
+            } else {
+                continue;
+            };
+            return Err(FormatError::TensorScale { row: index, found, expected });
+        }
+        Ok(())
+    }
+}

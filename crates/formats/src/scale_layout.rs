@@ -1,0 +1,91 @@
+use serde::{Deserialize, Serialize};
+
+use crate::FormatError;
+
+/// Where the scale of a block lies in memory, for a `[rows, blocks]` matrix of scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ScaleLayout {
+    /// Row by row, unpadded: what checkpoints hold.
+    #[default]
+    RowMajor,
+    /// Tiles of 128 rows by 4 blocks, 512 bytes each, as the block-scaled matrix multiplication of
+    /// cuBLAS and CUTLASS reads them. Rows are padded to 128 and blocks to 4 with zeros.
+    Tiled128x4,
+}
+
+const TILE_ROWS: usize = 128;
+const TILE_BLOCKS: usize = 4;
+
+impl ScaleLayout {
+    /// Bytes that the scales take.
+    pub const fn len(self, rows: usize, blocks: usize) -> usize {
+        match self {
+            Self::RowMajor => rows * blocks,
+            Self::Tiled128x4 => {
+                rows.next_multiple_of(TILE_ROWS) * blocks.next_multiple_of(TILE_BLOCKS)
+            }
+        }
+    }
+
+    /// Offset of the scale of (`row`, `block`) in a matrix with `blocks` scales a row.
+    ///
+    /// Within a tile the 128 rows stand as 32 groups of the rows r, r + 32, r + 64, r + 96
+    /// (cuBLAS, "1D block scaling factors layout").
+    pub const fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
+        match self {
+            Self::RowMajor => row * blocks + block,
+            Self::Tiled128x4 => {
+                let tile = row / TILE_ROWS * blocks.div_ceil(TILE_BLOCKS) + block / TILE_BLOCKS;
+                tile * TILE_ROWS * TILE_BLOCKS
+                    + row % 32 * 16
+                    + row % TILE_ROWS / 32 * 4
+                    + block % TILE_BLOCKS
+            }
+        }
+    }
+
+    /// Orders row-major scales in this layout; padding is 0.
+    ///
+    /// # Errors
+    /// [`FormatError::Length`] if there are not `rows * blocks` scales.
+    pub fn arrange(
+        self,
+        scales: &[u8],
+        rows: usize,
+        blocks: usize,
+    ) -> Result<Vec<u8>, FormatError> {
+        check_length(scales, rows * blocks)?;
+        let mut arranged = vec![0; self.len(rows, blocks)];
+        for row in 0..rows {
+            for block in 0..blocks {
+                arranged[self.offset(row, block, blocks)] = scales[row * blocks + block];
+            }
+        }
+        Ok(arranged)
+    }
+
+    /// Orders scales of this layout row by row; padding is dropped.
+    ///
+    /// # Errors
+    /// [`FormatError::Length`] if there are not as many bytes as [`len`](Self::len) says.
+    pub fn restore(
+        self,
+        arranged: &[u8],
+        rows: usize,
+        blocks: usize,
+    ) -> Result<Vec<u8>, FormatError> {
+        check_length(arranged, self.len(rows, blocks))?;
+        let offsets = (0..rows)
+            .flat_map(|row| (0..blocks).map(move |block| self.offset(row, block, blocks)));
+        Ok(offsets.map(|offset| arranged[offset]).collect())
+    }
+}
+
+fn check_length(scales: &[u8], expected: usize) -> Result<(), FormatError> {
+    if scales.len() == expected {
+        Ok(())
+    } else {
+        Err(FormatError::Length { what: "block scales", expected, found: scales.len() })
+    }
+}

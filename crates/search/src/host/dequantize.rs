@@ -1,0 +1,217 @@
+use burn_fp4_formats::{FormatError, Fp4Format};
+use pulp::{Arch, NullaryFnOnce};
+use rayon::prelude::*;
+
+use super::quantize::expect_length;
+use super::strip::{STRIP, Strip};
+use super::{HostElement, TASK, View};
+use crate::SearchError;
+
+/// A quantized tensor in borrowed host memory; see [`Packed`](burn_fp4_formats::Packed).
+#[derive(Debug, Clone, Copy)]
+pub struct PackedView<'a> {
+    /// What the bits mean.
+    pub format: Fp4Format,
+    /// Elements that share a block scale, 16 or 32.
+    pub block_size: usize,
+    /// `[rows, axis / 2]` bytes.
+    pub codes: &'a [u8],
+    /// `[rows, axis / block_size]` bytes.
+    pub scales: &'a [u8],
+    /// One multiplier, or one per row.
+    pub tensor_scale: &'a [f32],
+}
+
+impl PackedView<'_> {
+    fn check(&self, view: View) -> Result<(), SearchError> {
+        self.format.check_block_size(self.block_size)?;
+        if !view.axis.is_multiple_of(self.block_size) {
+            let (cols, block_size) = (view.axis, self.block_size);
+            return Err(FormatError::Indivisible { cols, block_size }.into());
+        }
+        expect_length("codes", view.len() / 2, self.codes.len())?;
+        expect_length("block scales", view.len() / self.block_size, self.scales.len())?;
+        if self.tensor_scale.len() != 1 {
+            expect_length("tensor scales", view.packed_rows(), self.tensor_scale.len())?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn load<const B: usize>(&self, strip: &mut Strip<B>, index: usize, at: usize, row: usize) {
+        strip.scales[index] = self.scales[at];
+        let bytes = &self.codes[at * B / 2..][..B / 2];
+        for (word, bytes) in strip.codes[index].iter_mut().zip(bytes.chunks_exact(4)) {
+            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        strip.decode[index] = self.tensor_scale[if self.tensor_scale.len() == 1 { 0 } else { row }];
+    }
+}
+
+/// Writes the values of a packed tensor: f32 as the oracle's bits, narrower types rounded once.
+///
+/// # Errors
+/// A block size that the format does not allow or the axis is not a multiple of, or a slice of the
+/// wrong length.
+pub fn dequantize<T: HostElement>(
+    packed: PackedView<'_>,
+    view: View,
+    output: &mut [T],
+) -> Result<(), SearchError> {
+    packed.check(view)?;
+    expect_length("output", view.len(), output.len())?;
+    if !view.is_empty() {
+        let slab = slab_len(view, packed.block_size);
+        output.par_chunks_mut(slab).enumerate().for_each(|(index, output)| {
+            let slab = Slab { packed, view, first: index * slab };
+            match packed.block_size {
+                16 => Arch::new().dispatch(Dequantize::<T, 16> { slab, output }),
+                _ => Arch::new().dispatch(Dequantize::<T, 32> { slab, output }),
+            }
+        });
+    }
+    Ok(())
+}
+
+/// The sum of squared differences between a tensor and its packed form, and the sum of its squares,
+/// in f64 and in an order that does not depend on the number of threads.
+///
+/// # Errors
+/// As [`dequantize`].
+pub fn squared_error<T: HostElement>(
+    values: &[T],
+    packed: PackedView<'_>,
+    view: View,
+) -> Result<[f64; 2], SearchError> {
+    packed.check(view)?;
+    expect_length("values", view.len(), values.len())?;
+    if view.is_empty() {
+        return Ok([0.0; 2]);
+    }
+    let slab = slab_len(view, packed.block_size);
+    let sums: Vec<[f64; 2]> = values
+        .par_chunks(slab)
+        .enumerate()
+        .map(|(index, values)| {
+            let slab = Slab { packed, view, first: index * slab };
+            match packed.block_size {
+                16 => Arch::new().dispatch(SquaredError::<T, 16> { slab, values }),
+                _ => Arch::new().dispatch(SquaredError::<T, 32> { slab, values }),
+            }
+        })
+        .collect();
+    Ok(sums.iter().fold([0.0; 2], |sum, part| [sum[0] + part[0], sum[1] + part[1]]))
+}
+
+/// Values per parallel task: whole rows, or whole blocks of lines where the axis is strided.
+fn slab_len(view: View, block_size: usize) -> usize {
+    if view.inner == 1 {
+        view.axis * (TASK / view.axis).max(1)
+    } else {
+        // As many blocks of the axis as divide it evenly, up to 8: their codes share cache lines.
+        let blocks = view.axis / block_size;
+        let together = [8, 4, 2].into_iter().find(|&n| blocks.is_multiple_of(n)).unwrap_or(1);
+        together * block_size * view.inner
+    }
+}
+
+/// A contiguous part of the dense tensor, from value `first` on.
+#[derive(Clone, Copy)]
+struct Slab<'a> {
+    packed: PackedView<'a>,
+    view: View,
+    first: usize,
+}
+
+impl Slab<'_> {
+    /// Calls `visit` with every strip of `len` values, dequantized, and where in the slab it starts:
+    /// `(strip, start, blocks)`; the blocks follow each other, or are columns `inner` apart.
+    #[inline(always)]
+    fn for_each_strip<const B: usize>(
+        self,
+        len: usize,
+        mut visit: impl FnMut(&Strip<B>, usize, usize),
+    ) {
+        let View { axis, inner, .. } = self.view;
+        let blocks = axis / B;
+        let mut strip = Strip::<B>::new();
+        if inner == 1 {
+            let first = self.first / B;
+            for start in (0..len / B).step_by(STRIP) {
+                let n = STRIP.min(len / B - start);
+                for index in 0..n {
+                    let at = first + start + index;
+                    self.packed.load(&mut strip, index, at, at / blocks);
+                }
+                strip.dequantize(self.packed.format);
+                visit(&strip, start * B, n);
+            }
+        } else {
+            for column in (0..inner).step_by(STRIP) {
+                let n = STRIP.min(inner - column);
+                for line in (0..len / inner).step_by(B) {
+                    let line_of_all = self.first / inner + line;
+                    let (slab, block) = (line_of_all / axis, line_of_all % axis / B);
+                    for index in 0..n {
+                        let row = slab * inner + column + index;
+                        self.packed.load(&mut strip, index, row * blocks + block, row);
+                    }
+                    strip.dequantize(self.packed.format);
+                    visit(&strip, line * inner + column, n);
+                }
+            }
+        }
+    }
+}
+
+struct Dequantize<'a, T, const B: usize> {
+    slab: Slab<'a>,
+    output: &'a mut [T],
+}
+
+impl<T: HostElement, const B: usize> NullaryFnOnce for Dequantize<'_, T, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let (output, inner) = (self.output, self.slab.view.inner);
+        self.slab.for_each_strip::<B>(output.len(), |strip, start, n| {
+            if inner == 1 {
+                T::write(&strip.values.as_flattened()[..n * B], &mut output[start..][..n * B]);
+            } else {
+                strip.write_columns(&mut output[start..], inner, 0, n);
+            }
+        });
+    }
+}
+
+struct SquaredError<'a, T, const B: usize> {
+    slab: Slab<'a>,
+    values: &'a [T],
+}
+
+impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
+    type Output = [f64; 2];
+
+    #[inline(always)]
+    fn call(self) -> [f64; 2] {
+        let inner = self.slab.view.inner;
+        let mut original = Strip::<B>::new();
+        let mut sums = [0.0; 2];
+        self.slab.for_each_strip::<B>(self.values.len(), |strip, start, n| {
+            let values = &self.values[start..];
+            if inner == 1 {
+                T::read(&values[..n * B], &mut original.values.as_flattened_mut()[..n * B]);
+            } else {
+                original.read_columns(values, inner, 0, n);
+            }
+            let pairs = original.values[..n].iter().zip(&strip.values[..n]);
+            for (exact, value) in pairs.flat_map(|(exact, value)| exact.iter().zip(value)) {
+                let difference = *exact as f64 - *value as f64;
+                sums[0] += difference * difference;
+                sums[1] += *exact as f64 * *exact as f64;
+            }
+        });
+        sums
+    }
+}

@@ -1,0 +1,105 @@
+use burn_fp4_formats::{bf16, f16};
+use half::slice::HalfFloatSliceExt;
+
+/// A float type the host engine reads and writes.
+///
+/// Arithmetic is f32 for all of them: reading is exact, writing rounds once to nearest even.
+pub trait HostElement: Copy + Send + Sync + Default + 'static {
+    /// The bits of a value.
+    type Bits: Copy + Ord + Default + Send;
+
+    /// The bits without the sign. They order as the magnitudes do, NaN above infinity.
+    fn magnitude(self) -> Self::Bits;
+    /// The value with these bits.
+    fn from_bits(bits: Self::Bits) -> Self;
+    /// The value in f32.
+    fn to_f32(self) -> f32;
+    /// Reads a slice into f32.
+    fn read(source: &[Self], target: &mut [f32]);
+    /// Writes f32 into a slice.
+    fn write(source: &[f32], target: &mut [Self]);
+}
+
+impl HostElement for f32 {
+    type Bits = u32;
+
+    #[inline(always)]
+    fn magnitude(self) -> u32 {
+        self.to_bits() & 0x7FFF_FFFF
+    }
+    #[inline(always)]
+    fn from_bits(bits: u32) -> Self {
+        f32::from_bits(bits)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn read(source: &[Self], target: &mut [f32]) {
+        target.copy_from_slice(source);
+    }
+    #[inline(always)]
+    fn write(source: &[f32], target: &mut [Self]) {
+        target.copy_from_slice(source);
+    }
+}
+
+impl HostElement for bf16 {
+    type Bits = u16;
+
+    #[inline(always)]
+    fn magnitude(self) -> u16 {
+        self.to_bits() & 0x7FFF
+    }
+    #[inline(always)]
+    fn from_bits(bits: u16) -> Self {
+        bf16::from_bits(bits)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+    #[inline(always)]
+    fn read(source: &[Self], target: &mut [f32]) {
+        for (target, source) in target.iter_mut().zip(source) {
+            *target = source.to_f32();
+        }
+    }
+    /// Branch-free, so that it vectorizes; a NaN stays one because its quiet bit survives.
+    #[inline(always)]
+    fn write(source: &[f32], target: &mut [Self]) {
+        for (target, source) in target.iter_mut().zip(source) {
+            let bits = source.to_bits();
+            let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
+            let quiet_nan = bits >> 16 | 0x40;
+            let is_nan = bits & 0x7FFF_FFFF > 0x7F80_0000;
+            *target = bf16::from_bits(if is_nan { quiet_nan } else { rounded } as u16);
+        }
+    }
+}
+
+impl HostElement for f16 {
+    type Bits = u16;
+
+    #[inline(always)]
+    fn magnitude(self) -> u16 {
+        self.to_bits() & 0x7FFF
+    }
+    #[inline(always)]
+    fn from_bits(bits: u16) -> Self {
+        f16::from_bits(bits)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f16::to_f32(self)
+    }
+    #[inline(always)]
+    fn read(source: &[Self], target: &mut [f32]) {
+        source.convert_to_f32_slice(target);
+    }
+    #[inline(always)]
+    fn write(source: &[f32], target: &mut [Self]) {
+        target.convert_from_f32_slice(source);
+    }
+}

@@ -1,0 +1,356 @@
+use pulp::{Arch, NullaryFnOnce};
+use rayon::prelude::*;
+
+use super::strip::{STRIP, Strip};
+use super::{HostElement, TASK, View};
+use crate::{Blocks, Fp4Scheme, ScaleSearch, SearchError, TensorFactor, TensorScaling};
+use burn_fp4_formats::{FormatError, TensorScale};
+
+/// The amax that the tensor scale is made from: one value, or one per packed row.
+///
+/// A NaN among the values makes the result NaN.
+pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
+    match scheme.tensor_scale {
+        TensorScaling::Amax(amax) => vec![amax],
+        TensorScaling::Row if scheme.rule.row().tensor_scale => row_amax(values, view),
+        _ => {
+            let largest = values
+                .par_chunks(TASK)
+                .map(|values| Arch::new().dispatch(LargestMagnitude { values }))
+                .max();
+            vec![T::from_bits(largest.unwrap_or_default()).to_f32()]
+        }
+    }
+}
+
+fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
+    let slabs = values.par_chunks((view.axis * view.inner).max(1));
+    let largest = slabs.flat_map_iter(|slab| {
+        let mut largest = vec![T::Bits::default(); view.inner];
+        for line in slab.chunks_exact(view.inner) {
+            for (largest, value) in largest.iter_mut().zip(line) {
+                *largest = value.magnitude().max(*largest);
+            }
+        }
+        largest.into_iter().map(|bits| T::from_bits(bits).to_f32())
+    });
+    largest.collect()
+}
+
+struct LargestMagnitude<'a, T> {
+    values: &'a [T],
+}
+
+impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
+    type Output = T::Bits;
+
+    #[inline(always)]
+    fn call(self) -> T::Bits {
+        self.values.iter().fold(T::Bits::default(), |largest, value| value.magnitude().max(largest))
+    }
+}
+
+/// Quantizes a tensor into packed rows, given the amax of [`amax`], and returns its tensor scale.
+///
+/// `codes` takes `[packed_rows, axis / 2]` bytes and `scales` `[packed_rows, axis / block_size]`.
+/// The result is bit for bit that of [`quantize_with_amax`](crate::quantize_with_amax).
+///
+/// # Errors
+/// An inconsistent scheme, an axis that the blocks do not divide, or a slice of the wrong length.
+pub fn quantize<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+) -> Result<TensorScale, SearchError> {
+    scheme.check_columns(view.axis)?;
+    let blocks = view.axis / scheme.block_size;
+    expect_length("values", view.len(), values.len())?;
+    expect_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
+    expect_length("codes", view.len() / 2, codes.len())?;
+    expect_length("block scales", view.packed_rows() * blocks, scales.len())?;
+
+    let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
+    if !view.is_empty() {
+        // Across the rows of a strided axis a task takes whole cache lines.
+        let rows = (TASK / view.axis).max(if view.inner == 1 { 1 } else { 8 * STRIP });
+        let rows = rows.next_multiple_of(STRIP);
+        codes
+            .par_chunks_mut(rows * view.axis / 2)
+            .zip(scales.par_chunks_mut(rows * blocks))
+            .enumerate()
+            .for_each(|(task, (codes, scales))| {
+                let first = task * rows;
+                let task = Rows { values, view, scheme, factors: &factors, first };
+                match scheme.block_size {
+                    16 => Arch::new().dispatch(Quantize::<T, 16> { task, codes, scales }),
+                    _ => Arch::new().dispatch(Quantize::<T, 32> { task, codes, scales }),
+                }
+            });
+    }
+    Ok(match scheme.tensor_scale {
+        TensorScaling::Row => TensorScale::PerRow(factors.iter().map(|f| f.decode).collect()),
+        _ => TensorScale::One(factors[0].decode),
+    })
+}
+
+pub(super) fn expect_length(
+    what: &'static str,
+    expected: usize,
+    found: usize,
+) -> Result<(), FormatError> {
+    if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
+}
+
+/// Packed rows from `first` on, to be made from a dense tensor.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    values: &'a [T],
+    view: View,
+    scheme: &'a Fp4Scheme,
+    factors: &'a [TensorFactor],
+    first: usize,
+}
+
+impl<T: HostElement> Rows<'_, T> {
+    #[inline(always)]
+    fn factor(&self, row: usize) -> TensorFactor {
+        if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
+    }
+
+    /// Whether strips can do it; if not, the reference quantizer does.
+    fn fits_strips(&self) -> bool {
+        let tiles_cross_slabs = self.scheme.blocks == Blocks::Tile16x16
+            && self.view.inner > 1
+            && self.view.outer > 1
+            && !self.view.inner.is_multiple_of(self.scheme.tile_rows());
+        self.scheme.search == ScaleSearch::Amax && !tiles_cross_slabs
+    }
+
+    /// A band of packed rows in f32.
+    fn gather(&self, rows: usize) -> Vec<f32> {
+        let View { axis, inner, .. } = self.view;
+        let mut gathered = Vec::with_capacity(rows * axis);
+        for row in self.first..self.first + rows {
+            let start = row / inner * axis * inner + row % inner;
+            gathered.extend((0..axis).map(|k| self.values[start + k * inner].to_f32()));
+        }
+        gathered
+    }
+
+    fn quantize_by_reference(self, codes: &mut [u8], scales: &mut [u8]) {
+        let rows = 2 * codes.len() / self.view.axis;
+        let amax: Vec<_> = match self.factors {
+            [factor] => vec![factor.amax],
+            factors => factors[self.first..self.first + rows].iter().map(|f| f.amax).collect(),
+        };
+        let gathered = self.gather(rows);
+        let scheme = self.scheme;
+        let packed =
+            crate::quantize_with_amax(&gathered, rows, self.view.axis, scheme, &amax)
+                .expect("the caller has checked scheme and lengths");
+        codes.copy_from_slice(&packed.codes);
+        scales.copy_from_slice(&packed.scales);
+    }
+}
+
+struct Quantize<'a, T, const B: usize> {
+    task: Rows<'a, T>,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+}
+
+impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        if !self.task.fits_strips() {
+            self.task.quantize_by_reference(self.codes, self.scales);
+        } else if self.task.view.inner == 1 {
+            self.along_rows();
+        } else {
+            self.across_rows();
+        }
+    }
+}
+
+impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
+    /// The blocked axis is contiguous: a strip is 32 blocks of one row.
+    #[inline(always)]
+    fn along_rows(self) {
+        let Rows { values, view, scheme, first, .. } = self.task;
+        let blocks = view.axis / B;
+        let mut strip = Strip::<B>::new();
+        let bands = scheme.tile_rows();
+        let mut tile_amax = vec![0.0; if bands > 1 { blocks } else { 0 }];
+        let band_codes = self.codes.chunks_mut(bands * view.axis / 2);
+        let band_scales = self.scales.chunks_mut(bands * blocks);
+        for (band, (codes, scales)) in band_codes.zip(band_scales).enumerate() {
+            let first = first + band * bands;
+            let rows = scales.len() / blocks;
+            let row = |row: usize| &values[(first + row) * view.axis..][..view.axis];
+            if bands > 1 {
+                tile_amax.fill(0.0);
+                for index in 0..rows {
+                    for start in (0..blocks).step_by(STRIP) {
+                        let n = STRIP.min(blocks - start);
+                        T::read(&row(index)[start * B..][..n * B], &mut strip.values.as_flattened_mut()[..n * B]);
+                        strip.find_amax();
+                        for (tile, &block) in tile_amax[start..][..n].iter_mut().zip(&strip.amax) {
+                            *tile = larger(*tile, block);
+                        }
+                    }
+                }
+            }
+            for index in 0..rows {
+                let factor = self.task.factor(first + index);
+                (0..STRIP).for_each(|block| strip.set_factor(block, factor));
+                let codes = &mut codes[index * view.axis / 2..][..view.axis / 2];
+                let scales = &mut scales[index * blocks..][..blocks];
+                for start in (0..blocks).step_by(STRIP) {
+                    let n = STRIP.min(blocks - start);
+                    T::read(&row(index)[start * B..][..n * B], &mut strip.values.as_flattened_mut()[..n * B]);
+                    if bands > 1 {
+                        strip.amax[..n].copy_from_slice(&tile_amax[start..][..n]);
+                    } else {
+                        strip.find_amax();
+                    }
+                    strip.find_scales(scheme);
+                    strip.find_codes(scheme);
+                    scales[start..][..n].copy_from_slice(&strip.scales[..n]);
+                    let codes = codes[start * B / 2..][..n * B / 2].chunks_exact_mut(B / 2);
+                    for (codes, words) in codes.zip(&strip.codes) {
+                        write_words(words, codes);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The blocked axis is strided: a strip is one block of each of 32 neighbouring rows.
+    #[inline(always)]
+    fn across_rows(self) {
+        let Rows { values, view, scheme, first, .. } = self.task;
+        let View { axis, inner, .. } = view;
+        let blocks = axis / B;
+        let rows = self.scales.len() / blocks;
+        let mut strip = Strip::<B>::new();
+        let mut at = 0;
+        while at < rows {
+            let row = first + at;
+            let (slab, column) = (row / inner, row % inner);
+            let n = STRIP.min(rows - at).min(inner - column);
+            for index in 0..n {
+                strip.set_factor(index, self.task.factor(row + index));
+            }
+            for block in 0..blocks {
+                let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
+                strip.read_columns(slab, inner, column, n);
+                strip.find_amax();
+                if scheme.blocks == Blocks::Tile16x16 {
+                    strip.share_amax(n);
+                }
+                strip.find_scales(scheme);
+                strip.find_codes(scheme);
+                for index in 0..n {
+                    self.scales[(at + index) * blocks + block] = strip.scales[index];
+                    let start = ((at + index) * axis + block * B) / 2;
+                    write_words(&strip.codes[index], &mut self.codes[start..start + B / 2]);
+                }
+            }
+            at += n;
+        }
+    }
+}
+
+impl<const B: usize> Strip<B> {
+    /// Reads `n` columns from `column` on of a `[B, inner]` slab, one block each.
+    #[inline(always)]
+    pub(super) fn read_columns<T: HostElement>(
+        &mut self,
+        slab: &[T],
+        inner: usize,
+        column: usize,
+        n: usize,
+    ) {
+        let mut line = [0.0; STRIP];
+        for k in 0..B {
+            T::read(&slab[k * inner + column..][..n], &mut line[..n]);
+            for (block, &value) in self.values.iter_mut().zip(&line) {
+                block[k] = value;
+            }
+        }
+    }
+
+    /// Writes the first `n` blocks as columns of a `[B, inner]` slab.
+    #[inline(always)]
+    pub(super) fn write_columns<T: HostElement>(
+        &self,
+        slab: &mut [T],
+        inner: usize,
+        column: usize,
+        n: usize,
+    ) {
+        let mut line = [0.0; STRIP];
+        for k in 0..B {
+            for (value, block) in line.iter_mut().zip(&self.values) {
+                *value = block[k];
+            }
+            T::write(&line[..n], &mut slab[k * inner + column..][..n]);
+        }
+    }
+
+    /// Gives the blocks of each group of 16 neighbouring rows the largest amax among them.
+    #[inline(always)]
+    fn share_amax(&mut self, n: usize) {
+        for tile in self.amax[..n].chunks_mut(16) {
+            let largest = tile.iter().fold(0.0, |largest, &amax| larger(largest, amax));
+            tile.fill(largest);
+        }
+    }
+}
+
+/// The larger of two magnitudes; NaN if one is.
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    f32::from_bits(a.to_bits().max(b.to_bits()))
+}
+
+#[inline(always)]
+pub(super) fn write_words(words: &[u32; 4], bytes: &mut [u8]) {
+    for (bytes, word) in bytes.chunks_exact_mut(4).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+/// Writes what [`dequantize`](super::dequantize) makes of [`quantize`], without the packed form.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn fake_quantize<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    output: &mut [T],
+) -> Result<(), SearchError> {
+    scheme.check_columns(view.axis)?;
+    expect_length("values", view.len(), values.len())?;
+    expect_length("output", view.len(), output.len())?;
+    expect_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
+    let blocks = view.axis / scheme.block_size;
+    let mut codes = vec![0; view.len() / 2];
+    let mut scales = vec![0; view.packed_rows() * blocks];
+    let tensor_scale = quantize(values, view, scheme, amax, &mut codes, &mut scales)?;
+    let packed = super::PackedView {
+        format: scheme.format(),
+        block_size: scheme.block_size,
+        codes: &codes,
+        scales: &scales,
+        tensor_scale: tensor_scale.as_slice(),
+    };
+    super::dequantize(packed, view, output)
+}

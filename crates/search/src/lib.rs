@@ -1,0 +1,31 @@
+//! Choosing block scales and codes.
+//!
+//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), which
+//! candidate scales a block may choose from ([`ScaleSearch`]), what shares a block scale
+//! ([`Blocks`]) and where the tensor scale comes from ([`TensorScaling`]).
+//!
+//! | file               | what it holds                                                        |
+//! |--------------------|----------------------------------------------------------------------|
+//! | `scheme.rs`        | [`Fp4Scheme`], and which choices go together                         |
+//! | `rule.rs`          | the published rules: amax -> block scale, element -> code            |
+//! | `tensor_scale.rs`  | amax -> the pair of factors that stand for the tensor scale          |
+//! | `quantize.rs`      | **the reference quantizer**: slow, plain, the oracle for every engine |
+//! | `four_over_six.rs` | two candidate scales per block, the better one kept                  |
+//! | `modelopt.rs`      | ModelOpt's own functions, with its arithmetic                        |
+//! | `host/`            | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16      |
+
+mod error;
+mod four_over_six;
+pub mod host;
+pub mod modelopt;
+mod quantize;
+mod rule;
+mod scheme;
+mod tensor_scale;
+
+pub use burn_fp4_formats as formats;
+pub use error::SearchError;
+pub use quantize::{amax, quantize, quantize_with_amax};
+pub use rule::{RuleRow, ScaleRule};
+pub use scheme::{Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleSearch};
+pub use tensor_scale::{TensorFactor, TensorScaling};

@@ -1,0 +1,6 @@
+//! What the tests share: golden files, inputs, the engines under test, and the comparison of bits.
+
+pub mod compare;
+pub mod engines;
+pub mod golden;
+pub mod inputs;

@@ -167,7 +167,7 @@ fn compare_with_qwantize(
     ties
 }
 
-/// ModelOpt ran on a GPU, whose Triton division is not IEEE: scales within 1 ulp, at most 2 in a
+/// ModelOpt ran on a GPU, whose Triton division is not IEEE: scales within 1 ulp, at most 1 in a
 /// thousand fake-quantized values apart.
 #[test]
 fn modelopt_functions() {
@@ -210,20 +210,20 @@ fn modelopt_functions() {
                 let found = Dense::new(input.rows, input.cols, &values, expected.dtype());
                 compared_values += values.len();
                 let pairs = found.to_f32().into_iter().zip(expected.to_f32());
-                apart += pairs.filter(|(a, b)| !within_an_ulp(*a, *b, &found)).count();
+                apart += pairs.filter(|(a, b)| !within_two_ulps(*a, *b, &found)).count();
             }
         }
     }
     println!("modelopt: {compared_scales} scales, {compared_values} values, {apart} apart");
-    assert!(compared_values > 0 && apart * 1000 <= compared_values * 2);
+    assert!(compared_values > 0 && apart * 1000 <= compared_values);
 }
 
-/// Equal up to the last bit of the dtype, as the scales are.
-fn within_an_ulp(a: f32, b: f32, dense: &Dense) -> bool {
+/// Apart by no more than the scales are: an ulp of the scale is up to two of its multiple.
+fn within_two_ulps(a: f32, b: f32, dense: &Dense) -> bool {
     let shift = match dense.dtype() {
         tests::inputs::Dtype::F32 => 0,
         tests::inputs::Dtype::F16 => 13,
         tests::inputs::Dtype::Bf16 => 16,
     };
-    a == b || (a.to_bits() >> shift).abs_diff(b.to_bits() >> shift) <= 1
+    a == b || (a.to_bits() >> shift).abs_diff(b.to_bits() >> shift) <= 2
 }

@@ -1,8 +1,15 @@
 //! Every engine that quantizes a matrix, behind one signature.
 
-use burn_fp4_formats::Packed;
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, Flex, NdArray};
+use burn::tensor::{DType, Device, Tensor, TensorData, read_sync};
+use burn_fp4_formats::{Packed, TensorScale};
+use burn_fp4_ops::portable;
 use burn_fp4_search::host::{self, HostElement, View};
-use burn_fp4_search::{Fp4Scheme, quantize};
+use burn_fp4_search::{Fp4Scheme, TensorScaling, quantize};
 
 use crate::inputs::{Dense, Values};
 
@@ -10,9 +17,9 @@ use crate::inputs::{Dense, Values};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
     /// Down the columns: the packed matrix is the transpose.
-    First,
+    First = 0,
     /// Along the rows.
-    Last,
+    Last = 1,
 }
 
 /// An engine; `None` where it does not take the dtype.
@@ -27,6 +34,10 @@ pub struct Engine {
 pub const ENGINES: &[Engine] = &[
     Engine { name: "oracle", quantize: oracle },
     Engine { name: "host", quantize: host },
+    Engine { name: "flex", quantize: flex },
+    Engine { name: "ndarray", quantize: ndarray },
+    Engine { name: "tensor operations on flex", quantize: portable_flex },
+    Engine { name: "tensor operations on ndarray", quantize: portable_ndarray },
 ];
 
 fn oracle(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
@@ -38,7 +49,7 @@ fn oracle(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
 }
 
 fn host(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
-    let view = View::along(&[dense.rows, dense.cols], if axis == Axis::First { 0 } else { 1 });
+    let view = View::along(&[dense.rows, dense.cols], axis as usize);
     Some(match &dense.values {
         Values::F32(values) => host_packed(values, view, scheme),
         Values::F16(values) => host_packed(values, view, scheme),
@@ -61,4 +72,98 @@ fn host_packed<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> 
         scales,
         tensor_scale,
     }
+}
+
+fn flex(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
+    Some(on_device(dense, axis, scheme, &Device::flex()))
+}
+
+fn ndarray(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
+    // The device has no half types.
+    matches!(dense.values, Values::F32(_))
+        .then(|| on_device(dense, axis, scheme, &Device::ndarray()))
+}
+
+/// Through the public function on a Burn device.
+pub fn on_device(dense: &Dense, axis: Axis, scheme: &Fp4Scheme, device: &Device) -> Packed {
+    let data = tensor_data(dense);
+    let dtype = data.dtype();
+    let tensor = Tensor::<2>::from_data(data, (device, dtype));
+    burn_fp4_ops::quantize(tensor, axis as usize, scheme)
+        .and_then(|packed| packed.to_packed())
+        .expect("a valid problem")
+}
+
+/// A matrix as Burn's tensor data, in its own dtype.
+pub fn tensor_data(dense: &Dense) -> TensorData {
+    let shape = [dense.rows, dense.cols];
+    match &dense.values {
+        Values::F32(values) => TensorData::new(values.clone(), shape),
+        Values::F16(values) => TensorData::new(values.clone(), shape),
+        Values::Bf16(values) => TensorData::new(values.clone(), shape),
+    }
+}
+
+fn portable_flex(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
+    Some(by_tensor_operations::<Flex>(dense, axis, scheme))
+}
+
+fn portable_ndarray(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
+    matches!(dense.values, Values::F32(_))
+        .then(|| by_tensor_operations::<NdArray>(dense, axis, scheme))
+}
+
+/// The bodies made of tensor operations, which these devices otherwise override.
+fn by_tensor_operations<B: Backend>(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Packed {
+    let device = B::Device::default();
+    let values = B::float_from_data(tensor_data(dense), &device);
+    let axis = axis as usize;
+    let amax = amax_for::<B>(&values, axis, scheme, &device);
+    let packed = portable::quantize::<B>(values, amax, axis, *scheme);
+    let tensor_scale: Vec<_> =
+        ints::<B>(packed.tensor_scale).iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect();
+    let (rows, cols) = match axis {
+        0 => (dense.cols, dense.rows),
+        _ => (dense.rows, dense.cols),
+    };
+    Packed {
+        format: scheme.format(),
+        block_size: scheme.block_size,
+        rows,
+        cols,
+        codes: ints::<B>(packed.codes).iter::<u8>().collect(),
+        scales: ints::<B>(packed.scales).iter::<u8>().collect(),
+        tensor_scale: match tensor_scale[..] {
+            [scale] => TensorScale::One(scale),
+            _ => TensorScale::PerRow(tensor_scale),
+        },
+    }
+}
+
+fn amax_for<B: Backend>(
+    values: &FloatTensor<B>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    match scheme.tensor_scale {
+        TensorScaling::Amax(amax) => {
+            B::float_from_data(TensorData::new(vec![amax], [1]), device)
+        }
+        scaling => {
+            portable::amax::<B>(values.clone(), axis, scaling == TensorScaling::Row)
+        }
+    }
+}
+
+fn ints<B: Backend>(tensor: IntTensor<B>) -> TensorData {
+    read_sync(B::int_into_data(tensor)).expect("host memory")
+}
+
+/// The Burn devices that every build has.
+pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
+    vec![
+        ("flex", Device::flex(), vec![DType::F32, DType::F16, DType::BF16]),
+        ("ndarray", Device::ndarray(), vec![DType::F32]),
+    ]
 }

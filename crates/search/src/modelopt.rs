@@ -1,8 +1,8 @@
 //! NVIDIA ModelOpt's functions, with its arithmetic and its treatment of special values
 //! (`modelopt.torch.kernels.quantization.gemm`, 0.47).
 //!
-//! A division by 6 is a multiplication by its reciprocal, as torch compiles it for a GPU; what Triton
-//! makes of the other divisions is not IEEE, so a scale may differ in its last bit.
+//! Some divisions are multiplications by the reciprocal, as torch and Triton compile them for a GPU.
+//! Triton's are not IEEE, so a scale may still differ in its last bit.
 
 use burn_fp4_formats::{E2M1, E4M3, FormatError, unpack_nibbles};
 
@@ -99,7 +99,7 @@ fn fake_quantize(value: f32, scale: f32) -> f32 {
         return 0.0;
     }
     let scale = if scale.is_finite() { scale } else { 1.0 };
-    let normalized = value.abs() / scale;
+    let normalized = value.abs() * (1.0 / scale);
     let magnitude = if normalized.is_nan() {
         E2M1.max_value()
     } else {

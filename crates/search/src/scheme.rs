@@ -176,7 +176,7 @@ impl Fp4Scheme {
     }
 
     /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536.
-    pub(crate) fn largest_code_product(&self) -> f32 {
+    pub fn largest_code_product(&self) -> f32 {
         let range = match self.search {
             ScaleSearch::Amax => E4m3Range::E448,
             ScaleSearch::FourOverSix { range, .. } => range,

@@ -1,0 +1,70 @@
+use burn::tensor::DType;
+use burn_fp4_search::SearchError;
+use burn_fp4_search::formats::FormatError;
+
+/// Why an operation on tensors cannot be done.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpsError {
+    /// The scheme is inconsistent, or does not fit the tensor.
+    #[error(transparent)]
+    Search(#[from] SearchError),
+    /// Codes and scales that are not a quantized tensor.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// The tensor has no such axis.
+    #[error("axis {axis} of a tensor of rank {rank}")]
+    Axis {
+        /// Axis asked for.
+        axis: usize,
+        /// Rank of the tensor.
+        rank: usize,
+    },
+    /// Only f32, f16 and bf16 are quantized.
+    #[error("expected values of f32, f16 or bf16, found {found:?}")]
+    DType {
+        /// dtype of the tensor.
+        found: DType,
+    },
+    /// A value is NaN or infinite.
+    #[error(
+        "a value is not finite (amax is {found}); NonFinite::FollowReference quantizes it as \
+         TransformerEngine does"
+    )]
+    NonFinite {
+        /// The amax.
+        found: f32,
+    },
+    /// The axes of a product do not meet.
+    #[error(
+        "cannot multiply an input with {input} values in its last axis by a weight with {weight} \
+         in its first, blocked along axis {axis}: both must be K, and blocks run along axis 0"
+    )]
+    Contraction {
+        /// Last dimension of the input.
+        input: usize,
+        /// First dimension of the weight.
+        weight: usize,
+        /// Axis that the weight is blocked along.
+        axis: usize,
+    },
+    /// A shape is not what the others ask for.
+    #[error("{what}: expected shape {expected:?}, found {found:?}")]
+    Shape {
+        /// Which tensor.
+        what: &'static str,
+        /// Shape that fits.
+        expected: Vec<usize>,
+        /// Shape found.
+        found: Vec<usize>,
+    },
+    /// The device failed to hand back data.
+    #[error("device: {0}")]
+    Device(String),
+}
+
+impl OpsError {
+    pub(crate) fn device(error: impl core::fmt::Debug) -> Self {
+        Self::Device(format!("{error:?}"))
+    }
+}

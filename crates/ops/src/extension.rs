@@ -1,0 +1,75 @@
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+use burn::tensor::FloatDType;
+use burn_fp4_search::Fp4Scheme;
+
+use crate::{Fp4Layout, portable};
+
+/// A quantized tensor as a backend sees it.
+#[derive(Debug, Clone, ExtensionType)]
+pub struct Fp4Primitive<B: Backend> {
+    /// u8, `[rows, axis / 2]`.
+    pub codes: IntTensor<B>,
+    /// u8, `[rows, axis / block_size]`.
+    pub scales: IntTensor<B>,
+    /// The bits of the f32 tensor scale in i32, `[1]` or `[rows]`: as integers, so that nothing that
+    /// casts or trains the floats of a module can touch them.
+    pub tensor_scale: IntTensor<B>,
+}
+
+/// What a backend has to do. Without code of its own it does so by tensor operations.
+///
+/// Callers have checked shapes, scheme and dtype (f32, f16 or bf16).
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Autodiff: cfg(feature = "autodiff")
+)]
+pub trait Fp4Backend: Backend {
+    /// Largest magnitude in f32: `[1]`, or one per packed row `[rows]`. NaN if a value is.
+    fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
+        portable::amax::<Self>(values, axis, by_row)
+    }
+
+    /// Codes and scales, given the amax `[1]` or `[rows]` that the tensor scale is made from.
+    fn fp4_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        portable::quantize::<Self>(values, amax, axis, scheme)
+    }
+
+    /// The values of codes and scales, computed in f32 and rounded once to the dtype.
+    fn fp4_dequantize(
+        #[extension_type] packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        portable::dequantize::<Self>(packed, layout, dtype)
+    }
+
+    /// What dequantization makes of quantization, in the dtype of the input.
+    fn fp4_fake_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> FloatTensor<Self> {
+        portable::fake_quantize::<Self>(values, amax, axis, scheme)
+    }
+
+    /// `[2]` in f32: the sum of squared differences between a tensor and its packed form, and the
+    /// sum of its squares.
+    fn fp4_squared_error(
+        values: FloatTensor<Self>,
+        #[extension_type] packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        portable::squared_error::<Self>(values, packed, layout)
+    }
+}

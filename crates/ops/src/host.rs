@@ -1,0 +1,94 @@
+//! The host engine on slices of tensors, the same for every device whose memory is the host's.
+
+use burn::tensor::TensorData;
+use burn_fp4_search::host::{self, HostElement, PackedView, View};
+use burn_fp4_search::{Fp4Scheme, TensorScaling};
+
+use crate::Fp4Layout;
+
+/// Codes, block scales and bits of the tensor scale.
+pub(crate) struct HostPacked {
+    pub(crate) codes: TensorData,
+    pub(crate) scales: TensorData,
+    pub(crate) tensor_scale: TensorData,
+}
+
+const CHECKED: &str = "callers check scheme, shape and dtype";
+
+pub(crate) fn amax<T: HostElement>(values: &[T], view: View, by_row: bool) -> Vec<f32> {
+    let scaling = if by_row { TensorScaling::Row } else { TensorScaling::Tensor };
+    host::amax(values, view, &Fp4Scheme::nvfp4().with_tensor_scale(scaling))
+}
+
+pub(crate) fn quantize<T: HostElement>(
+    values: &[T],
+    view: View,
+    amax: &[f32],
+    scheme: &Fp4Scheme,
+) -> HostPacked {
+    let blocks = view.axis / scheme.block_size;
+    let mut codes = vec![0u8; view.len() / 2];
+    let mut scales = vec![0u8; view.packed_rows() * blocks];
+    let tensor_scale =
+        host::quantize(values, view, scheme, amax, &mut codes, &mut scales).expect(CHECKED);
+    let bits: Vec<_> =
+        tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
+    let count = bits.len();
+    HostPacked {
+        codes: TensorData::new(codes, [view.packed_rows(), view.axis / 2]),
+        scales: TensorData::new(scales, [view.packed_rows(), blocks]),
+        tensor_scale: TensorData::new(bits, [count]),
+    }
+}
+
+pub(crate) fn fake_quantize<T: HostElement>(
+    values: &[T],
+    view: View,
+    amax: &[f32],
+    scheme: &Fp4Scheme,
+    output: &mut [T],
+) {
+    host::fake_quantize(values, view, scheme, amax, output).expect(CHECKED);
+}
+
+/// Calls `use_packed` with the slices of a packed tensor.
+pub(crate) fn with_packed<R>(
+    codes: &[u8],
+    scales: &[u8],
+    tensor_scale: &[i32],
+    layout: &Fp4Layout,
+    use_packed: impl FnOnce(PackedView<'_>) -> R,
+) -> R {
+    let tensor_scale: Vec<_> =
+        tensor_scale.iter().map(|bits| f32::from_bits(*bits as u32)).collect();
+    use_packed(PackedView {
+        format: layout.format,
+        block_size: layout.block_size,
+        codes,
+        scales,
+        tensor_scale: &tensor_scale,
+    })
+}
+
+pub(crate) fn dequantize<T: HostElement>(
+    packed: PackedView<'_>,
+    layout: &Fp4Layout,
+    output: &mut [T],
+) {
+    host::dequantize(packed, layout.view(), output).expect(CHECKED);
+}
+
+pub(crate) fn squared_error<T: HostElement>(
+    values: &[T],
+    packed: PackedView<'_>,
+    layout: &Fp4Layout,
+) -> TensorData {
+    let sums = host::squared_error(values, packed, layout.view()).expect(CHECKED);
+    TensorData::new(sums.map(|sum| sum as f32).to_vec(), [2])
+}
+
+/// f32 values as tensor data of shape `[len]`.
+pub(crate) fn vector(values: Vec<f32>) -> TensorData {
+    let len = values.len();
+    TensorData::new(values, [len])
+}

@@ -1,0 +1,78 @@
+use burn::tensor::Shape;
+use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::formats::{FormatError, Fp4Format};
+use burn_fp4_search::host::View;
+
+use crate::OpsError;
+
+/// What a quantized tensor is, apart from its bits: the one place where shapes are computed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Fp4Layout {
+    /// What the bits mean.
+    pub format: Fp4Format,
+    /// Elements that share a block scale.
+    pub block_size: usize,
+    /// Shape of the dense tensor.
+    pub shape: Vec<usize>,
+    /// Axis that the blocks run along.
+    pub axis: usize,
+}
+
+impl Fp4Layout {
+    /// The layout of a tensor of this shape quantized along an axis.
+    ///
+    /// # Errors
+    /// [`OpsError::Axis`], or [`OpsError::Search`] if the scheme is inconsistent or its blocks do
+    /// not divide the axis.
+    pub fn new(shape: &Shape, axis: usize, scheme: &Fp4Scheme) -> Result<Self, OpsError> {
+        let rank = shape.num_dims();
+        if axis >= rank {
+            return Err(OpsError::Axis { axis, rank });
+        }
+        scheme.check_columns(shape[axis])?;
+        Ok(Self {
+            format: scheme.format(),
+            block_size: scheme.block_size,
+            shape: shape.to_vec(),
+            axis,
+        })
+    }
+
+    /// Checks a layout that was not made by [`new`](Self::new).
+    ///
+    /// # Errors
+    /// [`OpsError::Axis`], or [`OpsError::Format`] for the block size and divisibility.
+    pub fn validate(&self) -> Result<(), OpsError> {
+        let rank = self.shape.len();
+        if self.axis >= rank {
+            return Err(OpsError::Axis { axis: self.axis, rank });
+        }
+        self.format.check_block_size(self.block_size)?;
+        let cols = self.shape[self.axis];
+        if cols.is_multiple_of(self.block_size) {
+            Ok(())
+        } else {
+            Err(FormatError::Indivisible { cols, block_size: self.block_size }.into())
+        }
+    }
+
+    /// How the axis lies in the dense tensor.
+    pub fn view(&self) -> View {
+        View::along(&self.shape, self.axis)
+    }
+
+    /// Rows of the packed matrix: the product of all dimensions but the blocked one.
+    pub fn rows(&self) -> usize {
+        self.view().packed_rows()
+    }
+
+    /// Shape of the codes: `[rows, axis / 2]`.
+    pub fn codes_shape(&self) -> [usize; 2] {
+        [self.rows(), self.shape[self.axis] / 2]
+    }
+
+    /// Shape of the block scales: `[rows, axis / block_size]`.
+    pub fn scales_shape(&self) -> [usize; 2] {
+        [self.rows(), self.shape[self.axis] / self.block_size]
+    }
+}

@@ -1,0 +1,81 @@
+//! ModelOpt's functions on tensors of any device, under their names and with their arithmetic; see
+//! [`search::modelopt`](burn_fp4_search::modelopt).
+//!
+//! They run on the host: each reads its inputs back.
+
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn_fp4_search::modelopt;
+
+use crate::OpsError;
+
+/// The scale of every block in f32, in the shape of `amax`.
+///
+/// `largest_scale` (ModelOpt's `fp8_max_for_normalization`) is 448, or 256 for Four Over Six.
+///
+/// # Errors
+/// [`OpsError::Device`] if a device fails.
+pub fn compute_fp4_scales<const D: usize>(
+    amax: Tensor<D>,
+    global_amax: Option<f32>,
+    quantize_block_scales: bool,
+    largest_scale: f32,
+) -> Result<Tensor<D>, OpsError> {
+    let (device, shape) = (amax.device(), amax.shape());
+    let amax = floats(amax)?;
+    let scales =
+        modelopt::compute_fp4_scales(&amax, global_amax, quantize_block_scales, largest_scale);
+    Ok(Tensor::from_data(TensorData::new(scales, shape), (&device, DType::F32)))
+}
+
+/// The values `[.., 2 x K]` of packed codes u8 `[.., K]`, given the scales `[.., 2 x K / block_size]`
+/// of any float dtype.
+///
+/// # Errors
+/// [`OpsError::Format`] if the scales do not cover the codes, [`OpsError::Device`] if a device fails.
+pub fn fp4_dequantize<const D: usize>(
+    packed: Tensor<D, Int>,
+    scales: Tensor<D>,
+    global_scale: f32,
+    block_size: usize,
+    dtype: FloatDType,
+) -> Result<Tensor<D>, OpsError> {
+    let (device, mut shape) = (packed.device(), packed.shape());
+    shape[D - 1] *= 2;
+    let packed = packed.try_into_data().map_err(OpsError::device)?;
+    let packed: Vec<_> = packed.iter::<u8>().collect();
+    let values = modelopt::fp4_dequantize(&packed, &floats(scales)?, global_scale, block_size)?;
+    let values = Tensor::<D>::from_data(TensorData::new(values, shape), (&device, DType::F32));
+    Ok(values.cast(dtype))
+}
+
+/// Rounds every value to the FP4 grid of its block; one amax per block, in any shape, whose count
+/// decides the block size.
+///
+/// # Errors
+/// [`OpsError::Format`] if the amaxes do not divide the values, [`OpsError::Device`] if a device
+/// fails.
+pub fn static_blockwise_fp4_fake_quant<const D: usize, const A: usize>(
+    values: Tensor<D>,
+    amax: Tensor<A>,
+    global_amax: Option<f32>,
+    quantize_block_scales: bool,
+    largest_scale: f32,
+    out_dtype: Option<FloatDType>,
+) -> Result<Tensor<D>, OpsError> {
+    let (device, shape) = (values.device(), values.shape());
+    let dtype = out_dtype.unwrap_or(values.dtype().into());
+    let rounded = modelopt::static_blockwise_fp4_fake_quant(
+        &floats(values)?,
+        &floats(amax)?,
+        global_amax,
+        quantize_block_scales,
+        largest_scale,
+    )?;
+    let rounded = Tensor::<D>::from_data(TensorData::new(rounded, shape), (&device, DType::F32));
+    Ok(rounded.cast(dtype))
+}
+
+fn floats<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, OpsError> {
+    let data = tensor.without_autodiff().try_into_data().map_err(OpsError::device)?;
+    Ok(data.iter::<f32>().collect())
+}

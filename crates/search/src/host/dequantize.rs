@@ -3,7 +3,7 @@ use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
 use super::quantize::expect_length;
-use super::strip::{STRIP, Strip};
+use super::strip::{Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::SearchError;
 
@@ -40,10 +40,7 @@ impl PackedView<'_> {
     #[inline(always)]
     fn load<const B: usize>(&self, strip: &mut Strip<B>, index: usize, at: usize, row: usize) {
         strip.scales[index] = self.scales[at];
-        let bytes = &self.codes[at * B / 2..][..B / 2];
-        for (word, bytes) in strip.codes[index].iter_mut().zip(bytes.chunks_exact(4)) {
-            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-        }
+        strip.read_codes(index, &self.codes[at * B / 2..][..B / 2]);
         strip.decode[index] = self.tensor_scale[if self.tensor_scale.len() == 1 { 0 } else { row }];
     }
 }
@@ -124,6 +121,10 @@ struct Slab<'a> {
 }
 
 impl Slab<'_> {
+    fn order(&self) -> Order {
+        if self.view.inner == 1 { Order::Along } else { Order::Across }
+    }
+
     /// Calls `visit` with every strip of `len` values, dequantized, and where in the slab it starts:
     /// `(strip, start, blocks)`; the blocks follow each other, or are columns `inner` apart.
     #[inline(always)]
@@ -134,7 +135,7 @@ impl Slab<'_> {
     ) {
         let View { axis, inner, .. } = self.view;
         let blocks = axis / B;
-        let mut strip = Strip::<B>::new();
+        let mut strip = Strip::<B>::new(self.order());
         if inner == 1 {
             let first = self.first / B;
             for start in (0..len / B).step_by(STRIP) {
@@ -177,7 +178,7 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Dequantize<'_, T, B> {
         let (output, inner) = (self.output, self.slab.view.inner);
         self.slab.for_each_strip::<B>(output.len(), |strip, start, n| {
             if inner == 1 {
-                T::write(&strip.values.as_flattened()[..n * B], &mut output[start..][..n * B]);
+                T::write(&strip.values()[..n * B], &mut output[start..][..n * B]);
             } else {
                 strip.write_columns(&mut output[start..], inner, 0, n);
             }
@@ -196,17 +197,19 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
     #[inline(always)]
     fn call(self) -> [f64; 2] {
         let inner = self.slab.view.inner;
-        let mut original = Strip::<B>::new();
+        let mut original = Strip::<B>::new(self.slab.order());
         let mut sums = [0.0; 2];
         self.slab.for_each_strip::<B>(self.values.len(), |strip, start, n| {
             let values = &self.values[start..];
             if inner == 1 {
-                T::read(&values[..n * B], &mut original.values.as_flattened_mut()[..n * B]);
+                T::read(&values[..n * B], &mut original.values_mut()[..n * B]);
             } else {
                 original.read_columns(values, inner, 0, n);
             }
-            let pairs = original.values[..n].iter().zip(&strip.values[..n]);
-            for (exact, value) in pairs.flat_map(|(exact, value)| exact.iter().zip(value)) {
+            // Whole lines, or the first columns of each.
+            let (line, used) = if inner == 1 { (n * B, n * B) } else { (STRIP, n) };
+            let lines = original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
+            for (exact, value) in lines.flat_map(|(a, b)| a[..used].iter().zip(&b[..used])) {
                 let difference = *exact as f64 - *value as f64;
                 sums[0] += difference * difference;
                 sums[1] += *exact as f64 * *exact as f64;

@@ -1,7 +1,7 @@
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-use super::strip::{STRIP, Strip};
+use super::strip::{Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::{Blocks, Fp4Scheme, ScaleSearch, SearchError, TensorFactor, TensorScaling};
 use burn_fp4_formats::{FormatError, TensorScale};
@@ -183,21 +183,23 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
     fn along_rows(self) {
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
-        let mut strip = Strip::<B>::new();
-        let bands = scheme.tile_rows();
-        let mut tile_amax = vec![0.0; if bands > 1 { blocks } else { 0 }];
-        let band_codes = self.codes.chunks_mut(bands * view.axis / 2);
-        let band_scales = self.scales.chunks_mut(bands * blocks);
-        for (band, (codes, scales)) in band_codes.zip(band_scales).enumerate() {
-            let first = first + band * bands;
+        let tile_rows = scheme.tile_rows();
+        let mut strip = Strip::<B>::new(Order::Along);
+        let mut tile_amax = vec![0.0; if tile_rows > 1 { blocks } else { 0 }];
+        let tiles = self.codes.chunks_mut(tile_rows * view.axis / 2);
+        for (tile, (codes, scales)) in tiles.zip(self.scales.chunks_mut(tile_rows * blocks)).enumerate() {
+            let first = first + tile * tile_rows;
+            let read = |strip: &mut Strip<B>, row: usize, start: usize, n: usize| {
+                let at = (first + row) * view.axis + start * B;
+                T::read(&values[at..][..n * B], &mut strip.values_mut()[..n * B]);
+            };
             let rows = scales.len() / blocks;
-            let row = |row: usize| &values[(first + row) * view.axis..][..view.axis];
-            if bands > 1 {
+            if tile_rows > 1 {
                 tile_amax.fill(0.0);
-                for index in 0..rows {
+                for row in 0..rows {
                     for start in (0..blocks).step_by(STRIP) {
                         let n = STRIP.min(blocks - start);
-                        T::read(&row(index)[start * B..][..n * B], &mut strip.values.as_flattened_mut()[..n * B]);
+                        read(&mut strip, row, start, n);
                         strip.find_amax();
                         for (tile, &block) in tile_amax[start..][..n].iter_mut().zip(&strip.amax) {
                             *tile = larger(*tile, block);
@@ -205,15 +207,14 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                     }
                 }
             }
-            for index in 0..rows {
-                let factor = self.task.factor(first + index);
+            let lines = codes.chunks_exact_mut(view.axis / 2).zip(scales.chunks_exact_mut(blocks));
+            for (row, (codes, scales)) in lines.enumerate() {
+                let factor = self.task.factor(first + row);
                 (0..STRIP).for_each(|block| strip.set_factor(block, factor));
-                let codes = &mut codes[index * view.axis / 2..][..view.axis / 2];
-                let scales = &mut scales[index * blocks..][..blocks];
                 for start in (0..blocks).step_by(STRIP) {
                     let n = STRIP.min(blocks - start);
-                    T::read(&row(index)[start * B..][..n * B], &mut strip.values.as_flattened_mut()[..n * B]);
-                    if bands > 1 {
+                    read(&mut strip, row, start, n);
+                    if tile_rows > 1 {
                         strip.amax[..n].copy_from_slice(&tile_amax[start..][..n]);
                     } else {
                         strip.find_amax();
@@ -222,9 +223,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                     strip.find_codes(scheme);
                     scales[start..][..n].copy_from_slice(&strip.scales[..n]);
                     let codes = codes[start * B / 2..][..n * B / 2].chunks_exact_mut(B / 2);
-                    for (codes, words) in codes.zip(&strip.codes) {
-                        write_words(words, codes);
-                    }
+                    codes.enumerate().for_each(|(block, bytes)| strip.write_codes(block, bytes));
                 }
             }
         }
@@ -237,31 +236,34 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
         let View { axis, inner, .. } = view;
         let blocks = axis / B;
         let rows = self.scales.len() / blocks;
-        let mut strip = Strip::<B>::new();
-        let mut at = 0;
-        while at < rows {
-            let row = first + at;
-            let (slab, column) = (row / inner, row % inner);
-            let n = STRIP.min(rows - at).min(inner - column);
-            for index in 0..n {
-                strip.set_factor(index, self.task.factor(row + index));
-            }
-            for block in 0..blocks {
-                let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
-                strip.read_columns(slab, inner, column, n);
-                strip.find_amax();
-                if scheme.blocks == Blocks::Tile16x16 {
-                    strip.share_amax(n);
-                }
-                strip.find_scales(scheme);
-                strip.find_codes(scheme);
+        let mut strip = Strip::<B>::new(Order::Across);
+        // Eight blocks of a strip before the next strip: their codes share a cache line.
+        for group in (0..blocks).step_by(8) {
+            let mut at = 0;
+            while at < rows {
+                let row = first + at;
+                let (slab, column) = (row / inner, row % inner);
+                let n = STRIP.min(rows - at).min(inner - column);
                 for index in 0..n {
-                    self.scales[(at + index) * blocks + block] = strip.scales[index];
-                    let start = ((at + index) * axis + block * B) / 2;
-                    write_words(&strip.codes[index], &mut self.codes[start..start + B / 2]);
+                    strip.set_factor(index, self.task.factor(row + index));
                 }
+                for block in group..blocks.min(group + 8) {
+                    let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
+                    strip.read_columns(slab, inner, column, n);
+                    strip.find_amax();
+                    if scheme.blocks == Blocks::Tile16x16 {
+                        strip.share_amax(n);
+                    }
+                    strip.find_scales(scheme);
+                    strip.find_codes(scheme);
+                    for index in 0..n {
+                        self.scales[(at + index) * blocks + block] = strip.scales[index];
+                        let start = ((at + index) * axis + block * B) / 2;
+                        strip.write_codes(index, &mut self.codes[start..start + B / 2]);
+                    }
+                }
+                at += n;
             }
-            at += n;
         }
     }
 }
@@ -276,12 +278,8 @@ impl<const B: usize> Strip<B> {
         column: usize,
         n: usize,
     ) {
-        let mut line = [0.0; STRIP];
-        for k in 0..B {
+        for (k, line) in self.values_mut().chunks_exact_mut(STRIP).enumerate() {
             T::read(&slab[k * inner + column..][..n], &mut line[..n]);
-            for (block, &value) in self.values.iter_mut().zip(&line) {
-                block[k] = value;
-            }
         }
     }
 
@@ -294,11 +292,7 @@ impl<const B: usize> Strip<B> {
         column: usize,
         n: usize,
     ) {
-        let mut line = [0.0; STRIP];
-        for k in 0..B {
-            for (value, block) in line.iter_mut().zip(&self.values) {
-                *value = block[k];
-            }
+        for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
             T::write(&line[..n], &mut slab[k * inner + column..][..n]);
         }
     }
@@ -317,13 +311,6 @@ impl<const B: usize> Strip<B> {
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
     f32::from_bits(a.to_bits().max(b.to_bits()))
-}
-
-#[inline(always)]
-pub(super) fn write_words(words: &[u32; 4], bytes: &mut [u8]) {
-    for (bytes, word) in bytes.chunks_exact_mut(4).zip(words) {
-        bytes.copy_from_slice(&word.to_le_bytes());
-    }
 }
 
 /// Writes what [`dequantize`](super::dequantize) makes of [`quantize`], without the packed form.

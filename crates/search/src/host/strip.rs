@@ -10,10 +10,26 @@ use crate::{Fp4Scheme, ScaleRule, TensorFactor};
 /// Blocks of a strip. With f32 values, codes and scales it stays within the first-level cache.
 pub(super) const STRIP: usize = 32;
 
-/// A strip of up to [`STRIP`] blocks of `B` values.
+/// Largest block size.
+const MAX_BLOCK: usize = 32;
+
+/// How the values of a strip lie in its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Block by block, as a contiguous axis is read.
+    Along,
+    /// The first value of every block, then the second, as a strided axis is read.
+    Across,
+}
+
+/// A strip of [`STRIP`] blocks of `B` values. One that is not full holds something in the rest.
 pub(super) struct Strip<const B: usize> {
-    /// The values, then their dequantized counterparts.
-    pub(super) values: [[f32; B]; STRIP],
+    order: Order,
+    values: [f32; STRIP * MAX_BLOCK],
+    /// Element codes, one a byte, in the order of the values.
+    codes: [u8; STRIP * MAX_BLOCK],
+    /// Eight codes a word, the first in the lowest nibble: block by block, or across blocks.
+    words: [u32; STRIP * MAX_BLOCK / 8],
     /// amax of each block, or of the tile it belongs to.
     pub(super) amax: [f32; STRIP],
     /// Tensor factor of each block's row.
@@ -21,23 +37,38 @@ pub(super) struct Strip<const B: usize> {
     pub(super) decode: [f32; STRIP],
     /// Code of each block's scale.
     pub(super) scales: [u8; STRIP],
-    /// What the elements of each block are multiplied with.
-    pub(super) multipliers: [f32; STRIP],
-    /// Eight codes a word, the first in the lowest nibble.
-    pub(super) codes: [[u32; 4]; STRIP],
+    /// What the elements of each block are multiplied with, or divided by.
+    multipliers: [f32; STRIP],
+    /// All bits, or none where a NaN makes every code of the block 0.
+    numbers: [u32; STRIP],
 }
 
 impl<const B: usize> Strip<B> {
-    pub(super) const fn new() -> Self {
+    pub(super) const fn new(order: Order) -> Self {
         Self {
-            values: [[0.0; B]; STRIP],
+            order,
+            values: [0.0; STRIP * MAX_BLOCK],
+            codes: [0; STRIP * MAX_BLOCK],
+            words: [0; STRIP * MAX_BLOCK / 8],
             amax: [0.0; STRIP],
             encode: [1.0; STRIP],
             decode: [1.0; STRIP],
             scales: [0; STRIP],
             multipliers: [1.0; STRIP],
-            codes: [[0; 4]; STRIP],
+            numbers: [!0; STRIP],
         }
+    }
+
+    /// The values in their order.
+    #[inline(always)]
+    pub(super) fn values(&self) -> &[f32] {
+        &self.values[..STRIP * B]
+    }
+
+    /// The values in their order.
+    #[inline(always)]
+    pub(super) fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values[..STRIP * B]
     }
 
     #[inline(always)]
@@ -47,29 +78,48 @@ impl<const B: usize> Strip<B> {
     }
 
     /// Fills `amax` from the values.
+    ///
+    /// As integers magnitudes order like the floats, and NaN comes out on top.
     #[inline(always)]
     pub(super) fn find_amax(&mut self) {
-        for (amax, block) in self.amax.iter_mut().zip(&self.values) {
-            // As integers magnitudes order like the floats, and NaN comes out on top.
-            let largest = block.iter().fold(0, |largest, value| {
-                u32::max(largest, value.to_bits() & 0x7FFF_FFFF)
-            });
-            *amax = f32::from_bits(largest);
+        let magnitude = |value: f32| value.to_bits() & 0x7FFF_FFFF;
+        let mut largest = [0; STRIP];
+        match self.order {
+            // The larger of neighbours, again and again: a loop over blocks would be vectorized by
+            // gathering their values from all over the strip.
+            Order::Along => {
+                let mut magnitudes = [0; STRIP * MAX_BLOCK];
+                for (magnitude_bits, &value) in magnitudes.iter_mut().zip(self.values()) {
+                    *magnitude_bits = magnitude(value);
+                }
+                let sixteens = match B {
+                    16 => *magnitudes.first_chunk().expect("a strip of blocks of 16"),
+                    _ => larger_of_pairs::<{ STRIP * 16 }>(&magnitudes),
+                };
+                let eights = larger_of_pairs::<{ STRIP * 8 }>(&sixteens);
+                let fours = larger_of_pairs::<{ STRIP * 4 }>(&eights);
+                let twos = larger_of_pairs::<{ STRIP * 2 }>(&fours);
+                largest = larger_of_pairs(&twos);
+            }
+            Order::Across => {
+                for line in self.values().chunks_exact(STRIP) {
+                    for (largest, &value) in largest.iter_mut().zip(line) {
+                        *largest = magnitude(value).max(*largest);
+                    }
+                }
+            }
         }
+        self.amax = largest.map(f32::from_bits);
     }
 
-    /// Fills `scales` and `multipliers` from `amax`.
+    /// Fills `scales` and the multipliers from `amax`.
     #[inline(always)]
     pub(super) fn find_scales(&mut self, scheme: &Fp4Scheme) {
         match scheme.rule {
-            ScaleRule::Te => self.e4m3_scales(
-                |amax, encode| amax * (encode * crate::rule::SIXTH),
-                |scale, _, decode| saturate(1.0 / (scale * decode)),
-            ),
-            ScaleRule::TeDivision => self.e4m3_scales(
-                |amax, encode| (amax / 6.0) * encode,
-                |scale, _, decode| saturate(1.0 / (scale * decode)),
-            ),
+            ScaleRule::Te => {
+                self.find_e4m3_scales(|amax, encode| amax * (encode * crate::rule::SIXTH));
+            }
+            ScaleRule::TeDivision => self.find_e4m3_scales(|amax, encode| (amax / 6.0) * encode),
             // The rest is rare or has no tensor scale: one block at a time is fast enough.
             rule => {
                 for block in 0..STRIP {
@@ -85,75 +135,142 @@ impl<const B: usize> Strip<B> {
         }
     }
 
+    /// TransformerEngine's scales, given what is rounded to them.
     #[inline(always)]
-    fn e4m3_scales(
-        &mut self,
-        exact: impl Fn(f32, f32) -> f32,
-        multiplier: impl Fn(f32, f32, f32) -> f32,
-    ) {
+    fn find_e4m3_scales(&mut self, exact: impl Fn(f32, f32) -> f32) {
         for block in 0..STRIP {
-            let (encode, decode) = (self.encode[block], self.decode[block]);
-            let (code, scale) = round_to_e4m3(exact(self.amax[block], encode));
+            let (code, scale) = round_to_e4m3(exact(self.amax[block], self.encode[block]));
             self.scales[block] = code;
-            self.multipliers[block] = multiplier(scale, encode, decode);
+            let multiplier = 1.0 / (scale * self.decode[block]);
+            self.multipliers[block] = if multiplier > f32::MAX { f32::MAX } else { multiplier };
         }
     }
 
-    /// Fills `codes` from the values, scales and multipliers.
+    /// Finds the codes from the values, scales and multipliers.
     #[inline(always)]
     pub(super) fn find_codes(&mut self, scheme: &Fp4Scheme) {
         if scheme.rule == ScaleRule::NoTensorScale {
-            self.round_elements(|value, scale, _| positive_zero(value / scale));
+            for block in 0..STRIP {
+                self.multipliers[block] = E4M3_VALUES[self.scales[block] as usize];
+            }
+            self.round_elements(|value, scale| positive_zero(value / scale));
         } else if scheme.rule.row().keeps_negative_zero {
-            self.round_elements(|value, _, multiplier| value * multiplier);
+            self.round_elements(|value, multiplier| value * multiplier);
         } else {
-            self.round_elements(|value, _, multiplier| positive_zero(value * multiplier));
+            self.round_elements(|value, multiplier| positive_zero(value * multiplier));
         }
     }
 
     #[inline(always)]
-    fn round_elements(&mut self, normalize: impl Fn(f32, f32, f32) -> f32) {
-        for block in 0..STRIP {
-            let scale = E4M3_VALUES[self.scales[block] as usize];
-            let multiplier = self.multipliers[block];
-            for word in 0..B / 8 {
-                let mut codes = 0;
-                for index in 0..8 {
-                    let value = self.values[block][word * 8 + index];
-                    codes |= round_to_e2m1(normalize(value, scale, multiplier)) << (4 * index);
+    fn round_elements(&mut self, normalize: impl Fn(f32, f32) -> f32) {
+        for (number, multiplier) in self.numbers.iter_mut().zip(&self.multipliers) {
+            *number = if multiplier.is_nan() { 0 } else { !0 };
+        }
+        let values = &self.values[..STRIP * B];
+        match self.order {
+            Order::Along => {
+                let codes = &mut self.codes[..STRIP * B];
+                let blocks = codes.chunks_exact_mut(B).zip(values.chunks_exact(B));
+                let factors = self.multipliers.iter().zip(&self.numbers);
+                for ((codes, values), (&multiplier, &number)) in blocks.zip(factors) {
+                    for (code, &value) in codes.iter_mut().zip(values) {
+                        *code = (round_to_e2m1(normalize(value, multiplier)) & number) as u8;
+                    }
                 }
-                self.codes[block][word] = codes;
+                for (word, codes) in self.words.iter_mut().zip(codes.chunks_exact(8)) {
+                    let bytes = codes.try_into().expect("a chunk of eight");
+                    *word = pack_nibbles(u64::from_le_bytes(bytes));
+                }
+            }
+            Order::Across => {
+                let words = self.words[..STRIP * B / 8].chunks_exact_mut(STRIP);
+                for (words, lines) in words.zip(values.chunks_exact(8 * STRIP)) {
+                    words.fill(0);
+                    for (index, line) in lines.chunks_exact(STRIP).enumerate() {
+                        for (block, word) in words.iter_mut().enumerate() {
+                            let normalized = normalize(line[block], self.multipliers[block]);
+                            *word |= round_to_e2m1(normalized) << (4 * index);
+                        }
+                    }
+                    for (word, number) in words.iter_mut().zip(&self.numbers) {
+                        *word &= number;
+                    }
+                }
             }
         }
     }
 
-    /// Replaces the values by those that `codes`, `scales` and `decode` stand for.
+    /// Replaces the values by those that codes, `scales` and `decode` stand for.
     #[inline(always)]
     pub(super) fn dequantize(&mut self, format: Fp4Format) {
         let table = match format {
             Fp4Format::NvFp4 => &E4M3_VALUES,
             Fp4Format::MxFp4 => &E8M0_VALUES,
         };
-        for block in 0..STRIP {
-            // Twice the element is an integer; half the scale is exact, as is their product.
-            let half_scale = table[self.scales[block] as usize] * 0.5;
-            let decode = self.decode[block];
-            for word in 0..B / 8 {
-                let codes = self.codes[block][word];
-                for index in 0..8 {
-                    let code = codes >> (4 * index) & 0xF;
-                    self.values[block][word * 8 + index] =
-                        (twice_element(code) * half_scale) * decode;
+        // Twice the element is an integer; half the scale is exact, as is their product.
+        let half_scales = self.scales.map(|scale| table[scale as usize] * 0.5);
+        let values = &mut self.values[..STRIP * B];
+        match self.order {
+            Order::Along => {
+                let blocks = values.chunks_exact_mut(B).zip(self.words.chunks_exact(B / 8));
+                let scales = half_scales.iter().zip(&self.decode);
+                for ((values, words), (&half_scale, &decode)) in blocks.zip(scales) {
+                    for (values, &word) in values.chunks_exact_mut(8).zip(words) {
+                        for (index, value) in values.iter_mut().enumerate() {
+                            let code = word >> (4 * index) & 0xF;
+                            *value = (twice_element(code) * half_scale) * decode;
+                        }
+                    }
+                }
+            }
+            Order::Across => {
+                let words = self.words[..STRIP * B / 8].chunks_exact(STRIP);
+                for (words, lines) in words.zip(values.chunks_exact_mut(8 * STRIP)) {
+                    for (index, line) in lines.chunks_exact_mut(STRIP).enumerate() {
+                        for (block, value) in line.iter_mut().enumerate() {
+                            let code = words[block] >> (4 * index) & 0xF;
+                            *value =
+                                (twice_element(code) * half_scales[block]) * self.decode[block];
+                        }
+                    }
                 }
             }
         }
     }
+
+    /// Writes the packed codes of a block, `B / 2` bytes.
+    #[inline(always)]
+    pub(super) fn write_codes(&self, block: usize, bytes: &mut [u8]) {
+        for (word, bytes) in bytes.chunks_exact_mut(4).enumerate() {
+            bytes.copy_from_slice(&self.words[self.word_at(block, word)].to_le_bytes());
+        }
+    }
+
+    /// Reads the packed codes of a block, `B / 2` bytes.
+    #[inline(always)]
+    pub(super) fn read_codes(&mut self, block: usize, bytes: &[u8]) {
+        for (word, bytes) in bytes.chunks_exact(4).enumerate() {
+            let bytes = bytes.try_into().expect("a chunk of four");
+            self.words[self.word_at(block, word)] = u32::from_le_bytes(bytes);
+        }
+    }
+
+    #[inline(always)]
+    fn word_at(&self, block: usize, word: usize) -> usize {
+        match self.order {
+            Order::Along => block * B / 8 + word,
+            Order::Across => word * STRIP + block,
+        }
+    }
 }
 
-/// `min(value, FLT_MAX)` that keeps NaN.
 #[inline(always)]
-fn saturate(value: f32) -> f32 {
-    if value > f32::MAX { f32::MAX } else { value }
+fn larger_of_pairs<const N: usize>(values: &[u32]) -> [u32; N] {
+    let mut larger = [0; N];
+    for (larger, pair) in larger.iter_mut().zip(values.chunks_exact(2)) {
+        *larger = pair[0].max(pair[1]);
+    }
+    larger
 }
 
 /// -0 to +0, everything else to itself: the references that compare with zero lose its sign.
@@ -182,19 +299,27 @@ pub(super) fn round_to_e4m3(exact: f32) -> (u8, f32) {
     (if is_nan { 0x7F } else { code } as u8, if is_nan { exact } else { value })
 }
 
-/// The E2M1 code nearest to an f32, ties to even; NaN gives 0.
+/// The E2M1 code nearest to an f32 that is not NaN, ties to even.
 #[inline(always)]
 pub(super) fn round_to_e2m1(value: f32) -> u32 {
+    const ONE: u32 = 1.0f32.to_bits();
     let magnitude = value.abs();
-    let code = (magnitude > 0.25) as u32
-        + (magnitude >= 0.75) as u32
-        + (magnitude > 1.25) as u32
-        + (magnitude >= 1.75) as u32
-        + (magnitude > 2.5) as u32
-        + (magnitude >= 3.5) as u32
-        + (magnitude > 5.0) as u32;
-    let sign = if value.is_nan() { 0 } else { value.to_bits() >> 28 & 8 };
-    code | sign
+    let magnitude = if magnitude > 6.0 { 6.0 } else { magnitude };
+    // The power of two below, at least 1; elements there are half of it apart. Adding 2^22 times as
+    // much leaves no room for less, so the sum is rounded as the element is to be.
+    let binade = (magnitude.to_bits() & 0x7F80_0000).max(ONE);
+    let shift = binade + (22 << 23);
+    let steps = (magnitude + f32::from_bits(shift)).to_bits().wrapping_sub(shift);
+    // Two codes a binade.
+    steps.wrapping_add((binade - ONE) >> 22) | value.to_bits() >> 28 & 8
+}
+
+/// Moves the low nibbles of eight bytes together, the first lowest.
+#[inline(always)]
+fn pack_nibbles(bytes: u64) -> u32 {
+    let pairs = (bytes | bytes >> 4) & 0x00FF_00FF_00FF_00FF;
+    let fours = (pairs | pairs >> 8) & 0x0000_FFFF_0000_FFFF;
+    (fours | fours >> 16) as u32
 }
 
 /// Twice the value of an E2M1 code.
@@ -243,8 +368,6 @@ mod tests {
                 assert_eq!(round_to_e2m1(value), E2M1.encode(value) as u32, "{value:e}");
             }
         }
-        assert_eq!(round_to_e2m1(f32::NAN), 0);
-        assert_eq!(round_to_e2m1(-f32::NAN), 0);
     }
 
     #[test]

@@ -153,9 +153,10 @@ impl<const B: usize> Strip<B> {
             for block in 0..STRIP {
                 self.multipliers[block] = E4M3_VALUES[self.scales[block] as usize];
             }
-            self.round_elements(|value, scale| positive_zero(value / scale));
+            self.round_elements(|value, scale| zero_if_nan(positive_zero(value / scale)));
         } else if scheme.rule.row().keeps_negative_zero {
-            self.round_elements(|value, multiplier| value * multiplier);
+            // The multiplier of an all-zero tensor may be infinite.
+            self.round_elements(|value, multiplier| zero_if_nan(value * multiplier));
         } else {
             self.round_elements(|value, multiplier| positive_zero(value * multiplier));
         }
@@ -277,6 +278,11 @@ fn larger_of_pairs<const N: usize>(values: &[u32]) -> [u32; N] {
 #[inline(always)]
 fn positive_zero(value: f32) -> f32 {
     if value == 0.0 { 0.0 } else { value }
+}
+
+#[inline(always)]
+fn zero_if_nan(value: f32) -> f32 {
+    if value.is_nan() { 0.0 } else { value }
 }
 
 /// The E4M3 code and value nearest to a non-negative f32, ties to even, 448 at most, NaN kept.

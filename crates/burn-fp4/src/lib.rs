@@ -1,0 +1,33 @@
+//! 4-bit floating point for [Burn](https://burn.dev): quantize any module in place, with the bits of
+//! NVIDIA's reference.
+//!
+//! ```
+//! use burn::nn::LinearConfig;
+//! use burn::tensor::{Device, Tensor};
+//! use burn_fp4::{Fp4Config, Fp4Module};
+//!
+//! let device = Device::flex();
+//! let mut layer = LinearConfig::new(64, 32).init(&device); // or a whole model
+//! let report = layer.quantize_fp4(&Fp4Config::nvfp4())?;
+//! println!("{report}");
+//! let output = layer.forward(Tensor::<2>::ones([1, 64], &device)); // works as before
+//! # assert_eq!(output.dims(), [1, 32]);
+//! # Ok::<(), burn_fp4::Fp4Error>(())
+//! ```
+//!
+//! | layer                | for                                                                    |
+//! |----------------------|------------------------------------------------------------------------|
+//! | [`Fp4Module`]        | modules: `quantize_fp4`, records                                        |
+//! | [`ops`]              | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`            |
+//! | [`search`]           | slices: the reference quantizer, and the fast host engine               |
+//! | [`formats`]          | bits: what codes and scales mean                                        |
+
+pub use burn_fp4_modules::{
+    Container, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Indivisible, Outcome, PackedWeight,
+    ParameterReport, Reason, ops,
+};
+pub use ops::search::formats;
+pub use ops::{
+    Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule,
+    ScaleSearch, TensorScaling, search,
+};

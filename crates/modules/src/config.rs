@@ -1,0 +1,144 @@
+use burn_fp4_ops::Fp4Scheme;
+use serde::{Deserialize, Serialize};
+
+/// What to do with a selected weight whose blocked axis holds no whole number of blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Indivisible {
+    /// An error that names the parameter.
+    #[default]
+    Error,
+    /// Leave the weight dense and say so in the report.
+    Skip,
+}
+
+/// A container type whose weights are quantized.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Container {
+    /// Name of the struct that holds the parameter, such as `Linear`.
+    pub name: String,
+    /// Axis of its weights that a product contracts, which the blocks run along.
+    pub axis: usize,
+}
+
+/// Which parameters of a module are quantized, and how.
+///
+/// Paths are those of Burn's records, such as `layers.0.attention.query.weight`. In a pattern `*`
+/// stands for any part of one component and `**` for any number of components.
+///
+/// ```
+/// use burn_fp4_modules::Fp4Config;
+///
+/// let config = Fp4Config::nvfp4()
+///     .exclude("**.output.*")
+///     .keep_first(1)
+///     .keep_last(1)
+///     .share_scale(["query", "key", "value"]);
+/// # let _ = config;
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Fp4Config {
+    /// How each weight is quantized.
+    pub scheme: Fp4Scheme,
+    /// Container types whose weights of rank 2 or more are quantized: `Linear`, along axis 0.
+    pub containers: Vec<Container>,
+    /// If not empty, only paths that match one of these.
+    pub include: Vec<String>,
+    /// No path that matches one of these.
+    pub exclude: Vec<String>,
+    /// Layers at the start that stay dense. A layer is an element of the outermost list (`Vec` or
+    /// array) on a parameter's path; in a module without lists, each selected weight is a layer.
+    pub keep_first: usize,
+    /// Layers at the end that stay dense.
+    pub keep_last: usize,
+    /// Names of sibling modules whose weights share one tensor scale, as kernels that fuse them ask.
+    pub share_scale: Vec<Vec<String>>,
+    /// What to do with a weight that blocks do not divide.
+    pub indivisible: Indivisible,
+}
+
+impl Default for Fp4Config {
+    fn default() -> Self {
+        Self::nvfp4()
+    }
+}
+
+impl Fp4Config {
+    /// The weights of every `Linear`, in NVFP4 as TransformerEngine does it.
+    pub fn nvfp4() -> Self {
+        Self::new(Fp4Scheme::nvfp4())
+    }
+
+    /// The weights of every `Linear`, in MXFP4 by the rule of the OCP specification.
+    pub fn mxfp4() -> Self {
+        Self::new(Fp4Scheme::mxfp4())
+    }
+
+    /// The weights of every `Linear`, by a scheme.
+    pub fn new(scheme: Fp4Scheme) -> Self {
+        Self {
+            scheme,
+            containers: vec![Container { name: "Linear".to_owned(), axis: 0 }],
+            include: Vec::new(),
+            exclude: Vec::new(),
+            keep_first: 0,
+            keep_last: 0,
+            share_scale: Vec::new(),
+            indivisible: Indivisible::Error,
+        }
+    }
+
+    /// Adds a container type whose weights are quantized along an axis, or changes its axis.
+    pub fn container(mut self, name: impl Into<String>, axis: usize) -> Self {
+        let name = name.into();
+        self.containers.retain(|container| container.name != name);
+        self.containers.push(Container { name, axis });
+        self
+    }
+
+    /// Removes a container type.
+    pub fn without_container(mut self, name: &str) -> Self {
+        self.containers.retain(|container| container.name != name);
+        self
+    }
+
+    /// Adds a pattern; once there is one, only matching paths are quantized.
+    pub fn include(mut self, pattern: impl Into<String>) -> Self {
+        self.include.push(pattern.into());
+        self
+    }
+
+    /// Adds a pattern of paths that stay dense.
+    pub fn exclude(mut self, pattern: impl Into<String>) -> Self {
+        self.exclude.push(pattern.into());
+        self
+    }
+
+    /// Keeps layers at the start dense.
+    pub fn keep_first(mut self, layers: usize) -> Self {
+        self.keep_first = layers;
+        self
+    }
+
+    /// Keeps layers at the end dense.
+    pub fn keep_last(mut self, layers: usize) -> Self {
+        self.keep_last = layers;
+        self
+    }
+
+    /// Lets the weights of sibling modules with these names share a tensor scale.
+    pub fn share_scale(
+        mut self,
+        siblings: impl IntoIterator<Item = impl Into<String>>,
+    ) -> Self {
+        self.share_scale.push(siblings.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Sets what happens to a weight that blocks do not divide.
+    pub fn indivisible(mut self, indivisible: Indivisible) -> Self {
+        self.indivisible = indivisible;
+        self
+    }
+}

@@ -1,0 +1,59 @@
+use burn_fp4_ops::OpsError;
+
+/// Why a module cannot be quantized or loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Fp4Error {
+    /// A parameter cannot be quantized as asked.
+    #[error("parameter `{path}`: {source}")]
+    Parameter {
+        /// Path of the parameter.
+        path: String,
+        /// What is wrong with it.
+        source: OpsError,
+    },
+    /// The scheme of the configuration is inconsistent.
+    #[error(transparent)]
+    Scheme(#[from] OpsError),
+    /// A path pattern is not a glob.
+    #[error("pattern `{pattern}`: {source}")]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        source: globset::Error,
+    },
+    /// A container's axis is not one of a parameter's.
+    #[error("parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is {rank}")]
+    Axis {
+        /// Path of the parameter.
+        path: String,
+        /// The container type.
+        container: String,
+        /// Axis configured for it.
+        axis: usize,
+        /// Rank of the parameter.
+        rank: usize,
+    },
+    /// No parameter is left to be quantized, which is hardly what was meant.
+    #[error("no parameter is selected:{0}")]
+    NothingSelected(String),
+    /// Parameters cannot share a tensor scale and have one per row.
+    #[error("parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one")]
+    SharedScale {
+        /// A parameter that would share.
+        path: String,
+    },
+    /// A record does not fit the module.
+    #[error("record: {problem}{}", list(.names))]
+    Record {
+        /// What is wrong.
+        problem: String,
+        /// The tensors concerned.
+        names: Vec<String>,
+    },
+}
+
+fn list(names: &[String]) -> String {
+    names.iter().map(|name| format!("\n  {name}")).collect()
+}

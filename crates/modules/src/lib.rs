@@ -1,0 +1,103 @@
+//! Quantize any Burn module in place.
+//!
+//! [`Fp4Module`] adds methods to every [`Module`](burn::module::Module). A quantized parameter keeps
+//! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls in
+//! its forward pass, dequantizes.
+//!
+//! | file           | what it holds                                                              |
+//! |----------------|----------------------------------------------------------------------------|
+//! | `config.rs`    | [`Fp4Config`]: which parameters, how, and what shares a tensor scale        |
+//! | `select.rs`    | one walk over the module that decides about every float parameter          |
+//! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
+//! | `quantize.rs`  | [`Fp4Module::quantize_fp4`]                                                 |
+//! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
+//! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
+
+mod config;
+mod error;
+mod packed;
+mod quantize;
+mod record;
+mod report;
+mod select;
+
+use std::path::Path;
+
+use burn::module::Module;
+use burn::store::ModuleRecord;
+
+pub use burn_fp4_ops as ops;
+pub use config::{Container, Fp4Config, Indivisible};
+pub use error::Fp4Error;
+pub use packed::PackedWeight;
+pub use report::{Fp4Report, Outcome, ParameterReport, Reason};
+
+/// FP4 for every Burn module.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig, Relu};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_modules::{Fp4Config, Fp4Module};
+///
+/// #[derive(Module, Debug)]
+/// struct Net {
+///     first: Linear,
+///     second: Linear,
+/// }
+///
+/// let device = Device::flex();
+/// let mut net = Net {
+///     first: LinearConfig::new(64, 128).init(&device),
+///     second: LinearConfig::new(128, 10).init(&device),
+/// };
+/// let report = net.quantize_fp4(&Fp4Config::nvfp4())?;
+/// println!("{report}");
+/// let output = net.second.forward(Relu::new().forward(net.first.forward(Tensor::<2>::ones([1, 64], &device))));
+/// assert_eq!(output.dims(), [1, 10]);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+pub trait Fp4Module: Module {
+    /// Replaces the selected weights by their FP4 codes and scales.
+    ///
+    /// Everything is checked before anything is changed. Each dense weight is freed as soon as its
+    /// packed form stands. Quantized parameters are frozen; [`Module::materialize`] makes the module
+    /// dense again.
+    ///
+    /// # Errors
+    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged.
+    fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
+        quantize::quantize(self, config)
+    }
+
+    /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which
+    /// may be freshly built or quantized already, on any device.
+    ///
+    /// Burn's own `load_record` asks that the module be quantized like the record, and
+    /// [`validate(false)`](ModuleRecord::validate), since the dense weights are not in the record.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Record`] if the record does not fit the module. The module is then unchanged.
+    fn load_fp4_record(&mut self, record: ModuleRecord) -> Result<(), Fp4Error> {
+        record::load(self, record::from_record(record)?)
+    }
+
+    /// [`load_fp4_record`](Self::load_fp4_record) from a file that `save_file` wrote.
+    ///
+    /// # Errors
+    /// As there, and if the file cannot be read.
+    fn load_fp4_file(&mut self, path: impl AsRef<Path>) -> Result<(), Fp4Error> {
+        record::load(self, record::from_file(path.as_ref())?)
+    }
+
+    /// Frees the zeros that moving a quantized module between devices leaves in the place of its
+    /// dense weights.
+    ///
+    /// A quantized parameter needs one stored value to keep its shape; Burn copies all of them when
+    /// it moves a parameter that was used before. Nothing else changes.
+    fn compact_fp4(&mut self) {
+        packed::compact(self);
+    }
+}
+
+impl<M: Module> Fp4Module for M {}

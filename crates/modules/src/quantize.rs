@@ -1,0 +1,328 @@
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_ops::{Fp4Tensor, NonFinite, OpsError, TensorScaling, amax, quantize as quantize_tensor};
+
+use crate::packed::{PackedWeight, placeholder};
+use crate::report::{Fp4Report, Outcome, ParameterReport};
+use crate::select::{Decision, Parameter, Plan, select};
+use crate::{Fp4Config, Fp4Error};
+
+/// Checks everything, then takes the dense weights out of the module one map at a time and puts
+/// packed ones in their place.
+pub(crate) fn quantize<M: Module>(
+    module: &mut M,
+    config: &Fp4Config,
+) -> Result<Fp4Report, Fp4Error> {
+    let decisions = select(module, config)?;
+    if !decisions.iter().any(|(_, decision)| matches!(decision, Decision::Quantize(_))) {
+        let reasons = decisions.iter().filter_map(|(parameter, decision)| match decision {
+            Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
+            Decision::Quantize(_) => None,
+        });
+        return Err(Fp4Error::NothingSelected(reasons.collect()));
+    }
+    let amaxes = measure(module, config, &decisions)?;
+
+    let plans = || {
+        decisions.iter().filter_map(|(parameter, decision)| match decision {
+            Decision::Quantize(plan) => Some((parameter, plan)),
+            Decision::Keep(_) => None,
+        })
+    };
+    // With the dense weights in a queue of their own, each can be freed as soon as it is packed.
+    let mut take = Take {
+        stack: Vec::new(),
+        wanted: plans().map(|(parameter, _)| parameter.path.clone()).collect(),
+        dense: VecDeque::new(),
+    };
+    *module = module.clone().map(&mut take);
+    let mut pack = Pack {
+        config,
+        plans: plans().collect(),
+        dense: take.dense,
+        amaxes,
+        packed: BTreeMap::new(),
+        results: BTreeMap::new(),
+        error: None,
+    };
+    *module = module.clone().apply_reparameterization(&mut pack);
+    match pack.error {
+        None => report(&decisions, &pack.results, config),
+        Some(error) => Err(error),
+    }
+}
+
+/// amax of every weight that needs one: of its group where it shares a tensor scale.
+///
+/// One read-back per device tells whether everything is finite.
+fn measure<M: Module>(
+    module: &M,
+    config: &Fp4Config,
+    decisions: &[(Parameter, Decision)],
+) -> Result<BTreeMap<String, f32>, Fp4Error> {
+    struct Measure<'a> {
+        stack: Vec<String>,
+        wanted: BTreeMap<&'a str, &'a Plan>,
+        amaxes: Vec<(String, Tensor<1>)>,
+        error: Option<Fp4Error>,
+    }
+
+    impl ModuleVisitor for Measure<'_> {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.stack.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.stack.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let path = self.stack.join(".");
+            if self.wanted.contains_key(path.as_str()) {
+                match amax(param.base()) {
+                    Ok(amax) => self.amaxes.push((path, amax)),
+                    Err(source) => {
+                        self.error.get_or_insert(Fp4Error::Parameter { path, source });
+                    }
+                }
+            }
+        }
+    }
+
+    let scheme = &config.scheme;
+    let from_amax =
+        scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor;
+    if !from_amax && scheme.non_finite == NonFinite::FollowReference {
+        return Ok(BTreeMap::new());
+    }
+    let wanted: BTreeMap<_, _> = decisions
+        .iter()
+        .filter_map(|(parameter, decision)| match decision {
+            Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
+            Decision::Keep(_) => None,
+        })
+        .collect();
+    let mut measure = Measure { stack: Vec::new(), wanted, amaxes: Vec::new(), error: None };
+    module.visit(&mut measure);
+    if let Some(error) = measure.error {
+        return Err(error);
+    }
+    let found: BTreeMap<_, _> = read_vectors(measure.amaxes)?
+        .into_iter()
+        .map(|(path, amax)| (path, amax[0]))
+        .collect();
+    if scheme.non_finite == NonFinite::Reject
+        && let Some((path, &found)) = found.iter().find(|(_, amax)| !amax.is_finite())
+    {
+        let source = OpsError::NonFinite { found };
+        return Err(Fp4Error::Parameter { path: path.clone(), source });
+    }
+    if !from_amax {
+        return Ok(BTreeMap::new());
+    }
+    let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
+    for (path, plan) in &measure.wanted {
+        if let Some(group) = &plan.shares {
+            let largest = groups.entry(group).or_default();
+            // NaN, once there, stays: a maximum of floats would drop it.
+            if found[*path].is_nan() || found[*path] > *largest {
+                *largest = found[*path];
+            }
+        }
+    }
+    let shared = |path: &str| measure.wanted[path].shares.as_deref().map(|group| groups[group]);
+    Ok(found.iter().map(|(path, &own)| (path.clone(), shared(path).unwrap_or(own))).collect())
+}
+
+/// Reads vectors back, in one transfer per device.
+fn read_vectors(
+    vectors: Vec<(String, Tensor<1>)>,
+) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
+    let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
+    for (path, vector) in vectors {
+        let device = vector.device();
+        match by_device.iter_mut().find(|(known, _)| *known == device) {
+            Some((_, vectors)) => vectors.push((path, vector)),
+            None => by_device.push((device, vec![(path, vector)])),
+        }
+    }
+    let mut read = BTreeMap::new();
+    for (_, vectors) in by_device {
+        let (paths, tensors): (Vec<_>, Vec<_>) = vectors.into_iter().unzip();
+        let lengths: Vec<_> = tensors.iter().map(|tensor| tensor.dims()[0]).collect();
+        let data = Tensor::cat(tensors, 0).try_into_data();
+        let data = data.map_err(|error| OpsError::Device(format!("{error:?}")))?;
+        let mut values = data.iter::<f32>();
+        for (path, length) in paths.into_iter().zip(lengths) {
+            read.insert(path, values.by_ref().take(length).collect());
+        }
+    }
+    Ok(read)
+}
+
+/// A dense weight of any rank.
+struct Dense {
+    tensor: Box<dyn std::any::Any + Send>,
+}
+
+/// Takes the dense weights out of a module, in its order.
+struct Take {
+    stack: Vec<String>,
+    wanted: BTreeSet<String>,
+    dense: VecDeque<Dense>,
+}
+
+impl ModuleMapper for Take {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.stack.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.stack.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !self.wanted.contains(&self.stack.join(".")) {
+            return param;
+        }
+        let tensor = param.base().without_autodiff();
+        let dtype = tensor.dtype();
+        self.dense.push_back(Dense { tensor: Box::new(tensor) });
+        placeholder(param, dtype)
+    }
+}
+
+/// Attaches packed weights, in the order in which the dense ones were taken.
+struct Pack<'a> {
+    config: &'a Fp4Config,
+    plans: VecDeque<(&'a Parameter, &'a Plan)>,
+    dense: VecDeque<Dense>,
+    amaxes: BTreeMap<String, f32>,
+    /// By parameter id, so that weights tied in the dense module stay tied.
+    packed: BTreeMap<u64, PackedWeight>,
+    results: BTreeMap<String, Packed>,
+    error: Option<Fp4Error>,
+}
+
+/// What the report says of a packed weight.
+struct Packed {
+    bytes: usize,
+    /// `[2]`: squared error and energy, still on the device.
+    squared_error: Tensor<1>,
+}
+
+impl Reparameterizer for &mut Pack<'_> {
+    type Reparam = PackedWeight;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
+        if self.plans.front().is_none_or(|(parameter, _)| parameter.path != path) {
+            return (param, None);
+        }
+        let (_, plan) = self.plans.pop_front().expect("just looked at");
+        let dense = self.dense.pop_front().expect("one was taken for every plan");
+        let dense: Box<Tensor<D>> = dense.tensor.downcast().expect("taken at the same place");
+        match self.pack(path, &param, *dense, plan) {
+            Ok(packed) => (param, Some(packed)),
+            Err((source, dense)) => {
+                let path = path.to_owned();
+                self.error.get_or_insert(Fp4Error::Parameter { path, source });
+                (param.map(|_| dense), None)
+            }
+        }
+    }
+}
+
+impl Pack<'_> {
+    fn pack<const D: usize>(
+        &mut self,
+        path: &str,
+        param: &Param<Tensor<D>>,
+        dense: Tensor<D>,
+        plan: &Plan,
+    ) -> Result<PackedWeight, (OpsError, Tensor<D>)> {
+        // The weight was found finite, or was not to be looked at.
+        let mut scheme = self.config.scheme.with_non_finite(NonFinite::FollowReference);
+        if let Some(&amax) = self.amaxes.get(path)
+            && amax.is_finite()
+        {
+            scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
+        }
+        if let Some(packed) = self.packed.get(&param.id.val()) {
+            let packed = packed.clone();
+            let tensor = packed.tensor::<D>();
+            return self.note(path, &tensor, dense).map(|()| packed);
+        }
+        match quantize_tensor(dense.clone(), plan.layout.axis, &scheme) {
+            Ok(tensor) => {
+                let packed = PackedWeight::new(&tensor);
+                self.packed.insert(param.id.val(), packed.clone());
+                self.note(path, &tensor, dense).map(|()| packed)
+            }
+            Err(error) => Err((error, dense)),
+        }
+    }
+
+    /// Measures the error of a packed weight for the report.
+    fn note<const D: usize>(
+        &mut self,
+        path: &str,
+        packed: &Fp4Tensor<D>,
+        dense: Tensor<D>,
+    ) -> Result<(), (OpsError, Tensor<D>)> {
+        match packed.squared_error(dense.clone()) {
+            Ok(squared_error) => {
+                let packed = Packed { bytes: packed.bytes(), squared_error };
+                self.results.insert(path.to_owned(), packed);
+                Ok(())
+            }
+            Err(error) => Err((error, dense)),
+        }
+    }
+}
+
+fn report(
+    decisions: &[(Parameter, Decision)],
+    results: &BTreeMap<String, Packed>,
+    config: &Fp4Config,
+) -> Result<Fp4Report, Fp4Error> {
+    let errors = results
+        .iter()
+        .map(|(path, packed)| (path.clone(), packed.squared_error.clone()))
+        .collect();
+    let errors = read_vectors(errors)?;
+    let parameters = decisions.iter().map(|(parameter, decision)| {
+        let values: usize = parameter.shape.iter().product();
+        let dtype = parameter.dtype.unwrap_or(DType::F32);
+        let bytes_before = values * dtype.size();
+        let (outcome, bytes_after) = match decision {
+            Decision::Keep(reason) => (Outcome::Kept { reason: reason.clone() }, bytes_before),
+            Decision::Quantize(plan) => {
+                let [squared_error, energy] = errors[&parameter.path][..] else {
+                    unreachable!("two sums for every weight")
+                };
+                let bytes = results[&parameter.path].bytes;
+                let outcome = Outcome::Quantized {
+                    scheme: config.scheme,
+                    axis: plan.layout.axis,
+                    shares_scale_with: plan.shares.clone(),
+                    squared_error: squared_error.into(),
+                    energy: energy.into(),
+                };
+                // One stored value stands for the shape.
+                (outcome, bytes + dtype.size())
+            }
+        };
+        ParameterReport {
+            path: parameter.path.clone(),
+            container: parameter.container.clone(),
+            shape: parameter.shape.clone(),
+            dtype: format!("{dtype:?}").to_lowercase(),
+            outcome,
+            bytes_before,
+            bytes_after,
+        }
+    });
+    Ok(Fp4Report { parameters: parameters.collect() })
+}

@@ -1,0 +1,239 @@
+use core::fmt;
+
+use burn_fp4_ops::Fp4Scheme;
+use comfy_table::{CellAlignment, Table, presets};
+use serde::{Deserialize, Serialize};
+
+/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4) did to every float parameter of a module.
+///
+/// Displayed it is a table; serialized it is all there is to know.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Fp4Report {
+    /// Every float parameter, in the order of the module.
+    pub parameters: Vec<ParameterReport>,
+}
+
+/// What was done to a parameter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ParameterReport {
+    /// Path in the module.
+    pub path: String,
+    /// Name of the struct that holds it.
+    pub container: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its dtype.
+    pub dtype: String,
+    /// What was done.
+    pub outcome: Outcome,
+    /// Bytes of the dense values.
+    pub bytes_before: usize,
+    /// Bytes of what is stored now.
+    pub bytes_after: usize,
+}
+
+/// Whether a parameter was quantized.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// It is packed now.
+    Quantized {
+        /// How.
+        scheme: Fp4Scheme,
+        /// Axis that its blocks run along.
+        axis: usize,
+        /// The group of parameters whose tensor scale it shares.
+        shares_scale_with: Option<String>,
+        /// Sum of squared differences between the values before and now.
+        squared_error: f64,
+        /// Sum of squares of the values before.
+        energy: f64,
+    },
+    /// It was left as it was.
+    Kept {
+        /// Why.
+        reason: Reason,
+    },
+}
+
+/// Why a parameter was left as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Reason {
+    /// Its container is not one that is quantized.
+    Container,
+    /// It is not a matrix.
+    Rank,
+    /// No pattern includes it.
+    NotIncluded,
+    /// A pattern excludes it.
+    Excluded {
+        /// The pattern.
+        pattern: String,
+    },
+    /// It belongs to one of the first layers.
+    FirstLayers {
+        /// Its layer.
+        layer: usize,
+    },
+    /// It belongs to one of the last layers.
+    LastLayers {
+        /// Its layer.
+        layer: usize,
+    },
+    /// No whole number of blocks, and the configuration says to skip.
+    Indivisible {
+        /// The blocked axis.
+        axis: usize,
+        /// Its length.
+        length: usize,
+        /// Elements of a block.
+        block_size: usize,
+    },
+    /// It is quantized to FP4 already.
+    AlreadyQuantized,
+    /// Something else is attached to it.
+    Reparameterized {
+        /// Its name.
+        name: String,
+    },
+    /// It belongs to something that is attached to another parameter.
+    PartOfReparameterization,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Container => write!(f, "container not selected"),
+            Self::Rank => write!(f, "not a matrix"),
+            Self::NotIncluded => write!(f, "not included"),
+            Self::Excluded { pattern } => write!(f, "excluded by `{pattern}`"),
+            Self::FirstLayers { layer } => write!(f, "layer {layer}, among the first"),
+            Self::LastLayers { layer } => write!(f, "layer {layer}, among the last"),
+            Self::Indivisible { axis, length, block_size } => {
+                write!(f, "axis {axis} of {length} is not a multiple of {block_size}")
+            }
+            Self::AlreadyQuantized => write!(f, "quantized already"),
+            Self::Reparameterized { name } => write!(f, "has `{name}` attached"),
+            Self::PartOfReparameterization => write!(f, "belongs to an attachment"),
+        }
+    }
+}
+
+impl ParameterReport {
+    /// Number of values.
+    pub fn values(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it was quantized.
+    pub fn is_quantized(&self) -> bool {
+        matches!(self.outcome, Outcome::Quantized { .. })
+    }
+
+    /// Stored bits per value.
+    pub fn bits_per_value(&self) -> f64 {
+        8.0 * self.bytes_after as f64 / self.values() as f64
+    }
+
+    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was kept.
+    pub fn relative_error(&self) -> Option<f64> {
+        match self.outcome {
+            Outcome::Quantized { squared_error, energy, .. } => Some(relative(squared_error, energy)),
+            Outcome::Kept { .. } => None,
+        }
+    }
+}
+
+fn relative(squared_error: f64, energy: f64) -> f64 {
+    if squared_error == 0.0 { 0.0 } else { (squared_error / energy).sqrt() }
+}
+
+impl Fp4Report {
+    /// The parameters that were quantized.
+    pub fn quantized(&self) -> impl Iterator<Item = &ParameterReport> {
+        self.parameters.iter().filter(|parameter| parameter.is_quantized())
+    }
+
+    /// Bytes of all float parameters before.
+    pub fn bytes_before(&self) -> usize {
+        self.parameters.iter().map(|parameter| parameter.bytes_before).sum()
+    }
+
+    /// Bytes of all float parameters now.
+    pub fn bytes_after(&self) -> usize {
+        self.parameters.iter().map(|parameter| parameter.bytes_after).sum()
+    }
+
+    /// Stored bits per quantized value.
+    pub fn bits_per_weight(&self) -> f64 {
+        let (bytes, values) = self.quantized().fold((0, 0), |(bytes, values), parameter| {
+            (bytes + parameter.bytes_after, values + parameter.values())
+        });
+        8.0 * bytes as f64 / values as f64
+    }
+
+    /// Relative error over all quantized values.
+    pub fn relative_error(&self) -> f64 {
+        let (error, energy) = self.quantized().fold((0.0, 0.0), |sums: (f64, f64), parameter| {
+            match parameter.outcome {
+                Outcome::Quantized { squared_error, energy, .. } => {
+                    (sums.0 + squared_error, sums.1 + energy)
+                }
+                Outcome::Kept { .. } => sums,
+            }
+        });
+        relative(error, energy)
+    }
+}
+
+impl fmt::Display for Fp4Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
+            "parameter", "shape", "dtype", "outcome", "bits", "error %", "bytes", "was",
+        ]);
+        for parameter in &self.parameters {
+            let (outcome, error) = match &parameter.outcome {
+                Outcome::Quantized { scheme, axis, shares_scale_with, .. } => {
+                    let shares = shares_scale_with.as_ref().map_or(String::new(), |group| {
+                        format!(", one tensor scale for {group}")
+                    });
+                    let format = scheme.format();
+                    let outcome =
+                        format!("{format} {} / {}, axis {axis}{shares}", scheme.rule, scheme.block_size);
+                    let error = parameter.relative_error().unwrap_or_default();
+                    (outcome, format!("{:.3}", 100.0 * error))
+                }
+                Outcome::Kept { reason } => (format!("kept: {reason}"), String::new()),
+            };
+            table.add_row([
+                parameter.path.clone(),
+                format!("{:?}", parameter.shape),
+                parameter.dtype.clone(),
+                outcome,
+                format!("{:.3}", parameter.bits_per_value()),
+                error,
+                parameter.bytes_after.to_string(),
+                parameter.bytes_before.to_string(),
+            ]);
+        }
+        for column in 4..8 {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        writeln!(f, "{table}")?;
+        write!(
+            f,
+            "{} of {} parameters quantized, {:.3} bits per weight, error {:.3} %, {} bytes of {}",
+            self.quantized().count(),
+            self.parameters.len(),
+            self.bits_per_weight(),
+            100.0 * self.relative_error(),
+            self.bytes_after(),
+            self.bytes_before(),
+        )
+    }
+}

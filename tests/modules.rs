@@ -1,0 +1,457 @@
+//! Modules quantized in place: selection, reports, records, devices.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout};
+use burn::store::ModuleRecord;
+use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use burn_fp4::{
+    Blocks, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Indivisible, NonFinite, OpsError, Outcome,
+    PackedWeight, Reason, ScaleRule,
+};
+use tests::engines::devices;
+
+#[derive(Module, Debug)]
+struct Net {
+    embedding: Embedding,
+    layers: Vec<Linear>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Self {
+            embedding: EmbeddingConfig::new(20, 32).init(device),
+            layers: (0..4).map(|_| LinearConfig::new(32, 32).init(device)).collect(),
+            norm: LayerNormConfig::new(32).init(device),
+            head: LinearConfig::new(32, 6).with_bias(false).init(device),
+        }
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let mut hidden = self.embedding.forward(tokens);
+        for layer in &self.layers {
+            hidden = layer.forward(hidden).tanh();
+        }
+        self.head.forward(self.norm.forward(hidden))
+    }
+}
+
+fn tokens(device: &Device) -> Tensor<2, Int> {
+    Tensor::from_ints([[1, 2, 3, 4, 19], [0, 5, 6, 7, 8]], device)
+}
+
+fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().iter::<f32>().collect()
+}
+
+/// The effective values of all linear layers: devices multiply matrices in different orders, so
+/// outputs are compared on one device only.
+fn weights(net: &Net) -> Vec<Vec<f32>> {
+    net.layers.iter().chain([&net.head]).map(|layer| floats(layer.weight.val())).collect()
+}
+
+/// The paths of the quantized parameters.
+fn quantized(report: &burn_fp4::Fp4Report) -> Vec<&str> {
+    report.quantized().map(|parameter| parameter.path.as_str()).collect()
+}
+
+fn reason<'a>(report: &'a burn_fp4::Fp4Report, path: &str) -> &'a Reason {
+    let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
+    match &parameter.unwrap_or_else(|| panic!("no parameter `{path}` in the report")).outcome {
+        Outcome::Kept { reason } => reason,
+        Outcome::Quantized { .. } => panic!("`{path}` was quantized"),
+    }
+}
+
+#[test]
+fn linears_are_quantized_and_everything_else_is_untouched() {
+    for (name, device, _) in devices() {
+        let dense = Net::new(&device);
+        let mut net = dense.clone();
+        let report = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let expected: Vec<_> = (0..4).map(|layer| format!("layers.{layer}.weight")).collect();
+        let expected: Vec<_> = expected.iter().map(String::as_str).chain(["head.weight"]).collect();
+        assert_eq!(quantized(&report), expected, "{name}");
+        assert_eq!(*reason(&report, "embedding.weight"), Reason::Container);
+        assert_eq!(*reason(&report, "layers.0.bias"), Reason::Rank);
+        // Every float parameter is in the report.
+        assert_eq!(report.parameters.len(), 1 + 4 * 2 + 2 + 1);
+
+        assert_eq!(floats(net.embedding.weight.val()), floats(dense.embedding.weight.val()));
+        assert_eq!(floats(net.layers[1].bias.as_ref().unwrap().val()), floats(dense.layers[1].bias.as_ref().unwrap().val()));
+        // What `val()` gives is what quantizing the tensor gives.
+        let weight = burn_fp4::ops::quantize(dense.layers[2].weight.val(), 0, &Fp4Scheme::nvfp4());
+        assert_eq!(floats(net.layers[2].weight.val()), floats(weight.unwrap().dequantize()));
+        assert_eq!(net.layers[2].weight.val().dtype(), DType::F32);
+        assert_eq!(net.layers[2].weight.id, dense.layers[2].weight.id);
+
+        assert_eq!(net.num_params(), dense.num_params(), "{name}");
+        assert_eq!(format!("{net}"), format!("{dense}"), "{name}");
+        let (before, after) = (floats(dense.forward(tokens(&device))), floats(net.forward(tokens(&device))));
+        let error: f32 = before.iter().zip(&after).map(|(a, b)| (a - b).abs()).sum();
+        let size: f32 = before.iter().map(|a| a.abs()).sum();
+        assert!(error > 0.0 && error < 0.3 * size, "{name}: {error} of {size}");
+        assert_eq!(net.num_params(), dense.num_params(), "{name} after use");
+    }
+}
+
+#[test]
+fn selection_by_pattern_container_and_layer() {
+    let device = Device::flex();
+    let select = |config: Fp4Config| {
+        let report = Net::new(&device).quantize_fp4(&config).unwrap();
+        let paths: Vec<_> = quantized(&report).into_iter().map(str::to_owned).collect();
+        (paths, report)
+    };
+    let (paths, report) = select(Fp4Config::nvfp4().include("layers.*.weight").exclude("layers.2.*"));
+    assert_eq!(paths, ["layers.0.weight", "layers.1.weight", "layers.3.weight"]);
+    assert_eq!(*reason(&report, "head.weight"), Reason::NotIncluded);
+    let excluded = Reason::Excluded { pattern: "layers.2.*".to_owned() };
+    assert_eq!(*reason(&report, "layers.2.weight"), excluded);
+
+    // `*` stays within a component, `**` does not.
+    let (paths, _) = select(Fp4Config::nvfp4().exclude("*.weight"));
+    assert_eq!(paths.len(), 4, "only the head is excluded: {paths:?}");
+
+    let (paths, report) = select(Fp4Config::nvfp4().keep_first(1).keep_last(2));
+    assert_eq!(paths, ["layers.1.weight", "head.weight"]);
+    assert_eq!(*reason(&report, "layers.0.weight"), Reason::FirstLayers { layer: 0 });
+    assert_eq!(*reason(&report, "layers.2.weight"), Reason::LastLayers { layer: 2 });
+
+    let embedding = Fp4Config::nvfp4().without_container("Linear").container("Embedding", 1);
+    let (paths, report) = select(embedding);
+    assert_eq!(paths, ["embedding.weight"]);
+    assert!(matches!(report.parameters[0].outcome, Outcome::Quantized { axis: 1, .. }));
+
+    let nothing = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("nothing"));
+    assert!(matches!(nothing, Err(Fp4Error::NothingSelected(_))));
+    let broken = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("[a"));
+    assert!(matches!(broken, Err(Fp4Error::Pattern { pattern, .. }) if pattern == "[a"));
+}
+
+#[test]
+fn layers_of_a_module_without_lists_are_its_weights() {
+    #[derive(Module, Debug)]
+    struct Three {
+        a: Linear,
+        b: Linear,
+        c: Linear,
+    }
+    let device = Device::flex();
+    let linear = || LinearConfig::new(16, 16).init(&device);
+    let mut net = Three { a: linear(), b: linear(), c: linear() };
+    let report = net.quantize_fp4(&Fp4Config::nvfp4().keep_first(1).keep_last(1)).unwrap();
+    assert_eq!(quantized(&report), ["b.weight"]);
+}
+
+#[test]
+fn siblings_share_a_tensor_scale() {
+    let device = Device::flex();
+    let config = TransformerEncoderConfig::new(32, 64, 4, 2);
+    let mut encoder: TransformerEncoder = config.init(&device);
+    let shared = Fp4Config::nvfp4().share_scale(["query", "key", "value"]);
+    let report = encoder.quantize_fp4(&shared).unwrap();
+    assert_eq!(quantized(&report).len(), 2 * 6);
+    for layer in &encoder.layers {
+        let scale = |linear: &Linear| {
+            let packed = linear.weight.reparameterization::<PackedWeight>().unwrap();
+            packed.tensor::<2>().to_packed().unwrap().tensor_scale.of_row(0)
+        };
+        let mha = &layer.mha;
+        assert_eq!(scale(&mha.query), scale(&mha.key));
+        assert_eq!(scale(&mha.query), scale(&mha.value));
+        assert_ne!(scale(&mha.query), scale(&mha.output));
+    }
+    let group = "layers.0.mha.{query,key,value}.weight".to_owned();
+    let shares = report.quantized().filter(|parameter| {
+        matches!(&parameter.outcome, Outcome::Quantized { shares_scale_with: Some(name), .. } if *name == group)
+    });
+    assert_eq!(shares.count(), 3);
+    let input = Tensor::random([2, 5, 32], Distribution::Normal(0.0, 1.0), &device);
+    assert_eq!(encoder.forward(TransformerEncoderInput::new(input)).dims(), [2, 5, 32]);
+}
+
+#[test]
+fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
+    let device = Device::flex();
+    let odd = || vec![LinearConfig::new(24, 16).init(&device), LinearConfig::new(32, 8).init(&device)];
+    let mut net = odd();
+    let before = floats(net[1].weight.val());
+    let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
+    assert_eq!(error.to_string(), "parameter `0.weight`: 24 columns are not a multiple of the block size 16");
+    // Nothing was changed.
+    assert!(net[1].weight.reparameterization::<PackedWeight>().is_none());
+    assert_eq!(floats(net[1].weight.val()), before);
+
+    let report = odd().quantize_fp4(&Fp4Config::nvfp4().indivisible(Indivisible::Skip)).unwrap();
+    assert_eq!(quantized(&report), ["1.weight"]);
+    let skipped = Reason::Indivisible { axis: 0, length: 24, block_size: 16 };
+    assert_eq!(*reason(&report, "0.weight"), skipped);
+}
+
+#[test]
+fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
+    let device = Device::flex();
+    for bad in [f32::NAN, f32::INFINITY] {
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), Fp4Scheme::of(ScaleRule::NoTensorScale)] {
+            let mut net = vec![LinearConfig::new(32, 16).init(&device), LinearConfig::new(32, 16).init(&device)];
+            net[1].weight = net[1].weight.clone().map(|weight| {
+                weight.slice_assign([3..4, 2..3], Tensor::full([1, 1], bad, &device))
+            });
+            let error = net.quantize_fp4(&Fp4Config::new(scheme)).unwrap_err();
+            let named = matches!(&error, Fp4Error::Parameter { path, source: OpsError::NonFinite { .. } } if path == "1.weight");
+            assert!(named, "{error}");
+            assert!(net[0].weight.reparameterization::<PackedWeight>().is_none());
+
+            let follow = scheme.with_non_finite(NonFinite::FollowReference);
+            net.quantize_fp4(&Fp4Config::new(follow)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn bits_per_weight_at_rest() {
+    struct Stored {
+        floats: usize,
+        integers: usize,
+    }
+    impl ModuleVisitor for Stored {
+        fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+            let value = param.val();
+            self.integers += value.shape().num_elements() * value.dtype().size();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            // The stored form: what a record holds of it.
+            let stored = param.transform_for_save().val();
+            self.floats += stored.shape().num_elements() * stored.dtype().size();
+        }
+    }
+    for (name, device, _) in devices() {
+        let mut linear = LinearConfig::new(512, 256).with_bias(false).init(&device);
+        let report = linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let mut stored = Stored { floats: 0, integers: 0 };
+        linear.visit(&mut stored);
+        let bits = 8.0 * (stored.floats + stored.integers) as f64 / (512.0 * 256.0);
+        assert_eq!(stored.integers, 512 * 256 / 2 + 512 * 256 / 16 + 4, "{name}");
+        assert_eq!(stored.floats, 4, "{name}");
+        assert!(bits <= 4.6, "{name}: {bits}");
+        assert!((report.bits_per_weight() - bits).abs() < 1e-9, "{name}");
+        assert_eq!(report.bytes_before(), 512 * 256 * 4);
+        assert_eq!(report.bytes_after(), stored.floats + stored.integers);
+    }
+}
+
+#[test]
+fn records_load_into_fresh_and_quantized_modules_on_any_device() {
+    let config = Fp4Config::nvfp4().share_scale(["query", "key", "value"]);
+    for (from, device, _) in devices() {
+        let mut net = Net::new(&device);
+        net.quantize_fp4(&config).unwrap();
+        let expected = weights(&net);
+        let bytes = net.clone().into_record().into_bytes().unwrap();
+        let dense_bytes = Net::new(&device).into_record().into_bytes().unwrap().len();
+        assert!(bytes.len() < dense_bytes, "{} of {dense_bytes}", bytes.len());
+        let record = || ModuleRecord::from_bytes(bytes.clone()).unwrap();
+
+        for (to, device, _) in devices() {
+            let mut fresh = Net::new(&device);
+            fresh.load_fp4_record(record()).unwrap();
+            assert_eq!(weights(&fresh), expected, "{from} to {to}");
+            assert_eq!(fresh.layers[0].weight.id, net.layers[0].weight.id);
+            assert_eq!(fresh.num_params(), net.num_params());
+
+            let mut other = Net::new(&device);
+            other.quantize_fp4(&config).unwrap();
+            other.load_fp4_record(record()).unwrap();
+            assert_eq!(weights(&other), expected, "{from} to quantized {to}");
+
+            // Burn's own way, told that the dense values are not there.
+            let mut other = Net::new(&device);
+            other.quantize_fp4(&config).unwrap();
+            let other = other.try_load_record(record().validate(false)).unwrap();
+            assert_eq!(weights(&other), expected, "{from} to {to}, by Burn");
+        }
+    }
+}
+
+#[test]
+fn records_that_do_not_fit_are_refused_and_change_nothing() {
+    let device = Device::flex();
+    let mut net = Net::new(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let record = net.into_record().into_bytes().unwrap();
+    let record = || ModuleRecord::from_bytes(record.clone()).unwrap();
+
+    let mut wrong = vec![LinearConfig::new(32, 32).init(&device)];
+    let before = floats(wrong[0].weight.val());
+    let error = wrong.load_fp4_record(record()).unwrap_err();
+    assert!(matches!(&error, Fp4Error::Record { names, .. } if !names.is_empty()), "{error}");
+    assert_eq!(floats(wrong[0].weight.val()), before);
+
+    let mut narrow = Net::new(&device);
+    narrow.head = LinearConfig::new(32, 5).with_bias(false).init(&device);
+    let error = narrow.load_fp4_record(record()).unwrap_err();
+    assert!(error.to_string().contains("head.weight"), "{error}");
+    assert!(narrow.layers[0].weight.reparameterization::<PackedWeight>().is_none());
+
+    // A module packed along another axis has other names in its record.
+    let mut other = Net::new(&device);
+    other.quantize_fp4(&Fp4Config::nvfp4().include("layers.*.weight").container("Linear", 1)).unwrap();
+    assert!(matches!(other.load_fp4_record(record()), Err(Fp4Error::Record { .. })));
+}
+
+#[test]
+fn records_are_files_of_packed_size() {
+    let device = Device::flex();
+    let path = std::env::temp_dir().join(format!("burn-fp4-test-{}.bpk", std::process::id()));
+    let mut linear = LinearConfig::new(1024, 512).with_bias(false).init(&device);
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let expected = floats(linear.weight.val());
+    linear.save_file(&path).unwrap();
+    let bits = 8.0 * std::fs::metadata(&path).unwrap().len() as f64 / (1024.0 * 512.0);
+    let mut fresh = LinearConfig::new(1024, 512).with_bias(false).init(&device);
+    fresh.load_fp4_file(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(floats(fresh.weight.val()), expected);
+    assert!(bits < 4.6, "{bits} bits per weight on disk");
+    let missing = fresh.load_fp4_file("no such file").unwrap_err();
+    assert!(missing.to_string().contains("no such file"), "{missing}");
+}
+
+#[test]
+fn moving_between_devices_keeps_the_bits() {
+    for (from, device, _) in devices() {
+        let mut net = Net::new(&device);
+        net.quantize_fp4(&Fp4Config::mxfp4()).unwrap();
+        let expected = weights(&net);
+        for (to, device, _) in devices() {
+            let mut moved = net.clone().to_device(&device);
+            assert_eq!(weights(&moved), expected, "{from} to {to}");
+            moved.compact_fp4();
+            assert_eq!(weights(&moved), expected, "{from} to {to}, compacted");
+            assert_eq!(moved.num_params(), net.num_params());
+        }
+    }
+}
+
+#[test]
+fn materialize_makes_a_dense_module_with_the_same_outputs() {
+    for (name, device, _) in devices() {
+        let mut net = Net::new(&device);
+        net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let expected = floats(net.forward(tokens(&device)));
+        let num_params = net.num_params();
+        let dense = net.materialize();
+        assert!(dense.head.weight.reparameterization::<PackedWeight>().is_none());
+        assert_eq!(floats(dense.forward(tokens(&device))), expected, "{name}");
+        assert_eq!(dense.num_params(), num_params);
+        // Its record is that of any dense module.
+        let loaded = Net::new(&device).load_record(dense.into_record());
+        assert_eq!(floats(loaded.forward(tokens(&device))), expected, "{name}");
+    }
+}
+
+#[test]
+fn column_layout_keeps_its_records() {
+    let device = Device::flex();
+    let config = LinearConfig::new(32, 16).with_layout(LinearLayout::Col);
+    let mut linear = config.init(&device);
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let expected = floats(linear.weight.val());
+    let record = linear.clone().into_record();
+    let mut fresh = config.init(&device);
+    fresh.load_fp4_record(record).unwrap();
+    assert_eq!(floats(fresh.weight.val()), expected);
+    // Materialized, it is saved transposed again, as Burn does for this layout.
+    let loaded = config.init(&device).load_record(fresh.materialize().into_record());
+    assert_eq!(floats(loaded.weight.val()), expected);
+}
+
+#[test]
+fn half_precision_weights_stay_half_precision() {
+    let device = Device::flex();
+    for dtype in [DType::F16, DType::BF16] {
+        let mut linear = LinearConfig::new(32, 16).with_bias(false).init(&device);
+        linear.weight = Param::from_tensor(Tensor::random([32, 16], Distribution::Normal(0.0, 0.1), (&device, dtype)));
+        let dense = linear.weight.val();
+        linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        assert_eq!(linear.weight.val().dtype(), dtype);
+        let expected = burn_fp4::ops::quantize(dense, 0, &Fp4Scheme::nvfp4()).unwrap();
+        assert_eq!(floats(linear.weight.val()), floats(expected.dequantize_to(dtype.into())));
+        let mut fresh = LinearConfig::new(32, 16).with_bias(false).init(&device);
+        fresh.load_fp4_record(linear.clone().into_record()).unwrap();
+        assert_eq!(fresh.weight.val().dtype(), dtype);
+    }
+}
+
+#[test]
+fn quantizing_again_leaves_packed_weights_alone() {
+    let device = Device::flex();
+    let mut net = Net::new(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4().include("layers.*.weight")).unwrap();
+    let before = floats(net.layers[0].weight.val());
+    let report = net.quantize_fp4(&Fp4Config::mxfp4()).unwrap();
+    assert_eq!(quantized(&report), ["head.weight"]);
+    assert_eq!(*reason(&report, "layers.0.weight"), Reason::AlreadyQuantized);
+    assert_eq!(floats(net.layers[0].weight.val()), before);
+}
+
+#[test]
+fn adapters_of_burn_are_left_alone() {
+    use burn::module::Lora;
+    let device = Device::flex();
+    let mut net = vec![LinearConfig::new(32, 16).init(&device).apply_lora(Lora::new(2, 4.0)), LinearConfig::new(32, 16).init(&device)];
+    let report = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    assert_eq!(quantized(&report), ["1.weight"]);
+    assert_eq!(*reason(&report, "0.weight"), Reason::Reparameterized { name: "lora".to_owned() });
+    assert_eq!(*reason(&report, "0.weight.lora.a"), Reason::PartOfReparameterization);
+    assert!(net[0].weight.adapter().is_some());
+}
+
+#[test]
+fn tied_weights_stay_tied() {
+    let device = Device::flex();
+    let linear = LinearConfig::new(32, 32).init(&device);
+    let mut net = vec![linear.clone(), linear];
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    assert_eq!(net[0].weight.id, net[1].weight.id);
+    assert_eq!(floats(net[0].weight.val()), floats(net[1].weight.val()));
+}
+
+#[test]
+fn an_autodiff_module_trains_around_its_packed_weights() {
+    let device = Device::flex().autodiff();
+    let mut net = vec![LinearConfig::new(32, 32).init(&device), LinearConfig::new(32, 16).init(&device)];
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let input = Tensor::<2>::random([4, 32], Distribution::Normal(0.0, 1.0), &device).require_grad();
+    let output = net[1].forward(net[0].forward(input.clone()));
+    let gradients = output.sum().backward();
+    // Through a packed weight the gradient is that of the dense weight it stands for.
+    let ones = Tensor::<2>::ones([4, 16], &Device::flex());
+    let [first, second] = [0, 1].map(|at: usize| net[at].weight.val().without_autodiff().transpose());
+    let expected = ones.matmul(second).matmul(first);
+    let found = input.grad(&gradients).expect("the input is tracked");
+    assert_eq!(floats(found), floats(expected));
+    assert!(net[0].bias.as_ref().unwrap().val().grad(&gradients).is_some());
+    let restored = net.valid().train();
+    assert!(restored[0].weight.reparameterization::<PackedWeight>().is_some());
+}
+
+#[test]
+fn reports_serialize_and_display() {
+    let device = Device::flex();
+    let scheme = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    let report = Net::new(&device).quantize_fp4(&Fp4Config::new(scheme)).unwrap();
+    let json = serde_json::to_string(&report).unwrap();
+    assert_eq!(serde_json::from_str::<burn_fp4::Fp4Report>(&json).unwrap(), report);
+    let table = report.to_string();
+    for parameter in &report.parameters {
+        assert!(table.contains(&parameter.path), "{table}");
+    }
+    assert!(report.relative_error() > 0.01 && report.relative_error() < 0.2);
+    let config = Fp4Config::mxfp4().exclude("head.*").keep_last(1);
+    let text = serde_json::to_string(&config).unwrap();
+    assert_eq!(serde_json::from_str::<Fp4Config>(&text).unwrap(), config);
+}

@@ -1,0 +1,132 @@
+//! Handwritten digits, and a small network that reads them: what the examples quantize.
+
+use anyhow::{Context, ensure};
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig, Relu};
+use burn::optim::{AdamConfig, GradientsParams};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+/// Pixels of an image, 8 x 8.
+pub const PIXELS: usize = 64;
+
+/// Images and what they show.
+#[derive(Debug, Clone)]
+pub struct Digits {
+    pixels: Vec<f32>,
+    labels: Vec<i32>,
+}
+
+impl Digits {
+    /// The embedded data, split: every fifth image is for testing.
+    ///
+    /// # Errors
+    /// If the embedded file is not what it should be.
+    pub fn train_and_test() -> anyhow::Result<(Self, Self)> {
+        let empty = || Self { pixels: Vec::new(), labels: Vec::new() };
+        let (mut train, mut test) = (empty(), empty());
+        for (index, line) in include_str!("data/digits.csv").lines().enumerate() {
+            let numbers = line.split(',').map(str::parse::<i32>).collect::<Result<Vec<_>, _>>();
+            let numbers = numbers.with_context(|| format!("line {}", index + 1))?;
+            ensure!(numbers.len() == PIXELS + 1, "line {} has {} numbers", index + 1, numbers.len());
+            let part = if index % 5 == 0 { &mut test } else { &mut train };
+            part.pixels.extend(numbers[..PIXELS].iter().map(|&pixel| pixel as f32 / 16.0));
+            part.labels.push(numbers[PIXELS]);
+        }
+        Ok((train, test))
+    }
+
+    /// Number of images.
+    pub fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.labels.is_empty()
+    }
+
+    /// The images at these indices, `[n, 64]`, and their labels.
+    pub fn batch(&self, indices: &[usize], device: &Device) -> (Tensor<2>, Tensor<1, Int>) {
+        let pixels: Vec<_> = indices
+            .iter()
+            .flat_map(|index| &self.pixels[index * PIXELS..][..PIXELS])
+            .copied()
+            .collect();
+        let labels: Vec<_> = indices.iter().map(|&index| self.labels[index]).collect();
+        let images = Tensor::from_data(TensorData::new(pixels, [indices.len(), PIXELS]), device);
+        (images, Tensor::from_data(TensorData::new(labels, [indices.len()]), device))
+    }
+}
+
+/// Three linear layers: an ordinary Burn module that knows nothing of FP4.
+#[derive(Module, Debug)]
+pub struct Classifier {
+    input: Linear,
+    hidden: Linear,
+    output: Linear,
+    relu: Relu,
+}
+
+impl Classifier {
+    /// A network that has learned nothing yet.
+    pub fn new(device: &Device) -> Self {
+        Self {
+            input: LinearConfig::new(PIXELS, 256).init(device),
+            hidden: LinearConfig::new(256, 128).init(device),
+            output: LinearConfig::new(128, 10).init(device),
+            relu: Relu::new(),
+        }
+    }
+
+    /// Scores of the ten digits, `[n, 10]`, for images `[n, 64]`.
+    pub fn forward(&self, images: Tensor<2>) -> Tensor<2> {
+        let hidden = self.relu.forward(self.input.forward(images));
+        let hidden = self.relu.forward(self.hidden.forward(hidden));
+        self.output.forward(hidden)
+    }
+
+    /// Share of images read correctly.
+    pub fn accuracy(&self, digits: &Digits, device: &Device) -> f64 {
+        let all: Vec<_> = (0..digits.len()).collect();
+        let (images, labels) = digits.batch(&all, device);
+        let read = self.forward(images).argmax(1).reshape([all.len()]);
+        let correct = read.equal(labels).int().sum().into_scalar::<i64>();
+        correct as f64 / all.len() as f64
+    }
+
+    /// Trains by Adam, calling `progress` with the loss after each epoch.
+    pub fn train_on(
+        mut self,
+        digits: &Digits,
+        epochs: usize,
+        device: &Device,
+        mut progress: impl FnMut(f64),
+    ) -> Self {
+        const BATCH: usize = 64;
+        let device = &device.clone().autodiff();
+        let loss_function = CrossEntropyLossConfig::new().init(device);
+        let mut optimizer = AdamConfig::new().init();
+        let mut order: Vec<_> = (0..digits.len()).collect();
+        let mut random = 1u64;
+        for _ in 0..epochs {
+            // Fisher and Yates, with a generator of Marsaglia's.
+            for last in (1..order.len()).rev() {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                order.swap(last, (random % (last as u64 + 1)) as usize);
+            }
+            let mut sum = 0.0;
+            for indices in order.chunks(BATCH) {
+                let (images, labels) = digits.batch(indices, device);
+                let loss = loss_function.forward(self.forward(images), labels);
+                sum += loss.clone().into_scalar::<f64>() * indices.len() as f64;
+                let gradients = GradientsParams::from_grads(loss.backward(), &self);
+                self = optimizer.step(1e-3, self, gradients);
+            }
+            progress(sum / digits.len() as f64);
+        }
+        self
+    }
+}

@@ -1,0 +1,142 @@
+//! Trains a small network on handwritten digits, quantizes it in place by several rules, and shows
+//! what each costs and saves: `cargo run --release --example quantize_model`.
+
+use anyhow::Result;
+use burn::module::Module;
+use burn::tensor::Device;
+use burn_fp4::{
+    Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, ScaleRule, ScaleSearch,
+};
+use clap::{Parser, ValueEnum};
+use comfy_table::{CellAlignment, Table, presets};
+use examples::{Classifier, Digits};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+/// Trains a small network on handwritten digits and quantizes it to FP4 by several rules.
+#[derive(Parser)]
+struct Arguments {
+    /// Burn device to train and quantize on.
+    #[arg(long, value_enum, default_value_t = OnDevice::Flex)]
+    device: OnDevice,
+    /// Passes over the training images.
+    #[arg(long, default_value_t = 30)]
+    epochs: usize,
+    /// Print what was done to every parameter, for the default rule.
+    #[arg(long)]
+    report: bool,
+    /// Print an array of objects instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum OnDevice {
+    Flex,
+    Ndarray,
+}
+
+/// What a variant of the model costs and saves.
+#[derive(Serialize)]
+struct Row {
+    variant: String,
+    /// Share of test images read correctly.
+    accuracy: f64,
+    /// Of the quantized weights, relative.
+    weight_error_percent: f64,
+    /// Of the quantized weights, as stored.
+    bits_per_weight: f64,
+    /// Of all parameters, as stored.
+    bytes: usize,
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let device = match arguments.device {
+        OnDevice::Flex => Device::flex(),
+        OnDevice::Ndarray => Device::ndarray(),
+    };
+    device.seed(7);
+    let (train, test) = Digits::train_and_test()?;
+
+    let bar = ProgressBar::new(arguments.epochs as u64);
+    bar.set_style(ProgressStyle::with_template("training {wide_bar} {pos}/{len} epochs, {msg}")?);
+    let model = Classifier::new(&device.clone().autodiff());
+    let model = model.train_on(&train, arguments.epochs, &device, |loss| {
+        bar.set_message(format!("loss {loss:.4}"));
+        bar.inc(1);
+    });
+    bar.finish_and_clear();
+    let dense = model.valid();
+
+    let dense_bytes = 4 * dense.num_params();
+    let mut rows = vec![Row {
+        variant: "dense f32".to_owned(),
+        accuracy: dense.accuracy(&test, &device),
+        weight_error_percent: 0.0,
+        bits_per_weight: 32.0,
+        bytes: dense_bytes,
+    }];
+    for (variant, scheme) in variants() {
+        let mut model = dense.clone();
+        let report = model.quantize_fp4(&Fp4Config::new(scheme))?;
+        rows.push(Row {
+            variant: variant.to_owned(),
+            accuracy: model.accuracy(&test, &device),
+            weight_error_percent: 100.0 * report.relative_error(),
+            bits_per_weight: report.bits_per_weight(),
+            bytes: report.bytes_after(),
+        });
+        if arguments.report && scheme == Fp4Scheme::nvfp4() {
+            println!("{report}\n");
+        }
+    }
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&rows)?);
+    } else {
+        print_table(&rows, train.len(), test.len());
+    }
+    Ok(())
+}
+
+fn variants() -> Vec<(&'static str, Fp4Scheme)> {
+    let nvfp4 = Fp4Scheme::nvfp4();
+    let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    let tiles = nvfp4.with_blocks(Blocks::Tile16x16);
+    vec![
+        ("nvfp4 te", nvfp4),
+        ("nvfp4 te, 4 over 6", nvfp4.with_search(search)),
+        ("nvfp4 te, 16x16 tiles", tiles),
+        ("nvfp4 te, blocks of 32", nvfp4.with_block_size(32)),
+        ("nvfp4 te-division", nvfp4.with_rule(ScaleRule::TeDivision)),
+        ("nvfp4 gist", nvfp4.with_rule(ScaleRule::Gist)),
+        ("nvfp4 no-tensor-scale", nvfp4.with_rule(ScaleRule::NoTensorScale)),
+        ("mxfp4 floor", Fp4Scheme::mxfp4()),
+        ("mxfp4 even", Fp4Scheme::of(ScaleRule::Even)),
+        ("mxfp4 round-up", Fp4Scheme::of(ScaleRule::RoundUp)),
+        ("mxfp4 ceil", Fp4Scheme::of(ScaleRule::Ceil)),
+        ("mxfp4 even, blocks of 16", Fp4Scheme::of(ScaleRule::Even).with_block_size(16)),
+    ]
+}
+
+fn print_table(rows: &[Row], train: usize, test: usize) {
+    let mut table = Table::new();
+    table
+        .load_style(presets::UTF8_FULL_CONDENSED)
+        .set_header(["variant", "accuracy %", "weight error %", "bits / weight", "bytes"]);
+    for row in rows {
+        table.add_row([
+            row.variant.clone(),
+            format!("{:.2}", 100.0 * row.accuracy),
+            format!("{:.3}", row.weight_error_percent),
+            format!("{:.3}", row.bits_per_weight),
+            row.bytes.to_string(),
+        ]);
+    }
+    for column in 1..5 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    println!("{table}\ntrained on {train} images, accuracy on {test} others");
+}

@@ -28,7 +28,12 @@ impl Digits {
         for (index, line) in include_str!("data/digits.csv").lines().enumerate() {
             let numbers = line.split(',').map(str::parse::<i32>).collect::<Result<Vec<_>, _>>();
             let numbers = numbers.with_context(|| format!("line {}", index + 1))?;
-            ensure!(numbers.len() == PIXELS + 1, "line {} has {} numbers", index + 1, numbers.len());
+            ensure!(
+                numbers.len() == PIXELS + 1,
+                "line {} has {} numbers",
+                index + 1,
+                numbers.len()
+            );
             let part = if index % 5 == 0 { &mut test } else { &mut train };
             part.pixels.extend(numbers[..PIXELS].iter().map(|&pixel| pixel as f32 / 16.0));
             part.labels.push(numbers[PIXELS]);

@@ -54,6 +54,8 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let device = match arguments.device {
         OnDevice::Flex => Device::flex(),
+        // Burn 0.22 deprecates it; the two devices give the same bits.
+        #[allow(deprecated)]
         OnDevice::Ndarray => Device::ndarray(),
     };
     device.seed(7);
@@ -121,9 +123,13 @@ fn variants() -> Vec<(&'static str, Fp4Scheme)> {
 
 fn print_table(rows: &[Row], train: usize, test: usize) {
     let mut table = Table::new();
-    table
-        .load_style(presets::UTF8_FULL_CONDENSED)
-        .set_header(["variant", "accuracy %", "weight error %", "bits / weight", "bytes"]);
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
+        "variant",
+        "accuracy %",
+        "weight error %",
+        "bits / weight",
+        "bytes",
+    ]);
     for row in rows {
         table.add_row([
             row.variant.clone(),

@@ -4,7 +4,8 @@
 use burn_fp4_formats::{E2M1, Packed, TensorScale, element_value, unpack_nibbles};
 use burn_fp4_search::host::{self, PackedView, View};
 use burn_fp4_search::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling, quantize,
+    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
+    quantize,
 };
 use proptest::prelude::*;
 use tests::compare::{assert_bits, assert_same};
@@ -21,7 +22,9 @@ fn schemes() -> Vec<Fp4Scheme> {
         schemes.push(Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16));
     }
     for rule in [ScaleRule::Te, ScaleRule::TeDivision, ScaleRule::Gist] {
-        for scaling in [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)] {
+        for scaling in
+            [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
+        {
             schemes.push(Fp4Scheme::of(rule).with_tensor_scale(scaling));
         }
     }

@@ -1,8 +1,8 @@
 //! The domains of 4 and 8 bits, exhaustively, against hand-written values.
 
 use burn_fp4_formats::{
-    E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, FormatError, Fp4Format, Minifloat, Packed,
-    ScaleLayout, TensorScale, pack_nibbles, unpack_nibbles,
+    E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, FormatError, Fp4Format, Minifloat,
+    Packed, ScaleLayout, TensorScale, pack_nibbles, unpack_nibbles,
 };
 
 /// The magnitudes of E2M1, from the OCP specification.
@@ -44,8 +44,12 @@ fn hand_written_landmarks() {
         assert_eq!(row.decode(code), value, "{} {code:#04x}", row.name);
     }
     assert_eq!((E2M1.bits(), E4M3.bits(), E8M0.bits()), (4, 8, 8));
-    assert_eq!((E2M1.max_value(), E4M3.max_value(), E8M0.max_value()), (6.0, 448.0, 2f32.powi(127)));
-    let nans = |row: &Minifloat| -> Vec<u8> { (0..=255).filter(|&code| row.is_nan(code)).collect() };
+    assert_eq!(
+        (E2M1.max_value(), E4M3.max_value(), E8M0.max_value()),
+        (6.0, 448.0, 2f32.powi(127))
+    );
+    let nans =
+        |row: &Minifloat| -> Vec<u8> { (0..=255).filter(|&code| row.is_nan(code)).collect() };
     assert!(nans(&E2M1).is_empty());
     assert_eq!(nans(&E4M3), [0x7F, 0xFF]);
     assert_eq!(nans(&E8M0), [0xFF]);
@@ -83,7 +87,7 @@ fn nearest(magnitudes: &[f64], value: f64) -> u8 {
     let distance = |code: usize| (magnitudes[code] - value).abs();
     let better = |best: usize, code: usize| {
         let closer = distance(code) < distance(best);
-        let even = distance(code) == distance(best) && code % 2 == 0;
+        let even = distance(code) == distance(best) && code.is_multiple_of(2);
         if closer || even { code } else { best }
     };
     (0..magnitudes.len()).reduce(better).expect("there are magnitudes") as u8
@@ -148,7 +152,8 @@ fn tiled_by_permutation(scales: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
             for low in 0..32 {
                 for high in 0..4 {
                     for block in 0..4 {
-                        let (row, block) = (row_tile * 128 + high * 32 + low, block_tile * 4 + block);
+                        let (row, block) =
+                            (row_tile * 128 + high * 32 + low, block_tile * 4 + block);
                         let inside = row < rows && block < blocks;
                         tiled.push(if inside { scales[row * blocks + block] } else { 0 });
                     }
@@ -198,13 +203,19 @@ fn packed_matrices_are_validated_strictly() {
     assert_eq!(rejects(|p| p.codes.truncate(31)), "codes: expected 32 values, found 31");
     assert_eq!(rejects(|p| p.scales.push(0)), "block scales: expected 4 values, found 5");
     assert_eq!(rejects(|p| p.scales[3] = 0x7F), "block scale at row 1, block 1: code 0x7f is NaN");
-    assert_eq!(rejects(|p| p.scales[1] = 0xB8), "block scale at row 0, block 1: code 0xb8 is negative");
+    assert_eq!(
+        rejects(|p| p.scales[1] = 0xB8),
+        "block scale at row 0, block 1: code 0xb8 is negative"
+    );
     for bad in [f32::NAN, f32::INFINITY, -1.0, -0.0] {
         let mut packed = valid();
         packed.tensor_scale = TensorScale::One(bad);
         assert!(matches!(packed.validate(), Err(FormatError::TensorScale { row: 0, .. })), "{bad}");
     }
-    assert_eq!(rejects(|p| p.tensor_scale = TensorScale::PerRow(vec![1.0; 3])), "tensor scales: expected 2 values, found 3");
+    assert_eq!(
+        rejects(|p| p.tensor_scale = TensorScale::PerRow(vec![1.0; 3])),
+        "tensor scales: expected 2 values, found 3"
+    );
     let has_none = rejects(|p| p.format = Fp4Format::MxFp4);
     assert!(has_none.contains("the format has no tensor scale"), "{has_none}");
     // 0xFF is NaN in E8M0, and its top bit is no sign.

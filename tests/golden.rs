@@ -11,7 +11,14 @@ use tests::golden::Golden;
 use tests::inputs::Dense;
 
 /// Compares every engine with the golden codes and scales of one case.
-fn check(tally: &mut Tally, golden: &Golden, case: &str, input: &Dense, axis: Axis, scheme: Fp4Scheme) {
+fn check(
+    tally: &mut Tally,
+    golden: &Golden,
+    case: &str,
+    input: &Dense,
+    axis: Axis,
+    scheme: Fp4Scheme,
+) {
     let scheme = scheme.with_non_finite(NonFinite::FollowReference);
     let (codes, scales) = (format!("{case}/codes"), format!("{case}/scales"));
     for engine in ENGINES {

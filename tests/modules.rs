@@ -1,8 +1,12 @@
 //! Modules quantized in place: selection, reports, records, devices.
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout};
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{
+    Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout,
+};
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use burn_fp4::{
@@ -80,7 +84,10 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
         assert_eq!(report.parameters.len(), 1 + 4 * 2 + 2 + 1);
 
         assert_eq!(floats(net.embedding.weight.val()), floats(dense.embedding.weight.val()));
-        assert_eq!(floats(net.layers[1].bias.as_ref().unwrap().val()), floats(dense.layers[1].bias.as_ref().unwrap().val()));
+        assert_eq!(
+            floats(net.layers[1].bias.as_ref().unwrap().val()),
+            floats(dense.layers[1].bias.as_ref().unwrap().val())
+        );
         // What `val()` gives is what quantizing the tensor gives.
         let weight = burn_fp4::ops::quantize(dense.layers[2].weight.val(), 0, &Fp4Scheme::nvfp4());
         assert_eq!(floats(net.layers[2].weight.val()), floats(weight.unwrap().dequantize()));
@@ -89,7 +96,8 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
 
         assert_eq!(net.num_params(), dense.num_params(), "{name}");
         assert_eq!(format!("{net}"), format!("{dense}"), "{name}");
-        let (before, after) = (floats(dense.forward(tokens(&device))), floats(net.forward(tokens(&device))));
+        let (before, after) =
+            (floats(dense.forward(tokens(&device))), floats(net.forward(tokens(&device))));
         let error: f32 = before.iter().zip(&after).map(|(a, b)| (a - b).abs()).sum();
         let size: f32 = before.iter().map(|a| a.abs()).sum();
         assert!(error > 0.0 && error < 0.3 * size, "{name}: {error} of {size}");
@@ -105,7 +113,8 @@ fn selection_by_pattern_container_and_layer() {
         let paths: Vec<_> = quantized(&report).into_iter().map(str::to_owned).collect();
         (paths, report)
     };
-    let (paths, report) = select(Fp4Config::nvfp4().include("layers.*.weight").exclude("layers.2.*"));
+    let (paths, report) =
+        select(Fp4Config::nvfp4().include("layers.*.weight").exclude("layers.2.*"));
     assert_eq!(paths, ["layers.0.weight", "layers.1.weight", "layers.3.weight"]);
     assert_eq!(*reason(&report, "head.weight"), Reason::NotIncluded);
     let excluded = Reason::Excluded { pattern: "layers.2.*".to_owned() };
@@ -176,11 +185,15 @@ fn siblings_share_a_tensor_scale() {
 #[test]
 fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
     let device = Device::flex();
-    let odd = || vec![LinearConfig::new(24, 16).init(&device), LinearConfig::new(32, 8).init(&device)];
+    let odd =
+        || vec![LinearConfig::new(24, 16).init(&device), LinearConfig::new(32, 8).init(&device)];
     let mut net = odd();
     let before = floats(net[1].weight.val());
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
-    assert_eq!(error.to_string(), "parameter `0.weight`: 24 columns are not a multiple of the block size 16");
+    assert_eq!(
+        error.to_string(),
+        "parameter `0.weight`: 24 columns are not a multiple of the block size 16"
+    );
     // Nothing was changed.
     assert!(net[1].weight.reparameterization::<PackedWeight>().is_none());
     assert_eq!(floats(net[1].weight.val()), before);
@@ -195,8 +208,13 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
 fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
     let device = Device::flex();
     for bad in [f32::NAN, f32::INFINITY] {
-        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), Fp4Scheme::of(ScaleRule::NoTensorScale)] {
-            let mut net = vec![LinearConfig::new(32, 16).init(&device), LinearConfig::new(32, 16).init(&device)];
+        for scheme in
+            [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), Fp4Scheme::of(ScaleRule::NoTensorScale)]
+        {
+            let mut net = vec![
+                LinearConfig::new(32, 16).init(&device),
+                LinearConfig::new(32, 16).init(&device),
+            ];
             net[1].weight = net[1].weight.clone().map(|weight| {
                 weight.slice_assign([3..4, 2..3], Tensor::full([1, 1], bad, &device))
             });
@@ -298,7 +316,9 @@ fn records_that_do_not_fit_are_refused_and_change_nothing() {
 
     // A module packed along another axis has other names in its record.
     let mut other = Net::new(&device);
-    other.quantize_fp4(&Fp4Config::nvfp4().include("layers.*.weight").container("Linear", 1)).unwrap();
+    other
+        .quantize_fp4(&Fp4Config::nvfp4().include("layers.*.weight").container("Linear", 1))
+        .unwrap();
     assert!(matches!(other.load_fp4_record(record()), Err(Fp4Error::Record { .. })));
 }
 
@@ -374,7 +394,11 @@ fn half_precision_weights_stay_half_precision() {
     let device = Device::flex();
     for dtype in [DType::F16, DType::BF16] {
         let mut linear = LinearConfig::new(32, 16).with_bias(false).init(&device);
-        linear.weight = Param::from_tensor(Tensor::random([32, 16], Distribution::Normal(0.0, 0.1), (&device, dtype)));
+        linear.weight = Param::from_tensor(Tensor::random(
+            [32, 16],
+            Distribution::Normal(0.0, 0.1),
+            (&device, dtype),
+        ));
         let dense = linear.weight.val();
         linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         assert_eq!(linear.weight.val().dtype(), dtype);
@@ -402,7 +426,10 @@ fn quantizing_again_leaves_packed_weights_alone() {
 fn adapters_of_burn_are_left_alone() {
     use burn::module::Lora;
     let device = Device::flex();
-    let mut net = vec![LinearConfig::new(32, 16).init(&device).apply_lora(Lora::new(2, 4.0)), LinearConfig::new(32, 16).init(&device)];
+    let mut net = vec![
+        LinearConfig::new(32, 16).init(&device).apply_lora(Lora::new(2, 4.0)),
+        LinearConfig::new(32, 16).init(&device),
+    ];
     let report = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert_eq!(quantized(&report), ["1.weight"]);
     assert_eq!(*reason(&report, "0.weight"), Reason::Reparameterized { name: "lora".to_owned() });
@@ -423,14 +450,17 @@ fn tied_weights_stay_tied() {
 #[test]
 fn an_autodiff_module_trains_around_its_packed_weights() {
     let device = Device::flex().autodiff();
-    let mut net = vec![LinearConfig::new(32, 32).init(&device), LinearConfig::new(32, 16).init(&device)];
+    let mut net =
+        vec![LinearConfig::new(32, 32).init(&device), LinearConfig::new(32, 16).init(&device)];
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-    let input = Tensor::<2>::random([4, 32], Distribution::Normal(0.0, 1.0), &device).require_grad();
+    let input =
+        Tensor::<2>::random([4, 32], Distribution::Normal(0.0, 1.0), &device).require_grad();
     let output = net[1].forward(net[0].forward(input.clone()));
     let gradients = output.sum().backward();
     // Through a packed weight the gradient is that of the dense weight it stands for.
     let ones = Tensor::<2>::ones([4, 16], &Device::flex());
-    let [first, second] = [0, 1].map(|at: usize| net[at].weight.val().without_autodiff().transpose());
+    let [first, second] =
+        [0, 1].map(|at: usize| net[at].weight.val().without_autodiff().transpose());
     let expected = ones.matmul(second).matmul(first);
     let found = input.grad(&gradients).expect("the input is tracked");
     assert_eq!(floats(found), floats(expected));

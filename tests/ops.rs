@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_ops::{
-    Fp4Layout, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule, TensorScaling, amax, fake_quantize, matmul,
-    modelopt, quantize,
+    Fp4Layout, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule, TensorScaling, amax,
+    fake_quantize, matmul, modelopt, quantize,
 };
 use burn_fp4_search::formats::{FormatError, Packed, TensorScale};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -17,7 +17,8 @@ fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
 
 fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     let data = Kind::Outliers.values(shape.iter().product(), 11);
-    Tensor::<D>::from_data(TensorData::new(data, shape), (device, DType::F32)).cast(FloatDType::from(dtype))
+    Tensor::<D>::from_data(TensorData::new(data, shape), (device, DType::F32))
+        .cast(FloatDType::from(dtype))
 }
 
 /// The axis moved last, in f32 on the host: rows for the oracle.
@@ -98,24 +99,32 @@ fn a_transpose_moves_nothing_and_means_the_transpose() {
     let packed = quantize(weight, 1, &Fp4Scheme::nvfp4()).unwrap();
     let turned = packed.clone().transpose();
     assert_eq!((turned.dims(), turned.axis()), ([48, 32], 0));
-    assert_bits("transpose", &floats(turned.dequantize()), &floats(packed.dequantize().transpose()));
+    assert_bits(
+        "transpose",
+        &floats(turned.dequantize()),
+        &floats(packed.dequantize().transpose()),
+    );
 }
 
 #[test]
 fn matmul_multiplies_by_the_dequantized_weight() {
     for (_, device, dtypes) in devices() {
         for dtype in dtypes {
-            let weight = quantize(values([32, 24], &device, DType::F32), 0, &Fp4Scheme::nvfp4()).unwrap();
-            let input = Tensor::<3>::random([2, 5, 32], Distribution::Normal(0.0, 1.0), (&device, dtype));
+            let weight =
+                quantize(values([32, 24], &device, DType::F32), 0, &Fp4Scheme::nvfp4()).unwrap();
+            let input =
+                Tensor::<3>::random([2, 5, 32], Distribution::Normal(0.0, 1.0), (&device, dtype));
             let found = matmul(input.clone(), &weight).unwrap();
             assert_eq!((found.dims(), found.dtype()), ([2, 5, 24], dtype));
-            let expected = burn::tensor::module::linear(input, weight.dequantize_to(dtype.into()), None);
+            let expected =
+                burn::tensor::module::linear(input, weight.dequantize_to(dtype.into()), None);
             assert_bits("matmul", &floats(found), &floats(expected));
         }
     }
     let device = Device::flex();
     let input = Tensor::<2>::ones([2, 32], &device);
-    let along_other = quantize(values([24, 32], &device, DType::F32), 1, &Fp4Scheme::nvfp4()).unwrap();
+    let along_other =
+        quantize(values([24, 32], &device, DType::F32), 1, &Fp4Scheme::nvfp4()).unwrap();
     assert!(matches!(matmul(input.clone(), &along_other), Err(OpsError::Contraction { .. })));
     assert_eq!(matmul(input, &along_other.transpose()).unwrap().dims(), [2, 24]);
 }
@@ -138,24 +147,46 @@ fn errors_say_what_and_where() {
     let device = Device::flex();
     let nvfp4 = Fp4Scheme::nvfp4();
     let tensor = Tensor::<2>::ones([16, 24], &device);
-    assert_eq!(quantize(tensor.clone(), 2, &nvfp4).unwrap_err(), OpsError::Axis { axis: 2, rank: 2 });
+    assert_eq!(
+        quantize(tensor.clone(), 2, &nvfp4).unwrap_err(),
+        OpsError::Axis { axis: 2, rank: 2 }
+    );
     let indivisible = FormatError::Indivisible { cols: 24, block_size: 16 };
-    assert_eq!(quantize(tensor.clone(), 1, &nvfp4).unwrap_err(), SearchError::from(indivisible).into());
+    assert_eq!(
+        quantize(tensor.clone(), 1, &nvfp4).unwrap_err(),
+        SearchError::from(indivisible).into()
+    );
     let doubles = Tensor::<1>::ones([16], (&device, DType::F64));
     assert_eq!(quantize(doubles, 0, &nvfp4).unwrap_err(), OpsError::DType { found: DType::F64 });
     for bad in [f32::NAN, f32::INFINITY] {
         let tensor = Tensor::<1>::full([16], bad, &device);
-        for scheme in [nvfp4, Fp4Scheme::mxfp4().with_block_size(16), nvfp4.with_tensor_scale(TensorScaling::Amax(1.0))] {
-            assert!(matches!(quantize(tensor.clone(), 0, &scheme), Err(OpsError::NonFinite { .. })));
-            assert!(matches!(fake_quantize(tensor.clone(), 0, &scheme), Err(OpsError::NonFinite { .. })));
+        for scheme in [
+            nvfp4,
+            Fp4Scheme::mxfp4().with_block_size(16),
+            nvfp4.with_tensor_scale(TensorScaling::Amax(1.0)),
+        ] {
+            assert!(matches!(
+                quantize(tensor.clone(), 0, &scheme),
+                Err(OpsError::NonFinite { .. })
+            ));
+            assert!(matches!(
+                fake_quantize(tensor.clone(), 0, &scheme),
+                Err(OpsError::NonFinite { .. })
+            ));
             let follow = scheme.with_non_finite(NonFinite::FollowReference);
             assert!(quantize(tensor.clone(), 0, &follow).is_ok());
         }
     }
     let inconsistent = nvfp4.with_rule(ScaleRule::Floor).with_tensor_scale(TensorScaling::Row);
-    assert!(matches!(quantize(tensor.clone(), 0, &inconsistent), Err(OpsError::Search(SearchError::Scheme { .. }))));
+    assert!(matches!(
+        quantize(tensor.clone(), 0, &inconsistent),
+        Err(OpsError::Search(SearchError::Scheme { .. }))
+    ));
     let negative = nvfp4.with_tensor_scale(TensorScaling::Multiplier(-1.0));
-    assert!(matches!(quantize(tensor, 0, &negative), Err(OpsError::Search(SearchError::TensorScale { .. }))));
+    assert!(matches!(
+        quantize(tensor, 0, &negative),
+        Err(OpsError::Search(SearchError::TensorScale { .. }))
+    ));
 }
 
 #[test]
@@ -164,9 +195,16 @@ fn parts_and_packed_matrices_are_checked() {
     let packed = quantize(values([32, 8], &device, DType::F32), 0, &Fp4Scheme::nvfp4()).unwrap();
     let (codes, scales, bits) = (packed.codes(), packed.scales(), packed.tensor_scale_bits());
     let layout = packed.layout().clone();
-    let again = Fp4Tensor::<2>::from_parts(codes.clone(), scales.clone(), bits.clone(), layout.clone()).unwrap();
+    let again =
+        Fp4Tensor::<2>::from_parts(codes.clone(), scales.clone(), bits.clone(), layout.clone())
+            .unwrap();
     assert_bits("parts", &floats(again.dequantize()), &floats(packed.dequantize()));
-    let short = Fp4Tensor::<2>::from_parts(codes.clone().slice([0..7, 0..16]), scales.clone(), bits.clone(), layout.clone());
+    let short = Fp4Tensor::<2>::from_parts(
+        codes.clone().slice([0..7, 0..16]),
+        scales.clone(),
+        bits.clone(),
+        layout.clone(),
+    );
     assert!(matches!(short, Err(OpsError::Shape { what: "codes", .. })));
     let odd = Fp4Layout { shape: vec![24, 8], ..layout };
     assert!(Fp4Tensor::<2>::from_parts(codes, scales, bits, odd).is_err());
@@ -174,16 +212,23 @@ fn parts_and_packed_matrices_are_checked() {
     let host: Packed = packed.to_packed().unwrap();
     let back = Fp4Tensor::<2>::from_packed(host.clone(), [32, 8], 0, &device).unwrap();
     assert_same("round trip", &back.to_packed().unwrap(), &host);
-    assert!(matches!(Fp4Tensor::<2>::from_packed(host.clone(), [8, 16], 1, &device), Err(OpsError::Shape { .. })));
+    assert!(matches!(
+        Fp4Tensor::<2>::from_packed(host.clone(), [8, 16], 1, &device),
+        Err(OpsError::Shape { .. })
+    ));
     let broken = Packed { tensor_scale: TensorScale::One(f32::NAN), ..host };
-    assert!(matches!(Fp4Tensor::<2>::from_packed(broken, [32, 8], 0, &device), Err(OpsError::Format(_))));
+    assert!(matches!(
+        Fp4Tensor::<2>::from_packed(broken, [32, 8], 0, &device),
+        Err(OpsError::Format(_))
+    ));
 }
 
 #[test]
 fn amax_is_the_largest_magnitude_or_nan() {
     for (name, device, dtypes) in devices() {
         for dtype in dtypes {
-            let tensor = Tensor::<1>::from_data([1.0f32, -3.5, 2.0], (&device, DType::F32)).cast(FloatDType::from(dtype));
+            let tensor = Tensor::<1>::from_data([1.0f32, -3.5, 2.0], (&device, DType::F32))
+                .cast(FloatDType::from(dtype));
             assert_eq!(floats(amax(tensor).unwrap()), [3.5], "{name}");
         }
         let tensor = Tensor::<1>::from_data([1.0, f32::NAN, 2.0], (&device, DType::F32));
@@ -195,18 +240,50 @@ fn amax_is_the_largest_magnitude_or_nan() {
 fn modelopt_functions_take_tensors_of_any_shape() {
     let device = Device::flex();
     let tensor = values([4, 3, 32], &device, DType::BF16);
-    let amax = tensor.clone().abs().reshape([4, 3, 2, 16]).max_dim(3).reshape([4, 6]).cast(FloatDType::F32);
+    let amax = tensor
+        .clone()
+        .abs()
+        .reshape([4, 3, 2, 16])
+        .max_dim(3)
+        .reshape([4, 6])
+        .cast(FloatDType::F32);
     let scales = modelopt::compute_fp4_scales(amax.clone(), None, true, 448.0).unwrap();
     assert_eq!(scales.dims(), [4, 6]);
-    let fake = modelopt::static_blockwise_fp4_fake_quant(tensor.clone(), amax.clone(), None, true, 448.0, None).unwrap();
+    let fake = modelopt::static_blockwise_fp4_fake_quant(
+        tensor.clone(),
+        amax.clone(),
+        None,
+        true,
+        448.0,
+        None,
+    )
+    .unwrap();
     assert_eq!((fake.dims(), fake.dtype()), ([4, 3, 32], DType::BF16));
-    let wide = modelopt::static_blockwise_fp4_fake_quant(tensor, amax, None, true, 448.0, Some(FloatDType::F32)).unwrap();
+    let wide = modelopt::static_blockwise_fp4_fake_quant(
+        tensor,
+        amax,
+        None,
+        true,
+        448.0,
+        Some(FloatDType::F32),
+    )
+    .unwrap();
     assert_eq!(wide.dtype(), DType::F32);
     let odd = Tensor::<1>::ones([5], &device);
-    let error = modelopt::static_blockwise_fp4_fake_quant(Tensor::<1>::ones([32], &device), odd, None, true, 448.0, None);
+    let error = modelopt::static_blockwise_fp4_fake_quant(
+        Tensor::<1>::ones([32], &device),
+        odd,
+        None,
+        true,
+        448.0,
+        None,
+    );
     assert!(matches!(error, Err(OpsError::Format(FormatError::Indivisible { .. }))));
 
-    let packed = Tensor::<2, Int>::from_data(TensorData::new(vec![0x21u8, 0xF7, 0, 0, 0, 0, 0, 0], [1, 8]), (&device, DType::U8));
+    let packed = Tensor::<2, Int>::from_data(
+        TensorData::new(vec![0x21u8, 0xF7, 0, 0, 0, 0, 0, 0], [1, 8]),
+        (&device, DType::U8),
+    );
     let scales = Tensor::<2>::from_data([[2.0f32]], &device);
     let values = modelopt::fp4_dequantize(packed, scales, 0.5, 16, FloatDType::F32).unwrap();
     assert_eq!(values.dims(), [1, 16]);

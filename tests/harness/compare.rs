@@ -41,7 +41,10 @@ impl Tally {
 
     /// Prints the count and fails if nothing was compared.
     pub fn finish(self, what: &str) {
-        println!("{what}: {} cases, {} codes, {} scales equal", self.cases, self.codes, self.scales);
+        println!(
+            "{what}: {} cases, {} codes, {} scales equal",
+            self.cases, self.codes, self.scales
+        );
         assert!(self.cases > 0, "{what}: nothing was compared");
     }
 }

@@ -120,8 +120,10 @@ fn by_tensor_operations<B: Backend>(dense: &Dense, axis: Axis, scheme: &Fp4Schem
     let axis = axis as usize;
     let amax = amax_for::<B>(&values, axis, scheme, &device);
     let packed = portable::quantize::<B>(values, amax, axis, *scheme);
-    let tensor_scale: Vec<_> =
-        ints::<B>(packed.tensor_scale).iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect();
+    let tensor_scale: Vec<_> = ints::<B>(packed.tensor_scale)
+        .iter::<i32>()
+        .map(|bits| f32::from_bits(bits as u32))
+        .collect();
     let (rows, cols) = match axis {
         0 => (dense.cols, dense.rows),
         _ => (dense.rows, dense.cols),
@@ -147,12 +149,8 @@ fn amax_for<B: Backend>(
     device: &B::Device,
 ) -> FloatTensor<B> {
     match scheme.tensor_scale {
-        TensorScaling::Amax(amax) => {
-            B::float_from_data(TensorData::new(vec![amax], [1]), device)
-        }
-        scaling => {
-            portable::amax::<B>(values.clone(), axis, scaling == TensorScaling::Row)
-        }
+        TensorScaling::Amax(amax) => B::float_from_data(TensorData::new(vec![amax], [1]), device),
+        scaling => portable::amax::<B>(values.clone(), axis, scaling == TensorScaling::Row),
     }
 }
 

@@ -48,7 +48,11 @@ impl Golden {
     /// The prefixes of all tensors named `<prefix>/<suffix>`.
     pub fn cases(&self, suffix: &str) -> Vec<String> {
         let suffix = format!("/{suffix}");
-        self.tensors.keys().filter_map(|name| name.strip_suffix(&suffix)).map(str::to_owned).collect()
+        self.tensors
+            .keys()
+            .filter_map(|name| name.strip_suffix(&suffix))
+            .map(str::to_owned)
+            .collect()
     }
 
     /// Whether there is such a tensor.

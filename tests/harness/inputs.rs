@@ -155,7 +155,11 @@ impl Kind {
                 Self::WideRange => random.normal() * 2f32.powi(random.below(240) as i32 - 120),
                 Self::Ties => (random.below(129) as f32 - 64.0) / 8.0,
                 Self::ZeroBlocks if index / 16 % 3 == 0 => {
-                    if random.bits() & 1 == 0 { 0.0 } else { -0.0 }
+                    if random.bits() & 1 == 0 {
+                        0.0
+                    } else {
+                        -0.0
+                    }
                 }
                 Self::ZeroBlocks => random.normal(),
                 Self::Subnormal => random.normal() * 1e-39,

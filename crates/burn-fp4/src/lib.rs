@@ -28,6 +28,6 @@ pub use burn_fp4_modules::{
 };
 pub use ops::search::formats;
 pub use ops::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule,
-    ScaleSearch, TensorScaling, search,
+    Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, NonFinite, OpsError,
+    ScaleRule, ScaleSearch, TensorScaling, search,
 };

@@ -76,8 +76,8 @@ impl ScaleLayout {
         blocks: usize,
     ) -> Result<Vec<u8>, FormatError> {
         check_length(arranged, self.len(rows, blocks))?;
-        let offsets = (0..rows)
-            .flat_map(|row| (0..blocks).map(move |block| self.offset(row, block, blocks)));
+        let offsets =
+            (0..rows).flat_map(|row| (0..blocks).map(move |block| self.offset(row, block, blocks)));
         Ok(offsets.map(|offset| arranged[offset]).collect())
     }
 }

@@ -128,10 +128,7 @@ impl Fp4Config {
     }
 
     /// Lets the weights of sibling modules with these names share a tensor scale.
-    pub fn share_scale(
-        mut self,
-        siblings: impl IntoIterator<Item = impl Into<String>>,
-    ) -> Self {
+    pub fn share_scale(mut self, siblings: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.share_scale.push(siblings.into_iter().map(Into::into).collect());
         self
     }

@@ -24,7 +24,9 @@ pub enum Fp4Error {
         source: globset::Error,
     },
     /// A container's axis is not one of a parameter's.
-    #[error("parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is {rank}")]
+    #[error(
+        "parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is {rank}"
+    )]
     Axis {
         /// Path of the parameter.
         path: String,
@@ -39,7 +41,9 @@ pub enum Fp4Error {
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
     /// Parameters cannot share a tensor scale and have one per row.
-    #[error("parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one")]
+    #[error(
+        "parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one"
+    )]
     SharedScale {
         /// A parameter that would share.
         path: String,

@@ -1,6 +1,6 @@
 //! Quantize any Burn module in place.
 //!
-//! [`Fp4Module`] adds methods to every [`Module`](burn::module::Module). A quantized parameter keeps
+//! [`Fp4Module`] adds methods to every [`Module`]. A quantized parameter keeps
 //! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls in
 //! its forward pass, dequantizes.
 //!
@@ -65,7 +65,8 @@ pub trait Fp4Module: Module {
     /// dense again.
     ///
     /// # Errors
-    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged.
+    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless the
+    /// device itself failed half-way: then some weights are packed and the rest dense.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         quantize::quantize(self, config)
     }

@@ -109,7 +109,8 @@ impl Module for PackedWeight {
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.tensor_scale.collect_devices(self.scales.collect_devices(self.codes.collect_devices(devices)))
+        self.tensor_scale
+            .collect_devices(self.scales.collect_devices(self.codes.collect_devices(devices)))
     }
 
     fn to_device(self, device: &Device) -> Self {

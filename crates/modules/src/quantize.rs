@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Fp4Tensor, NonFinite, OpsError, TensorScaling, amax, quantize as quantize_tensor};
+use burn_fp4_ops::{NonFinite, OpsError, TensorScaling, amax, quantize as quantize_tensor};
 
 use crate::packed::{PackedWeight, placeholder};
 use crate::report::{Fp4Report, Outcome, ParameterReport};
@@ -90,8 +90,7 @@ fn measure<M: Module>(
     }
 
     let scheme = &config.scheme;
-    let from_amax =
-        scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor;
+    let from_amax = scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor;
     if !from_amax && scheme.non_finite == NonFinite::FollowReference {
         return Ok(BTreeMap::new());
     }
@@ -107,10 +106,8 @@ fn measure<M: Module>(
     if let Some(error) = measure.error {
         return Err(error);
     }
-    let found: BTreeMap<_, _> = read_vectors(measure.amaxes)?
-        .into_iter()
-        .map(|(path, amax)| (path, amax[0]))
-        .collect();
+    let found: BTreeMap<_, _> =
+        read_vectors(measure.amaxes)?.into_iter().map(|(path, amax)| (path, amax[0])).collect();
     if scheme.non_finite == NonFinite::Reject
         && let Some((path, &found)) = found.iter().find(|(_, amax)| !amax.is_finite())
     {
@@ -135,9 +132,7 @@ fn measure<M: Module>(
 }
 
 /// Reads vectors back, in one transfer per device.
-fn read_vectors(
-    vectors: Vec<(String, Tensor<1>)>,
-) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
+fn read_vectors(vectors: Vec<(String, Tensor<1>)>) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
     let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
     for (path, vector) in vectors {
         let device = vector.device();
@@ -223,12 +218,12 @@ impl Reparameterizer for &mut Pack<'_> {
         let (_, plan) = self.plans.pop_front().expect("just looked at");
         let dense = self.dense.pop_front().expect("one was taken for every plan");
         let dense: Box<Tensor<D>> = dense.tensor.downcast().expect("taken at the same place");
-        match self.pack(path, &param, *dense, plan) {
+        match self.pack(path, &param, &dense, plan) {
             Ok(packed) => (param, Some(packed)),
-            Err((source, dense)) => {
+            Err(source) => {
                 let path = path.to_owned();
                 self.error.get_or_insert(Fp4Error::Parameter { path, source });
-                (param.map(|_| dense), None)
+                (param.map(|_| *dense), None)
             }
         }
     }
@@ -239,9 +234,9 @@ impl Pack<'_> {
         &mut self,
         path: &str,
         param: &Param<Tensor<D>>,
-        dense: Tensor<D>,
+        dense: &Tensor<D>,
         plan: &Plan,
-    ) -> Result<PackedWeight, (OpsError, Tensor<D>)> {
+    ) -> Result<PackedWeight, OpsError> {
         // The weight was found finite, or was not to be looked at.
         let mut scheme = self.config.scheme.with_non_finite(NonFinite::FollowReference);
         if let Some(&amax) = self.amaxes.get(path)
@@ -249,36 +244,20 @@ impl Pack<'_> {
         {
             scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
         }
-        if let Some(packed) = self.packed.get(&param.id.val()) {
-            let packed = packed.clone();
-            let tensor = packed.tensor::<D>();
-            return self.note(path, &tensor, dense).map(|()| packed);
-        }
-        match quantize_tensor(dense.clone(), plan.layout.axis, &scheme) {
-            Ok(tensor) => {
+        let packed = match self.packed.get(&param.id.val()) {
+            Some(packed) => packed.clone(),
+            None => {
+                let tensor = quantize_tensor(dense.clone(), plan.layout.axis, &scheme)?;
                 let packed = PackedWeight::new(&tensor);
                 self.packed.insert(param.id.val(), packed.clone());
-                self.note(path, &tensor, dense).map(|()| packed)
+                packed
             }
-            Err(error) => Err((error, dense)),
-        }
-    }
-
-    /// Measures the error of a packed weight for the report.
-    fn note<const D: usize>(
-        &mut self,
-        path: &str,
-        packed: &Fp4Tensor<D>,
-        dense: Tensor<D>,
-    ) -> Result<(), (OpsError, Tensor<D>)> {
-        match packed.squared_error(dense.clone()) {
-            Ok(squared_error) => {
-                let packed = Packed { bytes: packed.bytes(), squared_error };
-                self.results.insert(path.to_owned(), packed);
-                Ok(())
-            }
-            Err(error) => Err((error, dense)),
-        }
+        };
+        let tensor = packed.tensor::<D>();
+        let squared_error = tensor.squared_error(dense.clone())?;
+        let result = Packed { bytes: tensor.bytes(), squared_error };
+        self.results.insert(path.to_owned(), result);
+        Ok(packed)
     }
 }
 
@@ -287,10 +266,8 @@ fn report(
     results: &BTreeMap<String, Packed>,
     config: &Fp4Config,
 ) -> Result<Fp4Report, Fp4Error> {
-    let errors = results
-        .iter()
-        .map(|(path, packed)| (path.clone(), packed.squared_error.clone()))
-        .collect();
+    let errors =
+        results.iter().map(|(path, packed)| (path.clone(), packed.squared_error.clone())).collect();
     let errors = read_vectors(errors)?;
     let parameters = decisions.iter().map(|(parameter, decision)| {
         let values: usize = parameter.shape.iter().product();

@@ -9,9 +9,9 @@ use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
 use burn_fp4_ops::{Fp4Tensor, OpsError};
 use burn_pack::{Reader, Writer};
 
+use crate::Fp4Error;
 use crate::packed::{PackedWeight, placeholder};
 use crate::select::Walk;
-use crate::Fp4Error;
 
 /// The tensors of a record, by name.
 pub(crate) type Tensors = BTreeMap<String, burn_pack::Tensor>;
@@ -117,7 +117,8 @@ fn take_packed(
     let mut entries = BTreeMap::new();
     for (path, layout) in found {
         let base = tensors.remove(&path);
-        let base = base.ok_or_else(|| problem("a packed weight has no parameter", [path.clone()]))?;
+        let base =
+            base.ok_or_else(|| problem("a packed weight has no parameter", [path.clone()]))?;
         if attached.contains(&path) {
             continue;
         }
@@ -125,7 +126,8 @@ fn take_packed(
             let name = format!("{path}{marker}{layout}.{part}");
             tensors.remove(&name).ok_or_else(|| problem("a packed weight is incomplete", [name]))
         };
-        let (codes, scales, tensor_scale) = (part("codes")?, part("scales")?, part("tensor_scale")?);
+        let (codes, scales, tensor_scale) =
+            (part("codes")?, part("scales")?, part("tensor_scale")?);
         let (dtype, id) = (base.dtype, base.param_id);
         entries.insert(path, Entry { layout, dtype, id, codes, scales, tensor_scale });
     }

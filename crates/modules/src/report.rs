@@ -140,7 +140,9 @@ impl ParameterReport {
     /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was kept.
     pub fn relative_error(&self) -> Option<f64> {
         match self.outcome {
-            Outcome::Quantized { squared_error, energy, .. } => Some(relative(squared_error, energy)),
+            Outcome::Quantized { squared_error, energy, .. } => {
+                Some(relative(squared_error, energy))
+            }
             Outcome::Kept { .. } => None,
         }
     }
@@ -192,17 +194,26 @@ impl fmt::Display for Fp4Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-            "parameter", "shape", "dtype", "outcome", "bits", "error %", "bytes", "was",
+            "parameter",
+            "shape",
+            "dtype",
+            "outcome",
+            "bits",
+            "error %",
+            "bytes",
+            "was",
         ]);
         for parameter in &self.parameters {
             let (outcome, error) = match &parameter.outcome {
                 Outcome::Quantized { scheme, axis, shares_scale_with, .. } => {
-                    let shares = shares_scale_with.as_ref().map_or(String::new(), |group| {
-                        format!(", one tensor scale for {group}")
-                    });
+                    let shares = shares_scale_with
+                        .as_ref()
+                        .map_or(String::new(), |group| format!(", one tensor scale for {group}"));
                     let format = scheme.format();
-                    let outcome =
-                        format!("{format} {} / {}, axis {axis}{shares}", scheme.rule, scheme.block_size);
+                    let outcome = format!(
+                        "{format} {} / {}, axis {axis}{shares}",
+                        scheme.rule, scheme.block_size
+                    );
                     let error = parameter.relative_error().unwrap_or_default();
                     (outcome, format!("{:.3}", 100.0 * error))
                 }

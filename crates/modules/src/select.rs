@@ -74,9 +74,10 @@ impl ModuleVisitor for Walk {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let list = self.stack.iter().position(|(_, container)| {
-            matches!(container.as_str(), "Vec" | "Array")
-        });
+        let list = self
+            .stack
+            .iter()
+            .position(|(_, container)| matches!(container.as_str(), "Vec" | "Array"));
         let list = list.and_then(|at| {
             let names: Vec<_> = self.stack[..at].iter().map(|(name, _)| name.as_str()).collect();
             Some((names.join("."), self.stack[at].0.parse().ok()?))
@@ -134,10 +135,8 @@ pub(crate) fn select<M: Module>(
     let include = globs(&config.include)?;
     let exclude = globs(&config.exclude)?;
     let parameters = Walk::over_values(module).parameters;
-    let mut reasons: Vec<Option<Reason>> = parameters
-        .iter()
-        .map(|parameter| refusal(parameter, config, &include, &exclude))
-        .collect();
+    let mut reasons: Vec<Option<Reason>> =
+        parameters.iter().map(|parameter| refusal(parameter, config, &include, &exclude)).collect();
     keep_layers(&parameters, &mut reasons, config);
     let groups = shared_scales(&parameters, &reasons, config)?;
 
@@ -248,7 +247,10 @@ fn shared_scales(
     if own_scale && let Some(&at) = members.values().flatten().next() {
         return Err(Fp4Error::SharedScale { path: parameters[at].path.clone() });
     }
-    Ok(members.into_iter().flat_map(|(group, at)| at.into_iter().map(move |at| (at, group.clone()))).collect())
+    Ok(members
+        .into_iter()
+        .flat_map(|(group, at)| at.into_iter().map(move |at| (at, group.clone())))
+        .collect())
 }
 
 /// The layout of a selected parameter, or why the configuration lets it be skipped.

@@ -15,11 +15,7 @@ use crate::{Fp4Backend, Fp4Layout, Fp4Primitive};
 fn inner<B: Fp4Backend, C: CheckpointStrategy>(
     packed: Fp4Primitive<Autodiff<B, C>>,
 ) -> Fp4Primitive<B> {
-    Fp4Primitive {
-        codes: packed.codes,
-        scales: packed.scales,
-        tensor_scale: packed.tensor_scale,
-    }
+    Fp4Primitive { codes: packed.codes, scales: packed.scales, tensor_scale: packed.tensor_scale }
 }
 
 impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {

@@ -75,7 +75,8 @@ fn with_packed<R>(
 impl Fp4Backend for Flex {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         let (values, view) = contiguous(values, axis);
-        let amax = with_element!(values.dtype(), T => host::amax(slice::<T>(&values), view, by_row));
+        let amax =
+            with_element!(values.dtype(), T => host::amax(slice::<T>(&values), view, by_row));
         FlexTensor::from_data(host::vector(amax))
     }
 

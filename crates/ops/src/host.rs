@@ -31,8 +31,7 @@ pub(crate) fn quantize<T: HostElement>(
     let mut scales = vec![0u8; view.packed_rows() * blocks];
     let tensor_scale =
         host::quantize(values, view, scheme, amax, &mut codes, &mut scales).expect(CHECKED);
-    let bits: Vec<_> =
-        tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
+    let bits: Vec<_> = tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
     let count = bits.len();
     HostPacked {
         codes: TensorData::new(codes, [view.packed_rows(), view.axis / 2]),

@@ -81,12 +81,8 @@ fn quantize_with_amax<const D: usize>(
     scheme: &Fp4Scheme,
     amax: Tensor<1>,
 ) -> Fp4Tensor<D> {
-    let packed = Dispatch::fp4_quantize(
-        values.into_dispatch(),
-        amax.into_dispatch(),
-        layout.axis,
-        *scheme,
-    );
+    let packed =
+        Dispatch::fp4_quantize(values.into_dispatch(), amax.into_dispatch(), layout.axis, *scheme);
     Fp4Tensor::from_primitive(packed, layout)
 }
 
@@ -160,8 +156,7 @@ fn checked_amax<const D: usize>(
     let constant = |value: f32| Tensor::from_data([value], (&values.device(), DType::F32));
     let from_values = scheme.rule.row().tensor_scale
         && matches!(scheme.tensor_scale, TensorScaling::Tensor | TensorScaling::Row);
-    let measured =
-        (from_values || scheme.non_finite == NonFinite::Reject).then(|| measure(by_row));
+    let measured = (from_values || scheme.non_finite == NonFinite::Reject).then(|| measure(by_row));
     if scheme.non_finite == NonFinite::Reject
         && let Some(measured) = &measured
     {

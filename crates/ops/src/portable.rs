@@ -260,11 +260,7 @@ fn power_of_two_scales<B: Backend>(amax: &F<B>, rule: ScaleRule) -> F<B> {
 }
 
 /// Codes and values of the scales for block amaxes `[rows, blocks]`.
-fn block_scales<B: Backend>(
-    amax: &F<B>,
-    factors: &Factors<B>,
-    scheme: &Fp4Scheme,
-) -> (F<B>, F<B>) {
+fn block_scales<B: Backend>(amax: &F<B>, factors: &Factors<B>, scheme: &Fp4Scheme) -> (F<B>, F<B>) {
     let exact = match scheme.rule {
         ScaleRule::Te => amax.mul(&factors.encode.times(1.0 / 6.0)),
         ScaleRule::TeDivision | ScaleRule::Gist => amax.div_by(6.0).mul(&factors.encode),
@@ -316,8 +312,7 @@ fn round_to_e2m1<B: Backend>(normalized: &F<B>, scheme: &Fp4Scheme) -> F<B> {
     for (midpoint, inclusive) in
         [(0.75, true), (1.25, false), (1.75, true), (2.5, false), (3.5, true), (5.0, false)]
     {
-        let over =
-            if inclusive { magnitude.at_least(midpoint) } else { magnitude.above(midpoint) };
+        let over = if inclusive { magnitude.at_least(midpoint) } else { magnitude.above(midpoint) };
         codes = codes.add(&over.as_float());
     }
     let mut negative = normalized.below(0.0).as_float();
@@ -360,7 +355,11 @@ struct Quantized<B: Backend> {
     tensor_scale: F<B>,
 }
 
-fn quantize_rows<B: Backend>(values: F<B>, amax: FloatTensor<B>, scheme: &Fp4Scheme) -> Quantized<B> {
+fn quantize_rows<B: Backend>(
+    values: F<B>,
+    amax: FloatTensor<B>,
+    scheme: &Fp4Scheme,
+) -> Quantized<B> {
     let [rows, cols] = values.shape()[..] else { unreachable!("rows makes a matrix") };
     let blocks = cols / scheme.block_size;
     let tensor_scales = amax.shape().num_elements();
@@ -400,8 +399,7 @@ fn four_over_six<B: Backend>(
         let elements = round_to_e2m1(&normalized, scheme).look_up(&E2M1_VALUES);
         let scaled = elements.mul(&scales.reshape(&[rows, blocks, 1]));
         let per_row = |factor: &F<B>| factor.reshape(&[factor.shape()[0], 1, 1]);
-        let restored =
-            scaled.mul(&per_row(&factors.amax)).div_by(scheme.largest_code_product());
+        let restored = scaled.mul(&per_row(&factors.amax)).div_by(scheme.largest_code_product());
         let difference = restored.sub(values);
         let terms = match metric {
             ErrorMetric::Mae => difference.abs(),

@@ -100,10 +100,7 @@ fn fake_quantize(value: f32, scale: f32) -> f32 {
     }
     let scale = if scale.is_finite() { scale } else { 1.0 };
     let normalized = value.abs() * (1.0 / scale);
-    let magnitude = if normalized.is_nan() {
-        E2M1.max_value()
-    } else {
-        E2M1.decode(E2M1.encode(normalized))
-    };
+    let magnitude =
+        if normalized.is_nan() { E2M1.max_value() } else { E2M1.decode(E2M1.encode(normalized)) };
     if value >= 0.0 { magnitude * scale } else { -magnitude * scale }
 }

@@ -54,11 +54,7 @@ pub fn quantize_with_amax(
 ) -> Result<Packed, SearchError> {
     scheme.check_columns(cols)?;
     let expect = |what, expected, found| {
-        if expected == found {
-            Ok(())
-        } else {
-            Err(FormatError::Length { what, expected, found })
-        }
+        if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
     };
     expect("values", rows * cols, values.len())?;
     expect("amax", scheme.tensor_scales(rows), amax.len())?;

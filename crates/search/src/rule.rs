@@ -55,8 +55,8 @@ pub struct RuleRow {
 /// One sixth in f32, 0x3E2AAAAB.
 pub(crate) const SIXTH: f32 = 1.0 / 6.0;
 
-/// What torchao and qwantize do not let a divisor fall below.
-const GIST_SMALLEST_SCALE: f32 = 1e-12;
+/// What the torch recipe and qwantize do not let a divisor fall below.
+pub(crate) const GIST_SMALLEST_SCALE: f32 = 1e-12;
 
 impl ScaleRule {
     /// Every rule.
@@ -102,7 +102,11 @@ impl ScaleRule {
             Self::TeDivision | Self::Gist => saturating_e4m3((amax / 6.0) * factor.encode),
             Self::NoTensorScale => {
                 let scale = amax / 6.0;
-                saturating_e4m3(if scale < GIST_SMALLEST_SCALE { GIST_SMALLEST_SCALE } else { scale })
+                saturating_e4m3(if scale < GIST_SMALLEST_SCALE {
+                    GIST_SMALLEST_SCALE
+                } else {
+                    scale
+                })
             }
             Self::Floor | Self::Even | Self::RoundUp | Self::Ceil => self.power_of_two_scale(amax),
         }

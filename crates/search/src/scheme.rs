@@ -1,4 +1,4 @@
-use burn_fp4_formats::{E2M1, E4M3, Fp4Format, FormatError};
+use burn_fp4_formats::{E2M1, E4M3, FormatError, Fp4Format};
 use serde::{Deserialize, Serialize};
 
 use crate::{ScaleRule, SearchError, TensorScaling};
@@ -222,7 +222,10 @@ impl Fp4Scheme {
         if matches!(self.search, ScaleSearch::FourOverSix { .. })
             && !matches!(self.rule, ScaleRule::Te | ScaleRule::TeDivision)
         {
-            return refuse("ScaleSearch::FourOverSix", "it is defined for TransformerEngine's rules");
+            return refuse(
+                "ScaleSearch::FourOverSix",
+                "it is defined for TransformerEngine's rules",
+            );
         }
         Ok(())
     }

@@ -38,10 +38,11 @@ impl PackedView<'_> {
     }
 
     #[inline(always)]
-    fn load<const B: usize>(&self, strip: &mut Strip<B>, index: usize, at: usize, row: usize) {
+    fn load<const B: usize>(&self, strip: &mut Strip<B>, index: usize, at: usize, blocks: usize) {
         strip.scales[index] = self.scales[at];
         strip.read_codes(index, &self.codes[at * B / 2..][..B / 2]);
-        strip.decode[index] = self.tensor_scale[if self.tensor_scale.len() == 1 { 0 } else { row }];
+        let row = if self.tensor_scale.len() == 1 { 0 } else { at / blocks };
+        strip.decode[index] = self.tensor_scale[row];
     }
 }
 
@@ -120,19 +121,22 @@ struct Slab<'a> {
     first: usize,
 }
 
+/// What becomes of dequantized strips. A trait rather than a closure, because only a function can ask
+/// to be compiled for the instruction set of its caller.
+trait Sink<const B: usize> {
+    /// Takes `n` blocks of the slab, the first starting at value `start`; they follow each other, or
+    /// are columns next to each other.
+    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize);
+}
+
 impl Slab<'_> {
     fn order(&self) -> Order {
         if self.view.inner == 1 { Order::Along } else { Order::Across }
     }
 
-    /// Calls `visit` with every strip of `len` values, dequantized, and where in the slab it starts:
-    /// `(strip, start, blocks)`; the blocks follow each other, or are columns `inner` apart.
+    /// Hands every strip of the first `len` values to a sink.
     #[inline(always)]
-    fn for_each_strip<const B: usize>(
-        self,
-        len: usize,
-        mut visit: impl FnMut(&Strip<B>, usize, usize),
-    ) {
+    fn for_each_strip<const B: usize>(self, len: usize, sink: &mut impl Sink<B>) {
         let View { axis, inner, .. } = self.view;
         let blocks = axis / B;
         let mut strip = Strip::<B>::new(self.order());
@@ -142,23 +146,28 @@ impl Slab<'_> {
                 let n = STRIP.min(len / B - start);
                 for index in 0..n {
                     let at = first + start + index;
-                    self.packed.load(&mut strip, index, at, at / blocks);
+                    self.packed.load(&mut strip, index, at, blocks);
                 }
                 strip.dequantize(self.packed.format);
-                visit(&strip, start * B, n);
+                sink.take(&strip, start * B, n);
             }
         } else {
-            for column in (0..inner).step_by(STRIP) {
-                let n = STRIP.min(inner - column);
+            // Neighbouring strips share the lines of the dense tensor, the blocks of a row those of
+            // its codes: a window of both stays cached.
+            const WINDOW: usize = 8 * STRIP;
+            for window in (0..inner).step_by(WINDOW) {
                 for line in (0..len / inner).step_by(B) {
                     let line_of_all = self.first / inner + line;
                     let (slab, block) = (line_of_all / axis, line_of_all % axis / B);
-                    for index in 0..n {
-                        let row = slab * inner + column + index;
-                        self.packed.load(&mut strip, index, row * blocks + block, row);
+                    for column in (window..inner.min(window + WINDOW)).step_by(STRIP) {
+                        let n = STRIP.min(inner - column);
+                        for index in 0..n {
+                            let row = slab * inner + column + index;
+                            self.packed.load(&mut strip, index, row * blocks + block, blocks);
+                        }
+                        strip.dequantize(self.packed.format);
+                        sink.take(&strip, line * inner + column, n);
                     }
-                    strip.dequantize(self.packed.format);
-                    visit(&strip, line * inner + column, n);
                 }
             }
         }
@@ -175,14 +184,25 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Dequantize<'_, T, B> {
 
     #[inline(always)]
     fn call(self) {
-        let (output, inner) = (self.output, self.slab.view.inner);
-        self.slab.for_each_strip::<B>(output.len(), |strip, start, n| {
-            if inner == 1 {
-                T::write(&strip.values()[..n * B], &mut output[start..][..n * B]);
-            } else {
-                strip.write_columns(&mut output[start..], inner, 0, n);
-            }
-        });
+        let (len, inner) = (self.output.len(), self.slab.view.inner);
+        self.slab.for_each_strip::<B>(len, &mut Write { output: self.output, inner });
+    }
+}
+
+struct Write<'a, T> {
+    output: &'a mut [T],
+    inner: usize,
+}
+
+impl<T: HostElement, const B: usize> Sink<B> for Write<'_, T> {
+    #[inline(always)]
+    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize) {
+        let output = &mut self.output[start..];
+        if self.inner == 1 {
+            T::write(&strip.values()[..n * B], &mut output[..n * B]);
+        } else {
+            strip.write_columns(output, self.inner, 0, n);
+        }
     }
 }
 
@@ -196,25 +216,41 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
 
     #[inline(always)]
     fn call(self) -> [f64; 2] {
-        let inner = self.slab.view.inner;
-        let mut original = Strip::<B>::new(self.slab.order());
-        let mut sums = [0.0; 2];
-        self.slab.for_each_strip::<B>(self.values.len(), |strip, start, n| {
-            let values = &self.values[start..];
-            if inner == 1 {
-                T::read(&values[..n * B], &mut original.values_mut()[..n * B]);
-            } else {
-                original.read_columns(values, inner, 0, n);
-            }
-            // Whole lines, or the first columns of each.
-            let (line, used) = if inner == 1 { (n * B, n * B) } else { (STRIP, n) };
-            let lines = original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
-            for (exact, value) in lines.flat_map(|(a, b)| a[..used].iter().zip(&b[..used])) {
-                let difference = *exact as f64 - *value as f64;
-                sums[0] += difference * difference;
-                sums[1] += *exact as f64 * *exact as f64;
-            }
-        });
-        sums
+        let mut compare = Compare {
+            values: self.values,
+            inner: self.slab.view.inner,
+            original: Strip::<B>::new(self.slab.order()),
+            sums: [0.0; 2],
+        };
+        self.slab.for_each_strip::<B>(self.values.len(), &mut compare);
+        compare.sums
+    }
+}
+
+struct Compare<'a, T, const B: usize> {
+    values: &'a [T],
+    inner: usize,
+    original: Strip<B>,
+    sums: [f64; 2],
+}
+
+impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
+    #[inline(always)]
+    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize) {
+        let values = &self.values[start..];
+        // Whole lines, or the first columns of each.
+        let (line, used) = if self.inner == 1 { (n * B, n * B) } else { (STRIP, n) };
+        if self.inner == 1 {
+            T::read(&values[..n * B], &mut self.original.values_mut()[..n * B]);
+        } else {
+            self.original.read_columns(values, self.inner, 0, n);
+        }
+        let lines =
+            self.original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
+        for (exact, value) in lines.flat_map(|(a, b)| a[..used].iter().zip(&b[..used])) {
+            let difference = *exact as f64 - *value as f64;
+            self.sums[0] += difference * difference;
+            self.sums[1] += *exact as f64 * *exact as f64;
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The host engine: the bits of the reference quantizer, with SIMD chosen at run time and with
 //! threads, along any axis, without materializing anything but its output.
 //!
-//! Values pass through a [`strip`] of 32 blocks that stays in the first-level cache; only how a strip
+//! Values pass through a strip of 32 blocks that stays in the first-level cache; only how a strip
 //! is read and written knows along which axis the blocks run.
 
 mod dequantize;

@@ -122,10 +122,13 @@ impl<T: HostElement> Rows<'_, T> {
 
     /// Whether strips can do it; if not, the reference quantizer does.
     fn fits_strips(&self) -> bool {
-        let tiles_cross_slabs = self.scheme.blocks == Blocks::Tile16x16
-            && self.view.inner > 1
-            && self.view.outer > 1
-            && !self.view.inner.is_multiple_of(self.scheme.tile_rows());
+        if self.scheme.blocks == Blocks::Row {
+            return true;
+        }
+        // A tile's error is summed over its rows, and a tile may lie in two slabs.
+        let View { outer, inner, .. } = self.view;
+        let tiles_cross_slabs =
+            inner > 1 && outer > 1 && !inner.is_multiple_of(self.scheme.tile_rows());
         self.scheme.search == ScaleSearch::Amax && !tiles_cross_slabs
     }
 
@@ -148,9 +151,8 @@ impl<T: HostElement> Rows<'_, T> {
         };
         let gathered = self.gather(rows);
         let scheme = self.scheme;
-        let packed =
-            crate::quantize_with_amax(&gathered, rows, self.view.axis, scheme, &amax)
-                .expect("the caller has checked scheme and lengths");
+        let packed = crate::quantize_with_amax(&gathered, rows, self.view.axis, scheme, &amax)
+            .expect("the caller has checked scheme and lengths");
         codes.copy_from_slice(&packed.codes);
         scales.copy_from_slice(&packed.scales);
     }
@@ -187,7 +189,9 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
         let mut strip = Strip::<B>::new(Order::Along);
         let mut tile_amax = vec![0.0; if tile_rows > 1 { blocks } else { 0 }];
         let tiles = self.codes.chunks_mut(tile_rows * view.axis / 2);
-        for (tile, (codes, scales)) in tiles.zip(self.scales.chunks_mut(tile_rows * blocks)).enumerate() {
+        for (tile, (codes, scales)) in
+            tiles.zip(self.scales.chunks_mut(tile_rows * blocks)).enumerate()
+        {
             let first = first + tile * tile_rows;
             let read = |strip: &mut Strip<B>, row: usize, start: usize, n: usize| {
                 let at = (first + row) * view.axis + start * B;
@@ -237,8 +241,9 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
         let blocks = axis / B;
         let rows = self.scales.len() / blocks;
         let mut strip = Strip::<B>::new(Order::Across);
-        // Eight blocks of a strip before the next strip: their codes share a cache line.
-        for group in (0..blocks).step_by(8) {
+        // All strips of a block before the next block: neighbours share the lines they read, and a
+        // task is narrow enough that the lines it writes stay cached until the next block.
+        for block in 0..blocks {
             let mut at = 0;
             while at < rows {
                 let row = first + at;
@@ -247,20 +252,18 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                 for index in 0..n {
                     strip.set_factor(index, self.task.factor(row + index));
                 }
-                for block in group..blocks.min(group + 8) {
-                    let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
-                    strip.read_columns(slab, inner, column, n);
-                    strip.find_amax();
-                    if scheme.blocks == Blocks::Tile16x16 {
-                        strip.share_amax(n);
-                    }
-                    strip.find_scales(scheme);
-                    strip.find_codes(scheme);
-                    for index in 0..n {
-                        self.scales[(at + index) * blocks + block] = strip.scales[index];
-                        let start = ((at + index) * axis + block * B) / 2;
-                        strip.write_codes(index, &mut self.codes[start..start + B / 2]);
-                    }
+                let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
+                strip.read_columns(slab, inner, column, n);
+                strip.find_amax();
+                if scheme.blocks == Blocks::Tile16x16 {
+                    strip.share_amax(n);
+                }
+                strip.find_scales(scheme);
+                strip.find_codes(scheme);
+                for index in 0..n {
+                    self.scales[(at + index) * blocks + block] = strip.scales[index];
+                    let start = ((at + index) * axis + block * B) / 2;
+                    strip.write_codes(index, &mut self.codes[start..start + B / 2]);
                 }
                 at += n;
             }
@@ -279,7 +282,13 @@ impl<const B: usize> Strip<B> {
         n: usize,
     ) {
         for (k, line) in self.values_mut().chunks_exact_mut(STRIP).enumerate() {
-            T::read(&slab[k * inner + column..][..n], &mut line[..n]);
+            let source = &slab[k * inner + column..][..n];
+            // A whole line, of known length, is a few instructions instead of a call.
+            if n == STRIP {
+                T::read(&source[..STRIP], &mut line[..STRIP]);
+            } else {
+                T::read(source, &mut line[..n]);
+            }
         }
     }
 
@@ -293,7 +302,12 @@ impl<const B: usize> Strip<B> {
         n: usize,
     ) {
         for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
-            T::write(&line[..n], &mut slab[k * inner + column..][..n]);
+            let target = &mut slab[k * inner + column..][..n];
+            if n == STRIP {
+                T::write(&line[..STRIP], &mut target[..STRIP]);
+            } else {
+                T::write(&line[..n], target);
+            }
         }
     }
 

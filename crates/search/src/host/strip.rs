@@ -3,9 +3,12 @@
 //!
 //! Every function is `inline(always)`, so that it is compiled for the instruction set of its caller.
 
+use core::hint::black_box;
+
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES, Fp4Format};
 
-use crate::{Fp4Scheme, ScaleRule, TensorFactor};
+use crate::rule::{GIST_SMALLEST_SCALE, SIXTH};
+use crate::{ErrorMetric, Fp4Scheme, ScaleRule, ScaleSearch, TensorFactor};
 
 /// Blocks of a strip. With f32 values, codes and scales it stays within the first-level cache.
 pub(super) const STRIP: usize = 32;
@@ -33,7 +36,8 @@ pub(super) struct Strip<const B: usize> {
     /// amax of each block, or of the tile it belongs to.
     pub(super) amax: [f32; STRIP],
     /// Tensor factor of each block's row.
-    pub(super) encode: [f32; STRIP],
+    tensor_amax: [f32; STRIP],
+    encode: [f32; STRIP],
     pub(super) decode: [f32; STRIP],
     /// Code of each block's scale.
     pub(super) scales: [u8; STRIP],
@@ -51,6 +55,7 @@ impl<const B: usize> Strip<B> {
             codes: [0; STRIP * MAX_BLOCK],
             words: [0; STRIP * MAX_BLOCK / 8],
             amax: [0.0; STRIP],
+            tensor_amax: [1.0; STRIP],
             encode: [1.0; STRIP],
             decode: [1.0; STRIP],
             scales: [0; STRIP],
@@ -73,6 +78,7 @@ impl<const B: usize> Strip<B> {
 
     #[inline(always)]
     pub(super) fn set_factor(&mut self, block: usize, factor: TensorFactor) {
+        self.tensor_amax[block] = factor.amax;
         self.encode[block] = factor.encode;
         self.decode[block] = factor.decode;
     }
@@ -112,37 +118,97 @@ impl<const B: usize> Strip<B> {
         self.amax = largest.map(f32::from_bits);
     }
 
-    /// Fills `scales` and the multipliers from `amax`.
+    /// Fills `scales` and the multipliers from `amax`, and for a search from the values.
     #[inline(always)]
     pub(super) fn find_scales(&mut self, scheme: &Fp4Scheme) {
+        if let ScaleSearch::FourOverSix { error, .. } = scheme.search {
+            return self.search_four_over_six(scheme, error);
+        }
         match scheme.rule {
-            ScaleRule::Te => {
-                self.find_e4m3_scales(|amax, encode| amax * (encode * crate::rule::SIXTH));
+            ScaleRule::Te => self.find_e4m3_scales(
+                |amax, encode| amax * (encode * SIXTH),
+                |scale, _, decode| te_multiplier(scale, decode),
+            ),
+            ScaleRule::TeDivision => self.find_e4m3_scales(
+                |amax, encode| (amax / 6.0) * encode,
+                |scale, _, decode| te_multiplier(scale, decode),
+            ),
+            ScaleRule::Gist => self.find_e4m3_scales(
+                |amax, encode| (amax / 6.0) * encode,
+                |scale, encode, _| encode / at_least_smallest(scale),
+            ),
+            ScaleRule::NoTensorScale => {
+                self.find_e4m3_scales(|amax, _| at_least_smallest(amax / 6.0), |scale, _, _| scale)
             }
-            ScaleRule::TeDivision => self.find_e4m3_scales(|amax, encode| (amax / 6.0) * encode),
-            // The rest is rare or has no tensor scale: one block at a time is fast enough.
+            // Powers of two are a matter of a few integer operations a block.
             rule => {
                 for block in 0..STRIP {
-                    let factor = TensorFactor {
-                        amax: f32::NAN,
-                        encode: self.encode[block],
-                        decode: self.decode[block],
-                    };
-                    self.scales[block] = rule.block_scale(self.amax[block], factor);
-                    self.multipliers[block] = rule.multiplier(self.scales[block], factor);
+                    let scale = rule.block_scale(self.amax[block], TensorFactor::ONE);
+                    self.scales[block] = scale;
+                    self.multipliers[block] = rule.multiplier(scale, TensorFactor::ONE);
                 }
             }
         }
     }
 
-    /// TransformerEngine's scales, given what is rounded to them.
+    /// E4M3 scales, given what is rounded to them, and the multipliers that follow.
     #[inline(always)]
-    fn find_e4m3_scales(&mut self, exact: impl Fn(f32, f32) -> f32) {
+    fn find_e4m3_scales(
+        &mut self,
+        exact: impl Fn(f32, f32) -> f32,
+        multiplier: impl Fn(f32, f32, f32) -> f32,
+    ) {
         for block in 0..STRIP {
-            let (code, scale) = round_to_e4m3(exact(self.amax[block], self.encode[block]));
+            let encode = self.encode[block];
+            let (code, scale) = round_to_e4m3(exact(self.amax[block], encode));
             self.scales[block] = code;
-            let multiplier = 1.0 / (scale * self.decode[block]);
-            self.multipliers[block] = if multiplier > f32::MAX { f32::MAX } else { multiplier };
+            self.multipliers[block] = multiplier(scale, encode, self.decode[block]);
+        }
+    }
+
+    /// Four Over Six: both candidates of all blocks at once, each error summed in element order.
+    #[inline(always)]
+    fn search_four_over_six(&mut self, scheme: &Fp4Scheme, metric: ErrorMetric) {
+        let mut codes = [[0; STRIP]; 2];
+        let mut scales = [[0.0; STRIP]; 2];
+        let mut multipliers = [[0.0; STRIP]; 2];
+        for block in 0..STRIP {
+            let on_six = (self.amax[block] / 6.0) * self.encode[block];
+            for (candidate, exact) in [on_six, on_six * 1.5].into_iter().enumerate() {
+                let (code, scale) = round_to_e4m3(exact);
+                codes[candidate][block] = code;
+                scales[candidate][block] = scale;
+                multipliers[candidate][block] = te_multiplier(scale, self.decode[block]);
+            }
+        }
+        // The first value of every block, then the second: sums of all blocks grow side by side.
+        let mut columns = [0.0; STRIP * MAX_BLOCK];
+        for block in 0..STRIP {
+            for k in 0..B {
+                columns[k * STRIP + block] = self.values[self.value_at(block, k)];
+            }
+        }
+        let range = scheme.largest_code_product();
+        let mut errors = [[0.0; STRIP]; 2];
+        for values in columns[..STRIP * B].chunks_exact(STRIP) {
+            for candidate in 0..2 {
+                for block in 0..STRIP {
+                    let value = values[block];
+                    let normalized = positive_zero(value * multipliers[candidate][block]);
+                    let twice = twice_element(round_to_e2m1(normalized));
+                    let scaled = twice * (scales[candidate][block] * 0.5);
+                    let difference = (scaled * self.tensor_amax[block]) / range - value;
+                    errors[candidate][block] += match metric {
+                        ErrorMetric::Mae => difference.abs(),
+                        ErrorMetric::Mse => difference * difference,
+                    };
+                }
+            }
+        }
+        for block in 0..STRIP {
+            let four = errors[1][block] < errors[0][block];
+            self.scales[block] = codes[four as usize][block];
+            self.multipliers[block] = multipliers[four as usize][block];
         }
     }
 
@@ -150,9 +216,6 @@ impl<const B: usize> Strip<B> {
     #[inline(always)]
     pub(super) fn find_codes(&mut self, scheme: &Fp4Scheme) {
         if scheme.rule == ScaleRule::NoTensorScale {
-            for block in 0..STRIP {
-                self.multipliers[block] = E4M3_VALUES[self.scales[block] as usize];
-            }
             self.round_elements(|value, scale| zero_if_nan(positive_zero(value / scale)));
         } else if scheme.rule.row().keeps_negative_zero {
             // The multiplier of an all-zero tensor may be infinite.
@@ -209,18 +272,32 @@ impl<const B: usize> Strip<B> {
             Fp4Format::MxFp4 => &E8M0_VALUES,
         };
         // Twice the element is an integer; half the scale is exact, as is their product.
-        let half_scales = self.scales.map(|scale| table[scale as usize] * 0.5);
+        let mut half_scales = [0.0; STRIP];
+        for (half, &scale) in half_scales.iter_mut().zip(&self.scales) {
+            *half = table[scale as usize] * 0.5;
+        }
         let values = &mut self.values[..STRIP * B];
         match self.order {
             Order::Along => {
-                let blocks = values.chunks_exact_mut(B).zip(self.words.chunks_exact(B / 8));
-                let scales = half_scales.iter().zip(&self.decode);
-                for ((values, words), (&half_scale, &decode)) in blocks.zip(scales) {
-                    for (values, &word) in values.chunks_exact_mut(8).zip(words) {
-                        for (index, value) in values.iter_mut().enumerate() {
-                            let code = word >> (4 * index) & 0xF;
-                            *value = (twice_element(code) * half_scale) * decode;
-                        }
+                for (codes, word) in self.codes.chunks_exact_mut(8).zip(&self.words) {
+                    for (pair, byte) in codes.chunks_exact_mut(2).zip(word.to_le_bytes()) {
+                        pair[0] = signed_twice(byte & 0xF);
+                        pair[1] = signed_twice(byte >> 4);
+                    }
+                }
+                for (value, &code) in values.iter_mut().zip(&self.codes) {
+                    // The sign in all upper bits, twice the magnitude in the lower.
+                    let wide = code as i8 as i32;
+                    let magnitude = (wide & 0x7F) as f32;
+                    *value = f32::from_bits(magnitude.to_bits() | wide as u32 & 0x8000_0000);
+                }
+                for block in 0..STRIP {
+                    // Opaque to the compiler, which would otherwise vectorize this loop over blocks
+                    // by gathering and scattering their values, not the one within a block.
+                    let block = black_box(block);
+                    let (half_scale, decode) = (half_scales[block], self.decode[block]);
+                    for value in &mut values[block * B..][..B] {
+                        *value = (*value * half_scale) * decode;
                     }
                 }
             }
@@ -257,12 +334,32 @@ impl<const B: usize> Strip<B> {
     }
 
     #[inline(always)]
+    fn value_at(&self, block: usize, k: usize) -> usize {
+        match self.order {
+            Order::Along => block * B + k,
+            Order::Across => k * STRIP + block,
+        }
+    }
+
+    #[inline(always)]
     fn word_at(&self, block: usize, word: usize) -> usize {
         match self.order {
             Order::Along => block * B / 8 + word,
             Order::Across => word * STRIP + block,
         }
     }
+}
+
+/// What TransformerEngine multiplies elements with; FLT_MAX for a scale of 0.
+#[inline(always)]
+fn te_multiplier(scale: f32, decode: f32) -> f32 {
+    let multiplier = 1.0 / (scale * decode);
+    if multiplier > f32::MAX { f32::MAX } else { multiplier }
+}
+
+#[inline(always)]
+fn at_least_smallest(scale: f32) -> f32 {
+    if scale < GIST_SMALLEST_SCALE { GIST_SMALLEST_SCALE } else { scale }
 }
 
 #[inline(always)]
@@ -287,7 +384,7 @@ fn zero_if_nan(value: f32) -> f32 {
 
 /// The E4M3 code and value nearest to a non-negative f32, ties to even, 448 at most, NaN kept.
 #[inline(always)]
-pub(super) fn round_to_e4m3(exact: f32) -> (u8, f32) {
+fn round_to_e4m3(exact: f32) -> (u8, f32) {
     // Adding 2^14 leaves an ulp of 2^-9, the step of the subnormal codes.
     const SUBNORMAL: f32 = 16384.0;
     let is_nan = exact.is_nan();
@@ -307,7 +404,7 @@ pub(super) fn round_to_e4m3(exact: f32) -> (u8, f32) {
 
 /// The E2M1 code nearest to an f32 that is not NaN, ties to even.
 #[inline(always)]
-pub(super) fn round_to_e2m1(value: f32) -> u32 {
+fn round_to_e2m1(value: f32) -> u32 {
     const ONE: u32 = 1.0f32.to_bits();
     let magnitude = value.abs();
     let magnitude = if magnitude > 6.0 { 6.0 } else { magnitude };
@@ -330,12 +427,19 @@ fn pack_nibbles(bytes: u64) -> u32 {
 
 /// Twice the value of an E2M1 code.
 #[inline(always)]
-pub(super) fn twice_element(code: u32) -> f32 {
+fn twice_element(code: u32) -> f32 {
+    // Twice the eight magnitudes, a nibble each.
+    const TWICE: u32 = 0xC864_3210;
+    let magnitude = (TWICE >> ((code & 7) << 2) & 0xF) as i32 as f32;
+    f32::from_bits(magnitude.to_bits() | (code & 8) << 28)
+}
+
+/// Twice the magnitude of an E2M1 code in the lower bits, its sign in the top bit.
+#[inline(always)]
+fn signed_twice(code: u8) -> u8 {
     let magnitude = code & 7;
-    let shift = (magnitude >> 1).wrapping_sub(1) & 3;
-    let large = (2 | magnitude & 1) << shift;
-    let twice = if magnitude < 4 { magnitude } else { large } as f32;
-    f32::from_bits(twice.to_bits() | (code & 8) << 28)
+    let beyond = (magnitude >= 5) as u8 + (magnitude >= 6) as u8 + 3 * (magnitude >= 7) as u8;
+    (magnitude + beyond) | ((code & 8) << 4)
 }
 
 #[cfg(test)]
@@ -351,9 +455,8 @@ mod tests {
 
     #[test]
     fn e4m3_rounds_as_the_format_says() {
-        let codes = (0..E4M3.max_code()).map(|code| {
-            (E4M3.decode(code) as f64 + E4M3.decode(code + 1) as f64) as f32 / 2.0
-        });
+        let codes = (0..E4M3.max_code())
+            .map(|code| (E4M3.decode(code) as f64 + E4M3.decode(code + 1) as f64) as f32 / 2.0);
         let specials = [0.0, f32::MIN_POSITIVE, 1e-45, 448.0, 464.0, f32::MAX, f32::INFINITY];
         for exact in around(codes.chain(E4M3_VALUES[..127].iter().copied()).chain(specials)) {
             if exact >= 0.0 {
@@ -381,6 +484,9 @@ mod tests {
         for code in 0..16 {
             let expected = E2M1.decode(code as u8);
             assert_eq!((twice_element(code) * 0.5).to_bits(), expected.to_bits());
+            let signed = signed_twice(code as u8);
+            assert_eq!((signed & 0x7F) as f32 * 0.5, expected.abs());
+            assert_eq!(signed & 0x80 != 0, expected.is_sign_negative());
         }
     }
 }

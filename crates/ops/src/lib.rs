@@ -29,6 +29,7 @@ mod error;
 mod extension;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
 mod layout;
 pub mod modelopt;

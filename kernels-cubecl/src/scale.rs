@@ -1,0 +1,126 @@
+//! Block scales: amax -> code, code -> value, and what elements are multiplied with.
+
+use burn_fp4_search::ScaleRule;
+use cubecl::prelude::*;
+
+/// A block scale: its code, and what the elements of the block are multiplied with or divided by.
+#[derive(CubeType)]
+pub(crate) struct BlockScale {
+    pub(crate) code: u32,
+    pub(crate) factor: f32,
+}
+
+/// The code of the E4M3 value nearest to a non-negative f32, ties to even, 448 at most, NaN kept.
+#[cube]
+pub(crate) fn round_to_e4m3(exact: f32) -> u32 {
+    let is_nan = u32::reinterpret(exact) > 0x7F80_0000u32;
+    let clamped = select(exact > 448.0f32, 448.0f32, exact);
+    let bits = u32::reinterpret(clamped);
+    let rounded = bits + 0x7_FFFFu32 + ((bits >> 20u32) & 1u32);
+    let normal = (rounded >> 20u32) - 960u32;
+    // Adding 2^14 leaves an ulp of 2^-9, the step of the subnormal codes.
+    let shifted = clamped + 16384.0f32;
+    let subnormal = u32::reinterpret(shifted) - 0x4680_0000u32;
+    let code = select(clamped < 0.015625f32, subnormal, normal);
+    select(is_nan, 0x7Fu32, code)
+}
+
+/// The value of a non-negative E4M3 code.
+#[cube]
+pub(crate) fn e4m3_value(code: u32) -> f32 {
+    let magnitude = code & 0x7Fu32;
+    let normal = f32::reinterpret((magnitude << 20u32) + 0x3C00_0000u32);
+    let subnormal = f32::cast_from(magnitude) * 0.001953125f32;
+    let value = select(magnitude < 8u32, subnormal, normal);
+    select(magnitude == 0x7Fu32, f32::reinterpret(0x7FC0_0000u32), value)
+}
+
+/// The value of an E8M0 code.
+#[cube]
+pub(crate) fn e8m0_value(code: u32) -> f32 {
+    let bits = select(code == 0u32, 0x0040_0000u32, code << 23u32);
+    f32::reinterpret(select(code == 0xFFu32, 0x7FC0_0000u32, bits))
+}
+
+/// `min(value, FLT_MAX)` that keeps NaN.
+#[cube]
+fn saturate(value: f32) -> f32 {
+    let largest = f32::reinterpret(0x7F7F_FFFFu32);
+    select(value > largest, largest, value)
+}
+
+/// Encode factor of the tensor scale, given its amax.
+#[cube]
+pub(crate) fn encode_factor(amax: f32, range: f32, #[comptime] rule: ScaleRule) -> f32 {
+    if comptime!(!rule.row().tensor_scale) {
+        1.0f32.runtime()
+    } else {
+        let encode =
+            if comptime!(rule == ScaleRule::Gist) { range * (1.0f32 / amax) } else { range / amax };
+        select(encode == 0.0f32, 1.0f32, saturate(encode))
+    }
+}
+
+/// The scale of a block with this amax.
+#[cube]
+pub(crate) fn block_scale(
+    amax: f32,
+    encode: f32,
+    decode: f32,
+    #[comptime] rule: ScaleRule,
+) -> BlockScale {
+    if comptime!(rule == ScaleRule::Te) {
+        let code = round_to_e4m3(amax * (encode * f32::reinterpret(0x3E2A_AAABu32)));
+        let factor = saturate(1.0f32 / (e4m3_value(code) * decode));
+        BlockScale { code, factor }
+    } else if comptime!(rule == ScaleRule::TeDivision) {
+        let code = round_to_e4m3((amax / 6.0f32) * encode);
+        let factor = saturate(1.0f32 / (e4m3_value(code) * decode));
+        BlockScale { code, factor }
+    } else if comptime!(rule == ScaleRule::Gist) {
+        let code = round_to_e4m3((amax / 6.0f32) * encode);
+        let scale = e4m3_value(code);
+        let factor = encode / select(scale < 1e-12f32, 1e-12f32, scale);
+        BlockScale { code, factor }
+    } else if comptime!(rule == ScaleRule::NoTensorScale) {
+        let exact = amax / 6.0f32;
+        let code = round_to_e4m3(select(exact < 1e-12f32, 1e-12f32, exact));
+        BlockScale { code, factor: e4m3_value(code) }
+    } else {
+        let code = power_of_two_scale(amax, rule);
+        // 2^(127 - code); see `ScaleRule::multiplier` for code 0.
+        let at_least_one = select(code == 0u32, 1u32, code);
+        let bits = select(at_least_one == 254u32, 0x0040_0000u32, (254u32 - at_least_one) << 23u32);
+        let bits = select(code == 0xFFu32, 0x7FC0_0000u32, bits);
+        let factor = f32::reinterpret(bits);
+        let factor = if comptime!(rule == ScaleRule::RoundUp) {
+            select(code == 0u32, 1.0f32, factor)
+        } else {
+            factor
+        };
+        BlockScale { code, factor }
+    }
+}
+
+#[cube]
+fn power_of_two_scale(amax: f32, #[comptime] rule: ScaleRule) -> u32 {
+    let bits = u32::reinterpret(amax);
+    let code = if comptime!(rule == ScaleRule::RoundUp) {
+        let sixth = u32::reinterpret(amax * f32::reinterpret(0x3E2A_AAABu32));
+        let exponent = sixth >> 23u32;
+        let mantissa = sixth & 0x7F_FFFFu32;
+        let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
+        exponent + u32::cast_from(mantissa > above)
+    } else {
+        let exponent = if comptime!(rule == ScaleRule::Even) {
+            (bits + 0x20_0000u32) >> 23u32
+        } else if comptime!(rule == ScaleRule::Ceil) {
+            (bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32)
+        } else {
+            bits >> 23u32
+        };
+        select(exponent < 2u32, 0u32, exponent - 2u32)
+    };
+    let code = select(code > 254u32, 254u32, code);
+    select(bits >= 0x7F80_0000u32, 0xFFu32, code)
+}

@@ -224,6 +224,24 @@ fn parts_and_packed_matrices_are_checked() {
 }
 
 #[test]
+fn other_dtypes_are_written_or_refused_and_nothing_is_too_small() {
+    for (name, device, _) in devices() {
+        let weight = values([32, 8], &device, DType::F32);
+        let packed = quantize(weight, 0, &Fp4Scheme::nvfp4()).unwrap();
+        let doubles = packed.dequantize_to(FloatDType::F64);
+        assert_eq!(doubles.dtype(), DType::F64, "{name}");
+        assert_bits(name, &floats(doubles.clone()), &floats(packed.dequantize()));
+        let error = packed.squared_error(doubles).unwrap_err();
+        assert_eq!(error, OpsError::DType { found: DType::F64 });
+        let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+        for scheme in [Fp4Scheme::nvfp4(), by_row] {
+            let empty = Tensor::<2>::zeros([4, 0], &device);
+            assert_eq!(quantize(empty, 1, &scheme).unwrap().dims(), [4, 0], "{name}");
+        }
+    }
+}
+
+#[test]
 fn amax_is_the_largest_magnitude_or_nan() {
     for (name, device, dtypes) in devices() {
         for dtype in dtypes {

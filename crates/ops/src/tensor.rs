@@ -118,15 +118,20 @@ impl<const D: usize> Fp4Tensor<D> {
     /// The values, computed in f32 and rounded once to a dtype.
     pub fn dequantize_to(&self, dtype: FloatDType) -> Tensor<D> {
         let layout = self.layout.clone();
-        Tensor::from_dispatch(Dispatch::fp4_dequantize(self.to_primitive(), layout, dtype))
+        let packed = self.to_primitive();
+        let values = Tensor::from_dispatch(Dispatch::fp4_dequantize(packed, layout, dtype));
+        // An engine that does not write the dtype hands back f32.
+        if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
     }
 
     /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of
     /// their squares.
     ///
     /// # Errors
-    /// [`OpsError::Shape`] if the values have another shape.
+    /// [`OpsError::Shape`] if the values have another shape, [`OpsError::DType`] if they are not f32,
+    /// f16 or bf16.
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
+        crate::check_dtype(&values)?;
         if values.dims() != self.dims() {
             return Err(OpsError::Shape {
                 what: "values",

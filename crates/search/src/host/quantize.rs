@@ -24,7 +24,10 @@ pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec
 }
 
 fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
-    let slabs = values.par_chunks((view.axis * view.inner).max(1));
+    if view.is_empty() {
+        return vec![0.0; view.packed_rows()];
+    }
+    let slabs = values.par_chunks(view.axis * view.inner);
     let largest = slabs.flat_map_iter(|slab| {
         let mut largest = vec![T::Bits::default(); view.inner];
         for line in slab.chunks_exact(view.inner) {

@@ -4,12 +4,18 @@
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{Dtype as KernelDtype, Problem, Refusal, amax, cubecl, dequantize, quantize};
+use burn_fp4_cubecl::{
+    Dtype as KernelDtype, Packed as Handles, Problem, amax, cubecl, dequantize, fake_quantize,
+    quantize, squared_error,
+};
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Fp4Scheme, NonFinite, ScaleRule, TensorScaling, quantize as oracle};
+use burn_fp4_search::{
+    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
+    quantize as oracle,
+};
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
 use tests::inputs::{Dense, Dtype, Kind, Values};
@@ -40,28 +46,45 @@ impl Device {
         }
     }
 
-    /// Quantizes and dequantizes on the device, and compares both with the oracle.
+    /// Runs every kernel along an axis of a matrix, and compares with the oracle.
     fn check(&self, what: &str, dense: &Dense, axis: usize, scheme: Fp4Scheme) -> usize {
-        let view = View::along(&[dense.rows, dense.cols], axis);
+        self.check_view(what, dense, View::along(&[dense.rows, dense.cols], axis), scheme)
+    }
+
+    fn check_view(&self, what: &str, dense: &Dense, view: View, scheme: Fp4Scheme) -> usize {
         let dtype = match dense.dtype() {
             Dtype::F32 => KernelDtype::F32,
             Dtype::F16 => KernelDtype::F16,
             Dtype::Bf16 => KernelDtype::Bf16,
         };
+        let what = format!("{what} {dtype:?} {view:?} {scheme:?}");
         let problem = Problem { view, dtype, scheme };
         let values = self.upload(dense);
         let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
         let largest = match scheme.tensor_scale {
             TensorScaling::Amax(amax) => self.client.create_from_slice(f32::as_bytes(&[amax])),
-            _ => amax(&self.client, values.clone(), &problem, by_row).expect("a plan"),
+            _ => amax(&self.client, values.clone(), view, dtype, by_row).expect("a plan"),
         };
-        let packed = quantize(&self.client, values, largest, &problem).expect("a plan");
+        let packed =
+            quantize(&self.client, values.clone(), largest.clone(), &problem).expect("a plan");
         let restored = dequantize(&self.client, packed.clone(), &problem).expect("a plan");
+        let fake = fake_quantize(&self.client, values.clone(), largest, &problem).expect("a plan");
 
-        let rows = if axis == 0 { dense.transposed() } else { dense.clone() };
-        let expected = oracle(&rows.to_f32(), rows.rows, rows.cols, &scheme).expect("valid");
+        let rows = packed_rows(&dense.to_f32(), view);
+        let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
+        let found = self.download(packed.clone(), &expected);
+        assert_same(&what, &found, &expected);
+        let exact = dense_order(&expected.dequantize(), view);
+        let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
+        assert_bits(&what, &self.floats(restored, dtype), &exact);
+        assert_bits(&format!("fake {what}"), &self.floats(fake, dtype), &exact);
+        self.check_squared_error(&what, dense, values, packed, &problem, &expected);
+        view.len()
+    }
+
+    fn download(&self, packed: Handles, expected: &Packed) -> Packed {
         let tensor_scale = self.floats(packed.tensor_scale, KernelDtype::F32);
-        let found = Packed {
+        Packed {
             codes: self.client.read_one_unchecked(packed.codes).to_vec(),
             scales: self.client.read_one_unchecked(packed.scales).to_vec(),
             tensor_scale: match tensor_scale[..] {
@@ -69,16 +92,58 @@ impl Device {
                 _ => TensorScale::PerRow(tensor_scale),
             },
             ..expected.clone()
-        };
-        let what = format!("{what} {dtype:?} axis {axis} {scheme:?}");
-        assert_same(&what, &found, &expected);
-        let exact = Dense::new(rows.rows, rows.cols, &expected.dequantize(), dense.dtype());
-        let exact = if axis == 0 { exact.transposed() } else { exact };
-        assert_bits(&what, &self.floats(restored, dtype), &exact.to_f32());
-        dense.rows * dense.cols
+        }
+    }
+
+    fn check_squared_error(
+        &self,
+        what: &str,
+        dense: &Dense,
+        values: Handle,
+        packed: Handles,
+        problem: &Problem,
+        expected: &Packed,
+    ) {
+        let partial = squared_error(&self.client, values, packed, problem).expect("a plan");
+        let sums = self.floats(partial.sums, KernelDtype::F32);
+        let total = |sums: &[f32]| sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
+        let exact = dense_order(&expected.dequantize(), problem.view);
+        let squares = |terms: &mut dyn Iterator<Item = f64>| terms.map(|x| x * x).sum::<f64>();
+        let values = dense.to_f32();
+        let error =
+            squares(&mut values.iter().zip(&exact).map(|(&x, &y)| f64::from(x) - f64::from(y)));
+        let energy = squares(&mut values.iter().map(|&x| f64::from(x)));
+        for (found, expected) in
+            [(total(&sums[..partial.count]), error), (total(&sums[partial.count..]), energy)]
+        {
+            // Sums of f32 squares: they overflow and lose what is below the smallest square.
+            let near = (found - expected).abs() <= 1e-5 * expected + 1e-30;
+            assert!(near || !found.is_finite(), "{what}: squared error {found}, not {expected}");
+        }
     }
 }
 
+/// Values in the order of the packed matrix.
+fn packed_rows(values: &[f32], view: View) -> Vec<f32> {
+    let mut rows = vec![0.0; view.len()];
+    for (at, &value) in values.iter().enumerate() {
+        rows[packed_index(at, view)] = value;
+    }
+    rows
+}
+
+/// The opposite of [`packed_rows`].
+fn dense_order(rows: &[f32], view: View) -> Vec<f32> {
+    (0..view.len()).map(|at| rows[packed_index(at, view)]).collect()
+}
+
+fn packed_index(at: usize, view: View) -> usize {
+    let (outer, k, column) =
+        (at / view.inner / view.axis, at / view.inner % view.axis, at % view.inner);
+    (outer * view.inner + column) * view.axis + k
+}
+
+/// Everything a scheme can ask of a kernel.
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
     for rule in ScaleRule::ALL {
@@ -86,24 +151,50 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
         }
     }
-    for rule in [ScaleRule::Te, ScaleRule::TeDivision, ScaleRule::Gist] {
+    for rule in [ScaleRule::Te, ScaleRule::Gist] {
         for scaling in
             [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
         {
             schemes.push(Fp4Scheme::of(rule).with_tensor_scale(scaling));
         }
     }
-    let follow = |scheme: Fp4Scheme| scheme.with_non_finite(NonFinite::FollowReference);
+    schemes.extend(searches().map(|search| Fp4Scheme::nvfp4().with_search(search)));
+    let tile = |rule| Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16);
+    schemes.extend([ScaleRule::Te, ScaleRule::Even].map(tile));
+    schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_search(search)));
     schemes.into_iter().map(follow).collect()
+}
+
+/// One scheme for every path that a dtype or a shape can take.
+fn few_schemes() -> Vec<Fp4Scheme> {
+    let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let schemes =
+        [Fp4Scheme::mxfp4(), by_row.with_search(search), tiles, tiles.with_search(search)];
+    schemes.into_iter().map(follow).collect()
+}
+
+fn searches() -> impl Iterator<Item = ScaleSearch> {
+    [E4m3Range::E448, E4m3Range::E256].into_iter().flat_map(|range| {
+        [ErrorMetric::Mae, ErrorMetric::Mse].map(|error| ScaleSearch::FourOverSix { range, error })
+    })
+}
+
+fn follow(scheme: Fp4Scheme) -> Fp4Scheme {
+    scheme.with_non_finite(NonFinite::FollowReference)
 }
 
 #[test]
 fn kernels_give_the_bits_of_the_oracle() {
     let device = Device::new();
     let mut compared = 0;
-    for scheme in schemes() {
-        for (seed, kind) in Kind::ALL.into_iter().enumerate() {
-            for dtype in Dtype::ALL {
+    // A dtype changes how values are loaded and stored, not what is computed.
+    for (dtype, schemes) in
+        [(Dtype::F32, schemes()), (Dtype::F16, few_schemes()), (Dtype::Bf16, few_schemes())]
+    {
+        for scheme in schemes {
+            for (seed, kind) in Kind::ALL.into_iter().enumerate() {
                 let dense = Dense::new(96, 160, &kind.values(96 * 160, seed as u64), dtype);
                 for axis in [0, 1] {
                     compared += device.check(&format!("{kind:?}"), &dense, axis, scheme);
@@ -160,12 +251,26 @@ fn golden_files() {
 }
 
 #[test]
-fn what_has_no_kernel_is_refused() {
+fn shapes_that_vectors_and_tiles_do_not_divide() {
     let device = Device::new();
-    let scheme = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
-    let problem = Problem { view: View::rows(16, 16), dtype: KernelDtype::F32, scheme };
-    let values = device.client.create_from_slice(f32::as_bytes(&[0.0; 256]));
-    let largest = amax(&device.client, values.clone(), &problem, false).expect("a plan");
-    let refused = quantize(&device.client, values, largest, &problem).expect_err("no kernel");
-    assert_eq!(refused, Refusal::NoKernel("Blocks::Tile16x16"));
+    let views = [
+        View { outer: 1, axis: 32, inner: 1 },
+        View { outer: 1, axis: 96, inner: 1 },
+        View { outer: 1, axis: 32, inner: 97 },
+        View { outer: 1, axis: 64, inner: 72 },
+        View { outer: 1, axis: 160, inner: 34 },
+        View { outer: 3, axis: 32, inner: 8 },
+        View { outer: 3, axis: 64, inner: 16 },
+        View { outer: 23, axis: 96, inner: 1 },
+        View { outer: 33, axis: 32, inner: 2 },
+    ];
+    for view in views {
+        for dtype in Dtype::ALL {
+            let values = Kind::Outliers.values(view.len(), view.len() as u64);
+            let dense = Dense::new(1, view.len(), &values, dtype);
+            for scheme in few_schemes() {
+                device.check_view("shape", &dense, view, scheme);
+            }
+        }
+    }
 }

@@ -1,9 +1,13 @@
+use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::host::View;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::{Dtype, Operation, Problem, Refusal, plan};
+use crate::plan::{COLUMN_CHUNK, Share, UNITS};
+use crate::share::widen;
+use crate::{Capability, Dtype, Operation, Problem, Refusal, plan};
 
 /// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
 ///
@@ -14,13 +18,16 @@ use crate::{Dtype, Operation, Problem, Refusal, plan};
 pub fn amax(
     client: &Client,
     values: Handle,
-    problem: &Problem,
+    view: View,
+    dtype: Dtype,
     by_row: bool,
 ) -> Result<Handle, Refusal> {
-    match problem.dtype {
-        Dtype::F32 => launch::<f32>(client, values, problem, by_row),
-        Dtype::F16 => launch::<f16>(client, values, problem, by_row),
-        Dtype::Bf16 => launch::<bf16>(client, values, problem, by_row),
+    // It does not depend on a scheme.
+    let problem = Problem { view, dtype, scheme: Fp4Scheme::nvfp4() };
+    match dtype {
+        Dtype::F32 => launch::<f32>(client, values, &problem, by_row),
+        Dtype::F16 => launch::<f16>(client, values, &problem, by_row),
+        Dtype::Bf16 => launch::<bf16>(client, values, &problem, by_row),
     }
 }
 
@@ -32,72 +39,184 @@ fn launch<F: Float>(
 ) -> Result<Handle, Refusal> {
     let view = problem.view;
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
-    let launch = plan(operation, problem)?;
+    let device = Capability::of(client);
+    let launch = plan(operation, problem, &device)?;
     let results = if by_row { view.packed_rows() } else { 1 };
     // Bits of magnitudes order like magnitudes, so the largest is found among integers.
     let result = client.create_from_slice(u32::as_bytes(&vec![0; results]));
     if launch.items == 0 {
         return Ok(result);
     }
-    let count = CubeCount::Static(launch.cubes, 1, 1);
-    let dim = CubeDim::new_1d(launch.units);
+    let count = launch.count();
+    let dim = CubeDim::new_1d(UNITS);
+    let vector = launch.share.vector as usize;
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
-        if by_row {
-            row_amax_kernel::launch_unchecked::<F>(
-                client,
-                count,
-                dim,
-                BufferArg::from_raw_parts(values, view.len()),
-                BufferArg::from_raw_parts(result.clone(), results),
-                view.axis as u32,
-                view.inner as u32,
-                launch.items,
-            );
-        } else {
+        let values = BufferArg::from_raw_parts(values, view.len() / vector);
+        let output = BufferArg::from_raw_parts(result.clone(), results);
+        if !by_row {
             amax_kernel::launch_unchecked::<F>(
                 client,
                 count,
                 dim,
-                BufferArg::from_raw_parts(values, view.len()),
-                BufferArg::from_raw_parts(result.clone(), results),
+                vector,
+                values,
+                output,
                 launch.items,
-                launch.cubes * launch.units,
+                launch.share,
+                device.plane,
+            );
+        } else if view.inner == 1 {
+            row_amax_kernel::launch_unchecked::<F>(
+                client,
+                count,
+                dim,
+                vector,
+                values,
+                output,
+                (view.axis / vector) as u32,
+                results as u32,
+                launch.share,
+                device.plane,
+            );
+        } else {
+            column_amax_kernel::launch_unchecked::<F>(
+                client,
+                count,
+                dim,
+                vector,
+                values,
+                output,
+                view.axis as u32,
+                (view.inner / vector) as u32,
+                launch.items,
+                launch.share,
             );
         }
     }
     Ok(result)
 }
 
+/// The largest of a magnitude and those of a vector.
 #[cube]
-fn magnitude_bits(value: f32) -> u32 {
-    u32::reinterpret(value) & 0x7FFF_FFFFu32
+fn larger<F: Float, N: Size>(largest: f32, values: Vector<F, N>, #[comptime] share: Share) -> f32 {
+    let mut largest = largest;
+    #[unroll]
+    for index in 0..share.vector {
+        let value =
+            widen::<F>(values.extract(comptime!(index as usize)), comptime!(share.conversion));
+        largest = max_nan(largest, value.abs());
+    }
+    largest
 }
 
-/// Every unit takes every `stride`-th value.
+/// Bits that are largest for a NaN.
+#[cube]
+fn magnitude_bits(magnitude: f32) -> u32 {
+    u32::reinterpret(magnitude) & 0x7FFF_FFFFu32
+}
+
+/// The largest of a plane of this many units.
+#[cube]
+fn largest_of_plane(bits: u32, #[comptime] plane: u32) -> u32 {
+    if comptime!(plane > 1) { plane_max(bits) } else { bits }
+}
+
+/// Every unit takes every `stride`-th vector.
 #[cube(launch_unchecked)]
-fn amax_kernel<F: Float>(values: &[F], result: &mut [Atomic<u32>], count: u32, stride: u32) {
-    let mut largest = 0u32;
+fn amax_kernel<F: Float, N: Size>(
+    values: &[Vector<F, N>],
+    result: &mut [Atomic<u32>],
+    count: u32,
+    #[comptime] share: Share,
+    #[comptime] plane: u32,
+) {
+    let stride = CUBE_COUNT as u32 * CUBE_DIM;
+    let mut largest = 0.0f32.runtime();
     let mut at = ABSOLUTE_POS as u32;
+    // Several loads are under way at once.
+    while at + 3 * stride < count {
+        let first = values[at as usize];
+        let second = values[(at + stride) as usize];
+        let third = values[(at + 2 * stride) as usize];
+        let fourth = values[(at + 3 * stride) as usize];
+        largest = larger::<F, N>(largest, first, share);
+        largest = larger::<F, N>(largest, second, share);
+        largest = larger::<F, N>(largest, third, share);
+        largest = larger::<F, N>(largest, fourth, share);
+        at += 4 * stride;
+    }
     while at < count {
-        largest = max(largest, magnitude_bits(f32::cast_from(values[at as usize])));
+        largest = larger::<F, N>(largest, values[at as usize], share);
         at += stride;
     }
-    result[0].fetch_max(largest);
+    let of_plane = largest_of_plane(magnitude_bits(largest), plane);
+    if ABSOLUTE_POS as u32 % plane == 0u32 {
+        result[0].fetch_max(of_plane);
+    }
 }
 
-/// Every unit takes a packed row.
+/// Every plane takes a packed row of `vectors` vectors.
 #[cube(launch_unchecked)]
-fn row_amax_kernel<F: Float>(values: &[F], result: &mut [u32], axis: u32, inner: u32, count: u32) {
-    let row = ABSOLUTE_POS as u32;
-    if row >= count {
+fn row_amax_kernel<F: Float, N: Size>(
+    values: &[Vector<F, N>],
+    result: &mut [u32],
+    vectors: u32,
+    rows: u32,
+    #[comptime] share: Share,
+    #[comptime] plane: u32,
+) {
+    let row = ABSOLUTE_POS as u32 / plane;
+    let lane = ABSOLUTE_POS as u32 % plane;
+    let mut largest = 0.0f32.runtime();
+    if row < rows {
+        let mut at = lane;
+        while at < vectors {
+            largest = larger::<F, N>(largest, values[(row * vectors + at) as usize], share);
+            at += plane;
+        }
+    }
+    let of_row = largest_of_plane(magnitude_bits(largest), plane);
+    if row < rows && lane == 0u32 {
+        result[row as usize] = of_row;
+    }
+}
+
+/// Every unit takes [`COLUMN_CHUNK`] vectors of neighbouring packed rows.
+#[cube(launch_unchecked)]
+fn column_amax_kernel<F: Float, N: Size>(
+    values: &[Vector<F, N>],
+    result: &mut [Atomic<u32>],
+    axis: u32,
+    columns: u32,
+    count: u32,
+    #[comptime] share: Share,
+) {
+    let item = ABSOLUTE_POS as u32;
+    if item >= count {
         terminate!();
     }
-    let first = row / inner * axis * inner + row % inner;
-    let mut largest = 0u32;
-    for k in 0..axis {
-        let value = f32::cast_from(values[(first + k * inner) as usize]);
-        largest = max(largest, magnitude_bits(value));
+    let chunks = (axis + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
+    let column = item % columns;
+    let outer = item / columns / chunks;
+    let start = item / columns % chunks * COLUMN_CHUNK;
+    let mut largest = Array::<f32>::new(comptime!(share.vector as usize));
+    #[unroll]
+    for index in 0..share.vector {
+        largest[index as usize] = 0.0f32;
     }
-    result[row as usize] = largest;
+    for k in start..min(start + COLUMN_CHUNK, axis) {
+        let loaded = values[((outer * axis + k) * columns + column) as usize];
+        #[unroll]
+        for index in 0..share.vector {
+            let value = loaded.extract(comptime!(index as usize));
+            let value = widen::<F>(value, comptime!(share.conversion)).abs();
+            largest[index as usize] = max_nan(largest[index as usize], value);
+        }
+    }
+    #[unroll]
+    for index in 0..share.vector {
+        let row = (outer * columns + column) * share.vector + index;
+        result[row as usize].fetch_max(magnitude_bits(largest[index as usize]));
+    }
 }

@@ -5,8 +5,11 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use crate::element::element_value;
-use crate::scale::{e4m3_value, e8m0_value};
-use crate::{Dtype, Operation, Packed, Problem, Refusal, plan};
+use crate::plan::{Share, UNITS};
+use crate::quantize::extent;
+use crate::scale::scale_value;
+use crate::share::{Extent, first_value, place, store_block};
+use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
 ///
@@ -22,83 +25,106 @@ pub fn dequantize(client: &Client, packed: Packed, problem: &Problem) -> Result<
 
 fn launch<F: Float>(client: &Client, packed: Packed, problem: &Problem) -> Result<Handle, Refusal> {
     let Problem { view, scheme, dtype } = problem;
-    let launch = plan(Operation::Dequantize, problem)?;
+    let device = Capability::of(client);
+    let launch = plan(Operation::Dequantize, problem, &device)?;
+    let share = launch.share;
     let values = client.empty(view.len() * dtype.size());
     if launch.items == 0 {
         return Ok(values);
     }
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
+    let words = match share.along {
+        true => 1,
+        false => (share.blocks as usize * scheme.block_size / 8).min(4),
+    };
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
         dequantize_kernel::launch_unchecked::<F>(
             client,
-            CubeCount::Static(launch.cubes, 1, 1),
-            CubeDim::new_1d(launch.units),
-            BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4),
+            launch.count(),
+            CubeDim::new_1d(UNITS),
+            share.vector as usize,
+            words,
+            BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4 / words),
             BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
             BufferArg::from_raw_parts(packed.tensor_scale, tensor_scales),
-            BufferArg::from_raw_parts(values.clone(), view.len()),
-            (view.axis / 8) as u32,
-            view.inner as u32,
-            launch.items,
+            BufferArg::from_raw_parts(values.clone(), view.len() / share.vector as usize),
+            extent(problem, &launch),
             scheme.block_size as u32,
+            share,
+            words as u32,
             scheme.format(),
-            *dtype,
             tensor_scales > 1,
         );
     }
     Ok(values)
 }
 
-/// One unit per word of eight codes; neighbouring units write neighbouring columns or words.
+/// Along a contiguous axis one unit takes eight codes, so that neighbouring units write neighbouring
+/// 16 bytes; along a strided one it takes a share.
 #[cube(launch_unchecked)]
-fn dequantize_kernel<F: Float>(
-    codes: &[u32],
+fn dequantize_kernel<F: Float, N: Size, W: Size>(
+    codes: &[Vector<u32, W>],
     scales: &[u8],
     tensor_scale: &[u32],
-    values: &mut [F],
-    words: u32,
-    inner: u32,
-    count: u32,
+    values: &mut [Vector<F, N>],
+    extent: Extent,
     #[comptime] block_size: u32,
+    #[comptime] share: Share,
+    #[comptime] words: u32,
     #[comptime] format: Fp4Format,
-    #[comptime] dtype: Dtype,
     #[comptime] by_row: bool,
 ) {
-    let at = ABSOLUTE_POS as u32;
-    if at >= count {
+    let item = ABSOLUTE_POS as u32;
+    if item >= extent.items {
         terminate!();
     }
-    let column = at % inner;
-    let word = (at / inner) % words;
-    let outer = at / inner / words;
-    let first = ((outer * words + word) * 8) * inner + column;
-    let row = outer * inner + column;
-    let source = row * words + word;
-
-    let factor_at = if comptime!(by_row) { row } else { 0u32.runtime() };
-    let decode = f32::reinterpret(tensor_scale[factor_at as usize]);
-    let code = u32::cast_from(scales[(source / (block_size / 8)) as usize]);
-    let scale =
-        if comptime!(format == Fp4Format::NvFp4) { e4m3_value(code) } else { e8m0_value(code) };
-    let packed = codes[source as usize];
-    #[unroll]
-    for index in 0..8u32 {
-        let element = element_value((packed >> (4 * index)) & 0xFu32);
-        values[(first + index * inner) as usize] = narrow::<F>((element * scale) * decode, dtype);
+    let block_words = comptime!(block_size / 8);
+    if comptime!(share.along) {
+        let block = item / block_words;
+        let row = if comptime!(by_row) { block / extent.blocks } else { 0u32.runtime() };
+        let scale = scale_value(u32::cast_from(scales[block as usize]), format);
+        let decode = f32::reinterpret(tensor_scale[row as usize]);
+        let mut elements = Array::<f32>::new(8usize);
+        let word = codes[item as usize].extract(0usize);
+        decode_word(word, &mut elements, 0u32, scale, decode);
+        store_block::<F, N>(&elements, values, item * 8, extent.inner, 8u32, share);
+    } else {
+        let start = place(item, &extent, share);
+        let first = first_value(&start, &extent, block_size, share);
+        let lines = comptime!(share.blocks * block_words / words);
+        let line_values = comptime!(words * 8);
+        #[unroll]
+        for line in 0..lines {
+            let mut elements = Array::<f32>::new(comptime!((share.rows * line_values) as usize));
+            #[unroll]
+            for row in 0..share.rows {
+                let index = start.index + row * extent.blocks;
+                let factor = if comptime!(by_row) { start.row + row } else { 0u32.runtime() };
+                let decode = f32::reinterpret(tensor_scale[factor as usize]);
+                let loaded = codes[(index * block_words / words + line) as usize];
+                #[unroll]
+                for word in 0..words {
+                    let block = comptime!((line * words + word) / block_words);
+                    let code = u32::cast_from(scales[(index + block) as usize]);
+                    let scale = scale_value(code, format);
+                    let at = comptime!(row * line_values + word * 8);
+                    let word = loaded.extract(comptime!(word as usize));
+                    decode_word(word, &mut elements, at, scale, decode);
+                }
+            }
+            let first = first + line * line_values * extent.inner;
+            store_block::<F, N>(&elements, values, first, extent.inner, line_values, share);
+        }
     }
 }
 
-/// Rounds an f32 once to nearest even. bf16 on its bits: the instruction of an x86 processor takes
-/// subnormals for zero.
+/// The values of eight codes.
 #[cube]
-fn narrow<F: Float>(value: f32, #[comptime] dtype: Dtype) -> F {
-    if comptime!(dtype == Dtype::Bf16) {
-        let bits = u32::reinterpret(value);
-        let rounded = (bits + 0x7FFFu32 + ((bits >> 16u32) & 1u32)) >> 16u32;
-        let is_nan = (bits & 0x7FFF_FFFFu32) > 0x7F80_0000u32;
-        F::reinterpret(u16::cast_from(select(is_nan, 0x7FC0u32, rounded)))
-    } else {
-        F::cast_from(value)
+fn decode_word(word: u32, elements: &mut Array<f32>, #[comptime] at: u32, scale: f32, decode: f32) {
+    #[unroll]
+    for index in 0..8u32 {
+        let element = element_value(word << comptime!(28 - 4 * index));
+        elements[(at + index) as usize] = (element * scale) * decode;
     }
 }

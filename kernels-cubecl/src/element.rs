@@ -2,29 +2,50 @@
 
 use cubecl::prelude::*;
 
-/// The E2M1 code nearest to an f32, ties to even; NaN gives 0. The sign bit is kept.
-#[cube]
-pub(crate) fn round_to_e2m1(value: f32) -> u32 {
-    let bits = u32::reinterpret(value);
-    let magnitude = f32::reinterpret(bits & 0x7FFF_FFFFu32);
-    let mut code = u32::cast_from(magnitude > 0.25f32);
-    code += u32::cast_from(magnitude >= 0.75f32);
-    code += u32::cast_from(magnitude > 1.25f32);
-    code += u32::cast_from(magnitude >= 1.75f32);
-    code += u32::cast_from(magnitude > 2.5f32);
-    code += u32::cast_from(magnitude >= 3.5f32);
-    code += u32::cast_from(magnitude > 5.0f32);
-    let is_nan = (bits & 0x7FFF_FFFFu32) > 0x7F80_0000u32;
-    select(is_nan, 0u32, code | ((bits >> 28u32) & 8u32))
+/// What adding to a magnitude below 2^(e + 1) leaves of it: a multiple of 2^(e - 1) in the low bits.
+const SHIFT: f32 = 4_194_304.0;
+
+/// Codes of one exponent are evenly spaced, 2^(e - 1) apart for the binade [2^e, 2^(e + 1)); below 1
+/// as in [1, 2). Adding 2^(22 + e) rounds a magnitude to this grid, ties to even.
+#[derive(CubeType)]
+struct OnGrid {
+    /// 2^e.
+    binade: f32,
+    /// The magnitude, 6 at most, plus 2^(22 + e).
+    shifted: f32,
 }
 
-/// The value of an E2M1 code.
 #[cube]
-pub(crate) fn element_value(code: u32) -> f32 {
-    let magnitude = code & 7u32;
-    // From 1.0 on a code is the exponent and mantissa bits of an f32; 0 and 0.5 are not.
-    let normal = (magnitude << 22u32) + 0x3F00_0000u32;
-    let small = (magnitude & 1u32) * 0x3F00_0000u32;
-    let bits = select(magnitude > 1u32, normal, small);
-    f32::reinterpret(bits | ((code & 8u32) << 28u32))
+fn round_to_grid(value: f32) -> OnGrid {
+    let magnitude = min(value.abs(), 6.0f32);
+    let exponent = u32::reinterpret(max(magnitude, 1.0f32)) & 0x7F80_0000u32;
+    let binade = f32::reinterpret(exponent);
+    // The product is exact, so it does not matter whether this is fused.
+    OnGrid { binade, shifted: fma(binade, SHIFT, magnitude) }
+}
+
+/// The E2M1 code nearest to an f32, ties to even, 6 at most, in the highest four bits of the result;
+/// the other bits mean nothing. The sign bit is kept. A NaN gives any code.
+#[cube]
+pub(crate) fn round_to_e2m1(value: f32) -> u32 {
+    let grid = round_to_grid(value);
+    // The bits of `shifted` are (149 + e) << 23 | steps, and the code is steps + 2 e.
+    let code = u32::reinterpret(grid.shifted) * 0x1000_0040u32 + 0x6000_0000u32;
+    (code & 0x7FFF_FFFFu32) | (u32::reinterpret(value) & 0x8000_0000u32)
+}
+
+/// The value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].
+#[cube]
+pub(crate) fn nearest_element(value: f32) -> f32 {
+    let grid = round_to_grid(value);
+    let magnitude = fma(grid.binade, -SHIFT, grid.shifted);
+    f32::reinterpret(u32::reinterpret(magnitude) | (u32::reinterpret(value) & 0x8000_0000u32))
+}
+
+/// The value of the E2M1 code in the highest four bits of a word.
+#[cube]
+pub(crate) fn element_value(word: u32) -> f32 {
+    // Exponent and mantissa bits make an f32 that is 2^126 too small, subnormals included.
+    let bits = (word & 0x8000_0000u32) | ((word >> 6u32) & 0x01C0_0000u32);
+    f32::reinterpret(bits) * f32::reinterpret(0x7E80_0000u32)
 }

@@ -4,30 +4,37 @@
 //! decides whether and how it is launched. Nothing panics on a worker thread: what a kernel cannot do
 //! is a [`Refusal`].
 //!
-//! | file            | what it holds                                                            |
-//! |-----------------|--------------------------------------------------------------------------|
-//! | `problem.rs`    | [`Problem`]: shape, axis, dtype and scheme of an operation                |
-//! | `plan.rs`       | [`plan`]: problem -> launch, or why not; a pure function                  |
-//! | `element.rs`    | code <-> f32, on bits                                                     |
-//! | `scale.rs`      | amax -> block scale, for every rule                                       |
-//! | `amax.rs`       | largest magnitude of a tensor or of its rows                             |
-//! | `quantize.rs`   | codes and scales                                                          |
-//! | `dequantize.rs` | the values of codes and scales                                            |
+//! | file               | what it holds                                                          |
+//! |--------------------|------------------------------------------------------------------------|
+//! | `problem.rs`       | [`Problem`]: shape, axis, dtype and scheme of an operation             |
+//! | `plan.rs`          | [`plan`]: problem and device -> launch, or why not; a pure function    |
+//! | `share.rs`         | the part of a tensor that is a unit's: where it lies, loads and stores |
+//! | `element.rs`       | code <-> f32, on bits                                                  |
+//! | `scale.rs`         | amax -> scale, for every rule                                          |
+//! | `block.rs`         | blocks and tiles: amax, choice of the scale, normalized elements       |
+//! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
+//! | `quantize.rs`      | codes and scales, or right away their values                           |
+//! | `dequantize.rs`    | the values of codes and scales                                         |
+//! | `squared_error.rs` | how far they are from the original                                     |
 //!
 //! Arithmetic is f32, written so that no multiplication meets an addition: CubeCL would fuse them, and
 //! the reference does not.
 
 mod amax;
+mod block;
 mod dequantize;
 mod element;
 mod plan;
 mod problem;
 mod quantize;
 mod scale;
+mod share;
+mod squared_error;
 
 pub use amax::amax;
 pub use cubecl;
 pub use dequantize::dequantize;
-pub use plan::{Launch, Operation, Refusal, plan};
+pub use plan::{Capability, Conversion, Launch, Operation, Refusal, Share, Tile, UNITS, plan};
 pub use problem::{Dtype, Problem};
-pub use quantize::{Packed, quantize};
+pub use quantize::{Packed, fake_quantize, quantize};
+pub use squared_error::{PartialSums, squared_error};

@@ -1,6 +1,9 @@
-use burn_fp4_search::{Blocks, ScaleSearch, SearchError};
+use burn_fp4_search::{Blocks, Fp4Scheme, SearchError};
+use cubecl::client::Client;
+use cubecl::features::Plane;
+use cubecl::prelude::CubeCount;
 
-use crate::Problem;
+use crate::{Dtype, Problem};
 
 /// What is to be launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -11,19 +14,100 @@ pub enum Operation {
     RowAmax,
     /// Codes and scales.
     Quantize,
+    /// The values of codes and scales, from the dense tensor.
+    FakeQuantize,
     /// Values of codes and scales.
     Dequantize,
+    /// Sums of squares.
+    SquaredError,
 }
 
-/// How an operation is launched: one dimension of cubes of one dimension of units.
+/// What a plan needs to know about a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Capability {
+    /// Units that exchange values directly; 1 if none do.
+    pub plane: u32,
+    /// Cubes that fill the device, with [`UNITS`] units each.
+    pub cubes: u32,
+    /// Largest number of cubes along one dimension of a launch.
+    pub max_cubes: u32,
+    /// Bytes that one load or store moves at most.
+    pub load: u32,
+    /// Whether its conversion to bf16 keeps subnormals.
+    pub converts_bf16: bool,
+}
+
+impl Capability {
+    /// What the device of a client can do.
+    pub fn of(client: &Client) -> Self {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let one_size = hardware.plane_size_min == hardware.plane_size_max;
+        let planes = one_size && properties.features.plane.contains(Plane::Ops);
+        let cpu = hardware.num_cpu_cores.is_some();
+        Self {
+            plane: if planes { hardware.plane_size_min } else { 1 },
+            // Eight cubes of 256 units are as many as a multiprocessor keeps.
+            cubes: 8 * hardware.num_streaming_multiprocessors.unwrap_or(32),
+            max_cubes: hardware.max_cube_count.0,
+            load: 16,
+            converts_bf16: !cpu,
+        }
+    }
+}
+
+/// How an operation is launched: cubes of [`UNITS`] units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// Cubes.
-    pub cubes: u32,
-    /// Units of a cube.
-    pub units: u32,
+    /// Cubes in two dimensions; one where the device allows that many.
+    pub cubes: [u32; 2],
     /// Work items; units beyond have nothing to do.
     pub items: u32,
+    /// The part of the tensor that is one item.
+    pub share: Share,
+}
+
+impl Launch {
+    pub(crate) fn count(&self) -> CubeCount {
+        CubeCount::Static(self.cubes[0], self.cubes[1], 1)
+    }
+}
+
+/// The part of a tensor that a unit works on: neighbouring blocks of neighbouring packed rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Share {
+    /// Values that one load or store of the dense tensor moves.
+    pub vector: u32,
+    /// Whether it moves them along the blocked axis, which is contiguous then, or across rows.
+    pub along: bool,
+    /// Packed rows.
+    pub rows: u32,
+    /// Blocks of each row.
+    pub blocks: u32,
+    /// What shares a block scale.
+    pub tile: Tile,
+    /// How values become f32 and back.
+    pub conversion: Conversion,
+}
+
+/// How values of a dtype become f32 and back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Conversion {
+    /// By the instructions of the device.
+    Device,
+    /// bf16, on bits: the instruction of an x86 processor takes subnormals for zero.
+    Bf16Bits,
+}
+
+/// How the rows of a 16 x 16 tile come to share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// There are no tiles.
+    None,
+    /// Units that hold the rows of a tile are neighbours and exchange what they found.
+    Exchanged,
+    /// Every unit looks at the whole tile.
+    Repeated,
 }
 
 /// Why an operation is not launched.
@@ -41,79 +125,176 @@ pub enum Refusal {
         /// Largest number supported.
         expected: usize,
     },
-    /// There is no kernel for this choice yet.
-    #[error("{0} has no kernel yet")]
-    NoKernel(&'static str),
 }
 
 /// Units of a cube.
-const UNITS: u32 = 256;
+pub const UNITS: u32 = 256;
 
-/// Enough cubes to fill a large GPU; each then takes many items.
-const AMAX_CUBES: u32 = 264;
+/// Values of a column that a unit of the row amax looks at when the axis is strided.
+pub(crate) const COLUMN_CHUNK: u32 = 128;
 
-/// Decides how an operation is launched, from the problem alone.
+/// Decides how an operation is launched, from the problem and the device alone.
 ///
 /// # Errors
 /// [`Refusal`] if it cannot be.
-pub fn plan(operation: Operation, problem: &Problem) -> Result<Launch, Refusal> {
-    let Problem { view, scheme, .. } = problem;
-    scheme.check_columns(view.axis)?;
-    let expected = i32::MAX as usize;
+pub fn plan(
+    operation: Operation,
+    problem: &Problem,
+    device: &Capability,
+) -> Result<Launch, Refusal> {
+    let Problem { view, scheme, dtype } = problem;
+    if !matches!(operation, Operation::Amax | Operation::RowAmax) {
+        scheme.check_columns(view.axis)?;
+    }
+    let expected = u32::MAX as usize;
     if view.len() > expected {
         return Err(Refusal::TooLarge { found: view.len(), expected });
     }
-    if operation == Operation::Quantize {
-        if scheme.blocks == Blocks::Tile16x16 {
-            return Err(Refusal::NoKernel("Blocks::Tile16x16"));
+    let [rows, axis, inner] = [view.packed_rows(), view.axis, view.inner].map(|n| n as u32);
+    let blocks = problem.blocks() as u32;
+    let widest = device.load / dtype.size() as u32;
+    let along = inner == 1;
+    let bits = *dtype == Dtype::Bf16 && !device.converts_bf16;
+    let conversion = if bits { Conversion::Bf16Bits } else { Conversion::Device };
+    let one_row = Share { vector: 1, along, rows: 1, blocks: 1, tile: Tile::None, conversion };
+    let (items, share) = match operation {
+        Operation::Amax => {
+            let vector = common_power_of_two(view.len() as u32, widest);
+            (view.len() as u32 / vector, Share { vector, ..one_row })
         }
-        if scheme.search != ScaleSearch::Amax {
-            return Err(Refusal::NoKernel("ScaleSearch::FourOverSix"));
+        Operation::RowAmax if along => {
+            let vector = common_power_of_two(axis, widest);
+            (rows * device.plane, Share { vector, ..one_row })
         }
-    }
-    let items = match operation {
-        Operation::Amax => view.len(),
-        Operation::RowAmax => view.packed_rows(),
-        Operation::Quantize => view.packed_rows() * problem.blocks(),
-        Operation::Dequantize => view.len() / 8,
-    } as u32;
+        Operation::RowAmax => {
+            let vector = common_power_of_two(inner, widest / 4);
+            let chunks = axis.div_ceil(COLUMN_CHUNK);
+            (rows / vector * chunks, Share { vector, rows: vector, ..one_row })
+        }
+        Operation::SquaredError => {
+            ((view.len() / 8).min((device.cubes * UNITS) as usize) as u32, one_row)
+        }
+        Operation::Dequantize if along => {
+            let share = Share { vector: widest.min(8), ..one_row };
+            (view.len() as u32 / 8, share)
+        }
+        Operation::Dequantize => {
+            let share = strided(inner, blocks, widest, one_row);
+            (rows / share.rows * (blocks / share.blocks), share)
+        }
+        Operation::Quantize | Operation::FakeQuantize => {
+            let tile = tile(scheme, problem, device);
+            let share = match (tile, along) {
+                (Tile::Repeated, _) => one_row,
+                (_, true) => Share { vector: widest, ..one_row },
+                (_, false) => strided(inner, blocks, widest, one_row),
+            };
+            // Rows that are missing from a last tile are idle units.
+            let rows = if tile == Tile::Exchanged { rows.next_multiple_of(16) } else { rows };
+            (rows / share.rows * (blocks / share.blocks), Share { tile, ..share })
+        }
+    };
     let cubes = items.div_ceil(UNITS);
-    let cubes = if operation == Operation::Amax { cubes.min(AMAX_CUBES) } else { cubes };
-    Ok(Launch { cubes, units: UNITS, items })
+    let cubes = match operation {
+        Operation::Amax | Operation::SquaredError => cubes.min(device.cubes),
+        _ => cubes,
+    };
+    let lines = cubes.div_ceil(device.max_cubes).max(1);
+    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
+}
+
+/// Along a strided axis neighbouring units take neighbouring columns, as many as a load of 4 bytes
+/// has, and enough blocks of each that codes are written 32 bytes at a time.
+fn strided(inner: u32, blocks: u32, widest: u32, one_row: Share) -> Share {
+    let vector = common_power_of_two(inner, widest / 4);
+    Share { vector, rows: vector, blocks: common_power_of_two(blocks, 4), ..one_row }
+}
+
+/// Neighbours in a plane can exchange only if the rows of a tile are neighbours.
+fn tile(scheme: &Fp4Scheme, problem: &Problem, device: &Capability) -> Tile {
+    let view = problem.view;
+    let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);
+    match scheme.blocks {
+        Blocks::Row => Tile::None,
+        Blocks::Tile16x16 if whole && device.plane >= 16 => Tile::Exchanged,
+        Blocks::Tile16x16 => Tile::Repeated,
+    }
+}
+
+/// The largest power of two that divides a number, `limit` at most.
+fn common_power_of_two(number: u32, limit: u32) -> u32 {
+    1 << number.trailing_zeros().min(limit.ilog2())
 }
 
 #[cfg(test)]
 mod tests {
     use burn_fp4_search::host::View;
-    use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
     use super::*;
-    use crate::Dtype;
+
+    const GPU: Capability =
+        Capability { plane: 32, cubes: 1056, max_cubes: u32::MAX, load: 16, converts_bf16: true };
+    const CPU: Capability = Capability { plane: 1, cubes: 256, converts_bf16: false, ..GPU };
+
+    const ONE_ROW: Share = Share {
+        vector: 1,
+        along: false,
+        rows: 1,
+        blocks: 1,
+        tile: Tile::None,
+        conversion: Conversion::Device,
+    };
 
     fn problem(view: View, scheme: Fp4Scheme) -> Problem {
         Problem { view, dtype: Dtype::Bf16, scheme }
     }
 
     #[test]
-    fn one_unit_per_block_and_per_eight_codes() {
+    fn a_contiguous_axis_is_read_16_bytes_at_a_time() {
         let problem = problem(View::rows(3, 1024), Fp4Scheme::nvfp4());
-        let quantize = plan(Operation::Quantize, &problem).unwrap();
-        assert_eq!(quantize, Launch { cubes: 1, units: 256, items: 192 });
-        assert_eq!(plan(Operation::Dequantize, &problem).unwrap().items, 384);
-        assert_eq!(plan(Operation::RowAmax, &problem).unwrap().items, 3);
-        let large = self::problem(View::rows(8192, 8192), Fp4Scheme::nvfp4());
-        assert_eq!(plan(Operation::Amax, &large).unwrap().cubes, AMAX_CUBES);
+        let quantize = plan(Operation::Quantize, &problem, &GPU).unwrap();
+        let share = Share { vector: 8, along: true, ..ONE_ROW };
+        assert_eq!(quantize, Launch { cubes: [1, 1], items: 192, share });
+        assert_eq!(plan(Operation::Dequantize, &problem, &GPU).unwrap().items, 384);
+        assert_eq!(plan(Operation::RowAmax, &problem, &GPU).unwrap().items, 96);
+        assert_eq!(plan(Operation::RowAmax, &problem, &CPU).unwrap().items, 3);
+    }
+
+    #[test]
+    fn a_strided_axis_is_read_across_columns() {
+        let share = |inner, axis| {
+            let view = View { outer: 1, axis, inner };
+            plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
+        };
+        let wide = Share { vector: 2, rows: 2, blocks: 4, ..ONE_ROW };
+        assert_eq!(share(1024, 1024), wide);
+        assert_eq!(share(1023, 48), Share { vector: 1, rows: 1, blocks: 1, ..wide });
+    }
+
+    #[test]
+    fn tiles_need_planes_and_neighbouring_rows() {
+        let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+        let plan = |view, device| plan(Operation::Quantize, &problem(view, tiles), device).unwrap();
+        let ragged = plan(View::rows(17, 32), &GPU);
+        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 64));
+        assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, Tile::Repeated);
+        let straddling = View { outer: 2, axis: 32, inner: 8 };
+        assert_eq!(plan(straddling, &GPU).share.tile, Tile::Repeated);
     }
 
     #[test]
     fn refusals_name_the_reason() {
         let odd = problem(View::rows(3, 24), Fp4Scheme::nvfp4());
-        assert!(matches!(plan(Operation::Quantize, &odd), Err(Refusal::Scheme(_))));
+        assert!(matches!(plan(Operation::Quantize, &odd, &GPU), Err(Refusal::Scheme(_))));
         let large = problem(View::rows(1 << 16, 1 << 16), Fp4Scheme::nvfp4());
-        assert!(matches!(plan(Operation::Amax, &large), Err(Refusal::TooLarge { .. })));
-        let tiles = Fp4Scheme::of(ScaleRule::Te).with_blocks(Blocks::Tile16x16);
-        let tiles = problem(View::rows(16, 16), tiles);
-        assert_eq!(plan(Operation::Quantize, &tiles), Err(Refusal::NoKernel("Blocks::Tile16x16")));
-        assert!(plan(Operation::Dequantize, &tiles).is_ok());
+        assert!(matches!(plan(Operation::Amax, &large, &GPU), Err(Refusal::TooLarge { .. })));
+    }
+
+    #[test]
+    fn cubes_take_a_second_dimension_where_one_is_too_short() {
+        let few = Capability { max_cubes: 50, ..GPU };
+        let problem = problem(View::rows(512, 1024), Fp4Scheme::nvfp4());
+        assert_eq!(plan(Operation::Quantize, &problem, &GPU).unwrap().cubes, [128, 1]);
+        assert_eq!(plan(Operation::Quantize, &problem, &few).unwrap().cubes, [43, 3]);
     }
 }

@@ -1,12 +1,15 @@
-use burn_fp4_search::{ScaleRule, TensorFactor, TensorScaling};
+use burn_fp4_search::{TensorFactor, TensorScaling};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::element::round_to_e2m1;
-use crate::scale::{block_scale, encode_factor};
-use crate::{Dtype, Operation, Problem, Refusal, plan};
+use crate::block::{choose_scales, code_mask, normalize};
+use crate::element::{nearest_element, round_to_e2m1};
+use crate::plan::{Share, UNITS};
+use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
+use crate::share::{Extent, ExtentLaunch, first_value, load_block, place, store_block};
+use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// A quantized tensor in device memory.
 #[derive(Debug, Clone)]
@@ -32,20 +35,38 @@ pub fn quantize(
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
     match problem.dtype {
-        Dtype::F32 => launch::<f32>(client, values, amax, problem),
-        Dtype::F16 => launch::<f16>(client, values, amax, problem),
-        Dtype::Bf16 => launch::<bf16>(client, values, amax, problem),
+        Dtype::F32 => launch_quantize::<f32>(client, values, amax, problem),
+        Dtype::F16 => launch_quantize::<f16>(client, values, amax, problem),
+        Dtype::Bf16 => launch_quantize::<bf16>(client, values, amax, problem),
     }
 }
 
-fn launch<F: Float>(
+/// What [`dequantize`](crate::dequantize()) makes of [`quantize`], in one pass.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn fake_quantize(
+    client: &Client,
+    values: Handle,
+    amax: Handle,
+    problem: &Problem,
+) -> Result<Handle, Refusal> {
+    match problem.dtype {
+        Dtype::F32 => launch_fake_quantize::<f32>(client, values, amax, problem),
+        Dtype::F16 => launch_fake_quantize::<f16>(client, values, amax, problem),
+        Dtype::Bf16 => launch_fake_quantize::<bf16>(client, values, amax, problem),
+    }
+}
+
+fn launch_quantize<F: Float>(
     client: &Client,
     values: Handle,
     amax: Handle,
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
     let Problem { view, scheme, .. } = problem;
-    let launch = plan(Operation::Quantize, problem)?;
+    let launch = plan(Operation::Quantize, problem, &Capability::of(client))?;
+    let share = launch.share;
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
     let packed = Packed {
         codes: client.empty(problem.code_bytes()),
@@ -55,111 +76,213 @@ fn launch<F: Float>(
     if launch.items == 0 {
         return Ok(packed);
     }
-    // A given multiplier is its own factor; the amax is then not looked at.
-    let given = match scheme.tensor_scale {
-        TensorScaling::Multiplier(_) => Some(TensorFactor::new(scheme, 0.0)),
-        _ => None,
-    };
-    let factor = given.unwrap_or(TensorFactor::ONE);
-    // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
+    // The codes of a row of a share, at most 16 bytes at once.
+    let words = (share.blocks as usize * scheme.block_size / 8).min(4);
+    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
         quantize_kernel::launch_unchecked::<F>(
             client,
-            CubeCount::Static(launch.cubes, 1, 1),
-            CubeDim::new_1d(launch.units),
-            BufferArg::from_raw_parts(values, view.len()),
+            launch.count(),
+            CubeDim::new_1d(UNITS),
+            share.vector as usize,
+            words,
+            share.blocks as usize,
+            BufferArg::from_raw_parts(values, view.len() / share.vector as usize),
             BufferArg::from_raw_parts(amax, tensor_scales),
-            BufferArg::from_raw_parts(packed.codes.clone(), problem.code_bytes() / 4),
-            BufferArg::from_raw_parts(packed.scales.clone(), problem.scale_bytes()),
+            BufferArg::from_raw_parts(packed.codes.clone(), problem.code_bytes() / 4 / words),
+            BufferArg::from_raw_parts(
+                packed.scales.clone(),
+                problem.scale_bytes() / share.blocks as usize,
+            ),
             BufferArg::from_raw_parts(packed.tensor_scale.clone(), tensor_scales),
-            problem.blocks() as u32,
-            view.inner as u32,
-            launch.items,
-            scheme.largest_code_product(),
-            factor.encode,
-            factor.decode,
-            scheme.block_size as u32,
-            scheme.rule,
-            given.is_some(),
-            tensor_scales > 1,
+            extent(problem, &launch),
+            factors(problem),
+            Method::of(scheme),
+            share,
+            words as u32,
         );
     }
     Ok(packed)
 }
 
-/// One unit per block. Neighbouring units take neighbouring columns, or along a contiguous axis
-/// neighbouring blocks, so that what they read together is contiguous.
-#[cube(launch_unchecked)]
-fn quantize_kernel<F: Float>(
-    values: &[F],
-    amax: &[f32],
-    codes: &mut [u32],
-    scales: &mut [u8],
-    tensor_scale: &mut [u32],
-    blocks: u32,
-    inner: u32,
-    count: u32,
-    range: f32,
-    given_encode: f32,
-    given_decode: f32,
-    #[comptime] block_size: u32,
-    #[comptime] rule: ScaleRule,
-    #[comptime] given: bool,
-    #[comptime] by_row: bool,
-) {
-    let at = ABSOLUTE_POS as u32;
-    if at >= count {
-        terminate!();
+fn launch_fake_quantize<F: Float>(
+    client: &Client,
+    values: Handle,
+    amax: Handle,
+    problem: &Problem,
+) -> Result<Handle, Refusal> {
+    let Problem { view, scheme, dtype } = problem;
+    let device = Capability::of(client);
+    let launch = plan(Operation::FakeQuantize, problem, &device)?;
+    let output = client.empty(view.len() * dtype.size());
+    if launch.items == 0 {
+        return Ok(output);
     }
-    let column = at % inner;
-    let block = (at / inner) % blocks;
-    let outer = at / inner / blocks;
-    let first = ((outer * blocks + block) * block_size) * inner + column;
-    let row = outer * inner + column;
-    let target = row * blocks + block;
+    let vectors = view.len() / launch.share.vector as usize;
+    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
+    unsafe {
+        fake_quantize_kernel::launch_unchecked::<F>(
+            client,
+            launch.count(),
+            CubeDim::new_1d(UNITS),
+            launch.share.vector as usize,
+            BufferArg::from_raw_parts(values, vectors),
+            BufferArg::from_raw_parts(amax, scheme.tensor_scales(view.packed_rows())),
+            BufferArg::from_raw_parts(output.clone(), vectors),
+            extent(problem, &launch),
+            factors(problem),
+            Method::of(scheme),
+            launch.share,
+        );
+    }
+    Ok(output)
+}
 
-    let factor_at = if comptime!(by_row) { row } else { 0u32.runtime() };
-    let encode = if comptime!(given) {
-        given_encode
-    } else {
-        encode_factor(amax[factor_at as usize], range, rule)
+pub(crate) fn extent(problem: &Problem, launch: &Launch) -> ExtentLaunch {
+    let view = problem.view;
+    ExtentLaunch::new(
+        view.packed_rows() as u32,
+        problem.blocks() as u32,
+        view.inner as u32,
+        launch.items,
+    )
+}
+
+fn factors(problem: &Problem) -> FactorsLaunch {
+    let scheme = &problem.scheme;
+    // A given multiplier is its own factor; the amax in device memory is then not looked at.
+    let given = match scheme.tensor_scale {
+        TensorScaling::Multiplier(_) => TensorFactor::new(scheme, f32::NAN),
+        _ => TensorFactor::ONE,
     };
-    let decode = if comptime!(given) { given_decode } else { 1.0f32 / encode };
-    if block == 0u32 && (comptime!(by_row) || at == 0u32) {
-        tensor_scale[factor_at as usize] = u32::reinterpret(decode);
-    }
+    let range = scheme.largest_code_product();
+    FactorsLaunch::new(range, given.amax, given.encode, given.decode, 1.0)
+}
 
-    let mut elements = Array::<f32>::new(comptime!(block_size as usize));
-    let mut largest = 0u32;
-    #[unroll]
-    for k in 0..block_size {
-        let value = f32::cast_from(values[(first + k * inner) as usize]);
-        elements[k as usize] = value;
-        // As integers magnitudes order like the floats, and NaN comes out on top.
-        largest = max(largest, u32::reinterpret(value) & 0x7FFF_FFFFu32);
-    }
-    let scale = block_scale(f32::reinterpret(largest), encode, decode, rule);
-    scales[target as usize] = u8::cast_from(scale.code);
+#[cube(launch_unchecked)]
+fn quantize_kernel<F: Float, N: Size, W: Size, B: Size>(
+    values: &[Vector<F, N>],
+    amax: &[f32],
+    codes: &mut [Vector<u32, W>],
+    scales: &mut [Vector<u8, B>],
+    tensor_scale: &mut [u32],
+    extent: Extent,
+    factors: Factors,
+    #[comptime] method: Method,
+    #[comptime] share: Share,
+    #[comptime] words: u32,
+) {
+    let block_size = comptime!(method.block_size);
+    let block_words = comptime!(block_size / 8);
+    let row_words = comptime!(share.blocks * block_words);
+    let item = ABSOLUTE_POS as u32;
+    // Units beyond the last share repeat it, so that whole planes exchange values, and keep silent.
+    let start = place(min(item, extent.items - 1), &extent, share);
+    let writes = start.exists && item < extent.items;
 
+    let mut row_codes = Array::<u32>::new(comptime!((share.rows * row_words) as usize));
+    let mut row_scales = Array::<u32>::new(comptime!((share.rows * share.blocks) as usize));
+    let first = select(start.exists, first_value(&start, &extent, block_size, share), 0u32);
     #[unroll]
-    for word in 0..block_size / 8 {
-        let mut packed = 0u32;
+    for block in 0..share.blocks {
+        let first = first + block * block_size * extent.inner;
+        let elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
+        let chosen = choose_scales::<F, N>(
+            &elements, values, &start, &extent, amax, &factors, method, share,
+        );
         #[unroll]
-        for index in 0..8u32 {
-            let value = elements[(word * 8 + index) as usize];
-            let normalized = if comptime!(rule == ScaleRule::NoTensorScale) {
-                value / scale.factor
-            } else {
-                value * scale.factor
-            };
-            // The references that compare with zero lose its sign.
-            let normalized = if comptime!(rule.row().keeps_negative_zero) {
-                normalized
-            } else {
-                select(normalized == 0.0f32, 0.0f32, normalized)
-            };
-            packed |= round_to_e2m1(normalized) << (4 * index);
+        for row in 0..share.rows {
+            let factor = chosen.factors[row as usize];
+            row_scales[(row * share.blocks + block) as usize] = chosen.codes[row as usize];
+            let numbers = code_mask(factor, comptime!(method.rule));
+            #[unroll]
+            for word in 0..block_words {
+                let mut packed = 0u32;
+                #[unroll]
+                for index in 0..8u32 {
+                    let at = comptime!(row * block_size + word * 8 + 7 - index);
+                    let element = elements[at as usize];
+                    let rule = comptime!(method.rule);
+                    let code = round_to_e2m1(normalize(element, factor, &factors, rule));
+                    packed = (packed << 4u32) | (code >> 28u32);
+                }
+                row_codes[(row * row_words + block * block_words + word) as usize] =
+                    packed & numbers;
+            }
         }
-        codes[(target * (block_size / 8) + word) as usize] = packed;
+    }
+
+    if writes {
+        #[unroll]
+        for row in 0..share.rows {
+            let index = start.index + row * extent.blocks;
+            let target = index * block_words / words;
+            #[unroll]
+            for line in 0..comptime!(row_words / words) {
+                let mut stored = Vector::<u32, W>::empty();
+                #[unroll]
+                for word in 0..words {
+                    let at = comptime!(row * row_words + line * words + word);
+                    stored.insert(comptime!(word as usize), row_codes[at as usize]);
+                }
+                codes[(target + line) as usize] = stored;
+            }
+            let mut stored = Vector::<u8, B>::empty();
+            #[unroll]
+            for block in 0..share.blocks {
+                let code = row_scales[(row * share.blocks + block) as usize];
+                stored.insert(comptime!(block as usize), u8::cast_from(code));
+            }
+            scales[(index / share.blocks) as usize] = stored;
+            if start.block == 0u32 && (comptime!(method.by_row) || start.index + row == 0u32) {
+                let tensor = tensor_factor(amax, start.row + row, &factors, method);
+                let at = if comptime!(method.by_row) { start.row + row } else { 0u32.runtime() };
+                tensor_scale[at as usize] = u32::reinterpret(tensor.decode);
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+fn fake_quantize_kernel<F: Float, N: Size>(
+    values: &[Vector<F, N>],
+    amax: &[f32],
+    output: &mut [Vector<F, N>],
+    extent: Extent,
+    factors: Factors,
+    #[comptime] method: Method,
+    #[comptime] share: Share,
+) {
+    let block_size = comptime!(method.block_size);
+    let item = ABSOLUTE_POS as u32;
+    let start = place(min(item, extent.items - 1), &extent, share);
+    let writes = start.exists && item < extent.items;
+    let first = select(start.exists, first_value(&start, &extent, block_size, share), 0u32);
+    #[unroll]
+    for block in 0..share.blocks {
+        let first = first + block * block_size * extent.inner;
+        let mut elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
+        let chosen = choose_scales::<F, N>(
+            &elements, values, &start, &extent, amax, &factors, method, share,
+        );
+        #[unroll]
+        for row in 0..share.rows {
+            let factor = chosen.factors[row as usize];
+            let value =
+                scale_value(chosen.codes[row as usize], comptime!(method.rule.row().format));
+            let decode = tensor_factor(amax, start.row + row, &factors, method).decode;
+            let numbers = code_mask(factor, comptime!(method.rule));
+            #[unroll]
+            for k in 0..block_size {
+                let at = comptime!((row * block_size + k) as usize);
+                let rule = comptime!(method.rule);
+                let nearest = nearest_element(normalize(elements[at], factor, &factors, rule));
+                let nearest = f32::reinterpret(u32::reinterpret(nearest) & numbers);
+                elements[at] = (nearest * value) * decode;
+            }
+        }
+        if writes {
+            store_block::<F, N>(&elements, output, first, extent.inner, block_size, share);
+        }
     }
 }

@@ -1,10 +1,36 @@
 //! Block scales: amax -> code, code -> value, and what elements are multiplied with.
 
-use burn_fp4_search::ScaleRule;
+use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Fp4Scheme, ScaleRule, ScaleSearch, TensorScaling};
 use cubecl::prelude::*;
 
+/// The choices of a scheme that a kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Method {
+    pub(crate) rule: ScaleRule,
+    pub(crate) search: ScaleSearch,
+    pub(crate) block_size: u32,
+    /// Whether the tensor scale is given.
+    pub(crate) given: bool,
+    /// Whether there is one per packed row.
+    pub(crate) by_row: bool,
+}
+
+impl Method {
+    pub(crate) fn of(scheme: &Fp4Scheme) -> Self {
+        let has_tensor_scale = scheme.rule.row().tensor_scale;
+        Self {
+            rule: scheme.rule,
+            search: scheme.search,
+            block_size: scheme.block_size as u32,
+            given: matches!(scheme.tensor_scale, TensorScaling::Multiplier(_)),
+            by_row: has_tensor_scale && scheme.tensor_scale == TensorScaling::Row,
+        }
+    }
+}
+
 /// A block scale: its code, and what the elements of the block are multiplied with or divided by.
-#[derive(CubeType)]
+#[derive(CubeType, Clone, Copy)]
 pub(crate) struct BlockScale {
     pub(crate) code: u32,
     pub(crate) factor: f32,
@@ -27,7 +53,7 @@ pub(crate) fn round_to_e4m3(exact: f32) -> u32 {
 
 /// The value of a non-negative E4M3 code.
 #[cube]
-pub(crate) fn e4m3_value(code: u32) -> f32 {
+fn e4m3_value(code: u32) -> f32 {
     let magnitude = code & 0x7Fu32;
     let normal = f32::reinterpret((magnitude << 20u32) + 0x3C00_0000u32);
     let subnormal = f32::cast_from(magnitude) * 0.001953125f32;
@@ -37,9 +63,15 @@ pub(crate) fn e4m3_value(code: u32) -> f32 {
 
 /// The value of an E8M0 code.
 #[cube]
-pub(crate) fn e8m0_value(code: u32) -> f32 {
+fn e8m0_value(code: u32) -> f32 {
     let bits = select(code == 0u32, 0x0040_0000u32, code << 23u32);
     f32::reinterpret(select(code == 0xFFu32, 0x7FC0_0000u32, bits))
+}
+
+/// The value of a scale code.
+#[cube]
+pub(crate) fn scale_value(code: u32, #[comptime] format: Fp4Format) -> f32 {
+    if comptime!(format == Fp4Format::NvFp4) { e4m3_value(code) } else { e8m0_value(code) }
 }
 
 /// `min(value, FLT_MAX)` that keeps NaN.
@@ -49,34 +81,71 @@ fn saturate(value: f32) -> f32 {
     select(value > largest, largest, value)
 }
 
-/// Encode factor of the tensor scale, given its amax.
+/// The tensor scale, see [`TensorFactor`](burn_fp4_search::TensorFactor).
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct TensorFactor {
+    pub(crate) amax: f32,
+    pub(crate) encode: f32,
+    pub(crate) decode: f32,
+}
+
+/// Where the tensor scale comes from, and what stays the same for every block.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Factors {
+    /// Largest element times largest block scale.
+    pub(crate) range: f32,
+    /// The tensor scale if it is given.
+    pub(crate) amax: f32,
+    pub(crate) encode: f32,
+    pub(crate) decode: f32,
+    /// 1, which the compiler does not know: multiplied by it, a product is rounded before it is added.
+    pub(crate) one: f32,
+}
+
+/// The tensor scale of a packed row.
 #[cube]
-pub(crate) fn encode_factor(amax: f32, range: f32, #[comptime] rule: ScaleRule) -> f32 {
-    if comptime!(!rule.row().tensor_scale) {
-        1.0f32.runtime()
+pub(crate) fn tensor_factor(
+    amax: &[f32],
+    row: u32,
+    factors: &Factors,
+    #[comptime] method: Method,
+) -> TensorFactor {
+    let rule = comptime!(method.rule);
+    if comptime!(method.given) {
+        TensorFactor { amax: factors.amax, encode: factors.encode, decode: factors.decode }
+    } else if comptime!(!rule.row().tensor_scale) {
+        let one = 1.0f32.runtime();
+        TensorFactor { amax: one, encode: one, decode: one }
     } else {
+        let at = if comptime!(method.by_row) { row } else { 0u32.runtime() };
+        let amax = amax[at as usize];
+        let range = factors.range;
         let encode =
             if comptime!(rule == ScaleRule::Gist) { range * (1.0f32 / amax) } else { range / amax };
-        select(encode == 0.0f32, 1.0f32, saturate(encode))
+        let encode = select(encode == 0.0f32, 1.0f32, saturate(encode));
+        TensorFactor { amax, encode, decode: 1.0f32 / encode }
     }
+}
+
+/// TransformerEngine's scale, given what is rounded to E4M3.
+#[cube]
+pub(crate) fn te_scale(exact: f32, tensor: &TensorFactor) -> BlockScale {
+    let code = round_to_e4m3(exact);
+    BlockScale { code, factor: saturate(1.0f32 / (e4m3_value(code) * tensor.decode)) }
 }
 
 /// The scale of a block with this amax.
 #[cube]
 pub(crate) fn block_scale(
     amax: f32,
-    encode: f32,
-    decode: f32,
+    tensor: &TensorFactor,
     #[comptime] rule: ScaleRule,
 ) -> BlockScale {
+    let encode = tensor.encode;
     if comptime!(rule == ScaleRule::Te) {
-        let code = round_to_e4m3(amax * (encode * f32::reinterpret(0x3E2A_AAABu32)));
-        let factor = saturate(1.0f32 / (e4m3_value(code) * decode));
-        BlockScale { code, factor }
+        te_scale(amax * (encode * f32::reinterpret(0x3E2A_AAABu32)), tensor)
     } else if comptime!(rule == ScaleRule::TeDivision) {
-        let code = round_to_e4m3((amax / 6.0f32) * encode);
-        let factor = saturate(1.0f32 / (e4m3_value(code) * decode));
-        BlockScale { code, factor }
+        te_scale((amax / 6.0f32) * encode, tensor)
     } else if comptime!(rule == ScaleRule::Gist) {
         let code = round_to_e4m3((amax / 6.0f32) * encode);
         let scale = e4m3_value(code);

@@ -20,6 +20,14 @@ pub enum OpsError {
         /// Rank of the tensor.
         rank: usize,
     },
+    /// A tensor is addressed by 32 bits.
+    #[error("a tensor of {found} values: at most {expected} are quantized as one")]
+    TooLarge {
+        /// Values of the tensor.
+        found: usize,
+        /// Largest number supported.
+        expected: usize,
+    },
     /// Only f32, f16 and bf16 are quantized.
     #[error("expected values of f32, f16 or bf16, found {found:?}")]
     DType {

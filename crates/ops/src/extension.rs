@@ -1,17 +1,27 @@
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
 // Without any device the dispatch that the macro writes uses nothing.
-#![cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(unused_variables))]
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(unused_variables)
+)]
 
+#[cfg(feature = "cube")]
+use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn::tensor::FloatDType;
+#[cfg(feature = "cube")]
+use burn::tensor::{DType, Shape};
 use burn_fp4_search::Fp4Scheme;
 
+#[cfg(feature = "cube")]
+use crate::layout;
 use crate::{Fp4Layout, portable};
 
 /// A quantized tensor as a backend sees it.
 #[derive(Debug, Clone, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "cube"))]
 pub struct Fp4Primitive<B: Backend> {
     /// u8, `[rows, axis / 2]`.
     pub codes: IntTensor<B>,
@@ -28,15 +38,19 @@ pub struct Fp4Primitive<B: Backend> {
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "cube"),
     Autodiff: cfg(feature = "autodiff")
 )]
 pub trait Fp4Backend: Backend {
     /// Largest magnitude in f32: `[1]`, or one per packed row `[rows]`. NaN if a value is.
+    #[fusion(dtype = DType::F32, shape = layout::amax_shape(values, *axis, *by_row))]
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         portable::amax::<Self>(values, axis, by_row)
     }
 
     /// Codes and scales, given the amax `[1]` or `[rows]` that the tensor scale is made from.
+    #[fusion(meta = packed_metadata)]
     fn fp4_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
@@ -47,6 +61,7 @@ pub trait Fp4Backend: Backend {
     }
 
     /// The values of codes and scales, computed in f32 and rounded once to the dtype.
+    #[fusion(dtype = DType::from(*dtype), shape = Shape::from(layout.shape.clone()))]
     fn fp4_dequantize(
         #[extension_type] packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
@@ -56,6 +71,7 @@ pub trait Fp4Backend: Backend {
     }
 
     /// What dequantization makes of quantization, in the dtype of the input.
+    #[fusion(dtype = values, shape = values)]
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
@@ -67,11 +83,28 @@ pub trait Fp4Backend: Backend {
 
     /// `[2]` in f32: the sum of squared differences between a tensor and its packed form, and the
     /// sum of its squares.
+    #[fusion(dtype = DType::F32, shape = Shape::new([2]))]
     fn fp4_squared_error(
         values: FloatTensor<Self>,
         #[extension_type] packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         portable::squared_error::<Self>(values, packed, layout)
+    }
+}
+
+/// Shapes and dtypes of a quantized tensor, known before it is computed.
+#[cfg(feature = "cube")]
+fn packed_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+) -> Fp4PrimitiveMetadata {
+    let layout = Fp4Layout::new(&values.shape, *axis, scheme).expect("callers check the scheme");
+    Fp4PrimitiveMetadata {
+        codes: TensorSpec::new(layout.codes_shape().into(), DType::U8),
+        scales: TensorSpec::new(layout.scales_shape().into(), DType::U8),
+        tensor_scale: TensorSpec::new(amax.shape.clone(), DType::I32),
     }
 }

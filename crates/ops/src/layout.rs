@@ -22,14 +22,15 @@ impl Fp4Layout {
     /// The layout of a tensor of this shape quantized along an axis.
     ///
     /// # Errors
-    /// [`OpsError::Axis`], or [`OpsError::Search`] if the scheme is inconsistent or its blocks do
-    /// not divide the axis.
+    /// [`OpsError::Axis`], [`OpsError::TooLarge`], or [`OpsError::Search`] if the scheme is
+    /// inconsistent or its blocks do not divide the axis.
     pub fn new(shape: &Shape, axis: usize, scheme: &Fp4Scheme) -> Result<Self, OpsError> {
         let rank = shape.num_dims();
         if axis >= rank {
             return Err(OpsError::Axis { axis, rank });
         }
         scheme.check_columns(shape[axis])?;
+        check_len(shape)?;
         Ok(Self {
             format: scheme.format(),
             block_size: scheme.block_size,
@@ -41,13 +42,14 @@ impl Fp4Layout {
     /// Checks a layout that was not made by [`new`](Self::new).
     ///
     /// # Errors
-    /// [`OpsError::Axis`], or [`OpsError::Format`] for the block size and divisibility.
+    /// [`OpsError::Axis`], [`OpsError::TooLarge`], or [`OpsError::Format`] for the block size and divisibility.
     pub fn validate(&self) -> Result<(), OpsError> {
         let rank = self.shape.len();
         if self.axis >= rank {
             return Err(OpsError::Axis { axis: self.axis, rank });
         }
         self.format.check_block_size(self.block_size)?;
+        check_len(&self.shape)?;
         let cols = self.shape[self.axis];
         if cols.is_multiple_of(self.block_size) {
             Ok(())
@@ -75,4 +77,18 @@ impl Fp4Layout {
     pub fn scales_shape(&self) -> [usize; 2] {
         [self.rows(), self.shape[self.axis] / self.block_size]
     }
+}
+
+/// # Errors
+/// [`OpsError::TooLarge`]: kernels address values by 32 bits, and every device keeps to that.
+pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
+    let expected = u32::MAX as usize;
+    let found = shape.iter().product();
+    if found > expected { Err(OpsError::TooLarge { found, expected }) } else { Ok(()) }
+}
+
+/// Shape of the amax of a tensor, or of each of its packed rows along an axis.
+#[cfg(feature = "cube")]
+pub(crate) fn amax_shape(values: &Shape, axis: usize, by_row: bool) -> Shape {
+    Shape::new([if by_row { View::along(values, axis).packed_rows() } else { 1 }])
 }

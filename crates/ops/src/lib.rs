@@ -19,12 +19,15 @@
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
+//! | `cube.rs`      | the kernels on CUDA, CubeCL's CPU runtime and wgpu                         |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
 //! | `modelopt.rs`  | ModelOpt's functions on tensors                                           |
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+#[cfg(feature = "cube")]
+mod cube;
 mod error;
 mod extension;
 #[cfg(feature = "flex")]
@@ -59,6 +62,7 @@ pub use tensor::Fp4Tensor;
 /// # Errors
 /// - [`OpsError::Axis`]: the tensor has no such axis.
 /// - [`OpsError::DType`]: another dtype.
+/// - [`OpsError::TooLarge`]: 2^32 values or more.
 /// - [`OpsError::Search`]: the scheme is inconsistent, or its blocks do not divide the axis.
 /// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
 ///   [`FollowReference`](NonFinite::FollowReference).
@@ -133,9 +137,10 @@ pub fn matmul<const D: usize>(
 /// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.
 ///
 /// # Errors
-/// [`OpsError::DType`] if the values are not f32, f16 or bf16.
+/// [`OpsError::DType`] if the values are not f32, f16 or bf16, [`OpsError::TooLarge`] from 2^32 on.
 pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
     check_dtype(&values)?;
+    layout::check_len(&values.dims())?;
     let values = values.without_autodiff().into_dispatch();
     Ok(Tensor::from_dispatch(Dispatch::fp4_amax(values, 0, false)))
 }

@@ -1,0 +1,107 @@
+//! Bits: everything the kernels compute, against the reference quantizer run on all cores.
+
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+use burn_fp4_cubecl::{Dtype, Problem, amax, dequantize, fake_quantize, quantize};
+use burn_fp4_formats::{bf16, f16};
+use burn_fp4_search::host::{HostElement, View};
+use burn_fp4_search::{Blocks, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, quantize_with_amax};
+use rayon::prelude::*;
+
+/// Length of the blocked axis.
+const AXIS: usize = 4096;
+
+/// Every rule, search and tile in every dtype along either axis.
+pub(crate) fn every_rule(client: &Client, values: usize) {
+    let rows = (values / 2 / AXIS).next_multiple_of(16);
+    let mut schemes: Vec<_> = ScaleRule::ALL.into_iter().map(Fp4Scheme::of).collect();
+    let search = ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    schemes.extend([tiles, tiles.with_search(search), Fp4Scheme::nvfp4().with_search(search)]);
+    for scheme in schemes {
+        let scheme = scheme.with_non_finite(NonFinite::FollowReference);
+        let seed = scheme.rule as u64;
+        every_axis::<f32>(client, Dtype::F32, random(rows, seed), scheme);
+        every_axis::<f16>(client, Dtype::F16, random(rows, seed + 100), scheme);
+        every_axis::<bf16>(client, Dtype::Bf16, random(rows, seed + 200), scheme);
+    }
+}
+
+/// Random magnitudes around 2^-10 .. 2^10 with outliers, every row around a power of two of its own.
+fn random<T: HostElement>(rows: usize, seed: u64) -> Vec<T> {
+    let mut values = vec![T::default(); rows * AXIS];
+    values.par_chunks_mut(AXIS).enumerate().for_each(|(row, values)| {
+        let mut state = (row as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (seed << 32);
+        let mut uniform = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let size = (uniform() * 20.0).exp2();
+        let row: Vec<_> = (0..AXIS)
+            .map(|_| {
+                let spread = if uniform() > 0.48 { 20.0 } else { 1.0 };
+                (uniform() + uniform()) * size * spread
+            })
+            .collect();
+        T::write(&row, values);
+    });
+    values
+}
+
+fn every_axis<T: HostElement + CubeElement>(
+    client: &Client,
+    dtype: Dtype,
+    values: Vec<T>,
+    scheme: Fp4Scheme,
+) {
+    let rows = values.len() / AXIS;
+    let device_values = client.create_from_slice(T::as_bytes(&values));
+    for view in [View::rows(rows, AXIS), View { outer: 1, axis: AXIS, inner: rows }] {
+        let problem = Problem { view, dtype, scheme };
+        let name = format!("{dtype:?} {view:?} {scheme:?}");
+        let largest = amax(client, device_values.clone(), view, dtype, false).expect("a plan");
+        let packed =
+            quantize(client, device_values.clone(), largest.clone(), &problem).expect("a plan");
+        let fake = fake_quantize(client, device_values.clone(), largest.clone(), &problem)
+            .expect("a plan");
+        let restored = dequantize(client, packed.clone(), &problem).expect("a plan");
+
+        let amax = values.par_iter().map(|x| x.to_f32().abs()).reduce(|| 0.0, f32::max);
+        let [codes, scales, restored, fake, found] =
+            [packed.codes, packed.scales, restored, fake, largest]
+                .map(|handle| client.read_one_unchecked(handle));
+        assert_eq!(f32::from_bytes(&found), [amax], "{name}: amax");
+        let [restored, fake] = [&restored, &fake].map(|bytes| T::from_bytes(bytes));
+        // Sixteen rows at a time, so that tiles stay whole.
+        let tile = 16 * view.axis;
+        let differing: usize = (0..view.packed_rows() / 16)
+            .into_par_iter()
+            .map(|first| {
+                let place = |at: usize| {
+                    let (row, k) = (first * 16 + at / view.axis, at % view.axis);
+                    (row / view.inner * view.axis + k) * view.inner + row % view.inner
+                };
+                let dense: Vec<_> = (0..tile).map(|at| values[place(at)].to_f32()).collect();
+                let expected = quantize_with_amax(&dense, 16, view.axis, &scheme, &[amax])
+                    .expect("a valid problem");
+                let bytes = |found: &[u8], expected: &[u8]| {
+                    let found = &found[first * expected.len()..][..expected.len()];
+                    found.iter().zip(expected).filter(|(found, expected)| found != expected).count()
+                };
+                let mut exact = vec![T::default(); tile];
+                T::write(&expected.dequantize(), &mut exact);
+                let values = (0..tile).filter(|&at| {
+                    let exact = exact[at].to_f32().to_bits();
+                    [restored, fake]
+                        .iter()
+                        .any(|found| found[place(at)].to_f32().to_bits() != exact)
+                });
+                bytes(&codes, &expected.codes) + bytes(&scales, &expected.scales) + values.count()
+            })
+            .sum();
+        assert_eq!(differing, 0, "{name}: codes, scales and values that differ");
+        eprintln!("{} values equal: {name}", values.len());
+    }
+}

@@ -1,0 +1,96 @@
+//! Speed of the kernels one by one.
+
+use benches::{Row, weights};
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::*;
+use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{Dtype, Problem, amax, cubecl, dequantize, fake_quantize, quantize};
+use burn_fp4_formats::bf16;
+use burn_fp4_search::host::View;
+use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
+
+use crate::{Arguments, median_seconds};
+
+/// Every operation on bf16, along either axis, at three sizes.
+pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
+    let time = |launch: &dyn Fn()| median_seconds(client, arguments, launch);
+    for shape in [[1024, 1024], [4096, 11008], [8192, 8192]] {
+        let count = shape[0] * shape[1];
+        let dense: Vec<_> = weights(count).into_iter().map(bf16::from_f32).collect();
+        let values = client.create_from_slice(bf16::as_bytes(&dense));
+        let dense_bytes = 2 * count;
+        let copy = time(&|| drop(copied(client, values.clone(), dense_bytes / 16)));
+        let mut row = |name: &str, bytes, seconds| {
+            let name = format!("{name}, {} x {}", shape[0], shape[1]);
+            rows.push(Row::new(&name, count, bytes, seconds, copy));
+        };
+        row("copy", 2 * dense_bytes, copy);
+        for axis in [1, 0] {
+            let view = View::along(&shape, axis);
+            let along = |scheme| Problem { view, dtype: Dtype::Bf16, scheme };
+            let name = |name: &str| format!("{name} axis {axis}");
+            let measured =
+                |problem: &Problem| amax(client, values.clone(), problem.view, Dtype::Bf16, false);
+            let nvfp4 = along(Fp4Scheme::nvfp4());
+            let mxfp4 = along(Fp4Scheme::mxfp4());
+            let tiles = along(Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16));
+            let search =
+                ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+            let searched = along(Fp4Scheme::nvfp4().with_search(search));
+            let largest = measured(&nvfp4).expect("a plan");
+            let packed = |problem: &Problem| {
+                quantize(client, values.clone(), largest.clone(), problem).expect("a plan")
+            };
+            let bytes =
+                |problem: &Problem| dense_bytes + problem.code_bytes() + problem.scale_bytes();
+
+            row(&name("amax"), dense_bytes, time(&|| drop(measured(&nvfp4))));
+            let seconds = time(&|| {
+                let largest = measured(&nvfp4).expect("a plan");
+                drop(quantize(client, values.clone(), largest, &nvfp4));
+            });
+            row(&name("amax + nvfp4"), dense_bytes + bytes(&nvfp4), seconds);
+            for (scheme, problem) in [
+                ("nvfp4", &nvfp4),
+                ("mxfp4", &mxfp4),
+                ("nvfp4 tiles", &tiles),
+                ("nvfp4 four over six", &searched),
+            ] {
+                row(&name(scheme), bytes(problem), time(&|| drop(packed(problem))));
+            }
+            for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
+                let packed = packed(problem);
+                let seconds = time(&|| drop(dequantize(client, packed.clone(), problem)));
+                row(&name(&format!("dequantize {scheme}")), bytes(problem), seconds);
+                let seconds =
+                    time(&|| drop(fake_quantize(client, values.clone(), largest.clone(), problem)));
+                row(&name(&format!("fake {scheme}")), 2 * dense_bytes, seconds);
+            }
+        }
+    }
+}
+
+/// A copy, 16 bytes a unit.
+fn copied(client: &Client, source: Handle, vectors: usize) -> Handle {
+    let target = client.empty(vectors * 16);
+    // SAFETY: both buffers hold `vectors` times four words.
+    unsafe {
+        copy_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(vectors.div_ceil(256) as u32, 1, 1),
+            CubeDim::new_1d(256),
+            4,
+            BufferArg::from_raw_parts(source, vectors),
+            BufferArg::from_raw_parts(target.clone(), vectors),
+            vectors as u32,
+        );
+    }
+    target
+}
+
+#[cube(launch_unchecked)]
+fn copy_kernel<N: Size>(source: &[Vector<u32, N>], target: &mut [Vector<u32, N>], count: u32) {
+    if (ABSOLUTE_POS as u32) < count {
+        target[ABSOLUTE_POS] = source[ABSOLUTE_POS];
+    }
+}

@@ -1,0 +1,71 @@
+//! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed next
+//! to a copy on the device: `cargo bench -p benches --features cuda --bench gpu`.
+
+mod check;
+mod kernels;
+mod model;
+
+use std::time::Instant;
+
+use benches::print;
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::{Device, future};
+use clap::Parser;
+
+/// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device copy.
+#[derive(Parser)]
+struct Arguments {
+    /// Random values that every rule and dtype is checked with, half of them along either axis.
+    #[arg(long, default_value_t = 1 << 22)]
+    check: usize,
+    /// Launches per measurement.
+    #[arg(long, default_value_t = 50)]
+    launches: usize,
+    /// Measurements; the median counts.
+    #[arg(long, default_value_t = 9)]
+    runs: usize,
+    /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.
+    #[arg(long, default_value_t = 1024)]
+    model: usize,
+    /// Print an array of objects instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// What `cargo bench` passes.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() {
+    let arguments = Arguments::parse();
+    let client = Device::default().client();
+    eprintln!("on {:?}", client.properties().identity);
+    check::every_rule(&client, arguments.check);
+    let mut rows = Vec::new();
+    kernels::measure(&client, &arguments, &mut rows);
+    if arguments.model > 0 {
+        model::measure(&arguments, &mut rows);
+    }
+    print(&rows, arguments.json);
+}
+
+/// Waits for everything launched.
+fn wait(client: &Client) {
+    future::block_on(client.sync()).expect("the device answers");
+}
+
+/// Median seconds of a launch, from a wait around many.
+fn median_seconds(client: &Client, arguments: &Arguments, launch: impl Fn()) -> f64 {
+    // The first run compiles.
+    let mut times: Vec<f64> = (0..=arguments.runs)
+        .map(|_| {
+            wait(client);
+            let start = Instant::now();
+            (0..arguments.launches).for_each(|_| launch());
+            wait(client);
+            start.elapsed().as_secs_f64() / arguments.launches as f64
+        })
+        .skip(1)
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}

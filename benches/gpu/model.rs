@@ -1,0 +1,81 @@
+//! Speed as a user of Burn sees it: tensors through the public functions, and a model in place.
+
+use std::time::Instant;
+
+use benches::Row;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, ops};
+
+use crate::Arguments;
+
+/// Length of either side of a weight.
+const SIDE: usize = 8192;
+
+#[derive(Module, Debug)]
+struct Stack {
+    layers: Vec<Linear>,
+}
+
+impl Stack {
+    fn new(count: usize, device: &Device) -> Self {
+        let layers = (0..count).map(|_| {
+            let mut layer = LinearConfig::new(SIDE, SIDE).with_bias(false).init(device);
+            layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
+            layer
+        });
+        Self { layers: layers.collect() }
+    }
+}
+
+/// Adds what Burn's users measure to the table.
+pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
+    let device = Device::cuda(0);
+    let wait = || device.sync().expect("the device answers");
+    let weight = Tensor::<2>::random([SIDE, SIDE], Distribution::Normal(0.0, 0.02), &device)
+        .cast(DType::BF16);
+    let scheme = Fp4Scheme::nvfp4();
+    let time = |run: &dyn Fn()| {
+        let mut times: Vec<_> = (0..arguments.runs + 3)
+            .map(|_| {
+                wait();
+                let start = Instant::now();
+                run();
+                wait();
+                start.elapsed().as_secs_f64()
+            })
+            .skip(3)
+            .collect();
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    let copy = time(&|| drop(weight.clone().mul_scalar(2.0)));
+    let packed = ops::quantize(weight.clone(), 0, &scheme).expect("a valid problem");
+    let bytes = 2 * SIDE * SIDE;
+    let mut row = |name: &str, values, bytes, seconds| {
+        rows.push(Row::new(name, values, bytes, seconds, copy));
+    };
+    let quantize = time(&|| drop(ops::quantize(weight.clone(), 0, &scheme)));
+    row("Burn tensor: quantize, 8192 x 8192", SIDE * SIDE, 2 * bytes + packed.bytes(), quantize);
+    let dequantize = time(&|| drop(packed.dequantize_to(burn::tensor::FloatDType::BF16)));
+    row("Burn tensor: dequantize, 8192 x 8192", SIDE * SIDE, bytes + packed.bytes(), dequantize);
+
+    let layers = (arguments.model << 20) / (SIDE * SIDE);
+    // The first one compiles.
+    Stack::new(1, &device).quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
+    let mut times = Vec::new();
+    for _ in 0..3 {
+        let mut model = Stack::new(layers, &device);
+        wait();
+        let start = Instant::now();
+        let report = model.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
+        wait();
+        times.push(start.elapsed().as_secs_f64());
+        eprintln!("{} weights in {:?}", layers * SIDE * SIDE, start.elapsed());
+        drop(report);
+    }
+    times.sort_by(f64::total_cmp);
+    let values = layers * SIDE * SIDE;
+    row(&format!("model of {layers} Linear, quantize_fp4"), values, 2 * values, times[1]);
+}

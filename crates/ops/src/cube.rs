@@ -1,0 +1,154 @@
+//! The CubeCL kernels on Burn's Cube devices: CUDA, CubeCL's CPU runtime, wgpu.
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, FloatDType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{Dtype, Packed, Problem};
+use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::host::View;
+use burn_fp4_search::{Fp4Scheme, TensorScaling};
+
+use crate::layout::amax_shape;
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive};
+
+const CHECKED: &str = "callers check scheme and layout";
+
+fn kernel_dtype(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::Bf16,
+        _ => Dtype::F32,
+    }
+}
+
+/// The values in contiguous memory, and how the axis lies in them.
+///
+/// A transposed matrix is used as it is; anything else that is strided is copied.
+fn contiguous(values: CubeTensor, axis: usize) -> (CubeTensor, View) {
+    let shape = values.meta.shape().clone();
+    let transposed = shape.num_dims() == 2
+        && !values.is_contiguous()
+        && !values.meta.is_tiled()
+        && values.meta.strides()[..] == [1, shape[0]];
+    if transposed {
+        return (values, View::along(&[shape[1], shape[0]], 1 - axis));
+    }
+    (into_contiguous(values), View::along(&shape, axis))
+}
+
+/// A result next to the tensor it was made from.
+fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
+
+fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
+    let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
+        .map(|tensor| into_contiguous(tensor).handle);
+    Packed { codes, scales, tensor_scale }
+}
+
+/// The scheme of a packed tensor as far as its layout tells: what its values are does not depend on
+/// how they were chosen.
+fn scheme_of(layout: &Fp4Layout, tensor_scales: usize) -> Fp4Scheme {
+    let scheme = match layout.format {
+        Fp4Format::NvFp4 => Fp4Scheme::nvfp4(),
+        Fp4Format::MxFp4 => Fp4Scheme::mxfp4(),
+    };
+    let scheme = scheme.with_block_size(layout.block_size);
+    if tensor_scales > 1 { scheme.with_tensor_scale(TensorScaling::Row) } else { scheme }
+}
+
+impl Fp4Backend for CubeBackend {
+    fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
+        let shape = amax_shape(values.meta.shape(), axis, by_row);
+        let (values, view) = contiguous(values, axis);
+        let dtype = kernel_dtype(values.dtype);
+        let amax =
+            burn_fp4_cubecl::amax(&values.client, values.handle.clone(), view, dtype, by_row)
+                .expect(CHECKED);
+        beside(&values, amax, shape, DType::F32)
+    }
+
+    fn fp4_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        let layout = Fp4Layout::new(values.meta.shape(), axis, &scheme).expect(CHECKED);
+        let (values, view) = contiguous(values, axis);
+        let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
+        let amax = into_contiguous(amax);
+        let tensor_scales = amax.meta.shape().clone();
+        let packed =
+            burn_fp4_cubecl::quantize(&values.client, values.handle.clone(), amax.handle, &problem)
+                .expect(CHECKED);
+        Fp4Primitive {
+            codes: beside(&values, packed.codes, layout.codes_shape().into(), DType::U8),
+            scales: beside(&values, packed.scales, layout.scales_shape().into(), DType::U8),
+            tensor_scale: beside(&values, packed.tensor_scale, tensor_scales, DType::I32),
+        }
+    }
+
+    fn fp4_dequantize(
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let like = packed.codes.clone();
+        let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
+        let dtype = DType::from(dtype);
+        let problem = Problem {
+            view: layout.view(),
+            dtype: kernel_dtype(dtype),
+            scheme: scheme_of(&layout, tensor_scales),
+        };
+        let values =
+            burn_fp4_cubecl::dequantize(&like.client, handles(packed), &problem).expect(CHECKED);
+        beside(&like, values, layout.shape.into(), dtype)
+    }
+
+    fn fp4_fake_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> FloatTensor<Self> {
+        let values = into_contiguous(values);
+        let shape = values.meta.shape().clone();
+        let problem =
+            Problem { view: View::along(&shape, axis), dtype: kernel_dtype(values.dtype), scheme };
+        let amax = into_contiguous(amax).handle;
+        let output =
+            burn_fp4_cubecl::fake_quantize(&values.client, values.handle.clone(), amax, &problem)
+                .expect(CHECKED);
+        beside(&values, output, shape, values.dtype)
+    }
+
+    fn fp4_squared_error(
+        values: FloatTensor<Self>,
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let values = into_contiguous(values);
+        let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
+        let problem = Problem {
+            view: layout.view(),
+            dtype: kernel_dtype(values.dtype),
+            scheme: scheme_of(&layout, tensor_scales),
+        };
+        let partial = burn_fp4_cubecl::squared_error(
+            &values.client,
+            values.handle.clone(),
+            handles(packed),
+            &problem,
+        )
+        .expect(CHECKED);
+        let sums = beside(&values, partial.sums, Shape::new([2, partial.count]), DType::F32);
+        Self::float_reshape(Self::float_sum_dim(sums, 1), Shape::new([2]))
+    }
+}

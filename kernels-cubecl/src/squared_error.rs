@@ -1,0 +1,129 @@
+use burn_fp4_search::formats::Fp4Format;
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use crate::element::element_value;
+use crate::plan::{Share, UNITS};
+use crate::quantize::extent;
+use crate::scale::scale_value;
+use crate::share::{Extent, widen};
+use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
+
+/// Partial sums of squares: `[2, count]` in f32, first the squared differences between a tensor and
+/// its packed form, then the squares of the tensor. Their totals are the two sums.
+#[derive(Debug, Clone)]
+pub struct PartialSums {
+    /// The sums.
+    pub sums: Handle,
+    /// Length of each of the two rows.
+    pub count: usize,
+}
+
+/// How far a packed tensor is from the one it was made from.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn squared_error(
+    client: &Client,
+    values: Handle,
+    packed: Packed,
+    problem: &Problem,
+) -> Result<PartialSums, Refusal> {
+    match problem.dtype {
+        Dtype::F32 => launch::<f32>(client, values, packed, problem),
+        Dtype::F16 => launch::<f16>(client, values, packed, problem),
+        Dtype::Bf16 => launch::<bf16>(client, values, packed, problem),
+    }
+}
+
+fn launch<F: Float>(
+    client: &Client,
+    values: Handle,
+    packed: Packed,
+    problem: &Problem,
+) -> Result<PartialSums, Refusal> {
+    let Problem { view, scheme, .. } = problem;
+    let launch = plan(Operation::SquaredError, problem, &Capability::of(client))?;
+    if launch.items == 0 {
+        let sums = client.create_from_slice(f32::as_bytes(&[0.0; 2]));
+        return Ok(PartialSums { sums, count: 1 });
+    }
+    let count = launch.items as usize;
+    let sums = client.empty(2 * 4 * count);
+    let tensor_scales = scheme.tensor_scales(view.packed_rows());
+    // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
+    unsafe {
+        squared_error_kernel::launch_unchecked::<F>(
+            client,
+            launch.count(),
+            CubeDim::new_1d(UNITS),
+            BufferArg::from_raw_parts(values, view.len()),
+            BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4),
+            BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
+            BufferArg::from_raw_parts(packed.tensor_scale, tensor_scales),
+            BufferArg::from_raw_parts(sums.clone(), 2 * count),
+            extent(problem, &launch),
+            (view.len() / 8) as u32,
+            scheme.block_size as u32,
+            launch.share,
+            scheme.format(),
+            tensor_scales > 1,
+        );
+    }
+    Ok(PartialSums { sums, count })
+}
+
+/// Every unit takes every `extent.items`-th word of eight codes; neighbouring units neighbouring
+/// columns or words.
+#[cube(launch_unchecked)]
+fn squared_error_kernel<F: Float>(
+    values: &[F],
+    codes: &[u32],
+    scales: &[u8],
+    tensor_scale: &[u32],
+    sums: &mut [f32],
+    extent: Extent,
+    words: u32,
+    #[comptime] block_size: u32,
+    #[comptime] share: Share,
+    #[comptime] format: Fp4Format,
+    #[comptime] by_row: bool,
+) {
+    let item = ABSOLUTE_POS as u32;
+    if item >= extent.items {
+        terminate!();
+    }
+    let block_words = comptime!(block_size / 8);
+    let row_words = extent.blocks * block_words;
+    let mut error = 0.0f32.runtime();
+    let mut energy = 0.0f32.runtime();
+    let mut at = item;
+    while at < words {
+        let column = at % extent.inner;
+        let word = at / extent.inner % row_words;
+        let outer = at / extent.inner / row_words;
+        let first = (outer * row_words + word) * 8 * extent.inner + column;
+        let row = outer * extent.inner + column;
+        let factor = if comptime!(by_row) { row } else { 0u32.runtime() };
+        let decode = f32::reinterpret(tensor_scale[factor as usize]);
+        let block = row * extent.blocks + word / block_words;
+        let scale = scale_value(u32::cast_from(scales[block as usize]), format);
+        let packed = codes[(row * row_words + word) as usize];
+        #[unroll]
+        for index in 0..8u32 {
+            let value = widen::<F>(
+                values[(first + index * extent.inner) as usize],
+                comptime!(share.conversion),
+            );
+            let element = element_value(packed << comptime!(28 - 4 * index));
+            let difference = (element * scale) * decode - value;
+            error += difference * difference;
+            energy += value * value;
+        }
+        at += extent.items;
+    }
+    sums[item as usize] = error;
+    sums[(extent.items + item) as usize] = energy;
+}

@@ -20,11 +20,13 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
         let values = client.create_from_slice(bf16::as_bytes(&dense));
         let dense_bytes = 2 * count;
         let copy = time(&|| drop(copied(client, values.clone(), dense_bytes / 16)));
-        let mut row = |name: &str, bytes, seconds| {
+        let mut row = |name: &str, bytes, launch: &dyn Fn()| {
             let name = format!("{name}, {} x {}", shape[0], shape[1]);
-            rows.push(Row::new(&name, count, bytes, seconds, copy));
+            if arguments.filter.as_ref().is_none_or(|filter| name.contains(filter)) {
+                rows.push(Row::new(&name, count, bytes, time(launch), copy));
+            }
         };
-        row("copy", 2 * dense_bytes, copy);
+        row("copy", 2 * dense_bytes, &|| drop(copied(client, values.clone(), dense_bytes / 16)));
         for axis in [1, 0] {
             let view = View::along(&shape, axis);
             let along = |scheme| Problem { view, dtype: Dtype::Bf16, scheme };
@@ -44,27 +46,27 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             let bytes =
                 |problem: &Problem| dense_bytes + problem.code_bytes() + problem.scale_bytes();
 
-            row(&name("amax"), dense_bytes, time(&|| drop(measured(&nvfp4))));
-            let seconds = time(&|| {
+            row(&name("amax"), dense_bytes, &|| drop(measured(&nvfp4)));
+            row(&name("amax + nvfp4"), dense_bytes + bytes(&nvfp4), &|| {
                 let largest = measured(&nvfp4).expect("a plan");
                 drop(quantize(client, values.clone(), largest, &nvfp4));
             });
-            row(&name("amax + nvfp4"), dense_bytes + bytes(&nvfp4), seconds);
             for (scheme, problem) in [
                 ("nvfp4", &nvfp4),
                 ("mxfp4", &mxfp4),
                 ("nvfp4 tiles", &tiles),
                 ("nvfp4 four over six", &searched),
             ] {
-                row(&name(scheme), bytes(problem), time(&|| drop(packed(problem))));
+                row(&name(scheme), bytes(problem), &|| drop(packed(problem)));
             }
             for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
                 let packed = packed(problem);
-                let seconds = time(&|| drop(dequantize(client, packed.clone(), problem)));
-                row(&name(&format!("dequantize {scheme}")), bytes(problem), seconds);
-                let seconds =
-                    time(&|| drop(fake_quantize(client, values.clone(), largest.clone(), problem)));
-                row(&name(&format!("fake {scheme}")), 2 * dense_bytes, seconds);
+                row(&name(&format!("dequantize {scheme}")), bytes(problem), &|| {
+                    drop(dequantize(client, packed.clone(), problem));
+                });
+                row(&name(&format!("fake {scheme}")), 2 * dense_bytes, &|| {
+                    drop(fake_quantize(client, values.clone(), largest.clone(), problem));
+                });
             }
         }
     }

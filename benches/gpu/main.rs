@@ -15,7 +15,10 @@ use clap::Parser;
 /// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device copy.
 #[derive(Parser)]
 struct Arguments {
-    /// Random values that every rule and dtype is checked with, half of them along either axis.
+    /// Measure only operations whose name contains this.
+    filter: Option<String>,
+    /// Random values that every rule and dtype is checked with, half of them along either axis; 0
+    /// checks nothing.
     #[arg(long, default_value_t = 1 << 22)]
     check: usize,
     /// Launches per measurement.
@@ -39,7 +42,9 @@ fn main() {
     let arguments = Arguments::parse();
     let client = Device::default().client();
     eprintln!("on {:?}", client.properties().identity);
-    check::every_rule(&client, arguments.check);
+    if arguments.check > 0 {
+        check::every_rule(&client, arguments.check);
+    }
     let mut rows = Vec::new();
     kernels::measure(&client, &arguments, &mut rows);
     if arguments.model > 0 {

@@ -8,7 +8,7 @@ use crate::plan::{Share, Tile};
 use crate::scale::{
     BlockScale, Factors, Method, TensorFactor, block_scale, scale_value, te_scale, tensor_factor,
 };
-use crate::share::{Extent, Place, first_value, load_block};
+use crate::share::{Extent, Place, load_blocks};
 
 /// Largest magnitude of a block, which starts at `start` of the elements; NaN if a value is.
 #[cube]
@@ -73,7 +73,7 @@ pub(crate) struct BlockScales {
 
 /// Chooses the scale of a block of every row of a share.
 ///
-/// `elements` are those of [`load_block`]; the values are only read again where tiles ask for it.
+/// `elements` are those of [`load_blocks`]; the values are only read again where tiles ask for it.
 #[cube]
 pub(crate) fn choose_scales<F: Float, N: Size>(
     elements: &Array<f32>,
@@ -91,8 +91,7 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
         let mut of_tile = 0.0f32.runtime();
         for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, extent.rows) {
             let neighbour = at_row(place, extent, row);
-            let first = first_value(&neighbour, extent, block_size, share);
-            let elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
+            let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
             of_tile = max_nan(of_tile, largest_magnitude(&elements, 0u32, block_size));
         }
         largest[0] = of_tile;
@@ -100,7 +99,7 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
         #[unroll]
         for row in 0..share.rows {
             let of_row = largest_magnitude(elements, row * block_size, block_size);
-            largest[row as usize] = select(place.exists, of_row, 0.0f32);
+            largest[row as usize] = select(row < place.rows_left, of_row, 0.0f32);
         }
         if comptime!(share.tile == Tile::Exchanged) {
             largest_of_tile(&mut largest, share.rows);
@@ -142,7 +141,7 @@ fn at_row(place: &Place, extent: &Extent, row: u32) -> Place {
         row,
         block: place.block,
         index: row * extent.blocks + place.block,
-        exists: true.runtime(),
+        rows_left: 1u32.runtime(),
     }
 }
 
@@ -190,8 +189,7 @@ fn four_over_six<F: Float, N: Size>(
         for index in 0..16u32 {
             let row = place.row / 16 * 16 + index;
             let neighbour = at_row(place, extent, min(row, extent.rows - 1));
-            let first = first_value(&neighbour, extent, block_size, share);
-            let elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
+            let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
             let both = candidates(largest[0], &tensor);
             let six = error(&elements, 0u32, &both.on_six, &tensor, factors, method);
             let four = error(&elements, 0u32, &both.on_four, &tensor, factors, method);
@@ -206,8 +204,8 @@ fn four_over_six<F: Float, N: Size>(
             let start = comptime!(row * block_size);
             let six = error(elements, start, &both.on_six, &tensor, factors, method);
             let four = error(elements, start, &both.on_four, &tensor, factors, method);
-            on_six[row as usize] = select(place.exists, six, 0.0f32);
-            on_four[row as usize] = select(place.exists, four, 0.0f32);
+            on_six[row as usize] = select(row < place.rows_left, six, 0.0f32);
+            on_four[row as usize] = select(row < place.rows_left, four, 0.0f32);
         }
     }
     if comptime!(share.tile != Tile::None) {

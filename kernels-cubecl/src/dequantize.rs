@@ -8,7 +8,7 @@ use crate::element::element_value;
 use crate::plan::{Share, UNITS};
 use crate::quantize::extent;
 use crate::scale::scale_value;
-use crate::share::{Extent, first_value, place, store_block};
+use crate::share::{Extent, place, store_blocks, store_vectors};
 use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
@@ -33,10 +33,7 @@ fn launch<F: Float>(client: &Client, packed: Packed, problem: &Problem) -> Resul
         return Ok(values);
     }
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
-    let words = match share.along {
-        true => 1,
-        false => (share.blocks as usize * scheme.block_size / 8).min(4),
-    };
+    let words = if share.along { 1 } else { scheme.block_size / 8 };
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
         dequantize_kernel::launch_unchecked::<F>(
@@ -52,7 +49,6 @@ fn launch<F: Float>(client: &Client, packed: Packed, problem: &Problem) -> Resul
             extent(problem, &launch),
             scheme.block_size as u32,
             share,
-            words as u32,
             scheme.format(),
             tensor_scales > 1,
         );
@@ -71,7 +67,6 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
     extent: Extent,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
-    #[comptime] words: u32,
     #[comptime] format: Fp4Format,
     #[comptime] by_row: bool,
 ) {
@@ -86,36 +81,27 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         let scale = scale_value(u32::cast_from(scales[block as usize]), format);
         let decode = f32::reinterpret(tensor_scale[row as usize]);
         let mut elements = Array::<f32>::new(8usize);
-        let word = codes[item as usize].extract(0usize);
-        decode_word(word, &mut elements, 0u32, scale, decode);
-        store_block::<F, N>(&elements, values, item * 8, extent.inner, 8u32, share);
+        decode_word(codes[item as usize].extract(0usize), &mut elements, 0u32, scale, decode);
+        let lines = comptime!(8 / share.vector);
+        store_vectors::<F, N>(&elements, 0u32, values, item * lines, lines, share);
     } else {
-        let start = place(item, &extent, share);
-        let first = first_value(&start, &extent, block_size, share);
-        let lines = comptime!(share.blocks * block_words / words);
-        let line_values = comptime!(words * 8);
+        let place = place(item, &extent, share);
+        let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
         #[unroll]
-        for line in 0..lines {
-            let mut elements = Array::<f32>::new(comptime!((share.rows * line_values) as usize));
+        for row in 0..share.rows {
+            let index = place.index + row * extent.blocks;
+            let factor = if comptime!(by_row) { place.row + row } else { 0u32.runtime() };
+            let scale = scale_value(u32::cast_from(scales[index as usize]), format);
+            let decode = f32::reinterpret(tensor_scale[factor as usize]);
+            let loaded = codes[index as usize];
             #[unroll]
-            for row in 0..share.rows {
-                let index = start.index + row * extent.blocks;
-                let factor = if comptime!(by_row) { start.row + row } else { 0u32.runtime() };
-                let decode = f32::reinterpret(tensor_scale[factor as usize]);
-                let loaded = codes[(index * block_words / words + line) as usize];
-                #[unroll]
-                for word in 0..words {
-                    let block = comptime!((line * words + word) / block_words);
-                    let code = u32::cast_from(scales[(index + block) as usize]);
-                    let scale = scale_value(code, format);
-                    let at = comptime!(row * line_values + word * 8);
-                    let word = loaded.extract(comptime!(word as usize));
-                    decode_word(word, &mut elements, at, scale, decode);
-                }
+            for word in 0..block_words {
+                let at = comptime!(row * block_size + word * 8);
+                let word = loaded.extract(comptime!(word as usize));
+                decode_word(word, &mut elements, at, scale, decode);
             }
-            let first = first + line * line_values * extent.inner;
-            store_block::<F, N>(&elements, values, first, extent.inner, line_values, share);
         }
+        store_blocks::<F, N>(&elements, values, &place, &extent, block_size, share);
     }
 }
 

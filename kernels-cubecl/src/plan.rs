@@ -73,7 +73,13 @@ impl Launch {
     }
 }
 
-/// The part of a tensor that a unit works on: neighbouring blocks of neighbouring packed rows.
+/// The part of a tensor that a unit works on, one block of neighbouring packed rows, and which parts
+/// its neighbours work on.
+///
+/// What the units of a plane load and store together should be contiguous, at least 32 bytes at a
+/// time. Along a contiguous axis neighbours take the blocks of a row one after the other. Otherwise
+/// `lanes` units take neighbouring rows of a block, and `spread` times as many the next blocks of
+/// these rows; all that together is a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Share {
     /// Values that one load or store of the dense tensor moves.
@@ -82,8 +88,10 @@ pub struct Share {
     pub along: bool,
     /// Packed rows.
     pub rows: u32,
-    /// Blocks of each row.
-    pub blocks: u32,
+    /// Units beside each other across rows.
+    pub lanes: u32,
+    /// Units beside each other along rows.
+    pub spread: u32,
     /// What shares a block scale.
     pub tile: Tile,
     /// How values become f32 and back.
@@ -156,7 +164,8 @@ pub fn plan(
     let along = inner == 1;
     let bits = *dtype == Dtype::Bf16 && !device.converts_bf16;
     let conversion = if bits { Conversion::Bf16Bits } else { Conversion::Device };
-    let one_row = Share { vector: 1, along, rows: 1, blocks: 1, tile: Tile::None, conversion };
+    let one_row =
+        Share { vector: 1, along, rows: 1, lanes: 1, spread: 1, tile: Tile::None, conversion };
     let (items, share) = match operation {
         Operation::Amax => {
             let vector = common_power_of_two(view.len() as u32, widest);
@@ -179,19 +188,34 @@ pub fn plan(
             (view.len() as u32 / 8, share)
         }
         Operation::Dequantize => {
-            let share = strided(inner, blocks, widest, one_row);
-            (rows / share.rows * (blocks / share.blocks), share)
+            let share = Share { spread: 1, ..strided(problem, widest, one_row) };
+            (rows / share.rows * blocks, share)
         }
         Operation::Quantize | Operation::FakeQuantize => {
             let tile = tile(scheme, problem, device);
-            let share = match (tile, along) {
+            let mut share = match (tile, along) {
                 (Tile::Repeated, _) => one_row,
-                (_, true) => Share { vector: widest, ..one_row },
-                (_, false) => strided(inner, blocks, widest, one_row),
+                (Tile::Exchanged, true) => {
+                    // With two rows a unit has, eight units hold a tile.
+                    let spread = common_power_of_two(blocks, 4);
+                    Share { vector: widest, rows: 2, lanes: 8, spread, ..one_row }
+                }
+                (Tile::None, true) => Share { vector: widest, ..one_row },
+                (_, false) => strided(problem, widest, one_row),
             };
-            // Rows that are missing from a last tile are idle units.
-            let rows = if tile == Tile::Exchanged { rows.next_multiple_of(16) } else { rows };
-            (rows / share.rows * (blocks / share.blocks), Share { tile, ..share })
+            if operation == Operation::FakeQuantize {
+                // Only the dense tensor is written, whose rows are far apart.
+                share.spread = 1;
+            }
+            let rows = match tile {
+                Tile::Exchanged => {
+                    share.lanes = 16 / share.rows;
+                    // Rows that are missing from a last tile are idle units.
+                    rows.next_multiple_of(16)
+                }
+                _ => rows,
+            };
+            (rows / share.rows * blocks, Share { tile, ..share })
         }
     };
     let cubes = items.div_ceil(UNITS);
@@ -203,11 +227,14 @@ pub fn plan(
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
 }
 
-/// Along a strided axis neighbouring units take neighbouring columns, as many as a load of 4 bytes
-/// has, and enough blocks of each that codes are written 32 bytes at a time.
-fn strided(inner: u32, blocks: u32, widest: u32, one_row: Share) -> Share {
-    let vector = common_power_of_two(inner, widest / 4);
-    Share { vector, rows: vector, blocks: common_power_of_two(blocks, 4), ..one_row }
+/// Across a strided axis a unit takes as many rows as a load of 4 bytes has, and its neighbours write
+/// 32 bytes of codes of each.
+fn strided(problem: &Problem, widest: u32, one_row: Share) -> Share {
+    let rows = common_power_of_two(problem.view.inner as u32, widest / 4);
+    let lanes = common_power_of_two(problem.view.inner as u32 / rows, 8);
+    let most = 64 / problem.scheme.block_size as u32;
+    let spread = common_power_of_two(problem.blocks() as u32, most);
+    Share { vector: rows, rows, lanes, spread, ..one_row }
 }
 
 /// Neighbours in a plane can exchange only if the rows of a tile are neighbours.
@@ -240,7 +267,8 @@ mod tests {
         vector: 1,
         along: false,
         rows: 1,
-        blocks: 1,
+        lanes: 1,
+        spread: 1,
         tile: Tile::None,
         conversion: Conversion::Device,
     };
@@ -266,9 +294,9 @@ mod tests {
             let view = View { outer: 1, axis, inner };
             plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
         };
-        let wide = Share { vector: 2, rows: 2, blocks: 4, ..ONE_ROW };
+        let wide = Share { vector: 2, rows: 2, lanes: 8, spread: 4, ..ONE_ROW };
         assert_eq!(share(1024, 1024), wide);
-        assert_eq!(share(1023, 48), Share { vector: 1, rows: 1, blocks: 1, ..wide });
+        assert_eq!(share(1023, 48), ONE_ROW);
     }
 
     #[test]
@@ -276,7 +304,7 @@ mod tests {
         let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
         let plan = |view, device| plan(Operation::Quantize, &problem(view, tiles), device).unwrap();
         let ragged = plan(View::rows(17, 32), &GPU);
-        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 64));
+        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 32));
         assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, Tile::Repeated);
         let straddling = View { outer: 2, axis: 32, inner: 8 };
         assert_eq!(plan(straddling, &GPU).share.tile, Tile::Repeated);

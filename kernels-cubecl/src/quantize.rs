@@ -8,7 +8,7 @@ use crate::block::{choose_scales, code_mask, normalize};
 use crate::element::{nearest_element, round_to_e2m1};
 use crate::plan::{Share, UNITS};
 use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
-use crate::share::{Extent, ExtentLaunch, first_value, load_block, place, store_block};
+use crate::share::{Extent, ExtentLaunch, load_blocks, place, store_blocks};
 use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// A quantized tensor in device memory.
@@ -76,8 +76,7 @@ fn launch_quantize<F: Float>(
     if launch.items == 0 {
         return Ok(packed);
     }
-    // The codes of a row of a share, at most 16 bytes at once.
-    let words = (share.blocks as usize * scheme.block_size / 8).min(4);
+    let words = scheme.block_size / 8;
     // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
         quantize_kernel::launch_unchecked::<F>(
@@ -86,20 +85,15 @@ fn launch_quantize<F: Float>(
             CubeDim::new_1d(UNITS),
             share.vector as usize,
             words,
-            share.blocks as usize,
             BufferArg::from_raw_parts(values, view.len() / share.vector as usize),
             BufferArg::from_raw_parts(amax, tensor_scales),
             BufferArg::from_raw_parts(packed.codes.clone(), problem.code_bytes() / 4 / words),
-            BufferArg::from_raw_parts(
-                packed.scales.clone(),
-                problem.scale_bytes() / share.blocks as usize,
-            ),
+            BufferArg::from_raw_parts(packed.scales.clone(), problem.scale_bytes()),
             BufferArg::from_raw_parts(packed.tensor_scale.clone(), tensor_scales),
             extent(problem, &launch),
             factors(problem),
             Method::of(scheme),
             share,
-            words as u32,
         );
     }
     Ok(packed)
@@ -160,83 +154,49 @@ fn factors(problem: &Problem) -> FactorsLaunch {
 }
 
 #[cube(launch_unchecked)]
-fn quantize_kernel<F: Float, N: Size, W: Size, B: Size>(
+fn quantize_kernel<F: Float, N: Size, W: Size>(
     values: &[Vector<F, N>],
     amax: &[f32],
     codes: &mut [Vector<u32, W>],
-    scales: &mut [Vector<u8, B>],
+    scales: &mut [u8],
     tensor_scale: &mut [u32],
     extent: Extent,
     factors: Factors,
     #[comptime] method: Method,
     #[comptime] share: Share,
-    #[comptime] words: u32,
 ) {
     let block_size = comptime!(method.block_size);
-    let block_words = comptime!(block_size / 8);
-    let row_words = comptime!(share.blocks * block_words);
+    let rule = comptime!(method.rule);
     let item = ABSOLUTE_POS as u32;
     // Units beyond the last share repeat it, so that whole planes exchange values, and keep silent.
-    let start = place(min(item, extent.items - 1), &extent, share);
-    let writes = start.exists && item < extent.items;
-
-    let mut row_codes = Array::<u32>::new(comptime!((share.rows * row_words) as usize));
-    let mut row_scales = Array::<u32>::new(comptime!((share.rows * share.blocks) as usize));
-    let first = select(start.exists, first_value(&start, &extent, block_size, share), 0u32);
+    let place = place(min(item, extent.items - 1), &extent, share);
+    let rows_left = select(item < extent.items, place.rows_left, 0u32);
+    let elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
+    let chosen =
+        choose_scales::<F, N>(&elements, values, &place, &extent, amax, &factors, method, share);
     #[unroll]
-    for block in 0..share.blocks {
-        let first = first + block * block_size * extent.inner;
-        let elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
-        let chosen = choose_scales::<F, N>(
-            &elements, values, &start, &extent, amax, &factors, method, share,
-        );
+    for row in 0..share.rows {
+        let factor = chosen.factors[row as usize];
+        let mask = code_mask(factor, rule);
+        let mut block_codes = Vector::<u32, W>::empty();
         #[unroll]
-        for row in 0..share.rows {
-            let factor = chosen.factors[row as usize];
-            row_scales[(row * share.blocks + block) as usize] = chosen.codes[row as usize];
-            let numbers = code_mask(factor, comptime!(method.rule));
+        for word in 0..comptime!(block_size / 8) {
+            let mut packed = 0u32;
             #[unroll]
-            for word in 0..block_words {
-                let mut packed = 0u32;
-                #[unroll]
-                for index in 0..8u32 {
-                    let at = comptime!(row * block_size + word * 8 + 7 - index);
-                    let element = elements[at as usize];
-                    let rule = comptime!(method.rule);
-                    let code = round_to_e2m1(normalize(element, factor, &factors, rule));
-                    packed = (packed << 4u32) | (code >> 28u32);
-                }
-                row_codes[(row * row_words + block * block_words + word) as usize] =
-                    packed & numbers;
+            for index in 0..8u32 {
+                let at = comptime!(row * block_size + word * 8 + 7 - index);
+                let normalized = normalize(elements[at as usize], factor, &factors, rule);
+                packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
             }
+            block_codes.insert(comptime!(word as usize), packed & mask);
         }
-    }
-
-    if writes {
-        #[unroll]
-        for row in 0..share.rows {
-            let index = start.index + row * extent.blocks;
-            let target = index * block_words / words;
-            #[unroll]
-            for line in 0..comptime!(row_words / words) {
-                let mut stored = Vector::<u32, W>::empty();
-                #[unroll]
-                for word in 0..words {
-                    let at = comptime!(row * row_words + line * words + word);
-                    stored.insert(comptime!(word as usize), row_codes[at as usize]);
-                }
-                codes[(target + line) as usize] = stored;
-            }
-            let mut stored = Vector::<u8, B>::empty();
-            #[unroll]
-            for block in 0..share.blocks {
-                let code = row_scales[(row * share.blocks + block) as usize];
-                stored.insert(comptime!(block as usize), u8::cast_from(code));
-            }
-            scales[(index / share.blocks) as usize] = stored;
-            if start.block == 0u32 && (comptime!(method.by_row) || start.index + row == 0u32) {
-                let tensor = tensor_factor(amax, start.row + row, &factors, method);
-                let at = if comptime!(method.by_row) { start.row + row } else { 0u32.runtime() };
+        if row < rows_left {
+            let index = place.index + row * extent.blocks;
+            codes[index as usize] = block_codes;
+            scales[index as usize] = u8::cast_from(chosen.codes[row as usize]);
+            if place.block == 0u32 && (comptime!(method.by_row) || index == 0u32) {
+                let tensor = tensor_factor(amax, place.row + row, &factors, method);
+                let at = if comptime!(method.by_row) { place.row + row } else { 0u32.runtime() };
                 tensor_scale[at as usize] = u32::reinterpret(tensor.decode);
             }
         }
@@ -254,35 +214,27 @@ fn fake_quantize_kernel<F: Float, N: Size>(
     #[comptime] share: Share,
 ) {
     let block_size = comptime!(method.block_size);
+    let rule = comptime!(method.rule);
     let item = ABSOLUTE_POS as u32;
-    let start = place(min(item, extent.items - 1), &extent, share);
-    let writes = start.exists && item < extent.items;
-    let first = select(start.exists, first_value(&start, &extent, block_size, share), 0u32);
+    let place = place(min(item, extent.items - 1), &extent, share);
+    let mut elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
+    let chosen =
+        choose_scales::<F, N>(&elements, values, &place, &extent, amax, &factors, method, share);
     #[unroll]
-    for block in 0..share.blocks {
-        let first = first + block * block_size * extent.inner;
-        let mut elements = load_block::<F, N>(values, first, extent.inner, block_size, share);
-        let chosen = choose_scales::<F, N>(
-            &elements, values, &start, &extent, amax, &factors, method, share,
-        );
+    for row in 0..share.rows {
+        let factor = chosen.factors[row as usize];
+        let value = scale_value(chosen.codes[row as usize], comptime!(rule.row().format));
+        let decode = tensor_factor(amax, place.row + row, &factors, method).decode;
+        let mask = code_mask(factor, rule);
         #[unroll]
-        for row in 0..share.rows {
-            let factor = chosen.factors[row as usize];
-            let value =
-                scale_value(chosen.codes[row as usize], comptime!(method.rule.row().format));
-            let decode = tensor_factor(amax, start.row + row, &factors, method).decode;
-            let numbers = code_mask(factor, comptime!(method.rule));
-            #[unroll]
-            for k in 0..block_size {
-                let at = comptime!((row * block_size + k) as usize);
-                let rule = comptime!(method.rule);
-                let nearest = nearest_element(normalize(elements[at], factor, &factors, rule));
-                let nearest = f32::reinterpret(u32::reinterpret(nearest) & numbers);
-                elements[at] = (nearest * value) * decode;
-            }
+        for k in 0..block_size {
+            let at = comptime!((row * block_size + k) as usize);
+            let nearest = nearest_element(normalize(elements[at], factor, &factors, rule));
+            let nearest = f32::reinterpret(u32::reinterpret(nearest) & mask);
+            elements[at] = (nearest * value) * decode;
         }
-        if writes {
-            store_block::<F, N>(&elements, output, first, extent.inner, block_size, share);
-        }
+    }
+    if item < extent.items {
+        store_blocks::<F, N>(&elements, output, &place, &extent, block_size, share);
     }
 }

@@ -17,123 +17,169 @@ pub(crate) struct Extent {
     pub(crate) items: u32,
 }
 
-/// The first packed row and the first block of a share.
+/// Where a share lies.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Place {
+    /// The first of its packed rows.
     pub(crate) row: u32,
+    /// Its block in each of them.
     pub(crate) block: u32,
-    /// Number of the block in the packed matrix.
+    /// Number of the block in the packed matrix, in the first row.
     pub(crate) index: u32,
-    /// Whether the rows exist: the last tile may have fewer than 16.
-    pub(crate) exists: bool,
+    /// How many rows from the first one on there are: the last tile may have fewer than 16.
+    pub(crate) rows_left: u32,
 }
 
-/// The place of the share with this number.
-///
-/// Neighbouring units take neighbouring blocks of a row, or along a strided axis neighbouring rows, so
-/// that what they read together is contiguous. Those of a tile take its rows.
+/// The place of the share with this number; see [`Share`] for the order.
 #[cube]
 pub(crate) fn place(item: u32, extent: &Extent, #[comptime] share: Share) -> Place {
-    let blocks = extent.blocks / share.blocks;
-    if comptime!(share.along && share.tile == Tile::Exchanged) {
-        let row = item / 16 / blocks * 16 + item % 16;
-        let block = item / 16 % blocks;
-        Place { row, block, index: row * blocks + block, exists: row < extent.rows }
-    } else if comptime!(share.along) {
-        let exists = true.runtime();
-        let index = item * share.blocks;
-        Place { row: item / blocks, block: item % blocks * share.blocks, index, exists }
+    if comptime!(share.along && share.tile != Tile::Exchanged) {
+        let row = item / extent.blocks;
+        Place { row, block: item % extent.blocks, index: item, rows_left: 1u32.runtime() }
     } else {
-        // With tiles a last one that is not whole has idle units, see `plan`.
-        let padded = if comptime!(share.tile == Tile::Exchanged) {
-            (extent.inner + 15) / 16 * 16
+        let lanes = comptime!(share.lanes);
+        let lane = item % lanes;
+        let near = item / lanes % share.spread;
+        let group = item / (lanes * share.spread);
+        let rows = comptime!(lanes * share.rows);
+        let blocks = extent.blocks / share.spread;
+        if comptime!(share.along) {
+            let row = group / blocks * rows + lane * share.rows;
+            let block = group % blocks * share.spread + near;
+            let rows_left = max(extent.rows, row) - row;
+            Place { row, block, index: row * extent.blocks + block, rows_left }
         } else {
-            extent.inner
-        };
-        let columns = padded / share.rows;
-        let column = item % columns * share.rows;
-        let block = item / columns % blocks * share.blocks;
-        let row = item / columns / blocks * extent.inner + column;
-        Place { row, block, index: row * extent.blocks + block, exists: column < extent.inner }
+            let columns = (extent.inner + rows - 1) / rows;
+            let column = group % columns * rows + lane * share.rows;
+            let block = group / columns % blocks * share.spread + near;
+            let row = group / columns / blocks * extent.inner + column;
+            let rows_left = max(extent.inner, column) - column;
+            Place { row, block, index: row * extent.blocks + block, rows_left }
+        }
     }
 }
 
-/// Where the first value of a place stands in the dense tensor.
+/// The vector of the dense tensor that a share starts with.
 #[cube]
-pub(crate) fn first_value(
+pub(crate) fn first_vector(
     place: &Place,
     extent: &Extent,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) -> u32 {
-    if comptime!(share.along) {
+    let first = if comptime!(share.along) {
         place.index * block_size
     } else {
         let outer = place.row / extent.inner;
         let column = place.row % extent.inner;
         (outer * extent.blocks + place.block) * block_size * extent.inner + column
-    }
+    };
+    first / share.vector
 }
 
 /// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.
+/// Rows that do not exist repeat the first one.
 #[cube]
-pub(crate) fn load_block<F: Float, N: Size>(
+pub(crate) fn load_blocks<F: Float, N: Size>(
     values: &[Vector<F, N>],
-    first: u32,
-    inner: u32,
+    place: &Place,
+    extent: &Extent,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) -> Array<f32> {
     let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
-    let start = first / share.vector;
-    let lines = comptime!(if share.along { block_size / share.vector } else { block_size });
-    let step = if comptime!(share.along) { 1u32.runtime() } else { inner / share.vector };
-    #[unroll]
-    for line in 0..lines {
-        let loaded = values[(start + line * step) as usize];
+    // Of a share without rows, the first of the tensor.
+    let first = first_vector(place, extent, block_size, share);
+    let first = select(place.rows_left > 0u32, first, 0u32);
+    if comptime!(share.along) {
+        let lines = comptime!(block_size / share.vector);
         #[unroll]
-        for index in 0..share.vector {
-            let at = if comptime!(share.along) {
-                line * share.vector + index
-            } else {
-                index * block_size + line
-            };
-            let value = loaded.extract(comptime!(index as usize));
-            elements[at as usize] = widen::<F>(value, comptime!(share.conversion));
+        for row in 0..share.rows {
+            let offset = row * extent.blocks * lines;
+            let start = first + select(row < place.rows_left, offset, 0u32);
+            #[unroll]
+            for line in 0..lines {
+                let loaded = values[(start + line) as usize];
+                #[unroll]
+                for index in 0..share.vector {
+                    let at = comptime!(row * block_size + line * share.vector + index);
+                    let value = loaded.extract(comptime!(index as usize));
+                    elements[at as usize] = widen::<F>(value, comptime!(share.conversion));
+                }
+            }
+        }
+    } else {
+        let step = extent.inner / share.vector;
+        #[unroll]
+        for k in 0..block_size {
+            let loaded = values[(first + k * step) as usize];
+            #[unroll]
+            for row in 0..share.rows {
+                let at = comptime!(row * block_size + k);
+                let value = loaded.extract(comptime!(row as usize));
+                elements[at as usize] = widen::<F>(value, comptime!(share.conversion));
+            }
         }
     }
     elements
 }
 
-/// Stores what [`load_block`] loads, rounded once to a dtype.
+/// Stores what [`load_blocks`] loads, rounded once to the dtype of the tensor.
 #[cube]
-pub(crate) fn store_block<F: Float, N: Size>(
+pub(crate) fn store_blocks<F: Float, N: Size>(
     elements: &Array<f32>,
     values: &mut [Vector<F, N>],
-    first: u32,
-    inner: u32,
+    place: &Place,
+    extent: &Extent,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) {
-    let start = first / share.vector;
-    let lines = comptime!(if share.along { block_size / share.vector } else { block_size });
-    let step = if comptime!(share.along) { 1u32.runtime() } else { inner / share.vector };
+    let first = first_vector(place, extent, block_size, share);
+    if comptime!(share.along) {
+        let lines = comptime!(block_size / share.vector);
+        #[unroll]
+        for row in 0..share.rows {
+            if row < place.rows_left {
+                let start = first + row * extent.blocks * lines;
+                store_vectors(elements, comptime!(row * block_size), values, start, lines, share);
+            }
+        }
+    } else if place.rows_left > 0u32 {
+        let step = extent.inner / share.vector;
+        #[unroll]
+        for k in 0..block_size {
+            let mut rounded = Vector::<F, N>::empty();
+            #[unroll]
+            for row in 0..share.rows {
+                let value = elements[comptime!((row * block_size + k) as usize)];
+                let value = narrow::<F>(value, comptime!(share.conversion));
+                rounded.insert(comptime!(row as usize), value);
+            }
+            values[(first + k * step) as usize] = rounded;
+        }
+    }
+}
+
+/// Stores elements from `at` on as `lines` vectors.
+#[cube]
+pub(crate) fn store_vectors<F: Float, N: Size>(
+    elements: &Array<f32>,
+    #[comptime] at: u32,
+    values: &mut [Vector<F, N>],
+    start: u32,
+    #[comptime] lines: u32,
+    #[comptime] share: Share,
+) {
     #[unroll]
     for line in 0..lines {
         let mut rounded = Vector::<F, N>::empty();
         #[unroll]
         for index in 0..share.vector {
-            let at = if comptime!(share.along) {
-                line * share.vector + index
-            } else {
-                index * block_size + line
-            };
-            rounded.insert(
-                comptime!(index as usize),
-                narrow::<F>(elements[at as usize], comptime!(share.conversion)),
-            );
+            let value = elements[comptime!((at + line * share.vector + index) as usize)];
+            let value = narrow::<F>(value, comptime!(share.conversion));
+            rounded.insert(comptime!(index as usize), value);
         }
-        values[(start + line * step) as usize] = rounded;
+        values[(start + line) as usize] = rounded;
     }
 }
 

@@ -20,10 +20,12 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
         let values = client.create_from_slice(bf16::as_bytes(&dense));
         let dense_bytes = 2 * count;
         let copy = time(&|| drop(copied(client, values.clone(), dense_bytes / 16)));
+        let full = |name: &str| format!("{name}, {} x {}", shape[0], shape[1]);
+        let wanted =
+            |name: &str| arguments.filter.as_ref().is_none_or(|part| full(name).contains(part));
         let mut row = |name: &str, bytes, launch: &dyn Fn()| {
-            let name = format!("{name}, {} x {}", shape[0], shape[1]);
-            if arguments.filter.as_ref().is_none_or(|filter| name.contains(filter)) {
-                rows.push(Row::new(&name, count, bytes, time(launch), copy));
+            if wanted(name) {
+                rows.push(Row::new(&full(name), count, bytes, time(launch), copy));
             }
         };
         row("copy", 2 * dense_bytes, &|| drop(copied(client, values.clone(), dense_bytes / 16)));
@@ -60,10 +62,13 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                 row(&name(scheme), bytes(problem), &|| drop(packed(problem)));
             }
             for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
-                let packed = packed(problem);
-                row(&name(&format!("dequantize {scheme}")), bytes(problem), &|| {
-                    drop(dequantize(client, packed.clone(), problem));
-                });
+                let dequantized = name(&format!("dequantize {scheme}"));
+                if wanted(&dequantized) {
+                    let packed = packed(problem);
+                    row(&dequantized, bytes(problem), &|| {
+                        drop(dequantize(client, packed.clone(), problem));
+                    });
+                }
                 row(&name(&format!("fake {scheme}")), 2 * dense_bytes, &|| {
                     drop(fake_quantize(client, values.clone(), largest.clone(), problem));
                 });

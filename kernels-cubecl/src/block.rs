@@ -8,7 +8,7 @@ use crate::plan::{Share, Tile};
 use crate::scale::{
     BlockScale, Factors, Method, TensorFactor, block_scale, scale_value, te_scale, tensor_factor,
 };
-use crate::share::{Extent, Place, load_blocks};
+use crate::share::{Extent, Place, at_row, load_blocks};
 
 /// Largest magnitude of a block, which starts at `start` of the elements; NaN if a value is.
 #[cube]
@@ -90,7 +90,7 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
     if comptime!(share.tile == Tile::Repeated) {
         let mut of_tile = 0.0f32.runtime();
         for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, extent.rows) {
-            let neighbour = at_row(place, extent, row);
+            let neighbour = at_row(place, extent, row, block_size, share);
             let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
             of_tile = max_nan(of_tile, largest_magnitude(&elements, 0u32, block_size));
         }
@@ -132,17 +132,6 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
         );
     }
     scales
-}
-
-/// The same block of another row.
-#[cube]
-fn at_row(place: &Place, extent: &Extent, row: u32) -> Place {
-    Place {
-        row,
-        block: place.block,
-        index: row * extent.blocks + place.block,
-        rows_left: 1u32.runtime(),
-    }
 }
 
 /// Replaces the amax of each row by that of its tile, of which every unit holds `rows` rows.
@@ -188,7 +177,7 @@ fn four_over_six<F: Float, N: Size>(
         #[unroll]
         for index in 0..16u32 {
             let row = place.row / 16 * 16 + index;
-            let neighbour = at_row(place, extent, min(row, extent.rows - 1));
+            let neighbour = at_row(place, extent, min(row, extent.rows - 1), block_size, share);
             let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
             let both = candidates(largest[0], &tensor);
             let six = error(&elements, 0u32, &both.on_six, &tensor, factors, method);

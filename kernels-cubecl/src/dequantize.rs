@@ -85,7 +85,7 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         let lines = comptime!(8 / share.vector);
         store_vectors::<F, N>(&elements, 0u32, values, item * lines, lines, share);
     } else {
-        let place = place(item, &extent, share);
+        let place = place(item, &extent, block_size, share);
         let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
         #[unroll]
         for row in 0..share.rows {

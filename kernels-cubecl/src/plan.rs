@@ -196,9 +196,8 @@ pub fn plan(
             let mut share = match (tile, along) {
                 (Tile::Repeated, _) => one_row,
                 (Tile::Exchanged, true) => {
-                    // With two rows a unit has, eight units hold a tile.
-                    let spread = common_power_of_two(blocks, 4);
-                    Share { vector: widest, rows: 2, lanes: 8, spread, ..one_row }
+                    let spread = common_power_of_two(blocks, 8);
+                    Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
                 }
                 (Tile::None, true) => Share { vector: widest, ..one_row },
                 (_, false) => strided(problem, widest, one_row),
@@ -227,10 +226,10 @@ pub fn plan(
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
 }
 
-/// Across a strided axis a unit takes as many rows as a load of 4 bytes has, and its neighbours write
+/// Across a strided axis a unit takes as many rows as a load of 8 bytes has, and its neighbours write
 /// 32 bytes of codes of each.
 fn strided(problem: &Problem, widest: u32, one_row: Share) -> Share {
-    let rows = common_power_of_two(problem.view.inner as u32, widest / 4);
+    let rows = common_power_of_two(problem.view.inner as u32, widest / 2);
     let lanes = common_power_of_two(problem.view.inner as u32 / rows, 8);
     let most = 64 / problem.scheme.block_size as u32;
     let spread = common_power_of_two(problem.blocks() as u32, most);
@@ -294,7 +293,7 @@ mod tests {
             let view = View { outer: 1, axis, inner };
             plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
         };
-        let wide = Share { vector: 2, rows: 2, lanes: 8, spread: 4, ..ONE_ROW };
+        let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 4, ..ONE_ROW };
         assert_eq!(share(1024, 1024), wide);
         assert_eq!(share(1023, 48), ONE_ROW);
     }
@@ -304,7 +303,7 @@ mod tests {
         let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
         let plan = |view, device| plan(Operation::Quantize, &problem(view, tiles), device).unwrap();
         let ragged = plan(View::rows(17, 32), &GPU);
-        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 32));
+        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 16));
         assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, Tile::Repeated);
         let straddling = View { outer: 2, axis: 32, inner: 8 };
         assert_eq!(plan(straddling, &GPU).share.tile, Tile::Repeated);

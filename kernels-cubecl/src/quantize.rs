@@ -169,7 +169,7 @@ fn quantize_kernel<F: Float, N: Size, W: Size>(
     let rule = comptime!(method.rule);
     let item = ABSOLUTE_POS as u32;
     // Units beyond the last share repeat it, so that whole planes exchange values, and keep silent.
-    let place = place(min(item, extent.items - 1), &extent, share);
+    let place = place(min(item, extent.items - 1), &extent, block_size, share);
     let rows_left = select(item < extent.items, place.rows_left, 0u32);
     let elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
     let chosen =
@@ -216,7 +216,7 @@ fn fake_quantize_kernel<F: Float, N: Size>(
     let block_size = comptime!(method.block_size);
     let rule = comptime!(method.rule);
     let item = ABSOLUTE_POS as u32;
-    let place = place(min(item, extent.items - 1), &extent, share);
+    let place = place(min(item, extent.items - 1), &extent, block_size, share);
     let mut elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
     let chosen =
         choose_scales::<F, N>(&elements, values, &place, &extent, amax, &factors, method, share);

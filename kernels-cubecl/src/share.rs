@@ -26,16 +26,28 @@ pub(crate) struct Place {
     pub(crate) block: u32,
     /// Number of the block in the packed matrix, in the first row.
     pub(crate) index: u32,
+    /// Where its first value stands in the dense tensor.
+    pub(crate) first: u32,
     /// How many rows from the first one on there are: the last tile may have fewer than 16.
     pub(crate) rows_left: u32,
 }
 
 /// The place of the share with this number; see [`Share`] for the order.
 #[cube]
-pub(crate) fn place(item: u32, extent: &Extent, #[comptime] share: Share) -> Place {
+pub(crate) fn place(
+    item: u32,
+    extent: &Extent,
+    #[comptime] block_size: u32,
+    #[comptime] share: Share,
+) -> Place {
     if comptime!(share.along && share.tile != Tile::Exchanged) {
-        let row = item / extent.blocks;
-        Place { row, block: item % extent.blocks, index: item, rows_left: 1u32.runtime() }
+        Place {
+            row: item / extent.blocks,
+            block: item % extent.blocks,
+            index: item,
+            first: item * block_size,
+            rows_left: 1u32.runtime(),
+        }
     } else {
         let lanes = comptime!(share.lanes);
         let lane = item % lanes;
@@ -46,35 +58,39 @@ pub(crate) fn place(item: u32, extent: &Extent, #[comptime] share: Share) -> Pla
         if comptime!(share.along) {
             let row = group / blocks * rows + lane * share.rows;
             let block = group % blocks * share.spread + near;
+            let index = row * extent.blocks + block;
             let rows_left = max(extent.rows, row) - row;
-            Place { row, block, index: row * extent.blocks + block, rows_left }
+            Place { row, block, index, first: index * block_size, rows_left }
         } else {
             let columns = (extent.inner + rows - 1) / rows;
             let column = group % columns * rows + lane * share.rows;
             let block = group / columns % blocks * share.spread + near;
-            let row = group / columns / blocks * extent.inner + column;
+            let outer = group / columns / blocks;
+            let row = outer * extent.inner + column;
+            let first = (outer * extent.blocks + block) * block_size * extent.inner + column;
             let rows_left = max(extent.inner, column) - column;
-            Place { row, block, index: row * extent.blocks + block, rows_left }
+            Place { row, block, index: row * extent.blocks + block, first, rows_left }
         }
     }
 }
 
-/// The vector of the dense tensor that a share starts with.
+/// The same block of another row.
 #[cube]
-pub(crate) fn first_vector(
+pub(crate) fn at_row(
     place: &Place,
     extent: &Extent,
+    row: u32,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
-) -> u32 {
+) -> Place {
+    let index = row * extent.blocks + place.block;
     let first = if comptime!(share.along) {
-        place.index * block_size
+        index * block_size
     } else {
-        let outer = place.row / extent.inner;
-        let column = place.row % extent.inner;
-        (outer * extent.blocks + place.block) * block_size * extent.inner + column
+        let outer = row / extent.inner * extent.blocks;
+        (outer + place.block) * block_size * extent.inner + row % extent.inner
     };
-    first / share.vector
+    Place { row, block: place.block, index, first, rows_left: 1u32.runtime() }
 }
 
 /// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.
@@ -89,8 +105,7 @@ pub(crate) fn load_blocks<F: Float, N: Size>(
 ) -> Array<f32> {
     let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
     // Of a share without rows, the first of the tensor.
-    let first = first_vector(place, extent, block_size, share);
-    let first = select(place.rows_left > 0u32, first, 0u32);
+    let first = select(place.rows_left > 0u32, place.first, 0u32) / share.vector;
     if comptime!(share.along) {
         let lines = comptime!(block_size / share.vector);
         #[unroll]
@@ -134,7 +149,7 @@ pub(crate) fn store_blocks<F: Float, N: Size>(
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) {
-    let first = first_vector(place, extent, block_size, share);
+    let first = place.first / share.vector;
     if comptime!(share.along) {
         let lines = comptime!(block_size / share.vector);
         #[unroll]

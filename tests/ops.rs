@@ -78,18 +78,23 @@ fn any_rank_any_axis_any_device() {
 
 #[test]
 fn views_quantize_like_copies() {
-    let device = Device::flex();
-    let tensor = values([32, 48], &device, DType::F32);
+    for (name, device, _) in devices() {
+        views_quantize_like_copies_on(name, &device);
+    }
+}
+
+fn views_quantize_like_copies_on(name: &str, device: &Device) {
+    let tensor = values([32, 48], device, DType::F32);
     let packed = |tensor: Tensor<2>, axis| {
         quantize(tensor, axis, &Fp4Scheme::nvfp4()).unwrap().to_packed().unwrap()
     };
     let transposed = tensor.clone().transpose();
-    assert_same("transposed", &packed(transposed.clone(), 0), &packed(tensor.clone(), 1));
-    assert_same("transposed", &packed(transposed, 1), &packed(tensor.clone(), 0));
+    assert_same(name, &packed(transposed.clone(), 0), &packed(tensor.clone(), 1));
+    assert_same(name, &packed(transposed, 1), &packed(tensor.clone(), 0));
     let sliced = tensor.clone().slice([8..24, 16..48]);
-    let copied = Tensor::from_data(sliced.clone().into_data(), (&device, DType::F32));
-    assert_same("sliced", &packed(sliced.clone(), 1), &packed(copied.clone(), 1));
-    assert_same("sliced", &packed(sliced, 0), &packed(copied, 0));
+    let copied = Tensor::from_data(sliced.clone().into_data(), (device, DType::F32));
+    assert_same(name, &packed(sliced.clone(), 1), &packed(copied.clone(), 1));
+    assert_same(name, &packed(sliced, 0), &packed(copied, 0));
 }
 
 #[test]
@@ -306,4 +311,33 @@ fn modelopt_functions_take_tensors_of_any_shape() {
     let values = modelopt::fp4_dequantize(packed, scales, 0.5, 16, FloatDType::F32).unwrap();
     assert_eq!(values.dims(), [1, 16]);
     assert_eq!(floats(values)[..4], [0.5, 1.0, 6.0, -6.0]);
+}
+
+/// What `Fusion` wraps, called as it is.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+#[test]
+fn kernels_run_without_fusion_too() {
+    use burn::backend::Backend;
+    use burn::backend::ops::FloatTensorOps;
+    use burn::tensor::read_sync;
+    use burn_cubecl::CubeBackend;
+    use burn_fp4_ops::Fp4Backend;
+
+    let device = <CubeBackend as burn::backend::BackendTypes>::Device::default();
+    let dense = Kind::Outliers.values(64 * 48, 11);
+    let data = TensorData::new(dense.clone(), [64, 48]);
+    let upload = || CubeBackend::float_from_data(data.clone(), &device);
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4().with_block_size(16)] {
+        let amax = CubeBackend::fp4_amax(upload(), 1, false);
+        let packed = CubeBackend::fp4_quantize(upload(), amax.clone(), 1, scheme);
+        let layout = Fp4Layout::new(&[64, 48].into(), 1, &scheme).unwrap();
+        let restored = CubeBackend::fp4_dequantize(packed, layout, FloatDType::F32);
+        let fake = CubeBackend::fp4_fake_quantize(upload(), amax, 1, scheme);
+        let expected = oracle(&dense, 64, 48, &scheme).unwrap().dequantize();
+        CubeBackend::sync(&device).unwrap();
+        for found in [restored, fake] {
+            let found = read_sync(CubeBackend::float_into_data(found)).unwrap();
+            assert_bits("unfused", &found.iter::<f32>().collect::<Vec<_>>(), &expected);
+        }
+    }
 }

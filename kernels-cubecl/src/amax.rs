@@ -3,11 +3,10 @@ use burn_fp4_search::host::View;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use half::{bf16, f16};
 
 use crate::plan::{COLUMN_CHUNK, Share, UNITS};
 use crate::share::widen;
-use crate::{Capability, Dtype, Operation, Problem, Refusal, plan};
+use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
 ///
@@ -24,28 +23,29 @@ pub fn amax(
 ) -> Result<Handle, Refusal> {
     // It does not depend on a scheme.
     let problem = Problem { view, dtype, scheme: Fp4Scheme::nvfp4() };
-    match dtype {
-        Dtype::F32 => launch::<f32>(client, values, &problem, by_row),
-        Dtype::F16 => launch::<f16>(client, values, &problem, by_row),
-        Dtype::Bf16 => launch::<bf16>(client, values, &problem, by_row),
-    }
-}
-
-fn launch<F: Float>(
-    client: &Client,
-    values: Handle,
-    problem: &Problem,
-    by_row: bool,
-) -> Result<Handle, Refusal> {
-    let view = problem.view;
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
     let device = Capability::of(client);
-    let launch = plan(operation, problem, &device)?;
+    let planned = plan(operation, &problem, &device)?;
+    Ok(if planned.share.wide() {
+        launch::<u32>(client, values, view, by_row, planned, device)
+    } else {
+        launch::<u16>(client, values, view, by_row, planned, device)
+    })
+}
+
+fn launch<E: Int>(
+    client: &Client,
+    values: Handle,
+    view: View,
+    by_row: bool,
+    launch: Launch,
+    device: Capability,
+) -> Handle {
     let results = if by_row { view.packed_rows() } else { 1 };
     // Bits of magnitudes order like magnitudes, so the largest is found among integers.
     let result = client.create_from_slice(u32::as_bytes(&vec![0; results]));
     if launch.items == 0 {
-        return Ok(result);
+        return result;
     }
     let count = launch.count();
     let dim = CubeDim::new_1d(UNITS);
@@ -55,11 +55,11 @@ fn launch<F: Float>(
         let values = BufferArg::from_raw_parts(values, view.len() / vector);
         let output = BufferArg::from_raw_parts(result.clone(), results);
         if !by_row {
-            amax_kernel::launch_unchecked::<F>(
+            amax_kernel::launch_unchecked::<E>(
                 client,
                 count,
                 dim,
-                vector,
+                launch.share.words() as usize,
                 values,
                 output,
                 launch.items,
@@ -67,11 +67,11 @@ fn launch<F: Float>(
                 device.plane,
             );
         } else if view.inner == 1 {
-            row_amax_kernel::launch_unchecked::<F>(
+            row_amax_kernel::launch_unchecked::<E>(
                 client,
                 count,
                 dim,
-                vector,
+                launch.share.words() as usize,
                 values,
                 output,
                 (view.axis / vector) as u32,
@@ -80,11 +80,11 @@ fn launch<F: Float>(
                 device.plane,
             );
         } else {
-            column_amax_kernel::launch_unchecked::<F>(
+            column_amax_kernel::launch_unchecked::<E>(
                 client,
                 count,
                 dim,
-                vector,
+                launch.share.words() as usize,
                 values,
                 output,
                 view.axis as u32,
@@ -94,18 +94,16 @@ fn launch<F: Float>(
             );
         }
     }
-    Ok(result)
+    result
 }
 
 /// The largest of a magnitude and those of a vector.
 #[cube]
-fn larger<F: Float, N: Size>(largest: f32, values: Vector<F, N>, #[comptime] share: Share) -> f32 {
+fn larger<E: Int, N: Size>(largest: f32, values: Vector<E, N>, #[comptime] share: Share) -> f32 {
     let mut largest = largest;
     #[unroll]
     for index in 0..share.vector {
-        let value =
-            widen::<F>(values.extract(comptime!(index as usize)), comptime!(share.conversion));
-        largest = max_nan(largest, value.abs());
+        largest = max_nan(largest, widen::<E, N>(values, index, share).abs());
     }
     largest
 }
@@ -124,8 +122,8 @@ fn largest_of_plane(bits: u32, #[comptime] plane: u32) -> u32 {
 
 /// Every unit takes every `stride`-th vector.
 #[cube(launch_unchecked)]
-fn amax_kernel<F: Float, N: Size>(
-    values: &[Vector<F, N>],
+fn amax_kernel<E: Int, N: Size>(
+    values: &[Vector<E, N>],
     result: &mut [Atomic<u32>],
     count: u32,
     #[comptime] share: Share,
@@ -140,26 +138,27 @@ fn amax_kernel<F: Float, N: Size>(
         let second = values[(at + stride) as usize];
         let third = values[(at + 2 * stride) as usize];
         let fourth = values[(at + 3 * stride) as usize];
-        largest = larger::<F, N>(largest, first, share);
-        largest = larger::<F, N>(largest, second, share);
-        largest = larger::<F, N>(largest, third, share);
-        largest = larger::<F, N>(largest, fourth, share);
+        largest = larger::<E, N>(largest, first, share);
+        largest = larger::<E, N>(largest, second, share);
+        largest = larger::<E, N>(largest, third, share);
+        largest = larger::<E, N>(largest, fourth, share);
         at += 4 * stride;
     }
     while at < count {
-        largest = larger::<F, N>(largest, values[at as usize], share);
+        largest = larger::<E, N>(largest, values[at as usize], share);
         at += stride;
     }
     let of_plane = largest_of_plane(magnitude_bits(largest), plane);
-    if ABSOLUTE_POS as u32 % plane == 0u32 {
+    let lane = ABSOLUTE_POS as u32 % plane;
+    if lane == 0u32 {
         result[0].fetch_max(of_plane);
     }
 }
 
 /// Every plane takes a packed row of `vectors` vectors.
 #[cube(launch_unchecked)]
-fn row_amax_kernel<F: Float, N: Size>(
-    values: &[Vector<F, N>],
+fn row_amax_kernel<E: Int, N: Size>(
+    values: &[Vector<E, N>],
     result: &mut [u32],
     vectors: u32,
     rows: u32,
@@ -172,7 +171,7 @@ fn row_amax_kernel<F: Float, N: Size>(
     if row < rows {
         let mut at = lane;
         while at < vectors {
-            largest = larger::<F, N>(largest, values[(row * vectors + at) as usize], share);
+            largest = larger::<E, N>(largest, values[(row * vectors + at) as usize], share);
             at += plane;
         }
     }
@@ -184,8 +183,8 @@ fn row_amax_kernel<F: Float, N: Size>(
 
 /// Every unit takes [`COLUMN_CHUNK`] vectors of neighbouring packed rows.
 #[cube(launch_unchecked)]
-fn column_amax_kernel<F: Float, N: Size>(
-    values: &[Vector<F, N>],
+fn column_amax_kernel<E: Int, N: Size>(
+    values: &[Vector<E, N>],
     result: &mut [Atomic<u32>],
     axis: u32,
     columns: u32,
@@ -196,7 +195,7 @@ fn column_amax_kernel<F: Float, N: Size>(
     if item >= count {
         terminate!();
     }
-    let chunks = (axis + COLUMN_CHUNK - 1) / COLUMN_CHUNK;
+    let chunks = axis.div_ceil(COLUMN_CHUNK);
     let column = item % columns;
     let outer = item / columns / chunks;
     let start = item / columns % chunks * COLUMN_CHUNK;
@@ -209,8 +208,7 @@ fn column_amax_kernel<F: Float, N: Size>(
         let loaded = values[((outer * axis + k) * columns + column) as usize];
         #[unroll]
         for index in 0..share.vector {
-            let value = loaded.extract(comptime!(index as usize));
-            let value = widen::<F>(value, comptime!(share.conversion)).abs();
+            let value = widen::<E, N>(loaded, index, share).abs();
             largest[index as usize] = max_nan(largest[index as usize], value);
         }
     }

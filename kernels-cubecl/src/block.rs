@@ -52,7 +52,7 @@ pub(crate) fn normalize(
     };
     let normalized = if comptime!(matches!(rule, ScaleRule::Gist | ScaleRule::NoTensorScale)) {
         // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
-        select(normalized == normalized, normalized, 0.0f32)
+        select(normalized.is_nan(), 0.0f32, normalized)
     } else {
         normalized
     };
@@ -75,9 +75,9 @@ pub(crate) struct BlockScales {
 ///
 /// `elements` are those of [`load_blocks`]; the values are only read again where tiles ask for it.
 #[cube]
-pub(crate) fn choose_scales<F: Float, N: Size>(
+pub(crate) fn choose_scales<E: Int, N: Size>(
     elements: &Array<f32>,
-    values: &[Vector<F, N>],
+    values: &[Vector<E, N>],
     place: &Place,
     extent: &Extent,
     amax: &[f32],
@@ -91,7 +91,7 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
         let mut of_tile = 0.0f32.runtime();
         for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, extent.rows) {
             let neighbour = at_row(place, extent, row, block_size, share);
-            let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
+            let elements = load_blocks::<E, N>(values, &neighbour, extent, block_size, share);
             of_tile = max_nan(of_tile, largest_magnitude(&elements, 0u32, block_size));
         }
         largest[0] = of_tile;
@@ -118,7 +118,7 @@ pub(crate) fn choose_scales<F: Float, N: Size>(
             scales.factors[row as usize] = scale.factor;
         }
     } else {
-        four_over_six::<F, N>(
+        four_over_six::<E, N>(
             elements,
             &largest,
             values,
@@ -155,10 +155,10 @@ fn largest_of_tile(largest: &mut Array<f32>, #[comptime] rows: u32) {
 /// The better of two scales: amax on element 6, or on element 4; see
 /// [`ScaleSearch::FourOverSix`](burn_fp4_search::ScaleSearch).
 #[cube]
-fn four_over_six<F: Float, N: Size>(
+fn four_over_six<E: Int, N: Size>(
     elements: &Array<f32>,
     largest: &Array<f32>,
-    values: &[Vector<F, N>],
+    values: &[Vector<E, N>],
     place: &Place,
     extent: &Extent,
     amax: &[f32],
@@ -178,7 +178,7 @@ fn four_over_six<F: Float, N: Size>(
         for index in 0..16u32 {
             let row = place.row / 16 * 16 + index;
             let neighbour = at_row(place, extent, min(row, extent.rows - 1), block_size, share);
-            let elements = load_blocks::<F, N>(values, &neighbour, extent, block_size, share);
+            let elements = load_blocks::<E, N>(values, &neighbour, extent, block_size, share);
             let both = candidates(largest[0], &tensor);
             let six = error(&elements, 0u32, &both.on_six, &tensor, factors, method);
             let four = error(&elements, 0u32, &both.on_four, &tensor, factors, method);

@@ -9,6 +9,7 @@ use crate::plan::{Share, UNITS};
 use crate::quantize::extent;
 use crate::scale::scale_value;
 use crate::share::{Extent, place, store_blocks, store_vectors};
+use crate::stage::{exchange, packed_place};
 use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
@@ -86,18 +87,28 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         store_vectors::<F, N>(&elements, 0u32, values, item * lines, lines, share);
     } else {
         let place = place(item, &extent, block_size, share);
+        let source = packed_place(&place, &extent, share);
+        let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
+        let mut block_scales = Array::<u32>::new(comptime!(share.rows as usize));
+        #[unroll]
+        for row in 0..share.rows {
+            let index = source.index + row * extent.blocks;
+            block_codes[row as usize] = codes[index as usize];
+            block_scales[row as usize] = u32::cast_from(scales[index as usize]);
+        }
+        if comptime!(share.staged) {
+            exchange::<W>(&mut block_codes, &mut block_scales, block_words, share, true);
+        }
         let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
         #[unroll]
         for row in 0..share.rows {
-            let index = place.index + row * extent.blocks;
             let factor = if comptime!(by_row) { place.row + row } else { 0u32.runtime() };
-            let scale = scale_value(u32::cast_from(scales[index as usize]), format);
+            let scale = scale_value(block_scales[row as usize], format);
             let decode = f32::reinterpret(tensor_scale[factor as usize]);
-            let loaded = codes[index as usize];
             #[unroll]
             for word in 0..block_words {
                 let at = comptime!(row * block_size + word * 8);
-                let word = loaded.extract(comptime!(word as usize));
+                let word = block_codes[row as usize].extract(comptime!(word as usize));
                 decode_word(word, &mut elements, at, scale, decode);
             }
         }

@@ -31,7 +31,7 @@ pub(crate) fn round_to_e2m1(value: f32) -> u32 {
     let grid = round_to_grid(value);
     // The bits of `shifted` are (149 + e) << 23 | steps, and the code is steps + 2 e.
     let code = u32::reinterpret(grid.shifted) * 0x1000_0040u32 + 0x6000_0000u32;
-    (code & 0x7FFF_FFFFu32) | (u32::reinterpret(value) & 0x8000_0000u32)
+    code | (u32::reinterpret(value) & 0x8000_0000u32)
 }
 
 /// The value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].

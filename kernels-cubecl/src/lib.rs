@@ -12,6 +12,7 @@
 //! | `element.rs`       | code <-> f32, on bits                                                  |
 //! | `scale.rs`         | amax -> scale, for every rule                                          |
 //! | `block.rs`         | blocks and tiles: amax, choice of the scale, normalized elements       |
+//! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
 //! | `quantize.rs`      | codes and scales, or right away their values                           |
 //! | `dequantize.rs`    | the values of codes and scales                                         |
@@ -30,6 +31,7 @@ mod quantize;
 mod scale;
 mod share;
 mod squared_error;
+mod stage;
 
 pub use amax::amax;
 pub use cubecl;

@@ -3,6 +3,7 @@ use cubecl::client::Client;
 use cubecl::features::Plane;
 use cubecl::prelude::CubeCount;
 
+use crate::stage::SIDE;
 use crate::{Dtype, Problem};
 
 /// What is to be launched.
@@ -47,8 +48,8 @@ impl Capability {
         let cpu = hardware.num_cpu_cores.is_some();
         Self {
             plane: if planes { hardware.plane_size_min } else { 1 },
-            // Eight cubes of 256 units are as many as a multiprocessor keeps.
-            cubes: 8 * hardware.num_streaming_multiprocessors.unwrap_or(32),
+            // Each with several loads of 16 bytes a unit under way.
+            cubes: 4 * hardware.num_streaming_multiprocessors.unwrap_or(32),
             max_cubes: hardware.max_cube_count.0,
             load: 16,
             converts_bf16: !cpu,
@@ -92,13 +93,35 @@ pub struct Share {
     pub lanes: u32,
     /// Units beside each other along rows.
     pub spread: u32,
+    /// Whether the units of a cube exchange packed blocks through shared memory; see `stage.rs`.
+    pub staged: bool,
     /// What shares a block scale.
     pub tile: Tile,
-    /// How values become f32 and back.
+    /// dtype of the dense tensor.
+    pub dtype: Dtype,
+    /// How f32 becomes this dtype.
     pub conversion: Conversion,
 }
 
-/// How values of a dtype become f32 and back.
+impl Share {
+    /// Values of a word: a dense tensor is loaded in words of 32 bits, or of 16 where a vector is a
+    /// single value of 16 bits.
+    pub const fn word_values(&self) -> u32 {
+        if self.dtype.size() == 2 && self.vector > 1 { 2 } else { 1 }
+    }
+
+    /// Words of a vector.
+    pub const fn words(&self) -> u32 {
+        self.vector / self.word_values()
+    }
+
+    /// Whether words have 32 bits.
+    pub const fn wide(&self) -> bool {
+        self.dtype.size() == 4 || self.vector > 1
+    }
+}
+
+/// How f32 is rounded to a dtype, to nearest even.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Conversion {
     /// By the instructions of the device.
@@ -164,8 +187,18 @@ pub fn plan(
     let along = inner == 1;
     let bits = *dtype == Dtype::Bf16 && !device.converts_bf16;
     let conversion = if bits { Conversion::Bf16Bits } else { Conversion::Device };
-    let one_row =
-        Share { vector: 1, along, rows: 1, lanes: 1, spread: 1, tile: Tile::None, conversion };
+    let dtype = *dtype;
+    let one_row = Share {
+        vector: 1,
+        along,
+        rows: 1,
+        lanes: 1,
+        spread: 1,
+        staged: false,
+        tile: Tile::None,
+        dtype,
+        conversion,
+    };
     let (items, share) = match operation {
         Operation::Amax => {
             let vector = common_power_of_two(view.len() as u32, widest);
@@ -188,7 +221,7 @@ pub fn plan(
             (view.len() as u32 / 8, share)
         }
         Operation::Dequantize => {
-            let share = Share { spread: 1, ..strided(problem, widest, one_row) };
+            let share = strided(problem, device, widest, one_row);
             (rows / share.rows * blocks, share)
         }
         Operation::Quantize | Operation::FakeQuantize => {
@@ -200,15 +233,17 @@ pub fn plan(
                     Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
                 }
                 (Tile::None, true) => Share { vector: widest, ..one_row },
-                (_, false) => strided(problem, widest, one_row),
+                (_, false) if operation == Operation::FakeQuantize => {
+                    // Only the dense tensor is written: one block after the other.
+                    Share { spread: 1, ..neighbours(problem, widest, one_row) }
+                }
+                (_, false) => strided(problem, device, widest, one_row),
             };
-            if operation == Operation::FakeQuantize {
-                // Only the dense tensor is written, whose rows are far apart.
-                share.spread = 1;
-            }
             let rows = match tile {
                 Tile::Exchanged => {
-                    share.lanes = 16 / share.rows;
+                    if !share.staged {
+                        share.lanes = 16 / share.rows;
+                    }
                     // Rows that are missing from a last tile are idle units.
                     rows.next_multiple_of(16)
                 }
@@ -226,9 +261,23 @@ pub fn plan(
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
 }
 
-/// Across a strided axis a unit takes as many rows as a load of 8 bytes has, and its neighbours write
-/// 32 bytes of codes of each.
-fn strided(problem: &Problem, widest: u32, one_row: Share) -> Share {
+/// How a strided axis is divided: in squares that a cube stages where they fit.
+///
+/// Without planes a cube is no faster than its units one after the other, and exchanges are slow.
+fn strided(problem: &Problem, device: &Capability, widest: u32, one_row: Share) -> Share {
+    let share = neighbours(problem, widest, one_row);
+    let columns = problem.view.inner as u32 / share.rows;
+    let fits = columns.is_multiple_of(SIDE) && (problem.blocks() as u32).is_multiple_of(SIDE);
+    if fits && device.plane > 1 {
+        Share { lanes: SIDE, spread: SIDE, staged: true, ..share }
+    } else {
+        share
+    }
+}
+
+/// A unit takes as many rows as a load of 8 bytes has, and its neighbours write 32 bytes of codes of
+/// each.
+fn neighbours(problem: &Problem, widest: u32, one_row: Share) -> Share {
     let rows = common_power_of_two(problem.view.inner as u32, widest / 2);
     let lanes = common_power_of_two(problem.view.inner as u32 / rows, 8);
     let most = 64 / problem.scheme.block_size as u32;
@@ -268,7 +317,9 @@ mod tests {
         rows: 1,
         lanes: 1,
         spread: 1,
+        staged: false,
         tile: Tile::None,
+        dtype: Dtype::Bf16,
         conversion: Conversion::Device,
     };
 
@@ -294,7 +345,8 @@ mod tests {
             plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
         };
         let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 4, ..ONE_ROW };
-        assert_eq!(share(1024, 1024), wide);
+        assert_eq!(share(1024, 64), wide);
+        assert_eq!(share(1024, 1024), Share { lanes: 16, spread: 16, staged: true, ..wide });
         assert_eq!(share(1023, 48), ONE_ROW);
     }
 

@@ -8,7 +8,8 @@ use crate::block::{choose_scales, code_mask, normalize};
 use crate::element::{nearest_element, round_to_e2m1};
 use crate::plan::{Share, UNITS};
 use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
-use crate::share::{Extent, ExtentLaunch, load_blocks, place, store_blocks};
+use crate::share::{Extent, ExtentLaunch, item, load_blocks, place, store_blocks};
+use crate::stage::{exchange, packed_place};
 use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// A quantized tensor in device memory.
@@ -34,11 +35,12 @@ pub fn quantize(
     amax: Handle,
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
-    match problem.dtype {
-        Dtype::F32 => launch_quantize::<f32>(client, values, amax, problem),
-        Dtype::F16 => launch_quantize::<f16>(client, values, amax, problem),
-        Dtype::Bf16 => launch_quantize::<bf16>(client, values, amax, problem),
-    }
+    let launch = plan(Operation::Quantize, problem, &Capability::of(client))?;
+    Ok(if launch.share.wide() {
+        launch_quantize::<u32>(client, values, amax, problem, launch)
+    } else {
+        launch_quantize::<u16>(client, values, amax, problem, launch)
+    })
 }
 
 /// What [`dequantize`](crate::dequantize()) makes of [`quantize`], in one pass.
@@ -51,21 +53,32 @@ pub fn fake_quantize(
     amax: Handle,
     problem: &Problem,
 ) -> Result<Handle, Refusal> {
-    match problem.dtype {
-        Dtype::F32 => launch_fake_quantize::<f32>(client, values, amax, problem),
-        Dtype::F16 => launch_fake_quantize::<f16>(client, values, amax, problem),
-        Dtype::Bf16 => launch_fake_quantize::<bf16>(client, values, amax, problem),
-    }
+    let launch = plan(Operation::FakeQuantize, problem, &Capability::of(client))?;
+    Ok(match (problem.dtype, launch.share.wide()) {
+        (Dtype::F16, true) => {
+            launch_fake_quantize::<u32, f16>(client, values, amax, problem, launch)
+        }
+        (Dtype::F16, false) => {
+            launch_fake_quantize::<u16, f16>(client, values, amax, problem, launch)
+        }
+        (Dtype::Bf16, true) => {
+            launch_fake_quantize::<u32, bf16>(client, values, amax, problem, launch)
+        }
+        (Dtype::Bf16, false) => {
+            launch_fake_quantize::<u16, bf16>(client, values, amax, problem, launch)
+        }
+        (Dtype::F32, _) => launch_fake_quantize::<u32, f32>(client, values, amax, problem, launch),
+    })
 }
 
-fn launch_quantize<F: Float>(
+fn launch_quantize<E: Int>(
     client: &Client,
     values: Handle,
     amax: Handle,
     problem: &Problem,
-) -> Result<Packed, Refusal> {
+    launch: Launch,
+) -> Packed {
     let Problem { view, scheme, .. } = problem;
-    let launch = plan(Operation::Quantize, problem, &Capability::of(client))?;
     let share = launch.share;
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
     let packed = Packed {
@@ -74,16 +87,16 @@ fn launch_quantize<F: Float>(
         tensor_scale: client.empty(4 * tensor_scales),
     };
     if launch.items == 0 {
-        return Ok(packed);
+        return packed;
     }
     let words = scheme.block_size / 8;
     // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
-        quantize_kernel::launch_unchecked::<F>(
+        quantize_kernel::launch_unchecked::<E>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
-            share.vector as usize,
+            share.words() as usize,
             words,
             BufferArg::from_raw_parts(values, view.len() / share.vector as usize),
             BufferArg::from_raw_parts(amax, tensor_scales),
@@ -96,29 +109,29 @@ fn launch_quantize<F: Float>(
             share,
         );
     }
-    Ok(packed)
+    packed
 }
 
-fn launch_fake_quantize<F: Float>(
+fn launch_fake_quantize<E: Int, F: Float>(
     client: &Client,
     values: Handle,
     amax: Handle,
     problem: &Problem,
-) -> Result<Handle, Refusal> {
+    launch: Launch,
+) -> Handle {
     let Problem { view, scheme, dtype } = problem;
-    let device = Capability::of(client);
-    let launch = plan(Operation::FakeQuantize, problem, &device)?;
     let output = client.empty(view.len() * dtype.size());
     if launch.items == 0 {
-        return Ok(output);
+        return output;
     }
     let vectors = view.len() / launch.share.vector as usize;
     // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
-        fake_quantize_kernel::launch_unchecked::<F>(
+        fake_quantize_kernel::launch_unchecked::<E, F>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
+            launch.share.words() as usize,
             launch.share.vector as usize,
             BufferArg::from_raw_parts(values, vectors),
             BufferArg::from_raw_parts(amax, scheme.tensor_scales(view.packed_rows())),
@@ -129,7 +142,7 @@ fn launch_fake_quantize<F: Float>(
             launch.share,
         );
     }
-    Ok(output)
+    output
 }
 
 pub(crate) fn extent(problem: &Problem, launch: &Launch) -> ExtentLaunch {
@@ -139,6 +152,7 @@ pub(crate) fn extent(problem: &Problem, launch: &Launch) -> ExtentLaunch {
         problem.blocks() as u32,
         view.inner as u32,
         launch.items,
+        launch.cubes[0] * launch.cubes[1],
     )
 }
 
@@ -154,8 +168,8 @@ fn factors(problem: &Problem) -> FactorsLaunch {
 }
 
 #[cube(launch_unchecked)]
-fn quantize_kernel<F: Float, N: Size, W: Size>(
-    values: &[Vector<F, N>],
+fn quantize_kernel<E: Int, N: Size, W: Size>(
+    values: &[Vector<E, N>],
     amax: &[f32],
     codes: &mut [Vector<u32, W>],
     scales: &mut [u8],
@@ -167,20 +181,23 @@ fn quantize_kernel<F: Float, N: Size, W: Size>(
 ) {
     let block_size = comptime!(method.block_size);
     let rule = comptime!(method.rule);
-    let item = ABSOLUTE_POS as u32;
+    let item = item(&extent);
     // Units beyond the last share repeat it, so that whole planes exchange values, and keep silent.
     let place = place(min(item, extent.items - 1), &extent, block_size, share);
     let rows_left = select(item < extent.items, place.rows_left, 0u32);
-    let elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
+    let elements = load_blocks::<E, N>(values, &place, &extent, block_size, share);
     let chosen =
-        choose_scales::<F, N>(&elements, values, &place, &extent, amax, &factors, method, share);
+        choose_scales::<E, N>(&elements, values, &place, &extent, amax, &factors, method, share);
+    let words = comptime!(block_size / 8);
+    let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
+    let mut block_scales = chosen.codes;
     #[unroll]
     for row in 0..share.rows {
         let factor = chosen.factors[row as usize];
         let mask = code_mask(factor, rule);
-        let mut block_codes = Vector::<u32, W>::empty();
+        let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]
-        for word in 0..comptime!(block_size / 8) {
+        for word in 0..words {
             let mut packed = 0u32;
             #[unroll]
             for index in 0..8u32 {
@@ -188,15 +205,24 @@ fn quantize_kernel<F: Float, N: Size, W: Size>(
                 let normalized = normalize(elements[at as usize], factor, &factors, rule);
                 packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
             }
-            block_codes.insert(comptime!(word as usize), packed & mask);
+            row_codes.insert(comptime!(word as usize), packed & mask);
         }
+        block_codes[row as usize] = row_codes;
+    }
+
+    if comptime!(share.staged) {
+        exchange::<W>(&mut block_codes, &mut block_scales, words, share, false);
+    }
+    let target = packed_place(&place, &extent, share);
+    #[unroll]
+    for row in 0..share.rows {
         if row < rows_left {
-            let index = place.index + row * extent.blocks;
-            codes[index as usize] = block_codes;
-            scales[index as usize] = u8::cast_from(chosen.codes[row as usize]);
-            if place.block == 0u32 && (comptime!(method.by_row) || index == 0u32) {
-                let tensor = tensor_factor(amax, place.row + row, &factors, method);
-                let at = if comptime!(method.by_row) { place.row + row } else { 0u32.runtime() };
+            let index = target.index + row * extent.blocks;
+            codes[index as usize] = block_codes[row as usize];
+            scales[index as usize] = u8::cast_from(block_scales[row as usize]);
+            if target.block == 0u32 && (comptime!(method.by_row) || index == 0u32) {
+                let tensor = tensor_factor(amax, target.row + row, &factors, method);
+                let at = if comptime!(method.by_row) { target.row + row } else { 0u32.runtime() };
                 tensor_scale[at as usize] = u32::reinterpret(tensor.decode);
             }
         }
@@ -204,8 +230,8 @@ fn quantize_kernel<F: Float, N: Size, W: Size>(
 }
 
 #[cube(launch_unchecked)]
-fn fake_quantize_kernel<F: Float, N: Size>(
-    values: &[Vector<F, N>],
+fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
+    values: &[Vector<E, M>],
     amax: &[f32],
     output: &mut [Vector<F, N>],
     extent: Extent,
@@ -215,11 +241,11 @@ fn fake_quantize_kernel<F: Float, N: Size>(
 ) {
     let block_size = comptime!(method.block_size);
     let rule = comptime!(method.rule);
-    let item = ABSOLUTE_POS as u32;
+    let item = item(&extent);
     let place = place(min(item, extent.items - 1), &extent, block_size, share);
-    let mut elements = load_blocks::<F, N>(values, &place, &extent, block_size, share);
+    let mut elements = load_blocks::<E, M>(values, &place, &extent, block_size, share);
     let chosen =
-        choose_scales::<F, N>(&elements, values, &place, &extent, amax, &factors, method, share);
+        choose_scales::<E, M>(&elements, values, &place, &extent, amax, &factors, method, share);
     #[unroll]
     for row in 0..share.rows {
         let factor = chosen.factors[row as usize];

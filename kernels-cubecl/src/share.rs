@@ -2,6 +2,9 @@
 
 use cubecl::prelude::*;
 
+use half::f16;
+
+use crate::Dtype;
 use crate::plan::{Conversion, Share, Tile};
 
 /// Lengths of a tensor, see [`View`](burn_fp4_search::host::View).
@@ -15,6 +18,15 @@ pub(crate) struct Extent {
     pub(crate) inner: u32,
     /// Shares of the tensor.
     pub(crate) items: u32,
+    /// Cubes launched.
+    pub(crate) cubes: u32,
+}
+
+/// The number of the share of this unit. The first cubes take the last shares: when quantization
+/// starts, the end of the tensor is what the amax pass has left in the cache.
+#[cube]
+pub(crate) fn item(extent: &Extent) -> u32 {
+    (extent.cubes - 1 - CUBE_POS as u32) * CUBE_DIM + UNIT_POS
 }
 
 /// Where a share lies.
@@ -62,7 +74,7 @@ pub(crate) fn place(
             let rows_left = max(extent.rows, row) - row;
             Place { row, block, index, first: index * block_size, rows_left }
         } else {
-            let columns = (extent.inner + rows - 1) / rows;
+            let columns = extent.inner.div_ceil(rows);
             let column = group % columns * rows + lane * share.rows;
             let block = group / columns % blocks * share.spread + near;
             let outer = group / columns / blocks;
@@ -96,8 +108,8 @@ pub(crate) fn at_row(
 /// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.
 /// Rows that do not exist repeat the first one.
 #[cube]
-pub(crate) fn load_blocks<F: Float, N: Size>(
-    values: &[Vector<F, N>],
+pub(crate) fn load_blocks<E: Int, N: Size>(
+    values: &[Vector<E, N>],
     place: &Place,
     extent: &Extent,
     #[comptime] block_size: u32,
@@ -118,8 +130,7 @@ pub(crate) fn load_blocks<F: Float, N: Size>(
                 #[unroll]
                 for index in 0..share.vector {
                     let at = comptime!(row * block_size + line * share.vector + index);
-                    let value = loaded.extract(comptime!(index as usize));
-                    elements[at as usize] = widen::<F>(value, comptime!(share.conversion));
+                    elements[at as usize] = widen::<E, N>(loaded, index, share);
                 }
             }
         }
@@ -131,8 +142,7 @@ pub(crate) fn load_blocks<F: Float, N: Size>(
             #[unroll]
             for row in 0..share.rows {
                 let at = comptime!(row * block_size + k);
-                let value = loaded.extract(comptime!(row as usize));
-                elements[at as usize] = widen::<F>(value, comptime!(share.conversion));
+                elements[at as usize] = widen::<E, N>(loaded, row, share);
             }
         }
     }
@@ -198,13 +208,27 @@ pub(crate) fn store_vectors<F: Float, N: Size>(
     }
 }
 
-/// The f32 of a value.
+/// The f32 of a value of a vector of words.
 #[cube]
-pub(crate) fn widen<F: Float>(value: F, #[comptime] conversion: Conversion) -> f32 {
-    if comptime!(conversion == Conversion::Bf16Bits) {
-        f32::reinterpret(u32::cast_from(u16::reinterpret(value)) << 16u32)
+pub(crate) fn widen<E: Int, N: Size>(
+    loaded: Vector<E, N>,
+    #[comptime] index: u32,
+    #[comptime] share: Share,
+) -> f32 {
+    let each = comptime!(share.word_values());
+    let word = u32::cast_from(loaded.extract(comptime!((index / each) as usize)));
+    if comptime!(share.dtype == Dtype::F32) {
+        f32::reinterpret(word)
+    } else if comptime!(share.dtype == Dtype::Bf16) {
+        // The bits of a bf16 are the upper ones of its f32.
+        if comptime!(index.is_multiple_of(each)) {
+            f32::reinterpret(word << 16u32)
+        } else {
+            f32::reinterpret(word & 0xFFFF_0000u32)
+        }
     } else {
-        f32::cast_from(value)
+        let half = comptime!(16 * (index % each));
+        f32::cast_from(f16::reinterpret(u16::cast_from((word >> half) & 0xFFFFu32)))
     }
 }
 

@@ -2,14 +2,13 @@ use burn_fp4_search::formats::Fp4Format;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use half::{bf16, f16};
 
 use crate::element::element_value;
 use crate::plan::{Share, UNITS};
 use crate::quantize::extent;
 use crate::scale::scale_value;
 use crate::share::{Extent, widen};
-use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
+use crate::{Capability, Launch, Operation, Packed, Problem, Refusal, plan};
 
 /// Partial sums of squares: `[2, count]` in f32, first the squared differences between a tensor and
 /// its packed form, then the squares of the tensor. Their totals are the two sums.
@@ -31,34 +30,36 @@ pub fn squared_error(
     packed: Packed,
     problem: &Problem,
 ) -> Result<PartialSums, Refusal> {
-    match problem.dtype {
-        Dtype::F32 => launch::<f32>(client, values, packed, problem),
-        Dtype::F16 => launch::<f16>(client, values, packed, problem),
-        Dtype::Bf16 => launch::<bf16>(client, values, packed, problem),
-    }
+    let planned = plan(Operation::SquaredError, problem, &Capability::of(client))?;
+    Ok(if planned.share.wide() {
+        launch::<u32>(client, values, packed, problem, planned)
+    } else {
+        launch::<u16>(client, values, packed, problem, planned)
+    })
 }
 
-fn launch<F: Float>(
+fn launch<E: Int>(
     client: &Client,
     values: Handle,
     packed: Packed,
     problem: &Problem,
-) -> Result<PartialSums, Refusal> {
+    launch: Launch,
+) -> PartialSums {
     let Problem { view, scheme, .. } = problem;
-    let launch = plan(Operation::SquaredError, problem, &Capability::of(client))?;
     if launch.items == 0 {
         let sums = client.create_from_slice(f32::as_bytes(&[0.0; 2]));
-        return Ok(PartialSums { sums, count: 1 });
+        return PartialSums { sums, count: 1 };
     }
     let count = launch.items as usize;
     let sums = client.empty(2 * 4 * count);
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
-        squared_error_kernel::launch_unchecked::<F>(
+        squared_error_kernel::launch_unchecked::<E>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
+            1,
             BufferArg::from_raw_parts(values, view.len()),
             BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4),
             BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
@@ -72,14 +73,14 @@ fn launch<F: Float>(
             tensor_scales > 1,
         );
     }
-    Ok(PartialSums { sums, count })
+    PartialSums { sums, count }
 }
 
 /// Every unit takes every `extent.items`-th word of eight codes; neighbouring units neighbouring
 /// columns or words.
 #[cube(launch_unchecked)]
-fn squared_error_kernel<F: Float>(
-    values: &[F],
+fn squared_error_kernel<E: Int, N: Size>(
+    values: &[Vector<E, N>],
     codes: &[u32],
     scales: &[u8],
     tensor_scale: &[u32],
@@ -113,10 +114,7 @@ fn squared_error_kernel<F: Float>(
         let packed = codes[(row * row_words + word) as usize];
         #[unroll]
         for index in 0..8u32 {
-            let value = widen::<F>(
-                values[(first + index * extent.inner) as usize],
-                comptime!(share.conversion),
-            );
+            let value = widen::<E, N>(values[(first + index * extent.inner) as usize], 0u32, share);
             let element = element_value(packed << comptime!(28 - 4 * index));
             let difference = (element * scale) * decode - value;
             error += difference * difference;

@@ -158,10 +158,14 @@ fn ints<B: Backend>(tensor: IntTensor<B>) -> TensorData {
     read_sync(B::int_into_data(tensor)).expect("host memory")
 }
 
-/// The Burn devices that every build has.
+/// The Burn devices of this build, and the dtypes they have.
 pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     vec![
         ("flex", Device::flex(), vec![DType::F32, DType::F16, DType::BF16]),
         ("ndarray", Device::ndarray(), vec![DType::F32]),
+        #[cfg(feature = "cpu")]
+        ("cpu", Device::cpu(), vec![DType::F32, DType::F16]),
+        #[cfg(feature = "cuda")]
+        ("cuda", Device::cuda(0), vec![DType::F32, DType::F16, DType::BF16]),
     ]
 }

@@ -119,8 +119,12 @@ impl<const D: usize> Fp4Tensor<D> {
     pub fn dequantize_to(&self, dtype: FloatDType) -> Tensor<D> {
         let layout = self.layout.clone();
         let packed = self.to_primitive();
-        let values = Tensor::from_dispatch(Dispatch::fp4_dequantize(packed, layout, dtype));
-        // An engine that does not write the dtype hands back f32.
+        // Engines write the dtypes they read; any other is made from f32.
+        let written = match dtype {
+            FloatDType::F16 | FloatDType::BF16 => dtype,
+            _ => FloatDType::F32,
+        };
+        let values = Tensor::from_dispatch(Dispatch::fp4_dequantize(packed, layout, written));
         if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
     }
 

@@ -9,7 +9,7 @@ use crate::plan::{Share, UNITS};
 use crate::quantize::extent;
 use crate::scale::scale_value;
 use crate::share::{Extent, place, store_blocks, store_vectors};
-use crate::stage::{exchange, packed_place};
+use crate::stage::{Exchange, exchange, packed_place};
 use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
@@ -97,7 +97,13 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
             block_scales[row as usize] = u32::cast_from(scales[index as usize]);
         }
         if comptime!(share.staged) {
-            exchange::<W>(&mut block_codes, &mut block_scales, block_words, share, true);
+            exchange::<W>(
+                &mut block_codes,
+                &mut block_scales,
+                block_words,
+                share,
+                Exchange::Loaded,
+            );
         }
         let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
         #[unroll]

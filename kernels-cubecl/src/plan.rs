@@ -3,7 +3,6 @@ use cubecl::client::Client;
 use cubecl::features::Plane;
 use cubecl::prelude::CubeCount;
 
-use crate::stage::SIDE;
 use crate::{Dtype, Problem};
 
 /// What is to be launched.
@@ -221,7 +220,7 @@ pub fn plan(
             (view.len() as u32 / 8, share)
         }
         Operation::Dequantize => {
-            let share = strided(problem, device, widest, one_row);
+            let share = strided(operation, problem, device, one_row);
             (rows / share.rows * blocks, share)
         }
         Operation::Quantize | Operation::FakeQuantize => {
@@ -233,17 +232,11 @@ pub fn plan(
                     Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
                 }
                 (Tile::None, true) => Share { vector: widest, ..one_row },
-                (_, false) if operation == Operation::FakeQuantize => {
-                    // Only the dense tensor is written: one block after the other.
-                    Share { spread: 1, ..neighbours(problem, widest, one_row) }
-                }
-                (_, false) => strided(problem, device, widest, one_row),
+                (_, false) => strided(operation, problem, device, one_row),
             };
             let rows = match tile {
                 Tile::Exchanged => {
-                    if !share.staged {
-                        share.lanes = 16 / share.rows;
-                    }
+                    share.lanes = 16 / share.rows;
                     // Rows that are missing from a last tile are idle units.
                     rows.next_multiple_of(16)
                 }
@@ -261,28 +254,34 @@ pub fn plan(
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
 }
 
-/// How a strided axis is divided: in squares that a cube stages where they fit.
-///
-/// Without planes a cube is no faster than its units one after the other, and exchanges are slow.
-fn strided(problem: &Problem, device: &Capability, widest: u32, one_row: Share) -> Share {
-    let share = neighbours(problem, widest, one_row);
-    let columns = problem.view.inner as u32 / share.rows;
-    let fits = columns.is_multiple_of(SIDE) && (problem.blocks() as u32).is_multiple_of(SIDE);
-    if fits && device.plane > 1 {
-        Share { lanes: SIDE, spread: SIDE, staged: true, ..share }
-    } else {
-        share
+/// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
+fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row: Share) -> Share {
+    let block_size = problem.scheme.block_size as u32;
+    let [inner, blocks] = [problem.view.inner, problem.blocks()].map(|n| n as u32);
+    let (most_rows, lanes) = match operation {
+        Operation::Dequantize => (32 / block_size, block_size),
+        Operation::FakeQuantize => (64 / block_size, 8),
+        _ => (4, 32),
+    };
+    let rows = common_power_of_two(inner, most_rows);
+    let share = Share { vector: rows, rows, ..one_row };
+    // Neighbours that load and store whole sectors of 32 bytes on either side.
+    let unstaged = Share {
+        lanes: common_power_of_two(inner / rows, 8),
+        spread: common_power_of_two(blocks, 64 / block_size),
+        ..share
+    };
+    let spread = UNITS / lanes;
+    let fits = (inner / rows).is_multiple_of(lanes) && blocks.is_multiple_of(spread);
+    match operation {
+        // Only the dense tensor is written: one block after the other.
+        Operation::FakeQuantize => Share { spread: 1, ..unstaged },
+        // The registers that blocks of 16 need leave too few units to hide the exchange.
+        Operation::Quantize if block_size == 16 => unstaged,
+        // Without planes, units run one after the other, and exchanges are slow.
+        _ if fits && device.plane > 1 => Share { lanes, spread, staged: true, ..share },
+        _ => unstaged,
     }
-}
-
-/// A unit takes as many rows as a load of 8 bytes has, and its neighbours write 32 bytes of codes of
-/// each.
-fn neighbours(problem: &Problem, widest: u32, one_row: Share) -> Share {
-    let rows = common_power_of_two(problem.view.inner as u32, widest / 2);
-    let lanes = common_power_of_two(problem.view.inner as u32 / rows, 8);
-    let most = 64 / problem.scheme.block_size as u32;
-    let spread = common_power_of_two(problem.blocks() as u32, most);
-    Share { vector: rows, rows, lanes, spread, ..one_row }
 }
 
 /// Neighbours in a plane can exchange only if the rows of a tile are neighbours.
@@ -345,9 +344,24 @@ mod tests {
             plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
         };
         let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 4, ..ONE_ROW };
-        assert_eq!(share(1024, 64), wide);
-        assert_eq!(share(1024, 1024), Share { lanes: 16, spread: 16, staged: true, ..wide });
+        assert_eq!(share(1024, 1024), wide);
         assert_eq!(share(1023, 48), ONE_ROW);
+    }
+
+    #[test]
+    fn packed_blocks_are_staged_where_rectangles_of_a_cube_fit() {
+        let of = |operation, scheme, inner, device: &Capability| {
+            let problem = problem(View { outer: 1, axis: 1024, inner }, scheme);
+            plan(operation, &problem, device).unwrap().share
+        };
+        let staged = Share { vector: 2, rows: 2, lanes: 16, spread: 16, staged: true, ..ONE_ROW };
+        assert_eq!(of(Operation::Dequantize, Fp4Scheme::nvfp4(), 1024, &GPU), staged);
+        let staged = Share { vector: 4, rows: 4, lanes: 32, spread: 8, staged: true, ..ONE_ROW };
+        assert_eq!(of(Operation::Quantize, Fp4Scheme::mxfp4(), 1024, &GPU), staged);
+        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 1024, &CPU).staged);
+        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 96, &GPU).staged);
+        let fake = of(Operation::FakeQuantize, Fp4Scheme::mxfp4(), 1024, &GPU);
+        assert_eq!((fake.rows, fake.lanes, fake.spread), (2, 8, 1));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::element::{nearest_element, round_to_e2m1};
 use crate::plan::{Share, UNITS};
 use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
 use crate::share::{Extent, ExtentLaunch, item, load_blocks, place, store_blocks};
-use crate::stage::{exchange, packed_place};
+use crate::stage::{Exchange, exchange, packed_place};
 use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// A quantized tensor in device memory.
@@ -211,7 +211,7 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     }
 
     if comptime!(share.staged) {
-        exchange::<W>(&mut block_codes, &mut block_scales, words, share, false);
+        exchange::<W>(&mut block_codes, &mut block_scales, words, share, Exchange::ToStore);
     }
     let target = packed_place(&place, &extent, share);
     #[unroll]

@@ -1,61 +1,72 @@
 //! Exchange between the units of a cube, through its shared memory.
 //!
 //! Along a strided axis what is contiguous in the dense tensor, neighbouring packed rows, lies far apart
-//! in the packed one. So a cube takes a square of 16 x 16 shares: units next to each other load or store
-//! neighbouring rows of the dense tensor, and after an exchange neighbouring blocks of the packed one.
+//! in the packed one. So a cube takes a rectangle of shares, [`Share::lanes`] times its rows by
+//! [`Share::spread`] blocks: units next to each other load or store neighbouring rows of the dense
+//! tensor, and after an exchange neighbouring blocks of the packed one.
 
 use cubecl::prelude::*;
 
 use crate::plan::Share;
 use crate::share::{Extent, Place};
 
-/// Shares along either side of the square.
-pub(crate) const SIDE: u32 = 16;
-
-/// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged that
-/// of the share on the other side of the square's diagonal.
+/// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged the
+/// one that is its own when units are counted along blocks first.
 #[cube]
 pub(crate) fn packed_place(place: &Place, extent: &Extent, #[comptime] share: Share) -> Place {
-    let lane = if comptime!(share.staged) { UNIT_POS % SIDE } else { 0u32.runtime() };
-    let near = if comptime!(share.staged) { UNIT_POS / SIDE } else { 0u32.runtime() };
-    let row = place.row - lane * share.rows + near * share.rows;
-    let block = place.block - near + lane;
+    let mut row = place.row;
+    let mut block = place.block;
+    if comptime!(share.staged) {
+        row = row + UNIT_POS / share.spread * share.rows - UNIT_POS % share.lanes * share.rows;
+        block = block + UNIT_POS % share.spread - UNIT_POS / share.lanes;
+    }
     let index = row * extent.blocks + block;
     Place { row, block, index, first: place.first, rows_left: place.rows_left }
 }
 
-/// Gives away the codes and scales of one share, and takes those of the share across the diagonal.
+/// Where the units of a cube put what they hold, and where they take what they need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Exchange {
+    /// Computed along rows first, stored along blocks first.
+    ToStore,
+    /// Loaded along blocks first, used along rows first.
+    Loaded,
+}
+
+/// Gives away the codes and scales of one share, and takes those of another.
 #[cube]
 pub(crate) fn exchange<W: Size>(
     codes: &mut Array<Vector<u32, W>>,
     scales: &mut Array<u32>,
     #[comptime] words: u32,
     #[comptime] share: Share,
-    #[comptime] loaded: bool,
+    #[comptime] way: Exchange,
 ) {
-    // Rows apart by 16 bytes more than their length fall into different banks.
-    let code_stride = comptime!(SIDE + 4 / words);
-    let scale_stride = comptime!(SIDE + 1);
-    let lines = comptime!(share.rows * SIDE);
+    // Lines that are 16 bytes longer than they have to be start in different banks.
+    let code_line = comptime!(share.spread + 4 / words);
+    let scale_line = comptime!(share.spread + 1);
+    let lines = comptime!(share.rows * share.lanes);
     let mut staged_codes =
-        Shared::<[Vector<u32, W>]>::new_slice(comptime!((lines * code_stride) as usize));
-    let mut staged_scales = Shared::<[u32]>::new_slice(comptime!((lines * scale_stride) as usize));
-    let low = UNIT_POS % SIDE;
-    let high = UNIT_POS / SIDE;
-    // What was computed lies along rows first, what was loaded along blocks.
-    let held_lane = if comptime!(loaded) { high } else { low };
-    let held_near = if comptime!(loaded) { low } else { high };
+        Shared::<[Vector<u32, W>]>::new_slice(comptime!((lines * code_line) as usize));
+    let mut staged_scales = Shared::<[u32]>::new_slice(comptime!((lines * scale_line) as usize));
+    let (by_row_line, by_row_at) = (UNIT_POS % share.lanes, UNIT_POS / share.lanes);
+    let (by_block_line, by_block_at) = (UNIT_POS / share.spread, UNIT_POS % share.spread);
+    let to_store = comptime!(way == Exchange::ToStore);
+    let given_line = if comptime!(to_store) { by_row_line } else { by_block_line };
+    let given_at = if comptime!(to_store) { by_row_at } else { by_block_at };
+    let taken_line = if comptime!(to_store) { by_block_line } else { by_row_line };
+    let taken_at = if comptime!(to_store) { by_block_at } else { by_row_at };
     #[unroll]
     for row in 0..share.rows {
-        let line = row * SIDE + held_lane;
-        staged_codes[(line * code_stride + held_near) as usize] = codes[row as usize];
-        staged_scales[(line * scale_stride + held_near) as usize] = scales[row as usize];
+        let line = row * share.lanes + given_line;
+        staged_codes[(line * code_line + given_at) as usize] = codes[row as usize];
+        staged_scales[(line * scale_line + given_at) as usize] = scales[row as usize];
     }
     sync_cube();
     #[unroll]
     for row in 0..share.rows {
-        let line = row * SIDE + held_near;
-        codes[row as usize] = staged_codes[(line * code_stride + held_lane) as usize];
-        scales[row as usize] = staged_scales[(line * scale_stride + held_lane) as usize];
+        let line = row * share.lanes + taken_line;
+        codes[row as usize] = staged_codes[(line * code_line + taken_at) as usize];
+        scales[row as usize] = staged_scales[(line * scale_line + taken_at) as usize];
     }
 }

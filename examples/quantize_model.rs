@@ -34,6 +34,10 @@ struct Arguments {
 enum OnDevice {
     Flex,
     Ndarray,
+    #[cfg(feature = "cuda")]
+    Cuda,
+    #[cfg(feature = "cpu")]
+    Cpu,
 }
 
 /// What a variant of the model costs and saves.
@@ -57,6 +61,10 @@ fn main() -> Result<()> {
         // Burn 0.22 deprecates it; the two devices give the same bits.
         #[allow(deprecated)]
         OnDevice::Ndarray => Device::ndarray(),
+        #[cfg(feature = "cuda")]
+        OnDevice::Cuda => Device::cuda(0),
+        #[cfg(feature = "cpu")]
+        OnDevice::Cpu => Device::cpu(),
     };
     device.seed(7);
     let (train, test) = Digits::train_and_test()?;

@@ -3,6 +3,7 @@
 
 mod check;
 mod kernels;
+#[cfg(feature = "cuda")]
 mod model;
 
 use std::time::Instant;
@@ -27,6 +28,7 @@ struct Arguments {
     /// Measurements; the median counts.
     #[arg(long, default_value_t = 9)]
     runs: usize,
+    #[cfg(feature = "cuda")]
     /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.
     #[arg(long, default_value_t = 1024)]
     model: usize,
@@ -47,6 +49,7 @@ fn main() {
     }
     let mut rows = Vec::new();
     kernels::measure(&client, &arguments, &mut rows);
+    #[cfg(feature = "cuda")]
     if arguments.model > 0 {
         model::measure(&arguments, &mut rows);
     }

@@ -165,6 +165,8 @@ pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
         ("ndarray", Device::ndarray(), vec![DType::F32]),
         #[cfg(feature = "cpu")]
         ("cpu", Device::cpu(), vec![DType::F32, DType::F16]),
+        #[cfg(feature = "wgpu")]
+        ("wgpu", Device::vulkan(burn::tensor::DeviceKind::DefaultDevice), vec![DType::F32]),
         #[cfg(feature = "cuda")]
         ("cuda", Device::cuda(0), vec![DType::F32, DType::F16, DType::BF16]),
     ]

@@ -1,11 +1,11 @@
-//! The CubeCL kernels on Burn's Cube devices: CUDA, CubeCL's CPU runtime, wgpu.
+//! The CubeCL kernels on Burn's Cube devices.
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Shape};
-use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{Dtype, Packed, Problem};
 use burn_fp4_search::formats::Fp4Format;
@@ -13,9 +13,17 @@ use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, TensorScaling};
 
 use crate::layout::amax_shape;
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, portable};
 
 const CHECKED: &str = "callers check scheme and layout";
+
+/// Whether the kernels give the reference's bits on the device of a tensor.
+///
+/// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the work,
+/// one rounding each.
+fn has_kernels(tensor: &CubeTensor) -> bool {
+    matches!(tensor.device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
+}
 
 fn kernel_dtype(dtype: DType) -> Dtype {
     match dtype {
@@ -64,6 +72,9 @@ fn scheme_of(layout: &Fp4Layout, tensor_scales: usize) -> Fp4Scheme {
 
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
+        if !has_kernels(&values) {
+            return portable::amax::<Self>(values, axis, by_row);
+        }
         let shape = amax_shape(values.meta.shape(), axis, by_row);
         let (values, view) = contiguous(values, axis);
         let dtype = kernel_dtype(values.dtype);
@@ -79,6 +90,9 @@ impl Fp4Backend for CubeBackend {
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
+        if !has_kernels(&values) {
+            return portable::quantize::<Self>(values, amax, axis, scheme);
+        }
         let layout = Fp4Layout::new(values.meta.shape(), axis, &scheme).expect(CHECKED);
         let (values, view) = contiguous(values, axis);
         let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
@@ -99,6 +113,9 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
+        if !has_kernels(&packed.codes) {
+            return portable::dequantize::<Self>(packed, layout, dtype);
+        }
         let like = packed.codes.clone();
         let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
         let dtype = DType::from(dtype);
@@ -118,6 +135,9 @@ impl Fp4Backend for CubeBackend {
         axis: usize,
         scheme: Fp4Scheme,
     ) -> FloatTensor<Self> {
+        if !has_kernels(&values) {
+            return portable::fake_quantize::<Self>(values, amax, axis, scheme);
+        }
         let values = into_contiguous(values);
         let shape = values.meta.shape().clone();
         let problem =
@@ -134,6 +154,9 @@ impl Fp4Backend for CubeBackend {
         packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
+        if !has_kernels(&values) {
+            return portable::squared_error::<Self>(values, packed, layout);
+        }
         let values = into_contiguous(values);
         let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
         let problem = Problem {

@@ -19,7 +19,7 @@
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
-//! | `cube.rs`      | the kernels on CUDA, CubeCL's CPU runtime and wgpu                         |
+//! | `cube.rs`      | the kernels on CUDA and CubeCL's CPU runtime                              |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
 //! | `modelopt.rs`  | ModelOpt's functions on tensors                                           |

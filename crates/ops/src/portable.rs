@@ -97,8 +97,14 @@ impl<B: Backend> F<B> {
     fn or_from(&self, mask: Mask<B>, other: &Self) -> Self {
         Self(B::float_mask_where(self.0.clone(), mask.0, other.0.clone()))
     }
-    /// Maximum along a dimension, which stays with length 1; NaN if a value is.
+    /// Maximum along a dimension, which stays with length 1; NaN if a value is, 0 of no values.
     fn max_dim(&self, dim: usize) -> Self {
+        let mut shape = self.shape();
+        if shape.contains(&0) {
+            shape[dim] = 1;
+            let device = self.0.device();
+            return Self(B::float_zeros(Shape::from(shape), &device, FloatDType::F32));
+        }
         let nans = Self(B::float_sum_dim(self.is_nan().as_float().0, dim));
         let largest = Self(B::float_max_dim(self.or_where(self.is_nan(), 0.0).0, dim));
         largest.or_where(nans.above(0.0), f32::NAN)

@@ -7,8 +7,8 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Dtype as KernelDtype, Packed as Handles, Problem, amax, cubecl, dequantize, fake_quantize,
-    quantize, squared_error,
+    Capability, Dtype as KernelDtype, Packed as Handles, Problem, amax, cubecl, dequantize,
+    fake_quantize, quantize, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::View;
@@ -22,11 +22,13 @@ use tests::inputs::{Dense, Dtype, Kind, Values};
 
 struct Device {
     client: Client,
+    capability: Capability,
 }
 
 impl Device {
     fn new() -> Self {
-        Self { client: cubecl::Device::default().client() }
+        let client = cubecl::Device::default().client();
+        Self { capability: Capability::of(&client), client }
     }
 
     fn upload(&self, dense: &Dense) -> Handle {
@@ -63,12 +65,16 @@ impl Device {
         let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
         let largest = match scheme.tensor_scale {
             TensorScaling::Amax(amax) => self.client.create_from_slice(f32::as_bytes(&[amax])),
-            _ => amax(&self.client, values.clone(), view, dtype, by_row).expect("a plan"),
+            _ => amax(&self.client, &self.capability, values.clone(), view, dtype, by_row)
+                .expect("a plan"),
         };
         let packed =
-            quantize(&self.client, values.clone(), largest.clone(), &problem).expect("a plan");
-        let restored = dequantize(&self.client, packed.clone(), &problem).expect("a plan");
-        let fake = fake_quantize(&self.client, values.clone(), largest, &problem).expect("a plan");
+            quantize(&self.client, &self.capability, values.clone(), largest.clone(), &problem)
+                .expect("a plan");
+        let restored =
+            dequantize(&self.client, &self.capability, packed.clone(), &problem).expect("a plan");
+        let fake = fake_quantize(&self.client, &self.capability, values.clone(), largest, &problem)
+            .expect("a plan");
 
         let rows = packed_rows(&dense.to_f32(), view);
         let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
@@ -104,7 +110,8 @@ impl Device {
         problem: &Problem,
         expected: &Packed,
     ) {
-        let partial = squared_error(&self.client, values, packed, problem).expect("a plan");
+        let partial =
+            squared_error(&self.client, &self.capability, values, packed, problem).expect("a plan");
         let sums = self.floats(partial.sums, KernelDtype::F32);
         let total = |sums: &[f32]| sums.iter().map(|&sum| f64::from(sum)).sum::<f64>();
         let exact = dense_order(&expected.dequantize(), problem.view);
@@ -272,5 +279,18 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
                 device.check_view("shape", &dense, view, scheme);
             }
         }
+    }
+}
+
+/// What a GPU stages in shared memory, where it is slow but works as well.
+#[test]
+fn staged_exchanges_move_every_block_to_its_place() {
+    let mut device = Device::new();
+    device.capability.stages = true;
+    let view = View { outer: 1, axis: 256, inner: 128 };
+    let values = Kind::Outliers.values(view.len(), 3);
+    for (dtype, scheme) in [(Dtype::F32, Fp4Scheme::mxfp4()), (Dtype::Bf16, Fp4Scheme::nvfp4())] {
+        let dense = Dense::new(1, view.len(), &values, dtype);
+        device.check_view("staged", &dense, view, scheme);
     }
 }

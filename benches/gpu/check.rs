@@ -2,7 +2,7 @@
 
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Dtype, Problem, amax, dequantize, fake_quantize, quantize};
+use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, dequantize, fake_quantize, quantize};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{HostElement, View};
 use burn_fp4_search::{Blocks, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, quantize_with_amax};
@@ -56,17 +56,19 @@ fn every_axis<T: HostElement + CubeElement>(
     values: Vec<T>,
     scheme: Fp4Scheme,
 ) {
+    let device = Capability::of(client);
     let rows = values.len() / AXIS;
     let device_values = client.create_from_slice(T::as_bytes(&values));
     for view in [View::rows(rows, AXIS), View { outer: 1, axis: AXIS, inner: rows }] {
         let problem = Problem { view, dtype, scheme };
         let name = format!("{dtype:?} {view:?} {scheme:?}");
-        let largest = amax(client, device_values.clone(), view, dtype, false).expect("a plan");
-        let packed =
-            quantize(client, device_values.clone(), largest.clone(), &problem).expect("a plan");
-        let fake = fake_quantize(client, device_values.clone(), largest.clone(), &problem)
+        let largest =
+            amax(client, &device, device_values.clone(), view, dtype, false).expect("a plan");
+        let packed = quantize(client, &device, device_values.clone(), largest.clone(), &problem)
             .expect("a plan");
-        let restored = dequantize(client, packed.clone(), &problem).expect("a plan");
+        let fake = fake_quantize(client, &device, device_values.clone(), largest.clone(), &problem)
+            .expect("a plan");
+        let restored = dequantize(client, &device, packed.clone(), &problem).expect("a plan");
 
         let amax = values.par_iter().map(|x| x.to_f32().abs()).reduce(|| 0.0, f32::max);
         let [codes, scales, restored, fake, found] =

@@ -4,7 +4,9 @@ use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{Dtype, Problem, amax, cubecl, dequantize, fake_quantize, quantize};
+use burn_fp4_cubecl::{
+    Capability, Dtype, Problem, amax, cubecl, dequantize, fake_quantize, quantize,
+};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
@@ -13,6 +15,7 @@ use crate::{Arguments, median_seconds};
 
 /// Every operation on bf16, along either axis, at three sizes.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
+    let device = Capability::of(client);
     let time = |launch: &dyn Fn()| median_seconds(client, arguments, launch);
     for shape in [[1024, 1024], [4096, 11008], [8192, 8192]] {
         let count = shape[0] * shape[1];
@@ -33,8 +36,9 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             let view = View::along(&shape, axis);
             let along = |scheme| Problem { view, dtype: Dtype::Bf16, scheme };
             let name = |name: &str| format!("{name} axis {axis}");
-            let measured =
-                |problem: &Problem| amax(client, values.clone(), problem.view, Dtype::Bf16, false);
+            let measured = |problem: &Problem| {
+                amax(client, &device, values.clone(), problem.view, Dtype::Bf16, false)
+            };
             let nvfp4 = along(Fp4Scheme::nvfp4());
             let mxfp4 = along(Fp4Scheme::mxfp4());
             let tiles = along(Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16));
@@ -43,7 +47,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             let searched = along(Fp4Scheme::nvfp4().with_search(search));
             let largest = measured(&nvfp4).expect("a plan");
             let packed = |problem: &Problem| {
-                quantize(client, values.clone(), largest.clone(), problem).expect("a plan")
+                quantize(client, &device, values.clone(), largest.clone(), problem).expect("a plan")
             };
             let bytes =
                 |problem: &Problem| dense_bytes + problem.code_bytes() + problem.scale_bytes();
@@ -51,7 +55,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             row(&name("amax"), dense_bytes, &|| drop(measured(&nvfp4)));
             row(&name("amax + nvfp4"), dense_bytes + bytes(&nvfp4), &|| {
                 let largest = measured(&nvfp4).expect("a plan");
-                drop(quantize(client, values.clone(), largest, &nvfp4));
+                drop(quantize(client, &device, values.clone(), largest, &nvfp4));
             });
             for (scheme, problem) in [
                 ("nvfp4", &nvfp4),
@@ -66,11 +70,11 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                 if wanted(&dequantized) {
                     let packed = packed(problem);
                     row(&dequantized, bytes(problem), &|| {
-                        drop(dequantize(client, packed.clone(), problem));
+                        drop(dequantize(client, &device, packed.clone(), problem));
                     });
                 }
                 row(&name(&format!("fake {scheme}")), 2 * dense_bytes, &|| {
-                    drop(fake_quantize(client, values.clone(), largest.clone(), problem));
+                    drop(fake_quantize(client, &device, values.clone(), largest.clone(), problem));
                 });
             }
         }

@@ -16,6 +16,7 @@ use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 /// [`Refusal`]; nothing is launched then.
 pub fn amax(
     client: &Client,
+    device: &Capability,
     values: Handle,
     view: View,
     dtype: Dtype,
@@ -24,12 +25,11 @@ pub fn amax(
     // It does not depend on a scheme.
     let problem = Problem { view, dtype, scheme: Fp4Scheme::nvfp4() };
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
-    let device = Capability::of(client);
-    let planned = plan(operation, &problem, &device)?;
+    let planned = plan(operation, &problem, device)?;
     Ok(if planned.share.wide() {
-        launch::<u32>(client, values, view, by_row, planned, device)
+        launch::<u32>(client, values, view, by_row, planned, device.plane)
     } else {
-        launch::<u16>(client, values, view, by_row, planned, device)
+        launch::<u16>(client, values, view, by_row, planned, device.plane)
     })
 }
 
@@ -39,7 +39,7 @@ fn launch<E: Int>(
     view: View,
     by_row: bool,
     launch: Launch,
-    device: Capability,
+    plane: u32,
 ) -> Handle {
     let results = if by_row { view.packed_rows() } else { 1 };
     // Bits of magnitudes order like magnitudes, so the largest is found among integers.
@@ -64,7 +64,7 @@ fn launch<E: Int>(
                 output,
                 launch.items,
                 launch.share,
-                device.plane,
+                plane,
             );
         } else if view.inner == 1 {
             row_amax_kernel::launch_unchecked::<E>(
@@ -77,7 +77,7 @@ fn launch<E: Int>(
                 (view.axis / vector) as u32,
                 results as u32,
                 launch.share,
-                device.plane,
+                plane,
             );
         } else {
             column_amax_kernel::launch_unchecked::<E>(

@@ -16,18 +16,27 @@ use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
-pub fn dequantize(client: &Client, packed: Packed, problem: &Problem) -> Result<Handle, Refusal> {
+pub fn dequantize(
+    client: &Client,
+    device: &Capability,
+    packed: Packed,
+    problem: &Problem,
+) -> Result<Handle, Refusal> {
     match problem.dtype {
-        Dtype::F32 => launch::<f32>(client, packed, problem),
-        Dtype::F16 => launch::<f16>(client, packed, problem),
-        Dtype::Bf16 => launch::<bf16>(client, packed, problem),
+        Dtype::F32 => launch::<f32>(client, device, packed, problem),
+        Dtype::F16 => launch::<f16>(client, device, packed, problem),
+        Dtype::Bf16 => launch::<bf16>(client, device, packed, problem),
     }
 }
 
-fn launch<F: Float>(client: &Client, packed: Packed, problem: &Problem) -> Result<Handle, Refusal> {
+fn launch<F: Float>(
+    client: &Client,
+    device: &Capability,
+    packed: Packed,
+    problem: &Problem,
+) -> Result<Handle, Refusal> {
     let Problem { view, scheme, dtype } = problem;
-    let device = Capability::of(client);
-    let launch = plan(Operation::Dequantize, problem, &device)?;
+    let launch = plan(Operation::Dequantize, problem, device)?;
     let share = launch.share;
     let values = client.empty(view.len() * dtype.size());
     if launch.items == 0 {

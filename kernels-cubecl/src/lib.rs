@@ -1,8 +1,8 @@
 //! FP4 quantization as CubeCL kernels, with the bits of the reference quantizer.
 //!
-//! Each operation takes handles of contiguous device memory, a [`Problem`] and a client; [`plan`]
-//! decides whether and how it is launched. Nothing panics on a worker thread: what a kernel cannot do
-//! is a [`Refusal`].
+//! Each operation takes handles of contiguous device memory, a [`Problem`], a client and what its device
+//! can do ([`Capability`]); [`plan`] decides whether and how it is launched. Nothing panics on a worker
+//! thread: what a kernel cannot do is a [`Refusal`].
 //!
 //! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|

@@ -35,6 +35,8 @@ pub struct Capability {
     pub load: u32,
     /// Whether its conversion to bf16 keeps subnormals.
     pub converts_bf16: bool,
+    /// Whether units gain by exchanging what they load or store through shared memory.
+    pub stages: bool,
 }
 
 impl Capability {
@@ -52,6 +54,8 @@ impl Capability {
             max_cubes: hardware.max_cube_count.0,
             load: 16,
             converts_bf16: !cpu,
+            // There the units of a cube run one after the other, and meeting costs them dearly.
+            stages: !cpu,
         }
     }
 }
@@ -278,8 +282,7 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
         Operation::FakeQuantize => Share { spread: 1, ..unstaged },
         // The registers that blocks of 16 need leave too few units to hide the exchange.
         Operation::Quantize if block_size == 16 => unstaged,
-        // Without planes, units run one after the other, and exchanges are slow.
-        _ if fits && device.plane > 1 => Share { lanes, spread, staged: true, ..share },
+        _ if fits && device.stages => Share { lanes, spread, staged: true, ..share },
         _ => unstaged,
     }
 }
@@ -306,9 +309,16 @@ mod tests {
 
     use super::*;
 
-    const GPU: Capability =
-        Capability { plane: 32, cubes: 1056, max_cubes: u32::MAX, load: 16, converts_bf16: true };
-    const CPU: Capability = Capability { plane: 1, cubes: 256, converts_bf16: false, ..GPU };
+    const GPU: Capability = Capability {
+        plane: 32,
+        cubes: 528,
+        max_cubes: u32::MAX,
+        load: 16,
+        converts_bf16: true,
+        stages: true,
+    };
+    const CPU: Capability =
+        Capability { plane: 1, cubes: 256, converts_bf16: false, stages: false, ..GPU };
 
     const ONE_ROW: Share = Share {
         vector: 1,

@@ -31,11 +31,12 @@ pub struct Packed {
 /// [`Refusal`]; nothing is launched then.
 pub fn quantize(
     client: &Client,
+    device: &Capability,
     values: Handle,
     amax: Handle,
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
-    let launch = plan(Operation::Quantize, problem, &Capability::of(client))?;
+    let launch = plan(Operation::Quantize, problem, device)?;
     Ok(if launch.share.wide() {
         launch_quantize::<u32>(client, values, amax, problem, launch)
     } else {
@@ -49,11 +50,12 @@ pub fn quantize(
 /// [`Refusal`]; nothing is launched then.
 pub fn fake_quantize(
     client: &Client,
+    device: &Capability,
     values: Handle,
     amax: Handle,
     problem: &Problem,
 ) -> Result<Handle, Refusal> {
-    let launch = plan(Operation::FakeQuantize, problem, &Capability::of(client))?;
+    let launch = plan(Operation::FakeQuantize, problem, device)?;
     Ok(match (problem.dtype, launch.share.wide()) {
         (Dtype::F16, true) => {
             launch_fake_quantize::<u32, f16>(client, values, amax, problem, launch)

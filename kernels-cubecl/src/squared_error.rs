@@ -26,11 +26,12 @@ pub struct PartialSums {
 /// [`Refusal`]; nothing is launched then.
 pub fn squared_error(
     client: &Client,
+    device: &Capability,
     values: Handle,
     packed: Packed,
     problem: &Problem,
 ) -> Result<PartialSums, Refusal> {
-    let planned = plan(Operation::SquaredError, problem, &Capability::of(client))?;
+    let planned = plan(Operation::SquaredError, problem, device)?;
     Ok(if planned.share.wide() {
         launch::<u32>(client, values, packed, problem, planned)
     } else {

@@ -7,7 +7,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{Dtype, Packed, Problem};
+use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, TensorScaling};
@@ -78,9 +78,16 @@ impl Fp4Backend for CubeBackend {
         let shape = amax_shape(values.meta.shape(), axis, by_row);
         let (values, view) = contiguous(values, axis);
         let dtype = kernel_dtype(values.dtype);
-        let amax =
-            burn_fp4_cubecl::amax(&values.client, values.handle.clone(), view, dtype, by_row)
-                .expect(CHECKED);
+        let device = Capability::of(&values.client);
+        let amax = burn_fp4_cubecl::amax(
+            &values.client,
+            &device,
+            values.handle.clone(),
+            view,
+            dtype,
+            by_row,
+        )
+        .expect(CHECKED);
         beside(&values, amax, shape, DType::F32)
     }
 
@@ -98,9 +105,15 @@ impl Fp4Backend for CubeBackend {
         let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
         let amax = into_contiguous(amax);
         let tensor_scales = amax.meta.shape().clone();
-        let packed =
-            burn_fp4_cubecl::quantize(&values.client, values.handle.clone(), amax.handle, &problem)
-                .expect(CHECKED);
+        let device = Capability::of(&values.client);
+        let packed = burn_fp4_cubecl::quantize(
+            &values.client,
+            &device,
+            values.handle.clone(),
+            amax.handle,
+            &problem,
+        )
+        .expect(CHECKED);
         Fp4Primitive {
             codes: beside(&values, packed.codes, layout.codes_shape().into(), DType::U8),
             scales: beside(&values, packed.scales, layout.scales_shape().into(), DType::U8),
@@ -119,13 +132,14 @@ impl Fp4Backend for CubeBackend {
         let like = packed.codes.clone();
         let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
         let dtype = DType::from(dtype);
+        let device = Capability::of(&like.client);
         let problem = Problem {
             view: layout.view(),
             dtype: kernel_dtype(dtype),
             scheme: scheme_of(&layout, tensor_scales),
         };
-        let values =
-            burn_fp4_cubecl::dequantize(&like.client, handles(packed), &problem).expect(CHECKED);
+        let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)
+            .expect(CHECKED);
         beside(&like, values, layout.shape.into(), dtype)
     }
 
@@ -143,9 +157,15 @@ impl Fp4Backend for CubeBackend {
         let problem =
             Problem { view: View::along(&shape, axis), dtype: kernel_dtype(values.dtype), scheme };
         let amax = into_contiguous(amax).handle;
-        let output =
-            burn_fp4_cubecl::fake_quantize(&values.client, values.handle.clone(), amax, &problem)
-                .expect(CHECKED);
+        let device = Capability::of(&values.client);
+        let output = burn_fp4_cubecl::fake_quantize(
+            &values.client,
+            &device,
+            values.handle.clone(),
+            amax,
+            &problem,
+        )
+        .expect(CHECKED);
         beside(&values, output, shape, values.dtype)
     }
 
@@ -164,8 +184,10 @@ impl Fp4Backend for CubeBackend {
             dtype: kernel_dtype(values.dtype),
             scheme: scheme_of(&layout, tensor_scales),
         };
+        let device = Capability::of(&values.client);
         let partial = burn_fp4_cubecl::squared_error(
             &values.client,
+            &device,
             values.handle.clone(),
             handles(packed),
             &problem,

@@ -269,10 +269,11 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
     };
     let rows = common_power_of_two(inner, most_rows);
     let share = Share { vector: rows, rows, ..one_row };
-    // Neighbours that load and store whole sectors of 32 bytes on either side.
+    // Neighbours that load and store whole sectors of 32 bytes on either side; those of other planes
+    // of the cube complete the lines.
     let unstaged = Share {
         lanes: common_power_of_two(inner / rows, 8),
-        spread: common_power_of_two(blocks, 64 / block_size),
+        spread: common_power_of_two(blocks, 256 / block_size),
         ..share
     };
     let spread = UNITS / lanes;
@@ -353,7 +354,7 @@ mod tests {
             let view = View { outer: 1, axis, inner };
             plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
         };
-        let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 4, ..ONE_ROW };
+        let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 16, ..ONE_ROW };
         assert_eq!(share(1024, 1024), wide);
         assert_eq!(share(1023, 48), ONE_ROW);
     }

@@ -5,7 +5,7 @@ use burn_fp4_ops::{
     Fp4Layout, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule, TensorScaling, amax,
     fake_quantize, matmul, modelopt, quantize,
 };
-use burn_fp4_search::formats::{FormatError, Packed, TensorScale};
+use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale};
 use burn_fp4_search::{SearchError, quantize as oracle};
 use tests::compare::{assert_bits, assert_same};
 use tests::engines::devices;
@@ -226,6 +226,31 @@ fn parts_and_packed_matrices_are_checked() {
         Fp4Tensor::<2>::from_packed(broken, [32, 8], 0, &device),
         Err(OpsError::Format(_))
     ));
+}
+
+/// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
+#[test]
+fn every_device_takes_what_a_packed_matrix_may_hold() {
+    let values = Kind::Outliers.values(6 * 64, 4);
+    let mut packed = oracle(&values, 6, 64, &Fp4Scheme::mxfp4()).unwrap();
+    packed.tensor_scale = TensorScale::PerRow(vec![1.0; 6]);
+    for (name, device, _) in devices() {
+        let tensor = Fp4Tensor::from_packed(packed.clone(), [6, 64], 1, &device).unwrap();
+        assert_bits(name, &floats(tensor.dequantize()), &packed.dequantize());
+        let dense = Tensor::from_data(TensorData::new(values.clone(), [6, 64]), &device);
+        let sums = floats(tensor.squared_error(dense).unwrap());
+        let energy: f32 = values.iter().map(|x| x * x).sum();
+        assert!((sums[1] - energy).abs() <= 1e-5 * energy, "{name}: {sums:?}");
+    }
+}
+
+#[test]
+fn a_shape_of_too_many_values_is_an_error() {
+    for shape in [[1 << 20, 1 << 20], [usize::MAX, 1 << 20]] {
+        let layout =
+            Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
+        assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })), "{shape:?}");
+    }
 }
 
 #[test]

@@ -76,6 +76,7 @@ fn launch<E: Int>(
                 output,
                 (view.axis / vector) as u32,
                 results as u32,
+                launch.cubes[0] * launch.cubes[1] * UNITS / plane,
                 launch.share,
                 plane,
             );
@@ -155,29 +156,31 @@ fn amax_kernel<E: Int, N: Size>(
     }
 }
 
-/// Every plane takes a packed row of `vectors` vectors.
+/// Every plane takes every `planes`-th packed row, of `vectors` vectors.
 #[cube(launch_unchecked)]
 fn row_amax_kernel<E: Int, N: Size>(
     values: &[Vector<E, N>],
     result: &mut [u32],
     vectors: u32,
     rows: u32,
+    planes: u32,
     #[comptime] share: Share,
     #[comptime] plane: u32,
 ) {
-    let row = ABSOLUTE_POS as u32 / plane;
     let lane = ABSOLUTE_POS as u32 % plane;
-    let mut largest = 0.0f32.runtime();
-    if row < rows {
+    let mut row = ABSOLUTE_POS as u32 / plane;
+    while row < rows {
+        let mut largest = 0.0f32.runtime();
         let mut at = lane;
         while at < vectors {
             largest = larger::<E, N>(largest, values[(row * vectors + at) as usize], share);
             at += plane;
         }
-    }
-    let of_row = largest_of_plane(magnitude_bits(largest), plane);
-    if row < rows && lane == 0u32 {
-        result[row as usize] = of_row;
+        let of_row = largest_of_plane(magnitude_bits(largest), plane);
+        if lane == 0u32 {
+            result[row as usize] = of_row;
+        }
+        row += planes;
     }
 }
 

@@ -14,6 +14,8 @@ use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
 ///
+/// Of the scheme, only format and block size matter.
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn dequantize(
@@ -42,7 +44,6 @@ fn launch<F: Float>(
     if launch.items == 0 {
         return Ok(values);
     }
-    let tensor_scales = scheme.tensor_scales(view.packed_rows());
     let words = if share.along { 1 } else { scheme.block_size / 8 };
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
@@ -54,13 +55,13 @@ fn launch<F: Float>(
             words,
             BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4 / words),
             BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
-            BufferArg::from_raw_parts(packed.tensor_scale, tensor_scales),
+            BufferArg::from_raw_parts(packed.tensor_scale, packed.tensor_scales),
             BufferArg::from_raw_parts(values.clone(), view.len() / share.vector as usize),
             extent(problem, &launch),
             scheme.block_size as u32,
             share,
             scheme.format(),
-            tensor_scales > 1,
+            packed.tensor_scales > 1,
         );
     }
     Ok(values)

@@ -1,3 +1,4 @@
+use burn_fp4_search::host::View;
 use burn_fp4_search::{Blocks, Fp4Scheme, SearchError};
 use cubecl::client::Client;
 use cubecl::features::Plane;
@@ -31,8 +32,6 @@ pub struct Capability {
     pub cubes: u32,
     /// Largest number of cubes along one dimension of a launch.
     pub max_cubes: u32,
-    /// Bytes that one load or store moves at most.
-    pub load: u32,
     /// Whether its conversion to bf16 keeps subnormals.
     pub converts_bf16: bool,
     /// Whether units gain by exchanging what they load or store through shared memory.
@@ -52,7 +51,6 @@ impl Capability {
             // Each with several loads of 16 bytes a unit under way.
             cubes: 4 * hardware.num_streaming_multiprocessors.unwrap_or(32),
             max_cubes: hardware.max_cube_count.0,
-            load: 16,
             converts_bf16: !cpu,
             // There the units of a cube run one after the other, and meeting costs them dearly.
             stages: !cpu,
@@ -151,8 +149,8 @@ pub enum Refusal {
     /// The scheme is inconsistent, or its blocks do not divide the axis.
     #[error(transparent)]
     Scheme(#[from] SearchError),
-    /// Indices are 32 bits wide.
-    #[error("a tensor of {found} values: at most {expected} are addressed by 32 bits")]
+    /// More values than [`View::MAX_LEN`].
+    #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
         /// Values of the tensor.
         found: usize,
@@ -163,6 +161,9 @@ pub enum Refusal {
 
 /// Units of a cube.
 pub const UNITS: u32 = 256;
+
+/// Bytes that one load or store moves at most.
+const LOAD: u32 = 16;
 
 /// Values of a column that a unit of the row amax looks at when the axis is strided.
 pub(crate) const COLUMN_CHUNK: u32 = 128;
@@ -180,13 +181,13 @@ pub fn plan(
     if !matches!(operation, Operation::Amax | Operation::RowAmax) {
         scheme.check_columns(view.axis)?;
     }
-    let expected = u32::MAX as usize;
+    let expected = View::MAX_LEN;
     if view.len() > expected {
         return Err(Refusal::TooLarge { found: view.len(), expected });
     }
     let [rows, axis, inner] = [view.packed_rows(), view.axis, view.inner].map(|n| n as u32);
     let blocks = problem.blocks() as u32;
-    let widest = device.load / dtype.size() as u32;
+    let widest = LOAD / dtype.size() as u32;
     let along = inner == 1;
     let bits = *dtype == Dtype::Bf16 && !device.converts_bf16;
     let conversion = if bits { Conversion::Bf16Bits } else { Conversion::Device };
@@ -209,7 +210,9 @@ pub fn plan(
         }
         Operation::RowAmax if along => {
             let vector = common_power_of_two(axis, widest);
-            (rows * device.plane, Share { vector, ..one_row })
+            // As many planes as the device keeps busy; each takes several rows if there are more.
+            let planes = rows.min(device.cubes * UNITS / device.plane);
+            (planes * device.plane, Share { vector, ..one_row })
         }
         Operation::RowAmax => {
             let vector = common_power_of_two(inner, widest / 4);
@@ -306,15 +309,13 @@ fn common_power_of_two(number: u32, limit: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_search::host::View;
-
     use super::*;
 
     const GPU: Capability = Capability {
         plane: 32,
         cubes: 528,
         max_cubes: u32::MAX,
-        load: 16,
+
         converts_bf16: true,
         stages: true,
     };
@@ -346,6 +347,8 @@ mod tests {
         assert_eq!(plan(Operation::Dequantize, &problem, &GPU).unwrap().items, 384);
         assert_eq!(plan(Operation::RowAmax, &problem, &GPU).unwrap().items, 96);
         assert_eq!(plan(Operation::RowAmax, &problem, &CPU).unwrap().items, 3);
+        let short = self::problem(View::rows(1 << 27, 16), Fp4Scheme::nvfp4());
+        assert_eq!(plan(Operation::RowAmax, &short, &GPU).unwrap().items, 528 * UNITS);
     }
 
     #[test]

@@ -21,6 +21,8 @@ pub struct Packed {
     pub scales: Handle,
     /// Bits of the f32 tensor scale, 1 or `packed_rows`.
     pub tensor_scale: Handle,
+    /// Which of the two.
+    pub tensor_scales: usize,
 }
 
 /// Codes and scales of a tensor, given the amax of [`amax`](crate::amax()) in device memory.
@@ -87,6 +89,7 @@ fn launch_quantize<E: Int>(
         codes: client.empty(problem.code_bytes()),
         scales: client.empty(problem.scale_bytes()),
         tensor_scale: client.empty(4 * tensor_scales),
+        tensor_scales,
     };
     if launch.items == 0 {
         return packed;

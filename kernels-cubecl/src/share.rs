@@ -1,7 +1,6 @@
 //! Where the share of a unit lies, and how its values come and go.
 
 use cubecl::prelude::*;
-
 use half::f16;
 
 use crate::Dtype;

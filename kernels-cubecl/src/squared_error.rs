@@ -20,7 +20,8 @@ pub struct PartialSums {
     pub count: usize,
 }
 
-/// How far a packed tensor is from the one it was made from.
+/// How far a packed tensor is from the one it was made from. Of the scheme, only format and block size
+/// matter.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -53,7 +54,6 @@ fn launch<E: Int>(
     }
     let count = launch.items as usize;
     let sums = client.empty(2 * 4 * count);
-    let tensor_scales = scheme.tensor_scales(view.packed_rows());
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
         squared_error_kernel::launch_unchecked::<E>(
@@ -64,14 +64,14 @@ fn launch<E: Int>(
             BufferArg::from_raw_parts(values, view.len()),
             BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4),
             BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
-            BufferArg::from_raw_parts(packed.tensor_scale, tensor_scales),
+            BufferArg::from_raw_parts(packed.tensor_scale, packed.tensor_scales),
             BufferArg::from_raw_parts(sums.clone(), 2 * count),
             extent(problem, &launch),
             (view.len() / 8) as u32,
             scheme.block_size as u32,
             launch.share,
             scheme.format(),
-            tensor_scales > 1,
+            packed.tensor_scales > 1,
         );
     }
     PartialSums { sums, count }

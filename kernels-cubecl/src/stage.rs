@@ -10,18 +10,33 @@ use cubecl::prelude::*;
 use crate::plan::Share;
 use crate::share::{Extent, Place};
 
+/// A block of the packed matrix.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct PackedPlace {
+    /// The first packed row of the share.
+    pub(crate) row: u32,
+    /// The block in each of its rows.
+    pub(crate) block: u32,
+    /// Number of the block in the packed matrix, in the first row.
+    pub(crate) index: u32,
+}
+
 /// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged the
 /// one that is its own when units are counted along blocks first.
 #[cube]
-pub(crate) fn packed_place(place: &Place, extent: &Extent, #[comptime] share: Share) -> Place {
-    let mut row = place.row;
-    let mut block = place.block;
+pub(crate) fn packed_place(
+    place: &Place,
+    extent: &Extent,
+    #[comptime] share: Share,
+) -> PackedPlace {
     if comptime!(share.staged) {
-        row = row + UNIT_POS / share.spread * share.rows - UNIT_POS % share.lanes * share.rows;
-        block = block + UNIT_POS % share.spread - UNIT_POS / share.lanes;
+        let row =
+            place.row + UNIT_POS / share.spread * share.rows - UNIT_POS % share.lanes * share.rows;
+        let block = place.block + UNIT_POS % share.spread - UNIT_POS / share.lanes;
+        PackedPlace { row, block, index: row * extent.blocks + block }
+    } else {
+        PackedPlace { row: place.row, block: place.block, index: place.index }
     }
-    let index = row * extent.blocks + block;
-    Place { row, block, index, first: place.first, rows_left: place.rows_left }
 }
 
 /// Where the units of a cube put what they hold, and where they take what they need.

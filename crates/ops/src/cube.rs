@@ -8,9 +8,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem};
+use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Fp4Scheme, TensorScaling};
 
 use crate::layout::amax_shape;
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, portable};
@@ -54,20 +54,20 @@ fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> Cube
 }
 
 fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
+    let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
     let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
         .map(|tensor| into_contiguous(tensor).handle);
-    Packed { codes, scales, tensor_scale }
+    Packed { codes, scales, tensor_scale, tensor_scales }
 }
 
 /// The scheme of a packed tensor as far as its layout tells: what its values are does not depend on
 /// how they were chosen.
-fn scheme_of(layout: &Fp4Layout, tensor_scales: usize) -> Fp4Scheme {
+fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
     let scheme = match layout.format {
         Fp4Format::NvFp4 => Fp4Scheme::nvfp4(),
         Fp4Format::MxFp4 => Fp4Scheme::mxfp4(),
     };
-    let scheme = scheme.with_block_size(layout.block_size);
-    if tensor_scales > 1 { scheme.with_tensor_scale(TensorScaling::Row) } else { scheme }
+    scheme.with_block_size(layout.block_size)
 }
 
 impl Fp4Backend for CubeBackend {
@@ -130,14 +130,10 @@ impl Fp4Backend for CubeBackend {
             return portable::dequantize::<Self>(packed, layout, dtype);
         }
         let like = packed.codes.clone();
-        let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
         let dtype = DType::from(dtype);
         let device = Capability::of(&like.client);
-        let problem = Problem {
-            view: layout.view(),
-            dtype: kernel_dtype(dtype),
-            scheme: scheme_of(&layout, tensor_scales),
-        };
+        let problem =
+            Problem { view: layout.view(), dtype: kernel_dtype(dtype), scheme: scheme_of(&layout) };
         let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)
             .expect(CHECKED);
         beside(&like, values, layout.shape.into(), dtype)
@@ -178,11 +174,10 @@ impl Fp4Backend for CubeBackend {
             return portable::squared_error::<Self>(values, packed, layout);
         }
         let values = into_contiguous(values);
-        let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
         let problem = Problem {
             view: layout.view(),
             dtype: kernel_dtype(values.dtype),
-            scheme: scheme_of(&layout, tensor_scales),
+            scheme: scheme_of(&layout),
         };
         let device = Capability::of(&values.client);
         let partial = burn_fp4_cubecl::squared_error(

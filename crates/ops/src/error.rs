@@ -20,7 +20,7 @@ pub enum OpsError {
         /// Rank of the tensor.
         rank: usize,
     },
-    /// A tensor is addressed by 32 bits.
+    /// More values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
         /// Values of the tensor.

@@ -80,10 +80,14 @@ impl Fp4Layout {
 }
 
 /// # Errors
-/// [`OpsError::TooLarge`]: kernels address values by 32 bits, and every device keeps to that.
+/// [`OpsError::TooLarge`] beyond [`View::MAX_LEN`].
 pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
-    let expected = u32::MAX as usize;
-    let found = shape.iter().product();
+    let expected = View::MAX_LEN;
+    // Of a shape that was read, the product need not fit; an empty tensor is never too large.
+    let found = match shape.contains(&0) {
+        true => 0,
+        false => shape.iter().fold(1, |len: usize, &dim| len.saturating_mul(dim)),
+    };
     if found > expected { Err(OpsError::TooLarge { found, expected }) } else { Ok(()) }
 }
 

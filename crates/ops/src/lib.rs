@@ -62,7 +62,7 @@ pub use tensor::Fp4Tensor;
 /// # Errors
 /// - [`OpsError::Axis`]: the tensor has no such axis.
 /// - [`OpsError::DType`]: another dtype.
-/// - [`OpsError::TooLarge`]: 2^32 values or more.
+/// - [`OpsError::TooLarge`]: 2^32 - 2^24 values or more.
 /// - [`OpsError::Search`]: the scheme is inconsistent, or its blocks do not divide the axis.
 /// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
 ///   [`FollowReference`](NonFinite::FollowReference).
@@ -137,7 +137,8 @@ pub fn matmul<const D: usize>(
 /// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.
 ///
 /// # Errors
-/// [`OpsError::DType`] if the values are not f32, f16 or bf16, [`OpsError::TooLarge`] from 2^32 on.
+/// [`OpsError::DType`] if the values are not f32, f16 or bf16, [`OpsError::TooLarge`] for
+/// 2^32 - 2^24 of them or more.
 pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
     check_dtype(&values)?;
     layout::check_len(&values.dims())?;

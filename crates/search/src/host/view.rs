@@ -13,6 +13,10 @@ pub struct View {
 }
 
 impl View {
+    /// Most values of a tensor that is quantized as one, fewer than 2^32 - 2^24: kernels address them
+    /// by 32 bits, with room for the strides of their grids, and every device keeps to that.
+    pub const MAX_LEN: usize = u32::MAX as usize - (1 << 24);
+
     /// A row-major matrix whose blocks run along its rows.
     pub const fn rows(rows: usize, cols: usize) -> Self {
         Self { outer: rows, axis: cols, inner: 1 }

@@ -3,7 +3,7 @@
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, HostElement, PackedView, View};
-use burn_fp4_search::{Blocks, Fp4Scheme, ScaleRule, ScaleSearch};
+use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, ScaleRule, ScaleSearch};
 use clap::Parser;
 
 /// Speed of the host engine, next to a copy of the same input.
@@ -66,11 +66,39 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
     });
     let four_over_six =
         ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+    let x: Vec<_> = weights(512 * k).iter().map(|x| x * 50.0).collect();
+    for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+        for scheme in [plain, Fp4Scheme::mxfp4()] {
+            let scheme = scheme.with_search(search);
+            let mut codes = vec![0; values.len() / 2];
+            let mut scales = vec![0; values.len() / scheme.block_size];
+            let view = View::rows(m, k);
+            let name = format!("quantize {dtype} to {} by {search:?}, T = 512", scheme.format());
+            time(name, dense_bytes, &mut || {
+                let hessians = BlockHessians::of(&x, k, scheme.block_size).expect("finite");
+                let importance = Importance::Blocks(&hessians);
+                let amax = host::amax(values, view, &scheme);
+                host::quantize_by_importance(
+                    values,
+                    view,
+                    &scheme,
+                    &amax,
+                    importance,
+                    &mut codes,
+                    &mut scales,
+                )
+                .expect("a valid problem");
+            });
+        }
+    }
     for (name, axis, scheme) in [
         ("nvfp4", 1, plain),
         ("nvfp4 along axis 0", 0, plain),
         ("nvfp4 in 16x16 tiles", 1, plain.with_blocks(Blocks::Tile16x16)),
         ("nvfp4 four over six", 1, plain.with_search(four_over_six)),
+        ("nvfp4 by sse", 1, plain.with_search(ScaleSearch::Sse)),
+        ("nvfp4 by sse along axis 0", 0, plain.with_search(ScaleSearch::Sse)),
+        ("mxfp4 by sse", 1, Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse)),
         ("nvfp4 without tensor scale", 1, Fp4Scheme::of(ScaleRule::NoTensorScale)),
         ("mxfp4", 1, Fp4Scheme::mxfp4()),
         ("mxfp4 along axis 0", 0, Fp4Scheme::mxfp4()),

@@ -35,6 +35,17 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::nvfp4().with_search(search).with_blocks(Blocks::Tile16x16));
         }
     }
+    for rule in ScaleRule::ALL {
+        let scheme = Fp4Scheme::of(rule).with_search(ScaleSearch::Sse);
+        schemes.push(scheme);
+        schemes.push(scheme.with_block_size(if scheme.block_size == 16 { 32 } else { 16 }));
+    }
+    for scaling in [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)] {
+        let scheme = Fp4Scheme::nvfp4().with_tensor_scale(scaling);
+        schemes.push(scheme.with_search(ScaleSearch::Sse));
+    }
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    schemes.push(tiles.with_search(ScaleSearch::Sse));
     schemes.iter().for_each(|scheme| scheme.validate().expect("a consistent scheme"));
     schemes
 }

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The crates, each allowed to depend on those before it.
-const RANKS: [&str; 6] = [
+const RANKS: [&str; 7] = [
     "burn-fp4-formats",
     "burn-fp4-search",
     "burn-fp4-cubecl",
     "burn-fp4-ops",
     "burn-fp4-modules",
     "burn-fp4",
+    "burn-fp4-cli",
 ];
 
 fn root() -> PathBuf {

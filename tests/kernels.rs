@@ -7,18 +7,18 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype as KernelDtype, Packed as Handles, Problem, UNITS, amax, cubecl, dequantize,
-    fake_quantize, quantize, squared_error,
+    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, UNITS, amax, cubecl,
+    dequantize, fake_quantize, quantize, quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::View;
+use burn_fp4_search::host::{self, View};
 use burn_fp4_search::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
-    quantize as oracle,
+    BlockHessians, Blocks, E4m3Range, ErrorMetric, Fp4Scheme, Importance, NonFinite, ScaleRule,
+    ScaleSearch, TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
-use tests::inputs::{Dense, Dtype, Kind, Values};
+use tests::inputs::{Dense, Dtype, Kind, Random, Values};
 
 struct Device {
     client: Client,
@@ -86,6 +86,64 @@ impl Device {
         assert_bits(&format!("fake {what}"), &self.floats(fake, dtype), &exact);
         self.check_squared_error(&what, dense, values, packed, &problem, &expected);
         view.len()
+    }
+
+    fn check_importance(
+        &self,
+        dense: &Dense,
+        view: View,
+        scheme: Fp4Scheme,
+        importance: Importance<'_>,
+    ) {
+        let dtype = match dense.dtype() {
+            Dtype::F32 => KernelDtype::F32,
+            Dtype::F16 => KernelDtype::F16,
+            Dtype::Bf16 => KernelDtype::Bf16,
+        };
+        let problem = Problem { view, dtype, scheme };
+        let values = self.upload(dense);
+        let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
+        let largest = amax(&self.client, &self.capability, values.clone(), view, dtype, by_row)
+            .expect("a plan");
+        let floats = |values: &[f32]| self.client.create_from_slice(f32::as_bytes(values));
+        let (client, device) = (&self.client, &self.capability);
+        let found = match importance {
+            Importance::Blocks(blocks) => {
+                let hessians =
+                    Hessians { values: floats(blocks.values()), bounds: floats(blocks.bounds()) };
+                quantize_by_hessian(client, device, values, largest, hessians, &problem)
+            }
+            Importance::Channels(weights) => {
+                let weights = Some(floats(weights));
+                quantize_weighted(client, device, values, largest, weights, &problem)
+            }
+            Importance::Uniform => quantize(client, device, values, largest, &problem),
+        };
+        let dense = dense.to_f32();
+        let amax = host::amax(&dense, view, &scheme);
+        let mut codes = vec![0; view.len() / 2];
+        let mut scales = vec![0; view.len() / scheme.block_size];
+        let tensor_scale = host::quantize_by_importance(
+            &dense,
+            view,
+            &scheme,
+            &amax,
+            importance,
+            &mut codes,
+            &mut scales,
+        )
+        .expect("valid");
+        let expected = Packed {
+            format: scheme.format(),
+            block_size: scheme.block_size,
+            rows: view.packed_rows(),
+            cols: view.axis,
+            codes,
+            scales,
+            tensor_scale,
+        };
+        let found = self.download(found.expect("a plan"), &expected);
+        assert_same(&format!("{problem:?}"), &found, &expected);
     }
 
     fn download(&self, packed: Handles, expected: &Packed) -> Packed {
@@ -174,6 +232,13 @@ fn schemes() -> Vec<Fp4Scheme> {
     let tile = |rule| Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16);
     schemes.extend([ScaleRule::Te, ScaleRule::Even].map(tile));
     schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_search(search)));
+    let sse = |scheme: Fp4Scheme| scheme.with_search(ScaleSearch::Sse);
+    for rule in [ScaleRule::Te, ScaleRule::Gist, ScaleRule::Floor, ScaleRule::RoundUp] {
+        schemes.push(sse(Fp4Scheme::of(rule)));
+    }
+    schemes.push(sse(Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32)));
+    schemes.push(sse(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Multiplier(1e-3))));
+    schemes.extend([ScaleRule::Te, ScaleRule::Even].map(|rule| sse(tile(rule))));
     schemes.into_iter().map(follow).collect()
 }
 
@@ -182,8 +247,14 @@ fn few_schemes() -> Vec<Fp4Scheme> {
     let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
-    let schemes =
-        [Fp4Scheme::mxfp4(), by_row.with_search(search), tiles, tiles.with_search(search)];
+    let schemes = [
+        Fp4Scheme::mxfp4(),
+        by_row.with_search(search),
+        by_row.with_search(ScaleSearch::Sse),
+        tiles,
+        tiles.with_search(search),
+        tiles.with_search(ScaleSearch::Sse),
+    ];
     schemes.into_iter().map(follow).collect()
 }
 
@@ -282,6 +353,41 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
             let dense = Dense::new(1, view.len(), &values, dtype);
             for scheme in few_schemes() {
                 device.check_view("shape", &dense, view, scheme);
+            }
+        }
+    }
+}
+
+/// Weights of channels and Hessians of blocks, against the host engine.
+#[test]
+fn searches_by_importance_give_the_bits_of_the_host() {
+    let device = Device::new();
+    let mut random = Random::new(11);
+    for view in [
+        View::rows(5, 96),
+        View { outer: 1, axis: 64, inner: 72 },
+        View { outer: 3, axis: 32, inner: 10 },
+    ] {
+        let weights: Vec<f32> = (0..view.axis).map(|k| (k % 5) as f32 * random.uniform()).collect();
+        let x: Vec<f32> = (0..40 * view.axis).map(|_| random.normal()).collect();
+        for (kind, dtype) in
+            [(Kind::Weights, Dtype::F32), (Kind::Outliers, Dtype::Bf16), (Kind::Ties, Dtype::F16)]
+        {
+            let dense = Dense::new(1, view.len(), &kind.values(view.len(), 3), dtype);
+            let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+            let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+            let none = Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32);
+            for scheme in [by_row, Fp4Scheme::mxfp4(), none, tiles] {
+                let weighted = scheme.with_search(ScaleSearch::Sse);
+                device.check_importance(&dense, view, weighted, Importance::Channels(&weights));
+                if scheme.blocks == Blocks::Row {
+                    let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
+                    for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+                        let scheme = scheme.with_search(search);
+                        let importance = Importance::Blocks(&hessians);
+                        device.check_importance(&dense, view, scheme, importance);
+                    }
+                }
             }
         }
     }

@@ -9,10 +9,11 @@ use crate::scale::{
     BlockScale, Factors, Method, TensorFactor, block_scale, scale_value, te_scale, tensor_factor,
 };
 use crate::share::{Extent, Place, at_row, load_blocks};
+use crate::sse::search_sse;
 
 /// Largest magnitude of a block, which starts at `start` of the elements; NaN if a value is.
 #[cube]
-fn largest_magnitude(
+pub(crate) fn largest_magnitude(
     elements: &Array<f32>,
     #[comptime] start: u32,
     #[comptime] block_size: u32,
@@ -81,6 +82,7 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
     place: &Place,
     extent: &Extent,
     amax: &[f32],
+    weights: &[f32],
     factors: &Factors,
     #[comptime] method: Method,
     #[comptime] share: Share,
@@ -117,6 +119,20 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
             scales.codes[row as usize] = scale.code;
             scales.factors[row as usize] = scale.factor;
         }
+    } else if comptime!(method.search == ScaleSearch::Sse) {
+        search_sse::<E, N>(
+            elements,
+            &largest,
+            values,
+            place,
+            extent,
+            amax,
+            weights,
+            factors,
+            &mut scales,
+            method,
+            share,
+        );
     } else {
         four_over_six::<E, N>(
             elements,
@@ -258,7 +274,7 @@ fn squares(search: ScaleSearch) -> bool {
 /// Replaces the errors of the rows of a tile, of which every unit holds `rows`, by their sum: row r and
 /// r + 8, then + 4, + 2, + 1.
 #[cube]
-fn sum_of_tile(errors: &mut Array<f32>, #[comptime] rows: u32) {
+pub(crate) fn sum_of_tile(errors: &mut Array<f32>, #[comptime] rows: u32) {
     #[unroll]
     for step in 0..4u32 {
         let half = comptime!(8u32 >> step);

@@ -12,6 +12,8 @@
 //! | `element.rs`       | code <-> f32, on bits                                                  |
 //! | `scale.rs`         | amax -> scale, for every rule                                          |
 //! | `block.rs`         | blocks and tiles: amax, choice of the scale, normalized elements       |
+//! | `sse.rs`           | the scale with the smallest squared error                              |
+//! | `hessian.rs`       | scales and codes by the activations that meet each block               |
 //! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
 //! | `quantize.rs`      | codes and scales, or right away their values                           |
@@ -25,18 +27,21 @@ mod amax;
 mod block;
 mod dequantize;
 mod element;
+mod hessian;
 mod plan;
 mod problem;
 mod quantize;
 mod scale;
 mod share;
 mod squared_error;
+mod sse;
 mod stage;
 
 pub use amax::amax;
 pub use cubecl;
 pub use dequantize::dequantize;
+pub use hessian::{Hessians, quantize_by_hessian};
 pub use plan::{Capability, Conversion, Launch, Operation, Refusal, Share, Tile, UNITS, plan};
 pub use problem::{Dtype, Problem};
-pub use quantize::{Packed, fake_quantize, quantize};
+pub use quantize::{Packed, fake_quantize, quantize, quantize_weighted};
 pub use squared_error::{PartialSums, squared_error};

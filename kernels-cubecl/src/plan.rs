@@ -1,5 +1,5 @@
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Fp4Scheme, SearchError};
+use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch, SearchError};
 use cubecl::client::Client;
 use cubecl::features::Plane;
 use cubecl::prelude::CubeCount;
@@ -15,6 +15,8 @@ pub enum Operation {
     RowAmax,
     /// Codes and scales.
     Quantize,
+    /// Codes and scales by the activations that meet each block.
+    QuantizeByHessian,
     /// The values of codes and scales, from the dense tensor.
     FakeQuantize,
     /// Values of codes and scales.
@@ -149,6 +151,14 @@ pub enum Refusal {
     /// The scheme is inconsistent, or its blocks do not divide the axis.
     #[error(transparent)]
     Scheme(#[from] SearchError),
+    /// The operation does not search that way.
+    #[error("there is no kernel for ScaleSearch::{found:?} in {operation:?}")]
+    Search {
+        /// The operation.
+        operation: Operation,
+        /// The search asked for.
+        found: ScaleSearch,
+    },
     /// More values than [`View::MAX_LEN`].
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
@@ -180,6 +190,14 @@ pub fn plan(
     let Problem { view, scheme, dtype } = problem;
     if !matches!(operation, Operation::Amax | Operation::RowAmax) {
         scheme.check_columns(view.axis)?;
+        let by_hessian = operation == Operation::QuantizeByHessian;
+        let fits = match scheme.search {
+            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
+            search => !by_hessian && !search.needs_hessians(),
+        };
+        if !fits {
+            return Err(Refusal::Search { operation, found: scheme.search });
+        }
     }
     let expected = View::MAX_LEN;
     if view.len() > expected {
@@ -229,6 +247,12 @@ pub fn plan(
         Operation::Dequantize => {
             let share = strided(operation, problem, device, one_row);
             (rows / share.rows * blocks, share)
+        }
+        Operation::QuantizeByHessian => {
+            // A cube for every block of as many rows as it has units.
+            let share =
+                Share { vector: if along { widest } else { 1 }, staged: device.stages, ..one_row };
+            (rows.div_ceil(UNITS) * blocks * UNITS, share)
         }
         Operation::Quantize | Operation::FakeQuantize => {
             let tile = tile(scheme, problem, device);

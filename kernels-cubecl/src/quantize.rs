@@ -38,11 +38,27 @@ pub fn quantize(
     amax: Handle,
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
+    quantize_weighted(client, device, values, amax, None, problem)
+}
+
+/// [`quantize`] for errors that cost as much as their input channel: `weights` are f32, one for every
+/// element along the axis, not negative. The search is [`Sse`](burn_fp4_search::ScaleSearch).
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn quantize_weighted(
+    client: &Client,
+    device: &Capability,
+    values: Handle,
+    amax: Handle,
+    weights: Option<Handle>,
+    problem: &Problem,
+) -> Result<Packed, Refusal> {
     let launch = plan(Operation::Quantize, problem, device)?;
     Ok(if launch.share.wide() {
-        launch_quantize::<u32>(client, values, amax, problem, launch)
+        launch_quantize::<u32>(client, values, amax, weights, problem, launch)
     } else {
-        launch_quantize::<u16>(client, values, amax, problem, launch)
+        launch_quantize::<u16>(client, values, amax, weights, problem, launch)
     })
 }
 
@@ -79,18 +95,15 @@ fn launch_quantize<E: Int>(
     client: &Client,
     values: Handle,
     amax: Handle,
+    weights: Option<Handle>,
     problem: &Problem,
     launch: Launch,
 ) -> Packed {
     let Problem { view, scheme, .. } = problem;
+    let method = Method::of(scheme, weights.is_some());
     let share = launch.share;
-    let tensor_scales = scheme.tensor_scales(view.packed_rows());
-    let packed = Packed {
-        codes: client.empty(problem.code_bytes()),
-        scales: client.empty(problem.scale_bytes()),
-        tensor_scale: client.empty(4 * tensor_scales),
-        tensor_scales,
-    };
+    let packed = empty(client, problem);
+    let tensor_scales = packed.tensor_scales;
     if launch.items == 0 {
         return packed;
     }
@@ -104,17 +117,33 @@ fn launch_quantize<E: Int>(
             share.words() as usize,
             words,
             BufferArg::from_raw_parts(values, view.len() / share.vector as usize),
-            BufferArg::from_raw_parts(amax, tensor_scales),
+            BufferArg::from_raw_parts(amax.clone(), tensor_scales),
+            // Where there are none, something that is not read.
+            match weights {
+                Some(weights) => BufferArg::from_raw_parts(weights, view.axis),
+                None => BufferArg::from_raw_parts(amax, tensor_scales),
+            },
             BufferArg::from_raw_parts(packed.codes.clone(), problem.code_bytes() / 4 / words),
             BufferArg::from_raw_parts(packed.scales.clone(), problem.scale_bytes()),
             BufferArg::from_raw_parts(packed.tensor_scale.clone(), tensor_scales),
             extent(problem, &launch),
             factors(problem),
-            Method::of(scheme),
+            method,
             share,
         );
     }
     packed
+}
+
+/// Memory for what becomes of a problem.
+pub(crate) fn empty(client: &Client, problem: &Problem) -> Packed {
+    let tensor_scales = problem.scheme.tensor_scales(problem.view.packed_rows());
+    Packed {
+        codes: client.empty(problem.code_bytes()),
+        scales: client.empty(problem.scale_bytes()),
+        tensor_scale: client.empty(4 * tensor_scales),
+        tensor_scales,
+    }
 }
 
 fn launch_fake_quantize<E: Int, F: Float>(
@@ -143,7 +172,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
             BufferArg::from_raw_parts(output.clone(), vectors),
             extent(problem, &launch),
             factors(problem),
-            Method::of(scheme),
+            Method::of(scheme, false),
             launch.share,
         );
     }
@@ -161,7 +190,7 @@ pub(crate) fn extent(problem: &Problem, launch: &Launch) -> ExtentLaunch {
     )
 }
 
-fn factors(problem: &Problem) -> FactorsLaunch {
+pub(crate) fn factors(problem: &Problem) -> FactorsLaunch {
     let scheme = &problem.scheme;
     // A given multiplier is its own factor; the amax in device memory is then not looked at.
     let given = match scheme.tensor_scale {
@@ -176,6 +205,7 @@ fn factors(problem: &Problem) -> FactorsLaunch {
 fn quantize_kernel<E: Int, N: Size, W: Size>(
     values: &[Vector<E, N>],
     amax: &[f32],
+    weights: &[f32],
     codes: &mut [Vector<u32, W>],
     scales: &mut [u8],
     tensor_scale: &mut [u32],
@@ -191,8 +221,9 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     let place = place(min(item, extent.items - 1), &extent, block_size, share);
     let rows_left = select(item < extent.items, place.rows_left, 0u32);
     let elements = load_blocks::<E, N>(values, &place, &extent, block_size, share);
-    let chosen =
-        choose_scales::<E, N>(&elements, values, &place, &extent, amax, &factors, method, share);
+    let chosen = choose_scales::<E, N>(
+        &elements, values, &place, &extent, amax, weights, &factors, method, share,
+    );
     let words = comptime!(block_size / 8);
     let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
     let mut block_scales = chosen.codes;
@@ -249,8 +280,10 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     let item = item(&extent);
     let place = place(min(item, extent.items - 1), &extent, block_size, share);
     let mut elements = load_blocks::<E, M>(values, &place, &extent, block_size, share);
-    let chosen =
-        choose_scales::<E, M>(&elements, values, &place, &extent, amax, &factors, method, share);
+    // Fake quantization has no weights; the amax stands where they would.
+    let chosen = choose_scales::<E, M>(
+        &elements, values, &place, &extent, amax, amax, &factors, method, share,
+    );
     #[unroll]
     for row in 0..share.rows {
         let factor = chosen.factors[row as usize];

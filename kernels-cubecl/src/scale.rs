@@ -10,6 +10,8 @@ pub(crate) struct Method {
     pub(crate) rule: ScaleRule,
     pub(crate) search: ScaleSearch,
     pub(crate) block_size: u32,
+    /// Whether errors have a weight per input channel.
+    pub(crate) weighted: bool,
     /// Whether the tensor scale is given.
     pub(crate) given: bool,
     /// Whether there is one per packed row.
@@ -17,12 +19,23 @@ pub(crate) struct Method {
 }
 
 impl Method {
-    pub(crate) fn of(scheme: &Fp4Scheme) -> Self {
+    /// Whether scales are E4M3.
+    pub(crate) fn is_nvfp4(&self) -> bool {
+        self.rule.row().format == Fp4Format::NvFp4
+    }
+
+    /// Whether elements are divided by their factor.
+    pub(crate) fn divides(&self) -> bool {
+        self.rule == ScaleRule::NoTensorScale
+    }
+
+    pub(crate) fn of(scheme: &Fp4Scheme, weighted: bool) -> Self {
         let has_tensor_scale = scheme.rule.row().tensor_scale;
         Self {
             rule: scheme.rule,
             search: scheme.search,
             block_size: scheme.block_size as u32,
+            weighted,
             given: matches!(scheme.tensor_scale, TensorScaling::Multiplier(_)),
             by_row: has_tensor_scale && scheme.tensor_scale == TensorScaling::Row,
         }
@@ -49,6 +62,14 @@ pub(crate) fn round_to_e4m3(exact: f32) -> u32 {
     let subnormal = u32::reinterpret(shifted) - 0x4680_0000u32;
     let code = select(clamped < 0.015625f32, subnormal, normal);
     select(is_nan, 0x7Fu32, code)
+}
+
+/// The largest E4M3 code whose value is at most that of a non-negative f32.
+#[cube]
+pub(crate) fn round_down_to_e4m3(value: f32) -> u32 {
+    let normal = (u32::reinterpret(value) >> 20u32) - 960u32;
+    let subnormal = u32::cast_from(min(value, 1.0f32) * 512.0f32);
+    min(select(value < 0.015625f32, subnormal, normal), 126u32)
 }
 
 /// The value of a non-negative E4M3 code.
@@ -134,6 +155,39 @@ pub(crate) fn te_scale(exact: f32, tensor: &TensorFactor) -> BlockScale {
     BlockScale { code, factor: saturate(1.0f32 / (e4m3_value(code) * tensor.decode)) }
 }
 
+/// What elements are multiplied with, or divided by, given a scale that is not NaN and its value.
+#[cube]
+pub(crate) fn factor_of(
+    code: u32,
+    value: f32,
+    tensor: &TensorFactor,
+    #[comptime] rule: ScaleRule,
+) -> f32 {
+    if comptime!(matches!(rule, ScaleRule::Te | ScaleRule::TeDivision)) {
+        saturate(1.0f32 / (value * tensor.decode))
+    } else if comptime!(rule == ScaleRule::Gist) {
+        tensor.encode / select(value < 1e-12f32, 1e-12f32, value)
+    } else if comptime!(rule == ScaleRule::NoTensorScale) {
+        value
+    } else {
+        power_of_two_factor(code, rule)
+    }
+}
+
+/// 2^(127 - code); see `ScaleRule::multiplier` for code 0.
+#[cube]
+fn power_of_two_factor(code: u32, #[comptime] rule: ScaleRule) -> f32 {
+    let at_least_one = select(code == 0u32, 1u32, code);
+    let bits = select(at_least_one == 254u32, 0x0040_0000u32, (254u32 - at_least_one) << 23u32);
+    let bits = select(code == 0xFFu32, 0x7FC0_0000u32, bits);
+    let factor = f32::reinterpret(bits);
+    if comptime!(rule == ScaleRule::RoundUp) {
+        select(code == 0u32, 1.0f32, factor)
+    } else {
+        factor
+    }
+}
+
 /// The scale of a block with this amax.
 #[cube]
 pub(crate) fn block_scale(
@@ -148,25 +202,14 @@ pub(crate) fn block_scale(
         te_scale((amax / 6.0f32) * encode, tensor)
     } else if comptime!(rule == ScaleRule::Gist) {
         let code = round_to_e4m3((amax / 6.0f32) * encode);
-        let scale = e4m3_value(code);
-        let factor = encode / select(scale < 1e-12f32, 1e-12f32, scale);
-        BlockScale { code, factor }
+        BlockScale { code, factor: factor_of(code, e4m3_value(code), tensor, rule) }
     } else if comptime!(rule == ScaleRule::NoTensorScale) {
         let exact = amax / 6.0f32;
         let code = round_to_e4m3(select(exact < 1e-12f32, 1e-12f32, exact));
         BlockScale { code, factor: e4m3_value(code) }
     } else {
         let code = power_of_two_scale(amax, rule);
-        // 2^(127 - code); see `ScaleRule::multiplier` for code 0.
-        let at_least_one = select(code == 0u32, 1u32, code);
-        let bits = select(at_least_one == 254u32, 0x0040_0000u32, (254u32 - at_least_one) << 23u32);
-        let bits = select(code == 0xFFu32, 0x7FC0_0000u32, bits);
-        let factor = f32::reinterpret(bits);
-        let factor = if comptime!(rule == ScaleRule::RoundUp) {
-            select(code == 0u32, 1.0f32, factor)
-        } else {
-            factor
-        };
+        let factor = power_of_two_factor(code, rule);
         BlockScale { code, factor }
     }
 }

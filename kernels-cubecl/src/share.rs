@@ -94,14 +94,26 @@ pub(crate) fn at_row(
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) -> Place {
-    let index = row * extent.blocks + place.block;
+    place_of(row, place.block, extent, block_size, share)
+}
+
+/// One block of one row.
+#[cube]
+pub(crate) fn place_of(
+    row: u32,
+    block: u32,
+    extent: &Extent,
+    #[comptime] block_size: u32,
+    #[comptime] share: Share,
+) -> Place {
+    let index = row * extent.blocks + block;
     let first = if comptime!(share.along) {
         index * block_size
     } else {
         let outer = row / extent.inner * extent.blocks;
-        (outer + place.block) * block_size * extent.inner + row % extent.inner
+        (outer + block) * block_size * extent.inner + row % extent.inner
     };
-    Place { row, block: place.block, index, first, rows_left: 1u32.runtime() }
+    Place { row, block, index, first, rows_left: 1u32.runtime() }
 }
 
 /// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.

@@ -32,7 +32,6 @@ mod error;
 mod extension;
 #[cfg(feature = "flex")]
 mod flex;
-#[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
 mod layout;
 pub mod modelopt;

@@ -2,17 +2,19 @@
 //! their own, and as a second opinion on those that have it.
 //!
 //! Only comparisons, selections and single-rounded f32 arithmetic are used, so a backend whose f32
-//! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input.
+//! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input. Searches
+//! that sum by fused multiply-adds, from [`ScaleSearch::Sse`] on, read the values back and run on the host.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, Scalar, TensorMetadata, get_or_init_device_settings};
-use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData};
+use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
+use burn_fp4_search::host::View;
 use burn_fp4_search::{
     Blocks, ErrorMetric, Fp4Scheme, ScaleRule, ScaleSearch, TensorFactor, TensorScaling,
 };
 
-use crate::{Fp4Layout, Fp4Primitive};
+use crate::{Fp4Layout, Fp4Primitive, host};
 
 /// A float tensor with the operations used here.
 struct F<B: Backend>(FloatTensor<B>);
@@ -380,6 +382,7 @@ fn quantize_rows<B: Backend>(
         ScaleSearch::FourOverSix { error, .. } => {
             four_over_six(&values, &amax, &factors, scheme, error)
         }
+        search => unreachable!("{search:?} is done on the host"),
     };
     let normalized = normalize(&values, &codes, &scales, &factors, scheme);
     Quantized {
@@ -440,6 +443,9 @@ pub fn quantize<B: Backend>(
     axis: usize,
     scheme: Fp4Scheme,
 ) -> Fp4Primitive<B> {
+    if needs_host(&scheme) {
+        return quantize_on_host::<B>(values, amax, axis, scheme);
+    }
     let values = rows::<B>(values, axis);
     let [rows, cols] = values.shape()[..] else { unreachable!("rows makes a matrix") };
     let quantized = quantize_rows(values, amax, &scheme);
@@ -452,6 +458,34 @@ pub fn quantize<B: Backend>(
     }
 }
 
+/// Whether a search asks for what tensor operations lack, a fused multiply-add.
+fn needs_host(scheme: &Fp4Scheme) -> bool {
+    !matches!(scheme.search, ScaleSearch::Amax | ScaleSearch::FourOverSix { .. })
+}
+
+/// Reads the values back and leaves the search to the host engine.
+fn quantize_on_host<B: Backend>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+) -> Fp4Primitive<B> {
+    let device = values.device();
+    let view = View::along(&values.shape(), axis);
+    let read = |tensor: FloatTensor<B>| {
+        let data = read_sync(B::float_into_data(B::float_cast(tensor, FloatDType::F32)));
+        let data = data.expect("the device hands back its data");
+        data.try_into_vec::<f32>().expect("just cast to f32")
+    };
+    let packed = host::quantize(&read(values), view, &read(amax), &scheme);
+    let upload = |data: TensorData, dtype| B::int_cast(B::int_from_data(data, &device), dtype);
+    Fp4Primitive {
+        codes: upload(packed.codes, IntDType::U8),
+        scales: upload(packed.scales, IntDType::U8),
+        tensor_scale: upload(packed.tensor_scale, IntDType::I32),
+    }
+}
+
 /// See [`Fp4Backend::fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize).
 pub fn fake_quantize<B: Backend>(
     values: FloatTensor<B>,
@@ -460,6 +494,11 @@ pub fn fake_quantize<B: Backend>(
     scheme: Fp4Scheme,
 ) -> FloatTensor<B> {
     let (shape, dtype) = (values.shape().to_vec(), FloatDType::from(values.dtype()));
+    if needs_host(&scheme) {
+        let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
+        let packed = quantize_on_host::<B>(values, amax, axis, scheme);
+        return dequantize::<B>(packed, layout, dtype);
+    }
     let quantized = quantize_rows(rows::<B>(values, axis), amax, &scheme);
     let elements = quantized.codes.look_up(&E2M1_VALUES);
     let restored = restore(&elements, &quantized.scales, &quantized.tensor_scale, scheme.format());

@@ -1,6 +1,6 @@
 use burn_fp4_formats::FormatError;
 
-use crate::ScaleRule;
+use crate::{ScaleRule, ScaleSearch};
 
 /// Why something cannot be quantized as asked.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -30,4 +30,60 @@ pub enum SearchError {
     /// A name is not a known rule.
     #[error("unknown scale rule `{0}`")]
     UnknownRule(String),
+    /// A weight of an input channel is not usable.
+    #[error("the weight of input channel {channel} is {found}: it must be finite and not negative")]
+    Weight {
+        /// The channel.
+        channel: usize,
+        /// Its weight.
+        found: f32,
+    },
+    /// A Hessian is not one.
+    #[error("Hessian of block {block}: element ({row}, {col}), {found}, {problem}")]
+    Hessian {
+        /// Which block.
+        block: usize,
+        /// Row of the element.
+        row: usize,
+        /// Column of the element.
+        col: usize,
+        /// Its value.
+        found: f32,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// An activation is not finite.
+    #[error("activation of row {row}, channel {channel} is {found}")]
+    Activation {
+        /// Which row.
+        row: usize,
+        /// Which channel.
+        channel: usize,
+        /// Its value.
+        found: f32,
+    },
+    /// A search does not use the importance given.
+    #[error("ScaleSearch::{search:?} takes {expected}, found {found}")]
+    Importance {
+        /// The search.
+        search: ScaleSearch,
+        /// What it takes.
+        expected: &'static str,
+        /// What was given.
+        found: &'static str,
+    },
+    /// The damping of GPTQ is not usable.
+    #[error("damping is {found}: it must be finite and not negative")]
+    Damping {
+        /// The damping.
+        found: f64,
+    },
+    /// A Gram matrix has no Cholesky factor.
+    #[error(
+        "the Gram matrix of the activations is singular: give some damping, or more activations"
+    )]
+    Singular,
+    /// A name is not a known method.
+    #[error("unknown method `{0}`")]
+    UnknownMethod(String),
 }

@@ -14,18 +14,35 @@
 //! | `modelopt.rs`      | ModelOpt's own functions, with its arithmetic                        |
 //! | `host/`            | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16      |
 
+mod admm;
+mod block;
+mod coordinate_descent;
 mod error;
 mod four_over_six;
+mod gptq;
+mod gram;
+mod hessian;
 pub mod host;
+mod importance;
+mod joint;
+mod method;
+mod metrics;
 pub mod modelopt;
+mod point;
 mod quantize;
 mod rule;
 mod scheme;
+mod sse;
 mod tensor_scale;
 
 pub use burn_fp4_formats as formats;
 pub use error::SearchError;
-pub use quantize::{amax, quantize, quantize_with_amax};
+pub use gptq::{BlockOrder, Gptq};
+pub use gram::Gram;
+pub use importance::{BlockHessians, Importance};
+pub use method::{Method, MethodRow};
+pub use metrics::Metrics;
+pub use quantize::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rule::{RuleRow, ScaleRule};
 pub use scheme::{Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleSearch};
 pub use tensor_scale::{TensorFactor, TensorScaling};

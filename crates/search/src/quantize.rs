@@ -1,6 +1,12 @@
-use burn_fp4_formats::{FormatError, Packed, TensorScale};
+use burn_fp4_formats::{E2M1, FormatError, Packed, TensorScale};
 
-use crate::{Fp4Scheme, ScaleSearch, SearchError, TensorFactor, TensorScaling, four_over_six};
+use crate::block::{Block, lowest, top};
+use crate::importance::{BlockHessian, BlockImportance};
+use crate::point::{Point, Target};
+use crate::{
+    Fp4Scheme, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling, admm,
+    coordinate_descent, four_over_six, hessian, joint, sse,
+};
 
 /// The amax that the tensor scale is made from: one value, or one per row.
 ///
@@ -52,7 +58,23 @@ pub fn quantize_with_amax(
     scheme: &Fp4Scheme,
     amax: &[f32],
 ) -> Result<Packed, SearchError> {
+    quantize_by_importance(values, rows, cols, scheme, amax, Importance::Uniform)
+}
+
+/// [`quantize_with_amax`] for errors that do not all cost the same.
+///
+/// # Errors
+/// As there, and [`SearchError::Importance`] if the search of the scheme takes another kind.
+pub fn quantize_by_importance(
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    importance: Importance<'_>,
+) -> Result<Packed, SearchError> {
     scheme.check_columns(cols)?;
+    importance.check(scheme, cols)?;
     let expect = |what, expected, found| {
         if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
     };
@@ -72,12 +94,17 @@ pub fn quantize_with_amax(
                 &values[start..start + scheme.block_size]
             };
             let tile_rows: Vec<_> = tile.clone().map(elements).collect();
-            let scale = choose_scale(scheme, &tile_rows, factor(first));
+            let importance = importance.of_block(block, scheme.block_size);
+            let (scale, values) = choose(scheme, &tile_rows, factor(first), importance);
             for row in tile.clone() {
                 scales[row * blocks + block] = scale;
                 let multiplier = scheme.rule.multiplier(scale, factor(row));
                 for (index, &element) in elements(row).iter().enumerate() {
-                    let code = scheme.rule.code(element, scale, multiplier);
+                    let code = match &values {
+                        None => scheme.rule.code(element, scale, multiplier),
+                        // Of zeros the positive one.
+                        Some(values) => E2M1.encode(values[index] + 0.0),
+                    };
                     let at = row * cols + block * scheme.block_size + index;
                     codes[at / 2] |= code << (4 * (at % 2));
                 }
@@ -100,8 +127,14 @@ pub fn quantize_with_amax(
     })
 }
 
-/// The scale of a block, given as the rows of its tile (one row unless tiles are 16 x 16).
-fn choose_scale(scheme: &Fp4Scheme, tile: &[&[f32]], factor: TensorFactor) -> u8 {
+/// The scale of a block, given as the rows of its tile (one row unless tiles are 16 x 16), and its E2M1
+/// values where they need not be the nearest.
+fn choose(
+    scheme: &Fp4Scheme,
+    tile: &[&[f32]],
+    factor: TensorFactor,
+    importance: BlockImportance<'_>,
+) -> (u8, Option<Vec<f32>>) {
     let mut amax = 0.0;
     for row in tile {
         let largest = largest_magnitude(row);
@@ -109,18 +142,49 @@ fn choose_scale(scheme: &Fp4Scheme, tile: &[&[f32]], factor: TensorFactor) -> u8
             amax = largest;
         }
     }
-    match scheme.search {
-        ScaleSearch::Amax => scheme.rule.block_scale(amax, factor),
-        ScaleSearch::FourOverSix { error, .. } => {
-            let [on_six, on_four] = four_over_six::candidates(amax, factor);
-            let total = |scale| {
-                let mut errors = [0.0; 16];
-                for (sum, row) in errors.iter_mut().zip(tile) {
-                    *sum = four_over_six::error(scheme, error, row, scale, factor);
-                }
-                four_over_six::sum_rows(errors)
-            };
-            if total(on_four) < total(on_six) { on_four } else { on_six }
+    let block = Block::new(scheme, tile, factor, amax);
+    match (scheme.search, importance) {
+        (ScaleSearch::Amax, _) => (scheme.rule.block_scale(amax, factor), None),
+        (ScaleSearch::FourOverSix { error, .. }, _) => {
+            (four_over_six::choose(scheme, error, tile, amax, factor), None)
         }
+        (ScaleSearch::Sse, importance) => (sse::choose(&block, importance), None),
+        (ScaleSearch::Hessian, BlockImportance::Hessian(hessian)) => {
+            (hessian::choose(&block, hessian), None)
+        }
+        (ScaleSearch::CoordinateDescent, BlockImportance::Hessian(hessian)) => {
+            coordinate_descent::choose(&block, hessian)
+        }
+        (_, BlockImportance::Hessian(hessian)) => match scheme.block_size {
+            16 => choose_point::<16>(&block, hessian),
+            _ => choose_point::<32>(&block, hessian),
+        },
+        (search, importance) => unreachable!("checked before: {search:?} with {importance:?}"),
     }
+}
+
+/// [`admm`] or [`joint`], after coordinate descent has found where to begin.
+fn choose_point<const B: usize>(
+    block: &Block<'_>,
+    hessian: BlockHessian<'_>,
+) -> (u8, Option<Vec<f32>>) {
+    let (scale, elements) = coordinate_descent::choose(block, hessian);
+    let Some(elements) = elements else { return (scale, None) };
+    let own = u32::from(block.scheme.rule.block_scale(block.amax, block.tensor));
+    let (format, base) = (block.scheme.format(), block.unit.base);
+    let scaled = block.scaled(0).try_into().expect("a block");
+    let target = Target { format, base, scaled, hessian };
+    let elements: [f32; B] = elements.try_into().expect("a block");
+    let scale = scale.into();
+    let start = Point { scale, elements, cost: target.cost(scale, &elements) };
+    let operator = admm::Operator::new(hessian.values);
+    let point = match block.scheme.search {
+        ScaleSearch::AdmmPublished => admm::published(&target, &operator, own),
+        ScaleSearch::Admm => admm::improve(&target, &operator, own, start),
+        _ => {
+            let top = top(format, base, block.amax * block.unit.factor);
+            joint::improve(&target, lowest(format, base)..=top, start)
+        }
+    };
+    (point.scale as u8, Some(point.elements.to_vec()))
 }

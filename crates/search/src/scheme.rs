@@ -16,7 +16,7 @@ pub enum Blocks {
     Tile16x16,
 }
 
-/// Which candidate scales a block chooses from.
+/// How the scale of a block, and with activations its codes, are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleSearch {
@@ -31,6 +31,37 @@ pub enum ScaleSearch {
         /// Which error decides.
         error: ErrorMetric,
     },
+    /// The scale with the smallest squared error of all there are; with
+    /// [`Importance::Channels`](crate::Importance), weighted.
+    Sse,
+    /// The scale with the smallest `r^T H r` of all there are, where `r` are the errors of the nearest
+    /// codes. Needs [`Importance::Blocks`](crate::Importance), as all below do.
+    Hessian,
+    /// Scale and codes together: for every scale, codes improved one at a time while `r^T H r` falls.
+    CoordinateDescent,
+    /// The scale and codes with the smallest `r^T H r` of all there are, by a search over a tree of codes.
+    /// For blocks of 16; hundreds of times slower.
+    Joint,
+    /// The alternating direction method of multipliers from the best known point, [`Hessian`](Self::Hessian)'s,
+    /// with the best iterate kept.
+    Admm,
+    /// The same as qwantize publishes it: from the rule's scale, with the last iterate kept, which may be
+    /// worse than where it began.
+    AdmmPublished,
+}
+
+impl ScaleSearch {
+    /// Whether it needs the activations that meet each block.
+    pub const fn needs_hessians(self) -> bool {
+        match self {
+            Self::Amax | Self::FourOverSix { .. } | Self::Sse => false,
+            Self::Hessian
+            | Self::CoordinateDescent
+            | Self::Joint
+            | Self::Admm
+            | Self::AdmmPublished => true,
+        }
+    }
 }
 
 /// The block scale that the amax of the tensor maps to.
@@ -178,8 +209,8 @@ impl Fp4Scheme {
     /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536.
     pub fn largest_code_product(&self) -> f32 {
         let range = match self.search {
-            ScaleSearch::Amax => E4m3Range::E448,
             ScaleSearch::FourOverSix { range, .. } => range,
+            _ => E4m3Range::E448,
         };
         E2M1.max_value() * range.value()
     }
@@ -218,6 +249,12 @@ impl Fp4Scheme {
             if self.tensor_scale == TensorScaling::Row {
                 return refuse("Blocks::Tile16x16", "the rows of a tile share its scale");
             }
+        }
+        if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
+            return refuse("Blocks::Tile16x16", "activations weigh the rows of a tile alike");
+        }
+        if self.search == ScaleSearch::Joint && self.block_size != 16 {
+            return refuse("ScaleSearch::Joint", "it is for blocks of 16");
         }
         if matches!(self.search, ScaleSearch::FourOverSix { .. })
             && !matches!(self.rule, ScaleRule::Te | ScaleRule::TeDivision)

@@ -4,16 +4,23 @@
 //! Values pass through a strip of 32 blocks that stays in the first-level cache; only how a strip
 //! is read and written knows along which axis the blocks run.
 
+mod coordinate_descent;
 mod dequantize;
 mod element;
+mod hessian;
+mod point;
 mod quantize;
+mod sse;
 mod strip;
 mod view;
 
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
-pub use quantize::{amax, fake_quantize, quantize};
+pub use quantize::{amax, fake_quantize, quantize, quantize_by_importance};
+pub(crate) use strip::nearest_element;
 pub use view::View;
 
 /// Values per parallel task: large enough to amortize a task, small enough to balance two cores.
 const TASK: usize = 1 << 16;
+/// Values per parallel task of a search.
+const SEARCH_TASK: usize = 1 << 14;

@@ -1,9 +1,10 @@
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-use super::strip::{Order, STRIP, Strip};
-use super::{HostElement, TASK, View};
-use crate::{Blocks, Fp4Scheme, ScaleSearch, SearchError, TensorFactor, TensorScaling};
+use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
+use super::{HostElement, SEARCH_TASK, TASK, View};
+use crate::importance::BlockImportance;
+use crate::{Blocks, Fp4Scheme, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling};
 use burn_fp4_formats::{FormatError, TensorScale};
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
@@ -68,7 +69,25 @@ pub fn quantize<T: HostElement>(
     codes: &mut [u8],
     scales: &mut [u8],
 ) -> Result<TensorScale, SearchError> {
+    quantize_by_importance(values, view, scheme, amax, Importance::Uniform, codes, scales)
+}
+
+/// [`quantize`] for errors that do not all cost the same; see
+/// [`quantize_by_importance`](crate::quantize_by_importance).
+///
+/// # Errors
+/// As there, and [`SearchError::Importance`] if the search of the scheme takes another kind.
+pub fn quantize_by_importance<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    importance: Importance<'_>,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) -> Result<TensorScale, SearchError> {
     scheme.check_columns(view.axis)?;
+    importance.check(scheme, view.axis)?;
     let blocks = view.axis / scheme.block_size;
     expect_length("values", view.len(), values.len())?;
     expect_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
@@ -78,7 +97,8 @@ pub fn quantize<T: HostElement>(
     let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
     if !view.is_empty() {
         // Across the rows of a strided axis a task takes whole cache lines.
-        let rows = (TASK / view.axis).max(if view.inner == 1 { 1 } else { 8 * STRIP });
+        let task = if scheme.search == ScaleSearch::Amax { TASK } else { SEARCH_TASK };
+        let rows = (task / view.axis).max(if view.inner == 1 { 1 } else { 8 * STRIP });
         let rows = rows.next_multiple_of(STRIP);
         codes
             .par_chunks_mut(rows * view.axis / 2)
@@ -86,7 +106,7 @@ pub fn quantize<T: HostElement>(
             .enumerate()
             .for_each(|(task, (codes, scales))| {
                 let first = task * rows;
-                let task = Rows { values, view, scheme, factors: &factors, first };
+                let task = Rows { values, view, scheme, factors: &factors, importance, first };
                 match scheme.block_size {
                     16 => Arch::new().dispatch(Quantize::<T, 16> { task, codes, scales }),
                     _ => Arch::new().dispatch(Quantize::<T, 32> { task, codes, scales }),
@@ -114,6 +134,7 @@ struct Rows<'a, T> {
     view: View,
     scheme: &'a Fp4Scheme,
     factors: &'a [TensorFactor],
+    importance: Importance<'a>,
     first: usize,
 }
 
@@ -123,41 +144,30 @@ impl<T: HostElement> Rows<'_, T> {
         if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
     }
 
-    /// Whether strips can do it; if not, the reference quantizer does.
-    fn fits_strips(&self) -> bool {
-        if self.scheme.blocks == Blocks::Row {
-            return true;
-        }
-        // A tile's error is summed over its rows, and a tile may lie in two slabs.
-        let View { outer, inner, .. } = self.view;
-        let tiles_cross_slabs =
-            inner > 1 && outer > 1 && !inner.is_multiple_of(self.scheme.tile_rows());
-        self.scheme.search == ScaleSearch::Amax && !tiles_cross_slabs
-    }
-
-    /// A band of packed rows in f32.
-    fn gather(&self, rows: usize) -> Vec<f32> {
+    /// Reads a block of `n` packed rows from `row` on, wherever they lie.
+    #[inline(always)]
+    fn read<const B: usize>(&self, strip: &mut Strip<B>, row: usize, block: usize, n: usize) {
         let View { axis, inner, .. } = self.view;
-        let mut gathered = Vec::with_capacity(rows * axis);
-        for row in self.first..self.first + rows {
-            let start = row / inner * axis * inner + row % inner;
-            gathered.extend((0..axis).map(|k| self.values[start + k * inner].to_f32()));
+        let (slab, column) = (row / inner, row % inner);
+        if inner > 1 && column + n <= inner {
+            let slab = &self.values[(slab * axis + block * B) * inner..][..B * inner];
+            return strip.read_columns(slab, inner, column, n);
         }
-        gathered
-    }
-
-    fn quantize_by_reference(self, codes: &mut [u8], scales: &mut [u8]) {
-        let rows = 2 * codes.len() / self.view.axis;
-        let amax: Vec<_> = match self.factors {
-            [factor] => vec![factor.amax],
-            factors => factors[self.first..self.first + rows].iter().map(|f| f.amax).collect(),
-        };
-        let gathered = self.gather(rows);
-        let scheme = self.scheme;
-        let packed = crate::quantize_with_amax(&gathered, rows, self.view.axis, scheme, &amax)
-            .expect("the caller has checked scheme and lengths");
-        codes.copy_from_slice(&packed.codes);
-        scales.copy_from_slice(&packed.scales);
+        let mut elements = [0.0; MAX_BLOCK];
+        for index in 0..n {
+            let (slab, column) = ((row + index) / inner, (row + index) % inner);
+            let start = (slab * axis + block * B) * inner + column;
+            if inner == 1 {
+                T::read(&self.values[start..][..B], &mut elements[..B]);
+            } else {
+                for (k, element) in elements[..B].iter_mut().enumerate() {
+                    *element = self.values[start + k * inner].to_f32();
+                }
+            }
+            for (line, &element) in strip.values_mut().chunks_exact_mut(STRIP).zip(&elements) {
+                line[index] = element;
+            }
+        }
     }
 }
 
@@ -172,9 +182,7 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
 
     #[inline(always)]
     fn call(self) {
-        if !self.task.fits_strips() {
-            self.task.quantize_by_reference(self.codes, self.scales);
-        } else if self.task.view.inner == 1 {
+        if self.task.view.inner == 1 && self.task.scheme.search == ScaleSearch::Amax {
             self.along_rows();
         } else {
             self.across_rows();
@@ -236,45 +244,69 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
         }
     }
 
-    /// The blocked axis is strided: a strip is one block of each of 32 neighbouring rows.
+    /// The blocked axis is strided, or a search looks at neighbouring rows: a strip is one block of each of
+    /// 32 of them.
     #[inline(always)]
     fn across_rows(self) {
-        let Rows { values, view, scheme, first, .. } = self.task;
-        let View { axis, inner, .. } = view;
-        let blocks = axis / B;
+        let Rows { view, scheme, importance, first, .. } = self.task;
+        let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
         let mut strip = Strip::<B>::new(Order::Across);
         // All strips of a block before the next block: neighbours share the lines they read, and a
         // task is narrow enough that the lines it writes stay cached until the next block.
         for block in 0..blocks {
-            let mut at = 0;
-            while at < rows {
-                let row = first + at;
-                let (slab, column) = (row / inner, row % inner);
-                let n = STRIP.min(rows - at).min(inner - column);
+            let importance = importance.of_block(block, B);
+            for at in (0..rows).step_by(STRIP) {
+                let n = STRIP.min(rows - at);
                 for index in 0..n {
-                    strip.set_factor(index, self.task.factor(row + index));
+                    strip.set_factor(index, self.task.factor(first + at + index));
                 }
-                let slab = &values[(slab * axis + block * B) * inner..][..B * inner];
-                strip.read_columns(slab, inner, column, n);
+                self.task.read(&mut strip, first + at, block, n);
                 strip.find_amax();
                 if scheme.blocks == Blocks::Tile16x16 {
                     strip.share_amax(n);
                 }
-                strip.find_scales(scheme);
-                strip.find_codes(scheme);
+                strip.choose(scheme, importance, n);
                 for index in 0..n {
                     self.scales[(at + index) * blocks + block] = strip.scales[index];
-                    let start = ((at + index) * axis + block * B) / 2;
+                    let start = ((at + index) * view.axis + block * B) / 2;
                     strip.write_codes(index, &mut self.codes[start..start + B / 2]);
                 }
-                at += n;
             }
         }
     }
 }
 
 impl<const B: usize> Strip<B> {
+    /// Chooses scales and codes of the first `n` blocks from amax and values.
+    #[inline(always)]
+    fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
+        self.find_scales(scheme);
+        match (scheme.search, importance) {
+            (ScaleSearch::Amax, _) => {}
+            (ScaleSearch::FourOverSix { error, .. }, _) => {
+                self.search_four_over_six(scheme, error, n);
+            }
+            (ScaleSearch::Sse, BlockImportance::Channels(weights)) => {
+                self.search_sse(scheme, Some(weights), n);
+            }
+            (ScaleSearch::Sse, _) => self.search_sse(scheme, None, n),
+            (ScaleSearch::Hessian, BlockImportance::Hessian(hessian)) => {
+                self.search_hessian(scheme, hessian, n);
+            }
+            (ScaleSearch::CoordinateDescent, BlockImportance::Hessian(hessian)) => {
+                self.search_coordinate_descent(scheme, hessian, n);
+                return;
+            }
+            (
+                ScaleSearch::Joint | ScaleSearch::Admm | ScaleSearch::AdmmPublished,
+                BlockImportance::Hessian(hessian),
+            ) => return self.search_points(scheme, hessian, n),
+            (search, importance) => unreachable!("checked before: {search:?} with {importance:?}"),
+        }
+        self.find_codes(scheme);
+    }
+
     /// Reads `n` columns from `column` on of a `[B, inner]` slab, one block each.
     #[inline(always)]
     pub(super) fn read_columns<T: HostElement>(

@@ -7,14 +7,16 @@ use core::hint::black_box;
 
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES, Fp4Format};
 
+use super::sse::sum_tiles;
+use crate::block::Unit;
 use crate::rule::{GIST_SMALLEST_SCALE, SIXTH};
-use crate::{ErrorMetric, Fp4Scheme, ScaleRule, ScaleSearch, TensorFactor};
+use crate::{ErrorMetric, Fp4Scheme, ScaleRule, TensorFactor};
 
 /// Blocks of a strip. With f32 values, codes and scales it stays within the first-level cache.
 pub(super) const STRIP: usize = 32;
 
 /// Largest block size.
-const MAX_BLOCK: usize = 32;
+pub(super) const MAX_BLOCK: usize = 32;
 
 /// How the values of a strip lie in its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,12 +39,12 @@ pub(super) struct Strip<const B: usize> {
     pub(super) amax: [f32; STRIP],
     /// Tensor factor of each block's row.
     tensor_amax: [f32; STRIP],
-    encode: [f32; STRIP],
+    pub(super) encode: [f32; STRIP],
     pub(super) decode: [f32; STRIP],
     /// Code of each block's scale.
     pub(super) scales: [u8; STRIP],
     /// What the elements of each block are multiplied with, or divided by.
-    multipliers: [f32; STRIP],
+    pub(super) multipliers: [f32; STRIP],
     /// All bits, or none where a NaN makes every code of the block 0.
     numbers: [u32; STRIP],
 }
@@ -118,12 +120,9 @@ impl<const B: usize> Strip<B> {
         self.amax = largest.map(f32::from_bits);
     }
 
-    /// Fills `scales` and the multipliers from `amax`, and for a search from the values.
+    /// Fills `scales` and the multipliers from `amax`, as the rule has it.
     #[inline(always)]
     pub(super) fn find_scales(&mut self, scheme: &Fp4Scheme) {
-        if let ScaleSearch::FourOverSix { error, .. } = scheme.search {
-            return self.search_four_over_six(scheme, error);
-        }
         match scheme.rule {
             ScaleRule::Te => self.find_e4m3_scales(
                 |amax, encode| amax * (encode * SIXTH),
@@ -166,9 +165,32 @@ impl<const B: usize> Strip<B> {
         }
     }
 
-    /// Four Over Six: both candidates of all blocks at once, each error summed in element order.
+    /// The units of the first `n` blocks, see [`Unit`], and which of them a search may improve.
     #[inline(always)]
-    fn search_four_over_six(&mut self, scheme: &Fp4Scheme, metric: ErrorMetric) {
+    pub(super) fn units(&self, scheme: &Fp4Scheme, n: usize) -> Units {
+        let mut units =
+            Units { factor: [1.0; STRIP], base: [0; STRIP], searchable: [false; STRIP] };
+        for block in 0..STRIP {
+            let (amax, encode) = (self.amax[block], self.encode[block]);
+            let tensor =
+                TensorFactor { amax: self.tensor_amax[block], encode, decode: self.decode[block] };
+            let unit = Unit::new(scheme.format(), amax, tensor);
+            units.factor[block] = unit.factor;
+            units.base[block] = unit.base;
+            units.searchable[block] = (block < n) & unit.searchable;
+        }
+        units
+    }
+
+    /// The better of two scales for the first `n` blocks or their tiles: amax on element 6, or on 4. Each
+    /// error is summed in element order.
+    #[inline(always)]
+    pub(super) fn search_four_over_six(
+        &mut self,
+        scheme: &Fp4Scheme,
+        metric: ErrorMetric,
+        n: usize,
+    ) {
         let mut codes = [[0; STRIP]; 2];
         let mut scales = [[0.0; STRIP]; 2];
         let mut multipliers = [[0.0; STRIP]; 2];
@@ -181,16 +203,9 @@ impl<const B: usize> Strip<B> {
                 multipliers[candidate][block] = te_multiplier(scale, self.decode[block]);
             }
         }
-        // The first value of every block, then the second: sums of all blocks grow side by side.
-        let mut columns = [0.0; STRIP * MAX_BLOCK];
-        for block in 0..STRIP {
-            for k in 0..B {
-                columns[k * STRIP + block] = self.values[self.value_at(block, k)];
-            }
-        }
         let range = scheme.largest_code_product();
         let mut errors = [[0.0; STRIP]; 2];
-        for values in columns[..STRIP * B].chunks_exact(STRIP) {
+        for values in self.values().chunks_exact(STRIP) {
             for candidate in 0..2 {
                 for block in 0..STRIP {
                     let value = values[block];
@@ -205,10 +220,28 @@ impl<const B: usize> Strip<B> {
                 }
             }
         }
+        if scheme.tile_rows() > 1 {
+            errors.iter_mut().for_each(|errors| sum_tiles(errors, n));
+        }
         for block in 0..STRIP {
             let four = errors[1][block] < errors[0][block];
             self.scales[block] = codes[four as usize][block];
             self.multipliers[block] = multipliers[four as usize][block];
+        }
+    }
+
+    /// Replaces the codes of chosen blocks by those of E2M1 values, of zeros the positive one.
+    #[inline(always)]
+    pub(super) fn take_elements(&mut self, elements: &[[f32; STRIP]; B], chosen: &[bool; STRIP]) {
+        let words = self.words[..STRIP * B / 8].chunks_exact_mut(STRIP);
+        for (words, lines) in words.zip(elements.chunks_exact(8)) {
+            for block in 0..STRIP {
+                let mut word = 0;
+                for (index, line) in lines.iter().enumerate() {
+                    word |= round_to_e2m1(positive_zero(line[block])) << (4 * index);
+                }
+                words[block] = if chosen[block] { word } else { words[block] };
+            }
         }
     }
 
@@ -334,20 +367,45 @@ impl<const B: usize> Strip<B> {
     }
 
     #[inline(always)]
-    fn value_at(&self, block: usize, k: usize) -> usize {
-        match self.order {
-            Order::Along => block * B + k,
-            Order::Across => k * STRIP + block,
-        }
-    }
-
-    #[inline(always)]
     fn word_at(&self, block: usize, word: usize) -> usize {
         match self.order {
             Order::Along => block * B / 8 + word,
             Order::Across => word * STRIP + block,
         }
     }
+}
+
+/// In which units the blocks of a strip are searched; see [`Unit`].
+pub(super) struct Units {
+    pub(super) factor: [f32; STRIP],
+    pub(super) base: [u32; STRIP],
+    pub(super) searchable: [bool; STRIP],
+}
+
+/// What the elements of a block are multiplied with, or divided by, given its scale in its units.
+#[inline(always)]
+pub(super) fn multiplier(rule: ScaleRule, code: u32, scale: f32, encode: f32, decode: f32) -> f32 {
+    match rule {
+        ScaleRule::Te | ScaleRule::TeDivision => te_multiplier(scale, decode),
+        ScaleRule::Gist => encode / at_least_smallest(scale),
+        ScaleRule::NoTensorScale => scale,
+        ScaleRule::RoundUp if code == 0 => 1.0,
+        // The reciprocal of a power of two; that of the smallest, 2^-127, is 2^126 for these rules.
+        _ => f32::from_bits((254 - code.clamp(1, 253)) << 23),
+    }
+}
+
+/// The value of an E4M3 code that is not NaN.
+#[inline(always)]
+pub(super) fn e4m3_value(code: u32) -> f32 {
+    let normal = f32::from_bits((code << 20).wrapping_add(120 << 23));
+    if code < 8 { code as i32 as f32 * (1.0 / 512.0) } else { normal }
+}
+
+/// 2^(code - base) where f32 has it as a normal number.
+#[inline(always)]
+pub(super) fn power_of_two(code: u32, base: u32) -> f32 {
+    f32::from_bits(code.wrapping_sub(base).wrapping_add(127) << 23)
 }
 
 /// What TransformerEngine multiplies elements with; FLT_MAX for a scale of 0.
@@ -417,6 +475,23 @@ fn round_to_e2m1(value: f32) -> u32 {
     steps.wrapping_add((binade - ONE) >> 22) | value.to_bits() >> 28 & 8
 }
 
+/// The E2M1 value nearest to an f32 that is not NaN, ties to even; of zeros with the sign of the f32.
+#[inline(always)]
+pub(crate) fn nearest_element(value: f32) -> f32 {
+    let nearest = nearest_magnitude(value.abs());
+    f32::from_bits(nearest.to_bits() | value.to_bits() & 0x8000_0000)
+}
+
+/// The E2M1 value nearest to a magnitude that is not NaN, ties to even.
+#[inline(always)]
+pub(super) fn nearest_magnitude(magnitude: f32) -> f32 {
+    const ONE: u32 = 1.0f32.to_bits();
+    let magnitude = if magnitude > 6.0 { 6.0 } else { magnitude };
+    // As in `round_to_e2m1`.
+    let shift = f32::from_bits((magnitude.to_bits() & 0x7F80_0000).max(ONE) + (22 << 23));
+    (magnitude + shift) - shift
+}
+
 /// Moves the low nibbles of eight bytes together, the first lowest.
 #[inline(always)]
 fn pack_nibbles(bytes: u64) -> u32 {
@@ -474,7 +549,10 @@ mod tests {
         let specials = [0.0, 1e-45, 6.0, 8.0, f32::MAX, f32::INFINITY];
         for magnitude in around(midpoints.chain(specials)) {
             for value in [magnitude, -magnitude] {
-                assert_eq!(round_to_e2m1(value), E2M1.encode(value) as u32, "{value:e}");
+                let code = E2M1.encode(value);
+                assert_eq!(round_to_e2m1(value), code as u32, "{value:e}");
+                let nearest = nearest_element(value);
+                assert_eq!(nearest.to_bits(), E2M1.decode(code).to_bits(), "{value:e}");
             }
         }
     }

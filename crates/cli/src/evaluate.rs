@@ -1,0 +1,269 @@
+use std::path::PathBuf;
+use std::time::Instant;
+
+use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Gram, Method, Metrics, SearchError};
+use comfy_table::{CellAlignment, Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use crate::error::CliError;
+use crate::plot;
+use crate::tensors::{Matrix, matrix, read, tensors};
+
+/// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the layer.
+///
+/// For every tensor `<name>.weight` [out, in] the file holds activations `<name>.calibration` [any, in], which
+/// methods may look at, and `<name>.evaluation` [any, in], which they may not.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Weights and activations, f32, f16 or bf16.
+    #[arg(value_name = "FILE.safetensors")]
+    file: PathBuf,
+    /// Methods, separated by commas, or `all`; without, all but the slow `joint`. They are:
+    /// amax, four-over-six, sse, sse-weighted, hessian, coordinate-descent, admm-published, admm, joint,
+    /// gptq-textbook, gptq.
+    #[arg(long, value_delimiter = ',', value_parser = parse_method)]
+    methods: Vec<Choice>,
+    /// Formats, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "nvfp4,mxfp4")]
+    formats: Vec<Fp4Format>,
+    /// Block sizes, separated by commas; without, each format's own.
+    #[arg(long, value_delimiter = ',')]
+    blocks: Vec<usize>,
+    /// Draw the errors on the evaluation activations.
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+    /// Print an array of objects instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A method, or all of them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Choice {
+    All,
+    One(Method),
+}
+
+fn parse_method(name: &str) -> Result<Choice, SearchError> {
+    match name {
+        "all" => Ok(Choice::All),
+        name => name.parse().map(Choice::One),
+    }
+}
+
+/// A method on a weight.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Evaluation {
+    /// The weight, without `.weight`.
+    pub(crate) name: String,
+    /// The format.
+    pub(crate) format: Fp4Format,
+    /// Elements of a block.
+    pub(crate) block: usize,
+    /// The method.
+    pub(crate) method: Method,
+    /// `|Wq - W| / |W|`.
+    pub(crate) weight_error_percent: f64,
+    /// `|X (Wq - W)^T| / |X W^T|` of the calibration activations.
+    pub(crate) calibration_error_percent: f64,
+    /// The same of the evaluation activations.
+    pub(crate) evaluation_error_percent: f64,
+    /// `-20 log10` of the weight error.
+    pub(crate) sqnr_db: f64,
+    /// Time to quantize, with what the method asks of the activations.
+    pub(crate) seconds: f64,
+}
+
+/// A weight and the activations of its layer.
+struct Layer {
+    name: String,
+    weight: Matrix,
+    calibration: Matrix,
+    evaluation: Matrix,
+}
+
+/// What one method is asked to do.
+#[derive(Clone, Copy)]
+struct Task {
+    method: Method,
+    format: Fp4Format,
+    block: usize,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
+    let tasks = arguments.tasks()?;
+    let bytes = read(&arguments.file)?;
+    let layers = layers(arguments, &bytes)?;
+
+    let progress = ProgressBar::new((layers.len() * tasks.len()) as u64);
+    progress.set_style(
+        ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed} {msg}").expect("a template"),
+    );
+    let mut evaluations = Vec::new();
+    for layer in &layers {
+        progress.set_message(format!("{}: activations", layer.name));
+        let start = Instant::now();
+        let calibrated = tasks.iter().any(|task| task.method.row().calibrated);
+        let gram = calibrated.then(|| Gram::of(&layer.calibration.values, layer.weight.cols));
+        let named = |source| {
+            let name = format!("{}.calibration", layer.name);
+            CliError::Tensor { name, source }
+        };
+        let gram = gram.transpose().map_err(named)?;
+        let gram_seconds = start.elapsed().as_secs_f64();
+        for task in &tasks {
+            progress.set_message(format!("{} {} {}", layer.name, task.format, task.method));
+            evaluations.push(evaluate(layer, *task, gram.as_ref(), gram_seconds)?);
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+
+    if let Some(path) = &arguments.plot {
+        plot::draw(path, &evaluations)?;
+    }
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&evaluations).expect("plain numbers"));
+    } else {
+        println!("{}", table(&evaluations));
+    }
+    Ok(())
+}
+
+impl Arguments {
+    /// Every method with every format and block size it is defined for. What was asked for by name but does
+    /// not go together is said.
+    fn tasks(&self) -> Result<Vec<Task>, CliError> {
+        let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
+        let methods: Vec<Method> = if self.methods.is_empty() {
+            Method::ALL.into_iter().filter(|method| *method != Method::Joint).collect()
+        } else {
+            let wanted = |method: &Method| {
+                self.methods.contains(&Choice::All) || self.methods.contains(&Choice::One(*method))
+            };
+            Method::ALL.into_iter().filter(wanted).collect()
+        };
+        let mut tasks = Vec::new();
+        let mut refused = Vec::new();
+        for &format in &self.formats {
+            let own = [format.row().block_size];
+            let blocks = if self.blocks.is_empty() { &own[..] } else { &self.blocks };
+            for &block in blocks {
+                format
+                    .check_block_size(block)
+                    .map_err(|error| CliError::Nothing(error.to_string()))?;
+                for &method in &methods {
+                    let row = method.row();
+                    if row.formats.contains(&format) && row.block_sizes.contains(&block) {
+                        tasks.push(Task { method, format, block });
+                    } else {
+                        refused.push(format!("{method} is not defined for {format} {block}"));
+                    }
+                }
+            }
+        }
+        if tasks.is_empty() {
+            return Err(CliError::Nothing(refused.join(", ")));
+        }
+        if by_name {
+            refused.iter().for_each(|refusal| eprintln!("note: {refusal}"));
+        }
+        Ok(tasks)
+    }
+}
+
+fn layers(arguments: &Arguments, bytes: &[u8]) -> Result<Vec<Layer>, CliError> {
+    let file = tensors(&arguments.file, bytes)?;
+    let mut names = file.names();
+    names.sort_unstable();
+    let weights: Vec<_> = names.iter().filter_map(|name| name.strip_suffix(".weight")).collect();
+    if weights.is_empty() {
+        let found = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
+        return Err(CliError::NoWeights { path: arguments.file.clone(), found });
+    }
+    weights
+        .into_iter()
+        .map(|name| {
+            let weight = matrix(&file, &format!("{name}.weight"), None, "it was just there")?;
+            let reason = format!("the activations of `{name}.weight`");
+            let activations =
+                |kind| matrix(&file, &format!("{name}.{kind}"), Some(weight.cols), &reason);
+            let (calibration, evaluation) =
+                (activations("calibration")?, activations("evaluation")?);
+            Ok(Layer { name: name.to_owned(), weight, calibration, evaluation })
+        })
+        .collect()
+}
+
+fn evaluate(
+    layer: &Layer,
+    task: Task,
+    gram: Option<&Gram>,
+    gram_seconds: f64,
+) -> Result<Evaluation, CliError> {
+    let Task { method, format, block } = task;
+    let weight = &layer.weight;
+    let named = |kind: &str| {
+        let name = format!("{}.{kind}", layer.name);
+        move |source| CliError::Tensor { name: name.clone(), source }
+    };
+    let start = Instant::now();
+    let packed = method
+        .quantize(&weight.values, weight.rows, weight.cols, format, block, gram)
+        .map_err(named("weight"))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let seconds = if method.row().calibrated { seconds + gram_seconds } else { seconds };
+    let metrics = Metrics::of(&weight.values, &packed).map_err(named("weight"))?;
+    let output = |activations: &Matrix, kind| {
+        Metrics::output_error_percent(&weight.values, &packed, &activations.values)
+            .map_err(named(kind))
+    };
+    Ok(Evaluation {
+        name: layer.name.clone(),
+        format,
+        block,
+        method,
+        weight_error_percent: metrics.weight_error_percent,
+        calibration_error_percent: output(&layer.calibration, "calibration")?,
+        evaluation_error_percent: output(&layer.evaluation, "evaluation")?,
+        sqnr_db: metrics.sqnr_db,
+        seconds,
+    })
+}
+
+fn table(evaluations: &[Evaluation]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
+        "name",
+        "format",
+        "block",
+        "method",
+        "weight %",
+        "calibration %",
+        "evaluation %",
+        "SQNR dB",
+        "seconds",
+    ]);
+    for evaluation in evaluations {
+        table.add_row([
+            evaluation.name.clone(),
+            evaluation.format.to_string(),
+            evaluation.block.to_string(),
+            evaluation.method.to_string(),
+            format!("{:.3}", evaluation.weight_error_percent),
+            format!("{:.3}", evaluation.calibration_error_percent),
+            format!("{:.3}", evaluation.evaluation_error_percent),
+            format!("{:.2}", evaluation.sqnr_db),
+            format!("{:.3}", evaluation.seconds),
+        ]);
+    }
+    for column in [2, 4, 5, 6, 7, 8] {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}

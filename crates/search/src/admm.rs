@@ -1,0 +1,157 @@
+//! The alternating direction method of multipliers: between what `r^T H r` asks for, codes or not, and what
+//! codes there are.
+//!
+//! With `w = x / s`, H scaled to largest eigenvalue 1 and penalty 1, it alternates
+//! `q = (H + I)^-1 (H w + z - u)`, `z = nearest(q + u)`, `u = u + q - z`; then the scale moves to where it is
+//! best for z. [`published`] is that, from the rule's scale, with its last iterate (qwantize's
+//! `nvfp4_admm`). [`improve`] runs it from there and from a better point, and keeps the best it has seen.
+
+use crate::point::{Point, Target, nearest, product};
+
+/// Times the scale moves.
+const OUTER: usize = 3;
+/// Steps for a scale.
+const INNER: usize = 10;
+
+/// H over its largest eigenvalue, and the inverse of that plus the identity.
+pub(crate) struct Operator<const B: usize> {
+    scaled: [[f32; B]; B],
+    inverse: [[f32; B]; B],
+}
+
+impl<const B: usize> Operator<B> {
+    pub(crate) fn new(hessian: &[f32]) -> Self {
+        let largest = largest_eigenvalue::<B>(hessian).max(1e-6);
+        let scaled = core::array::from_fn(|i| {
+            core::array::from_fn(|j| (f64::from(hessian[i * B + j]) / largest) as f32)
+        });
+        Self { scaled, inverse: inverse_plus_identity(&scaled) }
+    }
+}
+
+/// By power iteration, more than close enough for a penalty.
+fn largest_eigenvalue<const B: usize>(hessian: &[f32]) -> f64 {
+    let mut vector: [f64; B] = core::array::from_fn(|i| 1.0 + i as f64 / B as f64);
+    let mut length = 0.0;
+    for _ in 0..100 {
+        let next: [f64; B] = core::array::from_fn(|i| {
+            (0..B).map(|j| f64::from(hessian[i * B + j]) * vector[j]).sum()
+        });
+        length = next.iter().map(|x| x * x).sum::<f64>().sqrt();
+        if length == 0.0 {
+            return 0.0;
+        }
+        vector = next.map(|x| x / length);
+    }
+    length
+}
+
+/// `(M + I)^-1` by Gauss and Jordan: the matrix is positive definite, so every pivot is at least 1.
+fn inverse_plus_identity<const B: usize>(matrix: &[[f32; B]; B]) -> [[f32; B]; B] {
+    let mut left: [[f64; B]; B] =
+        core::array::from_fn(|i| core::array::from_fn(|j| matrix[i][j].into()));
+    let mut right = [[0.0; B]; B];
+    for i in 0..B {
+        left[i][i] += 1.0;
+        right[i][i] = 1.0;
+    }
+    for pivot in 0..B {
+        let scale = 1.0 / left[pivot][pivot];
+        left[pivot] = left[pivot].map(|x| x * scale);
+        right[pivot] = right[pivot].map(|x| x * scale);
+        for row in (0..B).filter(|&row| row != pivot) {
+            let factor = left[row][pivot];
+            for col in 0..B {
+                left[row][col] -= factor * left[pivot][col];
+                right[row][col] -= factor * right[pivot][col];
+            }
+        }
+    }
+    right.map(|row| row.map(|x| x as f32))
+}
+
+/// The last iterate from a scale.
+#[inline(always)]
+pub(crate) fn published<const B: usize>(
+    target: &Target<'_, B>,
+    operator: &Operator<B>,
+    scale: u32,
+) -> Point<B> {
+    let mut last = Point { scale, elements: [0.0; B], cost: f32::INFINITY };
+    iterate(target, operator, scale, |scale, elements| {
+        last = Point { scale, elements: *elements, cost: 0.0 };
+    });
+    last.cost = target.cost(last.scale, &last.elements);
+    last
+}
+
+/// The best of a point and of all iterates from its scale and from another.
+#[inline(always)]
+pub(crate) fn improve<const B: usize>(
+    target: &Target<'_, B>,
+    operator: &Operator<B>,
+    own: u32,
+    start: Point<B>,
+) -> Point<B> {
+    let mut best = start;
+    for scale in [own, start.scale] {
+        iterate(target, operator, scale, |scale, elements| {
+            let cost = target.cost(scale, elements);
+            if cost < best.cost {
+                best = Point { scale, elements: *elements, cost };
+            }
+        });
+    }
+    best
+}
+
+/// Calls `visit` with every scale and the elements that were found: first for the scale before it moves,
+/// then after.
+#[inline(always)]
+fn iterate<const B: usize>(
+    target: &Target<'_, B>,
+    operator: &Operator<B>,
+    mut scale: u32,
+    mut visit: impl FnMut(u32, &[f32; B]),
+) {
+    for _ in 0..OUTER {
+        let value = target.value(scale);
+        if value == 0.0 {
+            return;
+        }
+        let normalized = target.scaled.map(|x| x / value);
+        let wanted = product(operator.scaled.as_flattened(), &normalized);
+        let mut elements = nearest(&normalized);
+        let mut dual = [0.0; B];
+        for _ in 0..INNER {
+            let mut right = [0.0; B];
+            for i in 0..B {
+                right[i] = wanted[i] + elements[i] - dual[i];
+            }
+            let free = product(operator.inverse.as_flattened(), &right);
+            for i in 0..B {
+                right[i] = free[i] + dual[i];
+            }
+            elements = nearest(&right);
+            for i in 0..B {
+                dual[i] = right[i] - elements[i];
+            }
+        }
+        visit(scale, &elements);
+        let weighted = target.product(&elements);
+        let [mut numerator, mut denominator] = [0.0f32; 2];
+        for i in 0..B {
+            numerator = target.scaled[i].mul_add(weighted[i], numerator);
+            denominator = elements[i].mul_add(weighted[i], denominator);
+        }
+        if !(numerator > 0.0 && denominator > 1e-12) {
+            return;
+        }
+        let next = target.nearest_scale(numerator / denominator);
+        if next == scale {
+            return;
+        }
+        scale = next;
+        visit(scale, &elements);
+    }
+}

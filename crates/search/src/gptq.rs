@@ -1,0 +1,556 @@
+//! GPTQ: every rounding error is made up for by the weights that are still to be rounded.
+//!
+//! With `H = X^T X`, what matters is `(w - q)^T H (w - q)` over a whole row, not over its blocks one by
+//! one. Blocks of input channels are taken one after the other. When one is reached, its scales are chosen
+//! for the weights as they are by then; its channels are rounded in turn, each error spread over the
+//! channels that follow, as the Cholesky factor U of `H^-1 = U^T U` says (Frantar et al., arXiv
+//! 2210.17323). Then sweeps go over the blocks again: with `R = (w - q) H` kept up to date, every code may
+//! move to where it is best while all others stay, and every block may choose scale and codes anew.
+//!
+//! Each row is on its own, so rows are done in parallel.
+
+use burn_fp4_formats::{E2M1, FormatError, Packed, TensorScale};
+use faer::linalg::matmul::matmul;
+use faer::linalg::triangular_inverse::invert_lower_triangular;
+use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::host::{self, View};
+use crate::{
+    BlockHessians, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor,
+    TensorScaling,
+};
+
+/// In which order blocks of input channels are rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BlockOrder {
+    /// As they lie.
+    Natural,
+    /// Those with the most active channels first, while there are many left to make up for their errors.
+    /// Members of a block stay together.
+    #[default]
+    Activity,
+}
+
+/// The options of GPTQ. The default is what was best on held-out data.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Gptq {
+    /// What is added to the diagonal of H, as a multiple of its mean: trust in the calibration.
+    pub damping: f64,
+    /// Which block comes first.
+    pub order: BlockOrder,
+    /// Sweeps that improve codes with the scales held.
+    pub sweeps: usize,
+    /// Sweeps that let every block choose its scale and codes anew.
+    pub refits: usize,
+}
+
+impl Default for Gptq {
+    fn default() -> Self {
+        Self { damping: 0.2, order: BlockOrder::Activity, sweeps: 3, refits: 3 }
+    }
+}
+
+impl Gptq {
+    /// As published: blocks as they lie, no sweeps.
+    pub const TEXTBOOK: Self =
+        Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
+
+    /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
+    ///
+    /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
+    /// [`host::amax`].
+    ///
+    /// # Errors
+    /// A scheme that is inconsistent or has tiles, lengths that do not fit, damping that is not finite or
+    /// negative.
+    pub fn quantize(
+        &self,
+        values: &[f32],
+        rows: usize,
+        cols: usize,
+        scheme: &Fp4Scheme,
+        amax: &[f32],
+        gram: &Gram,
+    ) -> Result<Packed, SearchError> {
+        // Any search that needs activations has the same restrictions.
+        let scheme = scheme.with_search(ScaleSearch::CoordinateDescent);
+        scheme.check_columns(cols)?;
+        let expect = |what, expected, found| {
+            if expected == found {
+                Ok(())
+            } else {
+                Err(FormatError::Length { what, expected, found })
+            }
+        };
+        expect("values", rows * cols, values.len())?;
+        expect("channels of the Gram matrix", cols, gram.channels())?;
+        expect("amax", scheme.tensor_scales(rows), amax.len())?;
+        if !(self.damping.is_finite() && self.damping >= 0.0) {
+            return Err(SearchError::Damping { found: self.damping });
+        }
+        if rows * cols == 0 {
+            return crate::quantize_with_amax(
+                values,
+                rows,
+                cols,
+                &scheme.with_search(ScaleSearch::Amax),
+                amax,
+            );
+        }
+        let order = self.order.channels(gram, scheme.block_size);
+        let hessian = damped(gram, &order, self.damping);
+        let factor = inverse_factor(&hessian).ok_or(SearchError::Singular)?;
+        let mut state = State::new(values, rows, &scheme, amax, &order);
+        state.round(&factor)?;
+        if self.sweeps + self.refits > 0 {
+            let hessian: Vec<f32> = hessian.iter().map(|&value| value as f32).collect();
+            state.improve(&hessian, self)?;
+        }
+        Ok(state.packed(&order))
+    }
+}
+
+impl BlockOrder {
+    /// The channels in their new order.
+    fn channels(self, gram: &Gram, block_size: usize) -> Vec<usize> {
+        let diagonal: Vec<_> = gram.diagonal().collect();
+        let activity: Vec<f64> = diagonal.chunks(block_size).map(|x| x.iter().sum()).collect();
+        let mut blocks: Vec<_> = (0..activity.len()).collect();
+        if self == Self::Activity {
+            blocks.sort_by(|&a, &b| activity[b].total_cmp(&activity[a]));
+        }
+        blocks.into_iter().flat_map(|block| block * block_size..(block + 1) * block_size).collect()
+    }
+}
+
+/// `X^T X` in the new order plus the damping, `[channels, channels]`. Of no activations, the identity.
+fn damped(gram: &Gram, order: &[usize], damping: f64) -> Vec<f64> {
+    let channels = order.len();
+    let mean = gram.diagonal().sum::<f64>() / channels as f64;
+    let mut hessian: Vec<f64> = order
+        .iter()
+        .flat_map(|&row| order.iter().map(move |&col| gram.values()[row * channels + col]))
+        .collect();
+    for channel in 0..channels {
+        hessian[channel * (channels + 1)] += if mean > 0.0 { damping * mean } else { 1.0 };
+    }
+    hessian
+}
+
+/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular.
+///
+/// Backward in both axes H has a lower factor L, and U is its inverse, backward again.
+fn inverse_factor(hessian: &[f64]) -> Option<Vec<f32>> {
+    let n = hessian.len().isqrt();
+    let backward = Mat::from_fn(n, n, |i, j| hessian[(n - 1 - i) * n + n - 1 - j]);
+    let lower = backward.llt(Side::Lower).ok()?;
+    let mut inverse = Mat::zeros(n, n);
+    invert_lower_triangular(inverse.as_mut(), lower.L(), Par::rayon(0));
+    let mut factor = vec![0.0; n * n];
+    for i in 0..n {
+        for j in i..n {
+            factor[i * n + j] = inverse[(n - 1 - i, n - 1 - j)] as f32;
+        }
+    }
+    factor.iter().all(|value| value.is_finite()).then_some(factor)
+}
+
+/// Channels that are brought up to date together, so that the rest is by large products.
+const GROUP: usize = 128;
+
+/// A weight on its way, its channels in the order in which they are rounded.
+struct State<'a> {
+    scheme: &'a Fp4Scheme,
+    amax: &'a [f32],
+    factors: Vec<TensorFactor>,
+    rows: usize,
+    cols: usize,
+    /// What is to be approximated, `[rows, cols]`; while rounding, with the errors so far spread over it.
+    weights: Vec<f32>,
+    original: Vec<f32>,
+    /// E2M1 values of the codes, `[rows, cols]`.
+    elements: Vec<f32>,
+    /// `[rows, blocks]`.
+    scales: Vec<u8>,
+}
+
+impl<'a> State<'a> {
+    fn new(
+        values: &[f32],
+        rows: usize,
+        scheme: &'a Fp4Scheme,
+        amax: &'a [f32],
+        order: &[usize],
+    ) -> Self {
+        let cols = order.len();
+        let weights: Vec<f32> = values
+            .chunks_exact(cols)
+            .flat_map(|row| order.iter().map(|&channel| row[channel]))
+            .collect();
+        Self {
+            scheme,
+            amax,
+            factors: amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect(),
+            rows,
+            cols,
+            original: weights.clone(),
+            weights,
+            elements: vec![0.0; rows * cols],
+            scales: vec![0; rows * cols / scheme.block_size],
+        }
+    }
+
+    fn factor(&self, row: usize) -> TensorFactor {
+        if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
+    }
+
+    /// What a scale multiplies elements with in a row.
+    fn scale_value(&self, row: usize, scale: u8) -> f32 {
+        self.scheme.format().row().block_scale.decode(scale) * self.factor(row).decode
+    }
+
+    /// Rounds block after block, each error spread over the channels that follow.
+    fn round(&mut self, factor: &[f32]) -> Result<(), SearchError> {
+        let (cols, size) = (self.cols, self.scheme.block_size);
+        let mut errors = vec![0.0; self.rows * GROUP.min(cols)];
+        for group in (0..cols).step_by(GROUP) {
+            let width = GROUP.min(cols - group);
+            for block in (group..group + width).step_by(size) {
+                let scales = self.weighted_scales(block, factor)?;
+                self.round_block(block, group, width, &scales, factor, &mut errors);
+            }
+            let rest = group + width;
+            if rest < cols {
+                let spread = Spread { matrix: factor, n: cols, from: group, width };
+                spread.subtract(&mut self.weights, rest..cols, &errors);
+            }
+        }
+        Ok(())
+    }
+
+    /// The scales of a block of the weights as they are, for errors that cost what cannot be made up for.
+    fn weighted_scales(&self, block: usize, factor: &[f32]) -> Result<Vec<u8>, SearchError> {
+        let size = self.scheme.block_size;
+        let costs: Vec<f32> = (block..block + size)
+            .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
+            .collect();
+        let scheme = self.scheme.with_search(ScaleSearch::Sse);
+        let importance = Importance::Channels(&costs);
+        let (scales, _) = self.choose(&self.columns(&self.weights, block), &scheme, importance)?;
+        Ok(scales)
+    }
+
+    /// A block of columns, `[rows, block_size]`.
+    fn columns(&self, matrix: &[f32], block: usize) -> Vec<f32> {
+        let size = self.scheme.block_size;
+        matrix.chunks_exact(self.cols).flat_map(|row| &row[block..block + size]).copied().collect()
+    }
+
+    /// Scales and packed codes of a block of columns `[rows, block_size]`.
+    fn choose(
+        &self,
+        targets: &[f32],
+        scheme: &Fp4Scheme,
+        importance: Importance<'_>,
+    ) -> Result<(Vec<u8>, Vec<u8>), SearchError> {
+        let view = View::rows(self.rows, scheme.block_size);
+        let mut scales = vec![0; self.rows];
+        let mut codes = vec![0; view.len() / 2];
+        host::quantize_by_importance(
+            targets,
+            view,
+            scheme,
+            self.amax,
+            importance,
+            &mut codes,
+            &mut scales,
+        )?;
+        Ok((scales, codes))
+    }
+
+    /// Rounds the channels of a block in turn. What their errors ask of the rest of the group is done, what
+    /// they ask beyond it is left in `errors`.
+    fn round_block(
+        &mut self,
+        block: usize,
+        group: usize,
+        width: usize,
+        scales: &[u8],
+        factor: &[f32],
+        errors: &mut [f32],
+    ) {
+        let (cols, size, scheme) = (self.cols, self.scheme.block_size, self.scheme);
+        let stride = GROUP.min(cols);
+        let factors = &self.factors;
+        self.scales[block / size * self.rows..][..self.rows].copy_from_slice(scales);
+        self.weights
+            .par_chunks_exact_mut(cols)
+            .zip(self.elements.par_chunks_exact_mut(cols))
+            .zip(errors.par_chunks_exact_mut(stride))
+            .zip(scales)
+            .enumerate()
+            .for_each(|(row, (((weights, elements), errors), &scale))| {
+                let tensor = if factors.len() == 1 { factors[0] } else { factors[row] };
+                let value = scheme.format().row().block_scale.decode(scale) * tensor.decode;
+                let multiplier = scheme.rule.multiplier(scale, tensor);
+                for channel in block..block + size {
+                    let weight = weights[channel];
+                    let code = scheme.rule.code(weight, scale, multiplier);
+                    let element = E2M1.decode(code);
+                    elements[channel] = element;
+                    let spread = &factor[channel * cols..][..cols];
+                    let error = (weight - element * value) / spread[channel];
+                    errors[channel - group] = error;
+                    let rest = channel + 1..group + width;
+                    for (weight, &share) in weights[rest.clone()].iter_mut().zip(&spread[rest]) {
+                        *weight -= error * share;
+                    }
+                }
+            });
+    }
+
+    /// Sweeps over all blocks, with `R = (w - q) H` kept up to date.
+    fn improve(&mut self, hessian: &[f32], options: &Gptq) -> Result<(), SearchError> {
+        let (rows, cols) = (self.rows, self.cols);
+        let mut left = self.original.clone();
+        for (row, (left, elements)) in
+            left.chunks_exact_mut(cols).zip(self.elements.chunks_exact(cols)).enumerate()
+        {
+            for (channel, (left, element)) in left.iter_mut().zip(elements).enumerate() {
+                let block = channel / self.scheme.block_size;
+                *left -= element * self.scale_value(row, self.scales[block * rows + row]);
+            }
+        }
+        let mut residuals = vec![0.0; rows * cols];
+        matmul(
+            MatMut::from_row_major_slice_mut(&mut residuals, rows, cols),
+            Accum::Replace,
+            MatRef::from_row_major_slice(&left, rows, cols),
+            MatRef::from_row_major_slice(hessian, cols, cols),
+            1.0,
+            Par::rayon(0),
+        );
+        for sweep in 0..options.sweeps.max(options.refits) {
+            if sweep < options.sweeps {
+                self.sweep(hessian, &mut residuals, |state, block, residuals, changes| {
+                    state.move_codes(block, hessian, residuals, changes);
+                    Ok(())
+                })?;
+            }
+            if sweep < options.refits {
+                self.sweep(hessian, &mut residuals, |state, block, residuals, changes| {
+                    state.choose_anew(block, hessian, residuals, changes)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `improve` change one block after the other and brings the residuals up to date. It finds the
+    /// residuals of its block, `[rows, block_size]`, and leaves the changes of the values.
+    fn sweep(
+        &mut self,
+        hessian: &[f32],
+        residuals: &mut [f32],
+        improve: impl Fn(&mut Self, usize, &[f32], &mut [f32]) -> Result<(), SearchError>,
+    ) -> Result<(), SearchError> {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let stride = GROUP.min(cols);
+        let mut changes = vec![0.0; rows * stride];
+        let mut of_block = vec![0.0; rows * size];
+        for group in (0..cols).step_by(GROUP) {
+            let width = GROUP.min(cols - group);
+            changes.fill(0.0);
+            for block in (group..group + width).step_by(size) {
+                let current = self.columns(residuals, block);
+                improve(self, block, &current, &mut of_block)?;
+                for (changes, of_block) in
+                    changes.chunks_exact_mut(stride).zip(of_block.chunks_exact(size))
+                {
+                    changes[block - group..][..size].copy_from_slice(of_block);
+                }
+                // Within the group at once, beyond it together.
+                let spread = Spread { matrix: hessian, n: cols, from: block, width: size };
+                spread.subtract(residuals, group..group + width, &of_block);
+            }
+            let spread = Spread { matrix: hessian, n: cols, from: group, width };
+            spread.subtract(residuals, 0..group, &changes);
+            spread.subtract(residuals, group + width..cols, &changes);
+        }
+        Ok(())
+    }
+
+    /// Moves every code of a block to the one that is best while all others stay.
+    fn move_codes(
+        &mut self,
+        block: usize,
+        hessian: &[f32],
+        residuals: &[f32],
+        changes: &mut [f32],
+    ) {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let block_hessian = square(hessian, cols, block, size);
+        let steps: Vec<f32> = (0..size).map(|i| 1.0 / block_hessian[i * (size + 1)]).collect();
+        let values: Vec<f32> = self.scales[block / size * rows..][..rows]
+            .iter()
+            .enumerate()
+            .map(|(row, &scale)| self.scale_value(row, scale))
+            .collect();
+        self.elements
+            .par_chunks_exact_mut(cols)
+            .zip(residuals.par_chunks_exact(size))
+            .zip(changes.par_chunks_exact_mut(size))
+            .zip(values)
+            .for_each(|(((elements, residuals), changes), value)| {
+                let elements = &mut elements[block..block + size];
+                let mut residuals = residuals.to_vec();
+                for i in 0..size {
+                    changes[i] = 0.0;
+                    if value == 0.0 {
+                        continue;
+                    }
+                    let target = elements[i] + residuals[i] * steps[i] / value;
+                    let next = E2M1.decode(E2M1.encode(target));
+                    let change = (next - elements[i]) * value;
+                    // Less than half a step would be for nothing.
+                    if change != 0.0 {
+                        elements[i] = next;
+                        changes[i] = change;
+                        let row = &block_hessian[i * size..][..size];
+                        for (residual, curvature) in residuals.iter_mut().zip(row) {
+                            *residual -= change * curvature;
+                        }
+                    }
+                }
+            });
+    }
+
+    /// Searches scale and codes of a block anew for what all other blocks leave to it.
+    fn choose_anew(
+        &mut self,
+        block: usize,
+        hessian: &[f32],
+        residuals: &[f32],
+        changes: &mut [f32],
+    ) -> Result<(), SearchError> {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let block_hessian = square(hessian, cols, block, size);
+        let inverse = inverse_of(&block_hessian, size);
+        let hessians = BlockHessians::new(block_hessian, size)?;
+        let now: Vec<f32> = (0..rows)
+            .flat_map(|row| {
+                let value = self.scale_value(row, self.scales[block / size * rows + row]);
+                let elements = &self.elements[row * cols + block..][..size];
+                elements.iter().map(move |element| element * value)
+            })
+            .collect();
+        // Where the cost, a quadratic form around the target, would be 0.
+        let mut targets = now.clone();
+        matmul(
+            MatMut::from_row_major_slice_mut(&mut targets, rows, size),
+            Accum::Add,
+            MatRef::from_row_major_slice(residuals, rows, size),
+            MatRef::from_row_major_slice(&inverse, size, size),
+            1.0,
+            Par::Seq,
+        );
+        let (scales, codes) = self.choose(&targets, self.scheme, Importance::Blocks(&hessians))?;
+        for row in 0..rows {
+            let value = self.scale_value(row, scales[row]);
+            let target = &targets[row * size..][..size];
+            let element =
+                |i: usize| E2M1.decode(codes[(row * size + i) / 2] >> (4 * (i % 2)) & 0xF);
+            let cost = |value_of: &dyn Fn(usize) -> f32| {
+                let errors: Vec<f32> = (0..size).map(|i| target[i] - value_of(i)).collect();
+                hessians.block(0).cost(&errors)
+            };
+            let now = &now[row * size..][..size];
+            let changes = &mut changes[row * size..][..size];
+            if cost(&|i| element(i) * value) < cost(&|i| now[i]) {
+                self.scales[block / size * rows + row] = scales[row];
+                for i in 0..size {
+                    self.elements[row * cols + block + i] = element(i);
+                    changes[i] = element(i) * value - now[i];
+                }
+            } else {
+                changes.fill(0.0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Codes and scales, their channels back where they came from.
+    fn packed(&self, order: &[usize]) -> Packed {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let blocks = cols / size;
+        let mut codes = vec![0; rows * cols / 2];
+        let mut scales = vec![0; rows * blocks];
+        for row in 0..rows {
+            for (channel, &target) in order.iter().enumerate() {
+                let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
+                codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
+                scales[row * blocks + target / size] = self.scales[channel / size * rows + row];
+            }
+        }
+        Packed {
+            format: self.scheme.format(),
+            block_size: size,
+            rows,
+            cols,
+            codes,
+            scales,
+            tensor_scale: match self.scheme.tensor_scale {
+                TensorScaling::Row => {
+                    TensorScale::PerRow(self.factors.iter().map(|f| f.decode).collect())
+                }
+                _ => TensorScale::One(self.factors[0].decode),
+            },
+        }
+    }
+}
+
+/// Rows `from ..` of a square matrix `[n, n]`, `width` of them: what one step of as many channels asks of
+/// the others.
+struct Spread<'a> {
+    matrix: &'a [f32],
+    n: usize,
+    from: usize,
+    width: usize,
+}
+
+impl Spread<'_> {
+    /// Subtracts the product of the first `width` columns of `steps` with it from some columns of
+    /// `target [rows, n]`.
+    fn subtract(&self, target: &mut [f32], cols: core::ops::Range<usize>, steps: &[f32]) {
+        let rows = target.len() / self.n;
+        let target = MatMut::from_row_major_slice_mut(target, rows, self.n);
+        let matrix = MatRef::from_row_major_slice(self.matrix, self.n, self.n);
+        let steps = MatRef::from_row_major_slice(steps, rows, steps.len() / rows);
+        matmul(
+            target.subcols_mut(cols.start, cols.len()),
+            Accum::Add,
+            steps.subcols(0, self.width),
+            matrix.submatrix(self.from, cols.start, self.width, cols.len()),
+            -1.0,
+            Par::rayon(0),
+        );
+    }
+}
+
+/// The block on the diagonal, `[size, size]`.
+fn square(matrix: &[f32], n: usize, block: usize, size: usize) -> Vec<f32> {
+    (block..block + size).flat_map(|row| &matrix[row * n + block..][..size]).copied().collect()
+}
+
+/// The inverse of a positive definite matrix.
+fn inverse_of(matrix: &[f32], n: usize) -> Vec<f32> {
+    use faer::linalg::solvers::DenseSolveCore;
+    let wide = Mat::from_fn(n, n, |i, j| f64::from(matrix[i * n + j]));
+    let inverse = wide.llt(Side::Lower).map(|factor| factor.inverse());
+    let inverse = inverse.unwrap_or_else(|_| Mat::zeros(n, n));
+    (0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect()
+}

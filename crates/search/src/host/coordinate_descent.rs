@@ -1,0 +1,126 @@
+use super::hessian::{Descent, Line, Lines, cost};
+use super::sse::start;
+use super::strip::{STRIP, Strip, nearest_element};
+use crate::Fp4Scheme;
+use crate::coordinate_descent::SWEEPS;
+use crate::importance::BlockHessian;
+
+impl<const B: usize> Strip<B> {
+    /// Takes the scales and codes that coordinate descent ends with, see
+    /// [`coordinate_descent`](crate::coordinate_descent), and returns them.
+    #[inline(always)]
+    pub(super) fn search_coordinate_descent(
+        &mut self,
+        scheme: &Fp4Scheme,
+        hessian: BlockHessian<'_>,
+        n: usize,
+    ) -> ([u32; STRIP], Lines<B>) {
+        let steps: [f32; B] = core::array::from_fn(|i| {
+            let curvature = hessian.at(i, i);
+            if curvature > 0.0 { 1.0 / curvature } else { 0.0 }
+        });
+        let mut descent = Descent::new(self, scheme, hessian, n);
+        // The rule's own scale first, then all from the largest down.
+        let mut elements = [[0.0; STRIP]; B];
+        let own = descent.own;
+        let costs = self.descend(scheme, hessian, &descent, &own, &steps, &mut elements);
+        descent.best = start(scheme, &own, &costs);
+        let mut best_elements = elements;
+        while descent.active.contains(&true) {
+            let codes = descent.code;
+            let costs = self.descend(scheme, hessian, &descent, &codes, &steps, &mut elements);
+            let kept = descent.keep_better(&costs, &descent.active.clone());
+            for (best, elements) in best_elements.iter_mut().zip(&elements) {
+                for block in 0..STRIP {
+                    best[block] = if kept[block] { elements[block] } else { best[block] };
+                }
+            }
+            descent.advance(self, scheme, hessian);
+        }
+        self.take_scales(scheme, &descent.best_code);
+        self.find_codes(scheme);
+        self.take_elements(&best_elements, &descent.units.searchable);
+        (descent.best_code, best_elements)
+    }
+
+    /// The costs that descent from the nearest elements ends with, and the elements; infinite where it
+    /// cannot be better than the best.
+    #[inline(always)]
+    fn descend(
+        &self,
+        scheme: &Fp4Scheme,
+        hessian: BlockHessian<'_>,
+        descent: &Descent<B>,
+        codes: &[u32; STRIP],
+        steps: &[f32; B],
+        elements: &mut Lines<B>,
+    ) -> Line {
+        let (values, multipliers) = self.scales_of(scheme, codes, &descent.units.base);
+        let nearest = descent.nearest(self, scheme, &multipliers);
+        let errors = descent.errors(&nearest, &values);
+        // The nearest codes leave the least of every element, so the bound holds for all codes.
+        let possible = descent.possible(&errors, hessian);
+        if !possible.contains(&true) {
+            return [f32::INFINITY; STRIP];
+        }
+        let nearest_costs = cost(&errors, hessian);
+        *elements = sweep(&nearest, &errors, &values, hessian, steps, &possible);
+        let mut costs = cost(&descent.errors(elements, &values), hessian);
+        for block in 0..STRIP {
+            let improved = possible[block] & (costs[block] < nearest_costs[block]);
+            costs[block] = if improved { costs[block] } else { nearest_costs[block] };
+            costs[block] = if possible[block] { costs[block] } else { f32::INFINITY };
+            for (elements, nearest) in elements.iter_mut().zip(&nearest) {
+                elements[block] = if improved { elements[block] } else { nearest[block] };
+            }
+        }
+        costs
+    }
+}
+
+/// Sweeps over the elements until none changes in a block that counts.
+#[inline(always)]
+fn sweep<const B: usize>(
+    nearest: &Lines<B>,
+    errors: &Lines<B>,
+    values: &Line,
+    hessian: BlockHessian<'_>,
+    steps: &[f32; B],
+    counts: &[bool; STRIP],
+) -> Lines<B> {
+    let mut elements = *nearest;
+    let reciprocals = values.map(|value| 1.0 / value);
+    let mut gradient = [[0.0; STRIP]; B];
+    for i in 0..B {
+        for j in 0..B {
+            let curvature = hessian.at(i, j);
+            for block in 0..STRIP {
+                gradient[i][block] = curvature.mul_add(errors[j][block], gradient[i][block]);
+            }
+        }
+    }
+    for _ in 0..SWEEPS {
+        let mut changed = [false; STRIP];
+        for i in 0..B {
+            let mut changes = [0.0; STRIP];
+            for block in 0..STRIP {
+                let now = elements[i][block];
+                let target = gradient[i][block].mul_add(steps[i], now * values[block]);
+                let next = nearest_element(target * reciprocals[block]);
+                changes[block] = (next - now) * values[block];
+                changed[block] |= counts[block] & (changes[block] != 0.0);
+                elements[i][block] = next;
+            }
+            for k in 0..B {
+                let curvature = -hessian.at(k, i);
+                for block in 0..STRIP {
+                    gradient[k][block] = curvature.mul_add(changes[block], gradient[k][block]);
+                }
+            }
+        }
+        if !changed.contains(&true) {
+            break;
+        }
+    }
+    elements
+}

@@ -1,0 +1,202 @@
+use super::sse::{is_better, start};
+use super::strip::{STRIP, Strip, Units, nearest_element};
+use crate::block::{lowest, top};
+use crate::importance::BlockHessian;
+use crate::{Fp4Scheme, ScaleRule};
+
+/// A value of every block of a strip.
+pub(super) type Line = [f32; STRIP];
+
+/// Values of every element of a strip.
+pub(super) type Lines<const B: usize> = [Line; B];
+
+/// A search over scales by `r^T H r`, from the first that leaves only zeros down to where no smaller one
+/// can be better.
+pub(super) struct Descent<const B: usize> {
+    pub(super) units: Units,
+    /// The elements in the units of their block.
+    scaled: Lines<B>,
+    /// Their magnitudes times the bound of their row.
+    bounded: Lines<B>,
+    pub(super) code: [u32; STRIP],
+    /// The rule's own scales.
+    pub(super) own: [u32; STRIP],
+    pub(super) active: [bool; STRIP],
+    pub(super) best: Line,
+    pub(super) best_code: [u32; STRIP],
+}
+
+impl<const B: usize> Strip<B> {
+    /// The scales with the smallest `r^T H r` of the nearest codes; see [`hessian`](crate::hessian).
+    #[inline(always)]
+    pub(super) fn search_hessian(
+        &mut self,
+        scheme: &Fp4Scheme,
+        hessian: BlockHessian<'_>,
+        n: usize,
+    ) {
+        let mut descent = Descent::new(self, scheme, hessian, n);
+        let (values, _) = self.scales_of(scheme, &descent.own, &descent.units.base);
+        let nearest = descent.nearest(self, scheme, &self.multipliers);
+        let costs = cost(&descent.errors(&nearest, &values), hessian);
+        descent.best = start(scheme, &descent.own, &costs);
+        while descent.active.contains(&true) {
+            let (values, multipliers) = self.scales_of(scheme, &descent.code, &descent.units.base);
+            let errors = descent.errors(&descent.nearest(self, scheme, &multipliers), &values);
+            let possible = descent.possible(&errors, hessian);
+            if possible.contains(&true) {
+                let costs = cost(&errors, hessian);
+                descent.keep_better(&costs, &possible);
+            }
+            descent.advance(self, scheme, hessian);
+        }
+        self.take_scales(scheme, &descent.best_code);
+    }
+}
+
+impl<const B: usize> Descent<B> {
+    #[inline(always)]
+    pub(super) fn new(
+        strip: &Strip<B>,
+        scheme: &Fp4Scheme,
+        hessian: BlockHessian<'_>,
+        n: usize,
+    ) -> Self {
+        let units = strip.units(scheme, n);
+        let mut scaled = [[0.0; STRIP]; B];
+        let mut bounded = [[0.0; STRIP]; B];
+        for k in 0..B {
+            let line = &strip.values()[k * STRIP..][..STRIP];
+            for block in 0..STRIP {
+                scaled[k][block] = line[block] * units.factor[block];
+                bounded[k][block] = scaled[k][block].abs() * hessian.bounds[k];
+            }
+        }
+        let code = core::array::from_fn(|block| {
+            let amax = strip.amax[block] * units.factor[block];
+            top(scheme.format(), units.base[block], amax)
+        });
+        let own = strip.scales.map(u32::from);
+        let (active, best) = (units.searchable, [f32::INFINITY; STRIP]);
+        Self { units, scaled, bounded, code, own, active, best, best_code: own }
+    }
+
+    /// The E2M1 values nearest to the elements, as the rule rounds them.
+    #[inline(always)]
+    pub(super) fn nearest(
+        &self,
+        strip: &Strip<B>,
+        scheme: &Fp4Scheme,
+        multipliers: &Line,
+    ) -> Lines<B> {
+        if scheme.rule == ScaleRule::NoTensorScale {
+            nearest_by(strip, multipliers, |x, scale| x / scale)
+        } else {
+            nearest_by(strip, multipliers, |x, multiplier| x * multiplier)
+        }
+    }
+
+    /// What E2M1 values leave of the elements, in the units of their block.
+    #[inline(always)]
+    pub(super) fn errors(&self, elements: &Lines<B>, values: &Line) -> Lines<B> {
+        let mut errors = [[0.0; STRIP]; B];
+        for k in 0..B {
+            for block in 0..STRIP {
+                errors[k][block] =
+                    (-elements[k][block]).mul_add(values[block], self.scaled[k][block]);
+            }
+        }
+        errors
+    }
+
+    /// Which blocks a scale that leaves at least these errors may improve.
+    #[inline(always)]
+    pub(super) fn possible(&self, errors: &Lines<B>, hessian: BlockHessian<'_>) -> [bool; STRIP] {
+        let mut largest = [0.0f32; STRIP];
+        for (errors, &bound) in errors.iter().zip(hessian.bounds) {
+            for block in 0..STRIP {
+                largest[block] = largest[block].max(errors[block].abs() * bound);
+            }
+        }
+        core::array::from_fn(|block| {
+            self.active[block] & (largest[block] * largest[block] <= self.best[block])
+        })
+    }
+
+    /// Takes the costs where they are better, and says where.
+    #[inline(always)]
+    pub(super) fn keep_better(&mut self, costs: &Line, possible: &[bool; STRIP]) -> [bool; STRIP] {
+        let mut kept = [false; STRIP];
+        for block in 0..STRIP {
+            let cost = costs[block];
+            let better = possible[block]
+                & is_better(cost, self.best[block], self.best_code[block], self.own[block]);
+            self.best[block] = if better { cost } else { self.best[block] };
+            self.best_code[block] = if better { self.code[block] } else { self.best_code[block] };
+            kept[block] = better;
+        }
+        kept
+    }
+
+    /// Goes on to the next smaller scale, or ends where none can be better.
+    #[inline(always)]
+    pub(super) fn advance(
+        &mut self,
+        strip: &Strip<B>,
+        scheme: &Fp4Scheme,
+        hessian: BlockHessian<'_>,
+    ) {
+        for block in 0..STRIP {
+            let lowest = lowest(scheme.format(), self.units.base[block]) as i32;
+            self.code[block] = self.code[block].wrapping_sub(1);
+            self.active[block] &= self.code[block] as i32 >= lowest;
+        }
+        let (values, _) = strip.scales_of(scheme, &self.code, &self.units.base);
+        let mut clipped = [0.0f32; STRIP];
+        for (bounded, &bound) in self.bounded.iter().zip(hessian.bounds) {
+            for block in 0..STRIP {
+                let least = (-6.0 * bound).mul_add(values[block], bounded[block]);
+                clipped[block] = clipped[block].max(least);
+            }
+        }
+        for block in 0..STRIP {
+            self.active[block] &= clipped[block] * clipped[block] <= self.best[block];
+        }
+    }
+}
+
+#[inline(always)]
+fn nearest_by<const B: usize>(
+    strip: &Strip<B>,
+    multipliers: &Line,
+    normalize: impl Fn(f32, f32) -> f32,
+) -> Lines<B> {
+    let mut nearest = [[0.0; STRIP]; B];
+    for (nearest, line) in nearest.iter_mut().zip(strip.values().chunks_exact(STRIP)) {
+        for block in 0..STRIP {
+            nearest[block] = nearest_element(normalize(line[block], multipliers[block]));
+        }
+    }
+    nearest
+}
+
+/// `r^T H r` of every block, in the order of [`BlockHessian::cost`].
+#[inline(always)]
+pub(super) fn cost<const B: usize>(errors: &Lines<B>, hessian: BlockHessian<'_>) -> Line {
+    let mut costs = [0.0; STRIP];
+    for i in 0..B {
+        let row = &hessian.values[i * B..][..B];
+        let mut sums = [0.0; STRIP];
+        for j in 0..i {
+            let doubled = 2.0 * row[j];
+            for block in 0..STRIP {
+                sums[block] = doubled.mul_add(errors[j][block], sums[block]);
+            }
+        }
+        for block in 0..STRIP {
+            sums[block] = row[i].mul_add(errors[i][block], sums[block]);
+            costs[block] = errors[i][block].mul_add(sums[block], costs[block]);
+        }
+    }
+    costs
+}

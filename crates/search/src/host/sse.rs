@@ -1,0 +1,197 @@
+use super::strip::{STRIP, Strip, e4m3_value, multiplier, nearest_magnitude, power_of_two};
+use crate::sse::{Window, crest};
+use crate::{Fp4Scheme, ScaleRule};
+use burn_fp4_formats::Fp4Format;
+
+impl<const B: usize> Strip<B> {
+    /// The scales with the smallest squared error, of the first `n` blocks or of their tiles; see
+    /// [`sse`](crate::sse). `weights` are those of the elements of a block.
+    #[inline(always)]
+    pub(super) fn search_sse(&mut self, scheme: &Fp4Scheme, weights: Option<&[f32]>, n: usize) {
+        let tiles = scheme.tile_rows() > 1;
+        let units = self.units(scheme, n);
+        let mut weight = [1.0; STRIP];
+        let mut total = [B as f32; STRIP];
+        if let Some(weights) = weights {
+            (weight, total) = self.weights_of_largest(weights);
+        }
+        if tiles {
+            share_weights(&mut weight, &mut total, n);
+        }
+        let mut windows = [Window::default(); STRIP];
+        let mut code = [0u32; STRIP];
+        let mut active = units.searchable;
+        for block in 0..STRIP {
+            let crest = crest(weight[block], total[block]);
+            let amax = self.amax[block] * units.factor[block];
+            windows[block] = Window::new(scheme.format(), units.base[block], amax, crest);
+            code[block] = windows[block].first();
+            active[block] &= code[block] >= windows[block].low;
+        }
+        let own = self.scales.map(u32::from);
+        let (values, multipliers) = self.scales_of(scheme, &own, &units.base);
+        let mut costs = self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
+        if tiles {
+            sum_tiles(&mut costs, n);
+        }
+        let mut best = start(scheme, &own, &costs);
+        let mut best_code = own;
+        while active.contains(&true) {
+            let (values, multipliers) = self.scales_of(scheme, &code, &units.base);
+            let mut costs =
+                self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
+            if tiles {
+                sum_tiles(&mut costs, n);
+            }
+            for block in 0..STRIP {
+                let better = active[block]
+                    & is_better(costs[block], best[block], best_code[block], own[block]);
+                best[block] = if better { costs[block] } else { best[block] };
+                best_code[block] = if better { code[block] } else { best_code[block] };
+                let next = windows[block].next(code[block]);
+                let value = match scheme.format() {
+                    Fp4Format::NvFp4 => e4m3_value(next),
+                    Fp4Format::MxFp4 => power_of_two(next, units.base[block]),
+                };
+                let amax = self.amax[block] * units.factor[block];
+                let clipped = (-6.0f32).mul_add(value, amax).max(0.0);
+                let hopeless = (weight[block] * clipped) * clipped > best[block];
+                // Below 0 codes wrap around.
+                let left = (next as i32) >= (windows[block].low as i32);
+                active[block] &= left & !hopeless;
+                code[block] = next;
+            }
+        }
+        self.take_scales(scheme, &best_code);
+    }
+
+    /// Weight of the element of largest magnitude, the largest if there are several, and their sum.
+    #[inline(always)]
+    fn weights_of_largest(&self, weights: &[f32]) -> ([f32; STRIP], [f32; STRIP]) {
+        let mut of_largest = [0.0; STRIP];
+        for (line, &weight) in self.values().chunks_exact(STRIP).zip(weights) {
+            for block in 0..STRIP {
+                let is_largest = line[block].abs() == self.amax[block];
+                let larger = is_largest & (weight > of_largest[block]);
+                of_largest[block] = if larger { weight } else { of_largest[block] };
+            }
+        }
+        (of_largest, [weights[..B].iter().sum(); STRIP])
+    }
+
+    /// The weighted squared error of every block with given scales, summed in element order.
+    #[inline(always)]
+    fn squared_error(
+        &self,
+        scheme: &Fp4Scheme,
+        values: &[f32; STRIP],
+        multipliers: &[f32; STRIP],
+        factors: &[f32; STRIP],
+        weights: Option<&[f32]>,
+    ) -> [f32; STRIP] {
+        if scheme.rule == ScaleRule::NoTensorScale {
+            self.sum_errors(values, multipliers, factors, weights, |x, scale| x / scale)
+        } else {
+            self.sum_errors(values, multipliers, factors, weights, |x, multiplier| x * multiplier)
+        }
+    }
+
+    #[inline(always)]
+    fn sum_errors(
+        &self,
+        values: &[f32; STRIP],
+        multipliers: &[f32; STRIP],
+        factors: &[f32; STRIP],
+        weights: Option<&[f32]>,
+        normalize: impl Fn(f32, f32) -> f32,
+    ) -> [f32; STRIP] {
+        let mut costs = [0.0; STRIP];
+        for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
+            let weight = weights.map_or(1.0, |weights| weights[k]);
+            for block in 0..STRIP {
+                let magnitude = line[block].abs();
+                let nearest = nearest_magnitude(normalize(magnitude, multipliers[block]));
+                let scaled = magnitude * factors[block];
+                let error = (-nearest).mul_add(values[block], scaled);
+                costs[block] = (weight * error).mul_add(error, costs[block]);
+            }
+        }
+        costs
+    }
+
+    /// Values, in the units of the blocks, and multipliers of scales.
+    #[inline(always)]
+    pub(super) fn scales_of(
+        &self,
+        scheme: &Fp4Scheme,
+        codes: &[u32; STRIP],
+        bases: &[u32; STRIP],
+    ) -> ([f32; STRIP], [f32; STRIP]) {
+        let mut values = [0.0; STRIP];
+        let mut multipliers = [0.0; STRIP];
+        for block in 0..STRIP {
+            let (encode, decode) = (self.encode[block], self.decode[block]);
+            values[block] = match scheme.format() {
+                Fp4Format::NvFp4 => e4m3_value(codes[block]),
+                Fp4Format::MxFp4 => power_of_two(codes[block], bases[block]),
+            };
+            multipliers[block] =
+                multiplier(scheme.rule, codes[block], values[block], encode, decode);
+        }
+        (values, multipliers)
+    }
+
+    /// Sets the scales and what follows from them.
+    #[inline(always)]
+    pub(super) fn take_scales(&mut self, scheme: &Fp4Scheme, codes: &[u32; STRIP]) {
+        let kept = self.multipliers;
+        let (_, multipliers) = self.scales_of(scheme, codes, &[0; STRIP]);
+        for block in 0..STRIP {
+            let code = codes[block] as u8;
+            // What the rule chose, it also knows how to multiply with.
+            let changed = code != self.scales[block];
+            self.multipliers[block] = if changed { multipliers[block] } else { kept[block] };
+            self.scales[block] = code;
+        }
+    }
+}
+
+/// The costs of the rules' own scales, infinite where a block has none that counts.
+#[inline(always)]
+pub(super) fn start(scheme: &Fp4Scheme, own: &[u32; STRIP], costs: &[f32; STRIP]) -> [f32; STRIP] {
+    let zero_counts = scheme.format() == Fp4Format::MxFp4;
+    core::array::from_fn(|block| {
+        let counts = (zero_counts | (own[block] > 0)) & (costs[block] < f32::INFINITY);
+        if counts { costs[block] } else { f32::INFINITY }
+    })
+}
+
+/// Whether a scale, tried after all larger ones, takes the place of the best: of equals the rule's own
+/// stays, of others the smallest, as in the reference.
+#[inline(always)]
+pub(super) fn is_better(cost: f32, best: f32, best_code: u32, own: u32) -> bool {
+    (cost < best) | ((cost == best) & (best_code != own) & (cost < f32::INFINITY))
+}
+
+/// Gives every row of a tile the weight of the tile's largest element, and the sum of all weights.
+#[inline(always)]
+fn share_weights(weight: &mut [f32; STRIP], total: &mut [f32; STRIP], n: usize) {
+    for start in (0..STRIP).step_by(16) {
+        let rows = start..n.clamp(start, start + 16);
+        // Of several rows any might hold the largest element: the smallest weight is the safe one.
+        let least = weight[rows.clone()].iter().fold(f32::INFINITY, |a, &b| a.min(b));
+        let sum: f32 = total[rows.clone()].iter().sum();
+        weight[start..start + 16].fill(least);
+        total[start..start + 16].fill(sum);
+    }
+}
+
+/// Replaces the costs of the first `n` rows by those of their tiles.
+#[inline(always)]
+pub(super) fn sum_tiles(costs: &mut [f32; STRIP], n: usize) {
+    costs[n..].fill(0.0);
+    for tile in costs.chunks_exact_mut(16) {
+        let rows = *tile.first_chunk().expect("sixteen rows");
+        tile.fill(crate::four_over_six::sum_rows(rows));
+    }
+}

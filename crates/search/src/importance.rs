@@ -1,0 +1,246 @@
+//! What an error costs: nothing special, a weight per input channel, or a quadratic form per block.
+
+use burn_fp4_formats::FormatError;
+
+use crate::{Fp4Scheme, ScaleSearch, SearchError};
+
+/// What an error of a weight costs.
+///
+/// The rows of a weight `[out, in]` multiply activations `[.., in]`, so the error of an output is made
+/// of the errors of a row, and activations say how.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Importance<'a> {
+    /// Its square.
+    #[default]
+    Uniform,
+    /// Its square times the weight of its input channel, `[in]`, not negative.
+    Channels(&'a [f32]),
+    /// `r^T H r` for the errors `r` of a block.
+    Blocks(&'a BlockHessians),
+}
+
+impl<'a> Importance<'a> {
+    /// What the search needs of the block with this number in each row.
+    pub(crate) fn of_block(self, block: usize, block_size: usize) -> BlockImportance<'a> {
+        match self {
+            Self::Uniform => BlockImportance::Uniform,
+            Self::Channels(weights) => {
+                BlockImportance::Channels(&weights[block * block_size..][..block_size])
+            }
+            Self::Blocks(hessians) => BlockImportance::Hessian(hessians.block(block)),
+        }
+    }
+
+    /// Checks that it is what the search of a scheme takes, for rows of `cols` elements, and usable.
+    ///
+    /// # Errors
+    /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
+    /// [`SearchError::Weight`] for a weight that is negative or not finite.
+    pub(crate) fn check(self, scheme: &Fp4Scheme, cols: usize) -> Result<(), SearchError> {
+        let (search, block_size) = (scheme.search, scheme.block_size);
+        let found = match self {
+            Self::Uniform => "none",
+            Self::Channels(_) => "channel weights",
+            Self::Blocks(_) => "block Hessians",
+        };
+        let expected = match (search, self) {
+            (_, Self::Blocks(_)) if search.needs_hessians() => None,
+            _ if search.needs_hessians() => Some("block Hessians"),
+            (ScaleSearch::Sse, Self::Blocks(_)) => Some("channel weights or none"),
+            (ScaleSearch::Sse, _) | (_, Self::Uniform) => None,
+            _ => Some("none"),
+        };
+        if let Some(expected) = expected {
+            return Err(SearchError::Importance { search, expected, found });
+        }
+        let expect = |what, expected, found| {
+            if expected == found {
+                Ok(())
+            } else {
+                Err(SearchError::from(FormatError::Length { what, expected, found }))
+            }
+        };
+        match self {
+            Self::Uniform => Ok(()),
+            Self::Channels(weights) => {
+                expect("channel weights", cols, weights.len())?;
+                match weights.iter().position(|weight| !(weight.is_finite() && *weight >= 0.0)) {
+                    Some(channel) => Err(SearchError::Weight { channel, found: weights[channel] }),
+                    None => Ok(()),
+                }
+            }
+            Self::Blocks(hessians) => {
+                expect("block size of the Hessians", block_size, hessians.block_size)?;
+                expect("block Hessians", cols / block_size, hessians.len())
+            }
+        }
+    }
+}
+
+/// [`Importance`] of one block.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum BlockImportance<'a> {
+    Uniform,
+    Channels(&'a [f32]),
+    Hessian(BlockHessian<'a>),
+}
+
+/// A symmetric positive semidefinite matrix for every block of a row: `X^T X` of the activations that
+/// meet the block.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockHessians {
+    block_size: usize,
+    /// `[blocks, block_size, block_size]`.
+    values: Vec<f32>,
+    /// `[blocks, block_size]`: the square roots of `1 / (H^-1)_ii`, rounded down; 0 where H is singular.
+    ///
+    /// For any errors `r`, `r^T H r >= r_i^2 / (H^-1)_ii`: what makes a search exact without trying
+    /// every scale.
+    bounds: Vec<f32>,
+}
+
+/// How far from symmetric, relative to the larger of two diagonal elements, rounding may have put a
+/// matrix.
+const ASYMMETRY: f32 = 1e-4;
+
+impl BlockHessians {
+    /// Takes matrices `[blocks, block_size, block_size]`. What is below the diagonal counts.
+    ///
+    /// # Errors
+    /// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or not
+    /// symmetric; [`SearchError::Format`] if the length is no multiple of a matrix.
+    pub fn new(mut values: Vec<f32>, block_size: usize) -> Result<Self, SearchError> {
+        let square = block_size * block_size;
+        if square == 0 || !values.len().is_multiple_of(square) {
+            let (expected, found) = (values.len() / square.max(1) * square, values.len());
+            let what = "block Hessians";
+            return Err(FormatError::Length { what, expected, found }.into());
+        }
+        for (block, matrix) in values.chunks_exact(square).enumerate() {
+            for row in 0..block_size {
+                for col in 0..=row {
+                    let (found, mirrored) =
+                        (matrix[row * block_size + col], matrix[col * block_size + row]);
+                    let largest =
+                        matrix[row * (block_size + 1)].max(matrix[col * (block_size + 1)]);
+                    let problem = if !found.is_finite() || !mirrored.is_finite() {
+                        "is not finite"
+                    } else if row == col && found < 0.0 {
+                        "is negative, on the diagonal"
+                    } else if (found - mirrored).abs() > ASYMMETRY * largest {
+                        "differs from its mirror image"
+                    } else {
+                        continue;
+                    };
+                    return Err(SearchError::Hessian { block, row, col, found, problem });
+                }
+            }
+        }
+        for matrix in values.chunks_exact_mut(square) {
+            for row in 0..block_size {
+                for col in 0..row {
+                    matrix[col * block_size + row] = matrix[row * block_size + col];
+                }
+            }
+        }
+        let bounds =
+            values.chunks_exact(square).flat_map(|matrix| bounds(matrix, block_size)).collect();
+        Ok(Self { block_size, values, bounds })
+    }
+
+    /// Elements of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Number of blocks.
+    pub fn len(&self) -> usize {
+        self.values.len() / (self.block_size * self.block_size)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// The matrices, `[blocks, block_size, block_size]`.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// `sqrt(1 / (H^-1)_ii)`, rounded down, 0 where a matrix is singular: `[blocks, block_size]`.
+    pub fn bounds(&self) -> &[f32] {
+        &self.bounds
+    }
+
+    pub(crate) fn block(&self, block: usize) -> BlockHessian<'_> {
+        let size = self.block_size;
+        BlockHessian {
+            size,
+            values: &self.values[block * size * size..][..size * size],
+            bounds: &self.bounds[block * size..][..size],
+        }
+    }
+}
+
+/// The matrix of one block.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BlockHessian<'a> {
+    pub(crate) size: usize,
+    /// `[size, size]`.
+    pub(crate) values: &'a [f32],
+    pub(crate) bounds: &'a [f32],
+}
+
+impl BlockHessian<'_> {
+    #[inline(always)]
+    pub(crate) fn at(&self, i: usize, j: usize) -> f32 {
+        self.values[i * self.size + j]
+    }
+
+    /// `r^T H r`, its sums in the order that every engine keeps to.
+    pub(crate) fn cost(&self, errors: &[f32]) -> f32 {
+        let mut cost = 0.0;
+        for i in 0..self.size {
+            let mut sum = 0.0;
+            for j in 0..i {
+                sum = (2.0 * self.at(i, j)).mul_add(errors[j], sum);
+            }
+            sum = self.at(i, i).mul_add(errors[i], sum);
+            cost = errors[i].mul_add(sum, cost);
+        }
+        cost
+    }
+}
+
+/// Square roots of the reciprocals of the inverse's diagonal, by a Cholesky factorization in f64.
+fn bounds(matrix: &[f32], n: usize) -> Vec<f32> {
+    let mut lower = vec![0.0f64; n * n];
+    for i in 0..n {
+        for j in 0..=i {
+            let dot: f64 = (0..j).map(|k| lower[i * n + k] * lower[j * n + k]).sum();
+            let rest = f64::from(matrix[i * n + j]) - dot;
+            if i > j {
+                lower[i * n + j] = rest / lower[j * n + j];
+            } else if rest > 1e-6 * f64::from(matrix[i * n + i]) {
+                lower[i * n + i] = rest.sqrt();
+            } else {
+                // Singular, as far as f32 sums tell.
+                return vec![0.0; n];
+            }
+        }
+    }
+    // Column c of the inverse of L; (H^-1)_cc is the sum of its squares.
+    (0..n)
+        .map(|c| {
+            let mut column = vec![0.0f64; n];
+            for i in c..n {
+                let dot: f64 = (c..i).map(|k| lower[i * n + k] * column[k]).sum();
+                column[i] = (f64::from(u8::from(i == c)) - dot) / lower[i * n + i];
+            }
+            let inverse: f64 = column.iter().map(|value| value * value).sum();
+            // A thousandth less than it is, so that no rounding makes it too much.
+            (0.999 / inverse.sqrt()) as f32
+        })
+        .collect()
+}

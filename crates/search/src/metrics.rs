@@ -1,0 +1,78 @@
+use burn_fp4_formats::{FormatError, Packed};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, Mat, MatRef, Par};
+
+use crate::SearchError;
+
+/// How far a quantized weight is from the original, as the other projects measure it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Metrics {
+    /// `|Wq - W| / |W|` in percent, Euclidean; 0 for an all-zero weight that stayed so.
+    pub weight_error_percent: f64,
+    /// The same in decibels: `-20 log10(|Wq - W| / |W|)`; infinite where there is no error.
+    pub sqnr_db: f64,
+}
+
+/// Activations that are multiplied at a time.
+const CHUNK: usize = 1024;
+
+impl Metrics {
+    /// Of a weight `[rows, cols]` and its quantized form.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] if the weight does not have the shape of the packed one.
+    pub fn of(weight: &[f32], packed: &Packed) -> Result<Self, SearchError> {
+        let errors = errors(weight, packed)?;
+        let energy: f64 = weight.iter().map(|&value| f64::from(value).powi(2)).sum();
+        let error: f64 = errors.iter().map(|&value| f64::from(value).powi(2)).sum();
+        let ratio = ratio(error, energy);
+        Ok(Self { weight_error_percent: 100.0 * ratio, sqnr_db: -20.0 * ratio.log10() })
+    }
+
+    /// `|X (Wq - W)^T| / |X W^T|` in percent for activations `X [rows, cols]`: one product of the
+    /// difference, so that nothing cancels, its squares summed in f64.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] if a length does not fit.
+    pub fn output_error_percent(
+        weight: &[f32],
+        packed: &Packed,
+        activations: &[f32],
+    ) -> Result<f64, SearchError> {
+        let errors = errors(weight, packed)?;
+        let (rows, cols) = (packed.rows, packed.cols);
+        if cols == 0 || !activations.len().is_multiple_of(cols) {
+            let expected = activations.len() / cols.max(1) * cols;
+            let (what, found) = ("activations", activations.len());
+            return Err(FormatError::Length { what, expected, found }.into());
+        }
+        let mut sums = [0.0; 2];
+        for chunk in activations.chunks(CHUNK * cols) {
+            let count = chunk.len() / cols;
+            let x = MatRef::from_row_major_slice(chunk, count, cols);
+            for (matrix, sum) in [errors.as_slice(), weight].into_iter().zip(&mut sums) {
+                let matrix = MatRef::from_row_major_slice(matrix, rows, cols);
+                let mut output = Mat::<f32>::zeros(count, rows);
+                matmul(output.as_mut(), Accum::Replace, x, matrix.transpose(), 1.0, Par::rayon(0));
+                let columns = output.col_iter();
+                *sum += columns
+                    .flat_map(|column| column.iter().map(|&y| f64::from(y).powi(2)))
+                    .sum::<f64>();
+            }
+        }
+        Ok(100.0 * ratio(sums[0], sums[1]))
+    }
+}
+
+fn errors(weight: &[f32], packed: &Packed) -> Result<Vec<f32>, SearchError> {
+    let quantized = packed.dequantize();
+    if quantized.len() != weight.len() {
+        let (what, expected, found) = ("weight", quantized.len(), weight.len());
+        return Err(FormatError::Length { what, expected, found }.into());
+    }
+    Ok(quantized.iter().zip(weight).map(|(quantized, weight)| quantized - weight).collect())
+}
+
+fn ratio(error: f64, energy: f64) -> f64 {
+    if error == 0.0 { 0.0 } else { (error / energy).sqrt() }
+}

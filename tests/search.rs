@@ -1,0 +1,320 @@
+//! The searches against brute force in f64, and against what other projects found.
+
+use burn_fp4_formats::{E2M1, E4M3, Fp4Format, Packed};
+use burn_fp4_search::host::{self, View};
+use burn_fp4_search::{
+    BlockHessians, Blocks, Fp4Scheme, Importance, ScaleRule, ScaleSearch, SearchError,
+    TensorScaling, quantize_by_importance,
+};
+use tests::compare::assert_same;
+use tests::inputs::Random;
+
+/// Distributions that ask something of a scale search.
+const DISTRIBUTIONS: [(&str, fn(&mut Random) -> Vec<f32>); 8] = [
+    ("normal", |r| (0..32).map(|_| r.normal()).collect()),
+    ("heavy tails", |r| (0..32).map(|_| r.normal() / (r.uniform() + 1e-3)).collect()),
+    ("outliers", |r| {
+        (0..32).map(|_| if r.below(24) == 0 { r.normal() * 30.0 } else { r.normal() }).collect()
+    }),
+    ("constants", |r| {
+        let value = r.normal();
+        (0..32).map(|_| if r.below(4) == 0 { -value } else { value }).collect()
+    }),
+    ("near ties", |r| (0..32).map(|_| (r.below(65) as f32 - 32.0) / 8.0).collect()),
+    ("subnormal scales", |r| (0..32).map(|_| r.normal() * 0.01).collect()),
+    ("saturation", |r| (0..32).map(|_| r.normal() * 2000.0).collect()),
+    ("few", |r| (0..32).map(|_| if r.below(10) == 0 { r.normal() } else { 0.0 }).collect()),
+];
+
+/// `rows` blocks of 32 of each distribution, `[8 * rows, 32]`.
+fn blocks(rows: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    let mut values = Vec::new();
+    for (_, distribution) in DISTRIBUTIONS {
+        for _ in 0..rows {
+            values.extend(distribution(&mut random));
+        }
+    }
+    values
+}
+
+fn host_packed(
+    values: &[f32],
+    cols: usize,
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Packed {
+    let rows = values.len() / cols;
+    let view = View::rows(rows, cols);
+    let mut codes = vec![0; values.len() / 2];
+    let mut scales = vec![0; values.len() / scheme.block_size];
+    let amax = host::amax(values, view, scheme);
+    let tensor_scale = host::quantize_by_importance(
+        values,
+        view,
+        scheme,
+        &amax,
+        importance,
+        &mut codes,
+        &mut scales,
+    )
+    .expect("a valid problem");
+    Packed {
+        format: scheme.format(),
+        block_size: scheme.block_size,
+        rows,
+        cols,
+        codes,
+        scales,
+        tensor_scale,
+    }
+}
+
+/// The value of every scale of a format around an amax, times the tensor scale.
+fn all_scales(format: Fp4Format, amax: f64, tensor_scale: f64) -> Vec<f64> {
+    match format {
+        Fp4Format::NvFp4 => {
+            (1..=126).map(|code| f64::from(E4M3.decode(code)) * tensor_scale).collect()
+        }
+        Fp4Format::MxFp4 => {
+            let exponent = amax.log2().floor() as i32;
+            (exponent - 10..exponent + 6).map(|exponent| 2f64.powi(exponent)).collect()
+        }
+    }
+}
+
+/// The nearest E2M1 value, in f64.
+fn nearest(x: f64) -> f64 {
+    let magnitude = x.abs().min(6.0);
+    let step = if magnitude < 2.0 {
+        0.5
+    } else if magnitude < 4.0 {
+        1.0
+    } else {
+        2.0
+    };
+    ((magnitude / step).round() * step).copysign(x)
+}
+
+fn schemes() -> Vec<Fp4Scheme> {
+    let mut schemes = Vec::new();
+    for rule in [ScaleRule::Te, ScaleRule::Gist, ScaleRule::NoTensorScale, ScaleRule::Floor] {
+        for block_size in [16, 32] {
+            schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
+        }
+    }
+    // A given tensor scale: its own range, and one in which most blocks saturate.
+    schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Multiplier(1e-3)));
+    schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(10.0)));
+    schemes
+}
+
+/// The squared error of a block with a scale and nearest codes.
+fn squared_error(block: &[f32], scale: f64, weights: impl Fn(usize) -> f64) -> f64 {
+    let error = |(k, &x): (usize, &f32)| {
+        let x = f64::from(x);
+        weights(k) * (x - nearest(x / scale) * scale).powi(2)
+    };
+    block.iter().enumerate().map(error).sum()
+}
+
+/// What a packed block costs, in f64.
+fn errors_of(packed: &Packed, values: &[f32], row: usize, block: usize) -> Vec<f64> {
+    let size = packed.block_size;
+    let tensor_scale = f64::from(packed.tensor_scale.of_row(row));
+    let scale =
+        packed.format.row().block_scale.decode(packed.scales[row * packed.blocks() + block]);
+    (0..size)
+        .map(|k| {
+            let at = row * packed.cols + block * size + k;
+            let code = packed.codes[at / 2] >> (4 * (at % 2)) & 0xF;
+            let value = f64::from(E2M1.decode(code)) * f64::from(scale) * tensor_scale;
+            f64::from(values[at]) - value
+        })
+        .collect()
+}
+
+#[test]
+fn sse_equals_brute_force_over_all_scales() {
+    let mut searched = 0;
+    for (seed, scheme) in schemes().into_iter().enumerate() {
+        let scheme = scheme.with_search(ScaleSearch::Sse);
+        let weights: Vec<f32> = (0..32).map(|k| [0.1, 1.0, 3.0, 0.0][k % 4]).collect();
+        for importance in [Importance::Uniform, Importance::Channels(&weights)] {
+            let values = blocks(512 * scheme.block_size / 16, seed as u64);
+            let packed = host_packed(&values, 32, &scheme, importance);
+            let tensor_scale = f64::from(packed.tensor_scale.of_row(0));
+            let weight = |k: usize| match importance {
+                Importance::Channels(weights) => f64::from(weights[k]),
+                _ => 1.0,
+            };
+            for (row, elements) in values.chunks_exact(32).enumerate() {
+                for (block, elements) in elements.chunks_exact(scheme.block_size).enumerate() {
+                    let first = block * scheme.block_size;
+                    let weight = |k| weight(first + k);
+                    let amax = elements.iter().fold(0.0f32, |x, y| x.max(y.abs()));
+                    if amax == 0.0 {
+                        continue;
+                    }
+                    let least = all_scales(scheme.format(), amax.into(), tensor_scale)
+                        .into_iter()
+                        .map(|scale| squared_error(elements, scale, weight))
+                        .fold(f64::INFINITY, f64::min);
+                    let errors = errors_of(&packed, &values, row, block);
+                    let found: f64 =
+                        errors.iter().enumerate().map(|(k, error)| weight(k) * error * error).sum();
+                    let energy: f64 = elements.iter().map(|&x| f64::from(x).powi(2)).sum();
+                    assert!(
+                        found <= least * (1.0 + 1e-6) + 1e-12 * energy,
+                        "{scheme:?}: {found:e} > {least:e} for {elements:?}"
+                    );
+                    searched += 1;
+                }
+            }
+        }
+    }
+    println!("{searched} blocks");
+    assert!(searched > 100_000);
+}
+
+#[test]
+fn sse_of_tiles_equals_the_reference() {
+    let weights: Vec<f32> = (0..32).map(|k| (k % 5) as f32).collect();
+    let values = blocks(40, 77);
+    for rule in [ScaleRule::Te, ScaleRule::Floor, ScaleRule::RoundUp] {
+        let scheme = Fp4Scheme::of(rule)
+            .with_block_size(16)
+            .with_blocks(Blocks::Tile16x16)
+            .with_search(ScaleSearch::Sse);
+        for rows in [320, 37, 5] {
+            let values = &values[..rows * 32];
+            for importance in [Importance::Uniform, Importance::Channels(&weights)] {
+                let found = host_packed(values, 32, &scheme, importance);
+                let amax = host::amax(values, View::rows(rows, 32), &scheme);
+                let expected =
+                    quantize_by_importance(values, rows, 32, &scheme, &amax, importance).unwrap();
+                assert_same(&format!("{scheme:?} {rows}"), &found, &expected);
+            }
+        }
+    }
+}
+
+/// Activations `[rows, channels]` whose channels are correlated.
+fn activations(rows: usize, channels: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    let mut values = Vec::new();
+    for _ in 0..rows {
+        let mut last = 0.0;
+        for channel in 0..channels {
+            last = 0.8 * last + random.normal() * if channel % 7 == 0 { 3.0 } else { 0.6 };
+            values.push(last);
+        }
+    }
+    values
+}
+
+fn quadratic_form(hessian: &[f32], errors: &[f64]) -> f64 {
+    let n = errors.len();
+    (0..n * n).map(|at| f64::from(hessian[at]) * errors[at / n] * errors[at % n]).sum()
+}
+
+/// Every block's `r^T H r`.
+fn costs(packed: &Packed, values: &[f32], hessians: &BlockHessians) -> Vec<f64> {
+    let square = packed.block_size * packed.block_size;
+    let blocks = packed.blocks();
+    (0..packed.rows * blocks)
+        .map(|at| {
+            let (row, block) = (at / blocks, at % blocks);
+            let hessian = &hessians.values()[block * square..][..square];
+            quadratic_form(hessian, &errors_of(packed, values, row, block))
+        })
+        .collect()
+}
+
+#[test]
+fn searches_by_hessian_equal_or_beat_brute_force_over_scales() {
+    let mut searched = 0;
+    for (seed, scheme) in schemes().into_iter().enumerate() {
+        let size = scheme.block_size;
+        let values = blocks(80 * size / 16, seed as u64 + 100);
+        let x = activations(192, 32, seed as u64);
+        let hessians = BlockHessians::of(&x, 32, size).unwrap();
+        let importance = Importance::Blocks(&hessians);
+        let of = |search| {
+            let packed = host_packed(&values, 32, &scheme.with_search(search), importance);
+            (costs(&packed, &values, &hessians), packed)
+        };
+        let (hessian, packed) = of(ScaleSearch::Hessian);
+        let (descent, _) = of(ScaleSearch::CoordinateDescent);
+        let tensor_scale = f64::from(packed.tensor_scale.of_row(0));
+        for (at, elements) in values.chunks_exact(size).enumerate() {
+            let amax = elements.iter().fold(0.0f32, |x, y| x.max(y.abs()));
+            if amax == 0.0 {
+                continue;
+            }
+            let matrix = &hessians.values()[at % packed.blocks() * size * size..][..size * size];
+            let least = all_scales(scheme.format(), amax.into(), tensor_scale)
+                .into_iter()
+                .map(|scale| {
+                    let errors: Vec<_> = elements
+                        .iter()
+                        .map(|&x| f64::from(x) - nearest(f64::from(x) / scale) * scale)
+                        .collect();
+                    quadratic_form(matrix, &errors)
+                })
+                .fold(f64::INFINITY, f64::min);
+            let energy: Vec<_> = elements.iter().map(|&x| f64::from(x)).collect();
+            let slack = 1e-5 * least + 1e-9 * quadratic_form(matrix, &energy);
+            // On ties the rule decides the code, and r^T H r depends on it.
+            if !has_ties(elements) {
+                assert!(hessian[at] <= least + slack, "{scheme:?}: {} > {least}", hessian[at]);
+            }
+            assert!(descent[at] <= hessian[at] + slack, "{scheme:?}: descent is worse");
+            searched += 1;
+        }
+        let [descent, hessian] = [descent, hessian].map(|costs| costs.iter().sum::<f64>());
+        println!("{} {size}: descent {:.3} of hessian", scheme.rule, descent / hessian);
+        assert!(descent < hessian);
+    }
+    println!("{searched} blocks");
+    assert!(searched > 10_000);
+}
+
+/// Whether elements are such round numbers that scales put them between two codes.
+fn has_ties(elements: &[f32]) -> bool {
+    elements.iter().all(|x| (x * 8.0).fract() == 0.0)
+}
+
+#[test]
+fn the_host_engine_searches_as_the_reference_does() {
+    for (seed, scheme) in schemes().into_iter().enumerate() {
+        let values = blocks(3, seed as u64 + 200);
+        let rows = values.len() / 32;
+        let x = activations(192, 32, seed as u64);
+        let hessians = BlockHessians::of(&x, 32, scheme.block_size).unwrap();
+        let importance = Importance::Blocks(&hessians);
+        for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+            let scheme = scheme.with_search(search);
+            let found = host_packed(&values, 32, &scheme, importance);
+            let amax = host::amax(&values, View::rows(rows, 32), &scheme);
+            let expected =
+                quantize_by_importance(&values, rows, 32, &scheme, &amax, importance).unwrap();
+            assert_same(&format!("{scheme:?}"), &found, &expected);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_searched_by_is_named() {
+    let x = activations(8, 32, 1);
+    let mut bad = x.clone();
+    bad[37] = f32::NAN;
+    let error = BlockHessians::of(&bad, 32, 16).unwrap_err();
+    assert!(matches!(error, SearchError::Activation { row: 1, channel: 5, .. }), "{error}");
+    let mut values = BlockHessians::of(&x, 32, 16).unwrap().values().to_vec();
+    values[17 * 16 + 3] += 1000.0;
+    let error = BlockHessians::new(values, 16).unwrap_err();
+    assert!(error.to_string().contains("differs from its mirror image"), "{error}");
+    assert!(matches!(BlockHessians::of(&x, 24, 16), Err(SearchError::Format(_))));
+    assert!(matches!(BlockHessians::of(&x[..40], 32, 16), Err(SearchError::Format(_))));
+}

@@ -2,10 +2,16 @@
 
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, dequantize, fake_quantize, quantize};
-use burn_fp4_formats::{bf16, f16};
-use burn_fp4_search::host::{HostElement, View};
-use burn_fp4_search::{Blocks, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, quantize_with_amax};
+use burn_fp4_cubecl::{
+    Capability, Dtype, Hessians, Problem, amax, dequantize, fake_quantize, quantize,
+    quantize_by_hessian,
+};
+use burn_fp4_formats::{Packed, bf16, f16};
+use burn_fp4_search::host::{self, HostElement, View};
+use burn_fp4_search::{
+    BlockHessians, Blocks, Fp4Scheme, Importance, NonFinite, ScaleRule, ScaleSearch,
+    quantize_with_amax,
+};
 use rayon::prelude::*;
 
 /// Length of the blocked axis.
@@ -18,6 +24,9 @@ pub(crate) fn every_rule(client: &Client, values: usize) {
     let search = ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     schemes.extend([tiles, tiles.with_search(search), Fp4Scheme::nvfp4().with_search(search)]);
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), tiles] {
+        schemes.push(scheme.with_search(ScaleSearch::Sse));
+    }
     for scheme in schemes {
         let scheme = scheme.with_non_finite(NonFinite::FollowReference);
         let seed = scheme.rule as u64;
@@ -86,8 +95,7 @@ fn every_axis<T: HostElement + CubeElement>(
                     (row / view.inner * view.axis + k) * view.inner + row % view.inner
                 };
                 let dense: Vec<_> = (0..tile).map(|at| values[place(at)].to_f32()).collect();
-                let expected = quantize_with_amax(&dense, 16, view.axis, &scheme, &[amax])
-                    .expect("a valid problem");
+                let expected = expected(&dense, view.axis, &scheme, amax);
                 let bytes = |found: &[u8], expected: &[u8]| {
                     let found = &found[first * expected.len()..][..expected.len()];
                     found.iter().zip(expected).filter(|(found, expected)| found != expected).count()
@@ -105,5 +113,83 @@ fn every_axis<T: HostElement + CubeElement>(
             .sum();
         assert_eq!(differing, 0, "{name}: codes, scales and values that differ");
         eprintln!("{} values equal: {name}", values.len());
+    }
+}
+
+/// Sixteen rows by the reference quantizer, or where that tries every scale there is, by the host engine,
+/// which tests hold to it.
+fn expected(dense: &[f32], cols: usize, scheme: &Fp4Scheme, amax: f32) -> Packed {
+    if scheme.search == ScaleSearch::Sse {
+        by_host(dense, cols, scheme, amax, Importance::Uniform)
+    } else {
+        quantize_with_amax(dense, 16, cols, scheme, &[amax]).expect("a valid problem")
+    }
+}
+
+fn by_host(
+    dense: &[f32],
+    cols: usize,
+    scheme: &Fp4Scheme,
+    amax: f32,
+    importance: Importance<'_>,
+) -> Packed {
+    let view = View::rows(dense.len() / cols, cols);
+    let mut codes = vec![0; view.len() / 2];
+    let mut scales = vec![0; view.len() / scheme.block_size];
+    let tensor_scale = host::quantize_by_importance(
+        dense,
+        view,
+        scheme,
+        &[amax],
+        importance,
+        &mut codes,
+        &mut scales,
+    )
+    .expect("a valid problem");
+    Packed {
+        format: scheme.format(),
+        block_size: scheme.block_size,
+        rows: view.outer,
+        cols,
+        codes,
+        scales,
+        tensor_scale,
+    }
+}
+
+/// The searches by Hessian against the host engine.
+pub(crate) fn by_hessian(client: &Client, values: usize) {
+    let device = Capability::of(client);
+    let rows = (values / AXIS).next_multiple_of(16);
+    let values: Vec<bf16> = random(rows, 7);
+    let dense: Vec<f32> = values.iter().map(|value| value.to_f32()).collect();
+    let activations: Vec<f32> = random(512, 8);
+    let device_values = client.create_from_slice(bf16::as_bytes(&values));
+    let amax = dense.par_iter().map(|x| x.abs()).reduce(|| 0.0, f32::max);
+    let largest = client.create_from_slice(f32::as_bytes(&[amax]));
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+        let blocks = BlockHessians::of(&activations, AXIS, scheme.block_size).expect("finite");
+        for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+            let scheme = scheme.with_search(search);
+            let view = View::rows(rows, AXIS);
+            let problem = Problem { view, dtype: Dtype::Bf16, scheme };
+            let hessians = upload(client, &blocks);
+            let (values, largest) = (device_values.clone(), largest.clone());
+            let packed = quantize_by_hessian(client, &device, values, largest, hessians, &problem)
+                .expect("a plan");
+            let expected = by_host(&dense, AXIS, &scheme, amax, Importance::Blocks(&blocks));
+            let [codes, scales] =
+                [packed.codes, packed.scales].map(|handle| client.read_one_unchecked(handle));
+            assert!(codes[..] == expected.codes && scales[..] == expected.scales, "{problem:?}");
+            eprintln!("{} values equal: {problem:?}", dense.len());
+        }
+    }
+}
+
+/// Hessians in device memory.
+pub(crate) fn upload(client: &Client, blocks: &BlockHessians) -> Hessians {
+    Hessians {
+        values: client.create_from_slice(f32::as_bytes(blocks.values())),
+        bounds: client.create_from_slice(f32::as_bytes(blocks.bounds())),
     }
 }

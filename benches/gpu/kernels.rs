@@ -6,11 +6,13 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype, Problem, amax, cubecl, dequantize, fake_quantize, quantize,
+    quantize_by_hessian,
 };
 use burn_fp4_formats::bf16;
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
+use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, ScaleSearch};
 
+use crate::check::upload;
 use crate::{Arguments, median_seconds};
 
 /// Every operation on bf16, along either axis, at three sizes.
@@ -45,6 +47,8 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             let search =
                 ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
             let searched = along(Fp4Scheme::nvfp4().with_search(search));
+            let sse = |problem: &Problem| along(problem.scheme.with_search(ScaleSearch::Sse));
+            let (nvfp4_sse, mxfp4_sse, tiles_sse) = (sse(&nvfp4), sse(&mxfp4), sse(&tiles));
             let largest = measured(&nvfp4).expect("a plan");
             let packed = |problem: &Problem| {
                 quantize(client, &device, values.clone(), largest.clone(), problem).expect("a plan")
@@ -62,8 +66,27 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                 ("mxfp4", &mxfp4),
                 ("nvfp4 tiles", &tiles),
                 ("nvfp4 four over six", &searched),
+                ("nvfp4 sse", &nvfp4_sse),
+                ("mxfp4 sse", &mxfp4_sse),
+                ("nvfp4 tiles sse", &tiles_sse),
             ] {
                 row(&name(scheme), bytes(problem), &|| drop(packed(problem)));
+            }
+            for problem in [&nvfp4, &mxfp4] {
+                let x: Vec<_> = weights(256 * view.axis).iter().map(|x| x * 50.0).collect();
+                let blocks = BlockHessians::of(&x, view.axis, problem.scheme.block_size);
+                let hessians = upload(client, &blocks.expect("finite"));
+                for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+                    let problem = along(problem.scheme.with_search(search));
+                    let label = format!("{} {search:?}", problem.scheme.format());
+                    row(&name(&label), bytes(&problem), &|| {
+                        let (values, largest) = (values.clone(), largest.clone());
+                        let hessians = hessians.clone();
+                        drop(quantize_by_hessian(
+                            client, &device, values, largest, hessians, &problem,
+                        ));
+                    });
+                }
             }
             for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
                 let dequantized = name(&format!("dequantize {scheme}"));

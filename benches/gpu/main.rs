@@ -46,6 +46,7 @@ fn main() {
     eprintln!("on {:?}", client.properties().identity);
     if arguments.check > 0 {
         check::every_rule(&client, arguments.check);
+        check::by_hessian(&client, arguments.check);
     }
     let mut rows = Vec::new();
     kernels::measure(&client, &arguments, &mut rows);

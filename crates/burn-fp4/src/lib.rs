@@ -23,11 +23,11 @@
 //! | [`formats`]          | bits: what codes and scales mean                                        |
 
 pub use burn_fp4_modules::{
-    Container, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Indivisible, Outcome, PackedWeight,
-    ParameterReport, Reason, ops,
+    Calibration, ChosenBy, Container, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Indivisible,
+    Outcome, PackedWeight, ParameterReport, Reason, ops,
 };
 pub use ops::search::formats;
 pub use ops::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, NonFinite, OpsError,
-    ScaleRule, ScaleSearch, TensorScaling, search,
+    BlockOrder, Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq, NonFinite,
+    OpsError, ScaleRule, ScaleSearch, TensorScaling, search,
 };

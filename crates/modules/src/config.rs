@@ -1,4 +1,4 @@
-use burn_fp4_ops::Fp4Scheme;
+use burn_fp4_ops::{Fp4Scheme, Gptq};
 use serde::{Deserialize, Serialize};
 
 /// What to do with a selected weight whose blocked axis holds no whole number of blocks.
@@ -56,6 +56,8 @@ pub struct Fp4Config {
     pub share_scale: Vec<Vec<String>>,
     /// What to do with a weight that blocks do not divide.
     pub indivisible: Indivisible,
+    /// Whether weights whose inputs are known are quantized by GPTQ instead of the scheme's search.
+    pub gptq: Option<Gptq>,
 }
 
 impl Default for Fp4Config {
@@ -86,7 +88,15 @@ impl Fp4Config {
             keep_last: 0,
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
+            gptq: None,
         }
+    }
+
+    /// Quantizes by GPTQ: see
+    /// [`quantize_fp4_calibrated`](crate::Fp4Module::quantize_fp4_calibrated).
+    pub fn gptq(mut self, options: Gptq) -> Self {
+        self.gptq = Some(options);
+        self
     }
 
     /// Adds a container type whose weights are quantized along an axis, or changes its axis.

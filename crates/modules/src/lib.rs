@@ -7,12 +7,14 @@
 //! | file           | what it holds                                                              |
 //! |----------------|----------------------------------------------------------------------------|
 //! | `config.rs`    | [`Fp4Config`]: which parameters, how, and what shares a tensor scale        |
+//! | `calibration.rs`| [`Calibration`]: what is known of the inputs of layers                   |
 //! | `select.rs`    | one walk over the module that decides about every float parameter          |
 //! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
 //! | `quantize.rs`  | [`Fp4Module::quantize_fp4`]                                                 |
 //! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
 //! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
 
+mod calibration;
 mod config;
 mod error;
 mod packed;
@@ -27,10 +29,11 @@ use burn::module::Module;
 use burn::store::ModuleRecord;
 
 pub use burn_fp4_ops as ops;
+pub use calibration::Calibration;
 pub use config::{Container, Fp4Config, Indivisible};
 pub use error::Fp4Error;
 pub use packed::PackedWeight;
-pub use report::{Fp4Report, Outcome, ParameterReport, Reason};
+pub use report::{ChosenBy, Fp4Report, Outcome, ParameterReport, Reason};
 
 /// FP4 for every Burn module.
 ///
@@ -68,7 +71,21 @@ pub trait Fp4Module: Module {
     /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless the
     /// device itself failed half-way: then some weights are packed and the rest dense.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        quantize::quantize(self, config)
+        self.quantize_fp4_calibrated(config, &Calibration::new())
+    }
+
+    /// [`quantize_fp4`](Self::quantize_fp4) by what is known of the inputs of layers, as GPTQ and the
+    /// searches by Hessian ask. A weight of whose inputs nothing is known gets the scales with the smallest
+    /// squared error instead, and the report says so.
+    ///
+    /// # Errors
+    /// As there.
+    fn quantize_fp4_calibrated(
+        &mut self,
+        config: &Fp4Config,
+        calibration: &Calibration,
+    ) -> Result<Fp4Report, Fp4Error> {
+        quantize::quantize(self, config, calibration)
     }
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which

@@ -2,18 +2,23 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{NonFinite, OpsError, TensorScaling, amax, quantize as quantize_tensor};
+use burn_fp4_ops::formats::FormatError;
+use burn_fp4_ops::{
+    Fp4Scheme, Fp4Tensor, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling, amax,
+    quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
+};
 
 use crate::packed::{PackedWeight, placeholder};
-use crate::report::{Fp4Report, Outcome, ParameterReport};
+use crate::report::{ChosenBy, Fp4Report, Outcome, ParameterReport};
 use crate::select::{Decision, Parameter, Plan, select};
-use crate::{Fp4Config, Fp4Error};
+use crate::{Calibration, Fp4Config, Fp4Error};
 
 /// Checks everything, then takes the dense weights out of the module one map at a time and puts
 /// packed ones in their place.
 pub(crate) fn quantize<M: Module>(
     module: &mut M,
     config: &Fp4Config,
+    calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
     let decisions = select(module, config)?;
     if !decisions.iter().any(|(_, decision)| matches!(decision, Decision::Quantize(_))) {
@@ -22,6 +27,11 @@ pub(crate) fn quantize<M: Module>(
             Decision::Quantize(_) => None,
         });
         return Err(Fp4Error::NothingSelected(reasons.collect()));
+    }
+    for (parameter, decision) in &decisions {
+        if let Decision::Quantize(plan) = decision {
+            check_calibration(&parameter.path, plan, calibration)?;
+        }
     }
     let amaxes = measure(module, config, &decisions)?;
 
@@ -40,6 +50,7 @@ pub(crate) fn quantize<M: Module>(
     *module = module.clone().map(&mut take);
     let mut pack = Pack {
         config,
+        calibration,
         plans: plans().collect(),
         dense: take.dense,
         amaxes,
@@ -51,6 +62,19 @@ pub(crate) fn quantize<M: Module>(
     match pack.error {
         None => report(&decisions, &pack.results, config),
         Some(error) => Err(error),
+    }
+}
+
+/// # Errors
+/// [`Fp4Error::Parameter`] if what is known is of another number of inputs than the weight has.
+fn check_calibration(path: &str, plan: &Plan, calibration: &Calibration) -> Result<(), Fp4Error> {
+    let expected = plan.layout.shape[plan.layout.axis];
+    match calibration.get(path).map(Gram::channels) {
+        Some(found) if found != expected => {
+            let source = FormatError::Length { what: "calibrated inputs", expected, found };
+            Err(Fp4Error::Parameter { path: path.to_owned(), source: source.into() })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -188,6 +212,7 @@ impl ModuleMapper for Take {
 /// Attaches packed weights, in the order in which the dense ones were taken.
 struct Pack<'a> {
     config: &'a Fp4Config,
+    calibration: &'a Calibration,
     plans: VecDeque<(&'a Parameter, &'a Plan)>,
     dense: VecDeque<Dense>,
     amaxes: BTreeMap<String, f32>,
@@ -200,6 +225,7 @@ struct Pack<'a> {
 /// What the report says of a packed weight.
 struct Packed {
     bytes: usize,
+    chosen_by: ChosenBy,
     /// `[2]`: squared error and energy, still on the device.
     squared_error: Tensor<1>,
 }
@@ -247,7 +273,7 @@ impl Pack<'_> {
         let packed = match self.packed.get(&param.id.val()) {
             Some(packed) => packed.clone(),
             None => {
-                let tensor = quantize_tensor(dense.clone(), plan.layout.axis, &scheme)?;
+                let tensor = self.quantize(path, dense, plan.layout.axis, &scheme)?;
                 let packed = PackedWeight::new(&tensor);
                 self.packed.insert(param.id.val(), packed.clone());
                 packed
@@ -255,9 +281,49 @@ impl Pack<'_> {
         };
         let tensor = packed.tensor::<D>();
         let squared_error = tensor.squared_error(dense.clone())?;
-        let result = Packed { bytes: tensor.bytes(), squared_error };
+        let chosen_by = self.chosen_by(path);
+        let result = Packed { bytes: tensor.bytes(), squared_error, chosen_by };
         self.results.insert(path.to_owned(), result);
         Ok(packed)
+    }
+}
+
+impl Pack<'_> {
+    /// Quantizes a weight by what is known of its inputs, as far as the method asks.
+    fn quantize<const D: usize>(
+        &self,
+        path: &str,
+        dense: &Tensor<D>,
+        axis: usize,
+        scheme: &Fp4Scheme,
+    ) -> Result<Fp4Tensor<D>, OpsError> {
+        let dense = dense.clone();
+        match (self.chosen_by(path), self.calibration.get(path)) {
+            (ChosenBy::Gptq(options), Some(gram)) => {
+                quantize_gptq(dense, axis, scheme, &options, gram)
+            }
+            (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
+                let hessians = gram.blocks(scheme.block_size)?;
+                let scheme = scheme.with_search(search);
+                quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
+            }
+            (ChosenBy::Search(search), _) => {
+                quantize_tensor(dense, axis, &scheme.with_search(search))
+            }
+            (ChosenBy::Gptq(_), None) => unreachable!("`chosen_by` asks for activations"),
+        }
+    }
+
+    /// How a weight is quantized.
+    fn chosen_by(&self, path: &str) -> ChosenBy {
+        let search = self.config.scheme.search;
+        match (self.config.gptq, self.calibration.get(path)) {
+            (Some(options), Some(_)) => ChosenBy::Gptq(options),
+            (None, Some(_)) => ChosenBy::Search(search),
+            (Some(_), None) => ChosenBy::Search(ScaleSearch::Sse),
+            (None, None) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
+            (None, None) => ChosenBy::Search(search),
+        }
     }
 }
 
@@ -279,9 +345,14 @@ fn report(
                 let [squared_error, energy] = errors[&parameter.path][..] else {
                     unreachable!("two sums for every weight")
                 };
-                let bytes = results[&parameter.path].bytes;
+                let Packed { bytes, chosen_by, .. } = results[&parameter.path];
+                let scheme = match chosen_by {
+                    ChosenBy::Search(search) => config.scheme.with_search(search),
+                    ChosenBy::Gptq(_) => config.scheme.with_search(ScaleSearch::Amax),
+                };
                 let outcome = Outcome::Quantized {
-                    scheme: config.scheme,
+                    scheme,
+                    chosen_by,
                     axis: plan.layout.axis,
                     shares_scale_with: plan.shares.clone(),
                     squared_error: squared_error.into(),

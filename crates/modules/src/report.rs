@@ -1,6 +1,6 @@
 use core::fmt;
 
-use burn_fp4_ops::Fp4Scheme;
+use burn_fp4_ops::{Fp4Scheme, Gptq, ScaleSearch};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
@@ -38,8 +38,10 @@ pub struct ParameterReport {
 pub enum Outcome {
     /// It is packed now.
     Quantized {
-        /// How.
+        /// Format, rule and blocks.
         scheme: Fp4Scheme,
+        /// How scales and codes were chosen.
+        chosen_by: ChosenBy,
         /// Axis that its blocks run along.
         axis: usize,
         /// The group of parameters whose tensor scale it shares.
@@ -54,6 +56,25 @@ pub enum Outcome {
         /// Why.
         reason: Reason,
     },
+}
+
+/// How the scales and codes of a parameter were chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ChosenBy {
+    /// Block by block.
+    Search(ScaleSearch),
+    /// By GPTQ.
+    Gptq(Gptq),
+}
+
+impl fmt::Display for ChosenBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Search(search) => search.fmt(f),
+            Self::Gptq(_) => write!(f, "gptq"),
+        }
+    }
 }
 
 /// Why a parameter was left as it was.
@@ -205,13 +226,13 @@ impl fmt::Display for Fp4Report {
         ]);
         for parameter in &self.parameters {
             let (outcome, error) = match &parameter.outcome {
-                Outcome::Quantized { scheme, axis, shares_scale_with, .. } => {
+                Outcome::Quantized { scheme, chosen_by, axis, shares_scale_with, .. } => {
                     let shares = shares_scale_with
                         .as_ref()
                         .map_or(String::new(), |group| format!(", one tensor scale for {group}"));
                     let format = scheme.format();
                     let outcome = format!(
-                        "{format} {} / {}, axis {axis}{shares}",
+                        "{format} {} {chosen_by} / {}, axis {axis}{shares}",
                         scheme.rule, scheme.block_size
                     );
                     let error = parameter.relative_error().unwrap_or_default();

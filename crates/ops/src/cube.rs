@@ -6,11 +6,15 @@ use burn::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem};
-use burn_fp4_search::Fp4Scheme;
+use burn_fp4_cubecl::{
+    Capability, Dtype, Hessians, Packed, Problem, Refusal, quantize as quantize_kernel,
+    quantize_by_hessian, quantize_weighted,
+};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
+use burn_fp4_search::{Fp4Scheme, ScaleSearch};
 
 use crate::layout::amax_shape;
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, portable};
@@ -70,6 +74,29 @@ fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
     scheme.with_block_size(layout.block_size)
 }
 
+/// Codes and scales by one of the kernels that make them.
+fn quantize(
+    values: CubeTensor,
+    amax: CubeTensor,
+    axis: usize,
+    scheme: Fp4Scheme,
+    launch: impl FnOnce(&Client, &Capability, Handle, Handle, &Problem) -> Result<Packed, Refusal>,
+) -> Fp4Primitive<CubeBackend> {
+    let layout = Fp4Layout::new(values.meta.shape(), axis, &scheme).expect(CHECKED);
+    let (values, view) = contiguous(values, axis);
+    let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
+    let amax = into_contiguous(amax);
+    let tensor_scales = amax.meta.shape().clone();
+    let device = Capability::of(&values.client);
+    let packed = launch(&values.client, &device, values.handle.clone(), amax.handle, &problem)
+        .expect(CHECKED);
+    Fp4Primitive {
+        codes: beside(&values, packed.codes, layout.codes_shape().into(), DType::U8),
+        scales: beside(&values, packed.scales, layout.scales_shape().into(), DType::U8),
+        tensor_scale: beside(&values, packed.tensor_scale, tensor_scales, DType::I32),
+    }
+}
+
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         if !has_kernels(&values) {
@@ -100,24 +127,35 @@ impl Fp4Backend for CubeBackend {
         if !has_kernels(&values) {
             return portable::quantize::<Self>(values, amax, axis, scheme);
         }
-        let layout = Fp4Layout::new(values.meta.shape(), axis, &scheme).expect(CHECKED);
-        let (values, view) = contiguous(values, axis);
-        let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
-        let amax = into_contiguous(amax);
-        let tensor_scales = amax.meta.shape().clone();
-        let device = Capability::of(&values.client);
-        let packed = burn_fp4_cubecl::quantize(
-            &values.client,
-            &device,
-            values.handle.clone(),
-            amax.handle,
-            &problem,
-        )
-        .expect(CHECKED);
-        Fp4Primitive {
-            codes: beside(&values, packed.codes, layout.codes_shape().into(), DType::U8),
-            scales: beside(&values, packed.scales, layout.scales_shape().into(), DType::U8),
-            tensor_scale: beside(&values, packed.tensor_scale, tensor_scales, DType::I32),
+        quantize(values, amax, axis, scheme, quantize_kernel)
+    }
+
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        costs: FloatTensor<Self>,
+        bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        let costs = into_contiguous(costs);
+        let bounds = into_contiguous(bounds);
+        match scheme.search {
+            ScaleSearch::Sse if has_kernels(&values) => {
+                let weights = Some(costs.handle);
+                quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
+                    quantize_weighted(client, device, values, amax, weights, problem)
+                })
+            }
+            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent if has_kernels(&values) => {
+                let hessians = Hessians { values: costs.handle, bounds: bounds.handle };
+                quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
+                    quantize_by_hessian(client, device, values, amax, hessians, problem)
+                })
+            }
+            _ => {
+                portable::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
+            }
         }
     }
 

@@ -60,6 +60,21 @@ pub trait Fp4Backend: Backend {
         portable::quantize::<Self>(values, amax, axis, scheme)
     }
 
+    /// Codes and scales for errors that do not all cost the same: `costs` are the weights of channels,
+    /// `[axis]`, or the Hessians of blocks, one after the other, and `bounds` those of
+    /// [`BlockHessians`](burn_fp4_search::BlockHessians), all f32.
+    #[fusion(meta = packed_by_importance_metadata)]
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        costs: FloatTensor<Self>,
+        bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        portable::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
+    }
+
     /// The values of codes and scales, computed in f32 and rounded once to the dtype.
     #[fusion(dtype = DType::from(*dtype), shape = Shape::from(layout.shape.clone()))]
     fn fp4_dequantize(
@@ -107,4 +122,16 @@ fn packed_metadata(
         scales: TensorSpec::new(layout.scales_shape().into(), DType::U8),
         tensor_scale: TensorSpec::new(amax.shape.clone(), DType::I32),
     }
+}
+
+#[cfg(feature = "cube")]
+fn packed_by_importance_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    _costs: &TensorSpec,
+    _bounds: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+) -> Fp4PrimitiveMetadata {
+    packed_metadata(values, amax, axis, scheme)
 }

@@ -4,8 +4,8 @@ use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, FloatDType, Shape, bf16, f16};
 use burn_flex::{FlexTensor, Layout};
-use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::{HostElement, PackedView, View};
+use burn_fp4_search::{Fp4Scheme, Importance};
 
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
 
@@ -72,6 +72,25 @@ fn with_packed<R>(
     )
 }
 
+fn quantize(
+    values: FlexTensor,
+    amax: FlexTensor,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Fp4Primitive<Flex> {
+    let (values, view) = contiguous(values, axis);
+    let amax = amax.to_contiguous();
+    let packed = with_element!(values.dtype(), T => {
+        host::quantize(slice::<T>(&values), view, slice::<f32>(&amax), scheme, importance)
+    });
+    Fp4Primitive {
+        codes: FlexTensor::from_data(packed.codes),
+        scales: FlexTensor::from_data(packed.scales),
+        tensor_scale: FlexTensor::from_data(packed.tensor_scale),
+    }
+}
+
 impl Fp4Backend for Flex {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         let (values, view) = contiguous(values, axis);
@@ -86,16 +105,21 @@ impl Fp4Backend for Flex {
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
-        let (values, view) = contiguous(values, axis);
-        let amax = amax.to_contiguous();
-        let packed = with_element!(values.dtype(), T => {
-            host::quantize(slice::<T>(&values), view, slice::<f32>(&amax), &scheme)
-        });
-        Fp4Primitive {
-            codes: FlexTensor::from_data(packed.codes),
-            scales: FlexTensor::from_data(packed.scales),
-            tensor_scale: FlexTensor::from_data(packed.tensor_scale),
-        }
+        quantize(values, amax, axis, &scheme, Importance::Uniform)
+    }
+
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        costs: FloatTensor<Self>,
+        _the_host_finds_its_own_bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        let costs = costs.to_contiguous();
+        host::with_importance(slice::<f32>(&costs), &scheme, |importance| {
+            quantize(values, amax, axis, &scheme, importance)
+        })
     }
 
     fn fp4_dequantize(

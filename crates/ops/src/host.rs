@@ -2,7 +2,7 @@
 
 use burn::tensor::TensorData;
 use burn_fp4_search::host::{self, HostElement, PackedView, View};
-use burn_fp4_search::{Fp4Scheme, TensorScaling};
+use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, TensorScaling};
 
 use crate::Fp4Layout;
 
@@ -25,18 +25,41 @@ pub(crate) fn quantize<T: HostElement>(
     view: View,
     amax: &[f32],
     scheme: &Fp4Scheme,
+    importance: Importance<'_>,
 ) -> HostPacked {
     let blocks = view.axis / scheme.block_size;
     let mut codes = vec![0u8; view.len() / 2];
     let mut scales = vec![0u8; view.packed_rows() * blocks];
-    let tensor_scale =
-        host::quantize(values, view, scheme, amax, &mut codes, &mut scales).expect(CHECKED);
+    let tensor_scale = host::quantize_by_importance(
+        values,
+        view,
+        scheme,
+        amax,
+        importance,
+        &mut codes,
+        &mut scales,
+    )
+    .expect(CHECKED);
     let bits: Vec<_> = tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
     let count = bits.len();
     HostPacked {
         codes: TensorData::new(codes, [view.packed_rows(), view.axis / 2]),
         scales: TensorData::new(scales, [view.packed_rows(), blocks]),
         tensor_scale: TensorData::new(bits, [count]),
+    }
+}
+
+/// Calls `use_importance` with what the costs of an extension's operation mean.
+pub(crate) fn with_importance<R>(
+    costs: &[f32],
+    scheme: &Fp4Scheme,
+    use_importance: impl FnOnce(Importance<'_>) -> R,
+) -> R {
+    if scheme.search.needs_hessians() {
+        let hessians = BlockHessians::new(costs.to_vec(), scheme.block_size).expect(CHECKED);
+        use_importance(Importance::Blocks(&hessians))
+    } else {
+        use_importance(Importance::Channels(costs))
     }
 }
 

@@ -16,6 +16,7 @@
 //! |----------------|---------------------------------------------------------------------------|
 //! | `lib.rs`       | the functions a user calls                                                |
 //! | `tensor.rs`    | [`Fp4Tensor`]: codes and scales of a tensor                               |
+//! | `importance.rs`| quantization that knows the activations a weight meets                    |
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
@@ -33,6 +34,7 @@ mod extension;
 #[cfg(feature = "flex")]
 mod flex;
 mod host;
+mod importance;
 mod layout;
 pub mod modelopt;
 #[cfg(feature = "ndarray")]
@@ -47,10 +49,12 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
+    BlockHessians, BlockOrder, Blocks, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram, Importance,
+    NonFinite, ScaleRule, ScaleSearch, TensorScaling,
 };
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
+pub use importance::{block_hessians, gram, quantize_by_importance, quantize_gptq};
 pub use layout::Fp4Layout;
 pub use tensor::Fp4Tensor;
 
@@ -62,7 +66,8 @@ pub use tensor::Fp4Tensor;
 /// - [`OpsError::Axis`]: the tensor has no such axis.
 /// - [`OpsError::DType`]: another dtype.
 /// - [`OpsError::TooLarge`]: 2^32 - 2^24 values or more.
-/// - [`OpsError::Search`]: the scheme is inconsistent, or its blocks do not divide the axis.
+/// - [`OpsError::Search`]: the scheme is inconsistent, its blocks do not divide the axis, or its search
+///   needs activations ([`quantize_by_importance`]).
 /// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
 ///   [`FollowReference`](NonFinite::FollowReference).
 /// - [`OpsError::Device`]: the device failed to hand back the amax.
@@ -74,6 +79,7 @@ pub fn quantize<const D: usize>(
     let values = values.without_autodiff();
     let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_dtype(&values)?;
+    Importance::Uniform.check(scheme, layout.shape[axis])?;
     let amax = checked_amax(&values, axis, scheme)?;
     Ok(quantize_with_amax(values, layout, scheme, amax))
 }
@@ -102,8 +108,9 @@ pub fn fake_quantize<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Tensor<D>, OpsError> {
-    Fp4Layout::new(&values.shape(), axis, scheme)?;
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_dtype(&values)?;
+    Importance::Uniform.check(scheme, layout.shape[axis])?;
     let amax = checked_amax(&values.clone().without_autodiff(), axis, scheme)?;
     Ok(Tensor::from_dispatch(Dispatch::fp4_fake_quantize(
         values.into_dispatch(),

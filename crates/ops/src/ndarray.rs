@@ -7,8 +7,8 @@
 use burn::backend::NdArray;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{FloatDType, TensorData};
-use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::{PackedView, View};
+use burn_fp4_search::{Fp4Scheme, Importance};
 use burn_ndarray::NdArrayTensor;
 
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
@@ -49,6 +49,25 @@ fn with_packed<R>(
     }
 }
 
+fn quantize(
+    values: &NdArrayTensor,
+    amax: &NdArrayTensor,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Fp4Primitive<NdArray> {
+    let packed = with_values(values, |values, shape| {
+        with_values(amax, |amax, _| {
+            host::quantize(values, View::along(shape, axis), amax, scheme, importance)
+        })
+    });
+    Fp4Primitive {
+        codes: NdArrayTensor::from_data(packed.codes),
+        scales: NdArrayTensor::from_data(packed.scales),
+        tensor_scale: NdArrayTensor::from_data(packed.tensor_scale),
+    }
+}
+
 impl Fp4Backend for NdArray {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         let amax = with_values(&values, |values, shape| {
@@ -63,16 +82,22 @@ impl Fp4Backend for NdArray {
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
-        let packed = with_values(&values, |values, shape| {
-            with_values(&amax, |amax, _| {
-                host::quantize(values, View::along(shape, axis), amax, &scheme)
+        quantize(&values, &amax, axis, &scheme, Importance::Uniform)
+    }
+
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        costs: FloatTensor<Self>,
+        _the_host_finds_its_own_bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        with_values(&costs, |costs, _| {
+            host::with_importance(costs, &scheme, |importance| {
+                quantize(&values, &amax, axis, &scheme, importance)
             })
-        });
-        Fp4Primitive {
-            codes: NdArrayTensor::from_data(packed.codes),
-            scales: NdArrayTensor::from_data(packed.scales),
-            tensor_scale: NdArrayTensor::from_data(packed.tensor_scale),
-        }
+        })
     }
 
     fn fp4_dequantize(

@@ -11,7 +11,7 @@ use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
 use burn_fp4_search::host::View;
 use burn_fp4_search::{
-    Blocks, ErrorMetric, Fp4Scheme, ScaleRule, ScaleSearch, TensorFactor, TensorScaling,
+    Blocks, ErrorMetric, Fp4Scheme, Importance, ScaleRule, ScaleSearch, TensorFactor, TensorScaling,
 };
 
 use crate::{Fp4Layout, Fp4Primitive, host};
@@ -472,13 +472,36 @@ fn quantize_on_host<B: Backend>(
 ) -> Fp4Primitive<B> {
     let device = values.device();
     let view = View::along(&values.shape(), axis);
-    let read = |tensor: FloatTensor<B>| {
-        let data = read_sync(B::float_into_data(B::float_cast(tensor, FloatDType::F32)));
-        let data = data.expect("the device hands back its data");
-        data.try_into_vec::<f32>().expect("just cast to f32")
-    };
-    let packed = host::quantize(&read(values), view, &read(amax), &scheme);
-    let upload = |data: TensorData, dtype| B::int_cast(B::int_from_data(data, &device), dtype);
+    let (values, amax) = (read::<B>(values), read::<B>(amax));
+    upload::<B>(host::quantize(&values, view, &amax, &scheme, Importance::Uniform), &device)
+}
+
+/// See [`Fp4Backend::fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance): on the host.
+pub fn quantize_by_importance<B: Backend>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    costs: FloatTensor<B>,
+    _the_host_finds_its_own_bounds: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+) -> Fp4Primitive<B> {
+    let device = values.device();
+    let view = View::along(&values.shape(), axis);
+    let [values, amax, costs] = [values, amax, costs].map(read::<B>);
+    let packed = host::with_importance(&costs, &scheme, |importance| {
+        host::quantize(&values, view, &amax, &scheme, importance)
+    });
+    upload::<B>(packed, &device)
+}
+
+fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {
+    let data = read_sync(B::float_into_data(B::float_cast(tensor, FloatDType::F32)));
+    let data = data.expect("the device hands back its data");
+    data.try_into_vec::<f32>().expect("just cast to f32")
+}
+
+fn upload<B: Backend>(packed: host::HostPacked, device: &B::Device) -> Fp4Primitive<B> {
+    let upload = |data: TensorData, dtype| B::int_cast(B::int_from_data(data, device), dtype);
     Fp4Primitive {
         codes: upload(packed.codes, IntDType::U8),
         scales: upload(packed.scales, IntDType::U8),

@@ -86,4 +86,10 @@ pub enum SearchError {
     /// A name is not a known method.
     #[error("unknown method `{0}`")]
     UnknownMethod(String),
+    /// A weight to quantize is NaN or infinite.
+    #[error("a value is not finite: {found}")]
+    NonFinite {
+        /// The value.
+        found: f32,
+    },
 }

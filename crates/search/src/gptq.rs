@@ -92,6 +92,9 @@ impl Gptq {
         if !(self.damping.is_finite() && self.damping >= 0.0) {
             return Err(SearchError::Damping { found: self.damping });
         }
+        if let Some(&found) = values.iter().find(|value| !value.is_finite()) {
+            return Err(SearchError::NonFinite { found });
+        }
         if rows * cols == 0 {
             return crate::quantize_with_amax(
                 values,

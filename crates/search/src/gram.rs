@@ -109,6 +109,22 @@ impl Gram {
         Ok(())
     }
 
+    /// Adds what was summed over other activations.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] for another number of channels.
+    pub fn merge(&mut self, other: &Self) -> Result<(), SearchError> {
+        if other.channels != self.channels {
+            let (what, expected, found) = ("channels", self.channels, other.channels);
+            return Err(FormatError::Length { what, expected, found }.into());
+        }
+        for (sum, value) in self.values.iter_mut().zip(&other.values) {
+            *sum += value;
+        }
+        self.rows += other.rows;
+        Ok(())
+    }
+
     /// Input channels.
     pub fn channels(&self) -> usize {
         self.channels

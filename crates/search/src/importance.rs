@@ -36,7 +36,7 @@ impl<'a> Importance<'a> {
     /// # Errors
     /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
     /// [`SearchError::Weight`] for a weight that is negative or not finite.
-    pub(crate) fn check(self, scheme: &Fp4Scheme, cols: usize) -> Result<(), SearchError> {
+    pub fn check(self, scheme: &Fp4Scheme, cols: usize) -> Result<(), SearchError> {
         let (search, block_size) = (scheme.search, scheme.block_size);
         let found = match self {
             Self::Uniform => "none",

@@ -145,8 +145,8 @@ impl Method {
     /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
     ///
     /// # Errors
-    /// A block size or format that the method is not defined for, or that does not divide the columns; a
-    /// Gram matrix of another number of channels; one that is missing ([`SearchError::Importance`]).
+    /// A weight that is not finite; a block size or format that the method is not defined for, or that does not
+    /// divide the columns; a Gram matrix of another number of channels; one that is missing ([`SearchError::Importance`]).
     pub fn quantize(
         self,
         weight: &[f32],
@@ -158,6 +158,9 @@ impl Method {
     ) -> Result<Packed, SearchError> {
         let scheme = self.scheme(format, block_size);
         scheme.check_columns(cols)?;
+        if let Some(&found) = weight.iter().find(|value| !value.is_finite()) {
+            return Err(SearchError::NonFinite { found });
+        }
         let view = View::rows(rows, cols);
         let amax = host::amax(weight, view, &scheme);
         let gram = match gram {

@@ -1,3 +1,5 @@
+use core::fmt;
+
 use burn_fp4_formats::{E2M1, E4M3, FormatError, Fp4Format};
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +63,21 @@ impl ScaleSearch {
             | Self::Admm
             | Self::AdmmPublished => true,
         }
+    }
+}
+
+impl fmt::Display for ScaleSearch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Amax => "amax",
+            Self::FourOverSix { .. } => "four-over-six",
+            Self::Sse => "sse",
+            Self::Hessian => "hessian",
+            Self::CoordinateDescent => "coordinate-descent",
+            Self::Joint => "joint",
+            Self::Admm => "admm",
+            Self::AdmmPublished => "admm-published",
+        })
     }
 }
 

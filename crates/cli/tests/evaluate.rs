@@ -1,0 +1,141 @@
+//! `fp4 evaluate` as a user runs it.
+
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use serde_json::Value;
+
+/// A tensor to write: name, dtype, shape, bytes.
+type Tensor = (&'static str, Dtype, Vec<usize>, Vec<u8>);
+
+fn floats(name: &'static str, shape: [usize; 2], seed: u64) -> Tensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut uniform = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    let mut last = 0.0;
+    let bytes = (0..shape[0] * shape[1]).flat_map(|_| {
+        last = 0.7 * last + uniform();
+        f32::to_le_bytes(last)
+    });
+    (name, Dtype::F32, shape.to_vec(), bytes.collect())
+}
+
+fn layer() -> Vec<Tensor> {
+    vec![
+        floats("up.weight", [24, 64], 1),
+        floats("up.calibration", [96, 64], 2),
+        floats("up.evaluation", [80, 64], 3),
+    ]
+}
+
+/// Writes a file of its own for each test.
+fn file(test: &str, tensors: &[Tensor]) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{test}.safetensors"));
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
+    });
+    serialize_to_file(views, None, &path).expect("a file");
+    path
+}
+
+fn fp4() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_fp4"))
+}
+
+fn evaluate(file: &Path, more: &[&str]) -> Vec<Value> {
+    let output = fp4().arg("evaluate").arg(file).args(more).arg("--json").assert().success();
+    serde_json::from_slice(&output.get_output().stdout).expect("an array of objects")
+}
+
+#[test]
+fn every_method_on_every_format_and_block() {
+    let found = evaluate(&file("all", &layer()), &["--methods", "all", "--blocks", "16,32"]);
+    // Eleven methods and two formats of two block sizes, less Four Over Six for MXFP4 and joint for 32.
+    assert_eq!(found.len(), 11 * 4 - 2 - 2);
+    let error = |method: &str, format: &str, block: u64, of: &str| {
+        let row = found.iter().find(|row| {
+            row["method"] == method && row["format"] == format && row["block"] == block
+        });
+        row.unwrap_or_else(|| panic!("{method}"))[of].as_f64().expect("a number")
+    };
+    for (format, block) in [("nvfp4", 16), ("nvfp4", 32), ("mxfp4", 16), ("mxfp4", 32)] {
+        let weight = |method| error(method, format, block, "weight_error_percent");
+        let calibration = |method| error(method, format, block, "calibration_error_percent");
+        assert!(weight("sse") <= weight("amax"));
+        assert!(calibration("gptq") < calibration("gptq-textbook"));
+        assert!(calibration("gptq-textbook") < calibration("sse"));
+        let sqnr = error("sse", format, block, "sqnr_db");
+        assert!((sqnr + 20.0 * (weight("sse") / 100.0).log10()).abs() < 1e-9);
+    }
+    for key in ["name", "seconds", "evaluation_error_percent"] {
+        assert!(found.iter().all(|row| !row[key].is_null()), "{key}");
+    }
+}
+
+#[test]
+fn a_table_and_a_plot() {
+    let plot = Path::new(env!("CARGO_TARGET_TMPDIR")).join("errors.svg");
+    let output = fp4()
+        .arg("evaluate")
+        .arg(file("table", &layer()))
+        .args(["--methods", "sse,gptq", "--formats", "nvfp4", "--plot"])
+        .arg(&plot)
+        .assert()
+        .success();
+    let table = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
+    assert!(table.contains("evaluation %") && table.contains("gptq") && table.contains("up"));
+    let svg = std::fs::read_to_string(plot).expect("a picture");
+    assert!(svg.starts_with("<svg") && svg.contains("up, nvfp4 16") && svg.contains("gptq"));
+}
+
+/// Runs on a broken file, expects exit code 2 and a message that says all of this.
+fn refuses(test: &str, tensors: &[Tensor], more: &[&str], says: &[&str]) {
+    let output =
+        fp4().arg("evaluate").arg(file(test, tensors)).args(more).assert().failure().code(2);
+    let message = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
+    for word in says {
+        assert!(message.contains(word), "{message} does not say {word}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_named() {
+    let without = |name: &str| layer().into_iter().filter(|t| t.0 != name).collect::<Vec<_>>();
+    let with = |tensor: Tensor| {
+        let mut tensors = without(tensor.0);
+        tensors.push(tensor);
+        tensors
+    };
+    refuses("missing", &without("up.evaluation"), &[], &["up.evaluation", "missing"]);
+    refuses("no_weight", &without("up.weight"), &[], &["<name>.weight", "up.calibration"]);
+    let narrow = with(floats("up.calibration", [96, 32], 4));
+    refuses("narrow", &narrow, &[], &["up.calibration", "[any, 64]", "[96, 32]"]);
+    let integers = ("up.weight", Dtype::I32, vec![24, 64], vec![0; 24 * 64 * 4]);
+    refuses("integers", &with(integers), &[], &["up.weight", "I32", "bf16"]);
+    let flat = ("up.weight", Dtype::F32, vec![24 * 64], vec![0; 24 * 64 * 4]);
+    refuses("flat", &with(flat), &[], &["up.weight", "[rows, columns]", "[1536]"]);
+    let mut nan = floats("up.calibration", [96, 64], 5);
+    nan.3[4 * (64 * 3 + 7)..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    refuses("nan", &with(nan), &[], &["up.calibration", "row 3, channel 7", "NaN"]);
+    let mut infinite = floats("up.weight", [24, 64], 6);
+    infinite.3[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    refuses("infinite", &with(infinite), &[], &["up.weight", "not finite"]);
+    let odd = vec![
+        floats("up.weight", [8, 24], 1),
+        floats("up.calibration", [9, 24], 2),
+        floats("up.evaluation", [9, 24], 3),
+    ];
+    refuses("odd", &odd, &["--formats", "nvfp4"], &["up.weight", "24 columns", "16"]);
+    refuses("method", &layer(), &["--methods", "best"], &["unknown method `best`"]);
+    refuses(
+        "nothing",
+        &layer(),
+        &["--methods", "joint", "--formats", "mxfp4"],
+        &["joint is not defined for mxfp4 32"],
+    );
+}

@@ -1,0 +1,139 @@
+//! Quantization that knows the activations a weight meets.
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Tensor, TensorData};
+use burn_fp4_search::formats::FormatError;
+use burn_fp4_search::host::{self, View};
+use burn_fp4_search::{BlockHessians, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch};
+
+use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
+
+/// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
+/// [`ScaleSearch::Sse`], by block for the searches that need activations.
+///
+/// [`Joint`](ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor is; the others on
+/// its device, if that has kernels.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of importance,
+/// or if it is for another number of channels.
+pub fn quantize_by_importance<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    let values = values.without_autodiff();
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_dtype(&values)?;
+    importance.check(scheme, layout.shape[axis])?;
+    let amax = checked_amax(&values, axis, scheme)?;
+    let device = values.device();
+    let upload = |values: &[f32]| {
+        Tensor::<1>::from_data(
+            TensorData::new(values.to_vec(), [values.len()]),
+            (&device, DType::F32),
+        )
+        .into_dispatch()
+    };
+    let [costs, bounds] = match importance {
+        Importance::Uniform => return Ok(crate::quantize_with_amax(values, layout, scheme, amax)),
+        Importance::Channels(weights) => [upload(weights), upload(&[0.0])],
+        Importance::Blocks(hessians) => [upload(hessians.values()), upload(hessians.bounds())],
+    };
+    let packed = Dispatch::fp4_quantize_by_importance(
+        values.into_dispatch(),
+        amax.into_dispatch(),
+        costs,
+        bounds,
+        axis,
+        *scheme,
+    );
+    Ok(Fp4Tensor::from_primitive(packed, layout))
+}
+
+/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights that are
+/// still to be rounded. The search of the scheme is not used.
+///
+/// The weight is read back and quantized on the host, by all its cores.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the Gram matrix is for another number of
+/// channels, or singular and not damped.
+pub fn quantize_gptq<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    options: &Gptq,
+    gram: &Gram,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    let values = values.without_autodiff();
+    let scheme = scheme.with_search(ScaleSearch::Amax);
+    let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
+    check_dtype(&values)?;
+    let device = values.device();
+    let (rows, cols) = (layout.rows(), layout.shape[axis]);
+    let matrix: Tensor<2> = values.movedim(axis, D - 1).reshape([rows, cols]);
+    let matrix = read(matrix)?;
+    let amax = host::amax(&matrix, View::rows(rows, cols), &scheme);
+    let packed = options.quantize(&matrix, rows, cols, &scheme, &amax, gram)?;
+    let shape = core::array::from_fn(|dim| layout.shape[dim]);
+    Fp4Tensor::from_packed(packed, shape, axis, &device)
+}
+
+/// `X^T X` of activations `[.., channels]`, multiplied in f32 on their device, a thousand rows at a time,
+/// and summed up there.
+///
+/// # Errors
+/// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Search`] if a value is not finite,
+/// [`OpsError::Device`] if the device fails.
+pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
+    let (x, rows, channels) = matrix(activations)?;
+    let mut sum = Tensor::<2>::zeros([channels, channels], (&x.device(), DType::F32));
+    for start in (0..rows).step_by(CHUNK) {
+        let x = x.clone().slice([start..rows.min(start + CHUNK)]).cast(DType::F32);
+        sum = sum + x.clone().transpose().matmul(x);
+    }
+    let values = read(sum)?.into_iter().map(f64::from).collect();
+    Ok(Gram::from_values(values, channels, rows)?)
+}
+
+/// `X^T X` of activations `[.., channels]` within every block of channels, as [`gram`].
+///
+/// # Errors
+/// As [`gram`], and [`OpsError::Format`] if the blocks do not divide the channels.
+pub fn block_hessians<const D: usize>(
+    activations: Tensor<D>,
+    block_size: usize,
+) -> Result<BlockHessians, OpsError> {
+    let (x, rows, channels) = matrix(activations)?;
+    if block_size == 0 || !channels.is_multiple_of(block_size) {
+        return Err(FormatError::Indivisible { cols: channels, block_size }.into());
+    }
+    let blocks = channels / block_size;
+    let shape = [blocks, block_size, block_size];
+    let mut sum = Tensor::<3>::zeros(shape, (&x.device(), DType::F32));
+    for start in (0..rows).step_by(CHUNK) {
+        let end = rows.min(start + CHUNK);
+        let x = x.clone().slice([start..end]).cast(DType::F32);
+        let x = x.reshape([end - start, blocks, block_size]).swap_dims(0, 1);
+        sum = sum + x.clone().swap_dims(1, 2).matmul(x);
+    }
+    Ok(BlockHessians::new(read(sum)?, block_size)?)
+}
+
+/// Rows that are multiplied at a time.
+const CHUNK: usize = 1024;
+
+/// Activations as a matrix, with its rows and channels.
+fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, usize), OpsError> {
+    check_dtype(&activations)?;
+    let channels = activations.dims()[D - 1];
+    let rows = activations.shape().num_elements() / channels.max(1);
+    Ok((activations.without_autodiff().reshape([rows, channels]), rows, channels))
+}
+
+fn read<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, OpsError> {
+    let data = tensor.cast(DType::F32).try_into_data().map_err(OpsError::device)?;
+    data.try_into_vec().map_err(OpsError::device)
+}

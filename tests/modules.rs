@@ -10,8 +10,8 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use burn_fp4::{
-    Blocks, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Indivisible, NonFinite, OpsError, Outcome,
-    PackedWeight, Reason, ScaleRule,
+    Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Indivisible,
+    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
 };
 use tests::engines::devices;
 
@@ -484,4 +484,56 @@ fn reports_serialize_and_display() {
     let config = Fp4Config::mxfp4().exclude("head.*").keep_last(1);
     let text = serde_json::to_string(&config).unwrap();
     assert_eq!(serde_json::from_str::<Fp4Config>(&text).unwrap(), config);
+}
+
+#[test]
+fn what_is_known_of_inputs_decides_about_codes() {
+    for (name, device, _) in devices() {
+        let build = || {
+            device.seed(3);
+            Net::new(&device)
+        };
+        let tokens = tokens(&device);
+        let mut calibration = Calibration::new();
+        // The inputs of the first layer are the embeddings; of the head nothing is known.
+        let inputs = build().embedding.forward(tokens.clone());
+        calibration.add("layers.0.weight", inputs.clone()).unwrap();
+        calibration.add("layers.0.weight", inputs.clone()).unwrap();
+        assert_eq!(calibration.get("layers.0.weight").unwrap().rows(), 20);
+        let base = Fp4Config::nvfp4().include("layers.0.weight").include("layers.1.weight");
+        let hessian =
+            |search| Fp4Config { scheme: base.scheme.with_search(search), ..base.clone() };
+        let output_error = |config: &Fp4Config| {
+            let mut net = build();
+            let exact = net.layers[0].forward(inputs.clone());
+            let report = net.quantize_fp4_calibrated(config, &calibration).unwrap();
+            let error = (net.layers[0].forward(inputs.clone()) - exact).powf_scalar(2.0).sum();
+            (floats(error)[0], report)
+        };
+        let (sse, _) = output_error(&hessian(ScaleSearch::Sse));
+        let (by_hessian, report) = output_error(&hessian(ScaleSearch::CoordinateDescent));
+        let (by_gptq, gptq_report) = output_error(&base.clone().gptq(Gptq::default()));
+        assert!(by_hessian < sse && by_gptq < by_hessian, "{name}: {sse} {by_hessian} {by_gptq}");
+        let chosen = |report: &burn_fp4::Fp4Report, path: &str| {
+            let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
+            match &parameter.expect("a parameter").outcome {
+                Outcome::Quantized { chosen_by, .. } => *chosen_by,
+                kept => panic!("{kept:?}"),
+            }
+        };
+        let fallback = ChosenBy::Search(ScaleSearch::Sse);
+        let descent = ChosenBy::Search(ScaleSearch::CoordinateDescent);
+        assert_eq!(chosen(&report, "layers.0.weight"), descent);
+        assert_eq!(chosen(&report, "layers.1.weight"), fallback);
+        assert_eq!(chosen(&gptq_report, "layers.0.weight"), ChosenBy::Gptq(Gptq::default()));
+        assert_eq!(chosen(&gptq_report, "layers.1.weight"), fallback);
+        assert!(gptq_report.to_string().contains("nvfp4 te gptq / 16"));
+
+        let mut wrong = Calibration::new();
+        wrong.add("layers.0.weight", Tensor::<2>::ones([3, 16], &device)).unwrap();
+        let error = build().quantize_fp4_calibrated(&base, &wrong).unwrap_err();
+        assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
+        let error = wrong.add("layers.0.weight", Tensor::<2>::ones([3, 32], &device)).unwrap_err();
+        assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
+    }
 }

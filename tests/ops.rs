@@ -2,8 +2,9 @@
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_ops::{
-    Fp4Layout, Fp4Scheme, Fp4Tensor, NonFinite, OpsError, ScaleRule, TensorScaling, amax,
-    fake_quantize, matmul, modelopt, quantize,
+    BlockHessians, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError,
+    ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians, fake_quantize, gram, matmul,
+    modelopt, quantize, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -365,4 +366,106 @@ fn kernels_run_without_fusion_too() {
             assert_bits("unfused", &found.iter::<f32>().collect::<Vec<_>>(), &expected);
         }
     }
+}
+
+/// Inputs of a layer `[rows, channels]` whose channels are correlated.
+fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
+    let data = Kind::Weights.values(rows * channels, 21);
+    let mut last = 0.0;
+    let data: Vec<_> = data
+        .into_iter()
+        .map(|value| {
+            last = 0.7 * last + value;
+            last
+        })
+        .collect();
+    Tensor::from_data(TensorData::new(data, [rows, channels]), (device, DType::F32))
+}
+
+#[test]
+fn activations_decide_about_codes_on_every_device() {
+    for (name, device, dtypes) in devices() {
+        let x = activations(300, 64, &device);
+        let host_x = floats(x.clone());
+        let found = gram(x.clone()).unwrap();
+        let exact = Gram::of(&host_x, 64).unwrap();
+        assert_eq!((found.rows(), found.channels()), (300, 64));
+        let near = |found: f64, exact: f64, scale: f64| (found - exact).abs() <= 1e-5 * scale;
+        for (&found, &sum) in found.values().iter().zip(exact.values()) {
+            assert!(near(found, sum, exact.values()[0]), "{name}: {found} {sum}");
+        }
+        // Products of a device differ in their last bits; the same Hessians everywhere do not.
+        let by_device = block_hessians(x, 16).unwrap();
+        let hessians = BlockHessians::of(&host_x, 64, 16).unwrap();
+        for (&found, &sum) in by_device.values().iter().zip(hessians.values()) {
+            assert!(near(found.into(), sum.into(), exact.values()[0]), "{name}: {found} {sum}");
+        }
+        let weights: Vec<f32> = (0..64).map(|channel| (channel % 3) as f32).collect();
+        for dtype in dtypes {
+            let tensor = values([64, 24], &device, dtype);
+            let (dense, m, k) = rows(tensor.clone(), 0);
+            let searches = [
+                (ScaleSearch::Sse, Importance::Uniform),
+                (ScaleSearch::Sse, Importance::Channels(&weights)),
+                (ScaleSearch::Hessian, Importance::Blocks(&hessians)),
+                (ScaleSearch::CoordinateDescent, Importance::Blocks(&hessians)),
+                (ScaleSearch::Admm, Importance::Blocks(&hessians)),
+            ];
+            for (search, importance) in searches {
+                let scheme = Fp4Scheme::nvfp4().with_search(search);
+                let packed = quantize_by_importance(tensor.clone(), 0, &scheme, importance);
+                let amax = burn_fp4_search::amax(&dense, k, &scheme);
+                let expected = burn_fp4_search::quantize_by_importance(
+                    &dense, m, k, &scheme, &amax, importance,
+                );
+                let what = format!("{name} {dtype:?} {search:?}");
+                assert_same(&what, &packed.unwrap().to_packed().unwrap(), &expected.unwrap());
+            }
+            let scheme = Fp4Scheme::nvfp4();
+            let packed =
+                quantize_gptq(tensor.clone(), 0, &scheme, &Gptq::default(), &exact).unwrap();
+            let amax = burn_fp4_search::amax(&dense, k, &scheme);
+            let expected = Gptq::default().quantize(&dense, m, k, &scheme, &amax, &exact).unwrap();
+            assert_same(&format!("{name} {dtype:?} gptq"), &packed.to_packed().unwrap(), &expected);
+
+            let scheme = scheme.with_search(ScaleSearch::Sse);
+            let best = quantize_with_best_tensor_scale(tensor.clone(), 0, &scheme).unwrap();
+            let plain = quantize(tensor.clone(), 0, &scheme).unwrap();
+            let error =
+                |packed: Fp4Tensor<2>| floats(packed.squared_error(tensor.clone()).unwrap())[0];
+            assert!(error(best) <= error(plain), "{name} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn importance_that_does_not_fit_is_an_error() {
+    let device = Device::flex();
+    let tensor = values([64, 24], &device, DType::F32);
+    let hessians = BlockHessians::of(&vec![1.0; 32 * 4], 32, 16).unwrap();
+    let scheme = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
+    let blocks = Importance::Blocks(&hessians);
+    let error = quantize_by_importance(tensor.clone(), 0, &scheme, blocks).unwrap_err();
+    assert!(error.to_string().contains("block Hessians: expected 4 values, found 2"), "{error}");
+    for result in [quantize(tensor.clone(), 0, &scheme).map(drop), {
+        fake_quantize(tensor.clone(), 0, &scheme).map(drop)
+    }] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, OpsError::Search(SearchError::Importance { .. })), "{error}");
+    }
+    let negative = Importance::Channels(&[-1.0; 64]);
+    let sse = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
+    let error = quantize_by_importance(tensor.clone(), 0, &sse, negative).unwrap_err();
+    assert!(matches!(error, OpsError::Search(SearchError::Weight { channel: 0, .. })), "{error}");
+    let narrow = Gram::of(&[1.0; 32], 32).unwrap();
+    let gptq = quantize_gptq(tensor.clone(), 0, &scheme, &Gptq::default(), &narrow);
+    assert!(matches!(gptq, Err(OpsError::Search(SearchError::Format(_)))));
+    let mut x = vec![0.5; 64];
+    x[33] = f32::INFINITY;
+    let x = Tensor::<2>::from_data(TensorData::new(x, [2, 32]), &device);
+    assert!(matches!(gram(x.clone()), Err(OpsError::Search(SearchError::Hessian { .. }))));
+    assert!(matches!(block_hessians(x.clone(), 16), Err(OpsError::Search(_))));
+    assert!(matches!(block_hessians(x, 48), Err(OpsError::Format(_))));
+    let mxfp4 = quantize_with_best_tensor_scale(tensor, 0, &Fp4Scheme::mxfp4());
+    assert!(matches!(mxfp4, Err(OpsError::Search(SearchError::Scheme { .. }))));
 }

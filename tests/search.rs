@@ -138,6 +138,7 @@ fn errors_of(packed: &Packed, values: &[f32], row: usize, block: usize) -> Vec<f
 #[test]
 fn sse_equals_brute_force_over_all_scales() {
     let mut searched = 0;
+    let mut worst = 0.0f64;
     for (seed, scheme) in schemes().into_iter().enumerate() {
         let scheme = scheme.with_search(ScaleSearch::Sse);
         let weights: Vec<f32> = (0..32).map(|k| [0.1, 1.0, 3.0, 0.0][k % 4]).collect();
@@ -165,8 +166,11 @@ fn sse_equals_brute_force_over_all_scales() {
                     let found: f64 =
                         errors.iter().enumerate().map(|(k, error)| weight(k) * error * error).sum();
                     let energy: f64 = elements.iter().map(|&x| f64::from(x).powi(2)).sum();
+                    // Sums of f32 tell scales apart down to their rounding.
+                    let excess = found - least - 1e-12 * energy;
+                    worst = worst.max(excess / least.max(1e-12 * energy));
                     assert!(
-                        found <= least * (1.0 + 1e-6) + 1e-12 * energy,
+                        excess <= 1e-5 * least,
                         "{scheme:?}: {found:e} > {least:e} for {elements:?}"
                     );
                     searched += 1;
@@ -174,7 +178,7 @@ fn sse_equals_brute_force_over_all_scales() {
             }
         }
     }
-    println!("{searched} blocks");
+    println!("{searched} blocks, at most {worst:.1e} above the best in f64");
     assert!(searched > 1_000_000);
 }
 

@@ -6,7 +6,7 @@ use benches::Row;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, ops};
+use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Gptq, ops};
 
 use crate::Arguments;
 
@@ -60,6 +60,18 @@ pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
     row("Burn tensor: quantize, 8192 x 8192", SIDE * SIDE, 2 * bytes + packed.bytes(), quantize);
     let dequantize = time(&|| drop(packed.dequantize_to(burn::tensor::FloatDType::BF16)));
     row("Burn tensor: dequantize, 8192 x 8192", SIDE * SIDE, bytes + packed.bytes(), dequantize);
+
+    let side = 4096;
+    let weight = Tensor::<2>::random([side, side], Distribution::Normal(0.0, 0.02), &device)
+        .cast(DType::BF16);
+    let inputs = Tensor::<2>::random([16384, side], Distribution::Normal(0.0, 1.0), &device)
+        .cast(DType::BF16);
+    let start = Instant::now();
+    let gram = ops::gram(inputs).expect("finite");
+    eprintln!("Gram matrix in {:?}", start.elapsed());
+    ops::quantize_gptq(weight, 0, &scheme, &Gptq::default(), &gram).expect("a valid problem");
+    let seconds = start.elapsed().as_secs_f64();
+    row("gptq, 4096 x 4096, 16384 inputs", side * side, 2 * side * side, seconds);
 
     let layers = (arguments.model << 20) / (SIDE * SIDE);
     // The first one compiles.

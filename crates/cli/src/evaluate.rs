@@ -21,7 +21,7 @@ pub(crate) struct Arguments {
     #[arg(value_name = "FILE.safetensors")]
     file: PathBuf,
     /// Methods, separated by commas, or `all`; without, all but the slow `joint`. They are:
-    /// amax, four-over-six, sse, sse-weighted, hessian, coordinate-descent, admm-published, admm, joint,
+    /// amax, four-over-six, sse, sse-tensor-scale, sse-weighted, hessian, coordinate-descent, admm-published, admm, joint,
     /// gptq-textbook, gptq.
     #[arg(long, value_delimiter = ',', value_parser = parse_method)]
     methods: Vec<Choice>,

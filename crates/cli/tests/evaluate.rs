@@ -55,8 +55,9 @@ fn evaluate(file: &Path, more: &[&str]) -> Vec<Value> {
 #[test]
 fn every_method_on_every_format_and_block() {
     let found = evaluate(&file("all", &layer()), &["--methods", "all", "--blocks", "16,32"]);
-    // Eleven methods and two formats of two block sizes, less Four Over Six for MXFP4 and joint for 32.
-    assert_eq!(found.len(), 11 * 4 - 2 - 2);
+    // Twelve methods and two formats of two block sizes, less Four Over Six and the tensor scale for MXFP4 and
+    // joint for 32.
+    assert_eq!(found.len(), 12 * 4 - 2 - 2 - 2);
     let error = |method: &str, format: &str, block: u64, of: &str| {
         let row = found.iter().find(|row| {
             row["method"] == method && row["format"] == format && row["block"] == block
@@ -67,6 +68,9 @@ fn every_method_on_every_format_and_block() {
         let weight = |method| error(method, format, block, "weight_error_percent");
         let calibration = |method| error(method, format, block, "calibration_error_percent");
         assert!(weight("sse") <= weight("amax"));
+        if format == "nvfp4" {
+            assert!(weight("sse-tensor-scale") <= weight("sse"));
+        }
         assert!(calibration("gptq") < calibration("gptq-textbook"));
         assert!(calibration("gptq-textbook") < calibration("sse"));
         let sqnr = error("sse", format, block, "sqnr_db");

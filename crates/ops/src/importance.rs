@@ -4,7 +4,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_fp4_search::formats::FormatError;
 use burn_fp4_search::host::{self, View};
-use burn_fp4_search::{BlockHessians, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch};
+use burn_fp4_search::{
+    BlockHessians, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, TensorScaling,
+    check_tensor_scale, tensor_scale_candidates,
+};
 
 use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
 
@@ -79,6 +82,37 @@ pub fn quantize_gptq<const D: usize>(
     let packed = options.quantize(&matrix, rows, cols, &scheme, &amax, gram)?;
     let shape = core::array::from_fn(|dim| layout.shape[dim]);
     Fp4Tensor::from_packed(packed, shape, axis, &device)
+}
+
+/// [`quantize`](crate::quantize) with the tensor scale, of
+/// [those worth trying](burn_fp4_search::tensor_scale_candidates), that leaves the smallest squared error.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme has no tensor scale to choose.
+pub fn quantize_with_best_tensor_scale<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    check_tensor_scale(scheme)?;
+    let amax = read(crate::amax(values.clone())?)?[0];
+    if !amax.is_finite() {
+        return Err(OpsError::NonFinite { found: amax });
+    }
+    let with = |amax| scheme.with_tensor_scale(TensorScaling::Amax(amax));
+    let candidates: Vec<_> = tensor_scale_candidates(amax).collect();
+    let errors = candidates.iter().map(|&amax| {
+        let packed = crate::quantize(values.clone(), axis, &with(amax))?;
+        packed.squared_error(values.clone())
+    });
+    let errors = read(Tensor::cat(errors.collect::<Result<Vec<_>, _>>()?, 0))?;
+    let mut best = 0;
+    for candidate in 0..candidates.len() {
+        if errors[2 * candidate] < errors[2 * best] {
+            best = candidate;
+        }
+    }
+    crate::quantize(values, axis, &with(candidates[best]))
 }
 
 /// `X^T X` of activations `[.., channels]`, multiplied in f32 on their device, a thousand rows at a time,

@@ -54,7 +54,9 @@ pub use burn_fp4_search::{
 };
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
-pub use importance::{block_hessians, gram, quantize_by_importance, quantize_gptq};
+pub use importance::{
+    block_hessians, gram, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
+};
 pub use layout::Fp4Layout;
 pub use tensor::Fp4Tensor;
 

@@ -1,20 +1,34 @@
 //! Choosing block scales and codes.
 //!
-//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), which
-//! candidate scales a block may choose from ([`ScaleSearch`]), what shares a block scale
-//! ([`Blocks`]) and where the tensor scale comes from ([`TensorScaling`]).
+//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), how scale and
+//! codes of a block are searched for ([`ScaleSearch`]), what shares a block scale ([`Blocks`]) and where the
+//! tensor scale comes from ([`TensorScaling`]). Searches may know the activations that a weight meets
+//! ([`Importance`]); [`Gptq`] looks beyond blocks.
 //!
-//! | file               | what it holds                                                        |
-//! |--------------------|----------------------------------------------------------------------|
-//! | `scheme.rs`        | [`Fp4Scheme`], and which choices go together                         |
-//! | `rule.rs`          | the published rules: amax -> block scale, element -> code            |
-//! | `tensor_scale.rs`  | amax -> the pair of factors that stand for the tensor scale          |
-//! | `quantize.rs`      | **the reference quantizer**: slow, plain, the oracle for every engine |
-//! | `four_over_six.rs` | two candidate scales per block, the better one kept                  |
-//! | `modelopt.rs`      | ModelOpt's own functions, with its arithmetic                        |
-//! | `host/`            | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16      |
+//! | file                    | what it holds                                                        |
+//! |-------------------------|----------------------------------------------------------------------|
+//! | `scheme.rs`             | [`Fp4Scheme`], and which choices go together                         |
+//! | `rule.rs`               | the published rules: amax -> block scale, element -> code            |
+//! | `tensor_scale.rs`       | amax -> the pair of factors that stand for the tensor scale          |
+//! | `quantize.rs`           | **the reference quantizer**: slow, plain, the oracle for every engine |
+//! | `block.rs`, `point.rs`  | a block as the searches see it: elements, scales, units              |
+//! | `importance.rs`         | [`Importance`]: what an error costs                                  |
+//! | `gram.rs`               | [`Gram`]: what activations say about the inputs of a layer           |
+//! | `four_over_six.rs`      | two candidate scales per block, the better one kept                  |
+//! | `sse.rs`                | the best scale by squared error                                      |
+//! | `hessian.rs`            | the best scale by `r^T H r`                                          |
+//! | `coordinate_descent.rs` | scale and codes, improved one at a time                              |
+//! | `admm.rs`               | ADMM, as published and from the best known point                     |
+//! | `joint.rs`              | the best scale and codes of a block there are                        |
+//! | `gptq.rs`               | [`Gptq`]: errors made up for across blocks                           |
+//! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                  |
+//! | `method.rs`             | [`Method`]: all of these by name                                     |
+//! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original         |
+//! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                        |
+//! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16     |
 
 mod admm;
+mod best_tensor_scale;
 mod block;
 mod coordinate_descent;
 mod error;
@@ -35,6 +49,9 @@ mod scheme;
 mod sse;
 mod tensor_scale;
 
+pub use best_tensor_scale::{
+    TENSOR_SCALES, check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
+};
 pub use burn_fp4_formats as formats;
 pub use error::SearchError;
 pub use gptq::{BlockOrder, Gptq};

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::host::{self, View};
 use crate::{
     E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram, Importance, ScaleRule, ScaleSearch, SearchError,
+    quantize_with_best_tensor_scale,
 };
 
 /// A way to choose scales and codes.
@@ -21,7 +22,9 @@ pub enum Method {
     FourOverSix,
     /// The best scale by squared error.
     Sse,
-    /// The same, errors weighted by the sum of squares of their channel.
+    /// The same with the tensor scale that leaves the smallest total error.
+    SseTensorScale,
+    /// The best scale, errors weighted by the sum of squares of their channel.
     SseWeighted,
     /// The best scale by `r^T H r` of nearest codes.
     Hessian,
@@ -56,10 +59,11 @@ pub struct MethodRow {
 
 impl Method {
     /// Every method, from the fastest to the most accurate.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Amax,
         Self::FourOverSix,
         Self::Sse,
+        Self::SseTensorScale,
         Self::SseWeighted,
         Self::Hessian,
         Self::CoordinateDescent,
@@ -96,8 +100,15 @@ impl Method {
                 &[16, 32]
             ),
             Self::Sse => row!("sse", false, "the scale with the smallest squared error of all"),
+            Self::SseTensorScale => row!(
+                "sse-tensor-scale",
+                false,
+                "the same with the best of 16 tensor scales",
+                &[Fp4Format::NvFp4],
+                &[16, 32]
+            ),
             Self::SseWeighted => {
-                row!("sse-weighted", true, "the same, errors weighted by their channel's activity")
+                row!("sse-weighted", true, "sse, errors weighted by their channel's activity")
             }
             Self::Hessian => {
                 row!("hessian", true, "the scale with the smallest r^T H r of nearest codes")
@@ -132,7 +143,7 @@ impl Method {
             Self::FourOverSix => {
                 ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse }
             }
-            Self::Sse | Self::SseWeighted => ScaleSearch::Sse,
+            Self::Sse | Self::SseTensorScale | Self::SseWeighted => ScaleSearch::Sse,
             Self::Hessian => ScaleSearch::Hessian,
             Self::CoordinateDescent => ScaleSearch::CoordinateDescent,
             Self::AdmmPublished => ScaleSearch::AdmmPublished,
@@ -162,6 +173,9 @@ impl Method {
             return Err(SearchError::NonFinite { found });
         }
         let view = View::rows(rows, cols);
+        if self == Self::SseTensorScale {
+            return quantize_with_best_tensor_scale(weight, view, &scheme, Importance::Uniform);
+        }
         let amax = host::amax(weight, view, &scheme);
         let gram = match gram {
             None if self.row().calibrated => {

@@ -65,14 +65,21 @@ impl<const B: usize> Target<'_, B> {
     }
 }
 
-/// A symmetric matrix times a vector, by its rows so that the compiler adds them up side by side.
+/// A symmetric matrix times a vector: by its rows, so that the compiler adds them up side by side, in four
+/// sums that need not wait for each other.
 #[inline(always)]
 pub(crate) fn product<const B: usize>(matrix: &[f32], vector: &[f32; B]) -> [f32; B] {
-    let mut product = [0.0; B];
-    for (row, &factor) in matrix.chunks_exact(B).zip(vector) {
-        for i in 0..B {
-            product[i] = row[i].mul_add(factor, product[i]);
+    let mut sums = [[0.0; B]; 4];
+    for (rows, factors) in matrix.chunks_exact(4 * B).zip(vector.chunks_exact(4)) {
+        for (sums, (row, &factor)) in sums.iter_mut().zip(rows.chunks_exact(B).zip(factors)) {
+            for i in 0..B {
+                sums[i] = row[i].mul_add(factor, sums[i]);
+            }
         }
+    }
+    let mut product = [0.0; B];
+    for i in 0..B {
+        product[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
     }
     product
 }

@@ -1,0 +1,123 @@
+//! The tensor scale as a candidate too: it decides where the grid of block scales lies.
+//!
+//! E4M3 has eight scales in every binade, so a block finds one within 6 % of what it wants; which of them
+//! depends on the tensor scale. The candidates are amaxes up to twice the tensor's, in equal steps of the
+//! logarithm: beyond, the same grid comes again. Larger ones also leave room for scales above the one that
+//! puts the largest element on 6.
+
+use burn_fp4_formats::Packed;
+use rayon::prelude::*;
+
+use crate::host::{self, HostElement, PackedView, View};
+use crate::importance::BlockImportance;
+use crate::{Fp4Scheme, Importance, SearchError, TensorScaling};
+
+/// How many tensor scales are tried.
+pub const TENSOR_SCALES: usize = 16;
+
+/// The amaxes to try for a tensor with this one, itself first.
+pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
+    (0..TENSOR_SCALES).map(move |step| amax * (step as f32 / TENSOR_SCALES as f32).exp2())
+}
+
+/// Checks that a scheme has one tensor scale, and that it may be chosen.
+///
+/// # Errors
+/// [`SearchError::Scheme`] if not.
+pub fn check_tensor_scale(scheme: &Fp4Scheme) -> Result<(), SearchError> {
+    if scheme.tensor_scale == TensorScaling::Tensor && scheme.rule.row().tensor_scale {
+        return Ok(());
+    }
+    let choice = "a search for the tensor scale";
+    let reason = "the tensor scale is given, one per row, or none";
+    Err(SearchError::Scheme { rule: scheme.rule, choice, reason })
+}
+
+/// Quantizes a tensor with the tensor scale that leaves the smallest total cost, and returns it packed.
+///
+/// # Errors
+/// As [`host::quantize_by_importance`], and [`SearchError::Scheme`] if the scheme has no tensor scale to
+/// choose.
+pub fn quantize_with_best_tensor_scale<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Result<Packed, SearchError> {
+    check_tensor_scale(scheme)?;
+    let amax = host::amax(values, view, scheme)[0];
+    let mut best: Option<(f64, Packed)> = None;
+    for amax in tensor_scale_candidates(amax) {
+        let scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
+        let mut codes = vec![0; view.len() / 2];
+        let mut scales = vec![0; view.len() / scheme.block_size];
+        let tensor_scale = host::quantize_by_importance(
+            values,
+            view,
+            &scheme,
+            &[amax],
+            importance,
+            &mut codes,
+            &mut scales,
+        )?;
+        let packed = Packed {
+            format: scheme.format(),
+            block_size: scheme.block_size,
+            rows: view.packed_rows(),
+            cols: view.axis,
+            codes,
+            scales,
+            tensor_scale,
+        };
+        let cost = total_cost(values, view, &packed, importance)?;
+        if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+            best = Some((cost, packed));
+        }
+    }
+    let (_, packed) = best.expect("there are candidates");
+    Ok(packed)
+}
+
+/// What all errors of a packed tensor cost together, in f64.
+fn total_cost<T: HostElement>(
+    values: &[T],
+    view: View,
+    packed: &Packed,
+    importance: Importance<'_>,
+) -> Result<f64, SearchError> {
+    let size = packed.block_size;
+    let packed_view = PackedView {
+        format: packed.format,
+        block_size: size,
+        codes: &packed.codes,
+        scales: &packed.scales,
+        tensor_scale: packed.tensor_scale.as_slice(),
+    };
+    if let Importance::Uniform = importance {
+        return Ok(host::squared_error(values, packed_view, view)?[0]);
+    }
+    let quantized = packed.dequantize();
+    let row_cost = |(row, quantized): (usize, &[f32])| {
+        let start = row / view.inner * view.axis * view.inner + row % view.inner;
+        let errors: Vec<f32> = quantized
+            .iter()
+            .enumerate()
+            .map(|(k, quantized)| values[start + k * view.inner].to_f32() - quantized)
+            .collect();
+        let blocks = errors.chunks_exact(size).enumerate();
+        blocks
+            .map(|(block, errors)| match importance.of_block(block, size) {
+                BlockImportance::Hessian(hessian) => f64::from(hessian.cost(errors)),
+                BlockImportance::Channels(weights) => errors
+                    .iter()
+                    .zip(weights)
+                    .map(|(&error, &weight)| f64::from(weight) * f64::from(error).powi(2))
+                    .sum(),
+                BlockImportance::Uniform => errors.iter().map(|&x| f64::from(x).powi(2)).sum(),
+            })
+            .sum::<f64>()
+    };
+    let costs: Vec<f64> =
+        quantized.par_chunks_exact(view.axis.max(1)).enumerate().map(row_cost).collect();
+    Ok(costs.iter().sum())
+}

@@ -10,8 +10,11 @@ use tests::compare::assert_same;
 use tests::golden::Golden;
 use tests::inputs::Random;
 
+/// Draws 32 values.
+type Distribution = fn(&mut Random) -> Vec<f32>;
+
 /// Distributions that ask something of a scale search.
-const DISTRIBUTIONS: [(&str, fn(&mut Random) -> Vec<f32>); 8] = [
+const DISTRIBUTIONS: [(&str, Distribution); 8] = [
     ("normal", |r| (0..32).map(|_| r.normal()).collect()),
     ("heavy tails", |r| (0..32).map(|_| r.normal() / (r.uniform() + 1e-3)).collect()),
     ("outliers", |r| {
@@ -452,9 +455,7 @@ fn joint_search_equals_brute_force_where_that_is_possible() {
         }
         for row in x.chunks_exact_mut(16) {
             let shared = random.normal();
-            for k in 0..16 {
-                row[k] = 0.01 * random.normal();
-            }
+            row.iter_mut().for_each(|value| *value = 0.01 * random.normal());
             for &channel in &channels {
                 row[channel] = shared + 0.3 * random.normal();
             }

@@ -125,7 +125,7 @@ pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
     let (x, rows, channels) = matrix(activations)?;
     let mut sum = Tensor::<2>::zeros([channels, channels], (&x.device(), DType::F32));
     for start in (0..rows).step_by(CHUNK) {
-        let x = x.clone().slice([start..rows.min(start + CHUNK)]).cast(DType::F32);
+        let x = x.clone().slice_dim(0, start..rows.min(start + CHUNK)).cast(DType::F32);
         sum = sum + x.clone().transpose().matmul(x);
     }
     let values = read(sum)?.into_iter().map(f64::from).collect();
@@ -149,7 +149,7 @@ pub fn block_hessians<const D: usize>(
     let mut sum = Tensor::<3>::zeros(shape, (&x.device(), DType::F32));
     for start in (0..rows).step_by(CHUNK) {
         let end = rows.min(start + CHUNK);
-        let x = x.clone().slice([start..end]).cast(DType::F32);
+        let x = x.clone().slice_dim(0, start..end).cast(DType::F32);
         let x = x.reshape([end - start, blocks, block_size]).swap_dims(0, 1);
         sum = sum + x.clone().swap_dims(1, 2).matmul(x);
     }

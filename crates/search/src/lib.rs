@@ -27,6 +27,9 @@
 //! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                        |
 //! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16     |
 
+// The indices of loops over lanes and matrices are those of the formulas.
+#![allow(clippy::needless_range_loop)]
+
 mod admm;
 mod best_tensor_scale;
 mod block;

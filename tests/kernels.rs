@@ -359,37 +359,39 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
 }
 
 /// Weights of channels and Hessians of blocks, against the host engine.
+///
+/// One case for every path: the CPU runtime compiles such long kernels slowly.
 #[test]
 fn searches_by_importance_give_the_bits_of_the_host() {
+    use ScaleSearch::{CoordinateDescent, Hessian, Sse};
     let device = Device::new();
     let mut random = Random::new(11);
-    for view in [
-        View::rows(5, 96),
-        View { outer: 1, axis: 64, inner: 72 },
-        View { outer: 3, axis: 32, inner: 10 },
-    ] {
+    let contiguous = View::rows(5, 96);
+    let strided = View { outer: 1, axis: 64, inner: 72 };
+    let slabs = View { outer: 3, axis: 32, inner: 10 };
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    let none = Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32);
+    let cases = [
+        (contiguous, Kind::Outliers, Dtype::Bf16, by_row, Sse),
+        (contiguous, Kind::Weights, Dtype::F32, by_row, Hessian),
+        (contiguous, Kind::Outliers, Dtype::Bf16, by_row, CoordinateDescent),
+        (strided, Kind::Weights, Dtype::Bf16, tiles, Sse),
+        (strided, Kind::Ties, Dtype::F16, Fp4Scheme::mxfp4(), Hessian),
+        (slabs, Kind::Ties, Dtype::F16, none, Sse),
+        (slabs, Kind::Weights, Dtype::F16, Fp4Scheme::nvfp4(), CoordinateDescent),
+    ];
+    for (view, kind, dtype, scheme, search) in cases {
+        let dense = Dense::new(1, view.len(), &kind.values(view.len(), 3), dtype);
+        let scheme = scheme.with_search(search);
         let weights: Vec<f32> = (0..view.axis).map(|k| (k % 5) as f32 * random.uniform()).collect();
         let x: Vec<f32> = (0..40 * view.axis).map(|_| random.normal()).collect();
-        for (kind, dtype) in
-            [(Kind::Weights, Dtype::F32), (Kind::Outliers, Dtype::Bf16), (Kind::Ties, Dtype::F16)]
-        {
-            let dense = Dense::new(1, view.len(), &kind.values(view.len(), 3), dtype);
-            let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
-            let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
-            let none = Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32);
-            for scheme in [by_row, Fp4Scheme::mxfp4(), none, tiles] {
-                let weighted = scheme.with_search(ScaleSearch::Sse);
-                device.check_importance(&dense, view, weighted, Importance::Channels(&weights));
-                if scheme.blocks == Blocks::Row {
-                    let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
-                    for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
-                        let scheme = scheme.with_search(search);
-                        let importance = Importance::Blocks(&hessians);
-                        device.check_importance(&dense, view, scheme, importance);
-                    }
-                }
-            }
-        }
+        let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
+        let importance = match search {
+            Sse => Importance::Channels(&weights),
+            _ => Importance::Blocks(&hessians),
+        };
+        device.check_importance(&dense, view, scheme, importance);
     }
 }
 

@@ -6,7 +6,7 @@ use burn_fp4_ops::{
     ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians, fake_quantize, gram, matmul,
     modelopt, quantize, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
-use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale};
+use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
 use tests::compare::{assert_bits, assert_same};
 use tests::engines::devices;
@@ -368,7 +368,8 @@ fn kernels_run_without_fusion_too() {
     }
 }
 
-/// Inputs of a layer `[rows, channels]` whose channels are correlated.
+/// Inputs of a layer `[rows, channels]` whose channels are correlated, values of bf16: a GPU multiplies
+/// them exactly, f32 it may round first.
 fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
     let data = Kind::Weights.values(rows * channels, 21);
     let mut last = 0.0;
@@ -376,7 +377,7 @@ fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
         .into_iter()
         .map(|value| {
             last = 0.7 * last + value;
-            last
+            bf16::from_f32(last).to_f32()
         })
         .collect();
     Tensor::from_data(TensorData::new(data, [rows, channels]), (device, DType::F32))

@@ -9,7 +9,7 @@
 //!
 //! Each row is on its own, so rows are done in parallel.
 
-use burn_fp4_formats::{E2M1, FormatError, Packed, TensorScale};
+use burn_fp4_formats::{E2M1, E2M1_VALUES, FormatError, Packed, TensorScale};
 use faer::linalg::matmul::matmul;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
@@ -417,9 +417,8 @@ impl<'a> State<'a> {
                         continue;
                     }
                     let target = elements[i] + residuals[i] * steps[i] / value;
-                    let next = E2M1.decode(E2M1.encode(target));
+                    let next = host::nearest_element(target);
                     let change = (next - elements[i]) * value;
-                    // Less than half a step would be for nothing.
                     if change != 0.0 {
                         elements[i] = next;
                         changes[i] = change;
@@ -462,27 +461,33 @@ impl<'a> State<'a> {
             Par::Seq,
         );
         let (scales, codes) = self.choose(&targets, self.scheme, Importance::Blocks(&hessians))?;
-        for row in 0..rows {
-            let value = self.scale_value(row, scales[row]);
-            let target = &targets[row * size..][..size];
-            let element =
-                |i: usize| E2M1.decode(codes[(row * size + i) / 2] >> (4 * (i % 2)) & 0xF);
-            let cost = |value_of: &dyn Fn(usize) -> f32| {
-                let errors: Vec<f32> = (0..size).map(|i| target[i] - value_of(i)).collect();
-                hessians.block(0).cost(&errors)
-            };
-            let now = &now[row * size..][..size];
-            let changes = &mut changes[row * size..][..size];
-            if cost(&|i| element(i) * value) < cost(&|i| now[i]) {
-                self.scales[block / size * rows + row] = scales[row];
-                for i in 0..size {
-                    self.elements[row * cols + block + i] = element(i);
-                    changes[i] = element(i) * value - now[i];
-                }
-            } else {
+        let values: Vec<f32> =
+            scales.iter().enumerate().map(|(row, &scale)| self.scale_value(row, scale)).collect();
+        let mut of_block = self.scales[block / size * rows..][..rows].to_vec();
+        self.elements
+            .par_chunks_exact_mut(cols)
+            .zip(changes.par_chunks_exact_mut(size))
+            .zip(&mut of_block)
+            .enumerate()
+            .for_each(|(row, ((elements, changes), scale))| {
+                let of_row = row * size..(row + 1) * size;
+                let (target, now) = (&targets[of_row.clone()], &now[of_row]);
+                let element = |i: usize| {
+                    E2M1_VALUES[usize::from(codes[(row * size + i) / 2] >> (4 * (i % 2)) & 0xF)]
+                };
+                let next: Vec<f32> = (0..size).map(|i| element(i) * values[row]).collect();
                 changes.fill(0.0);
-            }
-        }
+                if distance(hessians.values(), target, &next)
+                    < distance(hessians.values(), target, now)
+                {
+                    *scale = scales[row];
+                    for i in 0..size {
+                        elements[block + i] = element(i);
+                        changes[i] = next[i] - now[i];
+                    }
+                }
+            });
+        self.scales[block / size * rows..][..rows].copy_from_slice(&of_block);
         Ok(())
     }
 
@@ -542,6 +547,13 @@ impl Spread<'_> {
             Par::rayon(0),
         );
     }
+}
+
+/// `(a - b)^T H (a - b)`.
+fn distance(hessian: &[f32], a: &[f32], b: &[f32]) -> f32 {
+    let errors: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
+    let rows = hessian.chunks_exact(errors.len()).zip(&errors);
+    rows.map(|(row, error)| row.iter().zip(&errors).map(|(h, e)| h * e).sum::<f32>() * error).sum()
 }
 
 /// The block on the diagonal, `[size, size]`.

@@ -67,7 +67,12 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
     let four_over_six =
         ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
     let x: Vec<_> = weights(512 * k).iter().map(|x| x * 50.0).collect();
-    for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+    for search in [
+        ScaleSearch::Hessian,
+        ScaleSearch::CoordinateDescent,
+        ScaleSearch::AdmmPublished,
+        ScaleSearch::Admm,
+    ] {
         for scheme in [plain, Fp4Scheme::mxfp4()] {
             let scheme = scheme.with_search(search);
             let mut codes = vec![0; values.len() / 2];

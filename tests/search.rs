@@ -591,3 +591,55 @@ fn gptq_lowers_the_error_of_outputs_with_every_sweep() {
         }
     }
 }
+
+/// ModelOpt's sweeps over the 126 scales, on a GPU: the winners are amaxes of blocks.
+#[test]
+fn never_worse_than_the_sweeps_of_modelopt() {
+    let golden = Golden::read("modelopt");
+    let mut blocks = 0;
+    for case in golden.cases("sweep_amax") {
+        let dense = golden.dense(&format!("{case}/x"));
+        let values = dense.to_f32();
+        let global = golden.floats(&format!("{case}/global_amax"))[0];
+        let hessians =
+            BlockHessians::new(golden.floats(&format!("{case}/hessian")), 16).expect("Hessians");
+        for (name, search) in [
+            ("sweep_amax", ScaleSearch::Sse),
+            ("sweep_hessian_amax", ScaleSearch::CoordinateDescent),
+        ] {
+            let by_hessian = search.needs_hessians();
+            let importance =
+                if by_hessian { Importance::Blocks(&hessians) } else { Importance::Uniform };
+            let scheme = Fp4Scheme::nvfp4()
+                .with_tensor_scale(TensorScaling::Amax(global))
+                .with_search(search);
+            let packed = host_packed(&values, dense.cols, &scheme, importance);
+            let (mut theirs, mut ours) = (0.0, 0.0);
+            for (at, amax) in golden.floats(&format!("{case}/{name}")).into_iter().enumerate() {
+                let (row, block) = (at / packed.blocks(), at % packed.blocks());
+                let scale = f64::from(amax) / 6.0;
+                let their: Vec<f64> = values[at * 16..][..16]
+                    .iter()
+                    .map(|&x| f64::from(x) - nearest(f64::from(x) / scale) * scale)
+                    .collect();
+                let our = errors_of(&packed, &values, row, block);
+                let cost = |errors: &[f64]| {
+                    if by_hessian {
+                        quadratic_form(&hessians.values()[block * 256..][..256], errors)
+                    } else {
+                        errors.iter().map(|error| error * error).sum()
+                    }
+                };
+                let (their, our) = (cost(&their), cost(&our));
+                theirs += their;
+                ours += our;
+                // How ties are rounded makes no difference to squares, but to r^T H r.
+                assert!(by_hessian || our <= their * 1.001, "{case} {name} {at}: {our} > {their}");
+                blocks += 1;
+            }
+            println!("{case} {name}: {theirs:.6} {ours:.6}");
+            assert!(ours <= theirs * (1.0 + 1e-5));
+        }
+    }
+    assert!(blocks >= 2048);
+}

@@ -33,6 +33,8 @@ mod error;
 mod extension;
 #[cfg(feature = "flex")]
 mod flex;
+// Without a device in host memory, only `portable.rs` uses it, and not all.
+#[cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(dead_code))]
 mod host;
 mod importance;
 mod layout;

@@ -121,27 +121,8 @@ impl Device {
         };
         let dense = dense.to_f32();
         let amax = host::amax(&dense, view, &scheme);
-        let mut codes = vec![0; view.len() / 2];
-        let mut scales = vec![0; view.len() / scheme.block_size];
-        let tensor_scale = host::quantize_by_importance(
-            &dense,
-            view,
-            &scheme,
-            &amax,
-            importance,
-            &mut codes,
-            &mut scales,
-        )
-        .expect("valid");
-        let expected = Packed {
-            format: scheme.format(),
-            block_size: scheme.block_size,
-            rows: view.packed_rows(),
-            cols: view.axis,
-            codes,
-            scales,
-            tensor_scale,
-        };
+        let expected =
+            host::quantize_packed(&dense, view, &scheme, &amax, importance).expect("valid");
         let found = self.download(found.expect("a plan"), &expected);
         assert_same(&format!("{problem:?}"), &found, &expected);
     }

@@ -8,12 +8,14 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout,
 };
 use burn::store::ModuleRecord;
-use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Indivisible,
     NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
 };
 use tests::engines::devices;
+use tests::inputs::normals;
+use tests::modules::seeded;
 
 #[derive(Module, Debug)]
 struct Net {
@@ -25,12 +27,13 @@ struct Net {
 
 impl Net {
     fn new(device: &Device) -> Self {
-        Self {
+        let net = Self {
             embedding: EmbeddingConfig::new(20, 32).init(device),
             layers: (0..4).map(|_| LinearConfig::new(32, 32).init(device)).collect(),
             norm: LayerNormConfig::new(32).init(device),
             head: LinearConfig::new(32, 6).with_bias(false).init(device),
-        }
+        };
+        seeded(net, 1)
     }
 
     fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
@@ -441,10 +444,39 @@ fn adapters_of_burn_are_left_alone() {
 fn tied_weights_stay_tied() {
     let device = Device::flex();
     let linear = LinearConfig::new(32, 32).init(&device);
-    let mut net = vec![linear.clone(), linear];
+    let mut net = vec![linear.clone(), linear.clone()];
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert_eq!(net[0].weight.id, net[1].weight.id);
     assert_eq!(floats(net[0].weight.val()), floats(net[1].weight.val()));
+
+    // It is quantized once, for the inputs of both places, and the report says that of both.
+    let inputs =
+        |seed| Tensor::<2>::from_data(TensorData::new(normals(seed, 96 * 32), [96, 32]), &device);
+    let mut calibration = Calibration::new();
+    calibration.add("1.weight", inputs(1)).unwrap();
+    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    let mut one = vec![linear.clone(), linear.clone()];
+    let report = one.quantize_fp4_calibrated(&config, &calibration).unwrap();
+    for parameter in report.quantized() {
+        let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
+        assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{}", parameter.path);
+    }
+    calibration.add("0.weight", inputs(2)).unwrap();
+    let mut both = vec![linear.clone(), linear.clone()];
+    both.quantize_fp4_calibrated(&config, &calibration).unwrap();
+    let mut gram = calibration.get("0.weight").unwrap().clone();
+    gram.merge(calibration.get("1.weight").unwrap()).unwrap();
+    let expected = burn_fp4::ops::quantize_gptq(
+        linear.weight.val(),
+        0,
+        &config.scheme,
+        &Gptq::default(),
+        &gram,
+    );
+    let expected = floats(expected.unwrap().dequantize());
+    assert_eq!(floats(both[0].weight.val()), expected);
+    assert_eq!(floats(both[1].weight.val()), expected);
+    assert_ne!(floats(one[0].weight.val()), expected);
 }
 
 #[test]
@@ -489,10 +521,7 @@ fn reports_serialize_and_display() {
 #[test]
 fn what_is_known_of_inputs_decides_about_codes() {
     for (name, device, _) in devices() {
-        let build = || {
-            device.seed(3);
-            Net::new(&device)
-        };
+        let build = || Net::new(&device);
         let tokens = tokens(&device);
         let mut calibration = Calibration::new();
         // The inputs of the first layer are the embeddings; of the head nothing is known.
@@ -535,5 +564,37 @@ fn what_is_known_of_inputs_decides_about_codes() {
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let error = wrong.add("layers.0.weight", Tensor::<2>::ones([3, 32], &device)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
+        let mut unknown = Calibration::new();
+        unknown.add("layers.9.weight", Tensor::<2>::ones([3, 32], &device)).unwrap();
+        let error = build().quantize_fp4_calibrated(&base, &unknown).unwrap_err();
+        assert!(matches!(&error, Fp4Error::Calibration { path } if path == "layers.9.weight"));
     }
+}
+
+#[test]
+fn options_of_gptq_are_checked_before_anything_changes() {
+    let device = Device::flex();
+    let dense = Net::new(&device);
+    let mut calibration = Calibration::new();
+    let inputs = dense.embedding.forward(tokens(&device));
+    calibration.add("layers.1.weight", inputs).unwrap();
+    let refused = |net: &Net, config: Fp4Config| {
+        let mut changed = net.clone();
+        let error = changed.quantize_fp4_calibrated(&config, &calibration).unwrap_err();
+        assert_eq!(weights(&changed), weights(net));
+        error.to_string()
+    };
+    let damped = |damping| Gptq { damping, ..Gptq::default() };
+    let error = refused(&dense, Fp4Config::nvfp4().gptq(damped(-1.0)));
+    assert!(error.contains("damping"), "{error}");
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    refused(&dense, Fp4Config::new(tiles).gptq(Gptq::default()));
+
+    // Nothing is said of what GPTQ makes of infinity, so the scheme has no say either.
+    let mut infinite = dense.clone();
+    let values = infinite.layers[2].weight.val().slice_fill([0..1, 0..1], f32::INFINITY);
+    infinite.layers[2].weight = Param::from_tensor(values);
+    let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
+    let error = refused(&infinite, Fp4Config::new(follow).gptq(Gptq::default()));
+    assert!(error.contains("`layers.2.weight`"), "{error}");
 }

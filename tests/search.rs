@@ -48,30 +48,9 @@ fn host_packed(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> Packed {
-    let rows = values.len() / cols;
-    let view = View::rows(rows, cols);
-    let mut codes = vec![0; values.len() / 2];
-    let mut scales = vec![0; values.len() / scheme.block_size];
+    let view = View::rows(values.len() / cols, cols);
     let amax = host::amax(values, view, scheme);
-    let tensor_scale = host::quantize_by_importance(
-        values,
-        view,
-        scheme,
-        &amax,
-        importance,
-        &mut codes,
-        &mut scales,
-    )
-    .expect("a valid problem");
-    Packed {
-        format: scheme.format(),
-        block_size: scheme.block_size,
-        rows,
-        cols,
-        codes,
-        scales,
-        tensor_scale,
-    }
+    host::quantize_packed(values, view, scheme, &amax, importance).expect("a valid problem")
 }
 
 /// The value of every scale of a format around an amax, times the tensor scale.

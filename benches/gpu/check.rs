@@ -134,27 +134,7 @@ fn by_host(
     importance: Importance<'_>,
 ) -> Packed {
     let view = View::rows(dense.len() / cols, cols);
-    let mut codes = vec![0; view.len() / 2];
-    let mut scales = vec![0; view.len() / scheme.block_size];
-    let tensor_scale = host::quantize_by_importance(
-        dense,
-        view,
-        scheme,
-        &[amax],
-        importance,
-        &mut codes,
-        &mut scales,
-    )
-    .expect("a valid problem");
-    Packed {
-        format: scheme.format(),
-        block_size: scheme.block_size,
-        rows: view.outer,
-        cols,
-        codes,
-        scales,
-        tensor_scale,
-    }
+    host::quantize_packed(dense, view, scheme, &[amax], importance).expect("a valid problem")
 }
 
 /// The searches by Hessian against the host engine.

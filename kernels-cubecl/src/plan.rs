@@ -200,8 +200,13 @@ pub fn plan(
         }
     }
     let expected = View::MAX_LEN;
-    if view.len() > expected {
-        return Err(Refusal::TooLarge { found: view.len(), expected });
+    let found = match operation {
+        // The Hessians are indexed by 32 bits like the values.
+        Operation::QuantizeByHessian => view.len().max(view.axis * scheme.block_size),
+        _ => view.len(),
+    };
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
     }
     let [rows, axis, inner] = [view.packed_rows(), view.axis, view.inner].map(|n| n as u32);
     let blocks = problem.blocks() as u32;
@@ -411,6 +416,24 @@ mod tests {
         assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, Tile::Repeated);
         let straddling = View { outer: 2, axis: 32, inner: 8 };
         assert_eq!(plan(straddling, &GPU).share.tile, Tile::Repeated);
+    }
+
+    #[test]
+    fn a_search_by_hessian_takes_a_cube_for_the_blocks_of_many_rows() {
+        let of = |search, view| {
+            let scheme = Fp4Scheme::nvfp4().with_search(search);
+            plan(Operation::QuantizeByHessian, &problem(view, scheme), &GPU)
+        };
+        let launch = of(ScaleSearch::Hessian, View::rows(300, 64)).unwrap();
+        let share = Share { vector: 8, along: true, staged: true, ..ONE_ROW };
+        assert_eq!(launch, Launch { cubes: [2 * 4, 1], items: 2 * 4 * UNITS, share });
+        for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
+            let refused = of(search, View::rows(300, 64));
+            assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");
+        }
+        // Few values, but more than 2^32 elements of Hessians.
+        let refused = of(ScaleSearch::Hessian, View::rows(1, 1 << 28));
+        assert!(matches!(refused, Err(Refusal::TooLarge { .. })), "{refused:?}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData, read_sync};
 use burn_fp4_formats::{Packed, TensorScale};
 use burn_fp4_ops::portable;
 use burn_fp4_search::host::{self, HostElement, View};
-use burn_fp4_search::{Fp4Scheme, TensorScaling, quantize};
+use burn_fp4_search::{Fp4Scheme, Importance, TensorScaling, quantize};
 
 use crate::inputs::{Dense, Values};
 
@@ -58,20 +58,9 @@ fn host(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
 }
 
 fn host_packed<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Packed {
-    let mut codes = vec![0; view.len() / 2];
-    let mut scales = vec![0; view.len() / scheme.block_size];
     let amax = host::amax(values, view, scheme);
-    let tensor_scale = host::quantize(values, view, scheme, &amax, &mut codes, &mut scales)
-        .expect("a valid problem");
-    Packed {
-        format: scheme.format(),
-        block_size: scheme.block_size,
-        rows: view.packed_rows(),
-        cols: view.axis,
-        codes,
-        scales,
-        tensor_scale,
-    }
+    host::quantize_packed(values, view, scheme, &amax, Importance::Uniform)
+        .expect("a valid problem")
 }
 
 fn flex(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {

@@ -116,6 +116,12 @@ impl Random {
     }
 }
 
+/// Roughly normal values with deviation 1.
+pub fn normals(seed: u64, count: usize) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    (0..count).map(|_| random.normal()).collect()
+}
+
 /// Kinds of matrices that have broken quantizers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {

@@ -4,3 +4,4 @@ pub mod compare;
 pub mod engines;
 pub mod golden;
 pub mod inputs;
+pub mod modules;

@@ -1,5 +1,13 @@
 use crate::Fp4Format;
 
+/// Checks the length of a buffer.
+///
+/// # Errors
+/// [`FormatError::Length`] if it is another.
+pub fn check_length(what: &'static str, expected: usize, found: usize) -> Result<(), FormatError> {
+    if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
+}
+
 /// Why a set of codes and scales is not a quantized matrix.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]

@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::{FormatError, Fp4Format};
+use crate::{FormatError, Fp4Format, check_length};
 
 /// The f32 that multiplies every value of a quantized matrix, or of each of its rows.
 ///
@@ -75,17 +75,10 @@ impl Packed {
         if !self.cols.is_multiple_of(self.block_size) {
             return Err(FormatError::Indivisible { cols: self.cols, block_size: self.block_size });
         }
-        let expect = |what, expected, found| {
-            if expected == found {
-                Ok(())
-            } else {
-                Err(FormatError::Length { what, expected, found })
-            }
-        };
-        expect("codes", self.rows * self.cols / 2, self.codes.len())?;
-        expect("block scales", self.rows * self.blocks(), self.scales.len())?;
+        check_length("codes", self.rows * self.cols / 2, self.codes.len())?;
+        check_length("block scales", self.rows * self.blocks(), self.scales.len())?;
         if let TensorScale::PerRow(scales) = &self.tensor_scale {
-            expect("tensor scales", self.rows, scales.len())?;
+            check_length("tensor scales", self.rows, scales.len())?;
         }
 
         let row = self.format.row();

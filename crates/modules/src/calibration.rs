@@ -36,6 +36,8 @@ impl Calibration {
 
     /// Adds inputs `[.., in]` of the layer whose weight has this path, to those added before.
     ///
+    /// Every call reads a matrix `[in, in]` back from the device: few large batches beat many small ones.
+    ///
     /// # Errors
     /// [`Fp4Error::Parameter`] naming the path: a value that is not finite, another number of channels than
     /// before, or a dtype that is not a float.
@@ -54,6 +56,11 @@ impl Calibration {
     /// Takes statistics that were gathered elsewhere.
     pub fn insert(&mut self, path: impl Into<String>, gram: Gram) {
         self.grams.insert(path.into(), gram);
+    }
+
+    /// Paths, and what is known of the inputs there.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Gram)> {
+        self.grams.iter().map(|(path, gram)| (path.as_str(), gram))
     }
 
     /// What is known of the inputs of a layer.

@@ -93,7 +93,8 @@ impl Fp4Config {
     }
 
     /// Quantizes by GPTQ: see
-    /// [`quantize_fp4_calibrated`](crate::Fp4Module::quantize_fp4_calibrated).
+    /// [`quantize_fp4_calibrated`](crate::Fp4Module::quantize_fp4_calibrated). Weights have to be finite then,
+    /// whatever the scheme says.
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
         self

@@ -40,6 +40,12 @@ pub enum Fp4Error {
     /// No parameter is left to be quantized, which is hardly what was meant.
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
+    /// Inputs are known of a parameter that the module does not have.
+    #[error("calibration: no parameter `{path}` in the module")]
+    Calibration {
+        /// Path of the calibration.
+        path: String,
+    },
     /// Parameters cannot share a tensor scale and have one per row.
     #[error(
         "parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one"

@@ -69,7 +69,8 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless the
-    /// device itself failed half-way: then some weights are packed and the rest dense.
+    /// device itself failed half-way, or GPTQ without damping met inputs that leave a channel undetermined:
+    /// then some weights are packed and the rest dense.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         self.quantize_fp4_calibrated(config, &Calibration::new())
     }

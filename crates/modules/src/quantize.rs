@@ -1,8 +1,9 @@
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::formats::FormatError;
+use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{
     Fp4Scheme, Fp4Tensor, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling, amax,
     quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
@@ -28,11 +29,10 @@ pub(crate) fn quantize<M: Module>(
         });
         return Err(Fp4Error::NothingSelected(reasons.collect()));
     }
-    for (parameter, decision) in &decisions {
-        if let Decision::Quantize(plan) = decision {
-            check_calibration(&parameter.path, plan, calibration)?;
-        }
+    if let Some(options) = &config.gptq {
+        options.validate(&config.scheme).map_err(OpsError::from)?;
     }
+    let inputs = inputs_by_id(&decisions, calibration)?;
     let amaxes = measure(module, config, &decisions)?;
 
     let plans = || {
@@ -50,7 +50,7 @@ pub(crate) fn quantize<M: Module>(
     *module = module.clone().map(&mut take);
     let mut pack = Pack {
         config,
-        calibration,
+        inputs,
         plans: plans().collect(),
         dense: take.dense,
         amaxes,
@@ -65,17 +65,34 @@ pub(crate) fn quantize<M: Module>(
     }
 }
 
+/// What is known of the inputs of weights, by parameter id: a tied weight meets those of all its places.
+///
 /// # Errors
-/// [`Fp4Error::Parameter`] if what is known is of another number of inputs than the weight has.
-fn check_calibration(path: &str, plan: &Plan, calibration: &Calibration) -> Result<(), Fp4Error> {
-    let expected = plan.layout.shape[plan.layout.axis];
-    match calibration.get(path).map(Gram::channels) {
-        Some(found) if found != expected => {
-            let source = FormatError::Length { what: "calibrated inputs", expected, found };
-            Err(Fp4Error::Parameter { path: path.to_owned(), source: source.into() })
+/// [`Fp4Error::Calibration`] for a path that no parameter has, [`Fp4Error::Parameter`] if what is known is of
+/// another number of inputs than the weight has.
+fn inputs_by_id<'a>(
+    decisions: &[(Parameter, Decision)],
+    calibration: &'a Calibration,
+) -> Result<BTreeMap<u64, Cow<'a, Gram>>, Fp4Error> {
+    let mut inputs: BTreeMap<u64, Cow<'a, Gram>> = BTreeMap::new();
+    for (path, gram) in calibration.iter() {
+        let of_path = decisions.iter().find(|(parameter, _)| parameter.path == path);
+        let Some((parameter, decision)) = of_path else {
+            return Err(Fp4Error::Calibration { path: path.to_owned() });
+        };
+        let Decision::Quantize(plan) = decision else { continue };
+        let named = |source: OpsError| Fp4Error::Parameter { path: path.to_owned(), source };
+        let expected = plan.layout.shape[plan.layout.axis];
+        check_length("calibrated inputs", expected, gram.channels())
+            .map_err(|error| named(error.into()))?;
+        match inputs.get_mut(&parameter.id.val()) {
+            Some(sum) => sum.to_mut().merge(gram).map_err(|error| named(error.into()))?,
+            None => {
+                inputs.insert(parameter.id.val(), Cow::Borrowed(gram));
+            }
         }
-        _ => Ok(()),
     }
+    Ok(inputs)
 }
 
 /// amax of every weight that needs one: of its group where it shares a tensor scale.
@@ -115,7 +132,9 @@ fn measure<M: Module>(
 
     let scheme = &config.scheme;
     let from_amax = scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor;
-    if !from_amax && scheme.non_finite == NonFinite::FollowReference {
+    // No reference says what GPTQ makes of a value that is not finite.
+    let reject = scheme.non_finite == NonFinite::Reject || config.gptq.is_some();
+    if !from_amax && !reject {
         return Ok(BTreeMap::new());
     }
     let wanted: BTreeMap<_, _> = decisions
@@ -132,9 +151,7 @@ fn measure<M: Module>(
     }
     let found: BTreeMap<_, _> =
         read_vectors(measure.amaxes)?.into_iter().map(|(path, amax)| (path, amax[0])).collect();
-    if scheme.non_finite == NonFinite::Reject
-        && let Some((path, &found)) = found.iter().find(|(_, amax)| !amax.is_finite())
-    {
+    if reject && let Some((path, &found)) = found.iter().find(|(_, amax)| !amax.is_finite()) {
         let source = OpsError::NonFinite { found };
         return Err(Fp4Error::Parameter { path: path.clone(), source });
     }
@@ -212,12 +229,12 @@ impl ModuleMapper for Take {
 /// Attaches packed weights, in the order in which the dense ones were taken.
 struct Pack<'a> {
     config: &'a Fp4Config,
-    calibration: &'a Calibration,
+    inputs: BTreeMap<u64, Cow<'a, Gram>>,
     plans: VecDeque<(&'a Parameter, &'a Plan)>,
     dense: VecDeque<Dense>,
     amaxes: BTreeMap<String, f32>,
     /// By parameter id, so that weights tied in the dense module stay tied.
-    packed: BTreeMap<u64, PackedWeight>,
+    packed: BTreeMap<u64, (PackedWeight, ChosenBy)>,
     results: BTreeMap<String, Packed>,
     error: Option<Fp4Error>,
 }
@@ -270,35 +287,48 @@ impl Pack<'_> {
         {
             scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
         }
-        let packed = match self.packed.get(&param.id.val()) {
-            Some(packed) => packed.clone(),
+        let id = param.id.val();
+        let (packed, chosen_by) = match self.packed.get(&id) {
+            Some(tied) => tied.clone(),
             None => {
-                let tensor = self.quantize(path, dense, plan.layout.axis, &scheme)?;
-                let packed = PackedWeight::new(&tensor);
-                self.packed.insert(param.id.val(), packed.clone());
-                packed
+                let chosen_by = self.chosen_by(id);
+                let tensor = self.quantize(id, chosen_by, dense, plan.layout.axis, &scheme)?;
+                self.packed
+                    .entry(id)
+                    .insert_entry((PackedWeight::new(&tensor), chosen_by))
+                    .get()
+                    .clone()
             }
         };
         let tensor = packed.tensor::<D>();
         let squared_error = tensor.squared_error(dense.clone())?;
-        let chosen_by = self.chosen_by(path);
         let result = Packed { bytes: tensor.bytes(), squared_error, chosen_by };
         self.results.insert(path.to_owned(), result);
         Ok(packed)
     }
-}
 
-impl Pack<'_> {
-    /// Quantizes a weight by what is known of its inputs, as far as the method asks.
+    /// How a weight is quantized.
+    fn chosen_by(&self, id: u64) -> ChosenBy {
+        let search = self.config.scheme.search;
+        match (self.config.gptq, self.inputs.contains_key(&id)) {
+            (Some(options), true) => ChosenBy::Gptq(options),
+            (None, true) => ChosenBy::Search(search),
+            (Some(_), false) => ChosenBy::Search(ScaleSearch::Sse),
+            (None, false) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
+            (None, false) => ChosenBy::Search(search),
+        }
+    }
+
     fn quantize<const D: usize>(
         &self,
-        path: &str,
+        id: u64,
+        chosen_by: ChosenBy,
         dense: &Tensor<D>,
         axis: usize,
         scheme: &Fp4Scheme,
     ) -> Result<Fp4Tensor<D>, OpsError> {
         let dense = dense.clone();
-        match (self.chosen_by(path), self.calibration.get(path)) {
+        match (chosen_by, self.inputs.get(&id)) {
             (ChosenBy::Gptq(options), Some(gram)) => {
                 quantize_gptq(dense, axis, scheme, &options, gram)
             }
@@ -311,18 +341,6 @@ impl Pack<'_> {
                 quantize_tensor(dense, axis, &scheme.with_search(search))
             }
             (ChosenBy::Gptq(_), None) => unreachable!("`chosen_by` asks for activations"),
-        }
-    }
-
-    /// How a weight is quantized.
-    fn chosen_by(&self, path: &str) -> ChosenBy {
-        let search = self.config.scheme.search;
-        match (self.config.gptq, self.calibration.get(path)) {
-            (Some(options), Some(_)) => ChosenBy::Gptq(options),
-            (None, Some(_)) => ChosenBy::Search(search),
-            (Some(_), None) => ChosenBy::Search(ScaleSearch::Sse),
-            (None, None) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
-            (None, None) => ChosenBy::Search(search),
         }
     }
 }

@@ -27,24 +27,13 @@ pub(crate) fn quantize<T: HostElement>(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> HostPacked {
-    let blocks = view.axis / scheme.block_size;
-    let mut codes = vec![0u8; view.len() / 2];
-    let mut scales = vec![0u8; view.packed_rows() * blocks];
-    let tensor_scale = host::quantize_by_importance(
-        values,
-        view,
-        scheme,
-        amax,
-        importance,
-        &mut codes,
-        &mut scales,
-    )
-    .expect(CHECKED);
-    let bits: Vec<_> = tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
+    let packed = host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED);
+    let tensor_scale = packed.tensor_scale.as_slice();
+    let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
     let count = bits.len();
     HostPacked {
-        codes: TensorData::new(codes, [view.packed_rows(), view.axis / 2]),
-        scales: TensorData::new(scales, [view.packed_rows(), blocks]),
+        codes: TensorData::new(packed.codes, [packed.rows, packed.cols / 2]),
+        scales: TensorData::new(packed.scales, [packed.rows, packed.cols / scheme.block_size]),
         tensor_scale: TensorData::new(bits, [count]),
     }
 }

@@ -9,6 +9,7 @@ use burn_fp4_search::{
     check_tensor_scale, tensor_scale_candidates,
 };
 
+use crate::layout::check_len;
 use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
 
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
@@ -19,7 +20,7 @@ use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_ama
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of importance,
-/// or if it is for another number of channels.
+/// or if it is for another number of channels; [`OpsError::TooLarge`] for too many Hessians.
 pub fn quantize_by_importance<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -42,7 +43,10 @@ pub fn quantize_by_importance<const D: usize>(
     let [costs, bounds] = match importance {
         Importance::Uniform => return Ok(crate::quantize_with_amax(values, layout, scheme, amax)),
         Importance::Channels(weights) => [upload(weights), upload(&[0.0])],
-        Importance::Blocks(hessians) => [upload(hessians.values()), upload(hessians.bounds())],
+        Importance::Blocks(hessians) => {
+            check_len(&[hessians.values().len()])?;
+            [upload(hessians.values()), upload(hessians.bounds())]
+        }
     };
     let packed = Dispatch::fp4_quantize_by_importance(
         values.into_dispatch(),

@@ -13,7 +13,7 @@ use crate::importance::BlockImportance;
 use crate::{Fp4Scheme, Importance, SearchError, TensorScaling};
 
 /// How many tensor scales are tried.
-pub const TENSOR_SCALES: usize = 16;
+const TENSOR_SCALES: usize = 16;
 
 /// The amaxes to try for a tensor with this one, itself first.
 pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
@@ -49,26 +49,7 @@ pub fn quantize_with_best_tensor_scale<T: HostElement>(
     let mut best: Option<(f64, Packed)> = None;
     for amax in tensor_scale_candidates(amax) {
         let scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
-        let mut codes = vec![0; view.len() / 2];
-        let mut scales = vec![0; view.len() / scheme.block_size];
-        let tensor_scale = host::quantize_by_importance(
-            values,
-            view,
-            &scheme,
-            &[amax],
-            importance,
-            &mut codes,
-            &mut scales,
-        )?;
-        let packed = Packed {
-            format: scheme.format(),
-            block_size: scheme.block_size,
-            rows: view.packed_rows(),
-            cols: view.axis,
-            codes,
-            scales,
-            tensor_scale,
-        };
+        let packed = host::quantize_packed(values, view, &scheme, &[amax], importance)?;
         let cost = total_cost(values, view, &packed, importance)?;
         if best.as_ref().is_none_or(|(least, _)| cost < *least) {
             best = Some((cost, packed));

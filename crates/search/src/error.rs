@@ -1,6 +1,6 @@
 use burn_fp4_formats::FormatError;
 
-use crate::{ScaleRule, ScaleSearch};
+use crate::{Method, ScaleRule, ScaleSearch};
 
 /// Why something cannot be quantized as asked.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -39,16 +39,16 @@ pub enum SearchError {
         found: f32,
     },
     /// A Hessian is not one.
-    #[error("Hessian of block {block}: element ({row}, {col}), {found}, {problem}")]
+    #[error("{}: element ({row}, {col}), {found}, {problem}", matrix_name(.block))]
     Hessian {
-        /// Which block.
-        block: usize,
+        /// Which block; none for a Gram matrix.
+        block: Option<usize>,
         /// Row of the element.
         row: usize,
         /// Column of the element.
         col: usize,
         /// Its value.
-        found: f32,
+        found: f64,
         /// What is wrong with it.
         problem: &'static str,
     },
@@ -92,4 +92,14 @@ pub enum SearchError {
         /// The value.
         found: f32,
     },
+    /// A method that needs activations was given none.
+    #[error("method `{method}` needs activations")]
+    Uncalibrated {
+        /// The method.
+        method: Method,
+    },
+}
+
+fn matrix_name(block: &Option<usize>) -> String {
+    block.map_or_else(|| "Gram matrix".to_owned(), |block| format!("Hessian of block {block}"))
 }

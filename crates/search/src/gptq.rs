@@ -9,7 +9,7 @@
 //!
 //! Each row is on its own, so rows are done in parallel.
 
-use burn_fp4_formats::{E2M1, E2M1_VALUES, FormatError, Packed, TensorScale};
+use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, TensorScale, check_length};
 use faer::linalg::matmul::matmul;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
@@ -59,14 +59,26 @@ impl Gptq {
     pub const TEXTBOOK: Self =
         Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
 
+    /// Checks the options, and that they go with a scheme.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the scheme is
+    /// inconsistent or has tiles.
+    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
+        if !(self.damping.is_finite() && self.damping >= 0.0) {
+            return Err(SearchError::Damping { found: self.damping });
+        }
+        scheme.with_search(SEARCH).validate()
+    }
+
     /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
     ///
     /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
     /// [`host::amax`].
     ///
     /// # Errors
-    /// A scheme that is inconsistent or has tiles, lengths that do not fit, damping that is not finite or
-    /// negative.
+    /// As [`validate`](Self::validate); lengths that do not fit, a value that is not finite, or a Gram matrix
+    /// that is singular and not damped.
     pub fn quantize(
         &self,
         values: &[f32],
@@ -76,22 +88,12 @@ impl Gptq {
         amax: &[f32],
         gram: &Gram,
     ) -> Result<Packed, SearchError> {
-        // Any search that needs activations has the same restrictions.
-        let scheme = scheme.with_search(ScaleSearch::CoordinateDescent);
+        self.validate(scheme)?;
+        let scheme = scheme.with_search(SEARCH);
         scheme.check_columns(cols)?;
-        let expect = |what, expected, found| {
-            if expected == found {
-                Ok(())
-            } else {
-                Err(FormatError::Length { what, expected, found })
-            }
-        };
-        expect("values", rows * cols, values.len())?;
-        expect("channels of the Gram matrix", cols, gram.channels())?;
-        expect("amax", scheme.tensor_scales(rows), amax.len())?;
-        if !(self.damping.is_finite() && self.damping >= 0.0) {
-            return Err(SearchError::Damping { found: self.damping });
-        }
+        check_length("values", rows * cols, values.len())?;
+        check_length("channels of the Gram matrix", cols, gram.channels())?;
+        check_length("amax", scheme.tensor_scales(rows), amax.len())?;
         if let Some(&found) = values.iter().find(|value| !value.is_finite()) {
             return Err(SearchError::NonFinite { found });
         }
@@ -162,6 +164,9 @@ fn inverse_factor(hessian: &[f64]) -> Option<Vec<f32>> {
     factor.iter().all(|value| value.is_finite()).then_some(factor)
 }
 
+/// How a block is chosen anew, given what all others leave to it.
+const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
+
 /// Channels that are brought up to date together, so that the rest is by large products.
 const GROUP: usize = 128;
 
@@ -179,6 +184,11 @@ struct State<'a> {
     elements: Vec<f32>,
     /// `[rows, blocks]`.
     scales: Vec<u8>,
+}
+
+/// The factor of a row, where there may be one for all.
+fn of_row(factors: &[TensorFactor], row: usize) -> TensorFactor {
+    if factors.len() == 1 { factors[0] } else { factors[row] }
 }
 
 impl<'a> State<'a> {
@@ -207,13 +217,9 @@ impl<'a> State<'a> {
         }
     }
 
-    fn factor(&self, row: usize) -> TensorFactor {
-        if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
-    }
-
     /// What a scale multiplies elements with in a row.
     fn scale_value(&self, row: usize, scale: u8) -> f32 {
-        self.scheme.format().row().block_scale.decode(scale) * self.factor(row).decode
+        self.scheme.format().row().block_scale.decode(scale) * of_row(&self.factors, row).decode
     }
 
     /// Rounds block after block, each error spread over the channels that follow.
@@ -261,18 +267,8 @@ impl<'a> State<'a> {
         importance: Importance<'_>,
     ) -> Result<(Vec<u8>, Vec<u8>), SearchError> {
         let view = View::rows(self.rows, scheme.block_size);
-        let mut scales = vec![0; self.rows];
-        let mut codes = vec![0; view.len() / 2];
-        host::quantize_by_importance(
-            targets,
-            view,
-            scheme,
-            self.amax,
-            importance,
-            &mut codes,
-            &mut scales,
-        )?;
-        Ok((scales, codes))
+        let packed = host::quantize_packed(targets, view, scheme, self.amax, importance)?;
+        Ok((packed.scales, packed.codes))
     }
 
     /// Rounds the channels of a block in turn. What their errors ask of the rest of the group is done, what
@@ -297,7 +293,7 @@ impl<'a> State<'a> {
             .zip(scales)
             .enumerate()
             .for_each(|(row, (((weights, elements), errors), &scale))| {
-                let tensor = if factors.len() == 1 { factors[0] } else { factors[row] };
+                let tensor = of_row(factors, row);
                 let value = scheme.format().row().block_scale.decode(scale) * tensor.decode;
                 let multiplier = scheme.rule.multiplier(scale, tensor);
                 for channel in block..block + size {
@@ -441,7 +437,7 @@ impl<'a> State<'a> {
     ) -> Result<(), SearchError> {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let block_hessian = square(hessian, cols, block, size);
-        let inverse = inverse_of(&block_hessian, size);
+        let inverse = inverse_of(&block_hessian, size).ok_or(SearchError::Singular)?;
         let hessians = BlockHessians::new(block_hessian, size)?;
         let now: Vec<f32> = (0..rows)
             .flat_map(|row| {
@@ -561,11 +557,10 @@ fn square(matrix: &[f32], n: usize, block: usize, size: usize) -> Vec<f32> {
     (block..block + size).flat_map(|row| &matrix[row * n + block..][..size]).copied().collect()
 }
 
-/// The inverse of a positive definite matrix.
-fn inverse_of(matrix: &[f32], n: usize) -> Vec<f32> {
+/// The inverse of a positive definite matrix; nothing if it is singular.
+fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
     use faer::linalg::solvers::DenseSolveCore;
     let wide = Mat::from_fn(n, n, |i, j| f64::from(matrix[i * n + j]));
-    let inverse = wide.llt(Side::Lower).map(|factor| factor.inverse());
-    let inverse = inverse.unwrap_or_else(|_| Mat::zeros(n, n));
-    (0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect()
+    let inverse = wide.llt(Side::Lower).ok()?.inverse();
+    Some((0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect())
 }

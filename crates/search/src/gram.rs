@@ -1,9 +1,10 @@
 //! What activations say about the inputs of a layer.
 
-use burn_fp4_formats::FormatError;
+use burn_fp4_formats::{FormatError, check_length};
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::{Accum, MatMut, MatRef, Par};
 
+use crate::importance::check_symmetric;
 use crate::{BlockHessians, SearchError};
 
 /// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added.
@@ -44,33 +45,8 @@ impl Gram {
         channels: usize,
         rows: usize,
     ) -> Result<Self, SearchError> {
-        if values.len() != channels * channels {
-            let (what, expected, found) = ("Gram matrix", channels * channels, values.len());
-            return Err(FormatError::Length { what, expected, found }.into());
-        }
-        for row in 0..channels {
-            for col in 0..=row {
-                let (found, mirrored) =
-                    (values[row * channels + col], values[col * channels + row]);
-                let largest = values[row * (channels + 1)].max(values[col * (channels + 1)]);
-                let problem = if !found.is_finite() || !mirrored.is_finite() {
-                    "is not finite"
-                } else if row == col && found < 0.0 {
-                    "is negative, on the diagonal"
-                } else if (found - mirrored).abs() > 1e-4 * largest {
-                    "differs from its mirror image"
-                } else {
-                    continue;
-                };
-                return Err(SearchError::Hessian {
-                    block: 0,
-                    row,
-                    col,
-                    found: found as f32,
-                    problem,
-                });
-            }
-        }
+        check_length("Gram matrix", channels * channels, values.len())?;
+        check_symmetric(&values, channels, None)?;
         Ok(Self { channels, rows, values })
     }
 
@@ -114,10 +90,7 @@ impl Gram {
     /// # Errors
     /// [`SearchError::Format`] for another number of channels.
     pub fn merge(&mut self, other: &Self) -> Result<(), SearchError> {
-        if other.channels != self.channels {
-            let (what, expected, found) = ("channels", self.channels, other.channels);
-            return Err(FormatError::Length { what, expected, found }.into());
-        }
+        check_length("channels", self.channels, other.channels)?;
         for (sum, value) in self.values.iter_mut().zip(&other.values) {
             *sum += value;
         }
@@ -195,7 +168,9 @@ fn check_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
     }
 }
 
-fn check_activations(activations: &[f32], channels: usize) -> Result<(), SearchError> {
+/// # Errors
+/// As [`Gram::add`].
+pub(crate) fn check_activations(activations: &[f32], channels: usize) -> Result<(), SearchError> {
     if channels == 0 || !activations.len().is_multiple_of(channels) {
         let expected = activations.len() / channels.max(1) * channels;
         let (what, found) = ("activations", activations.len());

@@ -1,6 +1,6 @@
 //! What an error costs: nothing special, a weight per input channel, or a quadratic form per block.
 
-use burn_fp4_formats::FormatError;
+use burn_fp4_formats::{FormatError, check_length};
 
 use crate::{Fp4Scheme, ScaleSearch, SearchError};
 
@@ -53,25 +53,18 @@ impl<'a> Importance<'a> {
         if let Some(expected) = expected {
             return Err(SearchError::Importance { search, expected, found });
         }
-        let expect = |what, expected, found| {
-            if expected == found {
-                Ok(())
-            } else {
-                Err(SearchError::from(FormatError::Length { what, expected, found }))
-            }
-        };
         match self {
             Self::Uniform => Ok(()),
             Self::Channels(weights) => {
-                expect("channel weights", cols, weights.len())?;
+                check_length("channel weights", cols, weights.len())?;
                 match weights.iter().position(|weight| !(weight.is_finite() && *weight >= 0.0)) {
                     Some(channel) => Err(SearchError::Weight { channel, found: weights[channel] }),
                     None => Ok(()),
                 }
             }
             Self::Blocks(hessians) => {
-                expect("block size of the Hessians", block_size, hessians.block_size)?;
-                expect("block Hessians", cols / block_size, hessians.len())
+                check_length("block size of the Hessians", block_size, hessians.block_size)?;
+                Ok(check_length("block Hessians", cols / block_size, hessians.len())?)
             }
         }
     }
@@ -101,7 +94,36 @@ pub struct BlockHessians {
 
 /// How far from symmetric, relative to the larger of two diagonal elements, rounding may have put a
 /// matrix.
-const ASYMMETRY: f32 = 1e-4;
+const ASYMMETRY: f64 = 1e-4;
+
+/// Checks a matrix `[n, n]`: the Hessian of a block, or a Gram matrix.
+///
+/// # Errors
+/// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or not
+/// symmetric.
+pub(crate) fn check_symmetric<T: Copy + Into<f64>>(
+    matrix: &[T],
+    n: usize,
+    block: Option<usize>,
+) -> Result<(), SearchError> {
+    let at = |row: usize, col: usize| -> f64 { matrix[row * n + col].into() };
+    for row in 0..n {
+        for col in 0..=row {
+            let (found, mirrored) = (at(row, col), at(col, row));
+            let problem = if !found.is_finite() || !mirrored.is_finite() {
+                "is not finite"
+            } else if row == col && found < 0.0 {
+                "is negative, on the diagonal"
+            } else if (found - mirrored).abs() > ASYMMETRY * at(row, row).max(at(col, col)) {
+                "differs from its mirror image"
+            } else {
+                continue;
+            };
+            return Err(SearchError::Hessian { block, row, col, found, problem });
+        }
+    }
+    Ok(())
+}
 
 impl BlockHessians {
     /// Takes matrices `[blocks, block_size, block_size]`. What is below the diagonal counts.
@@ -112,29 +134,16 @@ impl BlockHessians {
     pub fn new(mut values: Vec<f32>, block_size: usize) -> Result<Self, SearchError> {
         let square = block_size * block_size;
         if square == 0 || !values.len().is_multiple_of(square) {
-            let (expected, found) = (values.len() / square.max(1) * square, values.len());
-            let what = "block Hessians";
-            return Err(FormatError::Length { what, expected, found }.into());
+            let whole = values.len() / square.max(1) * square;
+            return Err(FormatError::Length {
+                what: "block Hessians",
+                expected: whole,
+                found: values.len(),
+            }
+            .into());
         }
         for (block, matrix) in values.chunks_exact(square).enumerate() {
-            for row in 0..block_size {
-                for col in 0..=row {
-                    let (found, mirrored) =
-                        (matrix[row * block_size + col], matrix[col * block_size + row]);
-                    let largest =
-                        matrix[row * (block_size + 1)].max(matrix[col * (block_size + 1)]);
-                    let problem = if !found.is_finite() || !mirrored.is_finite() {
-                        "is not finite"
-                    } else if row == col && found < 0.0 {
-                        "is negative, on the diagonal"
-                    } else if (found - mirrored).abs() > ASYMMETRY * largest {
-                        "differs from its mirror image"
-                    } else {
-                        continue;
-                    };
-                    return Err(SearchError::Hessian { block, row, col, found, problem });
-                }
-            }
+            check_symmetric(matrix, block_size, Some(block))?;
         }
         for matrix in values.chunks_exact_mut(square) {
             for row in 0..block_size {

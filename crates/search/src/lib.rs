@@ -53,7 +53,7 @@ mod sse;
 mod tensor_scale;
 
 pub use best_tensor_scale::{
-    TENSOR_SCALES, check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
+    check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
 };
 pub use burn_fp4_formats as formats;
 pub use error::SearchError;

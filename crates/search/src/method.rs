@@ -157,7 +157,7 @@ impl Method {
     ///
     /// # Errors
     /// A weight that is not finite; a block size or format that the method is not defined for, or that does not
-    /// divide the columns; a Gram matrix of another number of channels; one that is missing ([`SearchError::Importance`]).
+    /// divide the columns; a Gram matrix of another number of channels; one that is missing ([`SearchError::Uncalibrated`]).
     pub fn quantize(
         self,
         weight: &[f32],
@@ -177,13 +177,9 @@ impl Method {
             return quantize_with_best_tensor_scale(weight, view, &scheme, Importance::Uniform);
         }
         let amax = host::amax(weight, view, &scheme);
-        let gram = match gram {
-            None if self.row().calibrated => {
-                let (expected, found) = ("activations", "none");
-                return Err(SearchError::Importance { search: scheme.search, expected, found });
-            }
-            gram => gram,
-        };
+        if self.row().calibrated && gram.is_none() {
+            return Err(SearchError::Uncalibrated { method: self });
+        }
         let weights: Vec<f32>;
         let hessians;
         let importance = match (self, gram) {
@@ -203,18 +199,7 @@ impl Method {
             }
             _ => Importance::Uniform,
         };
-        let mut codes = vec![0; view.len() / 2];
-        let mut scales = vec![0; view.len() / block_size];
-        let tensor_scale = host::quantize_by_importance(
-            weight,
-            view,
-            &scheme,
-            &amax,
-            importance,
-            &mut codes,
-            &mut scales,
-        )?;
-        Ok(Packed { format, block_size, rows, cols, codes, scales, tensor_scale })
+        host::quantize_packed(weight, view, &scheme, &amax, importance)
     }
 }
 

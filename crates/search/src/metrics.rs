@@ -1,8 +1,9 @@
-use burn_fp4_formats::{FormatError, Packed};
+use burn_fp4_formats::{Packed, check_length};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
 
 use crate::SearchError;
+use crate::gram::check_activations;
 
 /// How far a quantized weight is from the original, as the other projects measure it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -33,7 +34,8 @@ impl Metrics {
     /// difference, so that nothing cancels, its squares summed in f64.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if a length does not fit.
+    /// [`SearchError::Format`] if a length does not fit, [`SearchError::Activation`] naming the first value
+    /// that is not finite.
     pub fn output_error_percent(
         weight: &[f32],
         packed: &Packed,
@@ -41,11 +43,7 @@ impl Metrics {
     ) -> Result<f64, SearchError> {
         let errors = errors(weight, packed)?;
         let (rows, cols) = (packed.rows, packed.cols);
-        if cols == 0 || !activations.len().is_multiple_of(cols) {
-            let expected = activations.len() / cols.max(1) * cols;
-            let (what, found) = ("activations", activations.len());
-            return Err(FormatError::Length { what, expected, found }.into());
-        }
+        check_activations(activations, cols)?;
         let mut sums = [0.0; 2];
         for chunk in activations.chunks(CHUNK * cols) {
             let count = chunk.len() / cols;
@@ -66,10 +64,7 @@ impl Metrics {
 
 fn errors(weight: &[f32], packed: &Packed) -> Result<Vec<f32>, SearchError> {
     let quantized = packed.dequantize();
-    if quantized.len() != weight.len() {
-        let (what, expected, found) = ("weight", quantized.len(), weight.len());
-        return Err(FormatError::Length { what, expected, found }.into());
-    }
+    check_length("weight", quantized.len(), weight.len())?;
     Ok(quantized.iter().zip(weight).map(|(quantized, weight)| quantized - weight).collect())
 }
 

@@ -1,4 +1,4 @@
-use burn_fp4_formats::{E2M1, FormatError, Packed, TensorScale};
+use burn_fp4_formats::{E2M1, Packed, TensorScale, check_length};
 
 use crate::block::{Block, lowest, top};
 use crate::importance::{BlockHessian, BlockImportance};
@@ -75,11 +75,8 @@ pub fn quantize_by_importance(
 ) -> Result<Packed, SearchError> {
     scheme.check_columns(cols)?;
     importance.check(scheme, cols)?;
-    let expect = |what, expected, found| {
-        if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
-    };
-    expect("values", rows * cols, values.len())?;
-    expect("amax", scheme.tensor_scales(rows), amax.len())?;
+    check_length("values", rows * cols, values.len())?;
+    check_length("amax", scheme.tensor_scales(rows), amax.len())?;
 
     let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
     let factor = |row: usize| if factors.len() == 1 { factors[0] } else { factors[row] };

@@ -1,8 +1,7 @@
-use burn_fp4_formats::{FormatError, Fp4Format};
+use burn_fp4_formats::{FormatError, Fp4Format, check_length};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-use super::quantize::expect_length;
 use super::strip::{Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::SearchError;
@@ -29,10 +28,10 @@ impl PackedView<'_> {
             let (cols, block_size) = (view.axis, self.block_size);
             return Err(FormatError::Indivisible { cols, block_size }.into());
         }
-        expect_length("codes", view.len() / 2, self.codes.len())?;
-        expect_length("block scales", view.len() / self.block_size, self.scales.len())?;
+        check_length("codes", view.len() / 2, self.codes.len())?;
+        check_length("block scales", view.len() / self.block_size, self.scales.len())?;
         if self.tensor_scale.len() != 1 {
-            expect_length("tensor scales", view.packed_rows(), self.tensor_scale.len())?;
+            check_length("tensor scales", view.packed_rows(), self.tensor_scale.len())?;
         }
         Ok(())
     }
@@ -57,7 +56,7 @@ pub fn dequantize<T: HostElement>(
     output: &mut [T],
 ) -> Result<(), SearchError> {
     packed.check(view)?;
-    expect_length("output", view.len(), output.len())?;
+    check_length("output", view.len(), output.len())?;
     if !view.is_empty() {
         let slab = slab_len(view, packed.block_size);
         output.par_chunks_mut(slab).enumerate().for_each(|(index, output)| {
@@ -82,7 +81,7 @@ pub fn squared_error<T: HostElement>(
     view: View,
 ) -> Result<[f64; 2], SearchError> {
     packed.check(view)?;
-    expect_length("values", view.len(), values.len())?;
+    check_length("values", view.len(), values.len())?;
     if view.is_empty() {
         return Ok([0.0; 2]);
     }

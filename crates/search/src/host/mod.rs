@@ -16,7 +16,7 @@ mod view;
 
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
-pub use quantize::{amax, fake_quantize, quantize, quantize_by_importance};
+pub use quantize::{amax, fake_quantize, quantize, quantize_by_importance, quantize_packed};
 pub(crate) use strip::nearest_element;
 pub use view::View;
 

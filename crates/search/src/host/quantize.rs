@@ -5,7 +5,7 @@ use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, SEARCH_TASK, TASK, View};
 use crate::importance::BlockImportance;
 use crate::{Blocks, Fp4Scheme, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling};
-use burn_fp4_formats::{FormatError, TensorScale};
+use burn_fp4_formats::{Packed, TensorScale, check_length};
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
 ///
@@ -89,10 +89,10 @@ pub fn quantize_by_importance<T: HostElement>(
     scheme.check_columns(view.axis)?;
     importance.check(scheme, view.axis)?;
     let blocks = view.axis / scheme.block_size;
-    expect_length("values", view.len(), values.len())?;
-    expect_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
-    expect_length("codes", view.len() / 2, codes.len())?;
-    expect_length("block scales", view.packed_rows() * blocks, scales.len())?;
+    check_length("values", view.len(), values.len())?;
+    check_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
+    check_length("codes", view.len() / 2, codes.len())?;
+    check_length("block scales", view.packed_rows() * blocks, scales.len())?;
 
     let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
     if !view.is_empty() {
@@ -119,14 +119,6 @@ pub fn quantize_by_importance<T: HostElement>(
     })
 }
 
-pub(super) fn expect_length(
-    what: &'static str,
-    expected: usize,
-    found: usize,
-) -> Result<(), FormatError> {
-    if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
-}
-
 /// Packed rows from `first` on, to be made from a dense tensor.
 #[derive(Clone, Copy)]
 struct Rows<'a, T> {
@@ -136,6 +128,33 @@ struct Rows<'a, T> {
     factors: &'a [TensorFactor],
     importance: Importance<'a>,
     first: usize,
+}
+
+/// [`quantize_by_importance`] into memory of its own.
+///
+/// # Errors
+/// As there.
+pub fn quantize_packed<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    importance: Importance<'_>,
+) -> Result<Packed, SearchError> {
+    scheme.check_columns(view.axis)?;
+    let mut codes = vec![0; view.len() / 2];
+    let mut scales = vec![0; view.len() / scheme.block_size];
+    let tensor_scale =
+        quantize_by_importance(values, view, scheme, amax, importance, &mut codes, &mut scales)?;
+    Ok(Packed {
+        format: scheme.format(),
+        block_size: scheme.block_size,
+        rows: view.packed_rows(),
+        cols: view.axis,
+        codes,
+        scales,
+        tensor_scale,
+    })
 }
 
 impl<T: HostElement> Rows<'_, T> {
@@ -374,19 +393,16 @@ pub fn fake_quantize<T: HostElement>(
     output: &mut [T],
 ) -> Result<(), SearchError> {
     scheme.check_columns(view.axis)?;
-    expect_length("values", view.len(), values.len())?;
-    expect_length("output", view.len(), output.len())?;
-    expect_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
-    let blocks = view.axis / scheme.block_size;
-    let mut codes = vec![0; view.len() / 2];
-    let mut scales = vec![0; view.packed_rows() * blocks];
-    let tensor_scale = quantize(values, view, scheme, amax, &mut codes, &mut scales)?;
+    check_length("values", view.len(), values.len())?;
+    check_length("output", view.len(), output.len())?;
+    check_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
+    let packed = quantize_packed(values, view, scheme, amax, Importance::Uniform)?;
     let packed = super::PackedView {
-        format: scheme.format(),
-        block_size: scheme.block_size,
-        codes: &codes,
-        scales: &scales,
-        tensor_scale: tensor_scale.as_slice(),
+        format: packed.format,
+        block_size: packed.block_size,
+        codes: &packed.codes,
+        scales: &packed.scales,
+        tensor_scale: packed.tensor_scale.as_slice(),
     };
     super::dequantize(packed, view, output)
 }

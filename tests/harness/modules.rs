@@ -1,0 +1,39 @@
+//! Modules whose parameters are the same in every run: the generators of devices are shared by threads.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Tensor, TensorData};
+
+use crate::inputs::normals;
+
+/// Fills every weight and bias with normal values, scaled as Burn's initializers do; what normalizes stays.
+pub fn seeded<M: Module>(module: M, seed: u64) -> M {
+    module.map(&mut Fill { seed, name: Vec::new() })
+}
+
+struct Fill {
+    seed: u64,
+    name: Vec<String>,
+}
+
+impl ModuleMapper for Fill {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.name.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.name.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let bias = self.name.last().is_some_and(|name| name == "bias");
+        if D == 1 && !bias {
+            return param;
+        }
+        self.seed += 1;
+        let values = normals(self.seed, param.shape().num_elements());
+        param.map(|tensor| {
+            let shape = tensor.shape();
+            let scale = 1.0 / (3.0 * shape[0] as f32).sqrt();
+            let values: Vec<_> = values.iter().map(|value| value * scale).collect();
+            Tensor::from_data(TensorData::new(values, shape), (&tensor.device(), tensor.dtype()))
+        })
+    }
+}

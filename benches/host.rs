@@ -2,7 +2,7 @@
 
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
-use burn_fp4_search::host::{self, HostElement, PackedView, View};
+use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
 use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, ScaleRule, ScaleSearch};
 use clap::Parser;
 
@@ -136,7 +136,7 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
                 host::dequantize(packed, view, &mut output).expect("a valid problem");
             });
             time(format!("fake-quantize {dtype} by {name}"), 2 * dense_bytes, &mut || {
-                host::fake_quantize(values, view, &scheme, &[0.1], &mut output)
+                host::fake_quantize(values, view, &scheme, &[0.1], Restore::Values, &mut output)
                     .expect("a valid problem");
             });
         }

@@ -4,8 +4,8 @@
 use burn_fp4_formats::{E2M1, Packed, TensorScale, element_value, unpack_nibbles};
 use burn_fp4_search::host::{self, PackedView, View};
 use burn_fp4_search::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
-    quantize,
+    Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, Rounding, ScaleRule, ScaleSearch,
+    TensorScaling, quantize,
 };
 use proptest::prelude::*;
 use tests::compare::{assert_bits, assert_same};
@@ -46,6 +46,10 @@ fn schemes() -> Vec<Fp4Scheme> {
     }
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     schemes.push(tiles.with_search(ScaleSearch::Sse));
+    let drawn = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
+    schemes.extend(ScaleRule::ALL.map(|rule| Fp4Scheme::of(rule).with_rounding(drawn)));
+    schemes.push(tiles.with_rounding(drawn));
+    schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row).with_rounding(drawn));
     schemes.iter().for_each(|scheme| scheme.validate().expect("a consistent scheme"));
     schemes
 }

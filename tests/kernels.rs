@@ -8,13 +8,14 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, UNITS, amax, cubecl,
-    dequantize, fake_quantize, quantize, quantize_by_hessian, quantize_weighted, squared_error,
+    dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_weighted,
+    squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, View};
+use burn_fp4_search::host::{self, Restore, View};
 use burn_fp4_search::{
-    BlockHessians, Blocks, E4m3Range, ErrorMetric, Fp4Scheme, Importance, NonFinite, ScaleRule,
-    ScaleSearch, TensorScaling, quantize as oracle,
+    BlockHessians, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Hadamard, Importance,
+    NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
@@ -73,8 +74,13 @@ impl Device {
                 .expect("a plan");
         let restored =
             dequantize(&self.client, &self.capability, packed.clone(), &problem).expect("a plan");
-        let fake = fake_quantize(&self.client, &self.capability, values.clone(), largest, &problem)
-            .expect("a plan");
+        let fake = |restore| {
+            let (values, amax) = (values.clone(), largest.clone());
+            fake_quantize(&self.client, &self.capability, values, amax, &problem, restore)
+                .expect("a plan")
+        };
+        let block_scaled = fake(Restore::BlockScaled);
+        let fake = fake(Restore::Values);
 
         let rows = packed_rows(&dense.to_f32(), view);
         let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
@@ -84,8 +90,25 @@ impl Device {
         let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
         assert_bits(&what, &self.floats(restored, dtype), &exact);
         assert_bits(&format!("fake {what}"), &self.floats(fake, dtype), &exact);
+        let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..expected.clone() };
+        let exact = dense_order(&unscaled.dequantize(), view);
+        let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
+        assert_bits(&format!("block-scaled {what}"), &self.floats(block_scaled, dtype), &exact);
         self.check_squared_error(&what, dense, values, packed, &problem, &expected);
         view.len()
+    }
+
+    fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
+        let dtype = match dense.dtype() {
+            Dtype::F32 => KernelDtype::F32,
+            Dtype::F16 => KernelDtype::F16,
+            Dtype::Bf16 => KernelDtype::Bf16,
+        };
+        let (client, device, values) = (&self.client, &self.capability, self.upload(dense));
+        let found = hadamard(client, device, values, view, dtype, transform, inverse);
+        let found = self.floats(found.expect("a plan"), dtype);
+        let what = format!("{transform:?} {inverse} {dtype:?} {view:?}");
+        assert_bits(&what, &found, &dense.hadamard(view, transform, inverse).to_f32());
     }
 
     fn check_importance(
@@ -194,6 +217,8 @@ fn packed_index(at: usize, view: View) -> usize {
     (outer * view.inner + column) * view.axis + k
 }
 
+const STOCHASTIC: Rounding = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
+
 /// Everything a scheme can ask of a kernel.
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
@@ -220,6 +245,9 @@ fn schemes() -> Vec<Fp4Scheme> {
     schemes.push(sse(Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32)));
     schemes.push(sse(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Multiplier(1e-3))));
     schemes.extend([ScaleRule::Te, ScaleRule::Even].map(|rule| sse(tile(rule))));
+    for rule in [ScaleRule::Te, ScaleRule::NoTensorScale, ScaleRule::Floor] {
+        schemes.push(Fp4Scheme::of(rule).with_rounding(STOCHASTIC));
+    }
     schemes.into_iter().map(follow).collect()
 }
 
@@ -235,6 +263,8 @@ fn few_schemes() -> Vec<Fp4Scheme> {
         tiles,
         tiles.with_search(search),
         tiles.with_search(ScaleSearch::Sse),
+        by_row.with_rounding(STOCHASTIC),
+        tiles.with_rounding(STOCHASTIC),
     ];
     schemes.into_iter().map(follow).collect()
 }
@@ -334,6 +364,28 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
             let dense = Dense::new(1, view.len(), &values, dtype);
             for scheme in few_schemes() {
                 device.check_view("shape", &dense, view, scheme);
+            }
+        }
+    }
+}
+
+/// The transform along either axis, there and back, against the host engine.
+#[test]
+fn hadamard_transforms() {
+    let device = Device::new();
+    let views = [
+        View { outer: 1, axis: 32, inner: 1 },
+        View { outer: 5, axis: 96, inner: 1 },
+        View { outer: 1, axis: 48, inner: 72 },
+        View { outer: 3, axis: 16, inner: 7 },
+    ];
+    for view in views {
+        for dtype in Dtype::ALL {
+            for kind in [Kind::Outliers, Kind::Subnormal, Kind::WideRange] {
+                let dense = Dense::new(1, view.len(), &kind.values(view.len(), 1), dtype);
+                for (signs, inverse) in [(0xD7E8, false), (0x1234, true)] {
+                    device.check_hadamard(&dense, view, Hadamard { signs }, inverse);
+                }
             }
         }
     }

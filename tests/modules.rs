@@ -68,7 +68,7 @@ fn reason<'a>(report: &'a burn_fp4::Fp4Report, path: &str) -> &'a Reason {
     let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
     match &parameter.unwrap_or_else(|| panic!("no parameter `{path}` in the report")).outcome {
         Outcome::Kept { reason } => reason,
-        Outcome::Quantized { .. } => panic!("`{path}` was quantized"),
+        other => panic!("`{path}`: {other:?}"),
     }
 }
 

@@ -347,7 +347,8 @@ fn kernels_run_without_fusion_too() {
     use burn::backend::ops::FloatTensorOps;
     use burn::tensor::read_sync;
     use burn_cubecl::CubeBackend;
-    use burn_fp4_ops::Fp4Backend;
+    use burn_fp4_ops::search::host::Restore;
+    use burn_fp4_ops::{Fp4Backend, Saturated};
 
     let device = <CubeBackend as burn::backend::BackendTypes>::Device::default();
     let dense = Kind::Outliers.values(64 * 48, 11);
@@ -358,7 +359,8 @@ fn kernels_run_without_fusion_too() {
         let packed = CubeBackend::fp4_quantize(upload(), amax.clone(), 1, scheme);
         let layout = Fp4Layout::new(&[64, 48].into(), 1, &scheme).unwrap();
         let restored = CubeBackend::fp4_dequantize(packed, layout, FloatDType::F32);
-        let fake = CubeBackend::fp4_fake_quantize(upload(), amax, 1, scheme);
+        let (restore, saturated) = (Restore::Values, Saturated::PassThrough);
+        let fake = CubeBackend::fp4_fake_quantize(upload(), amax, 1, scheme, restore, saturated);
         let expected = oracle(&dense, 64, 48, &scheme).unwrap().dequantize();
         CubeBackend::sync(&device).unwrap();
         for found in [restored, fake] {

@@ -7,10 +7,10 @@ use burn_fp4_cubecl::{
     quantize_by_hessian,
 };
 use burn_fp4_formats::{Packed, bf16, f16};
-use burn_fp4_search::host::{self, HostElement, View};
+use burn_fp4_search::host::{self, HostElement, Restore, View};
 use burn_fp4_search::{
-    BlockHessians, Blocks, Fp4Scheme, Importance, NonFinite, ScaleRule, ScaleSearch,
-    quantize_with_amax,
+    BlockHessians, Blocks, Draw, Fp4Scheme, Importance, NonFinite, Rounding, ScaleRule,
+    ScaleSearch, quantize_with_amax,
 };
 use rayon::prelude::*;
 
@@ -26,6 +26,10 @@ pub(crate) fn every_rule(client: &Client, values: usize) {
     schemes.extend([tiles, tiles.with_search(search), Fp4Scheme::nvfp4().with_search(search)]);
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), tiles] {
         schemes.push(scheme.with_search(ScaleSearch::Sse));
+    }
+    let drawn = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), tiles] {
+        schemes.push(scheme.with_rounding(drawn));
     }
     for scheme in schemes {
         let scheme = scheme.with_non_finite(NonFinite::FollowReference);
@@ -75,8 +79,10 @@ fn every_axis<T: HostElement + CubeElement>(
             amax(client, &device, device_values.clone(), view, dtype, false).expect("a plan");
         let packed = quantize(client, &device, device_values.clone(), largest.clone(), &problem)
             .expect("a plan");
-        let fake = fake_quantize(client, &device, device_values.clone(), largest.clone(), &problem)
-            .expect("a plan");
+        let amax = largest.clone();
+        let fake =
+            fake_quantize(client, &device, device_values.clone(), amax, &problem, Restore::Values)
+                .expect("a plan");
         let restored = dequantize(client, &device, packed.clone(), &problem).expect("a plan");
 
         let amax = values.par_iter().map(|x| x.to_f32().abs()).reduce(|| 0.0, f32::max);

@@ -97,7 +97,8 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                     });
                 }
                 row(&name(&format!("fake {scheme}")), 2 * dense_bytes, &|| {
-                    drop(fake_quantize(client, &device, values.clone(), largest.clone(), problem));
+                    let (values, amax) = (values.clone(), largest.clone());
+                    drop(fake_quantize(client, &device, values, amax, problem, Restore::Values));
                 });
             }
         }

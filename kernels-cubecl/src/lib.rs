@@ -16,6 +16,8 @@
 //! | `hessian.rs`       | scales and codes by the activations that meet each block               |
 //! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
+//! | `stochastic.rs`    | random bits, and codes drawn by them                                   |
+//! | `hadamard.rs`      | the transform before a product is quantized                            |
 //! | `quantize.rs`      | codes and scales, or right away their values                           |
 //! | `dequantize.rs`    | the values of codes and scales                                         |
 //! | `squared_error.rs` | how far they are from the original                                     |
@@ -27,6 +29,7 @@ mod amax;
 mod block;
 mod dequantize;
 mod element;
+mod hadamard;
 mod hessian;
 mod plan;
 mod problem;
@@ -36,10 +39,12 @@ mod share;
 mod squared_error;
 mod sse;
 mod stage;
+mod stochastic;
 
 pub use amax::amax;
 pub use cubecl;
 pub use dequantize::dequantize;
+pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use plan::{Capability, Conversion, Launch, Operation, Refusal, Share, Tile, UNITS, plan};
 pub use problem::{Dtype, Problem};

@@ -19,6 +19,8 @@ pub enum Operation {
     QuantizeByHessian,
     /// The values of codes and scales, from the dense tensor.
     FakeQuantize,
+    /// The transform of every 16 neighbours.
+    Hadamard,
     /// Values of codes and scales.
     Dequantize,
     /// Sums of squares.
@@ -259,6 +261,11 @@ pub fn plan(
                 Share { vector: if along { widest } else { 1 }, staged: device.stages, ..one_row };
             (rows.div_ceil(UNITS) * blocks * UNITS, share)
         }
+        Operation::Hadamard if along => (rows * blocks, Share { vector: widest, ..one_row }),
+        Operation::Hadamard => {
+            let share = strided(operation, problem, device, one_row);
+            (rows / share.rows * blocks, share)
+        }
         Operation::Quantize | Operation::FakeQuantize => {
             let tile = tile(scheme, problem, device);
             let mut share = match (tile, along) {
@@ -296,7 +303,7 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
     let [inner, blocks] = [problem.view.inner, problem.blocks()].map(|n| n as u32);
     let (most_rows, lanes) = match operation {
         Operation::Dequantize => (32 / block_size, block_size),
-        Operation::FakeQuantize => (64 / block_size, 8),
+        Operation::FakeQuantize | Operation::Hadamard => (64 / block_size, 8),
         _ => (4, 32),
     };
     let rows = common_power_of_two(inner, most_rows);
@@ -312,7 +319,7 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
     let fits = (inner / rows).is_multiple_of(lanes) && blocks.is_multiple_of(spread);
     match operation {
         // Only the dense tensor is written: one block after the other.
-        Operation::FakeQuantize => Share { spread: 1, ..unstaged },
+        Operation::FakeQuantize | Operation::Hadamard => Share { spread: 1, ..unstaged },
         // The registers that blocks of 16 need leave too few units to hide the exchange.
         Operation::Quantize if block_size == 16 => unstaged,
         _ if fits && device.stages => Share { lanes, spread, staged: true, ..share },

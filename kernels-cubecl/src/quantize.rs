@@ -1,3 +1,4 @@
+use burn_fp4_search::host::Restore;
 use burn_fp4_search::{TensorFactor, TensorScaling};
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -5,11 +6,12 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use crate::block::{choose_scales, code_mask, normalize};
-use crate::element::{nearest_element, round_to_e2m1};
+use crate::element::{element_value, nearest_element, round_to_e2m1};
 use crate::plan::{Share, UNITS};
 use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
 use crate::share::{Extent, ExtentLaunch, item, load_blocks, place, store_blocks};
 use crate::stage::{Exchange, exchange, packed_place};
+use crate::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
 use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
 
 /// A quantized tensor in device memory.
@@ -72,23 +74,17 @@ pub fn fake_quantize(
     values: Handle,
     amax: Handle,
     problem: &Problem,
+    restore: Restore,
 ) -> Result<Handle, Refusal> {
     let launch = plan(Operation::FakeQuantize, problem, device)?;
-    Ok(match (problem.dtype, launch.share.wide()) {
-        (Dtype::F16, true) => {
-            launch_fake_quantize::<u32, f16>(client, values, amax, problem, launch)
-        }
-        (Dtype::F16, false) => {
-            launch_fake_quantize::<u16, f16>(client, values, amax, problem, launch)
-        }
-        (Dtype::Bf16, true) => {
-            launch_fake_quantize::<u32, bf16>(client, values, amax, problem, launch)
-        }
-        (Dtype::Bf16, false) => {
-            launch_fake_quantize::<u16, bf16>(client, values, amax, problem, launch)
-        }
-        (Dtype::F32, _) => launch_fake_quantize::<u32, f32>(client, values, amax, problem, launch),
-    })
+    let launch_kernel = match (problem.dtype, launch.share.wide()) {
+        (Dtype::F16, true) => launch_fake_quantize::<u32, f16>,
+        (Dtype::F16, false) => launch_fake_quantize::<u16, f16>,
+        (Dtype::Bf16, true) => launch_fake_quantize::<u32, bf16>,
+        (Dtype::Bf16, false) => launch_fake_quantize::<u16, bf16>,
+        (Dtype::F32, _) => launch_fake_quantize::<u32, f32>,
+    };
+    Ok(launch_kernel(client, values, amax, problem, restore, launch))
 }
 
 fn launch_quantize<E: Int>(
@@ -128,6 +124,7 @@ fn launch_quantize<E: Int>(
             BufferArg::from_raw_parts(packed.tensor_scale.clone(), tensor_scales),
             extent(problem, &launch),
             factors(problem),
+            draw(scheme),
             method,
             share,
         );
@@ -151,6 +148,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
     values: Handle,
     amax: Handle,
     problem: &Problem,
+    restore: Restore,
     launch: Launch,
 ) -> Handle {
     let Problem { view, scheme, dtype } = problem;
@@ -172,6 +170,8 @@ fn launch_fake_quantize<E: Int, F: Float>(
             BufferArg::from_raw_parts(output.clone(), vectors),
             extent(problem, &launch),
             factors(problem),
+            draw(scheme),
+            restore,
             Method::of(scheme, false),
             launch.share,
         );
@@ -211,6 +211,7 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     tensor_scale: &mut [u32],
     extent: Extent,
     factors: Factors,
+    draw: Draw,
     #[comptime] method: Method,
     #[comptime] share: Share,
 ) {
@@ -232,14 +233,28 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
         let factor = chosen.factors[row as usize];
         let mask = code_mask(factor, rule);
         let mut row_codes = Vector::<u32, W>::empty();
+        let group = (place.index + row * extent.blocks) * words;
         #[unroll]
         for word in 0..words {
             let mut packed = 0u32;
-            #[unroll]
-            for index in 0..8u32 {
-                let at = comptime!(row * block_size + word * 8 + 7 - index);
-                let normalized = normalize(elements[at as usize], factor, &factors, rule);
-                packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
+            let start = comptime!(row * block_size + word * 8);
+            if comptime!(method.stochastic) {
+                let random = random_words(group + word, &draw);
+                #[unroll]
+                for index in 0..8u32 {
+                    let element = comptime!(7 - index);
+                    let at = comptime!((start + element) as usize);
+                    let normalized = normalize(elements[at], factor, &factors, rule);
+                    let bits = random_bits(&random, element);
+                    packed = (packed << 4u32) | (round_stochastically(normalized, bits) >> 28u32);
+                }
+            } else {
+                #[unroll]
+                for index in 0..8u32 {
+                    let at = comptime!((start + 7 - index) as usize);
+                    let normalized = normalize(elements[at], factor, &factors, rule);
+                    packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
+                }
             }
             row_codes.insert(comptime!(word as usize), packed & mask);
         }
@@ -272,6 +287,8 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     output: &mut [Vector<F, N>],
     extent: Extent,
     factors: Factors,
+    draw: Draw,
+    #[comptime] restore: Restore,
     #[comptime] method: Method,
     #[comptime] share: Share,
 ) {
@@ -288,14 +305,36 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     for row in 0..share.rows {
         let factor = chosen.factors[row as usize];
         let value = scale_value(chosen.codes[row as usize], comptime!(rule.row().format));
-        let decode = tensor_factor(amax, place.row + row, &factors, method).decode;
+        let decode = if comptime!(restore == Restore::Values) {
+            tensor_factor(amax, place.row + row, &factors, method).decode
+        } else {
+            1.0f32.runtime()
+        };
         let mask = code_mask(factor, rule);
+        let words = comptime!(block_size / 8);
+        let group = (place.index + row * extent.blocks) * words;
         #[unroll]
-        for k in 0..block_size {
-            let at = comptime!((row * block_size + k) as usize);
-            let nearest = nearest_element(normalize(elements[at], factor, &factors, rule));
-            let nearest = f32::reinterpret(u32::reinterpret(nearest) & mask);
-            elements[at] = (nearest * value) * decode;
+        for word in 0..words {
+            let start = comptime!(row * block_size + word * 8);
+            if comptime!(method.stochastic) {
+                let random = random_words(group + word, &draw);
+                #[unroll]
+                for element in 0..8u32 {
+                    let at = comptime!((start + element) as usize);
+                    let normalized = normalize(elements[at], factor, &factors, rule);
+                    let code = round_stochastically(normalized, random_bits(&random, element));
+                    let drawn = element_value(code & mask);
+                    elements[at] = (drawn * value) * decode;
+                }
+            } else {
+                #[unroll]
+                for element in 0..8u32 {
+                    let at = comptime!((start + element) as usize);
+                    let nearest = nearest_element(normalize(elements[at], factor, &factors, rule));
+                    let nearest = f32::reinterpret(u32::reinterpret(nearest) & mask);
+                    elements[at] = (nearest * value) * decode;
+                }
+            }
         }
     }
     if item < extent.items {

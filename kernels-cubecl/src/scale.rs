@@ -1,7 +1,7 @@
 //! Block scales: amax -> code, code -> value, and what elements are multiplied with.
 
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, ScaleRule, ScaleSearch, TensorScaling};
+use burn_fp4_search::{Fp4Scheme, Rounding, ScaleRule, ScaleSearch, TensorScaling};
 use cubecl::prelude::*;
 
 /// The choices of a scheme that a kernel is compiled for.
@@ -9,6 +9,8 @@ use cubecl::prelude::*;
 pub(crate) struct Method {
     pub(crate) rule: ScaleRule,
     pub(crate) search: ScaleSearch,
+    /// Whether codes are drawn.
+    pub(crate) stochastic: bool,
     pub(crate) block_size: u32,
     /// Whether errors have a weight per input channel.
     pub(crate) weighted: bool,
@@ -34,6 +36,7 @@ impl Method {
         Self {
             rule: scheme.rule,
             search: scheme.search,
+            stochastic: scheme.rounding != Rounding::Nearest,
             block_size: scheme.block_size as u32,
             weighted,
             given: matches!(scheme.tensor_scale, TensorScaling::Multiplier(_)),

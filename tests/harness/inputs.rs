@@ -1,6 +1,8 @@
 //! Inputs: matrices in the three dtypes, and a generator of awkward ones.
 
 use burn_fp4_formats::{bf16, f16};
+use burn_fp4_search::Hadamard;
+use burn_fp4_search::host::{self, HostElement, View};
 
 /// Values of a matrix in their own dtype.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +70,26 @@ impl Dense {
             Values::F16(_) => Dtype::F16,
             Values::Bf16(_) => Dtype::Bf16,
         }
+    }
+
+    /// What the host engine makes of every 16 neighbours along an axis.
+    pub fn hadamard(&self, view: View, transform: Hadamard, inverse: bool) -> Self {
+        fn of<T: HostElement>(
+            values: &[T],
+            view: View,
+            transform: Hadamard,
+            inverse: bool,
+        ) -> Vec<T> {
+            let mut output = vec![T::default(); values.len()];
+            host::hadamard(values, view, transform, inverse, &mut output).expect("whole groups");
+            output
+        }
+        let values = match &self.values {
+            Values::F32(values) => Values::F32(of(values, view, transform, inverse)),
+            Values::F16(values) => Values::F16(of(values, view, transform, inverse)),
+            Values::Bf16(values) => Values::Bf16(of(values, view, transform, inverse)),
+        };
+        Self { values, ..*self }
     }
 
     /// Columns and rows exchanged.

@@ -33,7 +33,9 @@ impl ModuleMapper for Fill {
             let shape = tensor.shape();
             let scale = 1.0 / (3.0 * shape[0] as f32).sqrt();
             let values: Vec<_> = values.iter().map(|value| value * scale).collect();
-            Tensor::from_data(TensorData::new(values, shape), (&tensor.device(), tensor.dtype()))
+            let options = (&tensor.device(), tensor.dtype());
+            let filled = Tensor::from_data(TensorData::new(values, shape), options);
+            if tensor.is_require_grad() { filled.require_grad() } else { filled }
         })
     }
 }

@@ -17,17 +17,19 @@
 //!
 //! | layer                | for                                                                    |
 //! |----------------------|------------------------------------------------------------------------|
-//! | [`Fp4Module`]        | modules: `quantize_fp4`, records                                        |
+//! | [`Fp4Module`]        | modules: `quantize_fp4`, `fake_quantize_fp4`, `convert_fp4`, records     |
 //! | [`ops`]              | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`            |
 //! | [`search`]           | slices: the reference quantizer, and the fast host engine               |
 //! | [`formats`]          | bits: what codes and scales mean                                        |
 
 pub use burn_fp4_modules::{
-    Calibration, ChosenBy, Container, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Indivisible,
+    ActivationRange, Calibration, ChosenBy, Container, FakeQuantWeight, FakeQuantize,
+    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible,
     Outcome, PackedWeight, ParameterReport, Reason, ops,
 };
 pub use ops::search::formats;
 pub use ops::{
-    BlockOrder, Blocks, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq, NonFinite,
-    OpsError, ScaleRule, ScaleSearch, TensorScaling, search,
+    BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq,
+    Hadamard, NonFinite, OpsError, Rounding, Saturated, ScaleRule, ScaleSearch, TensorScaling,
+    TrainRecipe, search,
 };

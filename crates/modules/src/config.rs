@@ -1,4 +1,4 @@
-use burn_fp4_ops::{Fp4Scheme, Gptq};
+use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated};
 use serde::{Deserialize, Serialize};
 
 /// What to do with a selected weight whose blocked axis holds no whole number of blocks.
@@ -58,6 +58,10 @@ pub struct Fp4Config {
     pub indivisible: Indivisible,
     /// Whether weights whose inputs are known are quantized by GPTQ instead of the scheme's search.
     pub gptq: Option<Gptq>,
+    /// For fake quantization: the gradient of elements that saturate.
+    pub saturated: Saturated,
+    /// For fake quantization: whether the tensor scale is a parameter to be trained.
+    pub learn_tensor_scale: bool,
 }
 
 impl Default for Fp4Config {
@@ -89,6 +93,8 @@ impl Fp4Config {
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
             gptq: None,
+            saturated: Saturated::PassThrough,
+            learn_tensor_scale: false,
         }
     }
 
@@ -97,6 +103,18 @@ impl Fp4Config {
     /// whatever the scheme says.
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
+        self
+    }
+
+    /// Sets the gradient of elements that saturate under fake quantization.
+    pub fn saturated(mut self, saturated: Saturated) -> Self {
+        self.saturated = saturated;
+        self
+    }
+
+    /// Makes the tensor scale of each fake-quantized weight a parameter to be trained.
+    pub fn learn_tensor_scale(mut self) -> Self {
+        self.learn_tensor_scale = true;
         self
     }
 

@@ -46,6 +46,27 @@ pub enum Fp4Error {
         /// Path of the calibration.
         path: String,
     },
+    /// Something cannot be fake-quantized for training.
+    #[error("fake quantization: {what}: {reason}")]
+    FakeQuantization {
+        /// What was asked for.
+        what: &'static str,
+        /// Why it does not go together.
+        reason: &'static str,
+    },
+    /// No parameter is fake-quantized, so there is nothing to convert.
+    #[error("no parameter is fake-quantized")]
+    NothingFakeQuantized,
+    /// Something else is attached to a parameter, which converting the module would take off.
+    #[error(
+        "parameter `{path}` has `{name}` attached: materialize the module first, or convert before"
+    )]
+    Attached {
+        /// Path of the parameter.
+        path: String,
+        /// Name of what is attached.
+        name: String,
+    },
     /// Parameters cannot share a tensor scale and have one per row.
     #[error(
         "parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one"

@@ -10,6 +10,9 @@
 //! | `calibration.rs`| [`Calibration`]: what is known of the inputs of layers                   |
 //! | `select.rs`    | one walk over the module that decides about every float parameter          |
 //! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
+//! | `fake_quant.rs`| [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that |
+//! | `fake_quantize.rs`| [`FakeQuantize`]: activations, in a forward pass                        |
+//! | `train_linear.rs`| [`Fp4TrainLinear`]: a linear layer whose three products are quantized     |
 //! | `quantize.rs`  | [`Fp4Module::quantize_fp4`]                                                 |
 //! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
 //! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
@@ -17,11 +20,14 @@
 mod calibration;
 mod config;
 mod error;
+mod fake_quant;
+mod fake_quantize;
 mod packed;
 mod quantize;
 mod record;
 mod report;
 mod select;
+mod train_linear;
 
 use std::path::Path;
 
@@ -32,8 +38,11 @@ pub use burn_fp4_ops as ops;
 pub use calibration::Calibration;
 pub use config::{Container, Fp4Config, Indivisible};
 pub use error::Fp4Error;
+pub use fake_quant::FakeQuantWeight;
+pub use fake_quantize::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
 pub use packed::PackedWeight;
 pub use report::{ChosenBy, Fp4Report, Outcome, ParameterReport, Reason};
+pub use train_linear::Fp4TrainLinear;
 
 /// FP4 for every Burn module.
 ///
@@ -87,6 +96,50 @@ pub trait Fp4Module: Module {
         calibration: &Calibration,
     ) -> Result<Fp4Report, Fp4Error> {
         quantize::quantize(self, config, calibration)
+    }
+
+    /// Makes the selected weights behave as if they were quantized, while they are trained in full precision:
+    /// gradients pass straight through the rounding. Everything else goes on as before: optimizers, records,
+    /// [`valid`](Module::valid) and [`train`](Module::train).
+    ///
+    /// [`Fp4Config::saturated`] and [`Fp4Config::learn_tensor_scale`] say more about gradients. The scale search
+    /// may be `Amax`, `FourOverSix` or `Sse`.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::optim::{AdamConfig, GradientsParams};
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module};
+    ///
+    /// let device = Device::flex().autodiff();
+    /// let mut layer = LinearConfig::new(64, 32).init(&device);
+    /// layer.fake_quantize_fp4(&Fp4Config::mxfp4())?;
+    ///
+    /// let mut optimizer = AdamConfig::new().init();
+    /// let loss = layer.forward(Tensor::<2>::ones([1, 64], &device)).sum();
+    /// let gradients = GradientsParams::from_grads(loss.backward(), &layer);
+    /// layer = optimizer.step(1e-3, layer, gradients);
+    ///
+    /// let report = layer.convert_fp4()?; // packed now
+    /// # assert_eq!(report.quantized().count(), 1);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what only makes sense
+    /// once: searches that need activations, GPTQ, shared tensor scales. The module is then unchanged.
+    fn fake_quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
+        fake_quant::fake_quantize(self, config)
+    }
+
+    /// Packs every fake-quantized weight. Outputs stay the same, bit for bit.
+    ///
+    /// # Errors
+    /// [`Fp4Error::NothingFakeQuantized`]; [`Fp4Error::Attached`] if anything else is attached to a parameter,
+    /// such as an adapter or a weight that is packed already; [`Fp4Error::Parameter`] for a weight that is no
+    /// longer finite. The module is then unchanged.
+    fn convert_fp4(&mut self) -> Result<Fp4Report, Fp4Error> {
+        fake_quant::convert(self)
     }
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which

@@ -2,65 +2,93 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{
-    Fp4Scheme, Fp4Tensor, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling, amax,
-    quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling,
+    amax, quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
 };
 
 use crate::packed::{PackedWeight, placeholder};
-use crate::report::{ChosenBy, Fp4Report, Outcome, ParameterReport};
+use crate::report::{ChosenBy, Fp4Report, Outcome};
 use crate::select::{Decision, Parameter, Plan, select};
 use crate::{Calibration, Fp4Config, Fp4Error};
 
-/// Checks everything, then takes the dense weights out of the module one map at a time and puts
-/// packed ones in their place.
+/// Checks everything, then [packs](pack).
 pub(crate) fn quantize<M: Module>(
     module: &mut M,
     config: &Fp4Config,
     calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
     let decisions = select(module, config)?;
-    if !decisions.iter().any(|(_, decision)| matches!(decision, Decision::Quantize(_))) {
-        let reasons = decisions.iter().filter_map(|(parameter, decision)| match decision {
-            Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
-            Decision::Quantize(_) => None,
-        });
-        return Err(Fp4Error::NothingSelected(reasons.collect()));
-    }
+    check_selected(&decisions)?;
     if let Some(options) = &config.gptq {
         options.validate(&config.scheme).map_err(OpsError::from)?;
     }
     let inputs = inputs_by_id(&decisions, calibration)?;
-    let amaxes = measure(module, config, &decisions)?;
+    // No reference says what GPTQ makes of a value that is not finite.
+    let amaxes = measure(module, &decisions, config.gptq.is_some())?;
+    pack(module, &decisions, Source { amaxes, inputs, gptq: config.gptq, dense: None })
+}
 
-    let plans = || {
-        decisions.iter().filter_map(|(parameter, decision)| match decision {
+/// # Errors
+/// [`Fp4Error::NothingSelected`] with the reasons.
+pub(crate) fn check_selected(decisions: &[(Parameter, Decision)]) -> Result<(), Fp4Error> {
+    if decisions.iter().any(|(_, decision)| matches!(decision, Decision::Quantize(_))) {
+        return Ok(());
+    }
+    let reasons = decisions.iter().filter_map(|(parameter, decision)| match decision {
+        Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
+        Decision::Quantize(_) => None,
+    });
+    Err(Fp4Error::NothingSelected(reasons.collect()))
+}
+
+/// What packed weights are made from.
+#[derive(Default)]
+pub(crate) struct Source<'a> {
+    /// Of the weights whose tensor scale is made from it, by path.
+    pub(crate) amaxes: BTreeMap<String, f32>,
+    /// By parameter id.
+    pub(crate) inputs: BTreeMap<u64, Cow<'a, Gram>>,
+    pub(crate) gptq: Option<Gptq>,
+    /// The dense weights, in the order of the module, if not those that it stores.
+    pub(crate) dense: Option<VecDeque<Dense>>,
+}
+
+/// Takes the dense weights out of a module one map at a time, and puts packed ones in their place.
+pub(crate) fn pack<M: Module>(
+    module: &mut M,
+    decisions: &[(Parameter, Decision)],
+    source: Source<'_>,
+) -> Result<Fp4Report, Fp4Error> {
+    let plans: VecDeque<_> = decisions
+        .iter()
+        .filter_map(|(parameter, decision)| match decision {
             Decision::Quantize(plan) => Some((parameter, plan)),
             Decision::Keep(_) => None,
         })
-    };
+        .collect();
     // With the dense weights in a queue of their own, each can be freed as soon as it is packed.
     let mut take = Take {
         stack: Vec::new(),
-        wanted: plans().map(|(parameter, _)| parameter.path.clone()).collect(),
+        wanted: plans.iter().map(|(parameter, _)| parameter.path.clone()).collect(),
         dense: VecDeque::new(),
     };
     *module = module.clone().map(&mut take);
     let mut pack = Pack {
-        config,
-        inputs,
-        plans: plans().collect(),
-        dense: take.dense,
-        amaxes,
+        gptq: source.gptq,
+        inputs: source.inputs,
+        plans,
+        dense: source.dense.unwrap_or(take.dense),
+        amaxes: source.amaxes,
         packed: BTreeMap::new(),
         results: BTreeMap::new(),
         error: None,
     };
     *module = module.clone().apply_reparameterization(&mut pack);
     match pack.error {
-        None => report(&decisions, &pack.results, config),
+        None => report(decisions, &pack.results),
         Some(error) => Err(error),
     }
 }
@@ -97,11 +125,12 @@ fn inputs_by_id<'a>(
 
 /// amax of every weight that needs one: of its group where it shares a tensor scale.
 ///
-/// One read-back per device tells whether everything is finite.
-fn measure<M: Module>(
+/// One read-back per device tells whether everything is finite, which it has to be if its scheme or `reject`
+/// says so.
+pub(crate) fn measure<M: Module>(
     module: &M,
-    config: &Fp4Config,
     decisions: &[(Parameter, Decision)],
+    reject: bool,
 ) -> Result<BTreeMap<String, f32>, Fp4Error> {
     struct Measure<'a> {
         stack: Vec<String>,
@@ -130,37 +159,40 @@ fn measure<M: Module>(
         }
     }
 
-    let scheme = &config.scheme;
-    let from_amax = scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor;
-    // No reference says what GPTQ makes of a value that is not finite.
-    let reject = scheme.non_finite == NonFinite::Reject || config.gptq.is_some();
-    if !from_amax && !reject {
-        return Ok(BTreeMap::new());
-    }
+    let from_amax = |scheme: &Fp4Scheme| {
+        scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor
+    };
+    let rejects = |scheme: &Fp4Scheme| reject || scheme.non_finite == NonFinite::Reject;
     let wanted: BTreeMap<_, _> = decisions
         .iter()
         .filter_map(|(parameter, decision)| match decision {
-            Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
-            Decision::Keep(_) => None,
+            Decision::Quantize(plan) if from_amax(&plan.scheme) || rejects(&plan.scheme) => {
+                Some((parameter.path.as_str(), plan))
+            }
+            _ => None,
         })
         .collect();
+    if wanted.is_empty() {
+        return Ok(BTreeMap::new());
+    }
     let mut measure = Measure { stack: Vec::new(), wanted, amaxes: Vec::new(), error: None };
     module.visit(&mut measure);
     if let Some(error) = measure.error {
         return Err(error);
     }
-    let found: BTreeMap<_, _> =
+    let mut found: BTreeMap<_, _> =
         read_vectors(measure.amaxes)?.into_iter().map(|(path, amax)| (path, amax[0])).collect();
-    if reject && let Some((path, &found)) = found.iter().find(|(_, amax)| !amax.is_finite()) {
+    let refused = found
+        .iter()
+        .find(|(path, amax)| !amax.is_finite() && rejects(&measure.wanted[path.as_str()].scheme));
+    if let Some((path, &found)) = refused {
         let source = OpsError::NonFinite { found };
         return Err(Fp4Error::Parameter { path: path.clone(), source });
     }
-    if !from_amax {
-        return Ok(BTreeMap::new());
-    }
+    found.retain(|path, _| from_amax(&measure.wanted[path.as_str()].scheme));
     let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
     for (path, plan) in &measure.wanted {
-        if let Some(group) = &plan.shares {
+        if let (Some(group), true) = (&plan.shares, found.contains_key(*path)) {
             let largest = groups.entry(group).or_default();
             // NaN, once there, stays: a maximum of floats would drop it.
             if found[*path].is_nan() || found[*path] > *largest {
@@ -173,7 +205,9 @@ fn measure<M: Module>(
 }
 
 /// Reads vectors back, in one transfer per device.
-fn read_vectors(vectors: Vec<(String, Tensor<1>)>) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
+pub(crate) fn read_vectors(
+    vectors: Vec<(String, Tensor<1>)>,
+) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
     let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
     for (path, vector) in vectors {
         let device = vector.device();
@@ -197,8 +231,14 @@ fn read_vectors(vectors: Vec<(String, Tensor<1>)>) -> Result<BTreeMap<String, Ve
 }
 
 /// A dense weight of any rank.
-struct Dense {
+pub(crate) struct Dense {
     tensor: Box<dyn std::any::Any + Send>,
+}
+
+impl Dense {
+    pub(crate) fn new<const D: usize>(tensor: Tensor<D>) -> Self {
+        Self { tensor: Box::new(tensor) }
+    }
 }
 
 /// Takes the dense weights out of a module, in its order.
@@ -221,14 +261,14 @@ impl ModuleMapper for Take {
         }
         let tensor = param.base().without_autodiff();
         let dtype = tensor.dtype();
-        self.dense.push_back(Dense { tensor: Box::new(tensor) });
+        self.dense.push_back(Dense::new(tensor));
         placeholder(param, dtype)
     }
 }
 
 /// Attaches packed weights, in the order in which the dense ones were taken.
 struct Pack<'a> {
-    config: &'a Fp4Config,
+    gptq: Option<Gptq>,
     inputs: BTreeMap<u64, Cow<'a, Gram>>,
     plans: VecDeque<(&'a Parameter, &'a Plan)>,
     dense: VecDeque<Dense>,
@@ -281,7 +321,7 @@ impl Pack<'_> {
         plan: &Plan,
     ) -> Result<PackedWeight, OpsError> {
         // The weight was found finite, or was not to be looked at.
-        let mut scheme = self.config.scheme.with_non_finite(NonFinite::FollowReference);
+        let mut scheme = plan.scheme.with_non_finite(NonFinite::FollowReference);
         if let Some(&amax) = self.amaxes.get(path)
             && amax.is_finite()
         {
@@ -291,7 +331,7 @@ impl Pack<'_> {
         let (packed, chosen_by) = match self.packed.get(&id) {
             Some(tied) => tied.clone(),
             None => {
-                let chosen_by = self.chosen_by(id);
+                let chosen_by = self.chosen_by(id, scheme.search);
                 let tensor = self.quantize(id, chosen_by, dense, plan.layout.axis, &scheme)?;
                 self.packed
                     .entry(id)
@@ -308,9 +348,8 @@ impl Pack<'_> {
     }
 
     /// How a weight is quantized.
-    fn chosen_by(&self, id: u64) -> ChosenBy {
-        let search = self.config.scheme.search;
-        match (self.config.gptq, self.inputs.contains_key(&id)) {
+    fn chosen_by(&self, id: u64, search: ScaleSearch) -> ChosenBy {
+        match (self.gptq, self.inputs.contains_key(&id)) {
             (Some(options), true) => ChosenBy::Gptq(options),
             (None, true) => ChosenBy::Search(search),
             (Some(_), false) => ChosenBy::Search(ScaleSearch::Sse),
@@ -348,46 +387,33 @@ impl Pack<'_> {
 fn report(
     decisions: &[(Parameter, Decision)],
     results: &BTreeMap<String, Packed>,
-    config: &Fp4Config,
 ) -> Result<Fp4Report, Fp4Error> {
     let errors =
         results.iter().map(|(path, packed)| (path.clone(), packed.squared_error.clone())).collect();
     let errors = read_vectors(errors)?;
-    let parameters = decisions.iter().map(|(parameter, decision)| {
-        let values: usize = parameter.shape.iter().product();
-        let dtype = parameter.dtype.unwrap_or(DType::F32);
-        let bytes_before = values * dtype.size();
-        let (outcome, bytes_after) = match decision {
-            Decision::Keep(reason) => (Outcome::Kept { reason: reason.clone() }, bytes_before),
-            Decision::Quantize(plan) => {
-                let [squared_error, energy] = errors[&parameter.path][..] else {
-                    unreachable!("two sums for every weight")
-                };
-                let Packed { bytes, chosen_by, .. } = results[&parameter.path];
-                let scheme = match chosen_by {
-                    ChosenBy::Search(search) => config.scheme.with_search(search),
-                    ChosenBy::Gptq(_) => config.scheme.with_search(ScaleSearch::Amax),
-                };
-                let outcome = Outcome::Quantized {
-                    scheme,
-                    chosen_by,
-                    axis: plan.layout.axis,
-                    shares_scale_with: plan.shares.clone(),
-                    squared_error: squared_error.into(),
-                    energy: energy.into(),
-                };
-                // One stored value stands for the shape.
-                (outcome, bytes + dtype.size())
-            }
-        };
-        ParameterReport {
-            path: parameter.path.clone(),
-            container: parameter.container.clone(),
-            shape: parameter.shape.clone(),
-            dtype: format!("{dtype:?}").to_lowercase(),
-            outcome,
-            bytes_before,
-            bytes_after,
+    let parameters = decisions.iter().map(|(parameter, decision)| match decision {
+        Decision::Keep(reason) => {
+            parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes())
+        }
+        Decision::Quantize(plan) => {
+            let [squared_error, energy] = errors[&parameter.path][..] else {
+                unreachable!("two sums for every weight")
+            };
+            let Packed { bytes, chosen_by, .. } = results[&parameter.path];
+            let scheme = match chosen_by {
+                ChosenBy::Search(search) => plan.scheme.with_search(search),
+                ChosenBy::Gptq(_) => plan.scheme.with_search(ScaleSearch::Amax),
+            };
+            let outcome = Outcome::Quantized {
+                scheme,
+                chosen_by,
+                axis: plan.layout.axis,
+                shares_scale_with: plan.shares.clone(),
+                squared_error: squared_error.into(),
+                energy: energy.into(),
+            };
+            // One stored value stands for the shape.
+            parameter.report(outcome, bytes + parameter.stored_dtype().size())
         }
     });
     Ok(Fp4Report { parameters: parameters.collect() })

@@ -4,7 +4,8 @@ use burn_fp4_ops::{Fp4Scheme, Gptq, ScaleSearch};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
-/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4) did to every float parameter of a module.
+/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every float parameter
+/// of a module.
 ///
 /// Displayed it is a table; serialized it is all there is to know.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -50,6 +51,15 @@ pub enum Outcome {
         squared_error: f64,
         /// Sum of squares of the values before.
         energy: f64,
+    },
+    /// It is used as if it were, and trained.
+    FakeQuantized {
+        /// Format, rule and blocks.
+        scheme: Fp4Scheme,
+        /// Axis that its blocks run along.
+        axis: usize,
+        /// Whether its tensor scale is trained too.
+        learned: bool,
     },
     /// It was left as it was.
     Kept {
@@ -114,6 +124,8 @@ pub enum Reason {
     },
     /// It is quantized to FP4 already.
     AlreadyQuantized,
+    /// It was trained without fake quantization.
+    NotFakeQuantized,
     /// Something else is attached to it.
     Reparameterized {
         /// Its name.
@@ -136,6 +148,7 @@ impl fmt::Display for Reason {
                 write!(f, "axis {axis} of {length} is not a multiple of {block_size}")
             }
             Self::AlreadyQuantized => write!(f, "quantized already"),
+            Self::NotFakeQuantized => write!(f, "not fake-quantized"),
             Self::Reparameterized { name } => write!(f, "has `{name}` attached"),
             Self::PartOfReparameterization => write!(f, "belongs to an attachment"),
         }
@@ -164,7 +177,7 @@ impl ParameterReport {
             Outcome::Quantized { squared_error, energy, .. } => {
                 Some(relative(squared_error, energy))
             }
-            Outcome::Kept { .. } => None,
+            Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => None,
         }
     }
 }
@@ -204,7 +217,7 @@ impl Fp4Report {
                 Outcome::Quantized { squared_error, energy, .. } => {
                     (sums.0 + squared_error, sums.1 + energy)
                 }
-                Outcome::Kept { .. } => sums,
+                Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => sums,
             }
         });
         relative(error, energy)
@@ -238,6 +251,17 @@ impl fmt::Display for Fp4Report {
                     let error = parameter.relative_error().unwrap_or_default();
                     (outcome, format!("{:.3}", 100.0 * error))
                 }
+                Outcome::FakeQuantized { scheme, axis, learned } => {
+                    let learned = if *learned { ", tensor scale learned" } else { "" };
+                    let outcome = format!(
+                        "fake {} {} {} / {}, axis {axis}{learned}",
+                        scheme.format(),
+                        scheme.rule,
+                        scheme.search,
+                        scheme.block_size
+                    );
+                    (outcome, String::new())
+                }
                 Outcome::Kept { reason } => (format!("kept: {reason}"), String::new()),
             };
             table.add_row([
@@ -257,6 +281,13 @@ impl fmt::Display for Fp4Report {
             }
         }
         writeln!(f, "{table}")?;
+        let is_fake = |parameter: &&ParameterReport| {
+            matches!(parameter.outcome, Outcome::FakeQuantized { .. })
+        };
+        let fake = self.parameters.iter().filter(is_fake).count();
+        if fake > 0 {
+            return write!(f, "{fake} of {} parameters fake-quantized", self.parameters.len());
+        }
         write!(
             f,
             "{} of {} parameters quantized, {:.3} bits per weight, error {:.3} %, {} bytes of {}",

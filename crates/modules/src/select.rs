@@ -4,10 +4,12 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization};
 use burn::tensor::{Bool, DType, Int, Tensor};
 use burn_fp4_ops::search::SearchError;
 use burn_fp4_ops::search::formats::FormatError;
-use burn_fp4_ops::{Fp4Layout, OpsError, TensorScaling};
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, TensorScaling};
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
-use crate::{Fp4Config, Fp4Error, Indivisible, PackedWeight, Reason};
+use crate::fake_quant::FakeQuantSettings;
+use crate::report::{Outcome, ParameterReport, Reason};
+use crate::{FakeQuantWeight, Fp4Config, Fp4Error, Indivisible, PackedWeight};
 
 /// A float parameter as the walk found it.
 #[derive(Debug, Clone)]
@@ -24,7 +26,34 @@ pub(crate) struct Parameter {
     /// Name of what is attached to it.
     pub(crate) reparameterization: Option<String>,
     /// Whether it belongs to something attached to another parameter.
-    inside_reparameterization: bool,
+    pub(crate) inside_reparameterization: bool,
+    /// How it is fake-quantized.
+    pub(crate) fake_quantized: Option<FakeQuantSettings>,
+}
+
+impl Parameter {
+    /// The dtype of a parameter whose value was looked at.
+    pub(crate) fn stored_dtype(&self) -> DType {
+        self.dtype.unwrap_or(DType::F32)
+    }
+
+    /// Bytes of its dense values.
+    pub(crate) fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.stored_dtype().size()
+    }
+
+    /// What is reported of it.
+    pub(crate) fn report(&self, outcome: Outcome, bytes_after: usize) -> ParameterReport {
+        ParameterReport {
+            path: self.path.clone(),
+            container: self.container.clone(),
+            shape: self.shape.clone(),
+            dtype: format!("{:?}", self.stored_dtype()).to_lowercase(),
+            outcome,
+            bytes_before: self.bytes(),
+            bytes_after,
+        }
+    }
 }
 
 /// Every parameter of a module, in its order.
@@ -46,7 +75,7 @@ impl Walk {
     }
 
     /// Looks at shapes and dtypes, which initializes every parameter.
-    fn over_values<M: Module>(module: &M) -> Self {
+    pub(crate) fn over_values<M: Module>(module: &M) -> Self {
         let mut walk = Self { values: true, ..Self::default() };
         module.visit(&mut walk);
         walk
@@ -65,6 +94,10 @@ impl ModuleVisitor for Walk {
             // What is attached to a parameter is visited right after it.
             let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
             parameter.reparameterization = Some(name.to_owned());
+        }
+        if let Some(settings) = FakeQuantWeight::settings_of(container_type) {
+            let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
+            parameter.fake_quantized = Some(settings);
         }
         self.stack.push((name.to_owned(), container_type.to_owned()));
     }
@@ -97,6 +130,7 @@ impl ModuleVisitor for Walk {
                 .stack
                 .iter()
                 .any(|(_, container)| container == REPARAMETERIZATION),
+            fake_quantized: None,
         });
     }
 
@@ -124,6 +158,7 @@ pub(crate) struct Plan {
     pub(crate) layout: Fp4Layout,
     /// The group of parameters whose tensor scale it shares.
     pub(crate) shares: Option<String>,
+    pub(crate) scheme: Fp4Scheme,
 }
 
 /// Decides about every float parameter of a module.
@@ -145,9 +180,11 @@ pub(crate) fn select<M: Module>(
         let decision = match reason {
             Some(reason) => Decision::Keep(reason),
             None => match plan(&parameter, config)? {
-                Ok(layout) => {
-                    Decision::Quantize(Plan { layout, shares: groups.get(&index).cloned() })
-                }
+                Ok(layout) => Decision::Quantize(Plan {
+                    layout,
+                    shares: groups.get(&index).cloned(),
+                    scheme: config.scheme,
+                }),
                 Err(reason) => Decision::Keep(reason),
             },
         };

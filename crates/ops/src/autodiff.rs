@@ -1,15 +1,18 @@
-//! Gradients: they pass straight through fake quantization; nothing else here has one.
+//! Gradients: they pass straight through fake quantization, back through the Hadamard transform, and through
+//! a product as its recipe says; nothing else here has one.
 
+use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, AutodiffBackend};
 use burn::tensor::FloatDType;
-use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::host::Restore;
+use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, TrainRecipe, saturation, train};
 
 /// The same integers, seen by the inner backend.
 fn inner<B: Fp4Backend, C: CheckpointStrategy>(
@@ -50,12 +53,96 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
+        restore: Restore,
+        saturated: Saturated,
     ) -> FloatTensor<Self> {
+        /// What the gradients of saturating elements and of the amax are made from.
+        #[derive(Debug, Clone)]
+        struct Forward<B: Fp4Backend> {
+            values: FloatTensor<B>,
+            amax: FloatTensor<B>,
+            axis: usize,
+            scheme: Fp4Scheme,
+            saturated: Saturated,
+        }
+
         #[derive(Debug)]
         struct StraightThrough;
 
-        impl<B: Fp4Backend> Backward<B, 1> for StraightThrough {
-            type State = ();
+        impl<B: Fp4Backend> Backward<B, 2> for StraightThrough {
+            type State = Option<Forward<B>>;
+
+            fn backward(
+                self,
+                ops: Ops<Self::State, 2>,
+                grads: &mut Gradients,
+                _checkpointer: &mut Checkpointer,
+            ) {
+                let forward = ops.state;
+                let again = forward.clone();
+                binary::<B, _, _>(
+                    ops.parents,
+                    ops.node,
+                    grads,
+                    |grad| match forward {
+                        Some(Forward {
+                            values,
+                            amax,
+                            axis,
+                            scheme,
+                            saturated: Saturated::Zero,
+                        }) => {
+                            let beyond = saturation::beyond::<B>(values, amax, axis, scheme);
+                            B::float_mask_fill(grad, beyond, 0f32.into())
+                        }
+                        _ => grad,
+                    },
+                    |grad| {
+                        let Forward { values, amax, axis, scheme, .. } =
+                            again.expect("kept for a tracked amax");
+                        saturation::amax_gradient::<B>(grad, values, amax, axis, scheme)
+                    },
+                );
+            }
+        }
+
+        let (amax_tracked, amax_node) = (amax.is_tracked(), amax.node());
+        let amax = amax.into_primitive();
+        let (values, node) = values.into_parts();
+        let output = B::fp4_fake_quantize(
+            values.clone(),
+            amax.clone(),
+            axis,
+            scheme,
+            restore,
+            Saturated::PassThrough,
+        );
+        match StraightThrough.prepare::<C>([node, amax_node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => {
+                let kept = (amax_tracked || saturated == Saturated::Zero).then_some(Forward {
+                    values,
+                    amax,
+                    axis,
+                    scheme,
+                    saturated,
+                });
+                prepared.finish(kept, output)
+            }
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Orthogonal;
+
+        impl<B: Fp4Backend> Backward<B, 1> for Orthogonal {
+            type State = (usize, Hadamard, bool);
 
             fn backward(
                 self,
@@ -63,16 +150,74 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
                 grads: &mut Gradients,
                 _checkpointer: &mut Checkpointer,
             ) {
-                unary::<B, _>(ops.parents, ops.node, grads, |grad| grad);
+                let (axis, hadamard, inverse) = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+                    B::fp4_hadamard(grad, axis, hadamard, !inverse)
+                });
             }
         }
 
-        let amax = amax.into_primitive();
         let (values, node) = values.into_parts();
-        let output = B::fp4_fake_quantize(values, amax, axis, scheme);
-        match StraightThrough.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish((), output),
+        let output = B::fp4_hadamard(values, axis, hadamard, inverse);
+        match Orthogonal.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish((axis, hadamard, inverse), output),
             OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn fp4_train_product(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        recipe: TrainRecipe,
+        draw: Draw,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Product;
+
+        impl<B: Fp4Backend> Backward<B, 2> for Product {
+            type State = (Option<NodeId>, Option<NodeId>, TrainRecipe, Draw);
+
+            fn backward(
+                self,
+                ops: Ops<Self::State, 2>,
+                grads: &mut Gradients,
+                checkpointer: &mut Checkpointer,
+            ) {
+                let (input, weight, recipe, draw) = ops.state;
+                let mut output = |node: Option<NodeId>| {
+                    node.map(|node| checkpointer.retrieve_node_output::<FloatTensor<B>>(node))
+                };
+                let (input, weight) = (output(input), output(weight));
+                binary::<B, _, _>(
+                    ops.parents,
+                    ops.node,
+                    grads,
+                    |grad| {
+                        let weight = weight.expect("kept for a tracked input");
+                        train::input_gradient::<B>(grad, weight, &recipe, draw)
+                    },
+                    |grad| {
+                        let input = input.expect("kept for a tracked weight");
+                        train::weight_gradient::<B>(grad, input, &recipe, draw)
+                    },
+                );
+            }
+        }
+
+        let (input_tracked, weight_tracked) = (input.is_tracked(), weight.is_tracked());
+        let nodes = [input.node(), weight.node()];
+        match Product.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(mut prepared) => {
+                let kept_input = weight_tracked.then(|| prepared.checkpoint(&input));
+                let kept_weight = input_tracked.then(|| prepared.checkpoint(&weight));
+                let (input, weight) = (input.into_primitive(), weight.into_primitive());
+                let output = B::fp4_train_product(input, weight, recipe, draw);
+                prepared.finish((kept_input, kept_weight, recipe, draw), output)
+            }
+            OpsKind::UnTracked(prepared) => {
+                let (input, weight) = (input.into_primitive(), weight.into_primitive());
+                prepared.finish(B::fp4_train_product(input, weight, recipe, draw))
+            }
         }
     }
 

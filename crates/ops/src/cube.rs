@@ -13,11 +13,11 @@ use burn_fp4_cubecl::{
     quantize_by_hessian, quantize_weighted,
 };
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::host::View;
-use burn_fp4_search::{Fp4Scheme, ScaleSearch};
+use burn_fp4_search::host::{Restore, View};
+use burn_fp4_search::{Fp4Scheme, Hadamard, ScaleSearch};
 
 use crate::layout::amax_shape;
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, portable};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, portable};
 
 const CHECKED: &str = "callers check scheme and layout";
 
@@ -182,9 +182,11 @@ impl Fp4Backend for CubeBackend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
+        restore: Restore,
+        _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         if !has_kernels(&values) {
-            return portable::fake_quantize::<Self>(values, amax, axis, scheme);
+            return portable::fake_quantize::<Self>(values, amax, axis, scheme, restore);
         }
         let values = into_contiguous(values);
         let shape = values.meta.shape().clone();
@@ -198,6 +200,31 @@ impl Fp4Backend for CubeBackend {
             values.handle.clone(),
             amax,
             &problem,
+            restore,
+        )
+        .expect(CHECKED);
+        beside(&values, output, shape, values.dtype)
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        if !has_kernels(&values) {
+            return portable::hadamard::<Self>(values, axis, hadamard, inverse);
+        }
+        let values = into_contiguous(values);
+        let shape = values.meta.shape().clone();
+        let output = burn_fp4_cubecl::hadamard(
+            &values.client,
+            &Capability::of(&values.client),
+            values.handle.clone(),
+            View::along(&shape, axis),
+            kernel_dtype(values.dtype),
+            hadamard,
+            inverse,
         )
         .expect(CHECKED);
         beside(&values, output, shape, values.dtype)

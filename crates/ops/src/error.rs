@@ -56,6 +56,24 @@ pub enum OpsError {
         /// Axis that the weight is blocked along.
         axis: usize,
     },
+    /// A part of a training recipe is quantized in a way that its products cannot use.
+    #[error("recipe: {part}: {reason}")]
+    Recipe {
+        /// Weights, activations or gradients.
+        part: &'static str,
+        /// Why it does not fit.
+        reason: &'static str,
+    },
+    /// Two operands have different dtypes.
+    #[error("{what}: expected {expected:?} as the other operand, found {found:?}")]
+    Operands {
+        /// Which operand.
+        what: &'static str,
+        /// dtype of the other.
+        expected: DType,
+        /// Its own.
+        found: DType,
+    },
     /// A shape is not what the others ask for.
     #[error("{what}: expected shape {expected:?}, found {found:?}")]
     Shape {

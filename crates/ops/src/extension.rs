@@ -13,11 +13,12 @@ use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
-use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::host::Restore;
+use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
 
 #[cfg(feature = "cube")]
 use crate::layout;
-use crate::{Fp4Layout, portable};
+use crate::{Fp4Layout, Saturated, TrainRecipe, portable, train};
 
 /// A quantized tensor as a backend sees it.
 #[derive(Debug, Clone, ExtensionType)]
@@ -85,15 +86,42 @@ pub trait Fp4Backend: Backend {
         portable::dequantize::<Self>(packed, layout, dtype)
     }
 
-    /// What dequantization makes of quantization, in the dtype of the input.
+    /// What dequantization makes of quantization, in the dtype of the input. `saturated` is for gradients.
     #[fusion(dtype = values, shape = values)]
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
+        restore: Restore,
+        saturated: Saturated,
     ) -> FloatTensor<Self> {
-        portable::fake_quantize::<Self>(values, amax, axis, scheme)
+        let _ = saturated;
+        portable::fake_quantize::<Self>(values, amax, axis, scheme, restore)
+    }
+
+    /// Every 16 neighbours along an axis transformed, or back, in the dtype of the input.
+    #[fusion(dtype = values, shape = values)]
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        portable::hadamard::<Self>(values, axis, hadamard, inverse)
+    }
+
+    /// `input x weight`, `[M, K]` and `[K, N]`, of the same dtype, both quantized as a recipe says. `draw` is
+    /// for gradients.
+    #[fusion(default)]
+    fn fp4_train_product(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        recipe: TrainRecipe,
+        draw: Draw,
+    ) -> FloatTensor<Self> {
+        let _ = draw;
+        train::forward::<Self>(input, weight, &recipe)
     }
 
     /// `[2]` in f32: the sum of squared differences between a tensor and its packed form, and the

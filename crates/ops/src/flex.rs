@@ -4,10 +4,10 @@ use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, FloatDType, Shape, bf16, f16};
 use burn_flex::{FlexTensor, Layout};
-use burn_fp4_search::host::{HostElement, PackedView, View};
-use burn_fp4_search::{Fp4Scheme, Importance};
+use burn_fp4_search::host::{HostElement, PackedView, Restore, View};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, host};
 
 /// Binds `$T` to the element type of a dtype that callers have checked.
 macro_rules! with_element {
@@ -141,6 +141,8 @@ impl Fp4Backend for Flex {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
+        restore: Restore,
+        _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         let values = values.to_contiguous();
         let shape = values.layout().shape().clone();
@@ -149,7 +151,23 @@ impl Fp4Backend for Flex {
         with_element!(values.dtype(), T => {
             let mut output = vec![T::default(); view.len()];
             let values = slice::<T>(&values);
-            host::fake_quantize(values, view, slice::<f32>(&amax), &scheme, &mut output);
+            host::fake_quantize(values, view, slice::<f32>(&amax), &scheme, restore, &mut output);
+            tensor(output, shape)
+        })
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        let values = values.to_contiguous();
+        let shape = values.layout().shape().clone();
+        let view = View::along(&shape, axis);
+        with_element!(values.dtype(), T => {
+            let mut output = vec![T::default(); view.len()];
+            host::hadamard(slice::<T>(&values), view, hadamard, inverse, &mut output);
             tensor(output, shape)
         })
     }

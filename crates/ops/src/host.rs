@@ -1,8 +1,8 @@
 //! The host engine on slices of tensors, the same for every device whose memory is the host's.
 
 use burn::tensor::TensorData;
-use burn_fp4_search::host::{self, HostElement, PackedView, View};
-use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, TensorScaling};
+use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
+use burn_fp4_search::{BlockHessians, Fp4Scheme, Hadamard, Importance, TensorScaling};
 
 use crate::Fp4Layout;
 
@@ -57,9 +57,20 @@ pub(crate) fn fake_quantize<T: HostElement>(
     view: View,
     amax: &[f32],
     scheme: &Fp4Scheme,
+    restore: Restore,
     output: &mut [T],
 ) {
-    host::fake_quantize(values, view, scheme, amax, output).expect(CHECKED);
+    host::fake_quantize(values, view, scheme, amax, restore, output).expect(CHECKED);
+}
+
+pub(crate) fn hadamard<T: HostElement>(
+    values: &[T],
+    view: View,
+    hadamard: Hadamard,
+    inverse: bool,
+    output: &mut [T],
+) {
+    host::hadamard(values, view, hadamard, inverse, output).expect(CHECKED);
 }
 
 /// Calls `use_packed` with the slices of a packed tensor.

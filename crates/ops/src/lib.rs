@@ -17,6 +17,8 @@
 //! | `lib.rs`       | the functions a user calls                                                |
 //! | `tensor.rs`    | [`Fp4Tensor`]: codes and scales of a tensor                               |
 //! | `importance.rs`| quantization that knows the activations a weight meets                    |
+//! | `train.rs`     | products of quantized values, forward and backward                        |
+//! | `saturation.rs`| elements beyond the largest code, in gradients                            |
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
@@ -42,17 +44,23 @@ pub mod modelopt;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 pub mod portable;
+// Without autodiff nothing asks for gradients.
+#[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+mod saturation;
 mod tensor;
+#[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+mod train;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, FloatDType, Tensor};
+use burn_fp4_search::host::Restore;
 
 pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram, Importance,
-    NonFinite, ScaleRule, ScaleSearch, TensorScaling,
+    BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
+    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
@@ -60,7 +68,9 @@ pub use importance::{
     block_hessians, gram, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
 pub use layout::Fp4Layout;
+pub use saturation::Saturated;
 pub use tensor::Fp4Tensor;
+pub use train::TrainRecipe;
 
 /// Quantizes a tensor along an axis.
 ///
@@ -81,9 +91,7 @@ pub fn quantize<const D: usize>(
     scheme: &Fp4Scheme,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let values = values.without_autodiff();
-    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
-    check_dtype(&values)?;
-    Importance::Uniform.check(scheme, layout.shape[axis])?;
+    let layout = check_uniform(&values, axis, scheme)?;
     let amax = checked_amax(&values, axis, scheme)?;
     Ok(quantize_with_amax(values, layout, scheme, amax))
 }
@@ -112,16 +120,145 @@ pub fn fake_quantize<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Tensor<D>, OpsError> {
-    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
-    check_dtype(&values)?;
-    Importance::Uniform.check(scheme, layout.shape[axis])?;
+    check_uniform(&values, axis, scheme)?;
     let amax = checked_amax(&values.clone().without_autodiff(), axis, scheme)?;
-    Ok(Tensor::from_dispatch(Dispatch::fp4_fake_quantize(
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, Saturated::PassThrough))
+}
+
+/// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a calibrated
+/// activation has it, or a scale that is learned.
+///
+/// Nothing is read back, and NaN and infinity give what the references give. On an autodiff device the gradient
+/// of the values passes straight through, unless they saturate and `saturated` says otherwise; that of the amax
+/// is the one of learned step sizes (Esser et al., ICLR 2020) with codes and block scales as they are.
+///
+/// # Errors
+/// As [`quantize`]; [`OpsError::Shape`] if the amax is not one value.
+pub fn fake_quantize_with_amax<const D: usize>(
+    values: Tensor<D>,
+    amax: Tensor<1>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Result<Tensor<D>, OpsError> {
+    check_uniform(&values, axis, scheme)?;
+    let (expected, found) = (vec![1], amax.dims().to_vec());
+    if expected != found || scheme.tensor_scales(2) != 1 {
+        return Err(OpsError::Shape { what: "amax", expected, found });
+    }
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
+}
+
+/// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what the references
+/// give. Elements that saturate have the gradient that `saturated` says.
+///
+/// # Errors
+/// As [`quantize`], but for values that are not finite.
+pub fn fake_quantize_for_training<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Result<Tensor<D>, OpsError> {
+    check_uniform(&values, axis, scheme)?;
+    let follow = scheme.with_non_finite(NonFinite::FollowReference);
+    let amax = checked_amax(&values.clone().without_autodiff(), axis, &follow)?;
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
+}
+
+fn fake_quantize_unchecked<const D: usize>(
+    values: Tensor<D>,
+    amax: Tensor<1>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::fp4_fake_quantize(
         values.into_dispatch(),
         amax.into_dispatch(),
         axis,
         *scheme,
-    )))
+        Restore::Values,
+        saturated,
+    ))
+}
+
+/// Transforms every 16 neighbours along an axis, in the dtype of the input; see [`Hadamard`].
+///
+/// On an autodiff device the gradient is transformed back.
+///
+/// # Errors
+/// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as [`quantize`], [`OpsError::Search`] if 16 does
+/// not divide the axis.
+pub fn hadamard<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    hadamard: Hadamard,
+) -> Result<Tensor<D>, OpsError> {
+    transform(values, axis, hadamard, false)
+}
+
+/// The inverse of [`hadamard`], but for rounding.
+///
+/// # Errors
+/// As there.
+pub fn inverse_hadamard<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    hadamard: Hadamard,
+) -> Result<Tensor<D>, OpsError> {
+    transform(values, axis, hadamard, true)
+}
+
+fn transform<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    hadamard: Hadamard,
+    inverse: bool,
+) -> Result<Tensor<D>, OpsError> {
+    // Groups are as long as NVFP4's blocks.
+    Fp4Layout::new(&values.shape(), axis, &Fp4Scheme::nvfp4())?;
+    check_dtype(&values)?;
+    let values = values.into_dispatch();
+    Ok(Tensor::from_dispatch(Dispatch::fp4_hadamard(values, axis, hadamard, inverse)))
+}
+
+/// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product and, on an
+/// autodiff device, of those for both gradients quantized as a recipe says; see [`TrainRecipe`].
+///
+/// Gradients are rounded by random numbers of this draw: another one for every layer and step.
+///
+/// # Errors
+/// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe, [`OpsError::Contraction`] if K differs,
+/// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Operands`] if both have not the same,
+/// [`OpsError::TooLarge`] as [`quantize`].
+pub fn train_product<const D: usize>(
+    input: Tensor<D>,
+    weight: Tensor<2>,
+    recipe: &TrainRecipe,
+    draw: Draw,
+) -> Result<Tensor<D>, OpsError> {
+    recipe.validate()?;
+    let mut shape = input.dims();
+    let [channels, outputs] = weight.dims();
+    let found = shape[D - 1];
+    if found != channels {
+        return Err(OpsError::Contraction { input: found, weight: channels, axis: 0 });
+    }
+    check_dtype(&input)?;
+    if weight.dtype() != input.dtype() {
+        let (expected, found) = (input.dtype(), weight.dtype());
+        return Err(OpsError::Operands { what: "weight", expected, found });
+    }
+    let rows = shape[..D - 1].iter().product();
+    shape[D - 1] = outputs;
+    for shape in [[rows, channels], [channels, outputs], [rows, outputs]] {
+        // Padded to whole blocks.
+        layout::check_len(&shape.map(|dim: usize| dim.next_multiple_of(32)))?;
+    }
+    let input = input.reshape([rows, channels]).into_dispatch();
+    let product = Dispatch::fp4_train_product(input, weight.into_dispatch(), *recipe, draw);
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
 }
 
 /// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
@@ -188,6 +325,19 @@ fn checked_amax<const D: usize>(
         // The rule has no tensor scale, or its multiplier is given.
         _ => constant(1.0),
     })
+}
+
+/// # Errors
+/// As [`quantize`], but for values that are not finite.
+fn check_uniform<const D: usize>(
+    values: &Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Fp4Layout, OpsError> {
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_dtype(values)?;
+    Importance::Uniform.check(scheme, layout.shape[axis])?;
+    Ok(layout)
 }
 
 /// # Errors

@@ -7,11 +7,11 @@
 use burn::backend::NdArray;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{FloatDType, TensorData};
-use burn_fp4_search::host::{PackedView, View};
-use burn_fp4_search::{Fp4Scheme, Importance};
+use burn_fp4_search::host::{PackedView, Restore, View};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 use burn_ndarray::NdArrayTensor;
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, host};
 
 /// Binds the elements of a storage in row-major order; its type is not public, its methods are.
 macro_rules! with_slice {
@@ -115,13 +115,29 @@ impl Fp4Backend for NdArray {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
+        restore: Restore,
+        _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         let output = with_values(&values, |values, shape| {
             let mut output = vec![0.0f32; values.len()];
             with_values(&amax, |amax, _| {
                 let view = View::along(shape, axis);
-                host::fake_quantize(values, view, amax, &scheme, &mut output);
+                host::fake_quantize(values, view, amax, &scheme, restore, &mut output);
             });
+            TensorData::new(output, shape)
+        });
+        NdArrayTensor::from_data(output)
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        let output = with_values(&values, |values, shape| {
+            let mut output = vec![0.0f32; values.len()];
+            host::hadamard(values, View::along(shape, axis), hadamard, inverse, &mut output);
             TensorData::new(output, shape)
         });
         NdArrayTensor::from_data(output)

@@ -3,15 +3,17 @@
 //!
 //! Only comparisons, selections and single-rounded f32 arithmetic are used, so a backend whose f32
 //! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input. Searches
-//! that sum by fused multiply-adds, from [`ScaleSearch::Sse`] on, read the values back and run on the host.
+//! that sum by fused multiply-adds, from [`ScaleSearch::Sse`] on, and stochastic rounding read the values back and
+//! run on the host.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, Scalar, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
-use burn_fp4_search::host::View;
+use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{
-    Blocks, ErrorMetric, Fp4Scheme, Importance, ScaleRule, ScaleSearch, TensorFactor, TensorScaling,
+    Blocks, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule, ScaleSearch,
+    TensorFactor, TensorScaling,
 };
 
 use crate::{Fp4Layout, Fp4Primitive, host};
@@ -458,9 +460,10 @@ pub fn quantize<B: Backend>(
     }
 }
 
-/// Whether a search asks for what tensor operations lack, a fused multiply-add.
+/// Whether a scheme asks for what tensor operations lack: a fused multiply-add, or random numbers by counting.
 fn needs_host(scheme: &Fp4Scheme) -> bool {
     !matches!(scheme.search, ScaleSearch::Amax | ScaleSearch::FourOverSix { .. })
+        || scheme.rounding != Rounding::Nearest
 }
 
 /// Reads the values back and leaves the search to the host engine.
@@ -515,17 +518,61 @@ pub fn fake_quantize<B: Backend>(
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
+    restore: Restore,
 ) -> FloatTensor<B> {
     let (shape, dtype) = (values.shape().to_vec(), FloatDType::from(values.dtype()));
     if needs_host(&scheme) {
         let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
-        let packed = quantize_on_host::<B>(values, amax, axis, scheme);
+        let mut packed = quantize_on_host::<B>(values, amax, axis, scheme);
+        if restore == Restore::BlockScaled {
+            packed.tensor_scale = ones::<B>(&packed.tensor_scale);
+        }
         return dequantize::<B>(packed, layout, dtype);
     }
     let quantized = quantize_rows(rows::<B>(values, axis), amax, &scheme);
     let elements = quantized.codes.look_up(&E2M1_VALUES);
-    let restored = restore(&elements, &quantized.scales, &quantized.tensor_scale, scheme.format());
+    let tensor_scale = match restore {
+        Restore::Values => quantized.tensor_scale,
+        Restore::BlockScaled => from_bits(ones::<B>(&bits(&quantized.tensor_scale))),
+    };
+    let restored = self::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());
     from_rows(restored, &shape, axis, dtype)
+}
+
+/// Tensor scales of 1 in the place of others, in bits.
+fn ones<B: Backend>(like: &IntTensor<B>) -> IntTensor<B> {
+    let one = i64::from(1.0f32.to_bits());
+    B::int_full(like.shape(), one.into(), &like.device(), IntDType::I32)
+}
+
+/// See [`Fp4Backend::fp4_hadamard`](crate::Fp4Backend::fp4_hadamard). Products with a quarter are exact, so
+/// that it does not matter that they are not fused with the additions.
+pub fn hadamard<B: Backend>(
+    values: FloatTensor<B>,
+    axis: usize,
+    hadamard: Hadamard,
+    inverse: bool,
+) -> FloatTensor<B> {
+    const SIZE: usize = Hadamard::SIZE;
+    let (shape, dtype, device) = (values.shape(), values.dtype(), values.device());
+    let View { outer, axis, inner } = View::along(&shape, axis);
+    let groups = Shape::from(vec![outer * axis / SIZE, SIZE, inner]);
+    let values = B::float_reshape(B::float_cast(values, FloatDType::F32), groups.clone());
+    let mut sums = B::float_zeros(groups, &device, FloatDType::F32);
+    for term in 0..SIZE {
+        let factors: Vec<f32> = (0..SIZE)
+            .map(|sum| match inverse {
+                false => hadamard.factor(term, sum),
+                true => hadamard.factor(sum, term),
+            })
+            .collect();
+        let factors = B::float_from_data(TensorData::new(factors, [1, SIZE, 1]), &device);
+        let every = Slice::from(0..);
+        let slices = [every, Slice::from(term..term + 1), every];
+        let line = B::float_slice(values.clone(), &slices);
+        sums = B::float_add(sums, B::float_mul(line, factors));
+    }
+    B::float_cast(B::float_reshape(sums, shape), dtype.into())
 }
 
 /// See [`Fp4Backend::fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).

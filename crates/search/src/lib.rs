@@ -9,6 +9,9 @@
 //! |-------------------------|----------------------------------------------------------------------|
 //! | `scheme.rs`             | [`Fp4Scheme`], and which choices go together                         |
 //! | `rule.rs`               | the published rules: amax -> block scale, element -> code            |
+//! | `rounding.rs`           | [`Rounding`]: to the nearest code, or at random                      |
+//! | `philox.rs`             | random numbers by counting                                           |
+//! | `hadamard.rs`           | [`Hadamard`]: the transform before a product is quantized            |
 //! | `tensor_scale.rs`       | amax -> the pair of factors that stand for the tensor scale          |
 //! | `quantize.rs`           | **the reference quantizer**: slow, plain, the oracle for every engine |
 //! | `block.rs`, `point.rs`  | a block as the searches see it: elements, scales, units              |
@@ -38,6 +41,7 @@ mod error;
 mod four_over_six;
 mod gptq;
 mod gram;
+mod hadamard;
 mod hessian;
 pub mod host;
 mod importance;
@@ -45,8 +49,10 @@ mod joint;
 mod method;
 mod metrics;
 pub mod modelopt;
+pub mod philox;
 mod point;
 mod quantize;
+mod rounding;
 mod rule;
 mod scheme;
 mod sse;
@@ -59,10 +65,12 @@ pub use burn_fp4_formats as formats;
 pub use error::SearchError;
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
+pub use hadamard::Hadamard;
 pub use importance::{BlockHessians, Importance};
 pub use method::{Method, MethodRow};
 pub use metrics::Metrics;
 pub use quantize::{amax, quantize, quantize_by_importance, quantize_with_amax};
+pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{RuleRow, ScaleRule};
 pub use scheme::{Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleSearch};
 pub use tensor_scale::{TensorFactor, TensorScaling};

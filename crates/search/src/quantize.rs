@@ -4,8 +4,8 @@ use crate::block::{Block, lowest, top};
 use crate::importance::{BlockHessian, BlockImportance};
 use crate::point::{Point, Target};
 use crate::{
-    Fp4Scheme, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling, admm,
-    coordinate_descent, four_over_six, hessian, joint, sse,
+    Draw, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, TensorScaling,
+    admm, coordinate_descent, four_over_six, hessian, joint, sse, stochastic_code,
 };
 
 /// The amax that the tensor scale is made from: one value, or one per row.
@@ -97,12 +97,20 @@ pub fn quantize_by_importance(
                 scales[row * blocks + block] = scale;
                 let multiplier = scheme.rule.multiplier(scale, factor(row));
                 for (index, &element) in elements(row).iter().enumerate() {
-                    let code = match &values {
-                        None => scheme.rule.code(element, scale, multiplier),
-                        // Of zeros the positive one.
-                        Some(values) => E2M1.encode(values[index] + 0.0),
-                    };
                     let at = row * cols + block * scheme.block_size + index;
+                    let code = match (&values, scheme.rounding) {
+                        (None, Rounding::Nearest) => scheme.rule.code(element, scale, multiplier),
+                        (None, Rounding::Stochastic(draw)) => {
+                            let group = at as u32 / Draw::GROUP;
+                            let bits = draw.group(group)[at % Draw::GROUP as usize];
+                            stochastic_code(
+                                scheme.rule.normalized(element, scale, multiplier),
+                                bits,
+                            )
+                        }
+                        // Of zeros the positive one.
+                        (Some(values), _) => E2M1.encode(values[index] + 0.0),
+                    };
                     codes[at / 2] |= code << (4 * (at % 2));
                 }
             }

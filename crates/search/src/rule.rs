@@ -161,14 +161,19 @@ impl ScaleRule {
 
     /// The code of an element.
     pub fn code(self, element: f32, block_scale: u8, multiplier: f32) -> u8 {
+        E2M1.encode(self.normalized(element, block_scale, multiplier))
+    }
+
+    /// What an element is rounded from: -0 only if the rule keeps it.
+    pub(crate) fn normalized(self, element: f32, block_scale: u8, multiplier: f32) -> f32 {
         let normalized = match self {
             Self::NoTensorScale => element / E4M3.decode(block_scale),
             _ => element * multiplier,
         };
         if self.row().keeps_negative_zero || normalized < 0.0 {
-            E2M1.encode(normalized)
+            normalized
         } else {
-            E2M1.encode(normalized.abs())
+            normalized.abs()
         }
     }
 }

@@ -3,7 +3,7 @@ use core::fmt;
 use burn_fp4_formats::{E2M1, E4M3, FormatError, Fp4Format};
 use serde::{Deserialize, Serialize};
 
-use crate::{ScaleRule, SearchError, TensorScaling};
+use crate::{Rounding, ScaleRule, SearchError, TensorScaling};
 
 /// What shares a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -147,6 +147,8 @@ pub struct Fp4Scheme {
     pub blocks: Blocks,
     /// Which candidate scales are tried.
     pub search: ScaleSearch,
+    /// How elements become codes.
+    pub rounding: Rounding,
     /// Where the tensor scale comes from.
     pub tensor_scale: TensorScaling,
     /// What to do with NaN and infinity.
@@ -177,6 +179,7 @@ impl Fp4Scheme {
             block_size: rule.row().format.row().block_size,
             blocks: Blocks::Row,
             search: ScaleSearch::Amax,
+            rounding: Rounding::Nearest,
             tensor_scale: TensorScaling::Tensor,
             non_finite: NonFinite::Reject,
         }
@@ -203,6 +206,12 @@ impl Fp4Scheme {
     /// Sets the scale search.
     pub const fn with_search(mut self, search: ScaleSearch) -> Self {
         self.search = search;
+        self
+    }
+
+    /// Sets how elements become codes.
+    pub const fn with_rounding(mut self, rounding: Rounding) -> Self {
+        self.rounding = rounding;
         self
     }
 
@@ -266,6 +275,9 @@ impl Fp4Scheme {
             if self.tensor_scale == TensorScaling::Row {
                 return refuse("Blocks::Tile16x16", "the rows of a tile share its scale");
             }
+        }
+        if self.rounding != Rounding::Nearest && self.search != ScaleSearch::Amax {
+            return refuse("Rounding::Stochastic", "searches compare what nearest codes leave");
         }
         if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
             return refuse("Blocks::Tile16x16", "activations weigh the rows of a tile alike");

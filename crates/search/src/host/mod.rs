@@ -7,6 +7,7 @@
 mod coordinate_descent;
 mod dequantize;
 mod element;
+mod hadamard;
 mod hessian;
 mod point;
 mod quantize;
@@ -16,7 +17,10 @@ mod view;
 
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
-pub use quantize::{amax, fake_quantize, quantize, quantize_by_importance, quantize_packed};
+pub use hadamard::hadamard;
+pub use quantize::{
+    Restore, amax, fake_quantize, quantize, quantize_by_importance, quantize_packed,
+};
 pub(crate) use strip::nearest_element;
 pub use view::View;
 

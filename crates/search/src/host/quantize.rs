@@ -4,7 +4,9 @@ use rayon::prelude::*;
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, SEARCH_TASK, TASK, View};
 use crate::importance::BlockImportance;
-use crate::{Blocks, Fp4Scheme, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling};
+use crate::{
+    Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, TensorScaling,
+};
 use burn_fp4_formats::{Packed, TensorScale, check_length};
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
@@ -254,6 +256,12 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                         strip.find_amax();
                     }
                     strip.find_scales(scheme);
+                    if let Rounding::Stochastic(draw) = scheme.rounding {
+                        for block in 0..n {
+                            let at = (first + row) * view.axis + (start + block) * B;
+                            strip.draw(block, at, draw);
+                        }
+                    }
                     strip.find_codes(scheme);
                     scales[start..][..n].copy_from_slice(&strip.scales[..n]);
                     let codes = codes[start * B / 2..][..n * B / 2].chunks_exact_mut(B / 2);
@@ -284,6 +292,11 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                 strip.find_amax();
                 if scheme.blocks == Blocks::Tile16x16 {
                     strip.share_amax(n);
+                }
+                if let Rounding::Stochastic(draw) = scheme.rounding {
+                    for index in 0..n {
+                        strip.draw(index, (first + at + index) * view.axis + block * B, draw);
+                    }
                 }
                 strip.choose(scheme, importance, n);
                 for index in 0..n {
@@ -381,6 +394,17 @@ fn larger(a: f32, b: f32) -> f32 {
     f32::from_bits(a.to_bits().max(b.to_bits()))
 }
 
+/// How far fake quantization goes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Restore {
+    /// To values: `(element x block scale) x tensor scale`.
+    #[default]
+    Values,
+    /// To `element x block scale`, which bf16 and even shorter floats hold exactly: what a product of
+    /// quantized matrices multiplies, before it is multiplied with both tensor scales.
+    BlockScaled,
+}
+
 /// Writes what [`dequantize`](super::dequantize) makes of [`quantize`], without the packed form.
 ///
 /// # Errors
@@ -390,6 +414,7 @@ pub fn fake_quantize<T: HostElement>(
     view: View,
     scheme: &Fp4Scheme,
     amax: &[f32],
+    restore: Restore,
     output: &mut [T],
 ) -> Result<(), SearchError> {
     scheme.check_columns(view.axis)?;
@@ -402,7 +427,10 @@ pub fn fake_quantize<T: HostElement>(
         block_size: packed.block_size,
         codes: &packed.codes,
         scales: &packed.scales,
-        tensor_scale: packed.tensor_scale.as_slice(),
+        tensor_scale: match restore {
+            Restore::Values => packed.tensor_scale.as_slice(),
+            Restore::BlockScaled => &[1.0],
+        },
     };
     super::dequantize(packed, view, output)
 }

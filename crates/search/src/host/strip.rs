@@ -10,7 +10,7 @@ use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES, Fp4Format};
 use super::sse::sum_tiles;
 use crate::block::Unit;
 use crate::rule::{GIST_SMALLEST_SCALE, SIXTH};
-use crate::{ErrorMetric, Fp4Scheme, ScaleRule, TensorFactor};
+use crate::{Draw, ErrorMetric, Fp4Scheme, Rounding, ScaleRule, TensorFactor};
 
 /// Blocks of a strip. With f32 values, codes and scales it stays within the first-level cache.
 pub(super) const STRIP: usize = 32;
@@ -47,6 +47,8 @@ pub(super) struct Strip<const B: usize> {
     pub(super) multipliers: [f32; STRIP],
     /// All bits, or none where a NaN makes every code of the block 0.
     numbers: [u32; STRIP],
+    /// Random bits for stochastic rounding, in the order of the values.
+    random: [u16; STRIP * MAX_BLOCK],
 }
 
 impl<const B: usize> Strip<B> {
@@ -63,6 +65,7 @@ impl<const B: usize> Strip<B> {
             scales: [0; STRIP],
             multipliers: [1.0; STRIP],
             numbers: [!0; STRIP],
+            random: [0; STRIP * MAX_BLOCK],
         }
     }
 
@@ -245,33 +248,65 @@ impl<const B: usize> Strip<B> {
         }
     }
 
-    /// Finds the codes from the values, scales and multipliers.
+    /// Draws the random bits of a block whose first element has this number in the packed matrix.
+    #[inline(always)]
+    pub(super) fn draw(&mut self, block: usize, first: usize, draw: Draw) {
+        const GROUP: usize = Draw::GROUP as usize;
+        for group in 0..B / GROUP {
+            let bits = draw.group((first / GROUP + group) as u32);
+            for (element, bits) in bits.into_iter().enumerate() {
+                let k = group * GROUP + element;
+                let at = match self.order {
+                    Order::Along => block * B + k,
+                    Order::Across => k * STRIP + block,
+                };
+                self.random[at] = bits;
+            }
+        }
+    }
+
+    /// Finds the codes from the values, scales and multipliers; if rounding is stochastic, after
+    /// [`draw`](Self::draw).
     #[inline(always)]
     pub(super) fn find_codes(&mut self, scheme: &Fp4Scheme) {
-        if scheme.rule == ScaleRule::NoTensorScale {
-            self.round_elements(|value, scale| zero_if_nan(positive_zero(value / scale)));
-        } else if scheme.rule.row().keeps_negative_zero {
-            // The multiplier of an all-zero tensor may be infinite.
-            self.round_elements(|value, multiplier| zero_if_nan(value * multiplier));
-        } else {
-            self.round_elements(|value, multiplier| positive_zero(value * multiplier));
+        match scheme.rounding {
+            Rounding::Nearest => self.find_rounded(scheme, |value, _| round_to_e2m1(value)),
+            Rounding::Stochastic(_) => self.find_rounded(scheme, round_stochastically),
         }
     }
 
     #[inline(always)]
-    fn round_elements(&mut self, normalize: impl Fn(f32, f32) -> f32) {
+    fn find_rounded(&mut self, scheme: &Fp4Scheme, round: impl Fn(f32, u16) -> u32) {
+        if scheme.rule == ScaleRule::NoTensorScale {
+            self.round_elements(|value, scale| zero_if_nan(positive_zero(value / scale)), round);
+        } else if scheme.rule.row().keeps_negative_zero {
+            // The multiplier of an all-zero tensor may be infinite.
+            self.round_elements(|value, multiplier| zero_if_nan(value * multiplier), round);
+        } else {
+            self.round_elements(|value, multiplier| positive_zero(value * multiplier), round);
+        }
+    }
+
+    #[inline(always)]
+    fn round_elements(
+        &mut self,
+        normalize: impl Fn(f32, f32) -> f32,
+        round: impl Fn(f32, u16) -> u32,
+    ) {
         for (number, multiplier) in self.numbers.iter_mut().zip(&self.multipliers) {
             *number = if multiplier.is_nan() { 0 } else { !0 };
         }
         let values = &self.values[..STRIP * B];
+        let random = &self.random[..STRIP * B];
         match self.order {
             Order::Along => {
                 let codes = &mut self.codes[..STRIP * B];
                 let blocks = codes.chunks_exact_mut(B).zip(values.chunks_exact(B));
                 let factors = self.multipliers.iter().zip(&self.numbers);
-                for ((codes, values), (&multiplier, &number)) in blocks.zip(factors) {
-                    for (code, &value) in codes.iter_mut().zip(values) {
-                        *code = (round_to_e2m1(normalize(value, multiplier)) & number) as u8;
+                let blocks = blocks.zip(random.chunks_exact(B)).zip(factors);
+                for (((codes, values), random), (&multiplier, &number)) in blocks {
+                    for ((code, &value), &bits) in codes.iter_mut().zip(values).zip(random) {
+                        *code = (round(normalize(value, multiplier), bits) & number) as u8;
                     }
                 }
                 for (word, codes) in self.words.iter_mut().zip(codes.chunks_exact(8)) {
@@ -281,12 +316,14 @@ impl<const B: usize> Strip<B> {
             }
             Order::Across => {
                 let words = self.words[..STRIP * B / 8].chunks_exact_mut(STRIP);
-                for (words, lines) in words.zip(values.chunks_exact(8 * STRIP)) {
+                let lines = values.chunks_exact(8 * STRIP).zip(random.chunks_exact(8 * STRIP));
+                for (words, (lines, random)) in words.zip(lines) {
                     words.fill(0);
-                    for (index, line) in lines.chunks_exact(STRIP).enumerate() {
+                    let lines = lines.chunks_exact(STRIP).zip(random.chunks_exact(STRIP));
+                    for (index, (line, random)) in lines.enumerate() {
                         for (block, word) in words.iter_mut().enumerate() {
                             let normalized = normalize(line[block], self.multipliers[block]);
-                            *word |= round_to_e2m1(normalized) << (4 * index);
+                            *word |= round(normalized, random[block]) << (4 * index);
                         }
                     }
                     for (word, number) in words.iter_mut().zip(&self.numbers) {
@@ -475,6 +512,21 @@ fn round_to_e2m1(value: f32) -> u32 {
     steps.wrapping_add((binade - ONE) >> 22) | value.to_bits() >> 28 & 8
 }
 
+/// The E2M1 code of an f32 that is not NaN, see [`stochastic_code`](crate::stochastic_code).
+#[inline(always)]
+fn round_stochastically(value: f32, bits: u16) -> u32 {
+    const ONE: u32 = 1.0f32.to_bits();
+    let magnitude = value.abs();
+    let magnitude = if magnitude > 6.0 { 6.0 } else { magnitude };
+    // As in `round_to_e2m1`; what follows is exact.
+    let binade = (magnitude.to_bits() & 0x7F80_0000).max(ONE);
+    let steps = magnitude * f32::from_bits((255 << 23) - binade);
+    let below = steps as i32;
+    let way = steps - below as f32;
+    let up = i32::from(bits) as f32 + 0.5 < way * 65536.0;
+    (below as u32 + ((binade - ONE) >> 22) + up as u32) | value.to_bits() >> 28 & 8
+}
+
 /// The E2M1 value nearest to an f32 that is not NaN, ties to even; of zeros with the sign of the f32.
 #[inline(always)]
 pub(crate) fn nearest_element(value: f32) -> f32 {
@@ -553,6 +605,19 @@ mod tests {
                 assert_eq!(round_to_e2m1(value), code as u32, "{value:e}");
                 let nearest = nearest_element(value);
                 assert_eq!(nearest.to_bits(), E2M1.decode(code).to_bits(), "{value:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn e2m1_is_drawn_as_the_reference_draws() {
+        let eighths = (0..=56).map(|eighth| eighth as f32 / 8.0);
+        for magnitude in around(eighths.chain([1e-45, f32::MAX, f32::INFINITY])) {
+            for value in [magnitude, -magnitude] {
+                for bits in (0..=u16::MAX).step_by(97).chain([0, 1 << 13, u16::MAX]) {
+                    let expected = crate::stochastic_code(value, bits).into();
+                    assert_eq!(round_stochastically(value, bits), expected, "{value:e} {bits}");
+                }
             }
         }
     }

@@ -1,0 +1,100 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use burn_fp4_ops::{Draw, OpsError, TrainRecipe, train_product};
+
+/// A linear layer whose three products, forward and backward, multiply quantized values as a [`TrainRecipe`]
+/// says, by default NVIDIA's for pretraining in NVFP4. Its records are those of [`Linear`].
+///
+/// What is drawn for gradients depends on the seed and the number of forward passes on an autodiff device, of
+/// which clones share one count.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_modules::{Fp4TrainLinear, ops::TrainRecipe};
+///
+/// let device = Device::flex().autodiff();
+/// let layers = 8;
+/// let stack: Vec<_> = (0..layers)
+///     .map(|layer| {
+///         let linear = LinearConfig::new(64, 64).init(&device);
+///         // The last two in high precision.
+///         let recipe = TrainRecipe::NVFP4.for_layer(layer, layers, 2);
+///         Fp4TrainLinear::new(linear, recipe, layer as u64)
+///     })
+///     .collect::<Result<_, _>>()?;
+/// let output = stack.iter().fold(Tensor::<2>::ones([4, 64], &device), |x, layer| layer.forward(x));
+/// let gradients = output.sum().backward();
+/// # assert!(stack[0].weight.grad(&gradients).is_some());
+/// # Ok::<(), burn_fp4_modules::ops::OpsError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct Fp4TrainLinear {
+    /// `[d_input, d_output]`, in full precision.
+    pub weight: Param<Tensor<2>>,
+    /// `[d_output]`; it is added in full precision.
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    recipe: TrainRecipe,
+    #[module(skip)]
+    seed: u64,
+    #[module(skip)]
+    step: Arc<AtomicU64>,
+}
+
+impl Fp4TrainLinear {
+    /// Trains a layer by a recipe; the seed is for what is drawn, and should be another for every layer.
+    ///
+    /// # Errors
+    /// [`OpsError`] for an inconsistent recipe.
+    pub fn new(linear: Linear, recipe: TrainRecipe, seed: u64) -> Result<Self, OpsError> {
+        recipe.validate()?;
+        let Linear { weight, bias, .. } = linear;
+        Ok(Self { weight, bias, recipe, seed, step: Arc::default() })
+    }
+
+    /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`.
+    ///
+    /// # Panics
+    /// If the last axis of the input is not `d_input`, or its dtype is not that of the weight.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let step = match input.device().is_autodiff() {
+            true => self.step.fetch_add(1, Ordering::Relaxed),
+            false => 0,
+        };
+        let draw = Draw { seed: self.seed, step };
+        let output = train_product(input, self.weight.val(), &self.recipe, draw);
+        let output = output.unwrap_or_else(|error| panic!("Fp4TrainLinear: {error}"));
+        match &self.bias {
+            Some(bias) => output + bias.val().unsqueeze(),
+            None => output,
+        }
+    }
+
+    /// What is quantized, and how.
+    pub fn recipe(&self) -> &TrainRecipe {
+        &self.recipe
+    }
+
+    /// Forward passes so far: what a resumed training has to [set](Self::set_step) to draw on.
+    pub fn step(&self) -> u64 {
+        self.step.load(Ordering::Relaxed)
+    }
+
+    /// Sets the number of forward passes, of this layer and its clones.
+    pub fn set_step(&self, step: u64) {
+        self.step.store(step, Ordering::Relaxed);
+    }
+}
+
+impl From<Linear> for Fp4TrainLinear {
+    /// By NVIDIA's recipe, seeded by the id of the weight, which is another in every run.
+    fn from(linear: Linear) -> Self {
+        let seed = linear.weight.id.val();
+        Self::new(linear, TrainRecipe::NVFP4, seed).expect("a consistent recipe")
+    }
+}

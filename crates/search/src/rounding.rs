@@ -1,0 +1,77 @@
+//! How elements become codes, given their scale.
+
+use burn_fp4_formats::{E2M1, E2M1_VALUES};
+use serde::{Deserialize, Serialize};
+
+use crate::philox::philox;
+
+/// How an element becomes a code, given the scale of its block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rounding {
+    /// The nearest code, of two the even one.
+    #[default]
+    Nearest,
+    /// One of the two codes around it, at random: the nearer one is the likelier, so that the mean over many
+    /// draws is the element itself. Scales are rounded to nearest all the same.
+    Stochastic(Draw),
+}
+
+/// What random numbers are drawn for a tensor: the same for every engine, device and launch.
+///
+/// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter `(index / 8, 0, step)`, where
+/// `index` counts the elements of the packed matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Draw {
+    /// Which sequence.
+    pub seed: u64,
+    /// Where in the sequence; a training step, for example.
+    pub step: u64,
+}
+
+impl Draw {
+    /// Elements that four words of 32 bits serve.
+    pub const GROUP: u32 = 8;
+
+    /// The key.
+    pub const fn key(self) -> [u32; 2] {
+        [self.seed as u32, (self.seed >> 32) as u32]
+    }
+
+    /// The last two words of the counter.
+    pub const fn counter(self) -> [u32; 2] {
+        [self.step as u32, (self.step >> 32) as u32]
+    }
+
+    /// The random bits of eight neighbouring elements, the first a multiple of eight.
+    #[inline(always)]
+    pub fn group(self, group: u32) -> [u16; Self::GROUP as usize] {
+        let [low, high] = self.counter();
+        let words = philox([group, 0, low, high], self.key());
+        core::array::from_fn(|element| (words[element / 2] >> (16 * (element % 2))) as u16)
+    }
+
+    /// Another sequence of the same seed, for example for another tensor of the same step.
+    pub fn stream(self, stream: u64) -> Self {
+        let [a, b, c, d] = [stream as u32, (stream >> 32) as u32, u32::MAX, u32::MAX];
+        let [low, high, ..] = philox([a, b, c, d], self.key());
+        Self { seed: u64::from(high) << 32 | u64::from(low), ..self }
+    }
+}
+
+/// The E2M1 code of an element, rounded up in magnitude if `(bits + 1/2) / 2^16` is less than how far it is
+/// on its way from the code below to the code above; a NaN gives 0.
+pub fn stochastic_code(element: f32, bits: u16) -> u8 {
+    if element.is_nan() {
+        return 0;
+    }
+    let magnitude = element.abs().min(E2M1.max_value());
+    let below = E2M1_VALUES[..8].iter().rposition(|&value| value <= magnitude).expect("0 is one");
+    let way = match E2M1_VALUES[..8].get(below + 1) {
+        Some(above) => (magnitude - E2M1_VALUES[below]) / (above - E2M1_VALUES[below]),
+        None => 0.0,
+    };
+    let up = f32::from(bits) + 0.5 < way * 65536.0;
+    let sign = if element.is_sign_negative() { 8 } else { 0 };
+    sign | (below as u8 + u8::from(up))
+}

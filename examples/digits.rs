@@ -7,6 +7,8 @@ use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
+use crate::random::Random;
+
 /// Pixels of an image, 8 x 8.
 pub const PIXELS: usize = 64;
 
@@ -74,12 +76,12 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// A network that has learned nothing yet.
-    pub fn new(device: &Device) -> Self {
+    /// A network that has learned nothing yet, with two hidden layers of these widths.
+    pub fn new(device: &Device, [first, second]: [usize; 2]) -> Self {
         Self {
-            input: LinearConfig::new(PIXELS, 256).init(device),
-            hidden: LinearConfig::new(256, 128).init(device),
-            output: LinearConfig::new(128, 10).init(device),
+            input: LinearConfig::new(PIXELS, first).init(device),
+            hidden: LinearConfig::new(first, second).init(device),
+            output: LinearConfig::new(second, 10).init(device),
             relu: Relu::new(),
         }
     }
@@ -100,11 +102,13 @@ impl Classifier {
         correct as f64 / all.len() as f64
     }
 
-    /// Trains by Adam, calling `progress` with the loss after each epoch.
+    /// Trains by Adam in an order that depends on a seed, calling `progress` with the loss after each epoch.
     pub fn train_on(
         mut self,
         digits: &Digits,
         epochs: usize,
+        learning_rate: f64,
+        seed: u64,
         device: &Device,
         mut progress: impl FnMut(f64),
     ) -> Self {
@@ -113,22 +117,16 @@ impl Classifier {
         let loss_function = CrossEntropyLossConfig::new().init(device);
         let mut optimizer = AdamConfig::new().init();
         let mut order: Vec<_> = (0..digits.len()).collect();
-        let mut random = 1u64;
+        let mut random = Random::new(seed);
         for _ in 0..epochs {
-            // Fisher and Yates, with a generator of Marsaglia's.
-            for last in (1..order.len()).rev() {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                order.swap(last, (random % (last as u64 + 1)) as usize);
-            }
+            random.shuffle(&mut order);
             let mut sum = 0.0;
             for indices in order.chunks(BATCH) {
                 let (images, labels) = digits.batch(indices, device);
                 let loss = loss_function.forward(self.forward(images), labels);
                 sum += loss.clone().into_scalar::<f64>() * indices.len() as f64;
                 let gradients = GradientsParams::from_grads(loss.backward(), &self);
-                self = optimizer.step(1e-3, self, gradients);
+                self = optimizer.step(learning_rate, self, gradients);
             }
             progress(sum / digits.len() as f64);
         }

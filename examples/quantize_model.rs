@@ -9,7 +9,7 @@ use burn_fp4::{
 };
 use clap::{Parser, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
-use examples::{Classifier, Digits};
+use examples::digits::{Classifier, Digits};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -71,8 +71,8 @@ fn main() -> Result<()> {
 
     let bar = ProgressBar::new(arguments.epochs as u64);
     bar.set_style(ProgressStyle::with_template("training {wide_bar} {pos}/{len} epochs, {msg}")?);
-    let model = Classifier::new(&device.clone().autodiff());
-    let model = model.train_on(&train, arguments.epochs, &device, |loss| {
+    let model = Classifier::new(&device.clone().autodiff(), [256, 128]);
+    let model = model.train_on(&train, arguments.epochs, 1e-3, 0, &device, |loss| {
         bar.set_message(format!("loss {loss:.4}"));
         bar.inc(1);
     });

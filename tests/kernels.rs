@@ -74,13 +74,7 @@ impl Device {
                 .expect("a plan");
         let restored =
             dequantize(&self.client, &self.capability, packed.clone(), &problem).expect("a plan");
-        let fake = |restore| {
-            let (values, amax) = (values.clone(), largest.clone());
-            fake_quantize(&self.client, &self.capability, values, amax, &problem, restore)
-                .expect("a plan")
-        };
-        let block_scaled = fake(Restore::BlockScaled);
-        let fake = fake(Restore::Values);
+        let fake = self.fake_quantize(values.clone(), largest, &problem, Restore::Values);
 
         let rows = packed_rows(&dense.to_f32(), view);
         let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
@@ -90,12 +84,34 @@ impl Device {
         let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
         assert_bits(&what, &self.floats(restored, dtype), &exact);
         assert_bits(&format!("fake {what}"), &self.floats(fake, dtype), &exact);
-        let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..expected.clone() };
-        let exact = dense_order(&unscaled.dequantize(), view);
-        let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
-        assert_bits(&format!("block-scaled {what}"), &self.floats(block_scaled, dtype), &exact);
         self.check_squared_error(&what, dense, values, packed, &problem, &expected);
         view.len()
+    }
+
+    fn fake_quantize(
+        &self,
+        values: Handle,
+        amax: Handle,
+        problem: &Problem,
+        restore: Restore,
+    ) -> Handle {
+        fake_quantize(&self.client, &self.capability, values, amax, problem, restore)
+            .expect("a plan")
+    }
+
+    /// Without the tensor scale, against the oracle.
+    fn check_block_scaled(&self, dense: &Dense, view: View, scheme: Fp4Scheme) {
+        let dtype = KernelDtype::F32;
+        let problem = Problem { view, dtype, scheme };
+        let values = self.upload(dense);
+        let (client, device) = (&self.client, &self.capability);
+        let largest = amax(client, device, values.clone(), view, dtype, false).expect("a plan");
+        let found = self.fake_quantize(values, largest, &problem, Restore::BlockScaled);
+        let rows = packed_rows(&dense.to_f32(), view);
+        let packed = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
+        let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..packed };
+        let exact = dense_order(&unscaled.dequantize(), view);
+        assert_bits(&format!("{problem:?}"), &self.floats(found, dtype), &exact);
     }
 
     fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
@@ -365,6 +381,18 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
             for scheme in few_schemes() {
                 device.check_view("shape", &dense, view, scheme);
             }
+        }
+    }
+}
+
+#[test]
+fn fake_quantization_may_leave_the_tensor_scale_out() {
+    let device = Device::new();
+    let dense = Dense::new(64, 96, &Kind::Outliers.values(64 * 96, 6), Dtype::F32);
+    let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+    for scheme in [tiles, Fp4Scheme::mxfp4(), Fp4Scheme::nvfp4().with_rounding(STOCHASTIC)] {
+        for axis in [0, 1] {
+            device.check_block_scaled(&dense, View::along(&[64, 96], axis), scheme);
         }
     }
 }

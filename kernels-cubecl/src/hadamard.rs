@@ -90,44 +90,45 @@ fn hadamard_kernel<E: Int, M: Size, F: Float, N: Size>(
         let mut elements = load_blocks::<E, M>(values, &place, &extent, SIZE, share);
         #[unroll]
         for row in 0..share.rows {
-            if comptime!(!inverse) {
-                change_signs(&mut elements, row * SIZE, signs);
-            }
+            let start = comptime!(row * SIZE);
             let mut sums = Array::<f32>::new(comptime!(SIZE as usize));
             #[unroll]
             for at in 0..SIZE {
+                // 1/4, with the sign that all terms of a sum share on the way back.
+                let quarter = if comptime!(inverse) {
+                    f32::reinterpret(0x3E80_0000u32 | sign_bit(signs, at))
+                } else {
+                    0.25f32.runtime()
+                };
                 let mut sum = 0.0f32.runtime();
                 #[unroll]
                 for term in 0..SIZE {
-                    let factor = comptime!(plain_factor(term, at));
-                    sum = fma(elements[comptime!((row * SIZE + term) as usize)], factor, sum);
+                    let value = elements[comptime!((start + term) as usize)];
+                    let bits = u32::reinterpret(value);
+                    let signed = if comptime!(inverse) {
+                        value
+                    } else {
+                        f32::reinterpret(bits ^ sign_bit(signs, term))
+                    };
+                    if comptime!((term & at).count_ones().is_multiple_of(2)) {
+                        sum = fma(signed, quarter, sum);
+                    } else {
+                        sum = fma(signed, -quarter, sum);
+                    }
                 }
                 sums[comptime!(at as usize)] = sum;
             }
-            if comptime!(inverse) {
-                change_signs(&mut sums, 0u32, signs);
-            }
             #[unroll]
             for at in 0..SIZE {
-                elements[comptime!((row * SIZE + at) as usize)] = sums[comptime!(at as usize)];
+                elements[comptime!((start + at) as usize)] = sums[comptime!(at as usize)];
             }
         }
         store_blocks::<F, N>(&elements, output, &place, &extent, SIZE, share);
     }
 }
 
-/// An element of the matrix without signs.
-fn plain_factor(term: u32, sum: u32) -> f32 {
-    Hadamard { signs: 0 }.factor(term as usize, sum as usize)
-}
-
-/// Negates those of 16 elements whose bit is set.
+/// The sign bit of one of 16 signs.
 #[cube]
-fn change_signs(elements: &mut Array<f32>, #[comptime] start: u32, signs: u32) {
-    #[unroll]
-    for index in 0..SIZE {
-        let at = comptime!((start + index) as usize);
-        let sign = ((signs >> index) & 1u32) << 31u32;
-        elements[at] = f32::reinterpret(u32::reinterpret(elements[at]) ^ sign);
-    }
+fn sign_bit(signs: u32, #[comptime] index: u32) -> u32 {
+    ((signs >> index) & 1u32) << 31u32
 }

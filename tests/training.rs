@@ -244,7 +244,13 @@ fn gradients_are_those_of_the_dense_model_at_the_rounded_weights() {
                 assert!(rounded.first.weight.reparameterization::<FakeQuantWeight>().is_none());
                 let (found, expected) = (gradients(&net, &x), gradients(&rounded, &x));
                 for (found, expected) in found.iter().zip(&expected) {
-                    assert_bits(&format!("{name} {scheme:?}"), found, expected);
+                    let what = format!("{name} {scheme:?}");
+                    if name == "cuda" {
+                        // Burn picks its products there by measuring, and they differ in order.
+                        assert_near(&what, found, expected, 1e-5);
+                    } else {
+                        assert_bits(&what, found, expected);
+                    }
                 }
             }
         }
@@ -601,13 +607,24 @@ impl Matrix {
         Self::new(padded.rows, padded.cols, &output)
     }
 
-    fn check(&self, what: &str, found: &[f32]) {
-        let scale = self.values.iter().fold(0.0f64, |a, b| a.max(b.abs()));
-        assert_eq!(found.len(), self.values.len(), "{what}");
-        for (at, (&expected, &found)) in self.values.iter().zip(found).enumerate() {
-            let near = (expected - f64::from(found)).abs() <= 2e-6 * scale;
-            assert!(near, "{what}, element {at}: {found}, not {expected} (of {scale})");
-        }
+    fn check(&self, what: &str, found: &[f32], tolerance: f64) {
+        let expected: Vec<_> = self.values.iter().map(|&value| value as f32).collect();
+        assert_near(what, found, &expected, tolerance);
+    }
+}
+
+/// What f32 products may differ by, in units of the largest.
+const ROUNDING: f64 = 2e-6;
+
+/// The same on CUDA, where Burn rounds factors to 11 bits; those that are quantized are shorter.
+const ROUNDING_OF_FACTORS: f64 = 1e-3;
+
+fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f64) {
+    let scale = expected.iter().fold(0.0f32, |a, b| a.max(b.abs()));
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (at, (&expected, &found)) in expected.iter().zip(found).enumerate() {
+        let near = f64::from(expected - found).abs() <= tolerance * f64::from(scale);
+        assert!(near, "{what}, element {at}: {found}, not {expected} (of {scale})");
     }
 }
 
@@ -653,22 +670,28 @@ fn products_multiply_the_values_that_the_recipe_names() {
                     };
                     recipe.gradients.map(|scheme| scheme.with_rounding(rounding))
                 };
+                let TrainRecipe { weights, activations, gradients: of_gradients, .. } = recipe;
+                let quantizes = activations.is_some() || of_gradients.is_some();
+                let all = weights.is_some() && activations.is_some() && of_gradients.is_some();
+                let tolerance = match name {
+                    "cuda" if !all => ROUNDING_OF_FACTORS,
+                    _ => ROUNDING,
+                };
                 // Along K, N and M: the contracted axis of each operand down its columns.
                 let pad = |x: &Matrix| x.padded(32);
                 let what = |product| format!("{name} {m} {k} {n}, {product} of {recipe:?}");
                 let xq = pad(&x.transposed().quantized(recipe.activations)).transposed();
                 let wq = pad(&w.quantized(recipe.weights));
-                xq.times(&wq).check(&what("output"), &floats(y));
+                xq.times(&wq).check(&what("output"), &floats(y), tolerance);
                 let gq = pad(&g.transposed().quantized(drawn(0))).transposed();
                 let wq = pad(&w.transposed().quantized(recipe.weights));
                 let dx = floats(input.grad(&gradients).unwrap());
-                gq.times(&wq).check(&what("input gradient"), &dx);
-                let quantizes = recipe.activations.is_some() || recipe.gradients.is_some();
+                gq.times(&wq).check(&what("input gradient"), &dx, tolerance);
                 let transform = recipe.hadamard.filter(|_| quantizes);
                 let xq = pad(&x.hadamard(transform).quantized(recipe.activations));
                 let gq = pad(&g.hadamard(transform).quantized(drawn(1)));
                 let dw = floats(weight.grad(&gradients).unwrap());
-                xq.transposed().times(&gq).check(&what("weight gradient"), &dw);
+                xq.transposed().times(&gq).check(&what("weight gradient"), &dw, tolerance);
             }
         }
     }
@@ -701,10 +724,9 @@ fn train_linear_is_a_linear_with_records_of_one() {
         // Without any part of the recipe it is the layer it was made from.
         let plain = Fp4TrainLinear::new(linear.clone(), TrainRecipe::HIGH_PRECISION, 0).unwrap();
         let gradient = |y: Tensor<3>| floats(x.grad(&y.powf_scalar(2.0).sum().backward()).unwrap());
+        let tolerance = if name == "cuda" { ROUNDING_OF_FACTORS } else { ROUNDING };
         let close = |found: Vec<f32>, expected: Vec<f32>| {
-            for (found, expected) in found.iter().zip(&expected) {
-                assert!((found - expected).abs() < 1e-4, "{name}: {found}, not {expected}");
-            }
+            assert_near(name, &found, &expected, tolerance);
         };
         close(floats(plain.forward(x.clone())), floats(linear.forward(x.clone())));
         close(gradient(plain.forward(x.clone())), gradient(linear.forward(x.clone())));

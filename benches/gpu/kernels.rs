@@ -5,12 +5,12 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype, Problem, amax, cubecl, dequantize, fake_quantize, quantize,
+    Capability, Dtype, Problem, amax, cubecl, dequantize, fake_quantize, hadamard, quantize,
     quantize_by_hessian,
 };
 use burn_fp4_formats::bf16;
-use burn_fp4_search::host::View;
-use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, ScaleSearch};
+use burn_fp4_search::host::{Restore, View};
+use burn_fp4_search::{BlockHessians, Blocks, Draw, Fp4Scheme, Hadamard, Rounding, ScaleSearch};
 
 use crate::check::upload;
 use crate::{Arguments, median_seconds};
@@ -49,6 +49,8 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             let searched = along(Fp4Scheme::nvfp4().with_search(search));
             let sse = |problem: &Problem| along(problem.scheme.with_search(ScaleSearch::Sse));
             let (nvfp4_sse, mxfp4_sse, tiles_sse) = (sse(&nvfp4), sse(&mxfp4), sse(&tiles));
+            let drawn =
+                along(Fp4Scheme::nvfp4().with_rounding(Rounding::Stochastic(Draw::default())));
             let largest = measured(&nvfp4).expect("a plan");
             let packed = |problem: &Problem| {
                 quantize(client, &device, values.clone(), largest.clone(), problem).expect("a plan")
@@ -69,6 +71,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                 ("nvfp4 sse", &nvfp4_sse),
                 ("mxfp4 sse", &mxfp4_sse),
                 ("nvfp4 tiles sse", &tiles_sse),
+                ("nvfp4 drawn", &drawn),
             ] {
                 row(&name(scheme), bytes(problem), &|| drop(packed(problem)));
             }
@@ -88,6 +91,10 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                     });
                 }
             }
+            row(&name("hadamard"), 2 * dense_bytes, &|| {
+                let (values, transform) = (values.clone(), Hadamard::default());
+                drop(hadamard(client, &device, values, view, Dtype::Bf16, transform, false));
+            });
             for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
                 let dequantized = name(&format!("dequantize {scheme}"));
                 if wanted(&dequantized) {

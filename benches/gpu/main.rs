@@ -5,6 +5,8 @@ mod check;
 mod kernels;
 #[cfg(feature = "cuda")]
 mod model;
+#[cfg(feature = "cuda")]
+mod train;
 
 use std::time::Instant;
 
@@ -32,6 +34,10 @@ struct Arguments {
     /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.
     #[arg(long, default_value_t = 1024)]
     model: usize,
+    #[cfg(feature = "cuda")]
+    /// Measure steps of training too.
+    #[arg(long)]
+    train: bool,
     /// Print an array of objects instead of a table.
     #[arg(long)]
     json: bool,
@@ -53,6 +59,10 @@ fn main() {
     #[cfg(feature = "cuda")]
     if arguments.model > 0 {
         model::measure(&arguments, &mut rows);
+    }
+    #[cfg(feature = "cuda")]
+    if arguments.train {
+        train::measure(&arguments, &mut rows);
     }
     print(&rows, arguments.json);
 }

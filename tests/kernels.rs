@@ -7,9 +7,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, UNITS, amax, cubecl,
-    dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_weighted,
-    squared_error,
+    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, UNITS, amax,
+    cubecl, dequantize, fake_quantize, gemv, hadamard, quantize, quantize_by_hessian,
+    quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
@@ -112,6 +112,72 @@ impl Device {
         let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..packed };
         let exact = dense_order(&unscaled.dequantize(), view);
         assert_bits(&format!("{problem:?}"), &self.floats(found, dtype), &exact);
+    }
+
+    fn check_product(
+        &self,
+        inputs: usize,
+        outputs: usize,
+        channels: usize,
+        scheme: Fp4Scheme,
+        dtype: Dtype,
+        bias: bool,
+    ) {
+        let random = |rows, cols, seed| {
+            Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
+        };
+        let (weight, input) = (random(outputs, channels, 1), random(inputs, channels, 2));
+        let added = random(1, outputs, 3);
+        let kernel_dtype = match dtype {
+            Dtype::F32 => KernelDtype::F32,
+            Dtype::F16 => KernelDtype::F16,
+            Dtype::Bf16 => KernelDtype::Bf16,
+        };
+        let packed = oracle(&weight.to_f32(), outputs, channels, &scheme).expect("valid");
+        let tensor_scale = packed.tensor_scale.as_slice();
+        let handles = Handles {
+            codes: self.client.create_from_slice(&packed.codes),
+            scales: self.client.create_from_slice(&packed.scales),
+            tensor_scale: self.client.create_from_slice(f32::as_bytes(tensor_scale)),
+            tensor_scales: tensor_scale.len(),
+        };
+        let product = Product {
+            inputs,
+            outputs,
+            channels,
+            format: scheme.format(),
+            block_size: scheme.block_size,
+            tensor_scales: tensor_scale.len(),
+            dtype: kernel_dtype,
+            bias,
+        };
+        let bias = bias.then(|| self.upload(&added));
+        let (client, device) = (&self.client, &self.capability);
+        let found = gemv(client, device, handles, self.upload(&input), bias.clone(), &product);
+        let found = self.floats(found.expect("a plan"), kernel_dtype);
+
+        let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
+        for (at, found) in found.into_iter().enumerate() {
+            let (row, output) = (at / outputs, at % outputs);
+            let terms = (0..channels).map(|k| {
+                let [x, w] = [input[row * channels + k], weight[output * channels + k]];
+                f64::from(x) * f64::from(w)
+            });
+            let (mut sum, mut size) =
+                terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
+            if bias.is_some() {
+                sum += f64::from(added[output]);
+                size += f64::from(added[output]).abs();
+            }
+            // Rounding of f32 sums, and once to the dtype.
+            let once = match dtype {
+                Dtype::F32 => 0.0,
+                Dtype::F16 => 2f64.powi(-11),
+                Dtype::Bf16 => 2f64.powi(-8),
+            };
+            let near = (f64::from(found) - sum).abs() <= 1e-6 * size + once * sum.abs() + 1e-7;
+            assert!(near, "{product:?}, row {row}, output {output}: {found}, not {sum}");
+        }
     }
 
     fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
@@ -381,6 +447,29 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
             for scheme in few_schemes() {
                 device.check_view("shape", &dense, view, scheme);
             }
+        }
+    }
+}
+
+/// Straight from the codes, against products in f64 of what the oracle dequantizes.
+#[test]
+fn products_straight_from_the_codes() {
+    let device = Device::new();
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let shapes = [
+        (1, 64, 128, Fp4Scheme::nvfp4(), false),
+        (1, 7, 16, Fp4Scheme::nvfp4(), true),
+        (2, 33, 48, by_row, true),
+        (3, 40, 1056, Fp4Scheme::mxfp4(), false),
+        (5, 10, 32, Fp4Scheme::mxfp4(), true),
+        (8, 129, 64, Fp4Scheme::mxfp4().with_block_size(16), false),
+        (9, 65, 96, Fp4Scheme::nvfp4().with_block_size(32), true),
+        (17, 20, 80, Fp4Scheme::nvfp4(), true),
+        (65, 300, 64, Fp4Scheme::nvfp4(), false),
+    ];
+    for (inputs, outputs, channels, scheme, bias) in shapes {
+        for dtype in Dtype::ALL {
+            device.check_product(inputs, outputs, channels, scheme, dtype, bias);
         }
     }
 }

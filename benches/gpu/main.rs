@@ -5,6 +5,7 @@ mod check;
 mod kernels;
 #[cfg(feature = "cuda")]
 mod model;
+mod products;
 #[cfg(feature = "cuda")]
 mod train;
 
@@ -56,6 +57,7 @@ fn main() {
     }
     let mut rows = Vec::new();
     kernels::measure(&client, &arguments, &mut rows);
+    products::measure(&client, &arguments, &mut rows);
     #[cfg(feature = "cuda")]
     if arguments.model > 0 {
         model::measure(&arguments, &mut rows);

@@ -20,6 +20,8 @@
 //! | `hadamard.rs`      | the transform before a product is quantized                            |
 //! | `quantize.rs`      | codes and scales, or right away their values                           |
 //! | `dequantize.rs`    | the values of codes and scales                                         |
+//! | `product.rs`       | [`Product`]: a product with a packed weight, and how it is computed      |
+//! | `gemv.rs`          | a product with few rows, straight from the codes                       |
 //! | `squared_error.rs` | how far they are from the original                                     |
 //!
 //! Arithmetic is f32, written so that no multiplication meets an addition: CubeCL would fuse them, and
@@ -29,10 +31,12 @@ mod amax;
 mod block;
 mod dequantize;
 mod element;
+mod gemv;
 mod hadamard;
 mod hessian;
 mod plan;
 mod problem;
+mod product;
 mod quantize;
 mod scale;
 mod share;
@@ -44,9 +48,11 @@ mod stochastic;
 pub use amax::amax;
 pub use cubecl;
 pub use dequantize::dequantize;
+pub use gemv::gemv;
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use plan::{Capability, Conversion, Launch, Operation, Refusal, Share, Tile, UNITS, plan};
 pub use problem::{Dtype, Problem};
+pub use product::{Gemv, Product, ProductPlan};
 pub use quantize::{Packed, fake_quantize, quantize, quantize_weighted};
 pub use squared_error::{PartialSums, squared_error};

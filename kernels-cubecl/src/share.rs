@@ -245,7 +245,7 @@ pub(crate) fn widen<E: Int, N: Size>(
 
 /// Rounds an f32 once to nearest even.
 #[cube]
-fn narrow<F: Float>(value: f32, #[comptime] conversion: Conversion) -> F {
+pub(crate) fn narrow<F: Float>(value: f32, #[comptime] conversion: Conversion) -> F {
     if comptime!(conversion == Conversion::Bf16Bits) {
         let bits = u32::reinterpret(value);
         let rounded = (bits + 0x7FFFu32 + ((bits >> 16u32) & 1u32)) >> 16u32;

@@ -27,6 +27,7 @@ pub use burn_fp4_modules::{
     FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible,
     Outcome, PackedWeight, ParameterReport, Reason, ops,
 };
+pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
     BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq,

@@ -152,7 +152,7 @@ pub(crate) fn fake_quantize<M: Module>(
             parameter.report(outcome, parameter.bytes() + amax)
         }
     });
-    Ok(Fp4Report { parameters: parameters.collect() })
+    Ok(Fp4Report { parameters: parameters.collect(), multiplies_codes: false })
 }
 
 /// # Errors

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{
     Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling,
-    amax, quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
+    amax, multiplies_codes, quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
 };
 
 use crate::packed::{PackedWeight, placeholder};
@@ -88,7 +88,11 @@ pub(crate) fn pack<M: Module>(
     };
     *module = module.clone().apply_reparameterization(&mut pack);
     match pack.error {
-        None => report(decisions, &pack.results),
+        None => {
+            let devices = module.devices();
+            let multiplies_codes = devices.iter().all(multiplies_codes);
+            report(decisions, &pack.results, multiplies_codes)
+        }
         Some(error) => Err(error),
     }
 }
@@ -387,6 +391,7 @@ impl Pack<'_> {
 fn report(
     decisions: &[(Parameter, Decision)],
     results: &BTreeMap<String, Packed>,
+    multiplies_codes: bool,
 ) -> Result<Fp4Report, Fp4Error> {
     let errors =
         results.iter().map(|(path, packed)| (path.clone(), packed.squared_error.clone())).collect();
@@ -416,5 +421,5 @@ fn report(
             parameter.report(outcome, bytes + parameter.stored_dtype().size())
         }
     });
-    Ok(Fp4Report { parameters: parameters.collect() })
+    Ok(Fp4Report { parameters: parameters.collect(), multiplies_codes })
 }

@@ -12,6 +12,9 @@ use serde::{Deserialize, Serialize};
 pub struct Fp4Report {
     /// Every float parameter, in the order of the module.
     pub parameters: Vec<ParameterReport>,
+    /// Whether layers multiply straight from the codes of packed weights on their devices; see
+    /// [`init`](burn_fp4_ops::init).
+    pub multiplies_codes: bool,
 }
 
 /// What was done to a parameter.
@@ -297,6 +300,10 @@ impl fmt::Display for Fp4Report {
             100.0 * self.relative_error(),
             self.bytes_after(),
             self.bytes_before(),
-        )
+        )?;
+        if self.multiplies_codes {
+            write!(f, ", multiplied straight from the codes")?;
+        }
+        Ok(())
     }
 }

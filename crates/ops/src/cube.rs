@@ -25,11 +25,11 @@ const CHECKED: &str = "callers check scheme and layout";
 ///
 /// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the work,
 /// one rounding each.
-fn has_kernels(tensor: &CubeTensor) -> bool {
+pub(crate) fn has_kernels(tensor: &CubeTensor) -> bool {
     matches!(tensor.device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
 }
 
-fn kernel_dtype(dtype: DType) -> Dtype {
+pub(crate) fn kernel_dtype(dtype: DType) -> Dtype {
     match dtype {
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::Bf16,
@@ -53,7 +53,7 @@ fn contiguous(values: CubeTensor, axis: usize) -> (CubeTensor, View) {
 }
 
 /// A result next to the tensor it was made from.
-fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+pub(crate) fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 

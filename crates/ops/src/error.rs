@@ -84,6 +84,9 @@ pub enum OpsError {
         /// Shape found.
         found: Vec<usize>,
     },
+    /// `init` came after the first operation on a Cube device.
+    #[error("burn_fp4::init: {0}")]
+    Registration(String),
     /// The device failed to hand back data.
     #[error("device: {0}")]
     Device(String),

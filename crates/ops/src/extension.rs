@@ -80,7 +80,8 @@ pub trait Fp4Backend: Backend {
     #[fusion(dtype = DType::from(*dtype), shape = Shape::from(layout.shape.clone()))]
     fn fp4_dequantize(
         #[extension_type] packed: Fp4Primitive<Self>,
-        layout: Fp4Layout,
+        // What a fuser has to know of it.
+        #[fusion(scalar = layout.tag())] layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         portable::dequantize::<Self>(packed, layout, dtype)

@@ -39,6 +39,28 @@ impl Fp4Layout {
         })
     }
 
+    /// Format, block size and axis in one number; see [`from_tag`](Self::from_tag).
+    #[cfg(feature = "cube")]
+    pub(crate) fn tag(&self) -> u64 {
+        let format = match self.format {
+            Fp4Format::NvFp4 => 0,
+            Fp4Format::MxFp4 => 1,
+        };
+        format | (self.block_size as u64) << 8 | (self.axis as u64) << 32
+    }
+
+    /// The layout of a shape that a [`tag`](Self::tag) tells.
+    #[cfg(feature = "cube")]
+    pub(crate) fn from_tag(tag: u64, shape: Vec<usize>) -> Option<Self> {
+        let format = match tag & 0xFF {
+            0 => Fp4Format::NvFp4,
+            1 => Fp4Format::MxFp4,
+            _ => return None,
+        };
+        let (block_size, axis) = ((tag >> 8 & 0xFF_FFFF) as usize, (tag >> 32) as usize);
+        Some(Self { format, block_size, shape, axis })
+    }
+
     /// Checks a layout that was not made by [`new`](Self::new).
     ///
     /// # Errors

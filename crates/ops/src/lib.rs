@@ -22,6 +22,7 @@
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
+//! | `fused.rs`     | products of unmodified layers straight from codes, on Cube devices        |
 //! | `cube.rs`      | the kernels on CUDA and CubeCL's CPU runtime                              |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
@@ -35,6 +36,8 @@ mod error;
 mod extension;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "cube")]
+mod fused;
 // Without a device in host memory, only `portable.rs` uses it, and not all.
 #[cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(dead_code))]
 mod host;
@@ -52,7 +55,7 @@ mod tensor;
 mod train;
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fp4_search::host::Restore;
 
 pub use burn_fp4_search as search;
@@ -64,6 +67,8 @@ pub use burn_fp4_search::{
 };
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
+#[cfg(feature = "cube")]
+pub use fused::{FusedProducts, fused_products};
 pub use importance::{
     block_hessians, gram, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
@@ -71,6 +76,30 @@ pub use layout::Fp4Layout;
 pub use saturation::Saturated;
 pub use tensor::Fp4Tensor;
 pub use train::TrainRecipe;
+
+/// Has layers with packed weights multiply straight from the codes on Cube devices (CUDA, CubeCL's CPU runtime), from
+/// now on. To be called at the start of a program; to call it again changes nothing, and without such devices it
+/// does nothing.
+///
+/// # Errors
+/// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being fused then, without
+/// these products.
+pub fn init() -> Result<(), OpsError> {
+    #[cfg(feature = "cube")]
+    fused::init()?;
+    Ok(())
+}
+
+/// Whether layers with packed weights on this device multiply straight from the codes; see [`init`].
+pub fn multiplies_codes(device: &Device) -> bool {
+    #[cfg(feature = "cube")]
+    return fused::is_active(device);
+    #[cfg(not(feature = "cube"))]
+    {
+        let _ = device;
+        false
+    }
+}
 
 /// Quantizes a tensor along an axis.
 ///

@@ -1,0 +1,67 @@
+//! Speed of products with a packed weight.
+
+use std::cell::Cell;
+
+use benches::{Row, weights};
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, gemv, quantize};
+use burn_fp4_formats::bf16;
+use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::host::View;
+
+use crate::{Arguments, median_seconds};
+
+/// Weights that are multiplied in turn take as many bytes: more than a cache holds.
+const TURN: usize = 200 << 20;
+
+/// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in the cache.
+pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
+    let device = Capability::of(client);
+    let (dtype, most) = (Dtype::Bf16, 64);
+    for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
+        let floats = |count| -> Vec<bf16> {
+            weights(count).into_iter().map(|x| bf16::from_f32(x)).collect()
+        };
+        let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+            let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };
+            let bytes = problem.code_bytes() + problem.scale_bytes();
+            let dense = client.create_from_slice(bf16::as_bytes(&floats(outputs * channels)));
+            let pack = || -> Packed {
+                let largest = amax(client, &device, dense.clone(), problem.view, dtype, false);
+                let largest = largest.expect("a plan");
+                quantize(client, &device, dense.clone(), largest, &problem).expect("a plan")
+            };
+            let turn: Vec<_> = (0..TURN.div_ceil(bytes)).map(|_| pack()).collect();
+            let next = Cell::new(0);
+            for inputs in [1, 2, 4, 8, 16, 32, 64] {
+                let format = scheme.format();
+                let name = format!("{format} product, {outputs} x {channels}, {inputs} rows");
+                if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
+                    continue;
+                }
+                let product = Product {
+                    inputs,
+                    outputs,
+                    channels,
+                    format,
+                    block_size: scheme.block_size,
+                    tensor_scales: 1,
+                    dtype,
+                    bias: false,
+                };
+                let seconds = median_seconds(client, arguments, || {
+                    next.set((next.get() + 1) % turn.len());
+                    let weight = turn[next.get()].clone();
+                    drop(gemv(client, &device, weight, input.clone(), None, &product));
+                });
+                let bytes = bytes + 2 * inputs * (channels + outputs);
+                let values = outputs * channels;
+                // What a copy moves in the time of a byte read and a byte written.
+                let copy = bytes as f64 / 4.0e12;
+                rows.push(Row::new(&name, values, bytes, seconds, copy));
+            }
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Unmodified layers with packed weights, straight from the codes: which products are found in the stream of
+//! operations, and what comes out. Every test calls `init` first, before any operation on a Cube device.
+
+#![cfg(any(feature = "cpu", feature = "cuda"))]
+
+use std::sync::{Mutex, MutexGuard};
+
+use burn::module::{Module, Param};
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_fp4::ops::{FusedProducts, fused_products};
+use burn_fp4::{Blocks, Fp4Config, Fp4Module, Fp4Scheme, ScaleSearch, TensorScaling};
+use tests::engines::devices;
+use tests::inputs::{Random, normals};
+use tests::modules::seeded;
+
+/// One test at a time: the counters are the process's.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let guard = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    burn_fp4::init().expect("before any operation");
+    guard
+}
+
+/// The devices that have kernels, and their dtypes.
+fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
+    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
+}
+
+fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().iter::<f32>().collect()
+}
+
+fn random<const D: usize>(
+    seed: u64,
+    shape: [usize; D],
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
+    let values = normals(seed, shape.iter().product());
+    Tensor::<D>::from_data(TensorData::new(values, shape), device).cast(dtype)
+}
+
+/// What became of products while something ran.
+fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
+    let before = fused_products();
+    let result = run();
+    let after = fused_products();
+    let counted =
+        FusedProducts { fused: after.fused - before.fused, dense: after.dense - before.dense };
+    (result, counted)
+}
+
+const fn fused(fused: u64) -> FusedProducts {
+    FusedProducts { fused, dense: 0 }
+}
+
+fn linear(inputs: usize, outputs: usize, bias: bool, dtype: DType, device: &Device) -> Linear {
+    struct Cast(DType);
+    impl burn::module::ModuleMapper for Cast {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|tensor| tensor.cast(self.0))
+        }
+    }
+    let linear = LinearConfig::new(inputs, outputs).with_bias(bias).init(device);
+    seeded(linear, (inputs * outputs) as u64).map(&mut Cast(dtype))
+}
+
+/// The product in f64, with the weight that the layer dequantizes.
+fn expected<const D: usize>(layer: &Linear, x: &Tensor<D>) -> (Vec<f64>, Vec<f64>) {
+    let [channels, outputs] = layer.weight.shape().dims();
+    let weight = floats(layer.weight.val());
+    let bias = layer.bias.as_ref().map(|bias| floats(bias.val()));
+    let x = floats(x.clone());
+    let (mut sums, mut sizes) = (Vec::new(), Vec::new());
+    for row in x.chunks(channels) {
+        for output in 0..outputs {
+            let mut sum = bias.as_ref().map_or(0.0, |bias| f64::from(bias[output]));
+            let mut size = sum.abs();
+            for (k, &x) in row.iter().enumerate() {
+                let term = f64::from(x) * f64::from(weight[k * outputs + output]);
+                sum += term;
+                size += term.abs();
+            }
+            sums.push(sum);
+            sizes.push(size);
+        }
+    }
+    (sums, sizes)
+}
+
+fn check<const D: usize>(what: &str, layer: &Linear, x: Tensor<D>) {
+    let dtype = x.dtype();
+    let (sums, sizes) = expected(layer, &x);
+    let found = floats(layer.forward(x));
+    let once = match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 0.0,
+    };
+    for (at, (found, (sum, size))) in found.iter().zip(sums.iter().zip(&sizes)).enumerate() {
+        // Values of halves are rounded when they are dequantized, and once more as they are multiplied dense.
+        let tolerance = 1e-5 * size + 2.0 * once * size;
+        assert!((f64::from(*found) - sum).abs() <= tolerance, "{what}, {at}: {found}, not {sum}");
+    }
+}
+
+#[test]
+fn linears_of_any_rank_are_fused() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for &dtype in &dtypes {
+            for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+                for bias in [false, true] {
+                    let mut layer = linear(64, 40, bias, dtype, &device);
+                    let report = layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
+                    assert!(report.multiplies_codes, "{name}");
+                    let what = |rank| {
+                        format!("{name} {dtype:?} {:?} bias {bias} rank {rank}", scheme.rule)
+                    };
+                    let run = |rank: usize| match rank {
+                        1 => check(&what(1), &layer, random(1, [64], &device, dtype)),
+                        2 => check(&what(2), &layer, random(2, [3, 64], &device, dtype)),
+                        3 => check(&what(3), &layer, random(3, [2, 3, 64], &device, dtype)),
+                        _ => check(&what(4), &layer, random(4, [2, 1, 3, 64], &device, dtype)),
+                    };
+                    for rank in 1..=4 {
+                        let ((), counted) = counted(|| run(rank));
+                        assert_eq!(counted, fused(1), "{}", what(rank));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Shared {
+    layer: Linear,
+    attention: MultiHeadAttention,
+}
+
+#[test]
+fn attention_and_shared_weights_are_fused() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let mut net = seeded(
+            Shared {
+                layer: LinearConfig::new(32, 32).init(&device),
+                attention: MultiHeadAttentionConfig::new(32, 4).init(&device),
+            },
+            7,
+        );
+        net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let dense = net.clone().materialize();
+        let x = random(5, [2, 3, 32], &device, DType::F32);
+        let run = |net: &Shared| {
+            // The same weight twice.
+            let hidden = net.layer.forward(net.layer.forward(x.clone()).tanh());
+            floats(net.attention.forward(MhaInput::self_attn(hidden)).context)
+        };
+        let (found, in_codes) = counted(|| run(&net));
+        assert_eq!(in_codes, fused(2 + 4), "{name}");
+        let (expected, in_dense) = counted(|| run(&dense));
+        assert_eq!(in_dense, FusedProducts::default(), "{name}: nothing else is taken");
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found - expected).abs() < 2e-3, "{name}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn what_is_not_such_a_product_is_left_alone() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let mut layer = linear(64, 64, false, DType::F32, &device);
+        layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let x = random(6, [3, 64], &device, DType::F32);
+        let weight = floats(layer.weight.val());
+        // The weight on the other side, transposed, read again, or only looked at.
+        let (_, unfused) = counted(|| {
+            floats(layer.weight.val().matmul(x.clone().transpose()));
+            floats(x.clone().matmul(layer.weight.val().transpose()));
+            floats(layer.weight.val() + 1.0);
+            let kept = layer.weight.val();
+            floats(x.clone().matmul(kept.clone()));
+            assert_eq!(floats(kept), weight);
+        });
+        assert_eq!(unfused.fused, 0, "{name}");
+        // Blocks along the other axis of a square weight.
+        let across = layer.weight.val();
+        let packed = burn_fp4::ops::quantize(across, 1, &Fp4Scheme::nvfp4()).unwrap();
+        let expected = floats(x.clone().matmul(packed.dequantize()));
+        let (found, unfused) = counted(|| floats(x.clone().matmul(packed.dequantize())));
+        assert_eq!((found, unfused.fused), (expected, 0), "{name}");
+        // So many rows that a dense product is faster.
+        let many = random(8, [300, 64], &device, DType::F32);
+        let ((), dense) = counted(|| check(name, &layer, many));
+        assert_eq!(dense, FusedProducts { fused: 0, dense: 1 }, "{name}");
+    }
+}
+
+#[test]
+fn random_shapes_and_schemes() {
+    let _alone = alone();
+    let mut random_numbers = Random::new(12);
+    for (name, device, dtypes) in cube_devices() {
+        for at in 0..if name == "cuda" { 200 } else { 24 } {
+            let schemes = [
+                Fp4Scheme::nvfp4(),
+                Fp4Scheme::mxfp4(),
+                Fp4Scheme::nvfp4().with_block_size(32),
+                Fp4Scheme::mxfp4().with_block_size(16),
+                Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16),
+                Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row),
+                Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse),
+            ];
+            let scheme = schemes[random_numbers.below(schemes.len())];
+            let dtype = dtypes[random_numbers.below(dtypes.len())];
+            let channels = scheme.block_size * (1 + random_numbers.below(12));
+            let outputs = 1 + random_numbers.below(90);
+            let rows = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 65][random_numbers.below(12)];
+            let bias = random_numbers.below(2) == 0;
+            let mut layer = linear(channels, outputs, bias, dtype, &device);
+            layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
+            let what = format!("{name} {at}: {rows} x {channels} x {outputs} {dtype:?} {scheme:?}");
+            check(&what, &layer, random(at, [rows, channels], &device, dtype));
+        }
+    }
+}
+
+#[test]
+fn gradients_of_the_input_flow_through_packed_weights() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let device = device.autodiff();
+        let mut layer = linear(64, 48, true, DType::F32, &device);
+        layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let dense = layer.clone().materialize();
+        let gradient = |layer: &Linear| {
+            let x = random(6, [3, 64], &device, DType::F32).require_grad();
+            let y = layer.forward(x.clone());
+            floats(x.grad(&y.powf_scalar(2.0).sum().backward()).unwrap())
+        };
+        for (found, expected) in gradient(&layer).iter().zip(&gradient(&dense)) {
+            assert!((found - expected).abs() < 2e-3 * (1.0 + expected.abs()), "{name}");
+        }
+    }
+}
+
+#[test]
+fn init_again_changes_nothing() {
+    let _alone = alone();
+    assert!(burn_fp4::init().is_ok());
+    assert!(!burn_fp4::ops::multiplies_codes(&Device::flex()));
+}

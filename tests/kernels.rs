@@ -8,7 +8,7 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, UNITS, amax,
-    cubecl, dequantize, fake_quantize, gemv, hadamard, quantize, quantize_by_hessian,
+    cubecl, dequantize, fake_quantize, gemv, hadamard, mma, quantize, quantize_by_hessian,
     quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
@@ -153,11 +153,19 @@ impl Device {
         };
         let bias = bias.then(|| self.upload(&added));
         let (client, device) = (&self.client, &self.capability);
-        let found = gemv(client, device, handles, self.upload(&input), bias.clone(), &product);
-        let found = self.floats(found.expect("a plan"), kernel_dtype);
+        let values = self.upload(&input);
+        let found = gemv(client, device, handles.clone(), values.clone(), bias.clone(), &product);
+        let mut found = self.floats(found.expect("a plan"), kernel_dtype);
+        // The same by matrix instructions, where there are any.
+        let length = found.len();
+        if let Some(plan) = product.mma(device).expect("valid") {
+            let by_mma = mma(client, handles, values, bias.clone(), &product, plan);
+            found.extend(self.floats(by_mma.expect("a plan"), kernel_dtype));
+        }
 
         let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
         for (at, found) in found.into_iter().enumerate() {
+            let at = at % length;
             let (row, output) = (at / outputs, at % outputs);
             let terms = (0..channels).map(|k| {
                 let [x, w] = [input[row * channels + k], weight[output * channels + k]];
@@ -466,6 +474,10 @@ fn products_straight_from_the_codes() {
         (9, 65, 96, Fp4Scheme::nvfp4().with_block_size(32), true),
         (17, 20, 80, Fp4Scheme::nvfp4(), true),
         (65, 300, 64, Fp4Scheme::nvfp4(), false),
+        (9, 70, 256, by_row, true),
+        (33, 40, 384, Fp4Scheme::mxfp4(), true),
+        (64, 129, 1152, Fp4Scheme::nvfp4(), false),
+        (130, 16, 128, Fp4Scheme::nvfp4().with_block_size(32), true),
     ];
     for (inputs, outputs, channels, scheme, bias) in shapes {
         for dtype in Dtype::ALL {

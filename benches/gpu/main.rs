@@ -36,6 +36,10 @@ struct Arguments {
     #[arg(long, default_value_t = 1024)]
     model: usize,
     #[cfg(feature = "cuda")]
+    /// Measure layers and a stack of them, dense and quantized in place, too.
+    #[arg(long)]
+    forward: bool,
+    #[cfg(feature = "cuda")]
     /// Measure steps of training too.
     #[arg(long)]
     train: bool,
@@ -49,6 +53,8 @@ struct Arguments {
 
 fn main() {
     let arguments = Arguments::parse();
+    #[cfg(feature = "cuda")]
+    burn_fp4::init().expect("before any operation");
     let client = Device::default().client();
     eprintln!("on {:?}", client.properties().identity);
     if arguments.check > 0 {
@@ -58,6 +64,10 @@ fn main() {
     let mut rows = Vec::new();
     kernels::measure(&client, &arguments, &mut rows);
     products::measure(&client, &arguments, &mut rows);
+    #[cfg(feature = "cuda")]
+    if arguments.forward {
+        model::forward(&arguments, &mut rows);
+    }
     #[cfg(feature = "cuda")]
     if arguments.model > 0 {
         model::measure(&arguments, &mut rows);

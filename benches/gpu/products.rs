@@ -5,7 +5,7 @@ use std::cell::Cell;
 use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, gemv, quantize};
+use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, gemv, mma, quantize};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -18,7 +18,7 @@ const TURN: usize = 200 << 20;
 /// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in the cache.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
     let device = Capability::of(client);
-    let (dtype, most) = (Dtype::Bf16, 64);
+    let (dtype, most) = (Dtype::Bf16, 256);
     for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
         let floats = |count| -> Vec<bf16> {
             weights(count).into_iter().map(|x| bf16::from_f32(x)).collect()
@@ -35,7 +35,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             };
             let turn: Vec<_> = (0..TURN.div_ceil(bytes)).map(|_| pack()).collect();
             let next = Cell::new(0);
-            for inputs in [1, 2, 4, 8, 16, 32, 64] {
+            for inputs in [1, 4, 8, 16, 32, 64, 256] {
                 let format = scheme.format();
                 let name = format!("{format} product, {outputs} x {channels}, {inputs} rows");
                 if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
@@ -51,16 +51,28 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                     dtype,
                     bias: false,
                 };
-                let seconds = median_seconds(client, arguments, || {
+                let turned = || {
                     next.set((next.get() + 1) % turn.len());
-                    let weight = turn[next.get()].clone();
-                    drop(gemv(client, &device, weight, input.clone(), None, &product));
-                });
-                let bytes = bytes + 2 * inputs * (channels + outputs);
-                let values = outputs * channels;
-                // What a copy moves in the time of a byte read and a byte written.
-                let copy = bytes as f64 / 4.0e12;
-                rows.push(Row::new(&name, values, bytes, seconds, copy));
+                    turn[next.get()].clone()
+                };
+                let mut row = |kernel: &str, launch: &dyn Fn()| {
+                    let seconds = median_seconds(client, arguments, launch);
+                    let bytes = bytes + 2 * inputs * (channels + outputs);
+                    // A copy moves as much at 4 TB/s.
+                    let copy = bytes as f64 / 4.0e12;
+                    let name = format!("{name}, {kernel}");
+                    rows.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
+                };
+                if inputs <= 8 {
+                    row("gemv", &|| {
+                        drop(gemv(client, &device, turned(), input.clone(), None, &product));
+                    });
+                }
+                if let Ok(Some(plan)) = product.mma(&device) {
+                    row("mma", &|| {
+                        drop(mma(client, turned(), input.clone(), None, &product, plan));
+                    });
+                }
             }
         }
     }

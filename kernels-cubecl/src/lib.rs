@@ -22,6 +22,7 @@
 //! | `dequantize.rs`    | the values of codes and scales                                         |
 //! | `product.rs`       | [`Product`]: a product with a packed weight, and how it is computed      |
 //! | `gemv.rs`          | a product with few rows, straight from the codes                       |
+//! | `mma.rs`           | the same by matrix instructions                                        |
 //! | `squared_error.rs` | how far they are from the original                                     |
 //!
 //! Arithmetic is f32, written so that no multiplication meets an addition: CubeCL would fuse them, and
@@ -34,6 +35,7 @@ mod element;
 mod gemv;
 mod hadamard;
 mod hessian;
+mod mma;
 mod plan;
 mod problem;
 mod product;
@@ -51,8 +53,9 @@ pub use dequantize::dequantize;
 pub use gemv::gemv;
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
+pub use mma::mma;
 pub use plan::{Capability, Conversion, Launch, Operation, Refusal, Share, Tile, UNITS, plan};
 pub use problem::{Dtype, Problem};
-pub use product::{Gemv, Product, ProductPlan};
+pub use product::{Gemv, Mma, Product, ProductPlan};
 pub use quantize::{Packed, fake_quantize, quantize, quantize_weighted};
 pub use squared_error::{PartialSums, squared_error};

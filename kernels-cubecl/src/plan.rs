@@ -1,7 +1,8 @@
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch, SearchError};
 use cubecl::client::Client;
-use cubecl::features::Plane;
+use cubecl::features::{Features, MmaConfig, Plane};
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::CubeCount;
 
 use crate::{Dtype, Problem};
@@ -38,6 +39,8 @@ pub struct Capability {
     pub max_cubes: u32,
     /// Whether its conversion to bf16 keeps subnormals.
     pub converts_bf16: bool,
+    /// Whether planes multiply matrices of 16 x 16 and 16 x 8 halves.
+    pub mma: bool,
     /// Whether units gain by exchanging what they load or store through shared memory.
     pub stages: bool,
 }
@@ -56,10 +59,20 @@ impl Capability {
             cubes: 4 * hardware.num_streaming_multiprocessors.unwrap_or(32),
             max_cubes: hardware.max_cube_count.0,
             converts_bf16: !cpu,
+            mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
             // There the units of a cube run one after the other, and meeting costs them dearly.
             stages: !cpu,
         }
     }
+}
+
+/// Whether bf16 and f16 have the instruction that `mma.rs` uses.
+fn multiplies_halves(features: &Features) -> bool {
+    [FloatKind::BF16, FloatKind::F16].into_iter().all(|half| {
+        let (half, full) = (ElemType::Float(half), ElemType::Float(FloatKind::F32));
+        let config = MmaConfig { a_type: half, b_type: half, cd_type: full, m: 16, n: 8, k: 16 };
+        features.matmul.mma.contains(&config)
+    })
 }
 
 /// How an operation is launched: cubes of [`UNITS`] units.
@@ -353,6 +366,7 @@ mod tests {
         max_cubes: u32::MAX,
 
         converts_bf16: true,
+        mma: true,
         stages: true,
     };
     const CPU: Capability =

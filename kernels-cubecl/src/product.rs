@@ -32,11 +32,30 @@ pub struct Product {
 /// How a product is computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ProductPlan {
-    /// Straight from the codes.
+    /// Straight from the codes, by multiplications and additions.
     Gemv(Gemv),
+    /// Straight from the codes, by matrix instructions.
+    Mma(Mma),
     /// The weight is dequantized first, and the product left to a dense one.
     Dense,
 }
+
+/// How [`mma`](crate::mma()) is launched: each cube takes some packed rows of the weight and some rows of the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Mma {
+    /// Cubes.
+    pub cubes: u32,
+    /// Tiles of 16 packed rows of a cube.
+    pub row_tiles: u32,
+    /// Tiles of 8 rows of the input.
+    pub input_tiles: u32,
+}
+
+/// Planes of a cube, which divide the contracted axis.
+pub(crate) const PLANES: u32 = UNITS / 32;
+
+/// Channels that a plane takes at a time.
+pub(crate) const STEP: usize = 128;
 
 /// How [`gemv`](crate::gemv()) is launched: each plane takes some packed rows of the weight and multiplies them
 /// with some rows of the input, all of the contracted axis.
@@ -58,7 +77,10 @@ pub struct Gemv {
 
 /// Rows of an input up to which it is faster to decode the weight again for every eight of them than to write it
 /// down dense; measured on an H200.
-const MOST_INPUTS: usize = 64;
+const MOST_INPUTS: usize = 24;
+
+/// The same where matrix instructions take 64 at a time.
+const MOST_MMA_INPUTS: usize = 512;
 
 impl Product {
     /// How the product is computed on a device.
@@ -66,11 +88,39 @@ impl Product {
     /// # Errors
     /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<ProductPlan, Refusal> {
+        if let Some(mma) = self.mma(device)?
+            && self.inputs <= MOST_MMA_INPUTS
+        {
+            return Ok(ProductPlan::Mma(mma));
+        }
         if self.inputs > MOST_INPUTS {
             self.check()?;
             return Ok(ProductPlan::Dense);
         }
         self.gemv(device).map(ProductPlan::Gemv)
+    }
+
+    /// How it is computed by matrix instructions, whether that pays or not; not at all for f32, which they round,
+    /// for MXFP4 in f16, which has no room for its scales, and where steps do not divide the channels.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn mma(&self, device: &Capability) -> Result<Option<Mma>, Refusal> {
+        self.check()?;
+        let fits = match self.dtype {
+            Dtype::F32 => false,
+            Dtype::F16 => self.format == Fp4Format::NvFp4,
+            Dtype::Bf16 => true,
+        };
+        if !(fits && device.mma && self.channels.is_multiple_of(STEP)) {
+            return Ok(None);
+        }
+        let input_tiles = self.inputs.div_ceil(8).next_power_of_two().min(8);
+        let row_tiles = if input_tiles > 1 { 2 } else { 1 };
+        let cubes = self.outputs.div_ceil(16 * row_tiles) * self.inputs.div_ceil(8 * input_tiles);
+        let (row_tiles, input_tiles) = (row_tiles as u32, input_tiles as u32);
+        let mma = Mma { cubes: cubes as u32, row_tiles, input_tiles };
+        Ok((mma.cubes <= device.max_cubes).then_some(mma))
     }
 
     /// How it is computed straight from the codes, whether that pays or not.
@@ -111,7 +161,7 @@ impl Product {
         })
     }
 
-    fn check(&self) -> Result<(), Refusal> {
+    pub(crate) fn check(&self) -> Result<(), Refusal> {
         let Self { inputs, outputs, channels: cols, block_size, .. } = *self;
         self.format.check_block_size(block_size).map_err(SearchError::from)?;
         if !cols.is_multiple_of(block_size) {
@@ -138,6 +188,7 @@ mod tests {
         max_cubes: u32::MAX,
         converts_bf16: true,
         stages: true,
+        mma: true,
     };
 
     fn product(inputs: usize, outputs: usize, channels: usize) -> Product {
@@ -153,13 +204,18 @@ mod tests {
             .unwrap()
         {
             ProductPlan::Gemv(gemv) => gemv,
-            ProductPlan::Dense => panic!("dense"),
+            other => panic!("{other:?}"),
         };
-        let one = gemv(1, 8192, 8192);
+        let one = product(1, 8192, 8192).gemv(&GPU).unwrap();
         assert_eq!((one.cubes, one.words, one.rows, one.inputs), ([256, 1], 4, 4, 1));
+        let matrix = Mma { cubes: 512, row_tiles: 1, input_tiles: 1 };
+        assert_eq!(product(1, 8192, 8192).plan(&GPU), Ok(ProductPlan::Mma(matrix)));
+        let matrix = Mma { cubes: 256 * 2, row_tiles: 2, input_tiles: 8 };
+        assert_eq!(product(65, 8192, 8192).plan(&GPU), Ok(ProductPlan::Mma(matrix)));
         let odd = gemv(9, 10, 48);
         assert_eq!((odd.cubes, odd.words, odd.rows, odd.inputs), ([4, 1], 2, 1, 8));
-        assert_eq!(product(65, 8192, 8192).plan(&GPU).unwrap(), ProductPlan::Dense);
+        assert_eq!(product(2048, 8192, 8192).plan(&GPU), Ok(ProductPlan::Dense));
+        assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(ProductPlan::Dense));
     }
 
     #[test]

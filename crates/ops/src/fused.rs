@@ -21,7 +21,7 @@ use burn_cubecl::fusion::{
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Capability, Packed, Product, ProductPlan, gemv};
+use burn_fp4_cubecl::{Capability, Packed, Product, ProductPlan, gemv, mma};
 use serde::{Deserialize, Serialize};
 
 use crate::cube::{beside, kernel_dtype};
@@ -263,7 +263,7 @@ impl FusedOperation for FusedProduct {
 
 impl FusedProduct {
     /// The product, if it is one that is to run straight from the codes.
-    fn plan(&self, context: &Context<CubeFusionHandle>) -> Option<Product> {
+    fn plan(&self, context: &Context<CubeFusionHandle>) -> Option<(Product, ProductPlan)> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
         let (dequantize, matmul) =
             (self.segment.dequantize.as_ref()?, self.segment.matmul.as_ref()?);
@@ -312,8 +312,8 @@ impl FusedProduct {
             bias,
         };
         match product.plan(&Capability::of(&self.device.client())) {
-            Ok(ProductPlan::Gemv(_)) => Some(product),
             Ok(ProductPlan::Dense) | Err(_) => None,
+            Ok(plan) => Some((product, plan)),
         }
     }
 
@@ -322,7 +322,7 @@ impl FusedProduct {
         &self,
         context: &mut Context<CubeFusionHandle>,
         fallback: Fallback<'_>,
-        product: Product,
+        (product, plan): (Product, ProductPlan),
     ) {
         let Segment { dequantize, before, matmul, after, add, .. } = &self.segment;
         let planned = "planned";
@@ -345,9 +345,12 @@ impl FusedProduct {
             into_contiguous(context.handles.get_int_tensor::<CubeBackend>(&tensor)).handle
         });
         let weight = Packed { codes, scales, tensor_scale, tensor_scales: product.tensor_scales };
-        let device = Capability::of(&input.client);
-        let output = gemv(&input.client, &device, weight, input.handle.clone(), bias, &product)
-            .expect(planned);
+        let (client, values) = (&input.client, input.handle.clone());
+        let output = match plan {
+            ProductPlan::Mma(plan) => mma(client, weight, values, bias, &product, plan),
+            _ => gemv(client, &Capability::of(client), weight, values, bias, &product),
+        };
+        let output = output.expect(planned);
         let made = add.as_ref().map_or(&matmul.out, |add| &add.out);
         let made = now(context, made);
         let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);

@@ -100,8 +100,10 @@ fn check<const D: usize>(what: &str, layer: &Linear, x: Tensor<D>) {
         _ => 0.0,
     };
     for (at, (found, (sum, size))) in found.iter().zip(sums.iter().zip(&sizes)).enumerate() {
-        // Values of halves are rounded when they are dequantized, and once more as they are multiplied dense.
-        let tolerance = 1e-5 * size + 2.0 * once * size;
+        // Values of halves are rounded when they are dequantized, and once more as they are multiplied dense;
+        // dense products on CUDA round f32 factors to 11 bits.
+        let dense = if dtype == DType::F32 && what.starts_with("cuda dense") { 2e-3 } else { 1e-5 };
+        let tolerance = dense * size + 2.0 * once * size;
         assert!((f64::from(*found) - sum).abs() <= tolerance, "{what}, {at}: {found}, not {sum}");
     }
 }
@@ -196,7 +198,7 @@ fn what_is_not_such_a_product_is_left_alone() {
         assert_eq!((found, unfused.fused), (expected, 0), "{name}");
         // So many rows that a dense product is faster.
         let many = random(8, [300, 64], &device, DType::F32);
-        let ((), dense) = counted(|| check(name, &layer, many));
+        let ((), dense) = counted(|| check(&format!("{name} dense"), &layer, many));
         assert_eq!(dense, FusedProducts { fused: 0, dense: 1 }, "{name}");
     }
 }
@@ -224,7 +226,10 @@ fn random_shapes_and_schemes() {
             let bias = random_numbers.below(2) == 0;
             let mut layer = linear(channels, outputs, bias, dtype, &device);
             layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
-            let what = format!("{name} {at}: {rows} x {channels} x {outputs} {dtype:?} {scheme:?}");
+            let dense = if rows > 24 { "dense" } else { "fused" };
+            let what = format!(
+                "{name} {dense} {at}: {rows} x {channels} x {outputs} {dtype:?} {scheme:?}"
+            );
             check(&what, &layer, random(at, [rows, channels], &device, dtype));
         }
     }

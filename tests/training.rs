@@ -247,7 +247,7 @@ fn gradients_are_those_of_the_dense_model_at_the_rounded_weights() {
                     let what = format!("{name} {scheme:?}");
                     if name == "cuda" {
                         // Burn picks its products there by measuring, and they differ in order.
-                        assert_near(&what, found, expected, 1e-4);
+                        assert_near(&what, found, expected, ROUNDING_OF_FACTORS);
                     } else {
                         assert_bits(&what, found, expected);
                     }

@@ -20,9 +20,8 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 256);
     for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
-        let floats = |count| -> Vec<bf16> {
-            weights(count).into_iter().map(|x| bf16::from_f32(x)).collect()
-        };
+        let floats =
+            |count| -> Vec<bf16> { weights(count).into_iter().map(bf16::from_f32).collect() };
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
             let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };

@@ -138,24 +138,33 @@ fn mma_kernel<F: Float, W: Size, X: Size>(
         sums.push(zeros);
     }
 
+    let row_vectors = extent.steps * 4;
     let input_vectors = extent.steps * 16;
-    let last = extent.steps - 1;
-    let lane_row = first_row + quad;
+    let row_blocks = extent.steps * comptime!(STEP as u32 / method.block_size);
     let mut step = plane;
-    let first = min(step, last);
-    let mut loaded = load_codes::<W>(codes, &extent, lane_row, first * 4 + part, row_tiles);
-    let mut loaded_scales = load_scales(scales, &extent, lane_row, first, part, method);
     while step < extent.steps {
-        // What is multiplied next is on its way meanwhile.
-        let ahead = min(step + PLANES, last);
-        let next = load_codes::<W>(codes, &extent, lane_row, ahead * 4 + part, row_tiles);
-        let next_scales = load_scales(scales, &extent, lane_row, ahead, part, method);
+        // A vector of four words for each of two rows of every tile, and the scales of its two halves.
+        let mut loaded = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
         let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
         #[unroll]
-        for index in 0..comptime!(4 * row_tiles) {
-            let scale = scale_value(loaded_scales[index as usize], method.format);
-            let factor = F::cast_from(scale * comptime!(scale_shift(method)));
-            factors[index as usize] = Vector::new(factor);
+        for tile in 0..row_tiles {
+            #[unroll]
+            for half in 0..2u32 {
+                let row = min(first_row + tile * 16 + half * 8 + quad, extent.outputs - 1);
+                let at = comptime!((tile * 2 + half) as usize);
+                loaded[at] = codes[(row * row_vectors + step * 4 + part) as usize];
+                let first = row * row_blocks
+                    + step * comptime!(STEP as u32 / method.block_size)
+                    + part * 32 / method.block_size;
+                #[unroll]
+                for block in 0..2u32 {
+                    let index = first + comptime!(block * 16 / method.block_size);
+                    let scale = scale_value(u32::cast_from(scales[index as usize]), method.format);
+                    let factor = F::cast_from(scale * comptime!(scale_shift(method)));
+                    factors[comptime!((tile * 4 + half * 2 + block) as usize)] =
+                        Vector::new(factor);
+                }
+            }
         }
         // The weight of eight instructions, four registers each.
         let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
@@ -221,14 +230,6 @@ fn mma_kernel<F: Float, W: Size, X: Size>(
                 }
             }
         }
-        #[unroll]
-        for index in 0..comptime!(2 * row_tiles) {
-            loaded[index as usize] = next[index as usize];
-        }
-        #[unroll]
-        for index in 0..comptime!(4 * row_tiles) {
-            loaded_scales[index as usize] = next_scales[index as usize];
-        }
         step += PLANES;
     }
 
@@ -268,50 +269,6 @@ fn mma_kernel<F: Float, W: Size, X: Size>(
             sync_cube();
         }
     }
-}
-
-/// 32 codes of a lane in each of two rows of every tile.
-#[cube]
-fn load_codes<W: Size>(
-    codes: &[Vector<u32, W>],
-    extent: &MmaExtent,
-    first_row: u32,
-    at: u32,
-    #[comptime] row_tiles: u32,
-) -> Array<Vector<u32, W>> {
-    let mut loaded = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
-    #[unroll]
-    for index in 0..comptime!(2 * row_tiles) {
-        let row = min(first_row + index * 8, extent.outputs - 1);
-        loaded[index as usize] = codes[(row * extent.steps * 4 + at) as usize];
-    }
-    loaded
-}
-
-/// The scales of both halves of these codes.
-#[cube]
-fn load_scales(
-    scales: &[u8],
-    extent: &MmaExtent,
-    first_row: u32,
-    step: u32,
-    part: u32,
-    #[comptime] method: MmaMethod,
-) -> Array<u32> {
-    let row_tiles = comptime!(method.plan.row_tiles);
-    let step_blocks = comptime!(STEP as u32 / method.block_size);
-    let mut loaded = Array::<u32>::new(comptime!((4 * row_tiles) as usize));
-    #[unroll]
-    for index in 0..comptime!(2 * row_tiles) {
-        let row = min(first_row + index * 8, extent.outputs - 1);
-        let first = (row * extent.steps + step) * step_blocks + part * 32 / method.block_size;
-        #[unroll]
-        for half in 0..2u32 {
-            let block = first + comptime!(half * 16 / method.block_size);
-            loaded[comptime!((2 * index + half) as usize)] = u32::cast_from(scales[block as usize]);
-        }
-    }
-    loaded
 }
 
 /// The elements of the codes in bits 12..16 and 28..32 of a word, for bf16 times 2^-126 and for f16 times 2^-14:

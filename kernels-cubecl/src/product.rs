@@ -79,9 +79,8 @@ pub struct Gemv {
 /// down dense; measured on an H200.
 const MOST_INPUTS: usize = 24;
 
-/// The same by matrix instructions, which take 64 at a time: 2048 rows are as many as were compared with Burn's dense
-/// product, and still faster.
-const MOST_MMA_INPUTS: usize = 2048;
+/// The same by matrix instructions, which take 64 at a time.
+const MOST_MMA_INPUTS: usize = 1024;
 
 impl Product {
     /// How the product is computed on a device.
@@ -215,7 +214,7 @@ mod tests {
         assert_eq!(product(65, 8192, 8192).plan(&GPU), Ok(ProductPlan::Mma(matrix)));
         let odd = gemv(9, 10, 48);
         assert_eq!((odd.cubes, odd.words, odd.rows, odd.inputs), ([4, 1], 2, 1, 8));
-        assert_eq!(product(2049, 8192, 8192).plan(&GPU), Ok(ProductPlan::Dense));
+        assert_eq!(product(1025, 8192, 8192).plan(&GPU), Ok(ProductPlan::Dense));
         assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(ProductPlan::Dense));
     }
 

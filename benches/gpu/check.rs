@@ -91,6 +91,19 @@ fn every_axis<T: HostElement + CubeElement>(
                 .map(|handle| client.read_one_unchecked(handle));
         assert_eq!(f32::from_bytes(&found), [amax], "{name}: amax");
         let [restored, fake] = [&restored, &fake].map(|bytes| T::from_bytes(bytes));
+        if scheme.rounding != Rounding::Nearest {
+            // What is drawn depends on where an element stands in the whole tensor.
+            let whole = host::quantize_packed(&values, view, &scheme, &[amax], Importance::Uniform);
+            let whole = whole.expect("a valid problem");
+            assert!(
+                whole.codes == codes[..] && whole.scales == scales[..],
+                "{name}: what is drawn"
+            );
+            let same = |(a, b): (&T, &T)| a.to_f32().to_bits() == b.to_f32().to_bits();
+            assert!(restored.iter().zip(fake).all(same), "{name}: fake-quantized");
+            eprintln!("{} values equal: {name}", values.len());
+            continue;
+        }
         // Sixteen rows at a time, so that tiles stay whole.
         let tile = 16 * view.axis;
         let differing: usize = (0..view.packed_rows() / 16)

@@ -137,6 +137,33 @@ fn linears_of_any_rank_are_fused() {
     }
 }
 
+#[test]
+fn what_is_added_may_be_anything() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let mut layer = linear(64, 64, false, DType::F32, &device);
+        let mut other = linear(64, 64, true, DType::F32, &device);
+        layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        other.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let (dense, other_dense) = (layer.clone().materialize(), other.clone().materialize());
+        let x = random(9, [2, 3, 64], &device, DType::F32);
+        let scalar = Tensor::<1>::from_data([0.5f32], &device);
+        let run = |layer: &Linear, other: &Linear| {
+            let residual = layer.forward(x.clone()) + x.clone();
+            let twice = layer.forward(residual.clone()) + other.forward(residual);
+            let each = layer.forward(twice.clone()) + scalar.clone().reshape([1, 1, 1]);
+            let rows = layer.forward(each) + twice.slice([0..2, 0..1, 0..64]);
+            floats(rows)
+        };
+        let (found, in_codes) = counted(|| run(&layer, &other));
+        assert_eq!(in_codes, fused(5), "{name}");
+        for (found, expected) in found.iter().zip(run(&dense, &other_dense)) {
+            let size = 1.0 + expected.abs();
+            assert!((found - expected).abs() < 5e-3 * size, "{name}: {found}, not {expected}");
+        }
+    }
+}
+
 #[derive(Module, Debug)]
 struct Shared {
     layer: Linear,

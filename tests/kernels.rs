@@ -7,9 +7,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, UNITS, amax,
-    cubecl, dequantize, fake_quantize, gemv, hadamard, mma, quantize, quantize_by_hessian,
-    quantize_weighted, squared_error,
+    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, Refusal,
+    UNITS, amax, cubecl, dequantize, fake_quantize, gemv, hadamard, mma, quantize,
+    quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
@@ -24,6 +24,14 @@ use tests::inputs::{Dense, Dtype, Kind, Random, Values};
 struct Device {
     client: Client,
     capability: Capability,
+}
+
+fn kernel_dtype(dtype: Dtype) -> KernelDtype {
+    match dtype {
+        Dtype::F32 => KernelDtype::F32,
+        Dtype::F16 => KernelDtype::F16,
+        Dtype::Bf16 => KernelDtype::Bf16,
+    }
 }
 
 impl Device {
@@ -55,11 +63,7 @@ impl Device {
     }
 
     fn check_view(&self, what: &str, dense: &Dense, view: View, scheme: Fp4Scheme) -> usize {
-        let dtype = match dense.dtype() {
-            Dtype::F32 => KernelDtype::F32,
-            Dtype::F16 => KernelDtype::F16,
-            Dtype::Bf16 => KernelDtype::Bf16,
-        };
+        let dtype = kernel_dtype(dense.dtype());
         let what = format!("{what} {dtype:?} {view:?} {scheme:?}");
         let problem = Problem { view, dtype, scheme };
         let values = self.upload(dense);
@@ -128,11 +132,7 @@ impl Device {
         };
         let (weight, input) = (random(outputs, channels, 1), random(inputs, channels, 2));
         let added = random(1, outputs, 3);
-        let kernel_dtype = match dtype {
-            Dtype::F32 => KernelDtype::F32,
-            Dtype::F16 => KernelDtype::F16,
-            Dtype::Bf16 => KernelDtype::Bf16,
-        };
+        let kernel_dtype = kernel_dtype(dtype);
         let packed = oracle(&weight.to_f32(), outputs, channels, &scheme).expect("valid");
         let tensor_scale = packed.tensor_scale.as_slice();
         let handles = Handles {
@@ -147,20 +147,22 @@ impl Device {
             channels,
             format: scheme.format(),
             block_size: scheme.block_size,
-            tensor_scales: tensor_scale.len(),
             dtype: kernel_dtype,
-            bias,
         };
         let bias = bias.then(|| self.upload(&added));
         let (client, device) = (&self.client, &self.capability);
         let values = self.upload(&input);
         let found = gemv(client, device, handles.clone(), values.clone(), bias.clone(), &product);
         let mut found = self.floats(found.expect("a plan"), kernel_dtype);
-        // The same by matrix instructions, where there are any.
+        // The same by matrix instructions, where there are any; of a small device in larger tiles.
         let length = found.len();
-        if let Some(plan) = product.mma(device).expect("valid") {
-            let by_mma = mma(client, handles, values, bias.clone(), &product, plan);
-            found.extend(self.floats(by_mma.expect("a plan"), kernel_dtype));
+        for device in [*device, Capability { cubes: 4, ..*device }] {
+            let (weight, values) = (handles.clone(), values.clone());
+            match mma(client, &device, weight, values, bias.clone(), &product) {
+                Ok(by_mma) => found.extend(self.floats(by_mma, kernel_dtype)),
+                Err(Refusal::Instructions { .. }) => {}
+                Err(refusal) => panic!("{product:?}: {refusal}"),
+            }
         }
 
         let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
@@ -189,11 +191,7 @@ impl Device {
     }
 
     fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
-        let dtype = match dense.dtype() {
-            Dtype::F32 => KernelDtype::F32,
-            Dtype::F16 => KernelDtype::F16,
-            Dtype::Bf16 => KernelDtype::Bf16,
-        };
+        let dtype = kernel_dtype(dense.dtype());
         let (client, device, values) = (&self.client, &self.capability, self.upload(dense));
         let found = hadamard(client, device, values, view, dtype, transform, inverse);
         let found = self.floats(found.expect("a plan"), dtype);
@@ -208,11 +206,7 @@ impl Device {
         scheme: Fp4Scheme,
         importance: Importance<'_>,
     ) {
-        let dtype = match dense.dtype() {
-            Dtype::F32 => KernelDtype::F32,
-            Dtype::F16 => KernelDtype::F16,
-            Dtype::Bf16 => KernelDtype::Bf16,
-        };
+        let dtype = kernel_dtype(dense.dtype());
         let problem = Problem { view, dtype, scheme };
         let values = self.upload(dense);
         let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
@@ -478,6 +472,8 @@ fn products_straight_from_the_codes() {
         (33, 40, 384, Fp4Scheme::mxfp4(), true),
         (64, 129, 1152, Fp4Scheme::nvfp4(), false),
         (130, 16, 128, Fp4Scheme::nvfp4().with_block_size(32), true),
+        (13, 100, 1280, Fp4Scheme::mxfp4(), true),
+        (300, 150, 640, Fp4Scheme::nvfp4(), true),
     ];
     for (inputs, outputs, channels, scheme, bias) in shapes {
         for dtype in Dtype::ALL {

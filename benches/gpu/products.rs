@@ -18,7 +18,7 @@ const TURN: usize = 200 << 20;
 /// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in the cache.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
     let device = Capability::of(client);
-    let (dtype, most) = (Dtype::Bf16, 256);
+    let (dtype, most) = (Dtype::Bf16, 2048);
     for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
         let floats =
             |count| -> Vec<bf16> { weights(count).into_iter().map(bf16::from_f32).collect() };
@@ -34,7 +34,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             };
             let turn: Vec<_> = (0..TURN.div_ceil(bytes)).map(|_| pack()).collect();
             let next = Cell::new(0);
-            for inputs in [1, 4, 8, 16, 32, 64, 256] {
+            for inputs in [1, 4, 16, 32, 64, 128, 256, 1024, 2048] {
                 let format = scheme.format();
                 let name = format!("{format} product, {outputs} x {channels}, {inputs} rows");
                 if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
@@ -46,9 +46,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                     channels,
                     format,
                     block_size: scheme.block_size,
-                    tensor_scales: 1,
                     dtype,
-                    bias: false,
                 };
                 let turned = || {
                     next.set((next.get() + 1) % turn.len());
@@ -67,11 +65,9 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                         drop(gemv(client, &device, turned(), input.clone(), None, &product));
                     });
                 }
-                if let Ok(Some(plan)) = product.mma(&device) {
-                    row("mma", &|| {
-                        drop(mma(client, turned(), input.clone(), None, &product, plan));
-                    });
-                }
+                row("mma", &|| {
+                    drop(mma(client, &device, turned(), input.clone(), None, &product));
+                });
             }
         }
     }

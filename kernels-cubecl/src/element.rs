@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use crate::Dtype;
+
 /// What adding to a magnitude below 2^(e + 1) leaves of it: a multiple of 2^(e - 1) in the low bits.
 const SHIFT: f32 = 4_194_304.0;
 
@@ -48,4 +50,16 @@ pub(crate) fn element_value(word: u32) -> f32 {
     // Exponent and mantissa bits make an f32 that is 2^126 too small, subnormals included.
     let bits = (word & 0x8000_0000u32) | ((word >> 6u32) & 0x01C0_0000u32);
     f32::reinterpret(bits) * f32::reinterpret(0x7E80_0000u32)
+}
+
+/// The elements of the codes in bits 12..16 and 28..32 of a word, for f16 times 2^-14 and for bf16 times 2^-126:
+/// exponent and mantissa of a code are the lowest exponent bits and the highest mantissa bit, subnormals included.
+#[cube]
+pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
+    let bits = if comptime!(dtype == Dtype::Bf16) {
+        (word & 0x8000_8000u32) | ((word >> 6u32) & 0x01C0_01C0u32)
+    } else {
+        (word & 0x8000_8000u32) | ((word >> 3u32) & 0x0E00_0E00u32)
+    };
+    Vector::<F, N>::reinterpret(bits)
 }

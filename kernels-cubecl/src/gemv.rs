@@ -4,10 +4,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use crate::element::decode_pair;
 use crate::plan::UNITS;
-use crate::product::{Gemv, Product};
+use crate::product::{Gemv, Product, ProductExtent, ProductExtentLaunch, ProductMethod, finish};
 use crate::scale::scale_value;
-use crate::share::{narrow, widen};
+use crate::share::widen;
 use crate::{Capability, Dtype, Packed, Refusal};
 
 /// `input x weight^T + bias`, straight from the codes: sums in f32, multiplied with the tensor scale, rounded once.
@@ -31,7 +32,8 @@ pub fn gemv(
         Dtype::F16 => launch::<f16>,
         Dtype::Bf16 => launch::<bf16>,
     };
-    Ok(launch(client, weight, input, bias, product, plan))
+    let method = ProductMethod::new(product, device, &weight, bias.is_some());
+    Ok(launch(client, weight, input, bias, product, method, plan))
 }
 
 fn launch<F: Float>(
@@ -40,9 +42,10 @@ fn launch<F: Float>(
     input: Handle,
     bias: Option<Handle>,
     product: &Product,
+    method: ProductMethod,
     plan: Gemv,
 ) -> Handle {
-    let Product { inputs, outputs, channels, block_size, format, .. } = *product;
+    let Product { inputs, outputs, channels, block_size, .. } = *product;
     let size = product.dtype.size();
     let output = client.empty(inputs * outputs * size);
     if inputs * outputs == 0 {
@@ -50,13 +53,6 @@ fn launch<F: Float>(
     }
     let chunk = 8 * plan.words as usize;
     let weight_values = outputs * channels;
-    let method = GemvMethod {
-        block_size: block_size as u32,
-        format,
-        by_row: weight.tensor_scales > 1,
-        bias: bias.is_some(),
-        plan,
-    };
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not stored.
     unsafe {
         gemv_kernel::launch_unchecked::<F>(
@@ -78,30 +74,12 @@ fn launch<F: Float>(
                 None => BufferArg::from_raw_parts(input, inputs * channels),
             },
             BufferArg::from_raw_parts(output.clone(), inputs * outputs),
-            GemvExtentLaunch::new(inputs as u32, outputs as u32, (channels / chunk) as u32),
+            ProductExtentLaunch::new(inputs as u32, outputs as u32, (channels / chunk) as u32),
             method,
+            plan,
         );
     }
     output
-}
-
-/// Lengths of a product.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct GemvExtent {
-    inputs: u32,
-    outputs: u32,
-    /// Chunks of a packed row, of as many words as a unit loads at a time.
-    chunks: u32,
-}
-
-/// What the kernel is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct GemvMethod {
-    block_size: u32,
-    format: Fp4Format,
-    by_row: bool,
-    bias: bool,
-    plan: Gemv,
 }
 
 #[cube(launch_unchecked)]
@@ -112,11 +90,11 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
     input: &[Vector<u32, X>],
     bias: &[F],
     output: &mut [F],
-    extent: GemvExtent,
-    #[comptime] method: GemvMethod,
+    extent: ProductExtent,
+    #[comptime] method: ProductMethod,
+    #[comptime] plan: Gemv,
 ) {
-    let Gemv { plane, words, rows, inputs, .. } = comptime!(method.plan);
-    let share = comptime!(method.plan.share);
+    let Gemv { plane, words, rows, inputs, share, .. } = comptime!(plan);
     let planes = comptime!(UNITS / plane);
     let tiles = extent.inputs.div_ceil(inputs);
     let first_input = CUBE_POS as u32 % tiles * inputs;
@@ -176,7 +154,10 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
                 let packed = loaded[row as usize].extract(comptime!(word as usize));
                 #[unroll]
                 for pair in 0..4u32 {
-                    let halves = decode_pair(packed << comptime!(12 - 4 * pair));
+                    let halves = decode_pair::<f16, Const<2>>(
+                        packed << comptime!(12 - 4 * pair),
+                        Dtype::F16,
+                    );
                     #[unroll]
                     for half in 0..2u32 {
                         let element = f32::cast_from(halves.extract(comptime!(half as usize)));
@@ -198,9 +179,6 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
     #[unroll]
     for row in 0..rows {
         let at = first_row + row;
-        let in_weight = min(at, extent.outputs - 1);
-        let factor = if comptime!(method.by_row) { in_weight } else { 0u32.runtime() };
-        let tensor = f32::reinterpret(tensor_scale[factor as usize]);
         #[unroll]
         for index in 0..inputs {
             let own = sums[comptime!((row * inputs + index) as usize)];
@@ -210,23 +188,11 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
                 && at < extent.outputs
                 && to < extent.inputs
             {
-                let mut value = sum * tensor;
-                if comptime!(method.bias) {
-                    value += f32::cast_from(bias[at as usize]);
-                }
                 output[(to * extent.outputs + at) as usize] =
-                    narrow::<F>(value, comptime!(share.conversion));
+                    finish::<F>(sum, at, tensor_scale, bias, method);
             }
         }
     }
-}
-
-/// The elements of the codes in bits 12..16 and 28..32 of a word, times 2^-14: exponent and mantissa of a code are
-/// the lowest exponent bits and the highest mantissa bit of an f16, subnormals included.
-#[cube]
-fn decode_pair(word: u32) -> Vector<f16, Const<2>> {
-    let bits = (word & 0x8000_8000u32) | ((word >> 3u32) & 0x0E00_0E00u32);
-    Vector::<f16, Const<2>>::reinterpret(bits)
 }
 
 /// `element x block scale`, exactly, given the element times 2^-14.

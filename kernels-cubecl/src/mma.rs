@@ -5,11 +5,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use crate::element::decode_pair;
 use crate::plan::UNITS;
-use crate::product::{Mma, PLANES, Product, STEP};
+use crate::product::{
+    Mma, PLANES, Product, ProductExtent, ProductExtentLaunch, ProductMethod, STEP, finish,
+};
 use crate::scale::scale_value;
-use crate::share::narrow;
-use crate::{Dtype, Packed, Refusal};
+use crate::{Capability, Dtype, Packed, Refusal};
 
 /// `input x weight^T + bias` by matrix instructions, the weight decoded in registers: exact products of
 /// `element x block scale`, sums in f32, multiplied with the tensor scale, rounded once.
@@ -20,18 +22,20 @@ use crate::{Dtype, Packed, Refusal};
 /// [`Refusal`]; nothing is launched then.
 pub fn mma(
     client: &Client,
+    device: &Capability,
     weight: Packed,
     input: Handle,
     bias: Option<Handle>,
     product: &Product,
-    plan: Mma,
 ) -> Result<Handle, Refusal> {
-    product.check()?;
+    let plan = product.mma(device)?;
     let launch = match product.dtype {
         Dtype::Bf16 => launch::<bf16>,
+        // There is no plan for f32.
         Dtype::F16 | Dtype::F32 => launch::<f16>,
     };
-    Ok(launch(client, weight, input, bias, product, plan))
+    let method = ProductMethod::new(product, device, &weight, bias.is_some());
+    Ok(launch(client, weight, input, bias, product, method, plan))
 }
 
 fn launch<F: Float>(
@@ -40,21 +44,14 @@ fn launch<F: Float>(
     input: Handle,
     bias: Option<Handle>,
     product: &Product,
+    method: ProductMethod,
     plan: Mma,
 ) -> Handle {
-    let Product { inputs, outputs, channels, block_size, format, dtype, .. } = *product;
+    let Product { inputs, outputs, channels, block_size, dtype, .. } = *product;
     let output = client.empty(inputs * outputs * dtype.size());
     if inputs * outputs == 0 {
         return output;
     }
-    let method = MmaMethod {
-        block_size: block_size as u32,
-        format,
-        dtype,
-        by_row: weight.tensor_scales > 1,
-        bias: bias.is_some(),
-        plan,
-    };
     let weight_values = outputs * channels;
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not stored.
     unsafe {
@@ -63,9 +60,10 @@ fn launch<F: Float>(
             CubeCount::Static(plan.cubes, 1, 1),
             CubeDim::new_1d(UNITS),
             4,
+            32 / block_size,
             4,
             BufferArg::from_raw_parts(weight.codes, weight_values / 32),
-            BufferArg::from_raw_parts(weight.scales, weight_values / block_size),
+            BufferArg::from_raw_parts(weight.scales, weight_values / 32),
             BufferArg::from_raw_parts(weight.tensor_scale, weight.tensor_scales),
             BufferArg::from_raw_parts(input.clone(), inputs * channels / 8),
             // Where there is none, something that is not read.
@@ -74,55 +72,49 @@ fn launch<F: Float>(
                 None => BufferArg::from_raw_parts(input, inputs * channels),
             },
             BufferArg::from_raw_parts(output.clone(), inputs * outputs),
-            MmaExtentLaunch::new(inputs as u32, outputs as u32, (channels / STEP) as u32),
+            ProductExtentLaunch::new(inputs as u32, outputs as u32, (channels / STEP) as u32),
             method,
+            plan,
         );
     }
     output
 }
 
-/// Lengths of a product.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct MmaExtent {
-    inputs: u32,
-    outputs: u32,
-    /// Steps along the contracted axis.
-    steps: u32,
+/// Vectors of eight values of the input in a step.
+const STEP_VECTORS: u32 = STEP as u32 / 8;
+
+/// Vectors of the input that a unit copies to shared memory at a time.
+const fn copied(plan: Mma) -> u32 {
+    plan.inputs() * plan.depth() * STEP_VECTORS / UNITS
 }
 
-/// What the kernel is compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct MmaMethod {
-    block_size: u32,
-    format: Fp4Format,
-    dtype: Dtype,
-    by_row: bool,
-    bias: bool,
-    plan: Mma,
-}
-
-/// The planes of a cube share the rows of the weight and of the input, and take the steps of the contracted axis in
-/// turn. An instruction multiplies 16 rows of the weight with 8 of the input along 16 channels. The order of
-/// channels does not matter as long as both operands have the same: each four lanes that share a row take 32
-/// neighbouring channels each, so that a lane loads 16 bytes of codes at once.
+/// An instruction multiplies 16 rows of the weight with 8 of the input along 16 channels. The order of channels does
+/// not matter as long as both operands have the same: each four lanes that share a row take 32 neighbouring channels
+/// each, so that a lane loads 16 bytes of codes at once. What a step needs from device memory is loaded while the
+/// one before is computed.
 #[cube(launch_unchecked)]
-fn mma_kernel<F: Float, W: Size, X: Size>(
+fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
     codes: &[Vector<u32, W>],
-    scales: &[u8],
+    scales: &[Vector<u8, S>],
     tensor_scale: &[u32],
     input: &[Vector<u32, X>],
     bias: &[F],
     output: &mut [F],
-    extent: MmaExtent,
-    #[comptime] method: MmaMethod,
+    extent: ProductExtent,
+    #[comptime] method: ProductMethod,
+    #[comptime] plan: Mma,
 ) {
-    let Mma { row_tiles, input_tiles, .. } = comptime!(method.plan);
+    let Mma { row_tiles, input_tiles, row_planes, input_planes, .. } = comptime!(plan);
+    let depth = comptime!(plan.depth());
     let lane = UNIT_POS % 32;
     let plane = UNIT_POS / 32;
     let (quad, part) = (lane / 4, lane % 4);
-    let groups = extent.inputs.div_ceil(8 * input_tiles);
-    let first_input = CUBE_POS as u32 % groups * 8 * input_tiles;
-    let first_row = CUBE_POS as u32 / groups * 16 * row_tiles;
+    let groups = extent.inputs.div_ceil(comptime!(plan.inputs()));
+    let cube_input = CUBE_POS as u32 % groups * comptime!(plan.inputs());
+    let cube_row = CUBE_POS as u32 / groups * comptime!(plan.rows());
+    let plane_row = plane % row_planes * comptime!(16 * row_tiles);
+    let plane_input = plane / row_planes % input_planes * comptime!(8 * input_tiles);
+    let plane_depth = plane / comptime!(row_planes * input_planes);
 
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
@@ -138,103 +130,160 @@ fn mma_kernel<F: Float, W: Size, X: Size>(
         sums.push(zeros);
     }
 
-    let row_vectors = extent.steps * 4;
-    let input_vectors = extent.steps * 16;
-    let row_blocks = extent.steps * comptime!(STEP as u32 / method.block_size);
-    let mut step = plane;
-    while step < extent.steps {
-        // A vector of four words for each of two rows of every tile, and the scales of its two halves.
-        let mut loaded = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
+    // What planes share of the input, of this step and of the next.
+    let half = comptime!(if plan.shares_input() { copied(plan) * UNITS } else { 1 });
+    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * half as usize));
+    let mut copies = Array::<Vector<u32, X>>::new(comptime!(copied(plan).max(1) as usize));
+    // A vector of four words for each of two rows of every tile, and the scales of its two halves.
+    let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
+    let mut scale_codes = Array::<Vector<u8, S>>::new(comptime!((2 * row_tiles) as usize));
+    let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
+
+    let rounds = extent.chunks.div_ceil(depth);
+    let mut round = 0u32.runtime();
+    // One more than there are: a round computes what the one before has loaded.
+    while round <= rounds {
         let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
-        #[unroll]
-        for tile in 0..row_tiles {
+        if round > 0u32 {
             #[unroll]
-            for half in 0..2u32 {
-                let row = min(first_row + tile * 16 + half * 8 + quad, extent.outputs - 1);
-                let at = comptime!((tile * 2 + half) as usize);
-                loaded[at] = codes[(row * row_vectors + step * 4 + part) as usize];
-                let first = row * row_blocks
-                    + step * comptime!(STEP as u32 / method.block_size)
-                    + part * 32 / method.block_size;
+            for row in 0..comptime!(2 * row_tiles) {
+                now[row as usize] = words[row as usize];
                 #[unroll]
                 for block in 0..2u32 {
-                    let index = first + comptime!(block * 16 / method.block_size);
-                    let scale = scale_value(u32::cast_from(scales[index as usize]), method.format);
+                    let index = comptime!((block * 16 / method.block_size) as usize);
+                    let code = u32::cast_from(scale_codes[row as usize].extract(index));
+                    let scale = scale_value(code, method.format);
                     let factor = F::cast_from(scale * comptime!(scale_shift(method)));
-                    factors[comptime!((tile * 4 + half * 2 + block) as usize)] =
-                        Vector::new(factor);
+                    factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
+                }
+            }
+            if comptime!(plan.shares_input()) {
+                #[unroll]
+                for copy in 0..comptime!(copied(plan)) {
+                    // Neighbouring rows of the input in other banks.
+                    let at = UNIT_POS + comptime!(copy * UNITS);
+                    let place = at ^ ((at / STEP_VECTORS & 1u32) * 4u32);
+                    shared[((round & 1u32) * half + place) as usize] =
+                        interleave::<X>(copies[copy as usize]);
                 }
             }
         }
-        // The weight of eight instructions, four registers each.
-        let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
-        #[unroll]
-        for tile in 0..row_tiles {
+        if round < rounds {
+            let step = min(round * depth + plane_depth, extent.chunks - 1);
+            #[unroll]
+            for tile in 0..comptime!(2 * row_tiles) {
+                let row = min(cube_row + plane_row + tile * 8 + quad, extent.outputs - 1);
+                let at = (row * extent.chunks + step) * 4 + part;
+                words[tile as usize] = codes[at as usize];
+                scale_codes[tile as usize] = scales[at as usize];
+            }
+            if comptime!(plan.shares_input()) {
+                #[unroll]
+                for copy in 0..comptime!(copied(plan)) {
+                    let at = UNIT_POS + comptime!(copy * UNITS);
+                    let row = at / STEP_VECTORS % comptime!(plan.inputs());
+                    let row = min(cube_input + row, extent.inputs - 1);
+                    let depth_of = at / comptime!(STEP_VECTORS * plan.inputs());
+                    let step = min(round * depth + depth_of, extent.chunks - 1);
+                    // Units of a row write the first vectors of its four lanes, then the second ones.
+                    let vector = at % 4 * 4 + at / 4 % 4;
+                    copies[copy as usize] =
+                        input[((row * extent.chunks + step) * STEP_VECTORS + vector) as usize];
+                }
+            }
+        }
+        if comptime!(plan.shares_input()) {
+            sync_cube();
+        }
+        // Steps beyond the last have been loaded from the last.
+        let step = round * depth + plane_depth - depth;
+        if round > 0u32 && step < extent.chunks {
             #[unroll]
             for block in 0..2u32 {
+                let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
                 #[unroll]
                 for pair in 0..4u32 {
-                    let mut registers = Array::<Vector<F, NA>>::new(4usize);
                     #[unroll]
-                    for word in 0..2u32 {
+                    for tile in 0..row_tiles {
+                        let mut registers = Array::<Vector<F, NA>>::new(4usize);
                         #[unroll]
-                        for half in 0..2u32 {
-                            let at = comptime!((tile * 2 + half) as usize);
-                            let packed = loaded[at].extract(comptime!((2 * block + word) as usize));
-                            let factor = factors[comptime!((tile * 4 + half * 2 + block) as usize)];
-                            let decoded =
-                                decode_pair::<F, NA>(packed << comptime!(12 - 4 * pair), method);
-                            registers[comptime!((2 * word + half) as usize)] = decoded * factor;
+                        for word in 0..2u32 {
+                            #[unroll]
+                            for half in 0..2u32 {
+                                let row = comptime!((tile * 2 + half) as usize);
+                                let packed =
+                                    now[row].extract(comptime!((2 * block + word) as usize));
+                                let factor = factors[comptime!(row * 2 + block as usize)];
+                                let decoded =
+                                    elements::<F, NA>(packed << comptime!(12 - 4 * pair), method);
+                                registers[comptime!((2 * word + half) as usize)] = decoded * factor;
+                            }
+                        }
+                        weights.push(registers);
+                    }
+                }
+                // Two tiles at a time, so that no instruction waits for the one before.
+                let both = comptime!(if input_tiles > 1 { 2u32 } else { 1u32 });
+                #[unroll]
+                for first in 0..comptime!(input_tiles / both) {
+                    let mut values = Array::<Vector<u32, X>>::new(comptime!((2 * both) as usize));
+                    #[unroll]
+                    for tile in 0..both {
+                        #[unroll]
+                        for word in 0..2u32 {
+                            let row = plane_input + comptime!((first * both + tile) * 8) + quad;
+                            let vector = comptime!(2 * block + word);
+                            values[comptime!((tile * 2 + word) as usize)] =
+                                if comptime!(plan.shares_input()) {
+                                    let row_of = plane_depth * comptime!(plan.inputs()) + row;
+                                    let at = row_of * STEP_VECTORS + vector * 4 + part;
+                                    let place = at ^ ((quad & 1u32) * 4u32);
+                                    shared[((round & 1u32) * half + place) as usize]
+                                } else {
+                                    let row = min(cube_input + row, extent.inputs - 1);
+                                    let at = (row * extent.chunks + step) * STEP_VECTORS
+                                        + part * 4
+                                        + vector;
+                                    interleave::<X>(input[at as usize])
+                                };
                         }
                     }
-                    weights.push(registers);
-                }
-            }
-        }
-        #[unroll]
-        for tile in 0..input_tiles {
-            let row = min(first_input + tile * 8 + quad, extent.inputs - 1);
-            let start = row * input_vectors + step * 16 + part * 4;
-            let mut values = Array::<Vector<u32, X>>::new(4usize);
-            #[unroll]
-            for index in 0..4u32 {
-                values[comptime!(index as usize)] = input[(start + index) as usize];
-            }
-            #[unroll]
-            for block in 0..2u32 {
-                #[unroll]
-                for pair in 0..4u32 {
-                    let mut registers = Array::<Vector<F, NB>>::new(2usize);
                     #[unroll]
-                    for word in 0..2u32 {
-                        let of = values[comptime!((2 * block + word) as usize)];
-                        let low = of.extract(comptime!((pair / 2) as usize));
-                        let high = of.extract(comptime!((pair / 2 + 2) as usize));
-                        let both = if comptime!(pair.is_multiple_of(2)) {
-                            (low & 0xFFFFu32) | (high << 16u32)
-                        } else {
-                            (low >> 16u32) | (high & 0xFFFF_0000u32)
-                        };
-                        registers[comptime!(word as usize)] = Vector::<F, NB>::reinterpret(both);
-                    }
-                    #[unroll]
-                    for row_tile in 0..row_tiles {
-                        let weight = comptime!((row_tile * 8 + block * 4 + pair) as usize);
-                        let sum = comptime!((row_tile * input_tiles + tile) as usize);
-                        definition.execute_inplace(
-                            weights.index(weight),
-                            &registers,
-                            sums.index_mut(sum),
-                        );
+                    for pair in 0..4u32 {
+                        #[unroll]
+                        for tile in 0..both {
+                            let mut registers = Array::<Vector<F, NB>>::new(2usize);
+                            #[unroll]
+                            for word in 0..2u32 {
+                                let value = values[comptime!((tile * 2 + word) as usize)];
+                                registers[comptime!(word as usize)] = Vector::<F, NB>::reinterpret(
+                                    value.extract(comptime!(pair as usize)),
+                                );
+                            }
+                            #[unroll]
+                            for row_tile in 0..row_tiles {
+                                let weight = comptime!((pair * row_tiles + row_tile) as usize);
+                                let input_tile = comptime!(first * both + tile);
+                                let sum = comptime!((row_tile * input_tiles + input_tile) as usize);
+                                definition.execute_inplace(
+                                    weights.index(weight),
+                                    &registers,
+                                    sums.index_mut(sum),
+                                );
+                            }
+                        }
                     }
                 }
             }
         }
-        step += PLANES;
+        round += 1u32;
     }
 
-    // The sums of all planes, a tile at a time.
-    let mut staged = Shared::<[f32]>::new_slice(comptime!((PLANES * 128) as usize));
+    // The sums of all planes, a tile at a time: 16 rows for each of 8 inputs, which are in other banks.
+    let stride = 20u32;
+    let region = comptime!(8 * stride);
+    let outputs = comptime!(128 * row_planes * input_planes);
+    let mut staged = Shared::<[f32]>::new_slice(comptime!((PLANES * region) as usize));
     #[unroll]
     for row_tile in 0..row_tiles {
         #[unroll]
@@ -244,44 +293,63 @@ fn mma_kernel<F: Float, W: Size, X: Size>(
             for half in 0..2u32 {
                 #[unroll]
                 for index in 0..2u32 {
-                    let place = plane * 128 + (quad + 8 * half) * 8 + part * 2 + index;
+                    let place = plane * region + (part * 2 + index) * stride + quad + 8 * half;
                     staged[place as usize] =
                         own[comptime!(half as usize)].extract(comptime!(index as usize));
                 }
             }
             sync_cube();
-            let row = first_row + row_tile * 16 + UNIT_POS / 8;
-            let to = first_input + tile * 8 + UNIT_POS % 8;
-            if UNIT_POS < 128u32 && row < extent.outputs && to < extent.inputs {
-                let mut sum = 0.0f32.runtime();
-                for from in 0..PLANES {
-                    sum += staged[(from * 128 + UNIT_POS) as usize];
+            #[unroll]
+            for turn in 0..comptime!(outputs.div_ceil(UNITS)) {
+                let at = UNIT_POS + comptime!(turn * UNITS);
+                let (of_plane, in_row, in_input) = (at / 128, at % 16, at / 16 % 8);
+                let row = cube_row
+                    + of_plane % row_planes * comptime!(16 * row_tiles)
+                    + comptime!(row_tile * 16)
+                    + in_row;
+                let to = cube_input
+                    + of_plane / row_planes * comptime!(8 * input_tiles)
+                    + comptime!(tile * 8)
+                    + in_input;
+                if at < outputs && row < extent.outputs && to < extent.inputs {
+                    let mut sum = 0.0f32.runtime();
+                    #[unroll]
+                    for from in 0..depth {
+                        let region_of = of_plane + comptime!(from * row_planes * input_planes);
+                        sum += staged[(region_of * region + in_input * stride + in_row) as usize];
+                    }
+                    output[(to * extent.outputs + row) as usize] = finish::<F>(
+                        sum * comptime!(sum_shift(method)),
+                        row,
+                        tensor_scale,
+                        bias,
+                        method,
+                    );
                 }
-                let factor = if comptime!(method.by_row) { row } else { 0u32.runtime() };
-                let tensor = f32::reinterpret(tensor_scale[factor as usize]);
-                let mut value = (sum * comptime!(sum_shift(method))) * tensor;
-                if comptime!(method.bias) {
-                    value += f32::cast_from(bias[row as usize]);
-                }
-                output[(to * extent.outputs + row) as usize] =
-                    narrow::<F>(value, crate::plan::Conversion::Device);
             }
             sync_cube();
         }
     }
 }
 
-/// The elements of the codes in bits 12..16 and 28..32 of a word, for bf16 times 2^-126 and for f16 times 2^-14:
-/// exponent and mantissa of a code are the lowest exponent bits and the highest mantissa bit, subnormals included.
-/// MXFP4, which is bf16 here, is multiplied back.
+/// Eight values in the order in which codes are decoded: each with the fourth after it.
 #[cube]
-fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] method: MmaMethod) -> Vector<F, N> {
-    let bits = if comptime!(method.dtype == Dtype::Bf16) {
-        (word & 0x8000_8000u32) | ((word >> 6u32) & 0x01C0_01C0u32)
-    } else {
-        (word & 0x8000_8000u32) | ((word >> 3u32) & 0x0E00_0E00u32)
-    };
-    let decoded = Vector::<F, N>::reinterpret(bits);
+fn interleave<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
+    let mut pairs = Vector::<u32, X>::empty();
+    #[unroll]
+    for index in 0..2u32 {
+        let low = values.extract(comptime!(index as usize));
+        let high = values.extract(comptime!((index + 2) as usize));
+        pairs.insert(comptime!(2 * index as usize), (low & 0xFFFFu32) | (high << 16u32));
+        pairs.insert(comptime!((2 * index + 1) as usize), (low >> 16u32) | (high & 0xFFFF_0000u32));
+    }
+    pairs
+}
+
+/// Elements as [`decode_pair`] leaves them; those of MXFP4, which is bf16 here, as they are.
+#[cube]
+fn elements<F: Float, N: Size>(word: u32, #[comptime] method: ProductMethod) -> Vector<F, N> {
+    let decoded = decode_pair::<F, N>(word, comptime!(method.dtype));
     if comptime!(method.format == Fp4Format::MxFp4) {
         decoded * Vector::new(F::cast_from(f32::reinterpret(0x7E80_0000u32)))
     } else {
@@ -291,7 +359,7 @@ fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] method: MmaMethod) -> V
 
 /// What block scales are multiplied with, so that times a decoded element they are `element x block scale` times
 /// 2^-8, within the range of the dtype.
-fn scale_shift(method: MmaMethod) -> f32 {
+fn scale_shift(method: ProductMethod) -> f32 {
     match (method.format, method.dtype) {
         (Fp4Format::MxFp4, _) => 1.0,
         (Fp4Format::NvFp4, Dtype::Bf16) => 2f32.powi(118),
@@ -300,7 +368,7 @@ fn scale_shift(method: MmaMethod) -> f32 {
 }
 
 /// What the sums are multiplied with in return.
-fn sum_shift(method: MmaMethod) -> f32 {
+fn sum_shift(method: ProductMethod) -> f32 {
     match method.format {
         Fp4Format::MxFp4 => 1.0,
         Fp4Format::NvFp4 => 2f32.powi(8),

@@ -122,6 +122,21 @@ pub struct Share {
 }
 
 impl Share {
+    /// A block of one row, loaded and stored a value at a time.
+    pub(crate) fn one_row(along: bool, dtype: Dtype, device: &Capability) -> Self {
+        Self {
+            vector: 1,
+            along,
+            rows: 1,
+            lanes: 1,
+            spread: 1,
+            staged: false,
+            tile: Tile::None,
+            dtype,
+            conversion: Conversion::to(dtype, device),
+        }
+    }
+
     /// Values of a word: a dense tensor is loaded in words of 32 bits, or of 16 where a vector is a
     /// single value of 16 bits.
     pub const fn word_values(&self) -> u32 {
@@ -146,6 +161,14 @@ pub enum Conversion {
     Device,
     /// bf16, on bits: the instruction of an x86 processor takes subnormals for zero.
     Bf16Bits,
+}
+
+impl Conversion {
+    /// The one to a dtype on a device.
+    pub(crate) fn to(dtype: Dtype, device: &Capability) -> Self {
+        let bits = dtype == Dtype::Bf16 && !device.converts_bf16;
+        if bits { Self::Bf16Bits } else { Self::Device }
+    }
 }
 
 /// How the rows of a 16 x 16 tile come to share a scale.
@@ -173,6 +196,12 @@ pub enum Refusal {
         operation: Operation,
         /// The search asked for.
         found: ScaleSearch,
+    },
+    /// The product does not fit matrix instructions.
+    #[error("no matrix instructions: {reason}")]
+    Instructions {
+        /// Why.
+        reason: &'static str,
     },
     /// More values than [`View::MAX_LEN`].
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
@@ -227,20 +256,7 @@ pub fn plan(
     let blocks = problem.blocks() as u32;
     let widest = LOAD / dtype.size() as u32;
     let along = inner == 1;
-    let bits = *dtype == Dtype::Bf16 && !device.converts_bf16;
-    let conversion = if bits { Conversion::Bf16Bits } else { Conversion::Device };
-    let dtype = *dtype;
-    let one_row = Share {
-        vector: 1,
-        along,
-        rows: 1,
-        lanes: 1,
-        spread: 1,
-        staged: false,
-        tile: Tile::None,
-        dtype,
-        conversion,
-    };
+    let one_row = Share::one_row(along, *dtype, device);
     let (items, share) = match operation {
         Operation::Amax => {
             let vector = common_power_of_two(view.len() as u32, widest);

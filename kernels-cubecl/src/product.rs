@@ -1,14 +1,16 @@
-//! Products with a packed weight: what they are, and how they are computed.
+//! Products with a packed weight: what they are, how they are computed, and what their kernels share.
 
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::{FormatError, Fp4Format};
 use burn_fp4_search::host::View;
+use cubecl::prelude::*;
 
-use crate::plan::{Conversion, Refusal, Share, Tile, UNITS};
-use crate::{Capability, Dtype};
+use crate::plan::{Conversion, Refusal, Share, UNITS};
+use crate::share::narrow;
+use crate::{Capability, Dtype, Packed};
 
-/// `input x weight^T + bias` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
-/// `channels` elements.
+/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of `channels`
+/// elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// Rows of the input.
@@ -21,12 +23,8 @@ pub struct Product {
     pub format: Fp4Format,
     /// Elements that share a block scale.
     pub block_size: usize,
-    /// Tensor scales of the weight: 1, or one per row.
-    pub tensor_scales: usize,
     /// dtype of input, bias and output.
     pub dtype: Dtype,
-    /// Whether a bias is added.
-    pub bias: bool,
 }
 
 /// How a product is computed.
@@ -41,21 +39,56 @@ pub enum ProductPlan {
 }
 
 /// How [`mma`](crate::mma()) is launched: each cube takes some packed rows of the weight and some rows of the input.
+/// Its planes divide these among them, and what is left of them the contracted axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mma {
     /// Cubes.
     pub cubes: u32,
-    /// Tiles of 16 packed rows of a cube.
+    /// Tiles of 16 packed rows of a plane.
     pub row_tiles: u32,
-    /// Tiles of 8 rows of the input.
+    /// Tiles of 8 rows of the input of a plane.
     pub input_tiles: u32,
+    /// Planes with rows of their own.
+    pub row_planes: u32,
+    /// Planes with rows of the input of their own.
+    pub input_planes: u32,
 }
 
-/// Planes of a cube, which divide the contracted axis.
+impl Mma {
+    /// Packed rows of a cube.
+    pub const fn rows(&self) -> u32 {
+        16 * self.row_tiles * self.row_planes
+    }
+
+    /// Rows of the input of a cube.
+    pub const fn inputs(&self) -> u32 {
+        8 * self.input_tiles * self.input_planes
+    }
+
+    /// Planes that divide the contracted axis.
+    pub const fn depth(&self) -> u32 {
+        PLANES / (self.row_planes * self.input_planes)
+    }
+
+    /// Whether planes have the same rows of the input, which come through shared memory then.
+    pub const fn shares_input(&self) -> bool {
+        self.row_planes > 1
+    }
+}
+
+/// Planes of a cube.
 pub(crate) const PLANES: u32 = UNITS / 32;
 
 /// Channels that a plane takes at a time.
 pub(crate) const STEP: usize = 128;
+
+/// The ways of [`Mma`], the one that loads least first; each was the fastest for some number of inputs on an H200.
+const WAYS: [Mma; 5] =
+    [way(2, 8, 4, 2), way(1, 8, 4, 1), way(1, 4, 4, 1), way(2, 2, 1, 1), way(1, 1, 1, 1)];
+
+const fn way(row_tiles: u32, input_tiles: u32, row_planes: u32, input_planes: u32) -> Mma {
+    Mma { cubes: 0, row_tiles, input_tiles, row_planes, input_planes }
+}
 
 /// How [`gemv`](crate::gemv()) is launched: each plane takes some packed rows of the weight and multiplies them
 /// with some rows of the input, all of the contracted axis.
@@ -79,51 +112,56 @@ pub struct Gemv {
 /// down dense; measured on an H200.
 const MOST_INPUTS: usize = 24;
 
-/// The same by matrix instructions, which take 64 at a time.
-const MOST_MMA_INPUTS: usize = 1024;
-
 impl Product {
     /// How the product is computed on a device.
     ///
     /// # Errors
     /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<ProductPlan, Refusal> {
-        if let Some(mma) = self.mma(device)?
-            && self.inputs <= MOST_MMA_INPUTS
-        {
-            return Ok(ProductPlan::Mma(mma));
+        match self.mma(device) {
+            Ok(mma) => Ok(ProductPlan::Mma(mma)),
+            Err(Refusal::Instructions { .. }) if self.inputs > MOST_INPUTS => {
+                Ok(ProductPlan::Dense)
+            }
+            Err(Refusal::Instructions { .. }) => self.gemv(device).map(ProductPlan::Gemv),
+            Err(refusal) => Err(refusal),
         }
-        if self.inputs > MOST_INPUTS {
-            self.check()?;
-            return Ok(ProductPlan::Dense);
-        }
-        self.gemv(device).map(ProductPlan::Gemv)
     }
 
-    /// How it is computed by matrix instructions, whether that pays or not; not at all for f32, which they round,
-    /// for MXFP4 in f16, which has no room for its scales, and where steps do not divide the channels.
+    /// How it is computed by matrix instructions.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan).
-    pub fn mma(&self, device: &Capability) -> Result<Option<Mma>, Refusal> {
+    /// As [`plan`](Self::plan), and [`Refusal::Instructions`] where they do not fit.
+    pub fn mma(&self, device: &Capability) -> Result<Mma, Refusal> {
         self.check()?;
-        let fits = match self.dtype {
-            Dtype::F32 => false,
-            Dtype::F16 => self.format == Fp4Format::NvFp4,
-            Dtype::Bf16 => true,
-        };
-        if !(fits && device.mma && self.channels.is_multiple_of(STEP)) {
-            return Ok(None);
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        if !device.mma {
+            return refuse("the device has none");
         }
-        let input_tiles = self.inputs.div_ceil(8).next_power_of_two().min(8);
-        let row_tiles = if input_tiles > 1 { 2 } else { 1 };
-        let cubes = self.outputs.div_ceil(16 * row_tiles) * self.inputs.div_ceil(8 * input_tiles);
-        let (row_tiles, input_tiles) = (row_tiles as u32, input_tiles as u32);
-        let mma = Mma { cubes: cubes as u32, row_tiles, input_tiles };
-        Ok((mma.cubes <= device.max_cubes).then_some(mma))
+        match (self.dtype, self.format) {
+            (Dtype::F32, _) => return refuse("they would round f32"),
+            (Dtype::F16, Fp4Format::MxFp4) => return refuse("f16 has no room for E8M0 scales"),
+            _ => {}
+        }
+        if !self.channels.is_multiple_of(STEP) {
+            return refuse("their steps of 128 do not divide the channels");
+        }
+        let cubes = |way: &Mma| {
+            self.outputs.div_ceil(way.rows() as usize) * self.inputs.div_ceil(way.inputs() as usize)
+        };
+        // Three of four processors have something to do.
+        let enough = device.cubes as usize / 4 * 3 / 4;
+        let most = self.inputs.next_power_of_two().max(8) as u32;
+        let mut fits = WAYS.iter().filter(|way| way.inputs() <= most);
+        let last = &WAYS[WAYS.len() - 1];
+        let way = fits.find(|way| cubes(way) >= enough).unwrap_or(last);
+        match u32::try_from(cubes(way)) {
+            Ok(cubes) if cubes <= device.max_cubes => Ok(Mma { cubes, ..*way }),
+            _ => refuse("there are too many cubes"),
+        }
     }
 
-    /// How it is computed straight from the codes, whether that pays or not.
+    /// How it is computed straight from the codes without them.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -140,24 +178,13 @@ impl Product {
         let groups = self.outputs.div_ceil((rows * planes) as usize);
         let cubes = (groups * self.inputs.div_ceil(inputs as usize)) as u32;
         let lines = cubes.div_ceil(device.max_cubes).max(1);
-        let bits = self.dtype == Dtype::Bf16 && !device.converts_bf16;
         Ok(Gemv {
             cubes: [cubes.div_ceil(lines), lines],
             plane: device.plane,
             words: if self.channels.is_multiple_of(32) { 4 } else { 2 },
             rows,
             inputs,
-            share: Share {
-                vector: widest,
-                along: true,
-                rows: 1,
-                lanes: 1,
-                spread: 1,
-                staged: false,
-                tile: Tile::None,
-                dtype: self.dtype,
-                conversion: if bits { Conversion::Bf16Bits } else { Conversion::Device },
-            },
+            share: Share { vector: widest, ..Share::one_row(true, self.dtype, device) },
         })
     }
 
@@ -178,6 +205,57 @@ impl Product {
     }
 }
 
+/// Lengths of a product.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct ProductExtent {
+    pub(crate) inputs: u32,
+    pub(crate) outputs: u32,
+    /// Chunks of a packed row, of as many codes as a unit or the lanes of a row load at a time.
+    pub(crate) chunks: u32,
+}
+
+/// What the kernels of products are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ProductMethod {
+    pub(crate) block_size: u32,
+    pub(crate) format: Fp4Format,
+    pub(crate) dtype: Dtype,
+    /// Whether every packed row has a tensor scale.
+    pub(crate) by_row: bool,
+    pub(crate) bias: bool,
+    pub(crate) conversion: Conversion,
+}
+
+impl ProductMethod {
+    pub(crate) fn new(product: &Product, device: &Capability, weight: &Packed, bias: bool) -> Self {
+        Self {
+            block_size: product.block_size as u32,
+            format: product.format,
+            dtype: product.dtype,
+            by_row: weight.tensor_scales > 1,
+            bias,
+            conversion: Conversion::to(product.dtype, device),
+        }
+    }
+}
+
+/// The output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
+#[cube]
+pub(crate) fn finish<F: Float>(
+    sum: f32,
+    row: u32,
+    tensor_scale: &[u32],
+    bias: &[F],
+    #[comptime] method: ProductMethod,
+) -> F {
+    let factor = if comptime!(method.by_row) { row } else { 0u32.runtime() };
+    let mut value = sum * f32::reinterpret(tensor_scale[factor as usize]);
+    if comptime!(method.bias) {
+        value += f32::cast_from(bias[row as usize]);
+    }
+    narrow::<F>(value, comptime!(method.conversion))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,30 +270,54 @@ mod tests {
     };
 
     fn product(inputs: usize, outputs: usize, channels: usize) -> Product {
-        let (format, block_size) = (Fp4Format::NvFp4, 16);
-        let (dtype, bias) = (Dtype::Bf16, false);
-        Product { inputs, outputs, channels, format, block_size, tensor_scales: 1, dtype, bias }
+        let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+        Product { inputs, outputs, channels, format, block_size, dtype }
+    }
+
+    fn gemv(inputs: usize, outputs: usize, channels: usize) -> (Gemv, [u32; 4]) {
+        let gemv = product(inputs, outputs, channels).gemv(&GPU).unwrap();
+        (gemv, [gemv.cubes[0], gemv.words, gemv.rows, gemv.inputs])
     }
 
     #[test]
     fn few_inputs_are_multiplied_straight_from_codes() {
-        let gemv = |inputs, outputs, channels| match product(inputs, outputs, channels)
-            .plan(&GPU)
-            .unwrap()
-        {
-            ProductPlan::Gemv(gemv) => gemv,
+        assert_eq!(gemv(1, 8192, 8192).1, [256, 4, 4, 1]);
+        let (odd, numbers) = gemv(9, 10, 48);
+        assert_eq!(numbers, [4, 2, 1, 8]);
+        assert_eq!(product(9, 10, 48).plan(&GPU), Ok(ProductPlan::Gemv(odd)));
+        assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(ProductPlan::Dense));
+    }
+
+    #[test]
+    fn matrix_instructions_keep_the_processors_busy() {
+        let of = |inputs, outputs| match product(inputs, outputs, 8192).plan(&GPU).unwrap() {
+            ProductPlan::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
             other => panic!("{other:?}"),
         };
-        let one = product(1, 8192, 8192).gemv(&GPU).unwrap();
-        assert_eq!((one.cubes, one.words, one.rows, one.inputs), ([256, 1], 4, 4, 1));
-        let matrix = Mma { cubes: 512, row_tiles: 1, input_tiles: 1 };
-        assert_eq!(product(1, 8192, 8192).plan(&GPU), Ok(ProductPlan::Mma(matrix)));
-        let matrix = Mma { cubes: 256 * 2, row_tiles: 2, input_tiles: 8 };
-        assert_eq!(product(65, 8192, 8192).plan(&GPU), Ok(ProductPlan::Mma(matrix)));
-        let odd = gemv(9, 10, 48);
-        assert_eq!((odd.cubes, odd.words, odd.rows, odd.inputs), ([4, 1], 2, 1, 8));
-        assert_eq!(product(1025, 8192, 8192).plan(&GPU), Ok(ProductPlan::Dense));
-        assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(ProductPlan::Dense));
+        assert_eq!(of(1, 8192), (512, 16, 8, 8));
+        assert_eq!(of(16, 8192), (256, 32, 16, 8));
+        assert_eq!(of(17, 8192), (128, 64, 32, 2));
+        assert_eq!(of(64, 8192), (128, 64, 64, 2));
+        assert_eq!(of(128, 8192), (256, 64, 64, 2));
+        assert_eq!(of(2048, 8192), (1024, 128, 128, 1));
+        assert_eq!(of(2048, 8), (256, 16, 8, 8));
+    }
+
+    #[test]
+    fn matrix_instructions_are_refused_for_a_reason() {
+        let fits = product(1, 8, 128);
+        let refused = [
+            Product { dtype: Dtype::F32, ..fits },
+            Product { dtype: Dtype::F16, format: Fp4Format::MxFp4, block_size: 32, ..fits },
+            Product { channels: 64, ..fits },
+        ];
+        for product in refused {
+            let found = product.mma(&GPU);
+            assert!(matches!(found, Err(Refusal::Instructions { .. })), "{found:?}");
+        }
+        let none = Capability { mma: false, ..GPU };
+        assert!(matches!(fits.mma(&none), Err(Refusal::Instructions { .. })));
+        assert!(fits.mma(&GPU).is_ok());
     }
 
     #[test]

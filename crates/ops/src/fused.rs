@@ -282,34 +282,16 @@ impl FusedProduct {
             && input.shape[input.shape.num_dims() - 1] == channels
             && output.shape.num_elements() == inputs * outputs;
         let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
-        let bias = match &self.segment.add {
-            None => false,
-            Some(add) => {
-                let (bias, sum) = (real(&add.rhs)?, real(&add.out)?);
-                let dims = bias.shape.num_dims();
-                let along_outputs = bias.shape[dims - 1] == outputs
-                    && bias.shape.num_elements() == outputs
-                    && bias.dtype == output.dtype
-                    && sum.shape == output.shape;
-                if !along_outputs {
-                    return None;
-                }
-                true
-            }
-        };
         if layout.axis != 0 || !one_weight || !same_dtype {
             return None;
         }
-        let tensor_scales = real(dequantize.inputs.get(2)?)?.shape.num_elements();
         let product = Product {
             inputs,
             outputs,
             channels,
             format: layout.format,
             block_size: layout.block_size,
-            tensor_scales,
             dtype: kernel_dtype(output.dtype),
-            bias,
         };
         match product.plan(&Capability::of(&self.device.client())) {
             Ok(ProductPlan::Dense) | Err(_) => None,
@@ -317,7 +299,22 @@ impl FusedProduct {
         }
     }
 
-    /// Runs the reshapes one by one, and everything else at once.
+    /// Whether what is added to a product is one value for each of its outputs, so that its kernel can do it.
+    fn adds_bias(&self, context: &Context<CubeFusionHandle>, product: &Product) -> bool {
+        let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
+        let Some(add) = &self.segment.add else { return false };
+        let (Some(output), Some(bias), Some(sum)) =
+            (real(&add.lhs), real(&add.rhs), real(&add.out))
+        else {
+            return false;
+        };
+        bias.shape.last() == Some(&product.outputs)
+            && bias.shape.num_elements() == product.outputs
+            && bias.dtype == output.dtype
+            && sum.shape == output.shape
+    }
+
+    /// Runs the reshapes one by one, and everything else at once, if what is added is a bias.
     fn launch(
         &self,
         context: &mut Context<CubeFusionHandle>,
@@ -338,22 +335,29 @@ impl FusedProduct {
             let tensor = now(context, tensor);
             into_contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
         };
+        let with_bias = add.as_ref().filter(|_| self.adds_bias(context, &product));
         let input = float(context, &matmul.lhs);
-        let bias = add.as_ref().map(|add| float(context, &add.rhs).handle);
+        let bias = with_bias.map(|add| float(context, &add.rhs).handle);
         let [codes, scales, tensor_scale] = [0, 1, 2].map(|at| {
             let tensor = now(context, &dequantize.inputs[at]);
-            into_contiguous(context.handles.get_int_tensor::<CubeBackend>(&tensor)).handle
+            into_contiguous(context.handles.get_int_tensor::<CubeBackend>(&tensor))
         });
-        let weight = Packed { codes, scales, tensor_scale, tensor_scales: product.tensor_scales };
+        let tensor_scales = tensor_scale.meta.num_elements();
+        let [codes, scales, tensor_scale] =
+            [codes, scales, tensor_scale].map(|tensor| tensor.handle);
+        let weight = Packed { codes, scales, tensor_scale, tensor_scales };
         let (client, values) = (&input.client, input.handle.clone());
-        let output = match plan {
-            ProductPlan::Mma(plan) => mma(client, weight, values, bias, &product, plan),
-            _ => gemv(client, &Capability::of(client), weight, values, bias, &product),
+        let multiply = match plan {
+            ProductPlan::Mma(_) => mma,
+            _ => gemv,
         };
+        let output = multiply(client, &Capability::of(client), weight, values, bias, &product);
         let output = output.expect(planned);
-        let made = add.as_ref().map_or(&matmul.out, |add| &add.out);
-        let made = now(context, made);
+        let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
         context.handles.register_float_tensor::<CubeBackend>(&made.id, output);
+        if add.is_some() && with_bias.is_none() {
+            fallback(self.segment.len - 1).run(context);
+        }
     }
 }

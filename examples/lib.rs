@@ -1,6 +1,9 @@
 //! What the examples quantize and train: data, and ordinary Burn modules that know nothing of FP4 but for the
 //! linear layers of the character transformer.
 
+mod device;
 pub mod digits;
 pub mod random;
 pub mod text;
+
+pub use device::OnDevice;

@@ -3,12 +3,12 @@
 
 use anyhow::Result;
 use burn::module::Module;
-use burn::tensor::Device;
 use burn_fp4::{
     Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, ScaleRule, ScaleSearch,
 };
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use comfy_table::{CellAlignment, Table, presets};
+use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -30,16 +30,6 @@ struct Arguments {
     json: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum OnDevice {
-    Flex,
-    Ndarray,
-    #[cfg(feature = "cuda")]
-    Cuda,
-    #[cfg(feature = "cpu")]
-    Cpu,
-}
-
 /// What a variant of the model costs and saves.
 #[derive(Serialize)]
 struct Row {
@@ -56,16 +46,7 @@ struct Row {
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let device = match arguments.device {
-        OnDevice::Flex => Device::flex(),
-        // Burn 0.22 deprecates it; the two devices give the same bits.
-        #[allow(deprecated)]
-        OnDevice::Ndarray => Device::ndarray(),
-        #[cfg(feature = "cuda")]
-        OnDevice::Cuda => Device::cuda(0),
-        #[cfg(feature = "cpu")]
-        OnDevice::Cpu => Device::cpu(),
-    };
+    let device = arguments.device.device();
     device.seed(7);
     let (train, test) = Digits::train_and_test()?;
 

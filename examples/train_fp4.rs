@@ -9,6 +9,7 @@ use burn::tensor::Device;
 use burn_fp4::{Fp4Config, Fp4Module, TrainRecipe};
 use clap::{Parser, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
+use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
 use examples::text::{CharTransformer, Size, Text};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -51,16 +52,6 @@ enum Task {
     All,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum OnDevice {
-    Flex,
-    Ndarray,
-    #[cfg(feature = "cuda")]
-    Cuda,
-    #[cfg(feature = "cpu")]
-    Cpu,
-}
-
 /// What became of one way to train, over all seeds.
 #[derive(Serialize)]
 struct Row {
@@ -88,16 +79,7 @@ impl Row {
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let device = match arguments.device {
-        OnDevice::Flex => Device::flex(),
-        // Burn 0.22 deprecates it; the two devices give the same bits.
-        #[allow(deprecated)]
-        OnDevice::Ndarray => Device::ndarray(),
-        #[cfg(feature = "cuda")]
-        OnDevice::Cuda => Device::cuda(0),
-        #[cfg(feature = "cpu")]
-        OnDevice::Cpu => Device::cpu(),
-    };
+    let device = arguments.device.device();
     let mut rows = Vec::new();
     if arguments.task != Task::Text {
         rows.extend(digits(&arguments, &device)?);

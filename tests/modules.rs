@@ -10,8 +10,8 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
-    Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Indivisible,
-    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
+    Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Gptq,
+    Indivisible, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -597,4 +597,39 @@ fn options_of_gptq_are_checked_before_anything_changes() {
     let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
     let error = refused(&infinite, Fp4Config::new(follow).gptq(Gptq::default()));
     assert!(error.contains("`layers.2.weight`"), "{error}");
+}
+
+#[test]
+fn fp4_linear_is_a_linear_with_records_of_one() {
+    for (name, device, _) in devices() {
+        for bias in [false, true] {
+            let mut linear = seeded(LinearConfig::new(64, 40).with_bias(bias).init(&device), 3);
+            let x = Tensor::<3>::from_data(
+                TensorData::new(normals(4, 2 * 3 * 64), [2, 3, 64]),
+                &device,
+            );
+            let dense = Fp4Linear::from(linear.clone()).forward(x.clone());
+            assert_eq!(floats(dense), floats(linear.forward(x.clone())), "{name}");
+            let mut straight = Fp4Linear::from(linear.clone());
+            let report = straight.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+            assert_eq!(report.quantized().count(), 1, "{name}");
+            linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+            let expected = floats(linear.forward(x.clone()));
+            let close = |found: Vec<f32>, what: &str| {
+                for (found, expected) in found.iter().zip(&expected) {
+                    let near = (found - expected).abs() <= 2e-3 * (1.0 + expected.abs());
+                    assert!(near, "{name} {what}: {found}, not {expected}");
+                }
+            };
+            close(floats(straight.forward(x.clone())), "quantized");
+            // Either's record loads into the other.
+            let fresh = || LinearConfig::new(64, 40).with_bias(bias).init(&device);
+            let mut loaded = Fp4Linear::from(fresh());
+            loaded.load_fp4_record(linear.clone().into_record()).unwrap();
+            close(floats(loaded.forward(x.clone())), "loaded");
+            let mut back = fresh();
+            back.load_fp4_record(straight.into_record()).unwrap();
+            assert_eq!(floats(back.forward(x.clone())), expected, "{name}");
+        }
+    }
 }

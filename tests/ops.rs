@@ -112,27 +112,98 @@ fn a_transpose_moves_nothing_and_means_the_transpose() {
     );
 }
 
+/// Against sums in f64 of exact terms: rounding of f32 sums, of halves that a device may dequantize to, and of the
+/// output. Dense products on CUDA round f32 factors to 11 bits.
+fn check_matmul<const D: usize>(
+    what: &str,
+    weight: &Fp4Tensor<2>,
+    input: &Tensor<D>,
+    found: Tensor<D>,
+) {
+    let [channels, outputs] = weight.dims();
+    let rounding = match input.dtype() {
+        DType::F16 => 2f64.powi(-11),
+        DType::BF16 => 2f64.powi(-8),
+        _ if what.starts_with("cuda") => 2f64.powi(-10),
+        _ => 0.0,
+    };
+    assert_eq!(found.dtype(), input.dtype(), "{what}");
+    let mut shape = input.dims();
+    shape[D - 1] = outputs;
+    assert_eq!(found.dims(), shape, "{what}");
+    let (dense, input, found) = (floats(weight.dequantize()), floats(input.clone()), floats(found));
+    for (at, found) in found.into_iter().enumerate() {
+        let (row, output) = (at / outputs, at % outputs);
+        let terms = (0..channels).map(|k| {
+            let [x, w] = [input[row * channels + k], dense[k * outputs + output]];
+            f64::from(x) * f64::from(w)
+        });
+        let (sum, size) =
+            terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
+        let near = (f64::from(found) - sum).abs() <= (1e-5 + 2.0 * rounding) * size + 1e-7;
+        assert!(near, "{what}, row {row}, output {output}: {found}, not {sum}");
+    }
+}
+
 #[test]
 fn matmul_multiplies_by_the_dequantized_weight() {
-    for (_, device, dtypes) in devices() {
-        for dtype in dtypes {
-            let weight =
-                quantize(values([32, 24], &device, DType::F32), 0, &Fp4Scheme::nvfp4()).unwrap();
-            let input =
-                Tensor::<3>::random([2, 5, 32], Distribution::Normal(0.0, 1.0), (&device, dtype));
-            let found = matmul(input.clone(), &weight).unwrap();
-            assert_eq!((found.dims(), found.dtype()), ([2, 5, 24], dtype));
-            let expected =
-                burn::tensor::module::linear(input, weight.dequantize_to(dtype.into()), None);
-            assert_bits("matmul", &floats(found), &floats(expected));
+    for (name, device, dtypes) in devices() {
+        let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+        for (inputs, channels, outputs, scheme) in [
+            (1, 16, 1, Fp4Scheme::nvfp4()),
+            (1, 160, 70, Fp4Scheme::mxfp4()),
+            (2, 48, 33, row),
+            (3, 32, 5, Fp4Scheme::nvfp4().with_block_size(32)),
+            (4, 272, 40, Fp4Scheme::nvfp4()),
+            (5, 80, 65, Fp4Scheme::mxfp4().with_block_size(16)),
+            (9, 64, 3, row),
+            (67, 96, 17, Fp4Scheme::nvfp4()),
+        ] {
+            for &dtype in &dtypes {
+                let weight = values([channels, outputs], &device, DType::F32);
+                let weight = quantize(weight, 0, &scheme).unwrap();
+                let input = values([inputs, channels], &device, dtype);
+                let what = format!("{name} {dtype:?} {inputs} x {channels} x {outputs} {scheme:?}");
+                let found = matmul(input.clone(), &weight).unwrap();
+                check_matmul(&what, &weight, &input, found);
+                let batch = input.unsqueeze::<4>();
+                let found = matmul(batch.clone(), &weight).unwrap();
+                check_matmul(&what, &weight, &batch, found);
+            }
         }
+        // No rows, and not contiguous.
+        let weight = quantize(values([32, 24], &device, DType::F32), 0, &Fp4Scheme::nvfp4());
+        let weight = weight.unwrap();
+        let empty = Tensor::<2>::zeros([0, 32], &device);
+        assert_eq!(matmul(empty, &weight).unwrap().dims(), [0, 24]);
+        let strided = values([32, 6], &device, DType::F32).transpose();
+        let found = matmul(strided.clone(), &weight).unwrap();
+        check_matmul(name, &weight, &strided, found);
     }
     let device = Device::flex();
     let input = Tensor::<2>::ones([2, 32], &device);
     let along_other =
         quantize(values([24, 32], &device, DType::F32), 1, &Fp4Scheme::nvfp4()).unwrap();
     assert!(matches!(matmul(input.clone(), &along_other), Err(OpsError::Contraction { .. })));
-    assert_eq!(matmul(input, &along_other.transpose()).unwrap().dims(), [2, 24]);
+    let along = along_other.transpose();
+    assert_eq!(matmul(input.clone(), &along).unwrap().dims(), [2, 24]);
+    let wide = input.cast(DType::F64);
+    assert!(matches!(matmul(wide, &along), Err(OpsError::DType { .. })));
+}
+
+#[test]
+fn gradients_of_the_input_flow_through_matmul() {
+    for (name, device, _) in devices() {
+        let device = device.autodiff();
+        let dense = values([32, 24], &device, DType::F32);
+        let weight = quantize(dense, 0, &Fp4Scheme::nvfp4()).unwrap();
+        let input = values([5, 32], &device, DType::F32).require_grad();
+        let factors = values([5, 24], &device, DType::F32);
+        let output = matmul(input.clone(), &weight).unwrap();
+        let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
+        let expected = factors.without_autodiff().matmul(weight.dequantize().transpose());
+        assert_bits(name, &floats(found), &floats(expected));
+    }
 }
 
 #[test]

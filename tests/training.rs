@@ -334,7 +334,6 @@ fn a_learned_scale_has_the_gradient_of_its_rule() {
 fn learned_scales_learn() {
     let device = Device::flex().autodiff();
     let mut linear = seeded(LinearConfig::new(64, 64).with_bias(false).init(&device), 5);
-    // One outlier far away makes the tensor scale of the amax a bad one.
     let config = Fp4Config::nvfp4().learn_tensor_scale();
     let report = linear.fake_quantize_fp4(&config).unwrap();
     assert!(report.to_string().contains("tensor scale learned"), "{report}");
@@ -363,6 +362,72 @@ fn learned_scales_learn() {
     linear.convert_fp4().unwrap();
     assert!(linear.weight.reparameterization::<PackedWeight>().is_some());
     assert_bits("converted", &floats(linear.weight.val()), &expected);
+}
+
+#[derive(Module, Debug)]
+struct Tied {
+    first: Linear,
+    second: Linear,
+}
+
+/// Burn gives the gradient of a parameter that stands in two places to the first one.
+#[test]
+fn tied_weights_learn_one_scale_and_are_converted_as_they_became() {
+    let device = Device::flex().autodiff();
+    let first = seeded(LinearConfig::new(32, 32).with_bias(false).init(&device), 8);
+    let mut net = Tied { second: first.clone(), first };
+    net.fake_quantize_fp4(&Fp4Config::nvfp4().learn_tensor_scale()).unwrap();
+    let amax = |linear: &Linear| {
+        let fake = linear.weight.reparameterization::<FakeQuantWeight>().expect("attached");
+        fake.amax().expect("learned").id
+    };
+    assert_eq!(amax(&net.first), amax(&net.second));
+    let x = random(9, [4, 32], &device);
+    let forward = |net: &Tied| net.second.forward(net.first.forward(x.clone()).tanh());
+    let mut optimizer = AdamConfig::new().init();
+    for _ in 0..3 {
+        let gradients = forward(&net).powf_scalar(2.0).mean().backward();
+        let gradients = GradientsParams::from_grads(gradients, &net);
+        net = optimizer.step(1e-2, net, gradients);
+    }
+    assert_eq!(net.first.weight.id, net.second.weight.id);
+    assert_ne!(floats(net.first.weight.base()), floats(net.second.weight.base()));
+    let expected = floats(forward(&net));
+    net.convert_fp4().unwrap();
+    assert_bits("converted", &floats(forward(&net)), &expected);
+}
+
+#[test]
+fn packed_records_do_not_load_where_something_else_is_attached() {
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let (mut packed, mut fake) = (net.clone(), net);
+    packed.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    fake.fake_quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let before = floats(fake.first.weight.val());
+    let error = fake.load_fp4_record(packed.into_record()).unwrap_err();
+    let named = error.to_string().contains("something else attached\n  first.weight");
+    assert!(named, "{error}");
+    assert_bits("unchanged", &floats(fake.first.weight.val()), &before);
+}
+
+#[test]
+fn an_amax_beside_the_scheme_needs_one_tensor_scale_made_from_it() {
+    let device = Device::flex();
+    let values = random(3, [4, 32], &device);
+    let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let given = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(2.0));
+    for scheme in [Fp4Scheme::mxfp4(), row, given] {
+        let amax = Tensor::ones([1], &device);
+        let error =
+            ops::fake_quantize_with_amax(values.clone(), amax, 1, &scheme, Saturated::PassThrough);
+        let error = error.unwrap_err();
+        assert!(matches!(error, OpsError::Search(_)), "{scheme:?}: {error}");
+    }
+    let two = Tensor::ones([2], &device);
+    let scheme = Fp4Scheme::nvfp4();
+    let error = ops::fake_quantize_with_amax(values, two, 1, &scheme, Saturated::PassThrough);
+    assert!(matches!(error, Err(OpsError::Shape { .. })));
 }
 
 #[test]

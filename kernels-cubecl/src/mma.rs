@@ -139,10 +139,17 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
     let mut scale_codes = Array::<Vector<u8, S>>::new(comptime!((2 * row_tiles) as usize));
     let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
 
+    // Odd rows of the input exchange their even and odd vectors, so that neighbouring rows are in other banks. Both
+    // rows and vectors of an instruction are even or odd as these here are.
+    let written = UNIT_POS ^ (UNIT_POS / STEP_VECTORS % 2 * 4);
+    let row = plane_depth * comptime!(plan.inputs()) + plane_input + quad;
+    let (read, odd) = (row * STEP_VECTORS + part, quad % 2 * 4);
+
     let rounds = extent.chunks.div_ceil(depth);
     let mut round = 0u32.runtime();
     // One more than there are: a round computes what the one before has loaded.
     while round <= rounds {
+        let buffer = (round & 1u32) * half;
         let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
         if round > 0u32 {
             #[unroll]
@@ -160,10 +167,7 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
             if comptime!(plan.shares_input()) {
                 #[unroll]
                 for copy in 0..comptime!(copied(plan)) {
-                    // Neighbouring rows of the input in other banks.
-                    let at = UNIT_POS + comptime!(copy * UNITS);
-                    let place = at ^ ((at / STEP_VECTORS & 1u32) * 4u32);
-                    shared[((round & 1u32) * half + place) as usize] =
+                    shared[(buffer + written + comptime!(copy * UNITS)) as usize] =
                         interleave::<X>(copies[copy as usize]);
                 }
             }
@@ -231,16 +235,20 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
                     for tile in 0..both {
                         #[unroll]
                         for word in 0..2u32 {
-                            let row = plane_input + comptime!((first * both + tile) * 8) + quad;
+                            let tile_row = comptime!((first * both + tile) * 8);
                             let vector = comptime!(2 * block + word);
                             values[comptime!((tile * 2 + word) as usize)] =
                                 if comptime!(plan.shares_input()) {
-                                    let row_of = plane_depth * comptime!(plan.inputs()) + row;
-                                    let at = row_of * STEP_VECTORS + vector * 4 + part;
-                                    let place = at ^ ((quad & 1u32) * 4u32);
-                                    shared[((round & 1u32) * half + place) as usize]
+                                    let lane = if comptime!(word == 0) {
+                                        buffer + read + odd
+                                    } else {
+                                        buffer + read - odd
+                                    };
+                                    let at = comptime!(tile_row * STEP_VECTORS + vector * 4);
+                                    shared[(lane + at) as usize]
                                 } else {
-                                    let row = min(cube_input + row, extent.inputs - 1);
+                                    let row = cube_input + plane_input + tile_row + quad;
+                                    let row = min(row, extent.inputs - 1);
                                     let at = (row * extent.chunks + step) * STEP_VECTORS
                                         + part * 4
                                         + vector;

@@ -24,8 +24,8 @@
 
 pub use burn_fp4_modules::{
     ActivationRange, Calibration, ChosenBy, Container, FakeQuantWeight, FakeQuantize,
-    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible,
-    Outcome, PackedWeight, ParameterReport, Reason, ops,
+    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear,
+    Indivisible, Outcome, PackedWeight, ParameterReport, Reason, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

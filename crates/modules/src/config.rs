@@ -85,7 +85,9 @@ impl Fp4Config {
     pub fn new(scheme: Fp4Scheme) -> Self {
         Self {
             scheme,
-            containers: vec![Container { name: "Linear".to_owned(), axis: 0 }],
+            containers: ["Linear", "Fp4Linear"]
+                .map(|name| Container { name: name.to_owned(), axis: 0 })
+                .into(),
             include: Vec::new(),
             exclude: Vec::new(),
             keep_first: 0,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::quantize::{Dense, Source, check_selected, measure, pack, read_vectors};
 use crate::report::{Fp4Report, Outcome, Reason};
-use crate::select::{Decision, Parameter, Plan, Walk, select};
+use crate::select::{Decision, Plan, Walk, select};
 use crate::{Fp4Config, Fp4Error};
 
 /// A weight that is trained in full precision and used as if it were quantized.
@@ -138,7 +138,12 @@ pub(crate) fn fake_quantize<M: Module>(
     let decisions = select(module, config)?;
     check_selected(&decisions)?;
     let amaxes = measure(module, &decisions, config.learn_tensor_scale)?;
-    let mut attach = Attach { config, decisions: decisions.iter().collect(), amaxes };
+    let plans = decisions.iter().filter_map(|(parameter, decision)| match decision {
+        Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
+        Decision::Keep(_) => None,
+    });
+    let learned = BTreeMap::new();
+    let mut attach = Attach { config, plans: plans.collect(), amaxes, learned };
     *module = module.clone().apply_reparameterization(&mut attach);
     let parameters = decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
@@ -188,8 +193,11 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 
 struct Attach<'a> {
     config: &'a Fp4Config,
-    decisions: VecDeque<&'a (Parameter, Decision)>,
+    /// By path, as the amaxes.
+    plans: BTreeMap<&'a str, &'a Plan>,
     amaxes: BTreeMap<String, f32>,
+    /// By parameter id, so that tied weights learn one scale.
+    learned: BTreeMap<u64, Param<Tensor<1>>>,
 }
 
 impl Reparameterizer for &mut Attach<'_> {
@@ -200,17 +208,18 @@ impl Reparameterizer for &mut Attach<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<FakeQuantWeight>) {
-        let (parameter, decision) = self.decisions.pop_front().expect("the walk saw it too");
-        debug_assert_eq!(parameter.path, path);
-        let Decision::Quantize(plan) = decision else { return (param, None) };
+        let Some(plan) = self.plans.get(path) else { return (param, None) };
         let settings = FakeQuantSettings {
             scheme: plan.scheme,
             axis: plan.layout.axis,
             saturated: self.config.saturated,
         };
         let amax = self.config.learn_tensor_scale.then(|| {
-            let device = param.lazy_device();
-            Param::from_tensor(Tensor::from_data([self.amaxes[path]], (&device, DType::F32)))
+            let learned = self.learned.entry(param.id.val()).or_insert_with(|| {
+                let device = param.lazy_device();
+                Param::from_tensor(Tensor::from_data([self.amaxes[path]], (&device, DType::F32)))
+            });
+            learned.clone()
         });
         (param, Some(FakeQuantWeight { settings, amax }))
     }
@@ -268,7 +277,8 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
     }
     // Burn takes attachments off a module as a whole.
     let mut packed = module.clone().materialize();
-    let source = Source { amaxes, dense: Some(collect.dense), ..Source::default() };
+    // An optimizer may have moved weights that were tied by their id apart.
+    let source = Source { amaxes, dense: Some(collect.dense), apart: true, ..Source::default() };
     let report = pack(&mut packed, &decisions, source)?;
     *module = packed;
     Ok(report)

@@ -132,7 +132,8 @@ pub struct FakeQuantize {
 impl FakeQuantize {
     /// Rounds activations `[.., channels]`. Gradients pass straight through.
     ///
-    /// NaN and infinity give what the references give; nothing is read back.
+    /// NaN and infinity give what the references give; nothing is read back. Once seen in training they stay in the
+    /// running amax, as they do in the statistics of Burn's `BatchNorm`.
     ///
     /// # Panics
     /// If the last axis has another length, or the dtype is not f32, f16 or bf16.

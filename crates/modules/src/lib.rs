@@ -10,6 +10,7 @@
 //! | `calibration.rs`| [`Calibration`]: what is known of the inputs of layers                   |
 //! | `select.rs`    | one walk over the module that decides about every float parameter          |
 //! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
+//! | `linear.rs`    | [`Fp4Linear`]: a linear layer straight from codes, on hosts too            |
 //! | `fake_quant.rs`| [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that |
 //! | `fake_quantize.rs`| [`FakeQuantize`]: activations, in a forward pass                        |
 //! | `train_linear.rs`| [`Fp4TrainLinear`]: a linear layer whose three products are quantized     |
@@ -22,6 +23,7 @@ mod config;
 mod error;
 mod fake_quant;
 mod fake_quantize;
+mod linear;
 mod packed;
 mod quantize;
 mod record;
@@ -40,6 +42,7 @@ pub use config::{Container, Fp4Config, Indivisible};
 pub use error::Fp4Error;
 pub use fake_quant::FakeQuantWeight;
 pub use fake_quantize::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
+pub use linear::Fp4Linear;
 pub use packed::PackedWeight;
 pub use report::{ChosenBy, Fp4Report, Outcome, ParameterReport, Reason};
 pub use train_linear::Fp4TrainLinear;

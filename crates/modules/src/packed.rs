@@ -5,7 +5,7 @@ use burn::module::{
     Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, multiplies_codes};
+use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -70,13 +70,6 @@ impl Reparameterization for PackedWeight {
     const NAME: &'static str = "fp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        let device = base.device();
-        if multiplies_codes(&device) {
-            // What is to be multiplied stands in the stream of operations already. Sent on its way, it leaves
-            // this weight and its product next to each other, as the fuser needs them. A device that fails
-            // here fails again where its results are read, which can say so.
-            let _ = device.flush();
-        }
         self.tensor::<D>().dequantize_to(FloatDType::from(base.dtype()))
     }
 }

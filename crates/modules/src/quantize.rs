@@ -28,7 +28,7 @@ pub(crate) fn quantize<M: Module>(
     let inputs = inputs_by_id(&decisions, calibration)?;
     // No reference says what GPTQ makes of a value that is not finite.
     let amaxes = measure(module, &decisions, config.gptq.is_some())?;
-    pack(module, &decisions, Source { amaxes, inputs, gptq: config.gptq, dense: None })
+    pack(module, &decisions, Source { amaxes, inputs, gptq: config.gptq, ..Source::default() })
 }
 
 /// # Errors
@@ -54,6 +54,8 @@ pub(crate) struct Source<'a> {
     pub(crate) gptq: Option<Gptq>,
     /// The dense weights, in the order of the module, if not those that it stores.
     pub(crate) dense: Option<VecDeque<Dense>>,
+    /// Whether weights with the same id may differ, so that each is packed by itself.
+    pub(crate) apart: bool,
 }
 
 /// Takes the dense weights out of a module one map at a time, and puts packed ones in their place.
@@ -79,6 +81,7 @@ pub(crate) fn pack<M: Module>(
     let mut pack = Pack {
         gptq: source.gptq,
         inputs: source.inputs,
+        apart: source.apart,
         plans,
         dense: source.dense.unwrap_or(take.dense),
         amaxes: source.amaxes,
@@ -274,6 +277,7 @@ impl ModuleMapper for Take {
 struct Pack<'a> {
     gptq: Option<Gptq>,
     inputs: BTreeMap<u64, Cow<'a, Gram>>,
+    apart: bool,
     plans: VecDeque<(&'a Parameter, &'a Plan)>,
     dense: VecDeque<Dense>,
     amaxes: BTreeMap<String, f32>,
@@ -332,7 +336,8 @@ impl Pack<'_> {
             scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
         }
         let id = param.id.val();
-        let (packed, chosen_by) = match self.packed.get(&id) {
+        let tied = self.packed.get(&id).filter(|_| !self.apart);
+        let (packed, chosen_by) = match tied {
             Some(tied) => tied.clone(),
             None => {
                 let chosen_by = self.chosen_by(id, scheme.search);

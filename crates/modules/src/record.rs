@@ -58,13 +58,22 @@ struct Entry {
 /// loaded by Burn.
 pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<(), Fp4Error> {
     let walk = Walk::over(module);
-    let attached: BTreeSet<_> = walk
-        .parameters
-        .iter()
-        .filter(|parameter| parameter.reparameterization.is_some())
-        .map(|parameter| parameter.path.clone())
-        .collect();
+    let (mut attached, mut others) = (BTreeSet::new(), BTreeSet::new());
+    for parameter in &walk.parameters {
+        match parameter.reparameterization.as_deref() {
+            Some(PackedWeight::NAME) => attached.insert(parameter.path.clone()),
+            Some(_) => others.insert(parameter.path.clone()),
+            None => false,
+        };
+    }
     let entries = take_packed(&mut tensors, &attached)?;
+    let taken: Vec<_> = entries.keys().filter(|path| others.contains(*path)).cloned().collect();
+    if !taken.is_empty() {
+        return Err(problem(
+            "it has packed weights where the module has something else attached",
+            taken,
+        ));
+    }
 
     // Burn is told to allow for what is missing, so that is checked here: the dense values that
     // packed ones stand for are not in the record.

@@ -14,6 +14,7 @@ pub struct Fp4Report {
     pub parameters: Vec<ParameterReport>,
     /// Whether layers multiply straight from the codes of packed weights on their devices; see
     /// [`init`](burn_fp4_ops::init).
+    #[serde(default)]
     pub multiplies_codes: bool,
 }
 

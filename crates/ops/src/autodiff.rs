@@ -7,7 +7,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, AutodiffBackend};
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::FloatDType;
 use burn_fp4_search::host::Restore;
 use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
@@ -46,6 +46,40 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         Self::from_inner(B::fp4_dequantize(inner(packed), layout, dtype))
+    }
+
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct ByTransposed;
+
+        impl<B: Fp4Backend> Backward<B, 1> for ByTransposed {
+            type State = (Fp4Primitive<B>, Fp4Layout);
+
+            fn backward(
+                self,
+                ops: Ops<Self::State, 1>,
+                grads: &mut Gradients,
+                _checkpointer: &mut Checkpointer,
+            ) {
+                let (weight, layout) = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+                    let weight = B::fp4_dequantize(weight, layout, grad.dtype().into());
+                    B::float_matmul(grad, B::float_swap_dims(weight, 0, 1))
+                });
+            }
+        }
+
+        let weight = inner::<B, C>(weight);
+        let (input, node) = input.into_parts();
+        let output = B::fp4_matmul(input, weight.clone(), layout.clone());
+        match ByTransposed.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish((weight, layout), output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
     }
 
     fn fp4_fake_quantize(

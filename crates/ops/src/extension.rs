@@ -87,6 +87,16 @@ pub trait Fp4Backend: Backend {
         portable::dequantize::<Self>(packed, layout, dtype)
     }
 
+    /// `input x weight`, in the dtype of the input `[M, K]`, for a weight `[K, N]` packed along its first axis.
+    #[fusion(default)]
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        #[extension_type] weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        portable::matmul::<Self>(input, weight, layout)
+    }
+
     /// What dequantization makes of quantization, in the dtype of the input. `saturated` is for gradients.
     #[fusion(dtype = values, shape = values)]
     fn fp4_fake_quantize(

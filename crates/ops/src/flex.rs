@@ -136,6 +136,22 @@ impl Fp4Backend for Flex {
         })
     }
 
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let input = input.to_contiguous();
+        let shape = Shape::new([input.layout().shape()[0], layout.shape[1]]);
+        with_packed(weight, &layout, |weight| {
+            with_element!(input.dtype(), T => {
+                let mut output = vec![T::default(); shape.num_elements()];
+                host::matmul(slice::<T>(&input), weight, &layout, &mut output);
+                tensor(output, shape)
+            })
+        })
+    }
+
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,

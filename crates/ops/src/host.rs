@@ -100,6 +100,16 @@ pub(crate) fn dequantize<T: HostElement>(
     host::dequantize(packed, layout.view(), output).expect(CHECKED);
 }
 
+pub(crate) fn matmul<T: HostElement>(
+    input: &[T],
+    weight: PackedView<'_>,
+    layout: &Fp4Layout,
+    output: &mut [T],
+) {
+    let [channels, outputs] = layout.shape[..] else { unreachable!("callers check the rank") };
+    host::matmul(input, weight, [outputs, channels], output).expect(CHECKED);
+}
+
 pub(crate) fn squared_error<T: HostElement>(
     values: &[T],
     packed: PackedView<'_>,

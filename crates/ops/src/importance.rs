@@ -148,7 +148,8 @@ pub fn block_hessians<const D: usize>(
 ) -> Result<BlockHessians, OpsError> {
     let (x, rows, channels) = matrix(activations)?;
     if block_size == 0 || !channels.is_multiple_of(block_size) {
-        return Err(FormatError::Indivisible { cols: channels, block_size }.into());
+        let indivisible = FormatError::Indivisible { cols: channels, block_size };
+        return Err(indivisible.into());
     }
     let blocks = channels / block_size;
     let shape = [blocks, block_size, block_size];

@@ -55,7 +55,8 @@ mod tensor;
 mod train;
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_search::SearchError;
 use burn_fp4_search::host::Restore;
 
 pub use burn_fp4_search as search;
@@ -162,7 +163,8 @@ pub fn fake_quantize<const D: usize>(
 /// is the one of learned step sizes (Esser et al., ICLR 2020) with codes and block scales as they are.
 ///
 /// # Errors
-/// As [`quantize`]; [`OpsError::Shape`] if the amax is not one value.
+/// As [`quantize`]; [`OpsError::Search`] if the scheme has no tensor scale or says itself what it is made from;
+/// [`OpsError::Shape`] if the amax is not one value.
 pub fn fake_quantize_with_amax<const D: usize>(
     values: Tensor<D>,
     amax: Tensor<1>,
@@ -171,8 +173,18 @@ pub fn fake_quantize_with_amax<const D: usize>(
     saturated: Saturated,
 ) -> Result<Tensor<D>, OpsError> {
     check_uniform(&values, axis, scheme)?;
+    let refuse = |reason| {
+        let (rule, choice) = (scheme.rule, "an amax beside the scheme");
+        Err(SearchError::Scheme { rule, choice, reason }.into())
+    };
+    if !scheme.rule.row().tensor_scale {
+        return refuse("it has no tensor scale");
+    }
+    if scheme.tensor_scale != TensorScaling::Tensor {
+        return refuse("the scheme says otherwise what its tensor scale is made from");
+    }
     let (expected, found) = (vec![1], amax.dims().to_vec());
-    if expected != found || scheme.tensor_scales(2) != 1 {
+    if expected != found {
         return Err(OpsError::Shape { what: "amax", expected, found });
     }
     Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
@@ -293,21 +305,28 @@ pub fn train_product<const D: usize>(
 /// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
 ///
 /// A weight `[N, K]` quantized along its last axis is used through
-/// [`transpose`](Fp4Tensor::transpose), which moves nothing.
+/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex` and `ndarray` multiply straight from
+/// the codes, Cube devices after [`init`]. On an autodiff device the gradient of the input flows.
 ///
 /// # Errors
-/// [`OpsError::Contraction`] if the weight is quantized along the other axis or K differs.
+/// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the weight is quantized along the other axis or K differs.
 pub fn matmul<const D: usize>(
     input: Tensor<D>,
     weight: &Fp4Tensor<2>,
 ) -> Result<Tensor<D>, OpsError> {
-    let [expected, _] = weight.dims();
-    let found = input.dims()[D - 1];
+    check_dtype(&input)?;
+    let [expected, outputs] = weight.dims();
+    let mut shape = input.dims();
+    let found = core::mem::replace(&mut shape[D - 1], outputs);
     if weight.axis() != 0 || found != expected {
         return Err(OpsError::Contraction { input: found, weight: expected, axis: weight.axis() });
     }
-    let dtype = FloatDType::from(input.dtype());
-    Ok(burn::tensor::module::linear(input, weight.dequantize_to(dtype), None))
+    let rows = input.shape().num_elements().checked_div(found).unwrap_or(0);
+    let input = input.reshape([rows, found]);
+    weight.settle();
+    let layout = weight.layout().clone();
+    let product = Dispatch::fp4_matmul(input.into_dispatch(), weight.to_primitive(), layout);
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
 }
 
 /// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.

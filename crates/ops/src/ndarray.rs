@@ -110,6 +110,22 @@ impl Fp4Backend for NdArray {
         NdArrayTensor::from_data(TensorData::new(values, layout.shape))
     }
 
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let output = with_values(&input, |input, shape| {
+            let shape = [shape[0], layout.shape[1]];
+            let mut output = vec![0.0f32; shape[0] * shape[1]];
+            with_packed(&weight, &layout, |weight| {
+                host::matmul(input, weight, &layout, &mut output);
+            });
+            TensorData::new(output, shape)
+        });
+        NdArrayTensor::from_data(output)
+    }
+
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,

@@ -16,7 +16,7 @@ use burn_fp4_search::{
     TensorFactor, TensorScaling,
 };
 
-use crate::{Fp4Layout, Fp4Primitive, host};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
 
 /// A float tensor with the operations used here.
 struct F<B: Backend>(FloatTensor<B>);
@@ -525,7 +525,9 @@ pub fn fake_quantize<B: Backend>(
         let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
         let mut packed = quantize_on_host::<B>(values, amax, axis, scheme);
         if restore == Restore::BlockScaled {
-            packed.tensor_scale = ones::<B>(&packed.tensor_scale);
+            let (shape, device) = (packed.tensor_scale.shape(), packed.tensor_scale.device());
+            let one = i64::from(1.0f32.to_bits());
+            packed.tensor_scale = B::int_full(shape, one.into(), &device, IntDType::I32);
         }
         return dequantize::<B>(packed, layout, dtype);
     }
@@ -533,16 +535,20 @@ pub fn fake_quantize<B: Backend>(
     let elements = quantized.codes.look_up(&E2M1_VALUES);
     let tensor_scale = match restore {
         Restore::Values => quantized.tensor_scale,
-        Restore::BlockScaled => from_bits(ones::<B>(&bits(&quantized.tensor_scale))),
+        Restore::BlockScaled => F::filled(1.0, &quantized.tensor_scale),
     };
     let restored = self::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());
     from_rows(restored, &shape, axis, dtype)
 }
 
-/// Tensor scales of 1 in the place of others, in bits.
-fn ones<B: Backend>(like: &IntTensor<B>) -> IntTensor<B> {
-    let one = i64::from(1.0f32.to_bits());
-    B::int_full(like.shape(), one.into(), &like.device(), IntDType::I32)
+/// See [`Fp4Backend::fp4_matmul`]. The product is the device's own, of the dense weight.
+pub fn matmul<B: Fp4Backend>(
+    input: FloatTensor<B>,
+    weight: Fp4Primitive<B>,
+    layout: Fp4Layout,
+) -> FloatTensor<B> {
+    let dtype = FloatDType::from(input.dtype());
+    B::float_matmul(input, B::fp4_dequantize(weight, layout, dtype))
 }
 
 /// See [`Fp4Backend::fp4_hadamard`](crate::Fp4Backend::fp4_hadamard). Products with a quarter are exact, so

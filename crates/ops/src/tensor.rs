@@ -2,7 +2,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError, multiplies_codes};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -56,7 +56,7 @@ impl<const D: usize> Fp4Tensor<D> {
         }
     }
 
-    fn to_primitive(&self) -> Fp4Primitive<Dispatch> {
+    pub(crate) fn to_primitive(&self) -> Fp4Primitive<Dispatch> {
         Fp4Primitive {
             codes: self.codes.clone().into_dispatch(),
             scales: self.scales.clone().into_dispatch(),
@@ -117,6 +117,7 @@ impl<const D: usize> Fp4Tensor<D> {
 
     /// The values, computed in f32 and rounded once to a dtype.
     pub fn dequantize_to(&self, dtype: FloatDType) -> Tensor<D> {
+        self.settle();
         let layout = self.layout.clone();
         let packed = self.to_primitive();
         // Engines write the dtypes they read; any other is made from f32.
@@ -126,6 +127,16 @@ impl<const D: usize> Fp4Tensor<D> {
         };
         let values = Tensor::from_dispatch(Dispatch::fp4_dequantize(packed, layout, written));
         if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
+    }
+
+    /// Sends the operations that wait for this device on their way, so that dequantization and the product that
+    /// reads it follow each other in the stream, as the fuser needs them. A device that fails here fails again
+    /// where its results are read, which can say so.
+    pub(crate) fn settle(&self) {
+        let device = self.codes.device();
+        if multiplies_codes(&device) {
+            let _ = device.flush();
+        }
     }
 
     /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of

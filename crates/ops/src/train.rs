@@ -176,7 +176,8 @@ impl<B: Fp4Backend> Factor<B> {
         // f16 has no room for the scales of MXFP4.
         let values = if values.dtype() == DType::F16 { f32(values) } else { values };
         let device = values.device();
-        let one = |value: f32| B::float_from_data([value].into(), &device);
+        let one =
+            |value: f32| B::float_full(Shape::new([1]), value.into(), &device, FloatDType::F32);
         let (amax, tensor_scale) = match scheme.tensor_scale {
             _ if !scheme.rule.row().tensor_scale => (one(1.0), None),
             TensorScaling::Multiplier(scale) => (one(1.0), Some((one(scale), 1.0))),

@@ -22,7 +22,7 @@ pub struct PackedView<'a> {
 }
 
 impl PackedView<'_> {
-    fn check(&self, view: View) -> Result<(), SearchError> {
+    pub(super) fn check(&self, view: View) -> Result<(), SearchError> {
         self.format.check_block_size(self.block_size)?;
         if !view.axis.is_multiple_of(self.block_size) {
             let (cols, block_size) = (view.axis, self.block_size);

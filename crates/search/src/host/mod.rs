@@ -9,6 +9,7 @@ mod dequantize;
 mod element;
 mod hadamard;
 mod hessian;
+mod matmul;
 mod point;
 mod quantize;
 mod sse;
@@ -18,6 +19,7 @@ mod view;
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use hadamard::hadamard;
+pub use matmul::matmul;
 pub use quantize::{
     Restore, amax, fake_quantize, quantize, quantize_by_importance, quantize_packed,
 };

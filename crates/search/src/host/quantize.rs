@@ -121,17 +121,6 @@ pub fn quantize_by_importance<T: HostElement>(
     })
 }
 
-/// Packed rows from `first` on, to be made from a dense tensor.
-#[derive(Clone, Copy)]
-struct Rows<'a, T> {
-    values: &'a [T],
-    view: View,
-    scheme: &'a Fp4Scheme,
-    factors: &'a [TensorFactor],
-    importance: Importance<'a>,
-    first: usize,
-}
-
 /// [`quantize_by_importance`] into memory of its own.
 ///
 /// # Errors
@@ -157,6 +146,17 @@ pub fn quantize_packed<T: HostElement>(
         scales,
         tensor_scale,
     })
+}
+
+/// Packed rows from `first` on, to be made from a dense tensor.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    values: &'a [T],
+    view: View,
+    scheme: &'a Fp4Scheme,
+    factors: &'a [TensorFactor],
+    importance: Importance<'a>,
+    first: usize,
 }
 
 impl<T: HostElement> Rows<'_, T> {

@@ -337,10 +337,7 @@ impl<const B: usize> Strip<B> {
     /// Replaces the values by those that codes, `scales` and `decode` stand for.
     #[inline(always)]
     pub(super) fn dequantize(&mut self, format: Fp4Format) {
-        let table = match format {
-            Fp4Format::NvFp4 => &E4M3_VALUES,
-            Fp4Format::MxFp4 => &E8M0_VALUES,
-        };
+        let table = scale_values(format);
         // Twice the element is an integer; half the scale is exact, as is their product.
         let mut half_scales = [0.0; STRIP];
         for (half, &scale) in half_scales.iter_mut().zip(&self.scales) {
@@ -552,9 +549,18 @@ fn pack_nibbles(bytes: u64) -> u32 {
     (fours | fours >> 16) as u32
 }
 
-/// Twice the value of an E2M1 code.
+/// The values of block scales.
 #[inline(always)]
-fn twice_element(code: u32) -> f32 {
+pub(super) fn scale_values(format: Fp4Format) -> &'static [f32; 256] {
+    match format {
+        Fp4Format::NvFp4 => &E4M3_VALUES,
+        Fp4Format::MxFp4 => &E8M0_VALUES,
+    }
+}
+
+/// Twice the value of an E2M1 code, whose higher bits do not matter.
+#[inline(always)]
+pub(super) fn twice_element(code: u32) -> f32 {
     // Twice the eight magnitudes, a nibble each.
     const TWICE: u32 = 0xC864_3210;
     let magnitude = (TWICE >> ((code & 7) << 2) & 0xF) as i32 as f32;

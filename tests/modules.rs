@@ -456,14 +456,14 @@ fn tied_weights_stay_tied() {
     calibration.add("1.weight", inputs(1)).unwrap();
     let config = Fp4Config::nvfp4().gptq(Gptq::default());
     let mut one = vec![linear.clone(), linear.clone()];
-    let report = one.quantize_fp4_calibrated(&config, &calibration).unwrap();
+    let report = one.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
     for parameter in report.quantized() {
         let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
         assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{}", parameter.path);
     }
     calibration.add("0.weight", inputs(2)).unwrap();
     let mut both = vec![linear.clone(), linear.clone()];
-    both.quantize_fp4_calibrated(&config, &calibration).unwrap();
+    both.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
     let mut gram = calibration.get("0.weight").unwrap().clone();
     gram.merge(calibration.get("1.weight").unwrap()).unwrap();
     let expected = burn_fp4::ops::quantize_gptq(
@@ -535,7 +535,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let output_error = |config: &Fp4Config| {
             let mut net = build();
             let exact = net.layers[0].forward(inputs.clone());
-            let report = net.quantize_fp4_calibrated(config, &calibration).unwrap();
+            let report = net.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
             let error = (net.layers[0].forward(inputs.clone()) - exact).powf_scalar(2.0).sum();
             (floats(error)[0], report)
         };
@@ -560,13 +560,13 @@ fn what_is_known_of_inputs_decides_about_codes() {
 
         let mut wrong = Calibration::new();
         wrong.add("layers.0.weight", Tensor::<2>::ones([3, 16], &device)).unwrap();
-        let error = build().quantize_fp4_calibrated(&base, &wrong).unwrap_err();
+        let error = build().quantize_fp4(&base.clone().with_calibration(&wrong)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let error = wrong.add("layers.0.weight", Tensor::<2>::ones([3, 32], &device)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let mut unknown = Calibration::new();
         unknown.add("layers.9.weight", Tensor::<2>::ones([3, 32], &device)).unwrap();
-        let error = build().quantize_fp4_calibrated(&base, &unknown).unwrap_err();
+        let error = build().quantize_fp4(&base.clone().with_calibration(&unknown)).unwrap_err();
         assert!(matches!(&error, Fp4Error::Calibration { path } if path == "layers.9.weight"));
     }
 }
@@ -580,7 +580,8 @@ fn options_of_gptq_are_checked_before_anything_changes() {
     calibration.add("layers.1.weight", inputs).unwrap();
     let refused = |net: &Net, config: Fp4Config| {
         let mut changed = net.clone();
-        let error = changed.quantize_fp4_calibrated(&config, &calibration).unwrap_err();
+        let error =
+            changed.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap_err();
         assert_eq!(weights(&changed), weights(net));
         error.to_string()
     };

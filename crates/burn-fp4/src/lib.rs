@@ -23,9 +23,10 @@
 //! | [`formats`]          | bits: what codes and scales mean                                        |
 
 pub use burn_fp4_modules::{
-    ActivationRange, Calibration, ChosenBy, Container, FakeQuantWeight, FakeQuantize,
-    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear,
-    Indivisible, Outcome, PackedWeight, ParameterReport, Reason, ops,
+    ActivationRange, Calibrate, Calibration, CalibrationOptions, CalibrationProgress, ChosenBy,
+    Container, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Linear,
+    Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, Outcome, PackedWeight, ParameterReport,
+    Reason, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -1,37 +1,49 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use burn::module::Module;
 use burn::tensor::Tensor;
 use burn_fp4_ops::{Gram, gram};
 
 use crate::Fp4Error;
+use crate::calibrate::Calibrate;
 
 /// What is known of the inputs of layers, by the path of their weight.
 ///
+/// Gathered by running a module that knows nothing of it:
+///
 /// ```
-/// use burn::nn::LinearConfig;
+/// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_fp4_modules::{Calibration, Fp4Config, Fp4Module, ops::Gptq};
 ///
 /// let device = Device::flex();
-/// let mut layer = LinearConfig::new(64, 32).init(&device);
-/// let inputs = Tensor::<2>::random([256, 64], Distribution::Normal(0.0, 1.0), &device);
+/// let mut model = LinearConfig::new(64, 32).init(&device);
+/// let batches = (0..4).map(|_| Tensor::<2>::random([64, 64], Distribution::Normal(0.0, 1.0), &device));
 ///
-/// let mut calibration = Calibration::new();
-/// calibration.add("weight", inputs)?;
-/// let config = Fp4Config::nvfp4().gptq(Gptq::default());
-/// let report = layer.quantize_fp4_calibrated(&config, &calibration)?;
+/// let calibration = Calibration::of(&model).run(batches, |model: &Linear, batch| model.forward(batch))?;
+/// let config = Fp4Config::nvfp4().gptq(Gptq::default()).with_calibration(&calibration);
+/// let report = model.quantize_fp4(&config)?;
 /// # assert!(report.to_string().contains("gptq"));
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
-#[derive(Debug, Clone, Default)]
+///
+/// or from inputs that were kept elsewhere, by [`add`](Self::add). Clones share what they hold.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Calibration {
-    grams: BTreeMap<String, Gram>,
+    grams: BTreeMap<String, Arc<Gram>>,
+    unreached: BTreeSet<String>,
 }
 
 impl Calibration {
     /// Of nothing yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Of a module, from forward passes: to be [run](Calibrate::run).
+    pub fn of<M: Module>(model: &M) -> Calibrate<'_, M> {
+        Calibrate::new(model)
     }
 
     /// Adds inputs `[.., in]` of the layer whose weight has this path, to those added before.
@@ -42,12 +54,20 @@ impl Calibration {
     /// [`Fp4Error::Parameter`] naming the path: a value that is not finite, another number of channels than
     /// before, or a dtype that is not a float.
     pub fn add<const D: usize>(&mut self, path: &str, inputs: Tensor<D>) -> Result<(), Fp4Error> {
-        let named = |source| Fp4Error::Parameter { path: path.to_owned(), source };
-        let found = gram(inputs).map_err(named)?;
+        let found =
+            gram(inputs).map_err(|source| Fp4Error::Parameter { path: path.to_owned(), source })?;
+        self.merge(path, &Arc::new(found))
+    }
+
+    /// Adds statistics to those known.
+    pub(crate) fn merge(&mut self, path: &str, found: &Arc<Gram>) -> Result<(), Fp4Error> {
         match self.grams.get_mut(path) {
-            Some(gram) => gram.merge(&found).map_err(|error| named(error.into())),
+            Some(gram) => Arc::make_mut(gram).merge(found).map_err(|error| Fp4Error::Parameter {
+                path: path.to_owned(),
+                source: error.into(),
+            }),
             None => {
-                self.grams.insert(path.to_owned(), found);
+                self.grams.insert(path.to_owned(), found.clone());
                 Ok(())
             }
         }
@@ -55,16 +75,25 @@ impl Calibration {
 
     /// Takes statistics that were gathered elsewhere.
     pub fn insert(&mut self, path: impl Into<String>, gram: Gram) {
-        self.grams.insert(path.into(), gram);
+        self.grams.insert(path.into(), Arc::new(gram));
     }
 
     /// Paths, and what is known of the inputs there.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Gram)> {
-        self.grams.iter().map(|(path, gram)| (path.as_str(), gram))
+        self.grams.iter().map(|(path, gram)| (path.as_str(), &**gram))
     }
 
     /// What is known of the inputs of a layer.
     pub fn get(&self, path: &str) -> Option<&Gram> {
-        self.grams.get(path)
+        self.grams.get(path).map(|gram| &**gram)
+    }
+
+    /// Paths of matrices that no product of the forward pass contracted along their first axis, such as embeddings.
+    pub fn unreached(&self) -> impl Iterator<Item = &str> {
+        self.unreached.iter().map(String::as_str)
+    }
+
+    pub(crate) fn set_unreached(&mut self, paths: BTreeSet<String>) {
+        self.unreached = paths;
     }
 }

@@ -1,6 +1,8 @@
 use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated};
 use serde::{Deserialize, Serialize};
 
+use crate::Calibration;
+
 /// What to do with a selected weight whose blocked axis holds no whole number of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -62,6 +64,9 @@ pub struct Fp4Config {
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
     pub learn_tensor_scale: bool,
+    /// What is known of the inputs of layers. It is not serialized.
+    #[serde(skip)]
+    pub calibration: Calibration,
 }
 
 impl Default for Fp4Config {
@@ -97,12 +102,19 @@ impl Fp4Config {
             gptq: None,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
+            calibration: Calibration::new(),
         }
     }
 
-    /// Quantizes by GPTQ: see
-    /// [`quantize_fp4_calibrated`](crate::Fp4Module::quantize_fp4_calibrated). Weights have to be finite then,
-    /// whatever the scheme says.
+    /// Tells what is known of the inputs of layers, as GPTQ and the searches by Hessian ask. A weight of whose
+    /// inputs nothing is known gets the scales with the smallest squared error instead, and the report says so.
+    pub fn with_calibration(mut self, calibration: &Calibration) -> Self {
+        self.calibration = calibration.clone();
+        self
+    }
+
+    /// Quantizes weights whose inputs are known ([`with_calibration`](Self::with_calibration)) by GPTQ. Weights have to
+    /// be finite then, whatever the scheme says.
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
         self

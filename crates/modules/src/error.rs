@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use burn_fp4_ops::OpsError;
 
 /// Why a module cannot be quantized or loaded.
@@ -74,6 +76,23 @@ pub enum Fp4Error {
     SharedScale {
         /// A parameter that would share.
         path: String,
+    },
+    /// A forward pass cannot be recorded, or not be replayed.
+    #[error(
+        "cannot record the forward pass: {problem}; it has to run the module on the batch it is given, without \
+         reading values (control flow that depends on data cannot be recorded)"
+    )]
+    Capture {
+        /// What went wrong.
+        problem: String,
+    },
+    /// A file of a calibration's cache cannot be written or read.
+    #[error("calibration cache: {}: {problem}", .path.display())]
+    Cache {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
     /// A record does not fit the module.
     #[error("record: {problem}{}", list(.names))]

@@ -174,6 +174,9 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     if config.gptq.is_some() {
         return refuse("GPTQ", "it needs activations, which change as the model trains");
     }
+    if config.calibration.iter().next().is_some() {
+        return refuse("calibration", "what layers meet changes as the model trains");
+    }
     if scheme.rounding != Rounding::Nearest {
         return refuse("stochastic rounding", "every step would draw the same numbers");
     }

@@ -8,6 +8,9 @@
 //! |----------------|----------------------------------------------------------------------------|
 //! | `config.rs`    | [`Fp4Config`]: which parameters, how, and what shares a tensor scale        |
 //! | `calibration.rs`| [`Calibration`]: what is known of the inputs of layers                   |
+//! | `capture.rs`   | a forward pass as a list of operations, and where it multiplies by weights |
+//! | `calibrate.rs` | [`Calibrate`]: what layers meet when these operations run                  |
+//! | `cache.rs`     | statistics in files, for calibrations that are interrupted                 |
 //! | `select.rs`    | one walk over the module that decides about every float parameter          |
 //! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
 //! | `linear.rs`    | [`Fp4Linear`]: a linear layer straight from codes, on hosts too            |
@@ -18,7 +21,10 @@
 //! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
 //! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
 
+mod cache;
+mod calibrate;
 mod calibration;
+mod capture;
 mod config;
 mod error;
 mod fake_quant;
@@ -37,6 +43,7 @@ use burn::module::Module;
 use burn::store::ModuleRecord;
 
 pub use burn_fp4_ops as ops;
+pub use calibrate::{Calibrate, CalibrationOptions, CalibrationProgress};
 pub use calibration::Calibration;
 pub use config::{Container, Fp4Config, Indivisible};
 pub use error::Fp4Error;
@@ -84,21 +91,26 @@ pub trait Fp4Module: Module {
     /// device itself failed half-way, or GPTQ without damping met inputs that leave a channel undetermined:
     /// then some weights are packed and the rest dense.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        self.quantize_fp4_calibrated(config, &Calibration::new())
+        quantize::quantize(self, config)
     }
 
-    /// [`quantize_fp4`](Self::quantize_fp4) by what is known of the inputs of layers, as GPTQ and the
-    /// searches by Hessian ask. A weight of whose inputs nothing is known gets the scales with the smallest
-    /// squared error instead, and the report says so.
+    /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are executed: what is known of the
+    /// inputs of a layer comes from batches that ran through the quantized layers before it. For GPTQ and the
+    /// searches by Hessian; `forward` is that of [`Calibrate::run`].
+    ///
+    /// A weight that is used several times is quantized when its last inputs are known. All batches are in flight at
+    /// a time, whatever memory the options allow.
     ///
     /// # Errors
-    /// As there.
-    fn quantize_fp4_calibrated(
+    /// As [`quantize_fp4`](Self::quantize_fp4) and [`Calibrate::run`]. The module is then unchanged.
+    fn quantize_fp4_sequential<I: Module, O>(
         &mut self,
         config: &Fp4Config,
-        calibration: &Calibration,
+        options: CalibrationOptions<'_>,
+        batches: impl IntoIterator<Item = I>,
+        forward: impl FnMut(&Self, I) -> O,
     ) -> Result<Fp4Report, Fp4Error> {
-        quantize::quantize(self, config, calibration)
+        quantize::sequential(self, config, options, batches, forward)
     }
 
     /// Makes the selected weights behave as if they were quantized, while they are trained in full precision:

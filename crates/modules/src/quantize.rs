@@ -9,6 +9,7 @@ use burn_fp4_ops::{
     amax, multiplies_codes, quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
 };
 
+use crate::calibrate::{CalibrationOptions, Prepared};
 use crate::packed::{PackedWeight, placeholder};
 use crate::report::{ChosenBy, Fp4Report, Outcome};
 use crate::select::{Decision, Parameter, Plan, select};
@@ -18,17 +19,112 @@ use crate::{Calibration, Fp4Config, Fp4Error};
 pub(crate) fn quantize<M: Module>(
     module: &mut M,
     config: &Fp4Config,
-    calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
     let decisions = select(module, config)?;
     check_selected(&decisions)?;
     if let Some(options) = &config.gptq {
         options.validate(&config.scheme).map_err(OpsError::from)?;
     }
-    let inputs = inputs_by_id(&decisions, calibration)?;
+    let inputs = inputs_by_id(&decisions, &config.calibration)?;
     // No reference says what GPTQ makes of a value that is not finite.
     let amaxes = measure(module, &decisions, config.gptq.is_some())?;
     pack(module, &decisions, Source { amaxes, inputs, gptq: config.gptq, ..Source::default() })
+}
+
+/// See [`Fp4Module::quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
+pub(crate) fn sequential<M: Module, I: Module, O>(
+    module: &mut M,
+    config: &Fp4Config,
+    options: CalibrationOptions<'_>,
+    batches: impl IntoIterator<Item = I>,
+    mut forward: impl FnMut(&M, I) -> O,
+) -> Result<Fp4Report, Fp4Error> {
+    let decisions = select(module, config)?;
+    check_selected(&decisions)?;
+    if let Some(options) = &config.gptq {
+        options.validate(&config.scheme).map_err(OpsError::from)?;
+    }
+    let amaxes = measure(module, &decisions, true)?;
+    let prepared = Prepared::new(module, batches, &mut forward)?;
+
+    let ids: BTreeMap<_, _> = decisions
+        .iter()
+        .map(|(parameter, _)| (parameter.path.as_str(), parameter.id.val()))
+        .collect();
+    let plans: BTreeMap<_, _> = decisions
+        .iter()
+        .filter_map(|(parameter, decision)| match decision {
+            Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
+            Decision::Keep(_) => None,
+        })
+        .collect();
+    let mut dense = Matrices { stack: Vec::new(), wanted: &plans, found: BTreeMap::new() };
+    module.visit(&mut dense);
+    let dense = dense.found;
+    // Inputs that are still to come, by parameter id.
+    let mut to_come: BTreeMap<u64, usize> = BTreeMap::new();
+    for weight in prepared.inputs().iter().flat_map(|input| &input.weights) {
+        *to_come.entry(ids[weight.path.as_str()]).or_default() += 1;
+    }
+    let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
+    let mut packed = BTreeMap::new();
+    prepared.run(options, usize::MAX, |input, gram| {
+        let mut replaced = Vec::new();
+        for weight in &input.weights {
+            let Some(plan) = plans.get(weight.path.as_str()) else { continue };
+            let named = |source| Fp4Error::Parameter { path: weight.path.clone(), source };
+            let id = ids[weight.path.as_str()];
+            match inputs.get_mut(&id) {
+                Some(sum) => sum.merge(&gram).map_err(|error| named(error.into()))?,
+                None => {
+                    inputs.insert(id, gram.clone());
+                }
+            }
+            let left = to_come.get_mut(&id).expect("counted above");
+            *left -= 1;
+            if *left > 0 {
+                continue;
+            }
+            let gram = inputs.remove(&id);
+            let chosen_by = chosen_by(config.gptq, plan.scheme.search, gram.is_some());
+            let scheme = scheme_of(plan, amaxes.get(&weight.path));
+            let values = &dense[&weight.path];
+            let axis = plan.layout.axis;
+            let tensor = quantize_weight(values, axis, &scheme, chosen_by, gram.as_ref());
+            let tensor = tensor.map_err(named)?;
+            let rounded = tensor.dequantize_to(values.dtype().into());
+            for (path, _) in ids.iter().filter(|(_, other)| **other == id) {
+                replaced.push(((*path).to_owned(), rounded.clone()));
+            }
+            packed.insert(id, (PackedWeight::new(&tensor), chosen_by));
+        }
+        Ok(replaced)
+    })?;
+    drop((prepared, dense));
+    pack(module, &decisions, Source { amaxes, packed, gptq: config.gptq, ..Source::default() })
+}
+
+/// The dense values of matrices that are to be quantized.
+struct Matrices<'a> {
+    stack: Vec<String>,
+    wanted: &'a BTreeMap<&'a str, &'a Plan>,
+    found: BTreeMap<String, Tensor<2>>,
+}
+
+impl ModuleVisitor for Matrices<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.stack.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.stack.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.stack.join(".");
+        if D == 2 && self.wanted.contains_key(path.as_str()) {
+            let shape: [usize; 2] = param.shape().dims();
+            self.found.insert(path, param.base().without_autodiff().reshape(shape));
+        }
+    }
 }
 
 /// # Errors
@@ -51,6 +147,8 @@ pub(crate) struct Source<'a> {
     pub(crate) amaxes: BTreeMap<String, f32>,
     /// By parameter id.
     pub(crate) inputs: BTreeMap<u64, Cow<'a, Gram>>,
+    /// What is packed already, by parameter id.
+    pub(crate) packed: BTreeMap<u64, (PackedWeight, ChosenBy)>,
     pub(crate) gptq: Option<Gptq>,
     /// The dense weights, in the order of the module, if not those that it stores.
     pub(crate) dense: Option<VecDeque<Dense>>,
@@ -85,7 +183,7 @@ pub(crate) fn pack<M: Module>(
         plans,
         dense: source.dense.unwrap_or(take.dense),
         amaxes: source.amaxes,
-        packed: BTreeMap::new(),
+        packed: source.packed,
         results: BTreeMap::new(),
         error: None,
     };
@@ -328,20 +426,15 @@ impl Pack<'_> {
         dense: &Tensor<D>,
         plan: &Plan,
     ) -> Result<PackedWeight, OpsError> {
-        // The weight was found finite, or was not to be looked at.
-        let mut scheme = plan.scheme.with_non_finite(NonFinite::FollowReference);
-        if let Some(&amax) = self.amaxes.get(path)
-            && amax.is_finite()
-        {
-            scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
-        }
+        let scheme = scheme_of(plan, self.amaxes.get(path));
         let id = param.id.val();
         let tied = self.packed.get(&id).filter(|_| !self.apart);
         let (packed, chosen_by) = match tied {
             Some(tied) => tied.clone(),
             None => {
-                let chosen_by = self.chosen_by(id, scheme.search);
-                let tensor = self.quantize(id, chosen_by, dense, plan.layout.axis, &scheme)?;
+                let inputs = self.inputs.get(&id).map(|gram| &**gram);
+                let chosen_by = chosen_by(self.gptq, scheme.search, inputs.is_some());
+                let tensor = quantize_weight(dense, plan.layout.axis, &scheme, chosen_by, inputs)?;
                 self.packed
                     .entry(id)
                     .insert_entry((PackedWeight::new(&tensor), chosen_by))
@@ -355,41 +448,46 @@ impl Pack<'_> {
         self.results.insert(path.to_owned(), result);
         Ok(packed)
     }
+}
 
-    /// How a weight is quantized.
-    fn chosen_by(&self, id: u64, search: ScaleSearch) -> ChosenBy {
-        match (self.gptq, self.inputs.contains_key(&id)) {
-            (Some(options), true) => ChosenBy::Gptq(options),
-            (None, true) => ChosenBy::Search(search),
-            (Some(_), false) => ChosenBy::Search(ScaleSearch::Sse),
-            (None, false) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
-            (None, false) => ChosenBy::Search(search),
-        }
+/// The scheme of a weight whose amax may be known.
+fn scheme_of(plan: &Plan, amax: Option<&f32>) -> Fp4Scheme {
+    // The weight was found finite, or was not to be looked at.
+    let scheme = plan.scheme.with_non_finite(NonFinite::FollowReference);
+    match amax {
+        Some(&amax) if amax.is_finite() => scheme.with_tensor_scale(TensorScaling::Amax(amax)),
+        _ => scheme,
     }
+}
 
-    fn quantize<const D: usize>(
-        &self,
-        id: u64,
-        chosen_by: ChosenBy,
-        dense: &Tensor<D>,
-        axis: usize,
-        scheme: &Fp4Scheme,
-    ) -> Result<Fp4Tensor<D>, OpsError> {
-        let dense = dense.clone();
-        match (chosen_by, self.inputs.get(&id)) {
-            (ChosenBy::Gptq(options), Some(gram)) => {
-                quantize_gptq(dense, axis, scheme, &options, gram)
-            }
-            (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
-                let hessians = gram.blocks(scheme.block_size)?;
-                let scheme = scheme.with_search(search);
-                quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
-            }
-            (ChosenBy::Search(search), _) => {
-                quantize_tensor(dense, axis, &scheme.with_search(search))
-            }
-            (ChosenBy::Gptq(_), None) => unreachable!("`chosen_by` asks for activations"),
+/// How a weight is quantized.
+fn chosen_by(gptq: Option<Gptq>, search: ScaleSearch, has_inputs: bool) -> ChosenBy {
+    match (gptq, has_inputs) {
+        (Some(options), true) => ChosenBy::Gptq(options),
+        (None, true) => ChosenBy::Search(search),
+        (Some(_), false) => ChosenBy::Search(ScaleSearch::Sse),
+        (None, false) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
+        (None, false) => ChosenBy::Search(search),
+    }
+}
+
+fn quantize_weight<const D: usize>(
+    dense: &Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    chosen_by: ChosenBy,
+    inputs: Option<&Gram>,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    let dense = dense.clone();
+    match (chosen_by, inputs) {
+        (ChosenBy::Gptq(options), Some(gram)) => quantize_gptq(dense, axis, scheme, &options, gram),
+        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
+            let hessians = gram.blocks(scheme.block_size)?;
+            let scheme = scheme.with_search(search);
+            quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
         }
+        (ChosenBy::Search(search), _) => quantize_tensor(dense, axis, &scheme.with_search(search)),
+        (ChosenBy::Gptq(_), None) => unreachable!("`chosen_by` asks for activations"),
     }
 }
 

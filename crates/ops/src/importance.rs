@@ -1,8 +1,8 @@
 //! Quantization that knows the activations a weight meets.
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_fp4_search::formats::FormatError;
+use burn::backend::{Dispatch, DispatchDevice};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_fp4_search::formats::{FormatError, check_length};
 use burn_fp4_search::host::{self, View};
 use burn_fp4_search::{
     BlockHessians, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, TensorScaling,
@@ -119,23 +119,93 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
     crate::quantize(values, axis, &with(candidates[best]))
 }
 
-/// `X^T X` of activations `[.., channels]`, multiplied in f32 on their device, a thousand rows at a time,
-/// and summed up there.
-///
-/// CUDA devices round f32 factors to 11 bits before they multiply; f16 and bf16 activations lose nothing.
+/// `X^T X` of activations `[.., channels]`; see [`GramSum`].
 ///
 /// # Errors
-/// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Search`] if a value is not finite,
-/// [`OpsError::Device`] if the device fails.
+/// As [`GramSum::add`] and [`GramSum::finish`].
 pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
-    let (x, rows, channels) = matrix(activations)?;
-    let mut sum = Tensor::<2>::zeros([channels, channels], (&x.device(), DType::F32));
-    for start in (0..rows).step_by(CHUNK) {
-        let x = x.clone().slice_dim(0, start..rows.min(start + CHUNK)).cast(DType::F32);
-        sum = sum + x.clone().transpose().matmul(x);
+    let mut sum = GramSum::new(activations.dims()[D - 1]);
+    sum.add(activations)?;
+    sum.finish()
+}
+
+/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices in f32 and there.
+///
+/// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
+/// that nothing is lost; f16 and bf16 lose nothing anyway.
+#[derive(Debug)]
+pub struct GramSum {
+    /// Of what was on hosts.
+    host: Gram,
+    device: Option<Tensor<2>>,
+    rows: usize,
+}
+
+impl GramSum {
+    /// Of no activations yet.
+    pub fn new(channels: usize) -> Self {
+        Self { host: Gram::new(channels), device: None, rows: 0 }
     }
-    let values = read(sum)?.into_iter().map(f64::from).collect();
-    Ok(Gram::from_values(values, channels, rows)?)
+
+    /// Adds activations `[.., channels]`. On a device nothing is read back.
+    ///
+    /// # Errors
+    /// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Format`] for another number of channels,
+    /// [`OpsError::Search`] for a value that is not finite, on hosts already here.
+    pub fn add<const D: usize>(&mut self, activations: Tensor<D>) -> Result<(), OpsError> {
+        let (x, rows, channels) = matrix(activations)?;
+        check_length("channels", self.host.channels(), channels)?;
+        if is_host(&x.device()) {
+            return Ok(self.host.add(&read(x)?)?);
+        }
+        let device = x.device();
+        let zeros = || Tensor::zeros([channels, channels], (&device, DType::F32));
+        let mut sum = self.device.take().unwrap_or_else(zeros);
+        for start in (0..rows).step_by(CHUNK) {
+            let x = x.clone().slice_dim(0, start..rows.min(start + CHUNK));
+            sum = sum + exact_square(x);
+        }
+        self.device = Some(sum);
+        self.rows += rows;
+        Ok(())
+    }
+
+    /// Reads the sum back.
+    ///
+    /// # Errors
+    /// [`OpsError::Search`] if a value was not finite, [`OpsError::Device`] if the device fails.
+    pub fn finish(self) -> Result<Gram, OpsError> {
+        let Self { mut host, device, rows } = self;
+        if let Some(sum) = device {
+            let values = read(sum)?.into_iter().map(f64::from).collect();
+            host.merge(&Gram::from_values(values, host.channels(), rows)?)?;
+        }
+        Ok(host)
+    }
+}
+
+/// `x^T x` in f32.
+fn exact_square(x: Tensor<2>) -> Tensor<2> {
+    let square = |x: Tensor<2>| x.clone().transpose().matmul(x);
+    if x.dtype() != DType::F32 {
+        return square(x.cast(DType::F32));
+    }
+    let high = x.clone().cast(DType::BF16).cast(DType::F32);
+    let low = x - high.clone();
+    let mixed = high.clone().transpose().matmul(low.clone());
+    square(high) + (mixed.clone() + mixed.transpose()) + square(low)
+}
+
+/// Whether tensors are in the memory of the host.
+fn is_host(device: &Device) -> bool {
+    let plain = device.clone().inner();
+    match plain.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => true,
+        _ => false,
+    }
 }
 
 /// `X^T X` of activations `[.., channels]` within every block of channels, as [`gram`].

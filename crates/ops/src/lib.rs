@@ -26,6 +26,7 @@
 //! | `cube.rs`      | the kernels on CUDA and CubeCL's CPU runtime                              |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
+//! | `replay.rs`    | [`Replay`]: recorded operations, one at a time                            |
 //! | `modelopt.rs`  | ModelOpt's functions on tensors                                           |
 
 #[cfg(feature = "autodiff")]
@@ -47,6 +48,7 @@ pub mod modelopt;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 pub mod portable;
+mod replay;
 // Without autodiff nothing asks for gradients.
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 mod saturation;
@@ -71,9 +73,11 @@ pub use extension::{Fp4Backend, Fp4Primitive};
 #[cfg(feature = "cube")]
 pub use fused::{FusedProducts, fused_products};
 pub use importance::{
-    block_hessians, gram, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
+    GramSum, block_hessians, gram, quantize_by_importance, quantize_gptq,
+    quantize_with_best_tensor_scale,
 };
 pub use layout::Fp4Layout;
+pub use replay::Replay;
 pub use saturation::Saturated;
 pub use tensor::Fp4Tensor;
 pub use train::TrainRecipe;

@@ -1,0 +1,95 @@
+//! Statistics in files, for calibrations that are interrupted.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+use burn_fp4_ops::Gram;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
+
+use crate::Fp4Error;
+use crate::capture::Recording;
+
+/// A directory with one file for each input of layers, of one module and its batches.
+pub(crate) struct Cache {
+    directory: PathBuf,
+}
+
+/// Name of the tensor in a file.
+const GRAM: &str = "gram";
+/// How many activations it is the sum of.
+const ROWS: &str = "rows";
+
+impl Cache {
+    /// Opens the part of a directory that belongs to these forward passes with these parameters.
+    pub(crate) fn open(
+        directory: &Path,
+        recordings: &[Recording],
+        parameters: &BTreeMap<String, Vec<f32>>,
+    ) -> Result<Self, Fp4Error> {
+        let mut hasher = DefaultHasher::new();
+        for (path, sums) in parameters {
+            path.hash(&mut hasher);
+            sums.iter().for_each(|sum| sum.to_bits().hash(&mut hasher));
+        }
+        for recording in recordings {
+            for data in recording.values.values() {
+                data.shape().hash(&mut hasher);
+                data.bytes().hash(&mut hasher);
+            }
+            for operation in &recording.operations {
+                core::mem::discriminant(operation).hash(&mut hasher);
+                operation.outputs().for_each(|output| output.shape.hash(&mut hasher));
+            }
+        }
+        let directory = directory.join(format!("{:016x}", hasher.finish()));
+        fs::create_dir_all(&directory).map_err(|error| failed(&directory, error))?;
+        Ok(Self { directory })
+    }
+
+    /// What was stored under a number.
+    pub(crate) fn load(&self, number: usize) -> Result<Option<Gram>, Fp4Error> {
+        let path = self.path(number);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let bytes = fs::read(&path).map_err(|error| failed(&path, error))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|error| failed(&path, error))?;
+        let words = |name: &str| -> Result<Vec<[u8; 8]>, Fp4Error> {
+            let tensor = file.tensor(name).map_err(|error| failed(&path, error))?;
+            let words = tensor.data().chunks_exact(8);
+            Ok(words.map(|word| word.try_into().expect("eight bytes")).collect())
+        };
+        let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
+        let rows = words(ROWS)?.first().map_or(0, |&word| u64::from_le_bytes(word));
+        let channels = values.len().isqrt();
+        let gram = Gram::from_values(values, channels, rows as usize);
+        gram.map(Some).map_err(|error| failed(&path, error))
+    }
+
+    /// Stores statistics, whole or not at all.
+    pub(crate) fn store(&self, number: usize, gram: &Gram) -> Result<(), Fp4Error> {
+        let path = self.path(number);
+        let values: Vec<u8> = gram.values().iter().flat_map(|value| value.to_le_bytes()).collect();
+        let rows = (gram.rows() as u64).to_le_bytes();
+        let channels = gram.channels();
+        let tensors = [
+            (GRAM, TensorView::new(Dtype::F64, vec![channels, channels], &values)),
+            (ROWS, TensorView::new(Dtype::U64, vec![1], &rows)),
+        ];
+        let tensors = tensors.map(|(name, tensor)| (name, tensor.expect("whole tensors")));
+        let bytes = serialize(tensors, None).map_err(|error| failed(&path, error))?;
+        let unfinished = path.with_extension("part");
+        fs::write(&unfinished, bytes).map_err(|error| failed(&unfinished, error))?;
+        fs::rename(&unfinished, &path).map_err(|error| failed(&path, error))
+    }
+
+    fn path(&self, number: usize) -> PathBuf {
+        self.directory.join(format!("{number:05}.safetensors"))
+    }
+}
+
+fn failed(path: &Path, error: impl std::fmt::Display) -> Fp4Error {
+    Fp4Error::Cache { path: path.to_owned(), problem: error.to_string() }
+}

@@ -1,0 +1,343 @@
+//! Statistics of the inputs of layers, from forward passes of a module that knows nothing of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_ops::{Gram, GramSum, OpsError, Replay};
+use burn_ir::TensorId;
+
+use crate::cache::Cache;
+use crate::capture::{LayerInput, Recording};
+use crate::quantize::read_vectors;
+use crate::select::Walk;
+use crate::{Calibration, Fp4Error};
+
+/// How much is calibrated at a time, and where it is kept.
+pub struct CalibrationOptions<'a> {
+    memory: usize,
+    cache: Option<PathBuf>,
+    progress: Box<dyn FnMut(CalibrationProgress) + 'a>,
+}
+
+/// How far a calibration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CalibrationProgress {
+    /// Inputs of layers that were seen.
+    pub done: usize,
+    /// Of so many.
+    pub total: usize,
+}
+
+impl Default for CalibrationOptions<'_> {
+    fn default() -> Self {
+        Self { memory: 4 << 30, cache: None, progress: Box::new(|_| {}) }
+    }
+}
+
+impl<'a> CalibrationOptions<'a> {
+    /// Bytes that the activations of all batches in flight may take at a time: 4 GiB. What does not fit runs after
+    /// the rest, from its beginning; at least one batch is in flight. The statistics of one input of a layer, f32
+    /// `[in, in]`, come on top.
+    pub fn memory(mut self, bytes: usize) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// Keeps statistics in files of this directory as soon as they stand. A calibration that was interrupted goes
+    /// on from them, if module and batches are the same.
+    pub fn cache(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.cache = Some(directory.into());
+        self
+    }
+
+    /// Tells how far it is, each time the inputs of a layer were seen.
+    pub fn on_progress(mut self, tell: impl FnMut(CalibrationProgress) + 'a) -> Self {
+        self.progress = Box::new(tell);
+        self
+    }
+}
+
+/// A calibration to be [run](Self::run); see [`Calibration::of`].
+pub struct Calibrate<'a, M> {
+    model: &'a M,
+    options: CalibrationOptions<'a>,
+}
+
+impl<'a, M: Module> Calibrate<'a, M> {
+    pub(crate) fn new(model: &'a M) -> Self {
+        Self { model, options: CalibrationOptions::default() }
+    }
+
+    /// Sets memory, cache and progress.
+    pub fn options(mut self, options: CalibrationOptions<'a>) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Runs the module over batches and sums up what its layers meet.
+    ///
+    /// `forward` gets the module and a batch, both on a device that records instead of computing: it has to run
+    /// the module on the batch alone, and cannot read values. The operations then run on the device of the module.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Capture`] if the forward pass reads values (its control flow depends on data) or fails, or
+    /// if batches meet different layers; [`Fp4Error::Attached`] if something is attached to a parameter;
+    /// [`Fp4Error::Parameter`] naming a weight whose inputs are not finite; [`Fp4Error::Cache`].
+    pub fn run<I: Module, O>(
+        self,
+        batches: impl IntoIterator<Item = I>,
+        mut forward: impl FnMut(&M, I) -> O,
+    ) -> Result<Calibration, Fp4Error> {
+        let Self { model, options } = self;
+        let prepared = Prepared::new(model, batches, &mut forward)?;
+        let in_flight = prepared.in_flight(options.memory);
+        let mut calibration = Calibration::new();
+        calibration.set_unreached(prepared.unreached());
+        prepared.run(options, in_flight, |input, gram| {
+            let gram = Arc::new(gram);
+            for weight in &input.weights {
+                calibration.merge(&weight.path, &gram)?;
+            }
+            Ok(Vec::new())
+        })?;
+        Ok(calibration)
+    }
+}
+
+/// Forward passes over all batches, recorded.
+pub(crate) struct Prepared<'a, M> {
+    model: &'a M,
+    device: Device,
+    recordings: Vec<Recording>,
+    /// Paths of matrices.
+    matrices: Vec<String>,
+}
+
+impl<'a, M: Module> Prepared<'a, M> {
+    pub(crate) fn new<I: Module, O>(
+        model: &'a M,
+        batches: impl IntoIterator<Item = I>,
+        forward: &mut impl FnMut(&M, I) -> O,
+    ) -> Result<Self, Fp4Error> {
+        let walk = Walk::over_values(model);
+        for parameter in &walk.parameters {
+            if let Some(name) = &parameter.reparameterization {
+                let (path, name) = (parameter.path.clone(), name.clone());
+                return Err(Fp4Error::Attached { path, name });
+            }
+        }
+        let device = match &model.devices()[..] {
+            [device] => device.clone().inner(),
+            devices => {
+                let problem = format!("the module is on {} devices", devices.len());
+                return Err(Fp4Error::Capture { problem });
+            }
+        };
+        let plain = model.valid();
+        let recordings = batches.into_iter().map(|batch| Recording::of(&plain, batch, forward));
+        let recordings = recordings.collect::<Result<Vec<_>, _>>()?;
+        let Some(first) = recordings.first() else {
+            return Err(Fp4Error::Capture { problem: "there are no batches".to_owned() });
+        };
+        let paths = |recording: &Recording| -> Vec<Vec<String>> {
+            let of = |input: &LayerInput| input.weights.iter().map(|w| w.path.clone()).collect();
+            recording.inputs.iter().map(of).collect()
+        };
+        let expected = paths(first);
+        if recordings.iter().any(|recording| paths(recording) != expected) {
+            let problem = "batches meet different layers, or in another order".to_owned();
+            return Err(Fp4Error::Capture { problem });
+        }
+        let matrices = walk.parameters.into_iter().filter(|parameter| parameter.shape.len() == 2);
+        let matrices = matrices.map(|parameter| parameter.path).collect();
+        Ok(Self { model, device, recordings, matrices })
+    }
+
+    /// Batches whose activations fit into some memory, at least one.
+    pub(crate) fn in_flight(&self, memory: usize) -> usize {
+        let largest = self.recordings.iter().map(|recording| recording.peak_bytes).max();
+        memory.checked_div(largest.unwrap_or(0)).unwrap_or(usize::MAX).max(1)
+    }
+
+    /// Paths of matrices that no product contracts along their first axis.
+    pub(crate) fn unreached(&self) -> BTreeSet<String> {
+        let inputs = self.recordings.iter().flat_map(|recording| &recording.inputs);
+        let seen: BTreeSet<_> =
+            inputs.flat_map(|input| &input.weights).map(|weight| weight.path.as_str()).collect();
+        self.matrices.iter().filter(|path| !seen.contains(path.as_str())).cloned().collect()
+    }
+
+    /// What the layers meet, in the order of execution.
+    pub(crate) fn inputs(&self) -> &[LayerInput] {
+        &self.recordings[0].inputs
+    }
+
+    /// Runs the batches side by side, some at a time, from one input of layers to the next. `seen` takes what is known
+    /// of each and may give weights, by path, to go on with.
+    pub(crate) fn run(
+        &self,
+        mut options: CalibrationOptions<'_>,
+        in_flight: usize,
+        mut seen: impl FnMut(&LayerInput, Gram) -> Result<Vec<(String, Tensor<2>)>, Fp4Error>,
+    ) -> Result<(), Fp4Error> {
+        let chunks: Vec<_> = self.recordings.chunks(in_flight.min(self.recordings.len())).collect();
+        let total = chunks.len() * self.inputs().len();
+        let cache = match &options.cache {
+            Some(directory) => Some(self.open(directory)?),
+            None => None,
+        };
+        for (number, chunk) in chunks.iter().enumerate() {
+            let runs = chunk.iter().map(|recording| Run::start(self, recording));
+            let mut runs = runs.collect::<Result<Vec<_>, _>>()?;
+            for at in 0..self.inputs().len() {
+                let done = number * self.inputs().len() + at;
+                let known = match &cache {
+                    Some(cache) => cache.load(done)?,
+                    None => None,
+                };
+                let gram = match known {
+                    Some(gram) => gram,
+                    None => {
+                        let gram = self.sum(&mut runs, at)?;
+                        if let Some(cache) = &cache {
+                            cache.store(done, &gram)?;
+                        }
+                        gram
+                    }
+                };
+                for (path, weight) in seen(&self.inputs()[at], gram)? {
+                    for run in &mut runs {
+                        run.replace(&path, &weight)?;
+                    }
+                }
+                (options.progress)(CalibrationProgress { done: done + 1, total });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sums up an input of layers over batches.
+    fn sum(&self, runs: &mut [Run<'_>], at: usize) -> Result<Gram, Fp4Error> {
+        let input = &self.inputs()[at];
+        let named = |source| Fp4Error::Parameter { path: input.weights[0].path.clone(), source };
+        let mut sum = GramSum::new(input.tensor.shape.last().copied().unwrap_or(1));
+        for run in runs {
+            let input = &run.recording.inputs[at];
+            run.advance(input.at);
+            sum.add(run.replay.matrix(&input.tensor)).map_err(named)?;
+        }
+        sum.finish().map_err(named)
+    }
+
+    /// The cache of this module and these batches.
+    fn open(&self, directory: &Path) -> Result<Cache, Fp4Error> {
+        let mut largest = Largest { stack: Vec::new(), found: Vec::new() };
+        self.model.visit(&mut largest);
+        Cache::open(directory, &self.recordings, &read_vectors(largest.found)?)
+    }
+}
+
+/// The largest magnitudes of all parameters, which tell modules apart and do not depend on an order of summation.
+struct Largest {
+    stack: Vec<String>,
+    found: Vec<(String, Tensor<1>)>,
+}
+
+impl ModuleVisitor for Largest {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.stack.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.stack.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let values = param.val().without_autodiff().cast(DType::F32);
+        self.found.push((self.stack.join("."), values.abs().max()));
+    }
+}
+
+/// A forward pass under way.
+struct Run<'a> {
+    recording: &'a Recording,
+    replay: Replay,
+    next: usize,
+}
+
+impl<'a> Run<'a> {
+    fn start<M: Module>(
+        prepared: &Prepared<'_, M>,
+        recording: &'a Recording,
+    ) -> Result<Self, Fp4Error> {
+        let mut insert = Insert {
+            stack: Vec::new(),
+            parameters: &recording.parameters,
+            replay: Replay::on(&prepared.device)?,
+            error: None,
+        };
+        prepared.model.visit(&mut insert);
+        if let Some(error) = insert.error {
+            return Err(error);
+        }
+        let mut replay = insert.replay;
+        for (id, data) in &recording.values {
+            replay.insert_data(*id, data.clone());
+        }
+        Ok(Self { recording, replay, next: 0 })
+    }
+
+    /// Runs all operations before one.
+    fn advance(&mut self, to: usize) {
+        while self.next < to {
+            self.replay.run(&self.recording.operations[self.next]);
+            for tensor in &self.recording.forgotten[self.next] {
+                self.replay.forget(tensor);
+            }
+            self.next += 1;
+        }
+    }
+
+    /// Goes on with another value of a weight, wherever it has been brought into the shape of a product already.
+    fn replace(&mut self, path: &str, weight: &Tensor<2>) -> Result<(), Fp4Error> {
+        let named = |source| Fp4Error::Parameter { path: path.to_owned(), source };
+        let id = self.recording.parameters[path];
+        self.replay.insert(id, weight.clone()).map_err(named)?;
+        let uses = self.recording.inputs.iter().flat_map(|input| &input.weights);
+        let mut views: Vec<_> =
+            uses.filter(|weight| weight.path == path).flat_map(|weight| &weight.views).collect();
+        views.sort_unstable();
+        views.dedup();
+        for &view in views.into_iter().filter(|&&view| view < self.next) {
+            self.replay.run(&self.recording.operations[view]);
+        }
+        Ok(())
+    }
+}
+
+/// Gives the operations the parameters of a module.
+struct Insert<'a> {
+    stack: Vec<String>,
+    parameters: &'a BTreeMap<String, TensorId>,
+    replay: Replay,
+    error: Option<Fp4Error>,
+}
+
+impl ModuleVisitor for Insert<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.stack.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.stack.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.stack.join(".");
+        if let Some(&id) = self.parameters.get(&path)
+            && let Err(source) = self.replay.insert(id, param.val())
+        {
+            let source: OpsError = source;
+            self.error.get_or_insert(Fp4Error::Parameter { path, source });
+        }
+    }
+}

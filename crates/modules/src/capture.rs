@@ -1,0 +1,200 @@
+//! A forward pass as a list of operations, and where it multiplies by weights.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::backend::Capture;
+use burn::backend::capture::CapturedGraph;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_ir::{
+    BaseOperationIr, FloatOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr,
+};
+
+use crate::Fp4Error;
+
+/// A forward pass over one batch.
+pub(crate) struct Recording {
+    pub(crate) operations: Vec<OperationIr>,
+    /// What the batch and the module hold, but for float parameters.
+    pub(crate) values: BTreeMap<TensorId, TensorData>,
+    /// Float parameters by path, as the operations know them.
+    pub(crate) parameters: BTreeMap<String, TensorId>,
+    /// In the order of operations.
+    pub(crate) inputs: Vec<LayerInput>,
+    /// By operation: the tensors that nothing reads after it.
+    pub(crate) forgotten: Vec<Vec<TensorIr>>,
+    /// Largest number of bytes that tensors other than parameters take at a time.
+    pub(crate) peak_bytes: usize,
+}
+
+/// A tensor that is multiplied by weights.
+pub(crate) struct LayerInput {
+    /// The operation that reads it first.
+    pub(crate) at: usize,
+    /// `[.., channels]`.
+    pub(crate) tensor: TensorIr,
+    /// The weights that it meets.
+    pub(crate) weights: Vec<WeightUse>,
+}
+
+/// A weight in a product.
+pub(crate) struct WeightUse {
+    pub(crate) path: String,
+    /// The operations that bring it into the shape of the product.
+    pub(crate) views: Vec<usize>,
+}
+
+impl Recording {
+    /// Records a forward pass. Nothing is computed, and no float parameter is read.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Capture`] if the pass reads values, or panics for another reason.
+    pub(crate) fn of<M: Module, I: Module, O>(
+        model: &M,
+        batch: I,
+        forward: &mut impl FnMut(&M, I) -> O,
+    ) -> Result<Self, Fp4Error> {
+        let capture = Device::capture();
+        let mut stand_ins =
+            StandIns { stack: Vec::new(), device: capture.clone(), parameters: BTreeMap::new() };
+        let recorded = catch_unwind(AssertUnwindSafe(|| {
+            capture.capture_scope(|scope| {
+                let model = model.clone().map(&mut stand_ins).to_device(&capture);
+                drop(forward(&model, batch.to_device(&capture)));
+                scope.complete([], [])
+            })
+        }));
+        let failed = |problem| Fp4Error::Capture { problem };
+        match recorded {
+            Ok(Ok(graph)) => Ok(Self::new(graph, stand_ins.parameters)),
+            Ok(Err(error)) => Err(failed(error.to_string())),
+            Err(panic) => {
+                let message = panic.downcast_ref::<String>().map(String::as_str);
+                let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+                Err(failed(message.unwrap_or("it panicked").to_owned()))
+            }
+        }
+    }
+
+    fn new(graph: CapturedGraph, parameters: BTreeMap<String, TensorId>) -> Self {
+        let CapturedGraph { graph, values } = graph;
+        let stand_ins: BTreeSet<_> = parameters.values().copied().collect();
+        let mut operations = graph.operations;
+        operations
+            .retain(|operation| !operation.outputs().any(|output| stand_ins.contains(&output.id)));
+        let (forgotten, peak_bytes) = lifetimes(&operations, &values, &stand_ins);
+        let inputs = layer_inputs(&operations, &parameters);
+        Self { operations, values, parameters, inputs, forgotten, peak_bytes }
+    }
+}
+
+/// Puts tensors of the capture device in the place of float parameters.
+struct StandIns {
+    stack: Vec<String>,
+    device: Device,
+    parameters: BTreeMap<String, TensorId>,
+}
+
+impl ModuleMapper for StandIns {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.stack.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.stack.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let device = &self.device;
+        let param = param.map(|tensor| Tensor::zeros(tensor.shape(), (device, tensor.dtype())));
+        let stand_in = param.val().try_into_primitive::<Capture>().expect("just made there");
+        self.parameters.insert(self.stack.join("."), stand_in.id());
+        param
+    }
+}
+
+/// By operation the tensors that nothing reads after it, and the bytes of those that live, at most.
+fn lifetimes(
+    operations: &[OperationIr],
+    values: &BTreeMap<TensorId, TensorData>,
+    parameters: &BTreeSet<TensorId>,
+) -> (Vec<Vec<TensorIr>>, usize) {
+    let mut last = BTreeMap::new();
+    for (at, operation) in operations.iter().enumerate() {
+        for tensor in operation.nodes() {
+            last.insert(tensor.id, (at, tensor.clone()));
+        }
+    }
+    let mut forgotten = vec![Vec::new(); operations.len()];
+    for (id, (at, tensor)) in last {
+        if !parameters.contains(&id) {
+            forgotten[at].push(tensor);
+        }
+    }
+    let bytes = |tensor: &TensorIr| tensor.shape.num_elements() * tensor.dtype.size();
+    let mut living: usize = values.values().map(|data| data.bytes().len()).sum();
+    let mut peak = living;
+    for (operation, forgotten) in operations.iter().zip(&forgotten) {
+        living += operation.outputs().map(bytes).sum::<usize>();
+        peak = peak.max(living);
+        living = living.saturating_sub(forgotten.iter().map(bytes).sum());
+    }
+    (forgotten, peak)
+}
+
+/// What is multiplied by parameters, contracted along their first axis.
+fn layer_inputs(
+    operations: &[OperationIr],
+    parameters: &BTreeMap<String, TensorId>,
+) -> Vec<LayerInput> {
+    // Weights in other shapes, and the operations that made these.
+    let mut weights: BTreeMap<TensorId, (&str, Vec<usize>)> =
+        parameters.iter().map(|(path, id)| (*id, (path.as_str(), Vec::new()))).collect();
+    // The same rows in other shapes.
+    let mut rows: BTreeMap<TensorId, TensorId> = BTreeMap::new();
+    let mut found: Vec<(TensorId, LayerInput)> = Vec::new();
+    for (at, operation) in operations.iter().enumerate() {
+        let viewed = match operation {
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(op) | BaseOperationIr::Expand(op)) => {
+                Some((&op.input, &op.out))
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => Some((&op.input, &op.out)),
+            _ => None,
+        };
+        if let Some((input, out)) = viewed {
+            let matrix = |tensor: &TensorIr| {
+                let dims = tensor.shape.num_dims();
+                tensor.shape[dims.saturating_sub(2)..].to_vec()
+            };
+            if let Some((path, views)) = weights.get(&input.id)
+                && matrix(input) == matrix(out)
+            {
+                let (path, mut views) = (*path, views.clone());
+                views.push(at);
+                weights.insert(out.id, (path, views));
+            }
+            if input.shape.last() == out.shape.last()
+                && input.shape.num_elements() == out.shape.num_elements()
+            {
+                let root = rows.get(&input.id).copied().unwrap_or(input.id);
+                rows.insert(out.id, root);
+            }
+        }
+        let product = match operation {
+            OperationIr::Float(_, FloatOperationIr::Matmul(op)) => Some((&op.lhs, &op.rhs)),
+            OperationIr::Module(ModuleOperationIr::Linear(op)) => Some((&op.x, &op.weight)),
+            _ => None,
+        };
+        let Some((input, weight)) = product else { continue };
+        let Some((path, views)) = weights.get(&weight.id) else { continue };
+        let weight = WeightUse { path: (*path).to_owned(), views: views.clone() };
+        let root = rows.get(&input.id).copied().unwrap_or(input.id);
+        match found.iter_mut().find(|(known, _)| *known == root) {
+            Some((_, same)) => same.weights.push(weight),
+            None => {
+                let tensor = input.clone();
+                found.push((root, LayerInput { at, tensor, weights: vec![weight] }));
+            }
+        }
+    }
+    found.into_iter().map(|(_, input)| input).collect()
+}

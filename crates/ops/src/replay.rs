@@ -1,0 +1,122 @@
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
+use burn::backend::{BackendTensor, DispatchDevice, DispatchKindConversion, DispatchTensor};
+use burn::tensor::{Device, Shape, Tensor, TensorData};
+use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_router::TensorInterpreter;
+
+use crate::OpsError;
+
+/// Runs recorded operations on a device, one at a time: between two of them any tensor can be looked at, or be
+/// replaced by another.
+///
+/// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
+pub struct Replay {
+    interpreter: Box<dyn Interpret>,
+}
+
+impl Replay {
+    /// On a device, of which the operations are not to be differentiated.
+    ///
+    /// # Errors
+    /// [`OpsError::Device`] if the device cannot run recorded operations.
+    pub fn on(device: &Device) -> Result<Self, OpsError> {
+        let plain = device.clone().inner();
+        let interpreter: Box<dyn Interpret> = match plain.as_dispatch() {
+            #[cfg(feature = "flex")]
+            DispatchDevice::Flex(device) => {
+                Box::new(TensorInterpreter::<burn::backend::Flex>::new(*device))
+            }
+            #[cfg(feature = "ndarray")]
+            DispatchDevice::NdArray(device) => {
+                Box::new(TensorInterpreter::<burn::backend::NdArray>::new(*device))
+            }
+            #[cfg(feature = "cube")]
+            DispatchDevice::Cube(device) => {
+                Box::new(TensorInterpreter::<burn::backend::Cube>::new(device.clone()))
+            }
+            #[allow(unreachable_patterns)]
+            other => {
+                return Err(OpsError::Device(format!("{other:?} does not replay operations")));
+            }
+        };
+        Ok(Self { interpreter })
+    }
+
+    /// Gives a tensor of the operations its values.
+    pub fn insert_data(&mut self, id: TensorId, data: TensorData) {
+        self.interpreter.insert_data(id, data);
+    }
+
+    /// Gives a tensor of the operations its values, in place of those that it has.
+    ///
+    /// # Errors
+    /// [`OpsError::Device`] if the tensor is on another device.
+    pub fn insert<const D: usize>(
+        &mut self,
+        id: TensorId,
+        tensor: Tensor<D>,
+    ) -> Result<(), OpsError> {
+        self.interpreter
+            .insert(id, tensor.without_autodiff().into_dispatch())
+            .map_err(OpsError::Device)
+    }
+
+    /// Runs an operation. Its inputs have to be there, as values or as outputs of other operations.
+    pub fn run(&mut self, operation: &OperationIr) {
+        self.interpreter.run(operation.clone());
+    }
+
+    /// Forgets a tensor, if it is still there.
+    pub fn forget(&mut self, tensor: &TensorIr) {
+        self.interpreter.run(OperationIr::Drop(tensor.clone()));
+    }
+
+    /// A float tensor `[.., channels]` that has been computed, as `[rows, channels]`.
+    pub fn matrix(&mut self, tensor: &TensorIr) -> Tensor<2> {
+        let tensor = TensorIr { status: TensorStatus::ReadOnly, ..tensor.clone() };
+        Tensor::from_dispatch(self.interpreter.matrix(&tensor))
+    }
+}
+
+trait Interpret {
+    fn insert_data(&mut self, id: TensorId, data: TensorData);
+    fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
+    fn run(&mut self, operation: OperationIr);
+    fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
+}
+
+impl<B: BackendIr> Interpret for TensorInterpreter<B>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    fn insert_data(&mut self, id: TensorId, data: TensorData) {
+        self.register_tensor_data_id(id, data);
+    }
+
+    fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String> {
+        let tensor = match DispatchTensor::try_into_backend(tensor)? {
+            BackendTensor::Float(tensor) => HandleKind::Float(tensor),
+            other => return Err(format!("expected floats, found {}", other.name())),
+        };
+        self.register_tensor_to_device(id, tensor);
+        Ok(())
+    }
+
+    fn run(&mut self, operation: OperationIr) {
+        self.register_op(operation);
+    }
+
+    fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor {
+        let channels = tensor.shape.last().copied().unwrap_or(1);
+        let rows = tensor.shape.num_elements().checked_div(channels).unwrap_or(0);
+        match self.get_tensor(tensor) {
+            HandleKind::Float(tensor) => {
+                let matrix = B::float_reshape(tensor, Shape::new([rows, channels]));
+                DispatchTensor::from_backend(BackendTensor::Float(matrix))
+            }
+            _ => unreachable!("asked for by the dtype of a float"),
+        }
+    }
+}

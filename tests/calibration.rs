@@ -1,0 +1,408 @@
+//! Calibration: what is recorded of modules that know nothing of it, against copies of them that keep their inputs.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::module::{Module, Param};
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use burn::nn::conv::{Conv1d, Conv1dConfig};
+use burn::nn::{
+    Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Relu,
+};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_fp4::{
+    Calibration, CalibrationOptions, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq,
+    Outcome, PackedWeight, ScaleSearch, ops,
+};
+use burn_fp4_search::Gram;
+use tests::engines::devices;
+use tests::inputs::normals;
+use tests::modules::seeded;
+
+fn random<const D: usize>(seed: u64, shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::from_data(TensorData::new(normals(seed, shape.iter().product()), shape), device)
+}
+
+fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().iter::<f32>().collect()
+}
+
+/// Inputs `[.., channels]` by the paths of weights, as a forward pass came by them.
+type Kept = RefCell<Vec<(&'static str, Vec<f32>, usize)>>;
+
+fn keep<const D: usize>(kept: &Kept, paths: &[&'static str], input: &Tensor<D>) {
+    for path in paths {
+        kept.borrow_mut().push((path, floats(input.clone()), input.dims()[D - 1]));
+    }
+}
+
+/// A module whose forward pass can tell what its layers meet.
+trait Watched: Module {
+    type Batch: Module;
+    fn run(&self, batch: Self::Batch, kept: Option<&Kept>);
+}
+
+#[derive(Module, Debug)]
+struct Mlp {
+    layers: Vec<Linear>,
+    head: Linear,
+}
+
+impl Mlp {
+    fn new(device: &Device) -> Self {
+        let layers = (0..2).map(|_| LinearConfig::new(32, 32).init(device)).collect();
+        seeded(Self { layers, head: LinearConfig::new(32, 16).with_bias(false).init(device) }, 2)
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let hidden = self.layers.iter().fold(x, |x, layer| layer.forward(x).tanh());
+        self.head.forward(hidden)
+    }
+}
+
+impl Watched for Mlp {
+    type Batch = Tensor<2>;
+    fn run(&self, batch: Tensor<2>, kept: Option<&Kept>) {
+        let mut x = batch;
+        for (layer, path) in self.layers.iter().zip(["layers.0.weight", "layers.1.weight"]) {
+            kept.inspect(|kept| keep(kept, &[path], &x));
+            x = layer.forward(x).tanh();
+        }
+        kept.inspect(|kept| keep(kept, &["head.weight"], &x));
+        self.head.forward(x);
+    }
+}
+
+/// A block of a transformer: tokens, attention, and a hidden layer.
+#[derive(Module, Debug)]
+struct Block {
+    tokens: Embedding,
+    norm: LayerNorm,
+    attention: MultiHeadAttention,
+    up: Linear,
+    down: Linear,
+}
+
+const HEADS: usize = 4;
+
+impl Watched for Block {
+    type Batch = Tensor<2, Int>;
+    fn run(&self, batch: Tensor<2, Int>, kept: Option<&Kept>) {
+        let x = self.tokens.forward(batch);
+        let normed = self.norm.forward(x.clone());
+        let attended = self.attention.forward(MhaInput::self_attn(normed.clone()));
+        if let Some(kept) = kept {
+            let paths =
+                ["attention.query.weight", "attention.key.weight", "attention.value.weight"];
+            keep(kept, &paths, &normed);
+            let [batch, length, width] = normed.dims();
+            let value = self.attention.value.forward(normed);
+            let value = value.reshape([batch, length, HEADS, width / HEADS]).swap_dims(1, 2);
+            let mixed = attended.weights.matmul(value).swap_dims(1, 2);
+            keep(kept, &["attention.output.weight"], &mixed.reshape([batch, length, width]));
+        }
+        let x = x + attended.context;
+        kept.inspect(|kept| keep(kept, &["up.weight"], &x));
+        let hidden = Relu::new().forward(self.up.forward(x));
+        kept.inspect(|kept| keep(kept, &["down.weight"], &hidden));
+        self.down.forward(hidden);
+    }
+}
+
+/// One layer twice, and another with the same weight.
+#[derive(Module, Debug)]
+struct Tied {
+    layer: Linear,
+    same: Linear,
+}
+
+impl Watched for Tied {
+    type Batch = Tensor<3>;
+    fn run(&self, batch: Tensor<3>, kept: Option<&Kept>) {
+        let mut x = batch;
+        for (layer, path) in [
+            (&self.layer, "layer.weight"),
+            (&self.layer, "layer.weight"),
+            (&self.same, "same.weight"),
+        ] {
+            kept.inspect(|kept| keep(kept, &[path], &x));
+            x = layer.forward(x).tanh();
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Stem {
+    conv: Conv1d,
+    head: Linear,
+    /// Multiplied without a layer.
+    last: Param<Tensor<2>>,
+}
+
+impl Watched for Stem {
+    type Batch = Tensor<3>;
+    fn run(&self, batch: Tensor<3>, kept: Option<&Kept>) {
+        let x = Relu::new().forward(self.conv.forward(batch)).flatten::<2>(1, 2);
+        kept.inspect(|kept| keep(kept, &["head.weight"], &x));
+        let x = self.head.forward(x);
+        kept.inspect(|kept| keep(kept, &["last"], &x));
+        x.matmul(self.last.val());
+    }
+}
+
+fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &[&str]) {
+    let kept = Kept::default();
+    batches.iter().for_each(|batch| model.run(batch.clone(), Some(&kept)));
+    let mut expected: std::collections::BTreeMap<&str, Gram> = Default::default();
+    for (path, values, channels) in kept.into_inner() {
+        expected.entry(path).or_insert_with(|| Gram::new(channels)).add(&values).unwrap();
+    }
+    // All batches side by side, and one after the other.
+    for memory in [1 << 30, 1] {
+        let options = CalibrationOptions::default().memory(memory);
+        let calibration = Calibration::of(model)
+            .options(options)
+            .run(batches.clone(), |model: &M, batch| model.run(batch, None))
+            .unwrap();
+        assert_eq!(calibration.iter().count(), expected.len(), "{what}");
+        assert_eq!(calibration.unreached().collect::<Vec<_>>(), unreached, "{what}");
+        for (path, expected) in &expected {
+            let found = calibration.get(path).expect(path);
+            assert_eq!(found.rows(), expected.rows(), "{what} {path}");
+            let size: f64 = expected.diagonal().fold(0.0, f64::max);
+            for (found, expected) in found.values().iter().zip(expected.values()) {
+                let near = (found - expected).abs() <= 1e-5 * size;
+                assert!(near, "{what} {path}: {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn grams_are_those_of_inputs_that_a_copy_keeps() {
+    for (name, device, _) in devices() {
+        let batches = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
+        check(&format!("{name} mlp"), &Mlp::new(&device), batches, &[]);
+
+        let block = Block {
+            tokens: EmbeddingConfig::new(11, 32).init(&device),
+            norm: LayerNormConfig::new(32).init(&device),
+            attention: MultiHeadAttentionConfig::new(32, HEADS).init(&device),
+            up: LinearConfig::new(32, 48).init(&device),
+            down: LinearConfig::new(48, 32).init(&device),
+        };
+        let block = seeded(block, 3);
+        let tokens = |length: i32| {
+            let tokens: Vec<_> = (0..2 * length).map(|at| at * 7 % 11).collect();
+            let shape = [2, length as usize];
+            Tensor::<2, Int>::from_data(TensorData::new(tokens, shape), &device)
+        };
+        // Of different lengths.
+        let batches = vec![tokens(5), tokens(9)];
+        check(&format!("{name} transformer"), &block, batches, &["tokens.weight"]);
+
+        let layer = seeded(LinearConfig::new(32, 32).init(&device), 4);
+        let tied = Tied { same: layer.clone(), layer };
+        let batches = (0..2).map(|seed| random(seed, [2, 3, 32], &device)).collect();
+        check(&format!("{name} tied"), &tied, batches, &[]);
+
+        let stem = Stem {
+            conv: Conv1dConfig::new(2, 4, 3).init(&device),
+            head: LinearConfig::new(4 * 8, 16).init(&device),
+            last: Param::from_tensor(random(6, [16, 16], &device)),
+        };
+        let batches = (0..2).map(|seed| random(seed, [5, 2, 10], &device)).collect();
+        check(&format!("{name} stem"), &seeded(stem, 5), batches, &[]);
+    }
+}
+
+#[test]
+fn halves_are_calibrated_without_loss() {
+    for (name, device, dtypes) in devices() {
+        for dtype in dtypes.into_iter().filter(|&dtype| dtype != DType::F32) {
+            let mut layer = seeded(LinearConfig::new(32, 16).with_bias(false).init(&device), 3);
+            layer.weight = layer.weight.map(|weight| weight.cast(dtype));
+            let x = random(4, [50, 32], &device).cast(dtype);
+            let mut expected = Gram::new(32);
+            expected.add(&floats(x.clone())).unwrap();
+            let calibration =
+                Calibration::of(&layer).run([x], |layer: &Linear, x| layer.forward(x)).unwrap();
+            let found = calibration.get("weight").unwrap();
+            for (found, expected) in found.values().iter().zip(expected.values()) {
+                assert!((found - expected).abs() <= 1e-5 * 80.0, "{name} {dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_recorded_is_an_error() {
+    let device = Device::flex();
+    let model = Mlp::new(&device);
+    let batch = || random(1, [4, 32], &device);
+    let run = |model: &Mlp, batches: Vec<Tensor<2>>| {
+        Calibration::of(model).run(batches, |model: &Mlp, x| model.forward(x))
+    };
+    let reads = Calibration::of(&model).run([batch()], |model: &Mlp, x: Tensor<2>| {
+        let y = model.forward(x);
+        if y.clone().sum().into_scalar::<f32>() > 0.0 { y } else { y.neg() }
+    });
+    let message = reads.unwrap_err().to_string();
+    assert!(message.contains("control flow"), "{message}");
+    let fails = Calibration::of(&model).run([batch()], |_: &Mlp, _: Tensor<2>| panic!("no way"));
+    assert!(matches!(fails, Err(Fp4Error::Capture { problem }) if problem == "no way"));
+    assert!(matches!(run(&model, vec![]), Err(Fp4Error::Capture { .. })));
+    // Layers that depend on the batch.
+    let differs = Calibration::of(&model).run(
+        [batch(), batch().slice([0..2, 0..32])],
+        |model: &Mlp, x: Tensor<2>| match x.dims() {
+            [4, _] => model.forward(x),
+            _ => model.head.forward(x),
+        },
+    );
+    assert!(matches!(differs, Err(Fp4Error::Capture { .. })));
+    let mut quantized = model.clone();
+    quantized.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let error = run(&quantized, vec![batch()]).unwrap_err();
+    assert!(matches!(&error, Fp4Error::Attached { path, .. } if path == "layers.0.weight"));
+    let infinite = batch().slice_fill([0..1, 0..1], f32::INFINITY);
+    let error = run(&model, vec![infinite]).unwrap_err();
+    assert!(matches!(&error, Fp4Error::Parameter { path, .. } if path == "layers.0.weight"));
+    // A module that is trained is calibrated as it is used.
+    let trained = Mlp::new(&device.clone().autodiff());
+    assert!(run(&trained, vec![batch()]).is_ok());
+}
+
+#[test]
+fn an_interrupted_calibration_goes_on_from_its_cache() {
+    let device = Device::flex();
+    let model = Mlp::new(&device);
+    let batches = || (0..3).map(|seed| random(seed, [20, 32], &device)).collect::<Vec<_>>();
+    let directory = std::env::temp_dir().join(format!("burn-fp4-cache-{}", std::process::id()));
+    let run = |model: &Mlp, stop: usize, cache: bool| {
+        let seen = RefCell::new(Vec::new());
+        let mut options = CalibrationOptions::default().on_progress(|progress| {
+            seen.borrow_mut().push((progress.done, progress.total));
+            assert!(progress.done != stop, "killed");
+        });
+        if cache {
+            options = options.cache(&directory);
+        }
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            Calibration::of(model)
+                .options(options)
+                .run(batches(), |model: &Mlp, x| model.forward(x))
+                .unwrap()
+        }));
+        (result, seen.into_inner())
+    };
+    let (expected, seen) = run(&model, 0, false);
+    assert_eq!(seen, [(1, 3), (2, 3), (3, 3)]);
+    assert!(run(&model, 2, true).0.is_err());
+    let mut files: Vec<_> = std::fs::read_dir(&directory).unwrap().map(Result::unwrap).collect();
+    assert_eq!(files.len(), 1);
+    let of_model = files.pop().unwrap().path();
+    assert_eq!(std::fs::read_dir(&of_model).unwrap().count(), 2);
+    let written = std::fs::metadata(of_model.join("00000.safetensors")).unwrap();
+    let (found, _) = run(&model, 0, true);
+    assert_eq!(found.unwrap(), expected.unwrap());
+    let kept = std::fs::metadata(of_model.join("00000.safetensors")).unwrap();
+    assert_eq!(written.modified().unwrap(), kept.modified().unwrap());
+    // Another module has files of its own, and a file that is broken is named.
+    let mut other = model.clone();
+    other.head.weight = other.head.weight.map(|weight| weight * 2.0);
+    assert!(run(&other, 0, true).0.is_ok());
+    assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 2);
+    std::fs::write(of_model.join("00001.safetensors"), b"no").unwrap();
+    let broken = Calibration::of(&model)
+        .options(CalibrationOptions::default().cache(&directory))
+        .run(batches(), |model: &Mlp, x| model.forward(x));
+    assert!(matches!(broken, Err(Fp4Error::Cache { .. })));
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+/// The codes of a weight.
+fn codes(linear: &Linear) -> Vec<u8> {
+    let packed = linear.weight.reparameterization::<PackedWeight>().expect("quantized");
+    packed.tensor::<2>().codes().into_data().iter::<u8>().collect()
+}
+
+#[test]
+fn sequential_quantization_calibrates_on_quantized_layers() {
+    let device = Device::flex();
+    let batches = || (0..3).map(|seed| random(seed, [40, 32], &device)).collect::<Vec<_>>();
+    for config in [
+        Fp4Config::nvfp4().gptq(Gptq::default()),
+        Fp4Config::new(Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent)),
+        Fp4Config::nvfp4().gptq(Gptq::default()).exclude("layers.1.*"),
+    ] {
+        let dense = Mlp::new(&device);
+        let mut model = dense.clone();
+        let report = model
+            .quantize_fp4_sequential(
+                &config,
+                CalibrationOptions::default(),
+                batches(),
+                |model: &Mlp, x| model.forward(x),
+            )
+            .unwrap();
+        let skips = !config.exclude.is_empty();
+        assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
+        // By hand: each layer by what it meets behind those that are quantized already.
+        let mut by_hand = dense.clone();
+        for layer in ["layers.0", "layers.1", "head"] {
+            if skips && layer == "layers.1" {
+                continue;
+            }
+            let path = format!("{layer}.weight");
+            let calibration = {
+                let plain = by_hand.clone().materialize();
+                let run = |model: &Mlp, x| model.forward(x);
+                Calibration::of(&plain).run(batches(), run).unwrap()
+            };
+            let mut of_layer = Calibration::new();
+            of_layer.insert(&path, calibration.get(&path).unwrap().clone());
+            let config = config.clone().include(format!("{layer}.*")).with_calibration(&of_layer);
+            by_hand.quantize_fp4(&config).unwrap();
+        }
+        for (found, expected) in
+            [(&model.layers[0], &by_hand.layers[0]), (&model.head, &by_hand.head)]
+        {
+            assert_eq!(codes(found), codes(expected));
+        }
+        assert_eq!(floats(model.forward(batches().remove(0))), {
+            floats(by_hand.forward(batches().remove(0)))
+        });
+        let Outcome::Quantized { chosen_by, .. } = &report.parameters[0].outcome else {
+            panic!("{report}")
+        };
+        assert_ne!(*chosen_by, ChosenBy::Search(ScaleSearch::Sse));
+    }
+}
+
+#[test]
+fn tied_weights_are_quantized_after_their_last_use() {
+    let device = Device::flex();
+    let layer = seeded(LinearConfig::new(32, 32).init(&device), 4);
+    let mut tied = Tied { same: layer.clone(), layer };
+    let batches: Vec<_> = (0..2).map(|seed| random(seed, [2, 30, 32], &device)).collect();
+    let mut expected = tied.clone();
+    let run = |model: &Tied, x| model.run(x, None);
+    let calibration = Calibration::of(&tied).run(batches.clone(), run).unwrap();
+    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    expected.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
+    tied.quantize_fp4_sequential(&config, CalibrationOptions::default(), batches, run).unwrap();
+    assert_eq!(codes(&tied.layer), codes(&expected.layer));
+    assert_eq!(codes(&tied.same), codes(&expected.same));
+}
+
+#[test]
+fn recorded_operations_give_what_the_module_gives() {
+    // The bits of a replayed pass are those of the module: the last layer meets the same values.
+    let device = Device::flex();
+    let model = Mlp::new(&device);
+    let x = random(1, [8, 32], &device);
+    let hidden = model.layers.iter().fold(x.clone(), |x, layer| layer.forward(x).tanh());
+    let calibration = Calibration::of(&model).run([x], |model: &Mlp, x| model.forward(x)).unwrap();
+    assert_eq!(calibration.get("head.weight").unwrap(), &ops::gram(hidden).unwrap());
+}

@@ -3,6 +3,7 @@
 
 mod device;
 pub mod digits;
+pub mod encoder;
 pub mod random;
 pub mod text;
 

@@ -53,11 +53,71 @@ impl Text {
         })
     }
 
+    /// The validation part, window after window.
+    pub fn validation(&self, device: &Device) -> impl Iterator<Item = [Tensor<2, Int>; 2]> {
+        let starts: Vec<_> = (0..self.valid.len() - CONTEXT).step_by(CONTEXT).collect();
+        let batches: Vec<_> = starts.chunks(32).map(<[usize]>::to_vec).collect();
+        let batch = move |starts: Vec<usize>| Self::windows(&self.valid, &starts, device);
+        batches.into_iter().map(batch)
+    }
+
     /// A random batch of the training part.
-    fn batch(&self, size: usize, random: &mut Random, device: &Device) -> [Tensor<2, Int>; 2] {
+    pub fn batch(&self, size: usize, random: &mut Random, device: &Device) -> [Tensor<2, Int>; 2] {
         let last = self.train.len() - CONTEXT;
         let starts: Vec<_> = (0..size).map(|_| random.below(last)).collect();
         Self::windows(&self.train, &starts, device)
+    }
+}
+
+/// What predicts the next character of every character in a window.
+pub trait Predicts: Module {
+    /// Scores of the next characters, `[n, CONTEXT, characters]`, for windows `[n, CONTEXT]`.
+    fn scores(&self, windows: Tensor<2, Int>) -> Tensor<3>;
+
+    /// Mean cross-entropy of a character, in nats.
+    fn loss(&self, [windows, next]: [Tensor<2, Int>; 2]) -> Tensor<1> {
+        let scores = self.scores(windows);
+        let [n, context, characters] = scores.dims();
+        let loss = CrossEntropyLossConfig::new().init(&scores.device());
+        loss.forward(scores.reshape([n * context, characters]), next.reshape([n * context]))
+    }
+
+    /// Mean loss of a character over the validation part, in nats.
+    fn validate(&self, text: &Text, device: &Device) -> f64 {
+        let (mut sum, mut count) = (0.0, 0);
+        for [windows, next] in text.validation(device) {
+            let [n, _] = windows.dims();
+            sum += self.loss([windows, next]).into_scalar::<f64>() * n as f64;
+            count += n;
+        }
+        sum / count as f64
+    }
+
+    /// Trains by AdamW with a cosine schedule; calls `progress` with the step and its loss.
+    fn train_on(
+        mut self,
+        text: &Text,
+        steps: usize,
+        seed: u64,
+        device: &Device,
+        mut progress: impl FnMut(usize, f64),
+    ) -> Self {
+        const BATCH: usize = 16;
+        const LEARNING_RATE: f64 = 3e-3;
+        const WARM_UP: usize = 20;
+        let device = &device.clone().autodiff();
+        let mut optimizer = AdamWConfig::new().init();
+        let mut random = Random::new(seed + 1);
+        for step in 0..steps {
+            let loss = self.loss(text.batch(BATCH, &mut random, device));
+            progress(step, loss.clone().into_scalar());
+            let gradients = GradientsParams::from_grads(loss.backward(), &self);
+            let way = step as f64 / steps as f64;
+            let rate = 0.5 * (1.0 + (core::f64::consts::PI * way).cos());
+            let rate = rate * ((step + 1) as f64 / WARM_UP as f64).min(1.0);
+            self = optimizer.step(LEARNING_RATE * rate, self, gradients);
+        }
+        self
     }
 }
 
@@ -149,50 +209,11 @@ impl CharTransformer {
         }
         self.head.forward(self.norm.forward(hidden))
     }
+}
 
-    fn loss(&self, [windows, next]: [Tensor<2, Int>; 2]) -> Tensor<1> {
-        let scores = self.forward(windows);
-        let [n, context, characters] = scores.dims();
-        let loss = CrossEntropyLossConfig::new().init(&scores.device());
-        loss.forward(scores.reshape([n * context, characters]), next.reshape([n * context]))
-    }
-
-    /// Mean loss of a character over the validation part, in nats.
-    pub fn validate(&self, text: &Text, device: &Device) -> f64 {
-        let starts: Vec<_> = (0..text.valid.len() - CONTEXT).step_by(CONTEXT).collect();
-        let mut sum = 0.0;
-        for starts in starts.chunks(32) {
-            let windows = Text::windows(&text.valid, starts, device);
-            sum += self.loss(windows).into_scalar::<f64>() * starts.len() as f64;
-        }
-        sum / starts.len() as f64
-    }
-
-    /// Trains by AdamW with a cosine schedule; calls `progress` with the step and its loss.
-    pub fn train_on(
-        mut self,
-        text: &Text,
-        steps: usize,
-        seed: u64,
-        device: &Device,
-        mut progress: impl FnMut(usize, f64),
-    ) -> Self {
-        const BATCH: usize = 16;
-        const LEARNING_RATE: f64 = 3e-3;
-        const WARM_UP: usize = 20;
-        let device = &device.clone().autodiff();
-        let mut optimizer = AdamWConfig::new().init();
-        let mut random = Random::new(seed + 1);
-        for step in 0..steps {
-            let loss = self.loss(text.batch(BATCH, &mut random, device));
-            progress(step, loss.clone().into_scalar());
-            let gradients = GradientsParams::from_grads(loss.backward(), &self);
-            let way = step as f64 / steps as f64;
-            let rate = 0.5 * (1.0 + (core::f64::consts::PI * way).cos());
-            let rate = rate * ((step + 1) as f64 / WARM_UP as f64).min(1.0);
-            self = optimizer.step(LEARNING_RATE * rate, self, gradients);
-        }
-        self
+impl Predicts for CharTransformer {
+    fn scores(&self, windows: Tensor<2, Int>) -> Tensor<3> {
+        self.forward(windows)
     }
 }
 

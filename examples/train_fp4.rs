@@ -11,7 +11,7 @@ use clap::{Parser, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
 use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
-use examples::text::{CharTransformer, Size, Text};
+use examples::text::{CharTransformer, Predicts, Size, Text};
 use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use serde::Serialize;

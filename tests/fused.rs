@@ -282,6 +282,36 @@ fn gradients_of_the_input_flow_through_packed_weights() {
 }
 
 #[test]
+fn the_dense_weight_is_never_made() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        const SIDE: usize = 4096;
+        let dense_bytes = (4 * SIDE * SIDE) as u64;
+        // Quantized elsewhere, so that the device has never had memory for it.
+        let mut on_host = linear(SIDE, SIDE, true, DType::F32, &Device::flex());
+        on_host.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
+        layer.load_fp4_record(on_host.into_record()).unwrap();
+        let x = random(10, [3, SIDE], &device, DType::F32);
+        let reserved = || {
+            device.sync().unwrap();
+            device.memory_pool_usage().expect("reported").bytes_reserved
+        };
+        device.memory_cleanup();
+        let before = reserved();
+        let (_, in_codes) = counted(|| floats(layer.forward(x.clone())));
+        assert_eq!(in_codes, fused(1), "{name}");
+        let after = reserved();
+        assert!(after < before + dense_bytes / 2, "{name}: {before} bytes, then {after}");
+        let kept = layer.weight.val();
+        floats(kept.clone().slice([0..1, 0..1]));
+        let dense = reserved();
+        assert!(dense >= after + dense_bytes / 2, "{name}: {after} bytes, then {dense}");
+        drop(kept);
+    }
+}
+
+#[test]
 fn init_again_changes_nothing() {
     let _alone = alone();
     assert!(burn_fp4::init().is_ok());

@@ -1,6 +1,8 @@
 //! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed next
 //! to a copy on the device: `cargo bench -p benches --features cuda --bench gpu`.
 
+#[cfg(feature = "cuda")]
+mod calibrate;
 mod check;
 mod kernels;
 #[cfg(feature = "cuda")]
@@ -43,6 +45,10 @@ struct Arguments {
     /// Measure steps of training too.
     #[arg(long)]
     train: bool,
+    #[cfg(feature = "cuda")]
+    /// Calibrate and quantize that many blocks of a decoder too.
+    #[arg(long, default_value_t = 0)]
+    calibrate: usize,
     /// Print an array of objects instead of a table.
     #[arg(long)]
     json: bool,
@@ -75,6 +81,10 @@ fn main() {
     #[cfg(feature = "cuda")]
     if arguments.train {
         train::measure(&arguments, &mut rows);
+    }
+    #[cfg(feature = "cuda")]
+    if arguments.calibrate > 0 {
+        calibrate::measure(arguments.calibrate, &mut rows);
     }
     print(&rows, arguments.json);
 }

@@ -29,16 +29,18 @@ pub fn mma(
     product: &Product,
 ) -> Result<Handle, Refusal> {
     let plan = product.mma(device)?;
-    let launch = match product.dtype {
-        Dtype::Bf16 => launch::<bf16>,
-        // There is no plan for f32.
-        Dtype::F16 | Dtype::F32 => launch::<f16>,
+    // The scales that a lane needs of a packed row are loaded as one word. There is no plan for f32.
+    let launch = match (product.dtype, product.block_size) {
+        (Dtype::Bf16, 16) => launch::<bf16, u16>,
+        (Dtype::Bf16, _) => launch::<bf16, u8>,
+        (Dtype::F16 | Dtype::F32, 16) => launch::<f16, u16>,
+        (Dtype::F16 | Dtype::F32, _) => launch::<f16, u8>,
     };
     let method = ProductMethod::new(product, device, &weight, bias.is_some());
     Ok(launch(client, weight, input, bias, product, method, plan))
 }
 
-fn launch<F: Float>(
+fn launch<F: Float, S: Int>(
     client: &Client,
     weight: Packed,
     input: Handle,
@@ -47,7 +49,7 @@ fn launch<F: Float>(
     method: ProductMethod,
     plan: Mma,
 ) -> Handle {
-    let Product { inputs, outputs, channels, block_size, dtype, .. } = *product;
+    let Product { inputs, outputs, channels, dtype, .. } = *product;
     let output = client.empty(inputs * outputs * dtype.size());
     if inputs * outputs == 0 {
         return output;
@@ -55,12 +57,11 @@ fn launch<F: Float>(
     let weight_values = outputs * channels;
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not stored.
     unsafe {
-        mma_kernel::launch_unchecked::<F>(
+        mma_kernel::launch_unchecked::<F, S>(
             client,
             CubeCount::Static(plan.cubes, 1, 1),
             CubeDim::new_1d(UNITS),
             4,
-            32 / block_size,
             4,
             BufferArg::from_raw_parts(weight.codes, weight_values / 32),
             BufferArg::from_raw_parts(weight.scales, weight_values / 32),
@@ -83,19 +84,74 @@ fn launch<F: Float>(
 /// Vectors of eight values of the input in a step.
 const STEP_VECTORS: u32 = STEP as u32 / 8;
 
-/// Vectors of the input that a unit copies to shared memory at a time.
+/// Pairs of these that a unit copies to shared memory at a time.
 const fn copied(plan: Mma) -> u32 {
-    plan.inputs() * plan.depth() * STEP_VECTORS / UNITS
+    plan.inputs() * plan.depth() * STEP_VECTORS / 2 / UNITS
+}
+
+/// Where the rows of a lane are.
+#[derive(CubeType, Clone, Copy)]
+struct Lane {
+    /// The first row of the input of its cube.
+    cube_input: u32,
+    /// The first packed row of its plane, plus its place among eight.
+    row: u32,
+    /// Its place among the four lanes that share a row.
+    part: u32,
+    /// The place of its plane among those that divide the contracted axis.
+    depth: u32,
+}
+
+/// Loads what a round needs from device memory: of two rows of every tile four words of codes and the scales of
+/// their halves, and the part of the input that the unit copies. Steps beyond the last are loaded from the last.
+#[cube]
+fn load_round<S: Int, W: Size, X: Size>(
+    round: u32,
+    codes: &[Vector<u32, W>],
+    scales: &[S],
+    input: &[Vector<u32, X>],
+    words: &mut Array<Vector<u32, W>>,
+    scale_words: &mut Array<u32>,
+    copies: &mut Array<Vector<u32, X>>,
+    lane: &Lane,
+    extent: &ProductExtent,
+    #[comptime] plan: Mma,
+) {
+    let last = extent.chunks - 1;
+    let depth = comptime!(plan.depth());
+    let step = min(round * depth + lane.depth, last);
+    #[unroll]
+    for tile in 0..comptime!(2 * plan.row_tiles) {
+        let row = min(lane.row + tile * 8, extent.outputs - 1);
+        let at = (row * extent.chunks + step) * 4 + lane.part;
+        words[tile as usize] = codes[at as usize];
+        scale_words[tile as usize] = u32::cast_from(scales[at as usize]);
+    }
+    if comptime!(plan.shares_input()) {
+        let pairs = comptime!(STEP_VECTORS / 2);
+        #[unroll]
+        for copy in 0..comptime!(copied(plan)) {
+            let at = UNIT_POS + comptime!(copy * UNITS);
+            let row = at / pairs % comptime!(plan.inputs());
+            let row = min(lane.cube_input + row, extent.inputs - 1);
+            let step = min(round * depth + at / comptime!(pairs * plan.inputs()), last);
+            // The pairs of four lanes, first those of their first halves.
+            let pair = at % 4 * 2 + at / 4 % 2;
+            let from = (row * extent.chunks + step) * STEP_VECTORS + pair * 2;
+            copies[comptime!((2 * copy) as usize)] = input[from as usize];
+            copies[comptime!((2 * copy + 1) as usize)] = input[(from + 1) as usize];
+        }
+    }
 }
 
 /// An instruction multiplies 16 rows of the weight with 8 of the input along 16 channels. The order of channels does
 /// not matter as long as both operands have the same: each four lanes that share a row take 32 neighbouring channels
-/// each, so that a lane loads 16 bytes of codes at once. What a step needs from device memory is loaded while the
+/// each, so that a lane loads 16 bytes of codes at once. What a round needs from device memory is loaded while the
 /// one before is computed.
 #[cube(launch_unchecked)]
-fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
+fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     codes: &[Vector<u32, W>],
-    scales: &[Vector<u8, S>],
+    scales: &[S],
     tensor_scale: &[u32],
     input: &[Vector<u32, X>],
     bias: &[F],
@@ -106,15 +162,15 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
 ) {
     let Mma { row_tiles, input_tiles, row_planes, input_planes, .. } = comptime!(plan);
     let depth = comptime!(plan.depth());
-    let lane = UNIT_POS % 32;
     let plane = UNIT_POS / 32;
-    let (quad, part) = (lane / 4, lane % 4);
+    let (quad, part) = (UNIT_POS % 32 / 4, UNIT_POS % 4);
     let groups = extent.inputs.div_ceil(comptime!(plan.inputs()));
     let cube_input = CUBE_POS as u32 % groups * comptime!(plan.inputs());
     let cube_row = CUBE_POS as u32 / groups * comptime!(plan.rows());
     let plane_row = plane % row_planes * comptime!(16 * row_tiles);
     let plane_input = plane / row_planes % input_planes * comptime!(8 * input_tiles);
     let plane_depth = plane / comptime!(row_planes * input_planes);
+    let lane = Lane { cube_input, row: cube_row + plane_row + quad, part, depth: plane_depth };
 
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
@@ -130,78 +186,76 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
         sums.push(zeros);
     }
 
-    // What planes share of the input, of this step and of the next.
-    let half = comptime!(if plan.shares_input() { copied(plan) * UNITS } else { 1 });
+    // What planes share of the input, of this round and of the next.
+    let copied = comptime!(if plan.shares_input() { copied(plan) } else { 0 });
+    let half = comptime!((2 * copied * UNITS).max(1));
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * half as usize));
-    let mut copies = Array::<Vector<u32, X>>::new(comptime!(copied(plan).max(1) as usize));
-    // A vector of four words for each of two rows of every tile, and the scales of its two halves.
-    let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
-    let mut scale_codes = Array::<Vector<u8, S>>::new(comptime!((2 * row_tiles) as usize));
-    let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
-
-    // Odd rows of the input exchange their even and odd vectors, so that neighbouring rows are in other banks. Both
-    // rows and vectors of an instruction are even or odd as these here are.
-    let written = UNIT_POS ^ (UNIT_POS / STEP_VECTORS % 2 * 4);
+    // Odd rows of the input exchange the vectors of their lanes' halves, so that neighbouring rows are in other banks.
+    let pairs = comptime!(STEP_VECTORS / 2);
+    let (copied_row, copied_half) = (UNIT_POS / pairs, UNIT_POS / 4 % 2);
+    let written = copied_row * STEP_VECTORS + (copied_half ^ (copied_row % 2)) * 4 + UNIT_POS % 4;
     let row = plane_depth * comptime!(plan.inputs()) + plane_input + quad;
     let (read, odd) = (row * STEP_VECTORS + part, quad % 2 * 4);
 
+    let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
+    let mut scale_words = Array::<u32>::new(comptime!((2 * row_tiles) as usize));
+    let mut copies = Array::<Vector<u32, X>>::new(comptime!((2 * copied).max(1) as usize));
+    load_round::<S, W, X>(
+        0u32.runtime(),
+        codes,
+        scales,
+        input,
+        &mut words,
+        &mut scale_words,
+        &mut copies,
+        &lane,
+        &extent,
+        plan,
+    );
+
     let rounds = extent.chunks.div_ceil(depth);
     let mut round = 0u32.runtime();
-    // One more than there are: a round computes what the one before has loaded.
-    while round <= rounds {
+    while round < rounds {
         let buffer = (round & 1u32) * half;
+        let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
         let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
-        if round > 0u32 {
+        #[unroll]
+        for row in 0..comptime!(2 * row_tiles) {
+            now[row as usize] = words[row as usize];
             #[unroll]
-            for row in 0..comptime!(2 * row_tiles) {
-                now[row as usize] = words[row as usize];
-                #[unroll]
-                for block in 0..2u32 {
-                    let index = comptime!((block * 16 / method.block_size) as usize);
-                    let code = u32::cast_from(scale_codes[row as usize].extract(index));
-                    let scale = scale_value(code, method.format);
-                    let factor = F::cast_from(scale * comptime!(scale_shift(method)));
-                    factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
-                }
-            }
-            if comptime!(plan.shares_input()) {
-                #[unroll]
-                for copy in 0..comptime!(copied(plan)) {
-                    shared[(buffer + written + comptime!(copy * UNITS)) as usize] =
-                        interleave::<X>(copies[copy as usize]);
-                }
+            for block in 0..2u32 {
+                let shift = comptime!(block * 16 / method.block_size * 8);
+                let code = (scale_words[row as usize] >> shift) & 0xFFu32;
+                let scale = scale_value(code, method.format);
+                let factor = F::cast_from(scale * comptime!(scale_shift(method)));
+                factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
             }
         }
-        if round < rounds {
-            let step = min(round * depth + plane_depth, extent.chunks - 1);
-            #[unroll]
-            for tile in 0..comptime!(2 * row_tiles) {
-                let row = min(cube_row + plane_row + tile * 8 + quad, extent.outputs - 1);
-                let at = (row * extent.chunks + step) * 4 + part;
-                words[tile as usize] = codes[at as usize];
-                scale_codes[tile as usize] = scales[at as usize];
-            }
-            if comptime!(plan.shares_input()) {
-                #[unroll]
-                for copy in 0..comptime!(copied(plan)) {
-                    let at = UNIT_POS + comptime!(copy * UNITS);
-                    let row = at / STEP_VECTORS % comptime!(plan.inputs());
-                    let row = min(cube_input + row, extent.inputs - 1);
-                    let depth_of = at / comptime!(STEP_VECTORS * plan.inputs());
-                    let step = min(round * depth + depth_of, extent.chunks - 1);
-                    // Units of a row write the first vectors of its four lanes, then the second ones.
-                    let vector = at % 4 * 4 + at / 4 % 4;
-                    copies[copy as usize] =
-                        input[((row * extent.chunks + step) * STEP_VECTORS + vector) as usize];
-                }
-            }
+        #[unroll]
+        for copy in 0..copied {
+            let at = comptime!(copy * UNITS * 2);
+            let first = copies[comptime!((2 * copy) as usize)];
+            let second = copies[comptime!((2 * copy + 1) as usize)];
+            shared[(buffer + written + at) as usize] = interleave::<X>(first, second, 0u32);
+            shared[(buffer + written + at + 8) as usize] = interleave::<X>(first, second, 1u32);
         }
+        load_round::<S, W, X>(
+            round + 1,
+            codes,
+            scales,
+            input,
+            &mut words,
+            &mut scale_words,
+            &mut copies,
+            &lane,
+            &extent,
+            plan,
+        );
         if comptime!(plan.shares_input()) {
             sync_cube();
         }
-        // Steps beyond the last have been loaded from the last.
-        let step = round * depth + plane_depth - depth;
-        if round > 0u32 && step < extent.chunks {
+        let step = round * depth + plane_depth;
+        if step < extent.chunks {
             #[unroll]
             for block in 0..2u32 {
                 let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
@@ -215,11 +269,12 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
                             #[unroll]
                             for half in 0..2u32 {
                                 let row = comptime!((tile * 2 + half) as usize);
-                                let packed =
-                                    now[row].extract(comptime!((2 * block + word) as usize));
+                                let word_of = comptime!((2 * block + word) as usize);
+                                let decoded = elements::<F, NA>(
+                                    now[row].extract(word_of) << comptime!(12 - 4 * pair),
+                                    method,
+                                );
                                 let factor = factors[comptime!(row * 2 + block as usize)];
-                                let decoded =
-                                    elements::<F, NA>(packed << comptime!(12 - 4 * pair), method);
                                 registers[comptime!((2 * word + half) as usize)] = decoded * factor;
                             }
                         }
@@ -233,40 +288,43 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
                     let mut values = Array::<Vector<u32, X>>::new(comptime!((2 * both) as usize));
                     #[unroll]
                     for tile in 0..both {
-                        #[unroll]
-                        for word in 0..2u32 {
-                            let tile_row = comptime!((first * both + tile) * 8);
-                            let vector = comptime!(2 * block + word);
-                            values[comptime!((tile * 2 + word) as usize)] =
-                                if comptime!(plan.shares_input()) {
-                                    let lane = if comptime!(word == 0) {
-                                        buffer + read + odd
-                                    } else {
-                                        buffer + read - odd
-                                    };
-                                    let at = comptime!(tile_row * STEP_VECTORS + vector * 4);
-                                    shared[(lane + at) as usize]
-                                } else {
-                                    let row = cube_input + plane_input + tile_row + quad;
-                                    let row = min(row, extent.inputs - 1);
-                                    let at = (row * extent.chunks + step) * STEP_VECTORS
-                                        + part * 4
-                                        + vector;
-                                    interleave::<X>(input[at as usize])
-                                };
+                        let tile_row = comptime!((first * both + tile) * 8);
+                        if comptime!(plan.shares_input()) {
+                            let lane = if comptime!(block == 0) {
+                                buffer + read + odd
+                            } else {
+                                buffer + read + 4 - odd
+                            };
+                            #[unroll]
+                            for part in 0..2u32 {
+                                let at = lane + comptime!(tile_row * STEP_VECTORS + part * 8);
+                                values[comptime!((tile * 2 + part) as usize)] = shared[at as usize];
+                            }
+                        } else {
+                            let row = cube_input + plane_input + tile_row + quad;
+                            let row = min(row, extent.inputs - 1);
+                            let at = (row * extent.chunks + step) * STEP_VECTORS
+                                + part * 4
+                                + comptime!(block * 2);
+                            let (low, high) = (input[at as usize], input[(at + 1) as usize]);
+                            #[unroll]
+                            for part in 0..2u32 {
+                                values[comptime!((tile * 2 + part) as usize)] =
+                                    interleave::<X>(low, high, part);
+                            }
                         }
                     }
                     #[unroll]
                     for pair in 0..4u32 {
                         #[unroll]
                         for tile in 0..both {
+                            let of = values[comptime!((tile * 2 + pair / 2) as usize)];
                             let mut registers = Array::<Vector<F, NB>>::new(2usize);
                             #[unroll]
                             for word in 0..2u32 {
-                                let value = values[comptime!((tile * 2 + word) as usize)];
-                                registers[comptime!(word as usize)] = Vector::<F, NB>::reinterpret(
-                                    value.extract(comptime!(pair as usize)),
-                                );
+                                let value = of.extract(comptime!((pair % 2 * 2 + word) as usize));
+                                registers[comptime!(word as usize)] =
+                                    Vector::<F, NB>::reinterpret(value);
                             }
                             #[unroll]
                             for row_tile in 0..row_tiles {
@@ -340,17 +398,22 @@ fn mma_kernel<F: Float, W: Size, S: Size, X: Size>(
     }
 }
 
-/// Eight values in the order in which codes are decoded: each with the fourth after it.
+/// Half of two times eight values in the order in which codes are decoded, each with the fourth after it: those of the
+/// first eight and of the second in turn, as an instruction takes them.
 #[cube]
-fn interleave<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
+fn interleave<X: Size>(
+    first: Vector<u32, X>,
+    second: Vector<u32, X>,
+    #[comptime] half: u32,
+) -> Vector<u32, X> {
     let mut pairs = Vector::<u32, X>::empty();
-    #[unroll]
-    for index in 0..2u32 {
-        let low = values.extract(comptime!(index as usize));
-        let high = values.extract(comptime!((index + 2) as usize));
-        pairs.insert(comptime!(2 * index as usize), (low & 0xFFFFu32) | (high << 16u32));
-        pairs.insert(comptime!((2 * index + 1) as usize), (low >> 16u32) | (high & 0xFFFF_0000u32));
-    }
+    let (at, after) = comptime!((half as usize, half as usize + 2));
+    let (low, high) = (first.extract(at), first.extract(after));
+    pairs.insert(0usize, (low & 0xFFFFu32) | (high << 16u32));
+    pairs.insert(2usize, (low >> 16u32) | (high & 0xFFFF_0000u32));
+    let (low, high) = (second.extract(at), second.extract(after));
+    pairs.insert(1usize, (low & 0xFFFFu32) | (high << 16u32));
+    pairs.insert(3usize, (low >> 16u32) | (high & 0xFFFF_0000u32));
     pairs
 }
 

@@ -79,9 +79,8 @@ pub(crate) fn round_down_to_e4m3(value: f32) -> u32 {
 #[cube]
 fn e4m3_value(code: u32) -> f32 {
     let magnitude = code & 0x7Fu32;
-    let normal = f32::reinterpret((magnitude << 20u32) + 0x3C00_0000u32);
-    let subnormal = f32::cast_from(magnitude) * 0.001953125f32;
-    let value = select(magnitude < 8u32, subnormal, normal);
+    // Exponent and mantissa bits make an f32 that is 2^120 too small, subnormals included.
+    let value = f32::reinterpret(magnitude << 20u32) * f32::reinterpret(0x7B80_0000u32);
     select(magnitude == 0x7Fu32, f32::reinterpret(0x7FC0_0000u32), value)
 }
 

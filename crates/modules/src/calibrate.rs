@@ -158,8 +158,10 @@ impl<'a, M: Module> Prepared<'a, M> {
 
     /// Batches whose activations fit into some memory, at least one.
     pub(crate) fn in_flight(&self, memory: usize) -> usize {
-        let largest = self.recordings.iter().map(|recording| recording.peak_bytes).max();
-        memory.checked_div(largest.unwrap_or(0)).unwrap_or(usize::MAX).max(1)
+        let largest = |bytes: fn(&Recording) -> usize| self.recordings.iter().map(bytes).max();
+        let peak = largest(|recording| recording.peak_bytes).unwrap_or(0);
+        let waiting = largest(|recording| recording.waiting_bytes).unwrap_or(0);
+        memory.saturating_sub(peak).checked_div(waiting).unwrap_or(usize::MAX).max(1)
     }
 
     /// Paths of matrices that no product contracts along their first axis.

@@ -24,8 +24,10 @@ pub(crate) struct Recording {
     pub(crate) inputs: Vec<LayerInput>,
     /// By operation: the tensors that nothing reads after it.
     pub(crate) forgotten: Vec<Vec<TensorIr>>,
-    /// Largest number of bytes that tensors other than parameters take at a time.
+    /// Bytes that tensors other than parameters take, at most.
     pub(crate) peak_bytes: usize,
+    /// The same where layers are about to read their inputs.
+    pub(crate) waiting_bytes: usize,
 }
 
 /// A tensor that is multiplied by weights.
@@ -83,9 +85,12 @@ impl Recording {
         let mut operations = graph.operations;
         operations
             .retain(|operation| !operation.outputs().any(|output| stand_ins.contains(&output.id)));
-        let (forgotten, peak_bytes) = lifetimes(&operations, &values, &stand_ins);
+        let (forgotten, bytes) = lifetimes(&operations, &values, &stand_ins);
         let inputs = layer_inputs(&operations, &parameters);
-        Self { operations, values, parameters, inputs, forgotten, peak_bytes }
+        let largest = |bytes: &mut dyn Iterator<Item = usize>| bytes.max().unwrap_or(0);
+        let peak_bytes = largest(&mut bytes.iter().map(|[_, during]| *during));
+        let waiting_bytes = largest(&mut inputs.iter().map(|input| bytes[input.at][0]));
+        Self { operations, values, parameters, inputs, forgotten, peak_bytes, waiting_bytes }
     }
 }
 
@@ -112,12 +117,12 @@ impl ModuleMapper for StandIns {
     }
 }
 
-/// By operation the tensors that nothing reads after it, and the bytes of those that live, at most.
+/// By operation the tensors that nothing reads after it, and the bytes of those that live before and during it.
 fn lifetimes(
     operations: &[OperationIr],
     values: &BTreeMap<TensorId, TensorData>,
     parameters: &BTreeSet<TensorId>,
-) -> (Vec<Vec<TensorIr>>, usize) {
+) -> (Vec<Vec<TensorIr>>, Vec<[usize; 2]>) {
     let mut last = BTreeMap::new();
     for (at, operation) in operations.iter().enumerate() {
         for tensor in operation.nodes() {
@@ -132,13 +137,14 @@ fn lifetimes(
     }
     let bytes = |tensor: &TensorIr| tensor.shape.num_elements() * tensor.dtype.size();
     let mut living: usize = values.values().map(|data| data.bytes().len()).sum();
-    let mut peak = living;
-    for (operation, forgotten) in operations.iter().zip(&forgotten) {
-        living += operation.outputs().map(bytes).sum::<usize>();
-        peak = peak.max(living);
-        living = living.saturating_sub(forgotten.iter().map(bytes).sum());
-    }
-    (forgotten, peak)
+    let during = operations.iter().zip(&forgotten).map(|(operation, forgotten)| {
+        let before = living;
+        let during = before + operation.outputs().map(bytes).sum::<usize>();
+        living = during.saturating_sub(forgotten.iter().map(bytes).sum());
+        [before, during]
+    });
+    let during = during.collect();
+    (forgotten, during)
 }
 
 /// What is multiplied by parameters, contracted along their first axis.

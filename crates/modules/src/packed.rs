@@ -14,6 +14,8 @@ use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
 /// `<parameter>.fp4.nvfp4-block16-axis0.codes`, `.scales` and `.tensor_scale`. All three are integers,
 /// so casting or training the floats of a module does not touch them and `num_params` does not
 /// count them.
+///
+/// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was dequantized, for the next one.
 #[derive(Debug, Clone)]
 pub struct PackedWeight {
     codes: Param<Tensor<2, Int>>,

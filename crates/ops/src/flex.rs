@@ -7,7 +7,7 @@ use burn_flex::{FlexTensor, Layout};
 use burn_fp4_search::host::{HostElement, PackedView, Restore, View};
 use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, host};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, host, reuse};
 
 /// Binds `$T` to the element type of a dtype that callers have checked.
 macro_rules! with_element {
@@ -129,9 +129,11 @@ impl Fp4Backend for Flex {
     ) -> FloatTensor<Self> {
         with_packed(packed, &layout, |packed| {
             with_element!(dtype.into(), T => {
-                let mut values = vec![T::default(); layout.view().len()];
-                host::dequantize(packed, &layout, &mut values);
-                tensor(values, Shape::from(layout.shape.clone()))
+                let values = reuse::filled(layout.view().len(), |values: &mut [T]| {
+                    host::dequantize(packed, &layout, values);
+                });
+                let shape = Shape::from(layout.shape.clone());
+                FlexTensor::new(values, Layout::contiguous(shape), dtype.into())
             })
         })
     }

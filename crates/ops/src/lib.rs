@@ -22,6 +22,7 @@
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
+//! | `reuse.rs`     | memory of a dequantized weight, kept for the next one                     |
 //! | `fused.rs`     | products of unmodified layers straight from codes, on Cube devices        |
 //! | `cube.rs`      | the kernels on CUDA and CubeCL's CPU runtime                              |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
@@ -49,6 +50,8 @@ pub mod modelopt;
 mod ndarray;
 pub mod portable;
 mod replay;
+#[cfg(feature = "flex")]
+mod reuse;
 // Without autodiff nothing asks for gradients.
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 mod saturation;

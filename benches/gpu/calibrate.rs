@@ -1,0 +1,138 @@
+//! Calibration of a stack of decoder blocks, and what follows it.
+
+use std::time::Instant;
+
+use benches::Row;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{silu, softmax};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use burn_fp4::{
+    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, ScaleSearch,
+};
+
+/// Channels, and those of the hidden layer.
+const WIDTH: usize = 4096;
+const HIDDEN: usize = 11008;
+const HEADS: usize = 32;
+const CHARACTERS: usize = 4096;
+/// Batches of sequences of tokens.
+const BATCHES: usize = 16;
+const SEQUENCES: usize = 8;
+const TOKENS: usize = 512;
+
+#[derive(Module, Debug)]
+struct Decoder {
+    tokens: Embedding,
+    blocks: Vec<Block>,
+}
+
+#[derive(Module, Debug)]
+struct Block {
+    attention_norm: RmsNorm,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+    hidden_norm: RmsNorm,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+struct Bf16;
+
+impl ModuleMapper for Bf16 {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| tensor.cast(DType::BF16))
+    }
+}
+
+impl Decoder {
+    fn new(blocks: usize, device: &Device) -> Self {
+        let linear = |inputs, outputs| {
+            LinearConfig::new(inputs, outputs).with_bias(false).init(device).map(&mut Bf16)
+        };
+        let norm = || RmsNormConfig::new(WIDTH).init(device).map(&mut Bf16);
+        let block = |_| Block {
+            attention_norm: norm(),
+            query: linear(WIDTH, WIDTH),
+            key: linear(WIDTH, WIDTH),
+            value: linear(WIDTH, WIDTH),
+            output: linear(WIDTH, WIDTH),
+            hidden_norm: norm(),
+            gate: linear(WIDTH, HIDDEN),
+            up: linear(WIDTH, HIDDEN),
+            down: linear(HIDDEN, WIDTH),
+        };
+        Self {
+            tokens: EmbeddingConfig::new(CHARACTERS, WIDTH).init(device).map(&mut Bf16),
+            blocks: (0..blocks).map(block).collect(),
+        }
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let hidden = self.tokens.forward(tokens);
+        self.blocks.iter().fold(hidden, |hidden, block| block.forward(hidden))
+    }
+}
+
+impl Block {
+    fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let [n, tokens, _] = input.dims();
+        let normed = self.attention_norm.forward(input.clone());
+        let split = |x: Tensor<3>| x.reshape([n, tokens, HEADS, WIDTH / HEADS]).swap_dims(1, 2);
+        let query = split(self.query.forward(normed.clone()));
+        let key = split(self.key.forward(normed.clone()));
+        let value = split(self.value.forward(normed));
+        let scores = query.matmul(key.swap_dims(2, 3)) / ((WIDTH / HEADS) as f64).sqrt();
+        let read = softmax(scores, 3).matmul(value).swap_dims(1, 2);
+        let hidden = input + self.output.forward(read.reshape([n, tokens, WIDTH]));
+        let normed = self.hidden_norm.forward(hidden.clone());
+        let inner = silu(self.gate.forward(normed.clone())) * self.up.forward(normed);
+        hidden + self.down.forward(inner)
+    }
+}
+
+/// Adds what calibration and quantization of that many blocks take.
+pub(crate) fn measure(blocks: usize, rows: &mut Vec<Row>) {
+    let device = Device::cuda(0);
+    let reserved = || {
+        device.sync().expect("the device answers");
+        device.memory_pool_usage().expect("reported").bytes_reserved as usize
+    };
+    let model = Decoder::new(blocks, &device);
+    let batches: Vec<_> = (0..BATCHES)
+        .map(|_| {
+            let uniform = Distribution::Uniform(0.0, CHARACTERS as f64);
+            Tensor::<2>::random([SEQUENCES, TOKENS], uniform, &device).int()
+        })
+        .collect();
+    device.memory_cleanup();
+    let before = reserved();
+    let forward = |model: &Decoder, tokens: Tensor<2, Int>| model.forward(tokens);
+    let mut row = |name: String, values: usize, start: Instant| {
+        device.sync().expect("the device answers");
+        let seconds = start.elapsed().as_secs_f64();
+        let more = reserved() - before;
+        eprintln!("{name}: {seconds:.1} s, {more} bytes of the device more than {before}");
+        rows.push(Row::new(&name, values, 2 * values, seconds, seconds));
+    };
+
+    let start = Instant::now();
+    let options = CalibrationOptions::default();
+    let calibration = Calibration::of(&model).options(options).run(batches.clone(), forward);
+    let calibration = calibration.expect("it can be recorded");
+    let weights = blocks * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN);
+    row(format!("calibrate {blocks} decoder blocks"), weights, start);
+
+    let hessian = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
+    let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    for (name, config) in [("hessian", Fp4Config::new(hessian)), ("gptq", gptq)] {
+        let start = Instant::now();
+        let mut quantized = model.clone();
+        let config = config.with_calibration(&calibration);
+        quantized.quantize_fp4(&config).expect("a valid model");
+        row(format!("quantize {blocks} decoder blocks by {name}"), weights, start);
+    }
+}

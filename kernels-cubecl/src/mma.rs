@@ -199,7 +199,11 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
     let mut scale_words = Array::<u32>::new(comptime!((2 * row_tiles) as usize));
-    let mut copies = Array::<Vector<u32, X>>::new(comptime!((2 * copied).max(1) as usize));
+    // Of a single tile that is not shared, a round's part of the input.
+    let early = comptime!(!plan.shares_input() && input_tiles == 1);
+    let input_row = min(cube_input + plane_input + quad, extent.inputs - 1);
+    let length = comptime!(if early { 4 } else { (2 * copied).max(1) });
+    let mut copies = Array::<Vector<u32, X>>::new(comptime!(length as usize));
     load_round::<S, W, X>(
         0u32.runtime(),
         codes,
@@ -217,6 +221,14 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     let mut round = 0u32.runtime();
     while round < rounds {
         let buffer = (round & 1u32) * half;
+        let step = round * depth + plane_depth;
+        if comptime!(early) {
+            let from = input_row * extent.chunks + min(step, extent.chunks - 1);
+            #[unroll]
+            for index in 0..4u32 {
+                copies[index as usize] = input[(from * STEP_VECTORS + part * 4 + index) as usize];
+            }
+        }
         let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
         let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
         #[unroll]
@@ -254,88 +266,106 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
         if comptime!(plan.shares_input()) {
             sync_cube();
         }
-        let step = round * depth + plane_depth;
         if step < extent.chunks {
             #[unroll]
             for block in 0..2u32 {
                 let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
+                // Two tiles of the input at a time, so that no instruction waits for the one before; as many registers
+                // as that takes for one tile of rows. While they are multiplied, the next are read.
+                let both = comptime!(if input_tiles > 1 && row_tiles == 1 { 2u32 } else { 1u32 });
+                let groups = comptime!(input_tiles / both);
+                let mut values = Array::<Vector<u32, X>>::new(comptime!((4 * both) as usize));
                 #[unroll]
-                for pair in 0..4u32 {
-                    #[unroll]
-                    for tile in 0..row_tiles {
-                        let mut registers = Array::<Vector<F, NA>>::new(4usize);
-                        #[unroll]
-                        for word in 0..2u32 {
-                            #[unroll]
-                            for half in 0..2u32 {
-                                let row = comptime!((tile * 2 + half) as usize);
-                                let word_of = comptime!((2 * block + word) as usize);
-                                let decoded = elements::<F, NA>(
-                                    now[row].extract(word_of) << comptime!(12 - 4 * pair),
-                                    method,
-                                );
-                                let factor = factors[comptime!(row * 2 + block as usize)];
-                                registers[comptime!((2 * word + half) as usize)] = decoded * factor;
-                            }
-                        }
-                        weights.push(registers);
-                    }
-                }
-                // Two tiles at a time, so that no instruction waits for the one before.
-                let both = comptime!(if input_tiles > 1 { 2u32 } else { 1u32 });
-                #[unroll]
-                for first in 0..comptime!(input_tiles / both) {
-                    let mut values = Array::<Vector<u32, X>>::new(comptime!((2 * both) as usize));
-                    #[unroll]
-                    for tile in 0..both {
-                        let tile_row = comptime!((first * both + tile) * 8);
-                        if comptime!(plan.shares_input()) {
-                            let lane = if comptime!(block == 0) {
-                                buffer + read + odd
-                            } else {
-                                buffer + read + 4 - odd
-                            };
-                            #[unroll]
-                            for part in 0..2u32 {
-                                let at = lane + comptime!(tile_row * STEP_VECTORS + part * 8);
-                                values[comptime!((tile * 2 + part) as usize)] = shared[at as usize];
-                            }
-                        } else {
-                            let row = cube_input + plane_input + tile_row + quad;
-                            let row = min(row, extent.inputs - 1);
-                            let at = (row * extent.chunks + step) * STEP_VECTORS
-                                + part * 4
-                                + comptime!(block * 2);
-                            let (low, high) = (input[at as usize], input[(at + 1) as usize]);
-                            #[unroll]
-                            for part in 0..2u32 {
-                                values[comptime!((tile * 2 + part) as usize)] =
-                                    interleave::<X>(low, high, part);
-                            }
-                        }
-                    }
-                    #[unroll]
-                    for pair in 0..4u32 {
+                for group in 0..comptime!(groups + 1) {
+                    if comptime!(group < groups) {
                         #[unroll]
                         for tile in 0..both {
-                            let of = values[comptime!((tile * 2 + pair / 2) as usize)];
-                            let mut registers = Array::<Vector<F, NB>>::new(2usize);
-                            #[unroll]
-                            for word in 0..2u32 {
-                                let value = of.extract(comptime!((pair % 2 * 2 + word) as usize));
-                                registers[comptime!(word as usize)] =
-                                    Vector::<F, NB>::reinterpret(value);
+                            let to = comptime!(group % 2 * 2 * both + 2 * tile);
+                            let tile_row = comptime!((group * both + tile) * 8);
+                            if comptime!(plan.shares_input()) {
+                                let lane = if comptime!(block == 0) {
+                                    buffer + read + odd
+                                } else {
+                                    buffer + read + 4 - odd
+                                };
+                                #[unroll]
+                                for half in 0..2u32 {
+                                    let at = lane + comptime!(tile_row * STEP_VECTORS + half * 8);
+                                    values[comptime!((to + half) as usize)] = shared[at as usize];
+                                }
+                            } else {
+                                let mut loaded = Array::<Vector<u32, X>>::new(2usize);
+                                let row = cube_input + plane_input + tile_row + quad;
+                                let row = min(row, extent.inputs - 1);
+                                let from = (row * extent.chunks + step) * STEP_VECTORS + part * 4;
+                                #[unroll]
+                                for index in 0..2u32 {
+                                    let vector = comptime!(block * 2 + index);
+                                    loaded[index as usize] = if comptime!(early) {
+                                        copies[vector as usize]
+                                    } else {
+                                        input[(from + vector) as usize]
+                                    };
+                                }
+                                #[unroll]
+                                for half in 0..2u32 {
+                                    values[comptime!((to + half) as usize)] =
+                                        interleave::<X>(loaded[0], loaded[1], half);
+                                }
                             }
+                        }
+                    }
+                    if comptime!(group == 0) {
+                        #[unroll]
+                        for pair in 0..4u32 {
                             #[unroll]
-                            for row_tile in 0..row_tiles {
-                                let weight = comptime!((pair * row_tiles + row_tile) as usize);
-                                let input_tile = comptime!(first * both + tile);
-                                let sum = comptime!((row_tile * input_tiles + input_tile) as usize);
-                                definition.execute_inplace(
-                                    weights.index(weight),
-                                    &registers,
-                                    sums.index_mut(sum),
-                                );
+                            for tile in 0..row_tiles {
+                                let mut registers = Array::<Vector<F, NA>>::new(4usize);
+                                #[unroll]
+                                for word in 0..2u32 {
+                                    #[unroll]
+                                    for half in 0..2u32 {
+                                        let row = comptime!((tile * 2 + half) as usize);
+                                        let word_of = comptime!((2 * block + word) as usize);
+                                        let decoded = elements::<F, NA>(
+                                            now[row].extract(word_of) << comptime!(12 - 4 * pair),
+                                            method,
+                                        );
+                                        let factor = factors[comptime!(row * 2 + block as usize)];
+                                        registers[comptime!((2 * word + half) as usize)] =
+                                            decoded * factor;
+                                    }
+                                }
+                                weights.push(registers);
+                            }
+                        }
+                    } else {
+                        #[unroll]
+                        for pair in 0..4u32 {
+                            #[unroll]
+                            for tile in 0..both {
+                                let from =
+                                    comptime!((group - 1) % 2 * 2 * both + 2 * tile + pair / 2);
+                                let of = values[from as usize];
+                                let mut registers = Array::<Vector<F, NB>>::new(2usize);
+                                #[unroll]
+                                for word in 0..2u32 {
+                                    let value =
+                                        of.extract(comptime!((pair % 2 * 2 + word) as usize));
+                                    registers[comptime!(word as usize)] =
+                                        Vector::<F, NB>::reinterpret(value);
+                                }
+                                #[unroll]
+                                for row_tile in 0..row_tiles {
+                                    let weight = comptime!((pair * row_tiles + row_tile) as usize);
+                                    let input_tile = comptime!((group - 1) * both + tile);
+                                    let sum = comptime!(row_tile * input_tiles + input_tile);
+                                    definition.execute_inplace(
+                                        weights.index(weight),
+                                        &registers,
+                                        sums.index_mut(comptime!(sum as usize)),
+                                    );
+                                }
                             }
                         }
                     }

@@ -1,6 +1,6 @@
 //! Quantization that knows the activations a weight meets.
 
-use burn::backend::{Dispatch, DispatchDevice};
+use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4_search::formats::{FormatError, check_length};
 use burn_fp4_search::host::{self, View};
@@ -201,9 +201,9 @@ fn is_host(device: &Device) -> bool {
     let plain = device.clone().inner();
     match plain.as_dispatch() {
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
+        burn::backend::DispatchDevice::Flex(_) => true,
         #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => true,
+        burn::backend::DispatchDevice::NdArray(_) => true,
         _ => false,
     }
 }

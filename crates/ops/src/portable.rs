@@ -438,7 +438,7 @@ fn four_over_six<B: Backend>(
     (choose(six.0, &four.0), choose(six.1, &four.1))
 }
 
-/// Codes and scales; see [`Fp4Backend::fp4_quantize`](crate::Fp4Backend::fp4_quantize).
+/// Codes and scales; see [`Fp4Backend::fp4_quantize`].
 pub fn quantize<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -479,7 +479,7 @@ fn quantize_on_host<B: Backend>(
     upload::<B>(host::quantize(&values, view, &amax, &scheme, Importance::Uniform), &device)
 }
 
-/// See [`Fp4Backend::fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance): on the host.
+/// See [`Fp4Backend::fp4_quantize_by_importance`]: on the host.
 pub fn quantize_by_importance<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -512,7 +512,7 @@ fn upload<B: Backend>(packed: host::HostPacked, device: &B::Device) -> Fp4Primit
     }
 }
 
-/// See [`Fp4Backend::fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize).
+/// See [`Fp4Backend::fp4_fake_quantize`].
 pub fn fake_quantize<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -551,7 +551,7 @@ pub fn matmul<B: Fp4Backend>(
     B::float_matmul(input, B::fp4_dequantize(weight, layout, dtype))
 }
 
-/// See [`Fp4Backend::fp4_hadamard`](crate::Fp4Backend::fp4_hadamard). Products with a quarter are exact, so
+/// See [`Fp4Backend::fp4_hadamard`]. Products with a quarter are exact, so
 /// that it does not matter that they are not fused with the additions.
 pub fn hadamard<B: Backend>(
     values: FloatTensor<B>,
@@ -581,7 +581,7 @@ pub fn hadamard<B: Backend>(
     B::float_cast(B::float_reshape(sums, shape), dtype.into())
 }
 
-/// See [`Fp4Backend::fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).
+/// See [`Fp4Backend::fp4_dequantize`].
 pub fn dequantize<B: Backend>(
     packed: Fp4Primitive<B>,
     layout: Fp4Layout,
@@ -623,7 +623,7 @@ fn restore<B: Backend>(
     elements.mul(&scales).mul(&tensor_scale).reshape(&[rows, blocks * block_size])
 }
 
-/// See [`Fp4Backend::fp4_squared_error`](crate::Fp4Backend::fp4_squared_error).
+/// See [`Fp4Backend::fp4_squared_error`].
 pub fn squared_error<B: Backend>(
     values: FloatTensor<B>,
     packed: Fp4Primitive<B>,

@@ -1,5 +1,10 @@
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
+// Without any device there is nothing to replay on.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(dead_code, unreachable_code, unused_imports, unused_variables)
+)]
 
 use burn::backend::{BackendTensor, DispatchDevice, DispatchKindConversion, DispatchTensor};
 use burn::tensor::{Device, Shape, Tensor, TensorData};

@@ -10,10 +10,13 @@ use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4::ops::{FusedProducts, fused_products};
-use burn_fp4::{Blocks, Fp4Config, Fp4Module, Fp4Scheme, ScaleSearch, TensorScaling};
+use burn_fp4::{
+    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, PackedWeight, ScaleSearch, TensorScaling,
+};
 use tests::engines::devices;
 use tests::inputs::{Random, normals};
 use tests::modules::seeded;
+use tests::tensors::{floats, random};
 
 /// One test at a time: the counters are the process's.
 fn alone() -> MutexGuard<'static, ()> {
@@ -26,20 +29,6 @@ fn alone() -> MutexGuard<'static, ()> {
 /// The devices that have kernels, and their dtypes.
 fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
-}
-
-fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
-    tensor.into_data().iter::<f32>().collect()
-}
-
-fn random<const D: usize>(
-    seed: u64,
-    shape: [usize; D],
-    device: &Device,
-    dtype: DType,
-) -> Tensor<D> {
-    let values = normals(seed, shape.iter().product());
-    Tensor::<D>::from_data(TensorData::new(values, shape), device).cast(dtype)
 }
 
 /// What became of products while something ran.
@@ -122,10 +111,10 @@ fn linears_of_any_rank_are_fused() {
                         format!("{name} {dtype:?} {:?} bias {bias} rank {rank}", scheme.rule)
                     };
                     let run = |rank: usize| match rank {
-                        1 => check(&what(1), &layer, random(1, [64], &device, dtype)),
-                        2 => check(&what(2), &layer, random(2, [3, 64], &device, dtype)),
-                        3 => check(&what(3), &layer, random(3, [2, 3, 64], &device, dtype)),
-                        _ => check(&what(4), &layer, random(4, [2, 1, 3, 64], &device, dtype)),
+                        1 => check(&what(1), &layer, random(1, [64], &device).cast(dtype)),
+                        2 => check(&what(2), &layer, random(2, [3, 64], &device).cast(dtype)),
+                        3 => check(&what(3), &layer, random(3, [2, 3, 64], &device).cast(dtype)),
+                        _ => check(&what(4), &layer, random(4, [2, 1, 3, 64], &device).cast(dtype)),
                     };
                     for rank in 1..=4 {
                         let ((), counted) = counted(|| run(rank));
@@ -146,7 +135,7 @@ fn what_is_added_may_be_anything() {
         layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         other.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         let (dense, other_dense) = (layer.clone().materialize(), other.clone().materialize());
-        let x = random(9, [2, 3, 64], &device, DType::F32);
+        let x = random(9, [2, 3, 64], &device);
         let scalar = Tensor::<1>::from_data([0.5f32], &device);
         let run = |layer: &Linear, other: &Linear| {
             let residual = layer.forward(x.clone()) + x.clone();
@@ -160,6 +149,31 @@ fn what_is_added_may_be_anything() {
         for (found, expected) in found.iter().zip(run(&dense, &other_dense)) {
             let size = 1.0 + expected.abs();
             assert!((found - expected).abs() < 5e-3 * size, "{name}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn products_of_tensors_and_of_fp4_linears_are_fused() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let mut layer = linear(64, 48, true, DType::F32, &device);
+        layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let packed = layer.weight.reparameterization::<PackedWeight>().unwrap().tensor::<2>();
+        let straight = Fp4Linear::from(layer.clone());
+        let x = random(11, [2, 3, 64], &device);
+        let (product, counted_product) =
+            counted(|| floats(burn_fp4::ops::matmul(x.clone(), &packed).unwrap()));
+        let (output, counted_output) = counted(|| floats(straight.forward(x.clone())));
+        assert_eq!((counted_product, counted_output), (fused(1), fused(1)), "{name}");
+        let bias = floats(layer.bias.as_ref().unwrap().val());
+        let (sums, sizes) = expected(&layer, &x);
+        for (at, (sum, size)) in sums.iter().zip(&sizes).enumerate() {
+            let with_bias = product[at] + bias[at % bias.len()];
+            for found in [with_bias, output[at]] {
+                let near = (f64::from(found) - sum).abs() <= 1e-5 * size;
+                assert!(near, "{name}, {at}: {found}, not {sum}");
+            }
         }
     }
 }
@@ -183,7 +197,7 @@ fn attention_and_shared_weights_are_fused() {
         );
         net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         let dense = net.clone().materialize();
-        let x = random(5, [2, 3, 32], &device, DType::F32);
+        let x = random(5, [2, 3, 32], &device);
         let run = |net: &Shared| {
             // The same weight twice.
             let hidden = net.layer.forward(net.layer.forward(x.clone()).tanh());
@@ -205,7 +219,7 @@ fn what_is_not_such_a_product_is_left_alone() {
     for (name, device, _) in cube_devices() {
         let mut layer = linear(64, 64, false, DType::F32, &device);
         layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-        let x = random(6, [3, 64], &device, DType::F32);
+        let x = random(6, [3, 64], &device);
         let weight = floats(layer.weight.val());
         // The weight on the other side, transposed, read again, or only looked at.
         let (_, unfused) = counted(|| {
@@ -224,7 +238,7 @@ fn what_is_not_such_a_product_is_left_alone() {
         let (found, unfused) = counted(|| floats(x.clone().matmul(packed.dequantize())));
         assert_eq!((found, unfused.fused), (expected, 0), "{name}");
         // So many rows that a dense product is faster.
-        let many = random(8, [300, 64], &device, DType::F32);
+        let many = random(8, [300, 64], &device);
         let ((), dense) = counted(|| check(&format!("{name} dense"), &layer, many));
         assert_eq!(dense, FusedProducts { fused: 0, dense: 1 }, "{name}");
     }
@@ -257,7 +271,7 @@ fn random_shapes_and_schemes() {
             let what = format!(
                 "{name} {dense} {at}: {rows} x {channels} x {outputs} {dtype:?} {scheme:?}"
             );
-            check(&what, &layer, random(at, [rows, channels], &device, dtype));
+            check(&what, &layer, random(at, [rows, channels], &device).cast(dtype));
         }
     }
 }
@@ -271,7 +285,7 @@ fn gradients_of_the_input_flow_through_packed_weights() {
         layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         let dense = layer.clone().materialize();
         let gradient = |layer: &Linear| {
-            let x = random(6, [3, 64], &device, DType::F32).require_grad();
+            let x = random(6, [3, 64], &device).require_grad();
             let y = layer.forward(x.clone());
             floats(x.grad(&y.powf_scalar(2.0).sum().backward()).unwrap())
         };
@@ -292,7 +306,7 @@ fn the_dense_weight_is_never_made() {
         on_host.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
         layer.load_fp4_record(on_host.into_record()).unwrap();
-        let x = random(10, [3, SIDE], &device, DType::F32);
+        let x = random(10, [3, SIDE], &device);
         let reserved = || {
             device.sync().unwrap();
             device.memory_pool_usage().expect("reported").bytes_reserved

@@ -16,6 +16,7 @@ use burn_fp4::{
 use tests::engines::devices;
 use tests::inputs::normals;
 use tests::modules::seeded;
+use tests::tensors::floats;
 
 #[derive(Module, Debug)]
 struct Net {
@@ -47,10 +48,6 @@ impl Net {
 
 fn tokens(device: &Device) -> Tensor<2, Int> {
     Tensor::from_ints([[1, 2, 3, 4, 19], [0, 5, 6, 7, 8]], device)
-}
-
-fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
-    tensor.into_data().iter::<f32>().collect()
 }
 
 /// The effective values of all linear layers: devices multiply matrices in different orders, so
@@ -456,14 +453,14 @@ fn tied_weights_stay_tied() {
     calibration.add("1.weight", inputs(1)).unwrap();
     let config = Fp4Config::nvfp4().gptq(Gptq::default());
     let mut one = vec![linear.clone(), linear.clone()];
-    let report = one.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
+    let report = one.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
     for parameter in report.quantized() {
         let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
         assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{}", parameter.path);
     }
     calibration.add("0.weight", inputs(2)).unwrap();
     let mut both = vec![linear.clone(), linear.clone()];
-    both.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
+    both.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
     let mut gram = calibration.get("0.weight").unwrap().clone();
     gram.merge(calibration.get("1.weight").unwrap()).unwrap();
     let expected = burn_fp4::ops::quantize_gptq(
@@ -535,7 +532,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let output_error = |config: &Fp4Config| {
             let mut net = build();
             let exact = net.layers[0].forward(inputs.clone());
-            let report = net.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
+            let report = net.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
             let error = (net.layers[0].forward(inputs.clone()) - exact).powf_scalar(2.0).sum();
             (floats(error)[0], report)
         };
@@ -560,13 +557,13 @@ fn what_is_known_of_inputs_decides_about_codes() {
 
         let mut wrong = Calibration::new();
         wrong.add("layers.0.weight", Tensor::<2>::ones([3, 16], &device)).unwrap();
-        let error = build().quantize_fp4(&base.clone().with_calibration(&wrong)).unwrap_err();
+        let error = build().quantize_fp4(&base.with_calibration(&wrong)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let error = wrong.add("layers.0.weight", Tensor::<2>::ones([3, 32], &device)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let mut unknown = Calibration::new();
         unknown.add("layers.9.weight", Tensor::<2>::ones([3, 32], &device)).unwrap();
-        let error = build().quantize_fp4(&base.clone().with_calibration(&unknown)).unwrap_err();
+        let error = build().quantize_fp4(&base.with_calibration(&unknown)).unwrap_err();
         assert!(matches!(&error, Fp4Error::Calibration { path } if path == "layers.9.weight"));
     }
 }
@@ -580,8 +577,7 @@ fn options_of_gptq_are_checked_before_anything_changes() {
     calibration.add("layers.1.weight", inputs).unwrap();
     let refused = |net: &Net, config: Fp4Config| {
         let mut changed = net.clone();
-        let error =
-            changed.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap_err();
+        let error = changed.quantize_fp4(&config.with_calibration(&calibration)).unwrap_err();
         assert_eq!(weights(&changed), weights(net));
         error.to_string()
     };

@@ -2,19 +2,17 @@
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_ops::{
-    BlockHessians, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError,
-    ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians, fake_quantize, gram, matmul,
-    modelopt, quantize, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
+    BlockHessians, BlockOrder, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite,
+    OpsError, ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians, fake_quantize, gram,
+    matmul, modelopt, quantize, quantize_by_importance, quantize_gptq,
+    quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
 use tests::compare::{assert_bits, assert_same};
 use tests::engines::devices;
 use tests::inputs::Kind;
-
-fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
-    tensor.into_data().iter::<f32>().collect()
-}
+use tests::tensors::floats;
 
 fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     let data = Kind::Outliers.values(shape.iter().product(), 11);
@@ -521,12 +519,6 @@ fn activations_decide_about_codes_on_every_device() {
                 assert_same(&what, &packed.unwrap().to_packed().unwrap(), &expected.unwrap());
             }
             let scheme = Fp4Scheme::nvfp4();
-            let packed =
-                quantize_gptq(tensor.clone(), 0, &scheme, &Gptq::default(), &exact).unwrap();
-            let amax = burn_fp4_search::amax(&dense, k, &scheme);
-            let expected = Gptq::default().quantize(&dense, m, k, &scheme, &amax, &exact).unwrap();
-            assert_same(&format!("{name} {dtype:?} gptq"), &packed.to_packed().unwrap(), &expected);
-
             let scheme = scheme.with_search(ScaleSearch::Sse);
             let best = quantize_with_best_tensor_scale(tensor.clone(), 0, &scheme).unwrap();
             let plain = quantize(tensor.clone(), 0, &scheme).unwrap();
@@ -535,6 +527,79 @@ fn activations_decide_about_codes_on_every_device() {
             assert!(error(best) <= error(plain), "{name} {dtype:?}");
         }
     }
+}
+
+/// Sums in another order may tip a code, so that kernels are held to the error they leave, `tr(E H E^T)`.
+#[test]
+fn gptq_leaves_as_little_error_on_every_device() {
+    let damped = Gptq { damping: 0.02, ..Gptq::default() };
+    let steps = [
+        Gptq { sweeps: 0, refits: 0, ..damped },
+        Gptq { sweeps: 1, refits: 0, ..damped },
+        Gptq { order: BlockOrder::Natural, sweeps: 0, refits: 1, ..damped },
+        damped,
+    ];
+    let schemes = [
+        Fp4Scheme::nvfp4(),
+        Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row),
+        Fp4Scheme::nvfp4().with_block_size(32),
+        Fp4Scheme::mxfp4(),
+    ];
+    for (name, device, dtypes) in devices() {
+        // More than a group of channels, and rows that no vector divides.
+        for (channels, outputs) in [(160, 21), (64, 24)] {
+            let gram = gram(activations(400, channels, &Device::flex())).unwrap();
+            for dtype in &dtypes {
+                let tensor = values([channels, outputs], &device, *dtype);
+                let (dense, m, k) = rows(tensor.clone(), 0);
+                for scheme in schemes {
+                    for options in steps {
+                        let what = format!("{name} {channels} {dtype:?} {scheme:?} {options:?}");
+                        let amax = burn_fp4_search::amax(&dense, k, &scheme);
+                        let expected =
+                            options.quantize(&dense, m, k, &scheme, &amax, &gram).unwrap();
+                        let packed =
+                            quantize_gptq(tensor.clone(), 0, &scheme, &options, &gram).unwrap();
+                        let found = packed.to_packed().unwrap();
+                        if !["cpu", "cuda"].contains(&name) {
+                            assert_same(&what, &found, &expected);
+                            continue;
+                        }
+                        assert_eq!(found.tensor_scale, expected.tensor_scale, "{what}");
+                        let codes = found.codes.iter().zip(&expected.codes);
+                        let same = codes.filter(|(found, expected)| found == expected).count();
+                        assert!(20 * same >= 19 * found.codes.len(), "{what}: {same} same codes");
+                        let error = |packed: &Packed| cost(packed, &dense, &gram);
+                        let (found, expected) = (error(&found), error(&expected));
+                        assert!(found <= 1.01 * expected, "{what}: {found} {expected}");
+                    }
+                }
+                // The other axis, of a tensor with more.
+                let scheme = Fp4Scheme::nvfp4();
+                let of = |tensor: Tensor<3>, axis| {
+                    quantize_gptq(tensor, axis, &scheme, &damped, &gram).unwrap().to_packed()
+                };
+                let last = tensor.clone().swap_dims(0, 1).reshape([outputs, 1, channels]);
+                let first = tensor.reshape([channels, 1, outputs]);
+                assert_same(name, &of(last, 2).unwrap(), &of(first, 0).unwrap());
+            }
+        }
+    }
+}
+
+/// `tr(E H E^T)` of the errors of a packed matrix.
+fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
+    let errors: Vec<f64> = packed
+        .dequantize()
+        .iter()
+        .zip(values)
+        .map(|(found, value)| f64::from(*found) - f64::from(*value))
+        .collect();
+    let of_row = |row: &[f64]| -> f64 {
+        let products = gram.values().chunks_exact(row.len()).zip(row);
+        products.map(|(h, e)| e * h.iter().zip(row).map(|(h, e)| h * e).sum::<f64>()).sum()
+    };
+    errors.chunks_exact(packed.cols).map(of_row).sum()
 }
 
 #[test]
@@ -558,7 +623,7 @@ fn importance_that_does_not_fit_is_an_error() {
     assert!(matches!(error, OpsError::Search(SearchError::Weight { channel: 0, .. })), "{error}");
     let narrow = Gram::of(&[1.0; 32], 32).unwrap();
     let gptq = quantize_gptq(tensor.clone(), 0, &scheme, &Gptq::default(), &narrow);
-    assert!(matches!(gptq, Err(OpsError::Search(SearchError::Format(_)))));
+    assert!(matches!(gptq, Err(OpsError::Format(_))));
     let mut x = vec![0.5; 64];
     x[33] = f32::INFINITY;
     let x = Tensor::<2>::from_data(TensorData::new(x, [2, 32]), &device);

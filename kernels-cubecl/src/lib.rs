@@ -14,6 +14,7 @@
 //! | `block.rs`         | blocks and tiles: amax, choice of the scale, normalized elements       |
 //! | `sse.rs`           | the scale with the smallest squared error                              |
 //! | `hessian.rs`       | scales and codes by the activations that meet each block               |
+//! | `gptq.rs`          | codes that make up for the errors of others                            |
 //! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
 //! | `stochastic.rs`    | random bits, and codes drawn by them                                   |
@@ -33,6 +34,7 @@ mod block;
 mod dequantize;
 mod element;
 mod gemv;
+mod gptq;
 mod hadamard;
 mod hessian;
 mod mma;
@@ -51,6 +53,7 @@ pub use amax::amax;
 pub use cubecl;
 pub use dequantize::dequantize;
 pub use gemv::gemv;
+pub use gptq::{Curvature, quantize_gptq};
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use mma::mma;

@@ -270,8 +270,8 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
             #[unroll]
             for block in 0..2u32 {
                 let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
-                // Two tiles of the input at a time, so that no instruction waits for the one before; as many registers
-                // as that takes for one tile of rows. While they are multiplied, the next are read.
+                // Two instructions that do not wait for each other: two tiles of the input, unless there are two of
+                // rows. While they are multiplied, the next are read.
                 let both = comptime!(if input_tiles > 1 && row_tiles == 1 { 2u32 } else { 1u32 });
                 let groups = comptime!(input_tiles / both);
                 let mut values = Array::<Vector<u32, X>>::new(comptime!((4 * both) as usize));

@@ -368,7 +368,7 @@ fn tile(scheme: &Fp4Scheme, problem: &Problem, device: &Capability) -> Tile {
 }
 
 /// The largest power of two that divides a number, `limit` at most.
-fn common_power_of_two(number: u32, limit: u32) -> u32 {
+pub(crate) fn common_power_of_two(number: u32, limit: u32) -> u32 {
     1 << number.trailing_zeros().min(limit.ilog2())
 }
 

@@ -73,3 +73,19 @@ pub fn assert_bits(what: &str, found: &[f32], expected: &[f32]) {
         );
     }
 }
+
+/// What f32 products may differ by, in units of the largest.
+pub const ROUNDING: f64 = 2e-6;
+
+/// The same on CUDA, where Burn rounds factors to 11 bits; those that are quantized are shorter.
+pub const ROUNDING_OF_FACTORS: f64 = 1e-3;
+
+/// Asserts that two slices differ by at most `tolerance`, in units of the largest expected value.
+pub fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f64) {
+    let scale = expected.iter().fold(0.0f32, |a, b| a.max(b.abs()));
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (at, (&expected, &found)) in expected.iter().zip(found).enumerate() {
+        let near = f64::from(expected - found).abs() <= tolerance * f64::from(scale);
+        assert!(near, "{what}, element {at}: {found}, not {expected} (of {scale})");
+    }
+}

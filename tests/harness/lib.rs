@@ -5,3 +5,4 @@ pub mod engines;
 pub mod golden;
 pub mod inputs;
 pub mod modules;
+pub mod tensors;

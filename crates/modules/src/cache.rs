@@ -1,17 +1,14 @@
 //! Statistics in files, for calibrations that are interrupted.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
 use burn_fp4_ops::Gram;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
 use crate::Fp4Error;
-use crate::capture::Recording;
 
-/// A directory with one file for each input of layers, of one module and its batches.
+/// A directory with one file for each input of layers, of one calibration.
 pub(crate) struct Cache {
     directory: PathBuf,
 }
@@ -22,28 +19,9 @@ const GRAM: &str = "gram";
 const ROWS: &str = "rows";
 
 impl Cache {
-    /// Opens the part of a directory that belongs to these forward passes with these parameters.
-    pub(crate) fn open(
-        directory: &Path,
-        recordings: &[Recording],
-        parameters: &BTreeMap<String, Vec<f32>>,
-    ) -> Result<Self, Fp4Error> {
-        let mut hasher = DefaultHasher::new();
-        for (path, sums) in parameters {
-            path.hash(&mut hasher);
-            sums.iter().for_each(|sum| sum.to_bits().hash(&mut hasher));
-        }
-        for recording in recordings {
-            for data in recording.values.values() {
-                data.shape().hash(&mut hasher);
-                data.bytes().hash(&mut hasher);
-            }
-            for operation in &recording.operations {
-                core::mem::discriminant(operation).hash(&mut hasher);
-                operation.outputs().for_each(|output| output.shape.hash(&mut hasher));
-            }
-        }
-        let directory = directory.join(format!("{:016x}", hasher.finish()));
+    /// Opens the part of a directory that belongs to what has this digest.
+    pub(crate) fn open(directory: &Path, digest: u64) -> Result<Self, Fp4Error> {
+        let directory = directory.join(format!("{digest:016x}"));
         fs::create_dir_all(&directory).map_err(|error| failed(&directory, error))?;
         Ok(Self { directory })
     }

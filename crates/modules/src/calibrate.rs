@@ -1,16 +1,18 @@
 //! Statistics of the inputs of layers, from forward passes of a module that knows nothing of it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Gram, GramSum, OpsError, Replay};
+use burn_fp4_ops::{Gram, GramSum, Replay};
 use burn_ir::TensorId;
 
 use crate::cache::Cache;
 use crate::capture::{LayerInput, Recording};
+use crate::paths::{TakeFloats, each_float};
 use crate::quantize::read_vectors;
 use crate::select::Walk;
 use crate::{Calibration, Fp4Error};
@@ -47,7 +49,8 @@ impl<'a> CalibrationOptions<'a> {
     }
 
     /// Keeps statistics in files of this directory as soon as they stand. A calibration that was interrupted goes
-    /// on from them, if module and batches are the same.
+    /// on from them, if module and batches are the same, and so are the configuration of a sequential quantization and
+    /// the batches in flight.
     pub fn cache(mut self, directory: impl Into<PathBuf>) -> Self {
         self.cache = Some(directory.into());
         self
@@ -96,7 +99,7 @@ impl<'a, M: Module> Calibrate<'a, M> {
         let in_flight = prepared.in_flight(options.memory);
         let mut calibration = Calibration::new();
         calibration.set_unreached(prepared.unreached());
-        prepared.run(options, in_flight, |input, gram| {
+        prepared.run(options, in_flight, "dense", |input, gram| {
             let gram = Arc::new(gram);
             for weight in &input.weights {
                 calibration.merge(&weight.path, &gram)?;
@@ -132,12 +135,11 @@ impl<'a, M: Module> Prepared<'a, M> {
         let device = match &model.devices()[..] {
             [device] => device.clone().inner(),
             devices => {
-                let problem = format!("the module is on {} devices", devices.len());
+                let problem = format!("the module is on {} devices, not one", devices.len());
                 return Err(Fp4Error::Capture { problem });
             }
         };
-        let plain = model.valid();
-        let recordings = batches.into_iter().map(|batch| Recording::of(&plain, batch, forward));
+        let recordings = batches.into_iter().map(|batch| Recording::of(model, batch, forward));
         let recordings = recordings.collect::<Result<Vec<_>, _>>()?;
         let Some(first) = recordings.first() else {
             return Err(Fp4Error::Capture { problem: "there are no batches".to_owned() });
@@ -178,17 +180,19 @@ impl<'a, M: Module> Prepared<'a, M> {
     }
 
     /// Runs the batches side by side, some at a time, from one input of layers to the next. `seen` takes what is known
-    /// of each and may give weights, by path, to go on with.
+    /// of each and may give weights, by path, to go on with; `how` it makes them is what tells caches apart.
     pub(crate) fn run(
         &self,
         mut options: CalibrationOptions<'_>,
         in_flight: usize,
+        how: &str,
         mut seen: impl FnMut(&LayerInput, Gram) -> Result<Vec<(String, Tensor<2>)>, Fp4Error>,
     ) -> Result<(), Fp4Error> {
-        let chunks: Vec<_> = self.recordings.chunks(in_flight.min(self.recordings.len())).collect();
+        let in_flight = in_flight.min(self.recordings.len());
+        let chunks: Vec<_> = self.recordings.chunks(in_flight).collect();
         let total = chunks.len() * self.inputs().len();
         let cache = match &options.cache {
-            Some(directory) => Some(self.open(directory)?),
+            Some(directory) => Some(self.open(directory, &(how, in_flight))?),
             None => None,
         };
         for (number, chunk) in chunks.iter().enumerate() {
@@ -234,30 +238,37 @@ impl<'a, M: Module> Prepared<'a, M> {
         sum.finish().map_err(named)
     }
 
-    /// The cache of this module and these batches.
-    fn open(&self, directory: &Path) -> Result<Cache, Fp4Error> {
-        let mut largest = Largest { stack: Vec::new(), found: Vec::new() };
-        self.model.visit(&mut largest);
-        Cache::open(directory, &self.recordings, &read_vectors(largest.found)?)
+    /// The cache of this module and these batches, run in some way.
+    fn open(&self, directory: &Path, way: &impl Hash) -> Result<Cache, Fp4Error> {
+        let mut digests = Digests { found: Vec::new() };
+        each_float(self.model, &mut digests);
+        let digests = read_vectors(digests.found)?;
+        let mut hasher = DefaultHasher::new();
+        way.hash(&mut hasher);
+        for (path, digest) in digests {
+            path.hash(&mut hasher);
+            digest.iter().for_each(|number| number.to_bits().hash(&mut hasher));
+        }
+        self.recordings.iter().for_each(|recording| recording.hash(&mut hasher));
+        Cache::open(directory, hasher.finish())
     }
 }
 
-/// The largest magnitudes of all parameters, which tell modules apart and do not depend on an order of summation.
-struct Largest {
-    stack: Vec<String>,
+/// What tells the values of parameters apart: their largest magnitude, and the sum of their magnitudes in units of
+/// 2^-20 of it. Integers add up to the same in any order.
+struct Digests {
     found: Vec<(String, Tensor<1>)>,
 }
 
-impl ModuleVisitor for Largest {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.stack.push(name.to_owned());
-    }
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.stack.pop();
-    }
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let values = param.val().without_autodiff().cast(DType::F32);
-        self.found.push((self.stack.join("."), values.abs().max()));
+impl TakeFloats for Digests {
+    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
+        let magnitudes = param.val().without_autodiff().cast(DType::F32).abs();
+        let largest = magnitudes.clone().max();
+        let unit = largest.clone().clamp_min(f32::MIN_POSITIVE) / 2f32.powi(20);
+        let sum = (magnitudes / unit.reshape([1; D])).int().sum();
+        // An f32 holds 24 bits.
+        let sum = sum.remainder_scalar(1 << 24).float().cast(DType::F32);
+        self.found.push((path, Tensor::cat(vec![largest, sum], 0)));
     }
 }
 
@@ -274,12 +285,11 @@ impl<'a> Run<'a> {
         recording: &'a Recording,
     ) -> Result<Self, Fp4Error> {
         let mut insert = Insert {
-            stack: Vec::new(),
             parameters: &recording.parameters,
             replay: Replay::on(&prepared.device)?,
             error: None,
         };
-        prepared.model.visit(&mut insert);
+        each_float(prepared.model, &mut insert);
         if let Some(error) = insert.error {
             return Err(error);
         }
@@ -320,25 +330,16 @@ impl<'a> Run<'a> {
 
 /// Gives the operations the parameters of a module.
 struct Insert<'a> {
-    stack: Vec<String>,
     parameters: &'a BTreeMap<String, TensorId>,
     replay: Replay,
     error: Option<Fp4Error>,
 }
 
-impl ModuleVisitor for Insert<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.stack.push(name.to_owned());
-    }
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.stack.pop();
-    }
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.stack.join(".");
+impl TakeFloats for Insert<'_> {
+    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
         if let Some(&id) = self.parameters.get(&path)
             && let Err(source) = self.replay.insert(id, param.val())
         {
-            let source: OpsError = source;
             self.error.get_or_insert(Fp4Error::Parameter { path, source });
         }
     }

@@ -1,4 +1,5 @@
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use burn::module::Module;
@@ -29,10 +30,18 @@ use crate::calibrate::Calibrate;
 /// ```
 ///
 /// or from inputs that were kept elsewhere, by [`add`](Self::add). Clones share what they hold.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Clone, Default, PartialEq)]
 pub struct Calibration {
     grams: BTreeMap<String, Arc<Gram>>,
     unreached: BTreeSet<String>,
+}
+
+impl fmt::Debug for Calibration {
+    /// Without the matrices, which have millions of elements.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let known = self.iter().map(|(path, gram)| (path, (gram.rows(), gram.channels())));
+        f.debug_map().entries(known).finish()
+    }
 }
 
 impl Calibration {

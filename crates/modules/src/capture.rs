@@ -1,6 +1,7 @@
 //! A forward pass as a list of operations, and where it multiplies by weights.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::backend::Capture;
@@ -8,7 +9,8 @@ use burn::backend::capture::CapturedGraph;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_ir::{
-    BaseOperationIr, FloatOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr,
+    BaseOperationIr, FloatOperationIr, IrVisitorMut, ModuleOperationIr, OperationIr, TensorId,
+    TensorIr,
 };
 
 use crate::Fp4Error;
@@ -62,19 +64,26 @@ impl Recording {
             StandIns { stack: Vec::new(), device: capture.clone(), parameters: BTreeMap::new() };
         let recorded = catch_unwind(AssertUnwindSafe(|| {
             capture.capture_scope(|scope| {
-                let model = model.clone().map(&mut stand_ins).to_device(&capture);
+                // Clones share running statistics, so that these would be moved for all of them.
+                let model = model.valid().map(&mut stand_ins).to_device(&capture);
                 drop(forward(&model, batch.to_device(&capture)));
                 scope.complete([], [])
             })
         }));
-        let failed = |problem| Fp4Error::Capture { problem };
+        let failed = |found: &str| {
+            let problem = format!(
+                "the forward pass cannot be recorded: {found}; it has to run the module on the batch it is given, \
+                 without reading values (control flow that depends on data cannot be recorded)"
+            );
+            Fp4Error::Capture { problem }
+        };
         match recorded {
             Ok(Ok(graph)) => Ok(Self::new(graph, stand_ins.parameters)),
-            Ok(Err(error)) => Err(failed(error.to_string())),
+            Ok(Err(error)) => Err(failed(&error.to_string())),
             Err(panic) => {
                 let message = panic.downcast_ref::<String>().map(String::as_str);
                 let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-                Err(failed(message.unwrap_or("it panicked").to_owned()))
+                Err(failed(message.unwrap_or("it panicked")))
             }
         }
     }
@@ -91,6 +100,40 @@ impl Recording {
         let peak_bytes = largest(&mut bytes.iter().map(|[_, during]| *during));
         let waiting_bytes = largest(&mut inputs.iter().map(|input| bytes[input.at][0]));
         Self { operations, values, parameters, inputs, forgotten, peak_bytes, waiting_bytes }
+    }
+}
+
+impl Hash for Recording {
+    /// The same for recordings that compute the same of the same batch; tensors count by the order in which they appear.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let mut order = Order(BTreeMap::new());
+        for (path, id) in &self.parameters {
+            (path, order.of(*id)).hash(state);
+        }
+        for (id, data) in &self.values {
+            (order.of(*id), data.shape(), data.as_bytes()).hash(state);
+        }
+        for operation in &self.operations {
+            let mut operation = operation.clone();
+            operation.visit_mut(&mut order);
+            operation.hash(state);
+        }
+    }
+}
+
+/// Numbers for ids, which are others in every recording.
+struct Order(BTreeMap<TensorId, u64>);
+
+impl Order {
+    fn of(&mut self, id: TensorId) -> u64 {
+        let next = self.0.len() as u64;
+        *self.0.entry(id).or_insert(next)
+    }
+}
+
+impl IrVisitorMut for Order {
+    fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+        tensor.id = TensorId::new(self.of(tensor.id));
     }
 }
 

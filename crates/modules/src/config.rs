@@ -106,11 +106,10 @@ impl Fp4Config {
         }
     }
 
-    /// Tells what is known of the inputs of layers, as GPTQ and the searches by Hessian ask. A weight of whose
+    /// This configuration with what is known of the inputs of layers, as GPTQ and the searches by Hessian ask. A weight of whose
     /// inputs nothing is known gets the scales with the smallest squared error instead, and the report says so.
-    pub fn with_calibration(mut self, calibration: &Calibration) -> Self {
-        self.calibration = calibration.clone();
-        self
+    pub fn with_calibration(&self, calibration: &Calibration) -> Self {
+        Self { calibration: calibration.clone(), ..self.clone() }
     }
 
     /// Quantizes weights whose inputs are known ([`with_calibration`](Self::with_calibration)) by GPTQ. Weights have to

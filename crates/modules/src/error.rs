@@ -77,11 +77,8 @@ pub enum Fp4Error {
         /// A parameter that would share.
         path: String,
     },
-    /// A forward pass cannot be recorded, or not be replayed.
-    #[error(
-        "cannot record the forward pass: {problem}; it has to run the module on the batch it is given, without \
-         reading values (control flow that depends on data cannot be recorded)"
-    )]
+    /// A module cannot be calibrated with these batches.
+    #[error("calibration: {problem}")]
     Capture {
         /// What went wrong.
         problem: String,

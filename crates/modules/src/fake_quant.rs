@@ -10,6 +10,7 @@ use burn_fp4_ops::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::paths::{TakeFloats, each_float};
 use crate::quantize::{Dense, Source, check_selected, measure, pack, read_vectors};
 use crate::report::{Fp4Report, Outcome, Reason};
 use crate::select::{Decision, Plan, Walk, select};
@@ -263,14 +264,9 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
         .iter()
         .filter(|(_, decision)| matches!(decision, Decision::Quantize(_)))
         .map(|(parameter, _)| parameter.path.clone());
-    let mut collect = Collect {
-        stack: Vec::new(),
-        wanted: wanted.collect(),
-        learned,
-        dense: VecDeque::new(),
-        amaxes: Vec::new(),
-    };
-    module.visit(&mut collect);
+    let mut collect =
+        Collect { wanted: wanted.collect(), learned, dense: VecDeque::new(), amaxes: Vec::new() };
+    each_float(module, &mut collect);
     for (path, amax) in read_vectors(collect.amaxes)? {
         if !amax[0].is_finite() {
             let source = OpsError::NonFinite { found: amax[0] };
@@ -289,28 +285,21 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
 
 /// Collects the stored values of weights, and learned amaxes by the paths of their weights.
 struct Collect {
-    stack: Vec<String>,
     wanted: BTreeSet<String>,
     learned: BTreeSet<String>,
     dense: VecDeque<Dense>,
     amaxes: Vec<(String, Tensor<1>)>,
 }
 
-impl ModuleVisitor for Collect {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.stack.push(name.to_owned());
-    }
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.stack.pop();
-    }
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.stack.join(".");
+impl TakeFloats for Collect {
+    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
         if self.wanted.contains(&path) {
             self.dense.push_back(Dense::new(param.base().without_autodiff()));
         } else if self.learned.contains(&path) {
             let amax = param.base().without_autodiff().cast(DType::F32).abs().reshape([1]);
-            let weight = &self.stack[..self.stack.len() - 2];
-            self.amaxes.push((weight.join("."), amax));
+            let attached = format!(".{}.{AMAX}", FakeQuantWeight::NAME);
+            let weight = path.strip_suffix(&attached).unwrap_or(&path);
+            self.amaxes.push((weight.to_owned(), amax));
         }
     }
 }

@@ -12,6 +12,7 @@
 //! | `calibrate.rs` | [`Calibrate`]: what layers meet when these operations run                  |
 //! | `cache.rs`     | statistics in files, for calibrations that are interrupted                 |
 //! | `select.rs`    | one walk over the module that decides about every float parameter          |
+//! | `paths.rs`     | float parameters with their paths, for whatever looks at them              |
 //! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
 //! | `linear.rs`    | [`Fp4Linear`]: a linear layer straight from codes, on hosts too            |
 //! | `fake_quant.rs`| [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that |
@@ -31,6 +32,7 @@ mod fake_quant;
 mod fake_quantize;
 mod linear;
 mod packed;
+mod paths;
 mod quantize;
 mod record;
 mod report;
@@ -142,7 +144,7 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what only makes sense
-    /// once: searches that need activations, GPTQ, shared tensor scales. The module is then unchanged.
+    /// once: searches that need activations, GPTQ, calibration, shared tensor scales. The module is then unchanged.
     fn fake_quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         fake_quant::fake_quantize(self, config)
     }

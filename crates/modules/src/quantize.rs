@@ -1,7 +1,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
+use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{
@@ -11,6 +11,7 @@ use burn_fp4_ops::{
 
 use crate::calibrate::{CalibrationOptions, Prepared};
 use crate::packed::{PackedWeight, placeholder};
+use crate::paths::{TakeFloats, each_float};
 use crate::report::{ChosenBy, Fp4Report, Outcome};
 use crate::select::{Decision, Parameter, Plan, select};
 use crate::{Calibration, Fp4Config, Fp4Error};
@@ -46,57 +47,55 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     }
     let amaxes = measure(module, &decisions, true)?;
     let prepared = Prepared::new(module, batches, &mut forward)?;
+    // What layers meet depends on what was made of those before them.
+    let how = serde_json::to_string(config).expect("plain data");
 
-    let ids: BTreeMap<_, _> = decisions
-        .iter()
-        .map(|(parameter, _)| (parameter.path.as_str(), parameter.id.val()))
-        .collect();
     let plans: BTreeMap<_, _> = decisions
         .iter()
         .filter_map(|(parameter, decision)| match decision {
-            Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
+            Decision::Quantize(plan) => Some((parameter.path.as_str(), (parameter.id.val(), plan))),
             Decision::Keep(_) => None,
         })
         .collect();
-    let mut dense = Matrices { stack: Vec::new(), wanted: &plans, found: BTreeMap::new() };
-    module.visit(&mut dense);
+    let mut dense = Matrices { wanted: &plans, found: BTreeMap::new() };
+    each_float(module, &mut dense);
     let dense = dense.found;
     // Inputs that are still to come, by parameter id.
     let mut to_come: BTreeMap<u64, usize> = BTreeMap::new();
     for weight in prepared.inputs().iter().flat_map(|input| &input.weights) {
-        *to_come.entry(ids[weight.path.as_str()]).or_default() += 1;
+        if let Some((id, _)) = plans.get(weight.path.as_str()) {
+            *to_come.entry(*id).or_default() += 1;
+        }
     }
     let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
     let mut packed = BTreeMap::new();
-    prepared.run(options, usize::MAX, |input, gram| {
+    prepared.run(options, usize::MAX, &how, |input, gram| {
         let mut replaced = Vec::new();
         for weight in &input.weights {
-            let Some(plan) = plans.get(weight.path.as_str()) else { continue };
+            let Some((id, plan)) = plans.get(weight.path.as_str()) else { continue };
             let named = |source| Fp4Error::Parameter { path: weight.path.clone(), source };
-            let id = ids[weight.path.as_str()];
-            match inputs.get_mut(&id) {
-                Some(sum) => sum.merge(&gram).map_err(|error| named(error.into()))?,
-                None => {
-                    inputs.insert(id, gram.clone());
+            let gram = match inputs.remove(id) {
+                Some(mut sum) => {
+                    sum.merge(&gram).map_err(|error| named(error.into()))?;
+                    Cow::Owned(sum)
                 }
-            }
-            let left = to_come.get_mut(&id).expect("counted above");
+                None => Cow::Borrowed(&gram),
+            };
+            let left = to_come.get_mut(id).expect("counted above");
             *left -= 1;
             if *left > 0 {
+                inputs.insert(*id, gram.into_owned());
                 continue;
             }
-            let gram = inputs.remove(&id);
-            let chosen_by = chosen_by(config.gptq, plan.scheme.search, gram.is_some());
+            let chosen_by = chosen_by(config.gptq, plan.scheme.search, true);
             let scheme = scheme_of(plan, amaxes.get(&weight.path));
             let values = &dense[&weight.path];
-            let axis = plan.layout.axis;
-            let tensor = quantize_weight(values, axis, &scheme, chosen_by, gram.as_ref());
+            let tensor = quantize_weight(values, plan.layout.axis, &scheme, chosen_by, Some(&gram));
             let tensor = tensor.map_err(named)?;
             let rounded = tensor.dequantize_to(values.dtype().into());
-            for (path, _) in ids.iter().filter(|(_, other)| **other == id) {
-                replaced.push(((*path).to_owned(), rounded.clone()));
-            }
-            packed.insert(id, (PackedWeight::new(&tensor), chosen_by));
+            let tied = plans.iter().filter(|(_, (other, _))| other == id);
+            replaced.extend(tied.map(|(path, _)| ((*path).to_owned(), rounded.clone())));
+            packed.insert(*id, (PackedWeight::new(&tensor), chosen_by));
         }
         Ok(replaced)
     })?;
@@ -106,20 +105,12 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
 
 /// The dense values of matrices that are to be quantized.
 struct Matrices<'a> {
-    stack: Vec<String>,
-    wanted: &'a BTreeMap<&'a str, &'a Plan>,
+    wanted: &'a BTreeMap<&'a str, (u64, &'a Plan)>,
     found: BTreeMap<String, Tensor<2>>,
 }
 
-impl ModuleVisitor for Matrices<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.stack.push(name.to_owned());
-    }
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.stack.pop();
-    }
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.stack.join(".");
+impl TakeFloats for Matrices<'_> {
+    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
         if D == 2 && self.wanted.contains_key(path.as_str()) {
             let shape: [usize; 2] = param.shape().dims();
             self.found.insert(path, param.base().without_autodiff().reshape(shape));
@@ -238,21 +229,13 @@ pub(crate) fn measure<M: Module>(
     reject: bool,
 ) -> Result<BTreeMap<String, f32>, Fp4Error> {
     struct Measure<'a> {
-        stack: Vec<String>,
         wanted: BTreeMap<&'a str, &'a Plan>,
         amaxes: Vec<(String, Tensor<1>)>,
         error: Option<Fp4Error>,
     }
 
-    impl ModuleVisitor for Measure<'_> {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.stack.push(name.to_owned());
-        }
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.stack.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let path = self.stack.join(".");
+    impl TakeFloats for Measure<'_> {
+        fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
             if self.wanted.contains_key(path.as_str()) {
                 match amax(param.base()) {
                     Ok(amax) => self.amaxes.push((path, amax)),
@@ -280,8 +263,8 @@ pub(crate) fn measure<M: Module>(
     if wanted.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let mut measure = Measure { stack: Vec::new(), wanted, amaxes: Vec::new(), error: None };
-    module.visit(&mut measure);
+    let mut measure = Measure { wanted, amaxes: Vec::new(), error: None };
+    each_float(module, &mut measure);
     if let Some(error) = measure.error {
         return Err(error);
     }

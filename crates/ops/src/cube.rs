@@ -1,20 +1,23 @@
 //! The CubeCL kernels on Burn's Cube devices.
 
-use burn::backend::ops::FloatTensorOps;
+use std::sync::Arc;
+
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, FloatDType, Shape};
+use burn::tensor::{DType, FloatDType, Shape, TensorData};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::CubeElement;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype, Hessians, Packed, Problem, Refusal, quantize as quantize_kernel,
-    quantize_by_hessian, quantize_weighted,
+    quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::{Restore, View};
-use burn_fp4_search::{Fp4Scheme, Hadamard, ScaleSearch};
+use burn_fp4_search::{Curvature, Fp4Scheme, Hadamard, ScaleSearch};
 
 use crate::layout::amax_shape;
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, portable};
@@ -82,18 +85,52 @@ fn quantize(
     scheme: Fp4Scheme,
     launch: impl FnOnce(&Client, &Capability, Handle, Handle, &Problem) -> Result<Packed, Refusal>,
 ) -> Fp4Primitive<CubeBackend> {
-    let layout = Fp4Layout::new(values.meta.shape(), axis, &scheme).expect(CHECKED);
+    let shape = values.meta.shape().clone();
     let (values, view) = contiguous(values, axis);
     let problem = Problem { view, dtype: kernel_dtype(values.dtype), scheme };
+    quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
+        launch(client, device, values.handle.clone(), amax, &problem)
+    })
+}
+
+/// What a kernel makes of a tensor of some shape, beside another one.
+fn quantize_on(
+    like: &CubeTensor,
+    amax: CubeTensor,
+    axis: usize,
+    shape: &Shape,
+    scheme: Fp4Scheme,
+    launch: impl FnOnce(&Client, &Capability, Handle) -> Result<Packed, Refusal>,
+) -> Fp4Primitive<CubeBackend> {
+    let layout = Fp4Layout::new(shape, axis, &scheme).expect(CHECKED);
     let amax = into_contiguous(amax);
     let tensor_scales = amax.meta.shape().clone();
-    let device = Capability::of(&values.client);
-    let packed = launch(&values.client, &device, values.handle.clone(), amax.handle, &problem)
-        .expect(CHECKED);
+    let device = Capability::of(&like.client);
+    let packed = launch(&like.client, &device, amax.handle).expect(CHECKED);
     Fp4Primitive {
-        codes: beside(&values, packed.codes, layout.codes_shape().into(), DType::U8),
-        scales: beside(&values, packed.scales, layout.scales_shape().into(), DType::U8),
-        tensor_scale: beside(&values, packed.tensor_scale, tensor_scales, DType::I32),
+        codes: beside(like, packed.codes, layout.codes_shape().into(), DType::U8),
+        scales: beside(like, packed.scales, layout.scales_shape().into(), DType::U8),
+        tensor_scale: beside(like, packed.tensor_scale, tensor_scales, DType::I32),
+    }
+}
+
+/// Uploads what GPTQ needs to know of activations.
+fn on_device(client: &Client, curvature: &Curvature) -> burn_fp4_cubecl::Curvature {
+    let (channels, blocks) = (curvature.channels(), curvature.blocks());
+    let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+    let costs: Vec<f32> = (0..channels)
+        .map(|channel| curvature.factor()[channel * (channels + 1)].powi(-2))
+        .collect();
+    let size = blocks.block_size();
+    let order: Vec<u32> =
+        curvature.order().iter().step_by(size).map(|&channel| (channel / size) as u32).collect();
+    burn_fp4_cubecl::Curvature {
+        factor: upload(curvature.factor()),
+        costs: upload(&costs),
+        hessian: upload(curvature.hessian()),
+        blocks: Hessians { values: upload(blocks.values()), bounds: upload(blocks.bounds()) },
+        inverses: upload(curvature.inverses()),
+        order: client.create_from_slice(u32::as_bytes(&order)),
     }
 }
 
@@ -157,6 +194,39 @@ impl Fp4Backend for CubeBackend {
                 portable::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
             }
         }
+    }
+
+    fn fp4_quantize_gptq(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+        curvature: Arc<Curvature>,
+    ) -> Fp4Primitive<Self> {
+        let channels = curvature.channels();
+        if !has_kernels(&values) || channels * channels > View::MAX_LEN {
+            return portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature);
+        }
+        let problem =
+            Problem { view: View::along(values.meta.shape(), axis), dtype: Dtype::F32, scheme };
+        // Channel by channel, in the order of the curvature.
+        let shape = values.meta.shape().clone();
+        let rank = shape.num_dims();
+        let axes: Vec<_> = [axis].into_iter().chain((0..rank).filter(|&dim| dim != axis)).collect();
+        let values = Self::float_permute(Self::float_cast(values, FloatDType::F32), &axes);
+        let values = Self::float_reshape(
+            values,
+            Shape::new([channels, shape.num_elements() / channels.max(1)]),
+        );
+        let order = curvature.order().iter().map(|&channel| channel as i32).collect();
+        let order = Self::int_from_data(TensorData::new(order, [channels]), &values.device);
+        let values = into_contiguous(Self::float_select(values, 0, order));
+        quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
+            let curvature_there = on_device(client, &curvature);
+            let values = values.handle.clone();
+            let options = curvature.options();
+            quantize_gptq(client, device, values, amax, &curvature_there, options, &problem)
+        })
     }
 
     fn fp4_dequantize(

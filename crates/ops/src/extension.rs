@@ -6,6 +6,8 @@
     allow(unused_variables)
 )]
 
+use std::sync::Arc;
+
 #[cfg(feature = "cube")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -14,7 +16,7 @@ use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
 use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
+use burn_fp4_search::{Curvature, Draw, Fp4Scheme, Hadamard};
 
 #[cfg(feature = "cube")]
 use crate::layout;
@@ -74,6 +76,18 @@ pub trait Fp4Backend: Backend {
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
         portable::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
+    }
+
+    /// Codes and scales by GPTQ, by a scheme of [`Curvature::scheme`]. The values are finite.
+    #[fusion(meta = packed_by_gptq_metadata)]
+    fn fp4_quantize_gptq(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+        curvature: Arc<Curvature>,
+    ) -> Fp4Primitive<Self> {
+        portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature)
     }
 
     /// The values of codes and scales, computed in f32 and rounded once to the dtype.
@@ -171,6 +185,17 @@ fn packed_by_importance_metadata(
     _bounds: &TensorSpec,
     axis: &usize,
     scheme: &Fp4Scheme,
+) -> Fp4PrimitiveMetadata {
+    packed_metadata(values, amax, axis, scheme)
+}
+
+#[cfg(feature = "cube")]
+fn packed_by_gptq_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+    _curvature: &Arc<Curvature>,
 ) -> Fp4PrimitiveMetadata {
     packed_metadata(values, amax, axis, scheme)
 }

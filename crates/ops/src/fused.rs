@@ -240,10 +240,11 @@ impl FusedOperation for FusedProduct {
     }
 
     fn run(&mut self, context: &mut Context<CubeFusionHandle>, fallback: Fallback<'_>) {
-        match self.plan(context) {
+        let device = Capability::of(&self.device.client());
+        match self.plan(context, &device) {
             Some(product) => {
                 FUSED.fetch_add(1, Ordering::Relaxed);
-                self.launch(context, fallback, product);
+                self.launch(context, fallback, product, &device);
             }
             None => {
                 DENSE.fetch_add(1, Ordering::Relaxed);
@@ -263,7 +264,11 @@ impl FusedOperation for FusedProduct {
 
 impl FusedProduct {
     /// The product, if it is one that is to run straight from the codes.
-    fn plan(&self, context: &Context<CubeFusionHandle>) -> Option<(Product, ProductPlan)> {
+    fn plan(
+        &self,
+        context: &Context<CubeFusionHandle>,
+        device: &Capability,
+    ) -> Option<(Product, ProductPlan)> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
         let (dequantize, matmul) =
             (self.segment.dequantize.as_ref()?, self.segment.matmul.as_ref()?);
@@ -293,7 +298,7 @@ impl FusedProduct {
             block_size: layout.block_size,
             dtype: kernel_dtype(output.dtype),
         };
-        match product.plan(&Capability::of(&self.device.client())) {
+        match product.plan(device) {
             Ok(ProductPlan::Dense) | Err(_) => None,
             Ok(plan) => Some((product, plan)),
         }
@@ -320,6 +325,7 @@ impl FusedProduct {
         context: &mut Context<CubeFusionHandle>,
         fallback: Fallback<'_>,
         (product, plan): (Product, ProductPlan),
+        device: &Capability,
     ) {
         let Segment { dequantize, before, matmul, after, add, .. } = &self.segment;
         let planned = "planned";
@@ -351,7 +357,7 @@ impl FusedProduct {
             ProductPlan::Mma(_) => mma,
             _ => gemv,
         };
-        let output = multiply(client, &Capability::of(client), weight, values, bias, &product);
+        let output = multiply(client, device, weight, values, bias, &product);
         let output = output.expect(planned);
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);

@@ -1,8 +1,9 @@
 //! The host engine on slices of tensors, the same for every device whose memory is the host's.
 
 use burn::tensor::TensorData;
+use burn_fp4_search::formats::Packed;
 use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
-use burn_fp4_search::{BlockHessians, Fp4Scheme, Hadamard, Importance, TensorScaling};
+use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance, TensorScaling};
 
 use crate::Fp4Layout;
 
@@ -11,6 +12,19 @@ pub(crate) struct HostPacked {
     pub(crate) codes: TensorData,
     pub(crate) scales: TensorData,
     pub(crate) tensor_scale: TensorData,
+}
+
+impl From<Packed> for HostPacked {
+    fn from(packed: Packed) -> Self {
+        let tensor_scale = packed.tensor_scale.as_slice();
+        let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
+        let (count, blocks) = (bits.len(), packed.blocks());
+        Self {
+            codes: TensorData::new(packed.codes, [packed.rows, packed.cols / 2]),
+            scales: TensorData::new(packed.scales, [packed.rows, blocks]),
+            tensor_scale: TensorData::new(bits, [count]),
+        }
+    }
 }
 
 const CHECKED: &str = "callers check scheme, shape and dtype";
@@ -27,15 +41,17 @@ pub(crate) fn quantize<T: HostElement>(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> HostPacked {
-    let packed = host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED);
-    let tensor_scale = packed.tensor_scale.as_slice();
-    let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
-    let count = bits.len();
-    HostPacked {
-        codes: TensorData::new(packed.codes, [packed.rows, packed.cols / 2]),
-        scales: TensorData::new(packed.scales, [packed.rows, packed.cols / scheme.block_size]),
-        tensor_scale: TensorData::new(bits, [count]),
-    }
+    HostPacked::from(host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED))
+}
+
+pub(crate) fn quantize_gptq(
+    values: &[f32],
+    rows: usize,
+    amax: &[f32],
+    scheme: &Fp4Scheme,
+    curvature: &Curvature,
+) -> HostPacked {
+    HostPacked::from(curvature.quantize(values, rows, scheme, amax).expect(CHECKED))
 }
 
 /// Calls `use_importance` with what the costs of an extension's operation mean.

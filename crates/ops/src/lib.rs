@@ -17,6 +17,8 @@
 //! | `lib.rs`       | the functions a user calls                                                |
 //! | `tensor.rs`    | [`Fp4Tensor`]: codes and scales of a tensor                               |
 //! | `importance.rs`| quantization that knows the activations a weight meets                    |
+//! | `gram.rs`      | [`GramSum`]: what is known of these activations                           |
+//! | `gptq.rs`      | errors that are made up for                                               |
 //! | `train.rs`     | products of quantized values, forward and backward                        |
 //! | `saturation.rs`| elements beyond the largest code, in gradients                            |
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
@@ -41,6 +43,8 @@ mod flex;
 #[cfg(feature = "cube")]
 mod fused;
 // Without a device in host memory, only `portable.rs` uses it, and not all.
+mod gptq;
+mod gram;
 #[cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(dead_code))]
 mod host;
 mod importance;
@@ -68,17 +72,16 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    BlockHessians, BlockOrder, Blocks, Curvature, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq,
+    Gram, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
 #[cfg(feature = "cube")]
 pub use fused::{FusedProducts, fused_products};
-pub use importance::{
-    GramSum, block_hessians, gram, quantize_by_importance, quantize_gptq,
-    quantize_with_best_tensor_scale,
-};
+pub use gptq::{quantize_by_curvature, quantize_gptq};
+pub use gram::{GramSum, block_hessians, gram};
+pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use layout::Fp4Layout;
 pub use replay::Replay;
 pub use saturation::Saturated;

@@ -6,14 +6,16 @@
 //! that sum by fused multiply-adds, from [`ScaleSearch::Sse`] on, and stochastic rounding read the values back and
 //! run on the host.
 
+use std::sync::Arc;
+
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, Scalar, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
 use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{
-    Blocks, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule, ScaleSearch,
-    TensorFactor, TensorScaling,
+    Blocks, Curvature, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule,
+    ScaleSearch, TensorFactor, TensorScaling,
 };
 
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
@@ -495,6 +497,21 @@ pub fn quantize_by_importance<B: Backend>(
         host::quantize(&values, view, &amax, &scheme, importance)
     });
     upload::<B>(packed, &device)
+}
+
+/// See [`Fp4Backend::fp4_quantize_gptq`]: on the host.
+pub fn quantize_gptq<B: Backend>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+    curvature: Arc<Curvature>,
+) -> Fp4Primitive<B> {
+    let device = values.device();
+    let F(matrix) = rows::<B>(values, axis);
+    let count = matrix.shape()[0];
+    let [matrix, amax] = [matrix, amax].map(read::<B>);
+    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, &curvature), &device)
 }
 
 fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {

@@ -11,15 +11,13 @@
 
 use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, TensorScale, check_length};
 use faer::linalg::matmul::matmul;
-use faer::linalg::triangular_inverse::invert_lower_triangular;
-use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
+use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{self, View};
 use crate::{
-    BlockHessians, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor,
-    TensorScaling,
+    Curvature, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling,
 };
 
 /// In which order blocks of input channels are rounded.
@@ -65,20 +63,31 @@ impl Gptq {
     /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the scheme is
     /// inconsistent or has tiles.
     pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
-        if !(self.damping.is_finite() && self.damping >= 0.0) {
-            return Err(SearchError::Damping { found: self.damping });
-        }
+        self.check_damping()?;
         scheme.with_search(SEARCH).validate()
+    }
+
+    fn check_damping(&self) -> Result<(), SearchError> {
+        if self.damping.is_finite() && self.damping >= 0.0 {
+            return Ok(());
+        }
+        Err(SearchError::Damping { found: self.damping })
+    }
+
+    /// What all weights that meet the same activations are quantized by.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`]; [`SearchError::Singular`] if H is singular and not damped;
+    /// [`SearchError::Format`] if the blocks do not divide the channels.
+    pub fn curvature(&self, gram: &Gram, block_size: usize) -> Result<Curvature, SearchError> {
+        self.check_damping()?;
+        Curvature::new(*self, gram, block_size)
     }
 
     /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
     ///
-    /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
-    /// [`host::amax`].
-    ///
     /// # Errors
-    /// As [`validate`](Self::validate); lengths that do not fit, a value that is not finite, or a Gram matrix
-    /// that is singular and not damped.
+    /// As [`validate`](Self::validate), [`curvature`](Self::curvature) and [`Curvature::quantize`].
     pub fn quantize(
         &self,
         values: &[f32],
@@ -89,79 +98,55 @@ impl Gptq {
         gram: &Gram,
     ) -> Result<Packed, SearchError> {
         self.validate(scheme)?;
-        let scheme = scheme.with_search(SEARCH);
         scheme.check_columns(cols)?;
-        check_length("values", rows * cols, values.len())?;
         check_length("channels of the Gram matrix", cols, gram.channels())?;
+        self.curvature(gram, scheme.block_size)?.quantize(values, rows, scheme, amax)
+    }
+}
+
+impl Curvature {
+    /// Quantizes a weight `[rows, channels]`.
+    ///
+    /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
+    /// [`host::amax`].
+    ///
+    /// # Errors
+    /// As [`Gptq::validate`]; lengths that do not fit, or a value that is not finite.
+    pub fn quantize(
+        &self,
+        values: &[f32],
+        rows: usize,
+        scheme: &Fp4Scheme,
+        amax: &[f32],
+    ) -> Result<Packed, SearchError> {
+        let cols = self.channels();
+        let scheme = self.scheme(scheme)?;
+        check_length("values", rows * cols, values.len())?;
         check_length("amax", scheme.tensor_scales(rows), amax.len())?;
         if let Some(&found) = values.iter().find(|value| !value.is_finite()) {
             return Err(SearchError::NonFinite { found });
         }
         if rows * cols == 0 {
-            return crate::quantize_with_amax(
-                values,
-                rows,
-                cols,
-                &scheme.with_search(ScaleSearch::Amax),
-                amax,
-            );
+            let by_rule = scheme.with_search(ScaleSearch::Amax);
+            return crate::quantize_with_amax(values, rows, cols, &by_rule, amax);
         }
-        let order = self.order.channels(gram, scheme.block_size);
-        let hessian = damped(gram, &order, self.damping);
-        let factor = inverse_factor(&hessian).ok_or(SearchError::Singular)?;
-        let mut state = State::new(values, rows, &scheme, amax, &order);
-        state.round(&factor)?;
-        if self.sweeps + self.refits > 0 {
-            let hessian: Vec<f32> = hessian.iter().map(|&value| value as f32).collect();
-            state.improve(&hessian, self)?;
+        let mut state = State::new(values, rows, &scheme, amax, self);
+        state.round()?;
+        if self.options.sweeps + self.options.refits > 0 {
+            state.improve()?;
         }
-        Ok(state.packed(&order))
+        Ok(state.packed())
     }
-}
 
-impl BlockOrder {
-    /// The channels in their new order.
-    fn channels(self, gram: &Gram, block_size: usize) -> Vec<usize> {
-        let diagonal: Vec<_> = gram.diagonal().collect();
-        let activity: Vec<f64> = diagonal.chunks(block_size).map(|x| x.iter().sum()).collect();
-        let mut blocks: Vec<_> = (0..activity.len()).collect();
-        if self == Self::Activity {
-            blocks.sort_by(|&a, &b| activity[b].total_cmp(&activity[a]));
-        }
-        blocks.into_iter().flat_map(|block| block * block_size..(block + 1) * block_size).collect()
+    /// The scheme that blocks are chosen anew by.
+    ///
+    /// # Errors
+    /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
+    pub fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, SearchError> {
+        self.options.validate(scheme)?;
+        check_length("block size", self.blocks().block_size(), scheme.block_size)?;
+        Ok(scheme.with_search(SEARCH))
     }
-}
-
-/// `X^T X` in the new order plus the damping, `[channels, channels]`. Of no activations, the identity.
-fn damped(gram: &Gram, order: &[usize], damping: f64) -> Vec<f64> {
-    let channels = order.len();
-    let mean = gram.diagonal().sum::<f64>() / channels as f64;
-    let mut hessian: Vec<f64> = order
-        .iter()
-        .flat_map(|&row| order.iter().map(move |&col| gram.values()[row * channels + col]))
-        .collect();
-    for channel in 0..channels {
-        hessian[channel * (channels + 1)] += if mean > 0.0 { damping * mean } else { 1.0 };
-    }
-    hessian
-}
-
-/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular.
-///
-/// Backward in both axes H has a lower factor L, and U is its inverse, backward again.
-fn inverse_factor(hessian: &[f64]) -> Option<Vec<f32>> {
-    let n = hessian.len().isqrt();
-    let backward = Mat::from_fn(n, n, |i, j| hessian[(n - 1 - i) * n + n - 1 - j]);
-    let lower = backward.llt(Side::Lower).ok()?;
-    let mut inverse = Mat::zeros(n, n);
-    invert_lower_triangular(inverse.as_mut(), lower.L(), Par::rayon(0));
-    let mut factor = vec![0.0; n * n];
-    for i in 0..n {
-        for j in i..n {
-            factor[i * n + j] = inverse[(n - 1 - i, n - 1 - j)] as f32;
-        }
-    }
-    factor.iter().all(|value| value.is_finite()).then_some(factor)
 }
 
 /// How a block is chosen anew, given what all others leave to it.
@@ -172,6 +157,7 @@ const GROUP: usize = 128;
 
 /// A weight on its way, its channels in the order in which they are rounded.
 struct State<'a> {
+    curvature: &'a Curvature,
     scheme: &'a Fp4Scheme,
     amax: &'a [f32],
     factors: Vec<TensorFactor>,
@@ -197,14 +183,15 @@ impl<'a> State<'a> {
         rows: usize,
         scheme: &'a Fp4Scheme,
         amax: &'a [f32],
-        order: &[usize],
+        curvature: &'a Curvature,
     ) -> Self {
-        let cols = order.len();
+        let cols = curvature.channels();
         let weights: Vec<f32> = values
             .chunks_exact(cols)
-            .flat_map(|row| order.iter().map(|&channel| row[channel]))
+            .flat_map(|row| curvature.order().iter().map(|&channel| row[channel]))
             .collect();
         Self {
+            curvature,
             scheme,
             amax,
             factors: amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect(),
@@ -223,14 +210,15 @@ impl<'a> State<'a> {
     }
 
     /// Rounds block after block, each error spread over the channels that follow.
-    fn round(&mut self, factor: &[f32]) -> Result<(), SearchError> {
+    fn round(&mut self) -> Result<(), SearchError> {
+        let factor = self.curvature.factor();
         let (cols, size) = (self.cols, self.scheme.block_size);
         let mut errors = vec![0.0; self.rows * GROUP.min(cols)];
         for group in (0..cols).step_by(GROUP) {
             let width = GROUP.min(cols - group);
             for block in (group..group + width).step_by(size) {
-                let scales = self.weighted_scales(block, factor)?;
-                self.round_block(block, group, width, &scales, factor, &mut errors);
+                let scales = self.weighted_scales(block)?;
+                self.round_block(block, group, width, &scales, &mut errors);
             }
             let rest = group + width;
             if rest < cols {
@@ -242,8 +230,8 @@ impl<'a> State<'a> {
     }
 
     /// The scales of a block of the weights as they are, for errors that cost what cannot be made up for.
-    fn weighted_scales(&self, block: usize, factor: &[f32]) -> Result<Vec<u8>, SearchError> {
-        let size = self.scheme.block_size;
+    fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
+        let (factor, size) = (self.curvature.factor(), self.scheme.block_size);
         let costs: Vec<f32> = (block..block + size)
             .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
             .collect();
@@ -279,9 +267,9 @@ impl<'a> State<'a> {
         group: usize,
         width: usize,
         scales: &[u8],
-        factor: &[f32],
         errors: &mut [f32],
     ) {
+        let factor = self.curvature.factor();
         let (cols, size, scheme) = (self.cols, self.scheme.block_size, self.scheme);
         let stride = GROUP.min(cols);
         let factors = &self.factors;
@@ -313,7 +301,8 @@ impl<'a> State<'a> {
     }
 
     /// Sweeps over all blocks, with `R = (w - q) H` kept up to date.
-    fn improve(&mut self, hessian: &[f32], options: &Gptq) -> Result<(), SearchError> {
+    fn improve(&mut self) -> Result<(), SearchError> {
+        let (hessian, options) = (self.curvature.hessian(), self.curvature.options());
         let (rows, cols) = (self.rows, self.cols);
         let mut left = self.original.clone();
         for (row, (left, elements)) in
@@ -335,15 +324,13 @@ impl<'a> State<'a> {
         );
         for sweep in 0..options.sweeps.max(options.refits) {
             if sweep < options.sweeps {
-                self.sweep(hessian, &mut residuals, |state, block, residuals, changes| {
-                    state.move_codes(block, hessian, residuals, changes);
+                self.sweep(&mut residuals, |state, block, residuals, changes| {
+                    state.move_codes(block, residuals, changes);
                     Ok(())
                 })?;
             }
             if sweep < options.refits {
-                self.sweep(hessian, &mut residuals, |state, block, residuals, changes| {
-                    state.choose_anew(block, hessian, residuals, changes)
-                })?;
+                self.sweep(&mut residuals, Self::choose_anew)?;
             }
         }
         Ok(())
@@ -353,10 +340,10 @@ impl<'a> State<'a> {
     /// residuals of its block, `[rows, block_size]`, and leaves the changes of the values.
     fn sweep(
         &mut self,
-        hessian: &[f32],
         residuals: &mut [f32],
         improve: impl Fn(&mut Self, usize, &[f32], &mut [f32]) -> Result<(), SearchError>,
     ) -> Result<(), SearchError> {
+        let hessian = self.curvature.hessian();
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let stride = GROUP.min(cols);
         let mut changes = vec![0.0; rows * stride];
@@ -384,15 +371,9 @@ impl<'a> State<'a> {
     }
 
     /// Moves every code of a block to the one that is best while all others stay.
-    fn move_codes(
-        &mut self,
-        block: usize,
-        hessian: &[f32],
-        residuals: &[f32],
-        changes: &mut [f32],
-    ) {
+    fn move_codes(&mut self, block: usize, residuals: &[f32], changes: &mut [f32]) {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let block_hessian = square(hessian, cols, block, size);
+        let block_hessian = self.curvature.blocks().block(block / size).values;
         let steps: Vec<f32> = (0..size).map(|i| 1.0 / block_hessian[i * (size + 1)]).collect();
         let values: Vec<f32> = self.scales[block / size * rows..][..rows]
             .iter()
@@ -431,14 +412,12 @@ impl<'a> State<'a> {
     fn choose_anew(
         &mut self,
         block: usize,
-        hessian: &[f32],
         residuals: &[f32],
         changes: &mut [f32],
     ) -> Result<(), SearchError> {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let block_hessian = square(hessian, cols, block, size);
-        let inverse = inverse_of(&block_hessian, size).ok_or(SearchError::Singular)?;
-        let hessians = BlockHessians::new(block_hessian, size)?;
+        let inverse = &self.curvature.inverses()[block * size..][..size * size];
+        let hessians = self.curvature.blocks().only(block / size);
         let now: Vec<f32> = (0..rows)
             .flat_map(|row| {
                 let value = self.scale_value(row, self.scales[block / size * rows + row]);
@@ -452,7 +431,7 @@ impl<'a> State<'a> {
             MatMut::from_row_major_slice_mut(&mut targets, rows, size),
             Accum::Add,
             MatRef::from_row_major_slice(residuals, rows, size),
-            MatRef::from_row_major_slice(&inverse, size, size),
+            MatRef::from_row_major_slice(inverse, size, size),
             1.0,
             Par::Seq,
         );
@@ -488,13 +467,13 @@ impl<'a> State<'a> {
     }
 
     /// Codes and scales, their channels back where they came from.
-    fn packed(&self, order: &[usize]) -> Packed {
+    fn packed(&self) -> Packed {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let blocks = cols / size;
         let mut codes = vec![0; rows * cols / 2];
         let mut scales = vec![0; rows * blocks];
         for row in 0..rows {
-            for (channel, &target) in order.iter().enumerate() {
+            for (channel, &target) in self.curvature.order().iter().enumerate() {
                 let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
                 codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
                 scales[row * blocks + target / size] = self.scales[channel / size * rows + row];
@@ -550,17 +529,4 @@ fn distance(hessian: &[f32], a: &[f32], b: &[f32]) -> f32 {
     let errors: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
     let rows = hessian.chunks_exact(errors.len()).zip(&errors);
     rows.map(|(row, error)| row.iter().zip(&errors).map(|(h, e)| h * e).sum::<f32>() * error).sum()
-}
-
-/// The block on the diagonal, `[size, size]`.
-fn square(matrix: &[f32], n: usize, block: usize, size: usize) -> Vec<f32> {
-    (block..block + size).flat_map(|row| &matrix[row * n + block..][..size]).copied().collect()
-}
-
-/// The inverse of a positive definite matrix; nothing if it is singular.
-fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
-    use faer::linalg::solvers::DenseSolveCore;
-    let wide = Mat::from_fn(n, n, |i, j| f64::from(matrix[i * n + j]));
-    let inverse = wide.llt(Side::Lower).ok()?.inverse();
-    Some((0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect())
 }

@@ -160,7 +160,9 @@ impl BlockHessians {
     }
 }
 
-fn check_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
+/// # Errors
+/// [`SearchError::Format`] if the blocks do not divide the channels.
+pub(crate) fn check_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
     if block_size > 0 && channels.is_multiple_of(block_size) {
         Ok(())
     } else {

@@ -182,6 +182,12 @@ impl BlockHessians {
         &self.bounds
     }
 
+    /// Those of one block.
+    pub(crate) fn only(&self, block: usize) -> Self {
+        let BlockHessian { size, values, bounds } = self.block(block);
+        Self { block_size: size, values: values.to_vec(), bounds: bounds.to_vec() }
+    }
+
     pub(crate) fn block(&self, block: usize) -> BlockHessian<'_> {
         let size = self.block_size;
         BlockHessian {

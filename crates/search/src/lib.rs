@@ -23,6 +23,7 @@
 //! | `coordinate_descent.rs` | scale and codes, improved one at a time                              |
 //! | `admm.rs`               | ADMM, as published and from the best known point                     |
 //! | `joint.rs`              | the best scale and codes of a block there are                        |
+//! | `curvature.rs`          | [`Curvature`]: what GPTQ makes of a Gram matrix                      |
 //! | `gptq.rs`               | [`Gptq`]: errors made up for across blocks                           |
 //! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                  |
 //! | `method.rs`             | [`Method`]: all of these by name                                     |
@@ -37,6 +38,7 @@ mod admm;
 mod best_tensor_scale;
 mod block;
 mod coordinate_descent;
+mod curvature;
 mod error;
 mod four_over_six;
 mod gptq;
@@ -62,6 +64,7 @@ pub use best_tensor_scale::{
     check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
 };
 pub use burn_fp4_formats as formats;
+pub use curvature::Curvature;
 pub use error::SearchError;
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;

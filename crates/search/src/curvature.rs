@@ -1,0 +1,133 @@
+//! What GPTQ makes of a Gram matrix, once for all weights that meet the same activations.
+
+use faer::linalg::triangular_inverse::invert_lower_triangular;
+use faer::{Mat, Par, Side};
+use rayon::prelude::*;
+
+use crate::gram::check_blocks;
+use crate::{BlockHessians, BlockOrder, Gptq, Gram, SearchError};
+
+/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as far as
+/// that is needed. Made by [`Gptq::curvature`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Curvature {
+    pub(crate) options: Gptq,
+    order: Vec<usize>,
+    factor: Vec<f32>,
+    hessian: Vec<f32>,
+    blocks: BlockHessians,
+    inverses: Vec<f32>,
+}
+
+impl Curvature {
+    pub(crate) fn new(options: Gptq, gram: &Gram, block_size: usize) -> Result<Self, SearchError> {
+        check_blocks(gram.channels(), block_size)?;
+        let order = options.order.channels(gram, block_size);
+        let hessian = damped(gram, &order, options.damping);
+        let factor = inverse_factor(&hessian).ok_or(SearchError::Singular)?;
+        let hessian: Vec<f32> = hessian.into_par_iter().map(|value| value as f32).collect();
+        let channels = order.len();
+        let blocks = (0..channels).flat_map(|channel| {
+            let start = channel * channels + channel / block_size * block_size;
+            &hessian[start..start + block_size]
+        });
+        let blocks = BlockHessians::new(blocks.copied().collect(), block_size)?;
+        let inverses = blocks
+            .values()
+            .chunks_exact(block_size * block_size)
+            .map(|block| inverse_of(block, block_size).ok_or(SearchError::Singular))
+            .collect::<Result<Vec<_>, _>>()?
+            .concat();
+        Ok(Self { options, order, factor, hessian, blocks, inverses })
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &Gptq {
+        &self.options
+    }
+
+    /// Input channels.
+    pub fn channels(&self) -> usize {
+        self.order.len()
+    }
+
+    /// The channels in the order in which they are rounded; those of a block stay together.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    /// The upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
+    pub fn factor(&self) -> &[f32] {
+        &self.factor
+    }
+
+    /// H, `[channels, channels]`.
+    pub fn hessian(&self) -> &[f32] {
+        &self.hessian
+    }
+
+    /// The blocks on the diagonal of H.
+    pub fn blocks(&self) -> &BlockHessians {
+        &self.blocks
+    }
+
+    /// The inverses of these, `[blocks, block_size, block_size]`.
+    pub fn inverses(&self) -> &[f32] {
+        &self.inverses
+    }
+}
+
+impl BlockOrder {
+    /// The channels in their new order.
+    fn channels(self, gram: &Gram, block_size: usize) -> Vec<usize> {
+        let diagonal: Vec<_> = gram.diagonal().collect();
+        let activity: Vec<f64> = diagonal.chunks(block_size).map(|x| x.iter().sum()).collect();
+        let mut blocks: Vec<_> = (0..activity.len()).collect();
+        if self == Self::Activity {
+            blocks.sort_by(|&a, &b| activity[b].total_cmp(&activity[a]));
+        }
+        blocks.into_iter().flat_map(|block| block * block_size..(block + 1) * block_size).collect()
+    }
+}
+
+/// `X^T X` in the new order plus the damping, `[channels, channels]`. Of no activations, the identity.
+fn damped(gram: &Gram, order: &[usize], damping: f64) -> Vec<f64> {
+    let channels = order.len();
+    let mean = gram.diagonal().sum::<f64>() / channels.max(1) as f64;
+    let added = if mean > 0.0 { damping * mean } else { 1.0 };
+    let mut hessian = vec![0.0; channels * channels];
+    hessian.par_chunks_exact_mut(channels.max(1)).enumerate().for_each(|(at, row)| {
+        let from = &gram.values()[order[at] * channels..][..channels];
+        for (value, &channel) in row.iter_mut().zip(order) {
+            *value = from[channel];
+        }
+        row[at] += added;
+    });
+    hessian
+}
+
+/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular.
+///
+/// Backward in both axes H has a lower factor L, and U is its inverse, backward again.
+fn inverse_factor(hessian: &[f64]) -> Option<Vec<f32>> {
+    let n = hessian.len().isqrt();
+    let backward = Mat::from_fn(n, n, |i, j| hessian[(n - 1 - i) * n + n - 1 - j]);
+    let lower = backward.llt(Side::Lower).ok()?;
+    let mut inverse = Mat::zeros(n, n);
+    invert_lower_triangular(inverse.as_mut(), lower.L(), Par::rayon(0));
+    let mut factor = vec![0.0; n * n];
+    factor.par_chunks_exact_mut(n.max(1)).enumerate().for_each(|(i, row)| {
+        for (j, value) in row.iter_mut().enumerate().skip(i) {
+            *value = inverse[(n - 1 - i, n - 1 - j)] as f32;
+        }
+    });
+    factor.par_iter().all(|value| value.is_finite()).then_some(factor)
+}
+
+/// The inverse of a positive definite matrix; nothing if it is singular.
+fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
+    use faer::linalg::solvers::DenseSolveCore;
+    let wide = Mat::from_fn(n, n, |i, j| f64::from(matrix[i * n + j]));
+    let inverse = wide.llt(Side::Lower).ok()?.inverse();
+    Some((0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect())
+}

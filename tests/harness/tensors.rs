@@ -1,0 +1,15 @@
+//! Burn tensors of known values, and back.
+
+use burn::tensor::{Device, Tensor, TensorData};
+
+use crate::inputs::normals;
+
+/// Standard normal f32 values, the same of every device.
+pub fn random<const D: usize>(seed: u64, shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::from_data(TensorData::new(normals(seed, shape.iter().product()), shape), device)
+}
+
+/// A tensor's values, read back.
+pub fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().iter::<f32>().collect()
+}

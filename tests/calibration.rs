@@ -1,5 +1,8 @@
 //! Calibration: what is recorded of modules that know nothing of it, against copies of them that keep their inputs.
 
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -143,6 +146,11 @@ impl Watched for Stem {
     }
 }
 
+/// A device that is not this one.
+fn other_device(device: &Device) -> Device {
+    if *device == Device::flex() { Device::ndarray() } else { Device::flex() }
+}
+
 fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &[&str]) {
     let kept = Kept::default();
     batches.iter().for_each(|batch| model.run(batch.clone(), Some(&kept)));
@@ -150,9 +158,11 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
     for (path, values, channels) in kept.into_inner() {
         expected.entry(path).or_insert_with(|| Gram::new(channels)).add(&values).unwrap();
     }
-    // All batches side by side, and one after the other.
-    for memory in [1 << 30, 1] {
-        let options = CalibrationOptions::default().memory(memory);
+    // All batches side by side, one after the other, and divided among devices.
+    let devices = model.devices();
+    let divided: Vec<_> = devices.iter().cloned().chain([other_device(&devices[0])]).collect();
+    for (memory, devices) in [(1 << 30, vec![]), (1, vec![]), (1 << 30, divided)] {
+        let options = CalibrationOptions::default().memory(memory).devices(devices);
         let calibration = Calibration::of(model)
             .options(options)
             .run(batches.clone(), |model: &M, batch| model.run(batch, None))
@@ -465,6 +475,99 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
             panic!("{report}")
         };
         assert_ne!(*chosen_by, ChosenBy::Search(ScaleSearch::Sse));
+    }
+}
+
+#[test]
+fn weights_are_divided_among_the_devices_of_a_calibration() {
+    let batches =
+        |device: &Device| (0..4).map(|seed| random(seed, [40, 32], device)).collect::<Vec<_>>();
+    let forward = |model: &Mlp, x| model.forward(x);
+    let hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian));
+    for (name, device, _) in devices() {
+        let dense = Mlp::new(&device);
+        let there = [device.clone(), other_device(&device)];
+        let options = || CalibrationOptions::default().devices(there.clone());
+        let calibration =
+            Calibration::of(&dense).options(options()).run(batches(&device), forward).unwrap();
+        assert_eq!(calibration.devices(), there, "{name}");
+        // The same statistics, gathered by nobody.
+        let mut elsewhere = Calibration::new();
+        for (path, gram) in calibration.iter() {
+            elsewhere.insert(path, gram.clone());
+        }
+        for config in [Fp4Config::nvfp4().gptq(Gptq::default()), hessian.clone()] {
+            let quantized = |calibration: &Calibration| {
+                let mut model = dense.clone();
+                let config = config.with_calibration(calibration);
+                let report = model.quantize_fp4(&config).unwrap();
+                assert_eq!(report.quantized().count(), 3, "{name}");
+                (model, report.relative_error())
+            };
+            let (on_one, expected) = quantized(&elsewhere);
+            let (on_two, found) = quantized(&calibration);
+            assert_eq!(on_two.devices(), on_one.devices(), "{name}");
+            // Those of the second device come from engines whose GPTQ sums up in another order.
+            assert_eq!(codes(&on_two.layers[0]), codes(&on_one.layers[0]), "{name}");
+            assert_eq!(codes(&on_two.head), codes(&on_one.head), "{name}");
+            assert!((found - expected).abs() <= 0.02 * expected, "{name}: {found} {expected}");
+
+            let mut sequential = dense.clone();
+            sequential
+                .quantize_fp4_sequential(&config, options(), batches(&device), forward)
+                .unwrap();
+            assert_eq!(sequential.devices(), on_one.devices(), "{name}");
+            assert_eq!(codes(&sequential.layers[0]), codes(&on_one.layers[0]), "{name}");
+        }
+        let twice = [device.clone(), device.clone()];
+        let options = CalibrationOptions::default().devices(twice);
+        let error =
+            Calibration::of(&dense).options(options).run(batches(&device), forward).unwrap_err();
+        assert!(error.to_string().contains("named twice"), "{error}");
+    }
+}
+
+#[test]
+fn statistics_are_those_that_a_config_asks_for() {
+    let forward = |model: &Mlp, x| model.forward(x);
+    let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian));
+    let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    for (name, device, _) in devices() {
+        let model = Mlp::new(&device);
+        let batches = [random(1, [50, 32], &device), random(2, [50, 32], &device)];
+        let calibrate = |options| {
+            Calibration::of(&model).options(options).run(batches.clone(), forward).unwrap()
+        };
+        let whole = calibrate(CalibrationOptions::default().for_config(&gptq));
+        let blocks = calibrate(CalibrationOptions::default().for_config(&by_hessian));
+        for (path, gram) in whole.iter() {
+            assert!(gram.is_whole());
+            let found = blocks.get(path).unwrap();
+            assert_eq!((found.block_size(), found.rows()), (16, 100), "{name} {path}");
+            let size = gram.diagonal().fold(0.0, f64::max) as f32;
+            let expected = gram.blocks(16).unwrap();
+            for (found, expected) in
+                found.blocks(16).unwrap().values().iter().zip(expected.values())
+            {
+                assert!((found - expected).abs() <= 1e-5 * size, "{name} {path}");
+            }
+        }
+        let chosen = |config: &Fp4Config, calibration: &Calibration| {
+            let report = model.clone().quantize_fp4(&config.with_calibration(calibration)).unwrap();
+            match report.parameters[0].outcome {
+                Outcome::Quantized { chosen_by, .. } => chosen_by,
+                _ => panic!("{report}"),
+            }
+        };
+        let hessian = ChosenBy::Search(ScaleSearch::Hessian);
+        assert_eq!(chosen(&by_hessian, &blocks), hessian);
+        assert_eq!(chosen(&by_hessian, &whole), hessian);
+        assert_eq!(chosen(&gptq, &whole), ChosenBy::Gptq(Gptq::default()));
+        // Too little is known for these.
+        assert_eq!(chosen(&gptq, &blocks), ChosenBy::Search(ScaleSearch::Sse));
+        let mut mxfp4 = by_hessian.clone();
+        mxfp4.scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::Hessian);
+        assert_eq!(chosen(&mxfp4, &blocks), ChosenBy::Search(ScaleSearch::Sse));
     }
 }
 

@@ -8,13 +8,13 @@ use std::sync::{Mutex, MutexGuard};
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor};
 use burn_fp4::ops::{FusedProducts, fused_products};
 use burn_fp4::{
     Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, PackedWeight, ScaleSearch, TensorScaling,
 };
 use tests::engines::devices;
-use tests::inputs::{Random, normals};
+use tests::inputs::Random;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 

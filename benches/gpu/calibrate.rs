@@ -8,7 +8,8 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNor
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use burn_fp4::{
-    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, ScaleSearch,
+    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, PackedWeight,
+    ScaleSearch,
 };
 
 /// Channels, and those of the hidden layer.
@@ -94,13 +95,9 @@ impl Block {
     }
 }
 
-/// Adds what calibration and quantization of that many blocks take.
-pub(crate) fn measure(blocks: usize, rows: &mut Vec<Row>) {
+/// Adds what calibration and quantization of that many blocks take, on one device and on several.
+pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
     let device = Device::cuda(0);
-    let reserved = || {
-        device.sync().expect("the device answers");
-        device.memory_pool_usage().expect("reported").bytes_reserved as usize
-    };
     let model = Decoder::new(blocks, &device);
     let batches: Vec<_> = (0..BATCHES)
         .map(|_| {
@@ -108,31 +105,66 @@ pub(crate) fn measure(blocks: usize, rows: &mut Vec<Row>) {
             Tensor::<2>::random([SEQUENCES, TOKENS], uniform, &device).int()
         })
         .collect();
+    let on_one = measure_on(&model, &batches, 1, rows);
+    if devices > 1 {
+        let on_several = measure_on(&model, &batches, devices, rows);
+        let counts = on_one.iter().zip(&on_several).map(|(one, several)| {
+            let same = one.iter().zip(several).filter(|(one, several)| one == several).count();
+            (same, one.len())
+        });
+        let (same, all) = counts.fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
+        eprintln!("{same} of {all} block scales are the same on {devices} devices");
+    }
+}
+
+/// The scales of every weight by GPTQ.
+fn measure_on(
+    model: &Decoder,
+    batches: &[Tensor<2, Int>],
+    devices: usize,
+    rows: &mut Vec<Row>,
+) -> Vec<Vec<u8>> {
+    let device = Device::cuda(0);
+    let reserved = || {
+        device.sync().expect("the device answers");
+        device.memory_pool_usage().expect("reported").bytes_reserved as usize
+    };
     device.memory_cleanup();
     let before = reserved();
+    let blocks = model.blocks.len();
     let forward = |model: &Decoder, tokens: Tensor<2, Int>| model.forward(tokens);
-    let mut row = |name: String, values: usize, start: Instant| {
+    let weights = blocks * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN);
+    let mut row = |name: &str, start: Instant| {
         device.sync().expect("the device answers");
         let seconds = start.elapsed().as_secs_f64();
-        let more = reserved() - before;
+        let more = reserved().saturating_sub(before);
+        let name = format!("{name}, {blocks} decoder blocks, {devices} GPUs");
         eprintln!("{name}: {seconds:.1} s, {more} bytes of the device more than {before}");
-        rows.push(Row::new(&name, values, 2 * values, seconds, seconds));
+        rows.push(Row::new(&name, weights, 2 * weights, seconds, seconds));
     };
 
     let start = Instant::now();
-    let options = CalibrationOptions::default();
-    let calibration = Calibration::of(&model).options(options).run(batches.clone(), forward);
+    let options = CalibrationOptions::default().devices((0..devices).map(Device::cuda));
+    let calibration = Calibration::of(model).options(options).run(batches.iter().cloned(), forward);
     let calibration = calibration.expect("it can be recorded");
-    let weights = blocks * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN);
-    row(format!("calibrate {blocks} decoder blocks"), weights, start);
+    row("calibrate", start);
 
     let hessian = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
     let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    let mut quantized = model.clone();
     for (name, config) in [("hessian", Fp4Config::new(hessian)), ("gptq", gptq)] {
         let start = Instant::now();
-        let mut quantized = model.clone();
-        let config = config.with_calibration(&calibration);
-        quantized.quantize_fp4(&config).expect("a valid model");
-        row(format!("quantize {blocks} decoder blocks by {name}"), weights, start);
+        quantized = model.clone();
+        quantized.quantize_fp4(&config.with_calibration(&calibration)).expect("a valid model");
+        row(&format!("quantize by {name}"), start);
     }
+    let scales = |layer: &Linear| {
+        let packed = layer.weight.reparameterization::<PackedWeight>().expect("quantized");
+        packed.tensor::<2>().scales().into_data().iter::<u8>().collect()
+    };
+    let layers = quantized.blocks.iter().flat_map(|block| {
+        let Block { query, key, value, output, gate, up, down, .. } = block;
+        [query, key, value, output, gate, up, down]
+    });
+    layers.map(scales).collect()
 }

@@ -49,6 +49,10 @@ struct Arguments {
     /// Calibrate and quantize that many blocks of a decoder too.
     #[arg(long, default_value_t = 0)]
     calibrate: usize,
+    #[cfg(feature = "cuda")]
+    /// And once more on that many GPUs.
+    #[arg(long, default_value_t = 1)]
+    devices: usize,
     /// Print an array of objects instead of a table.
     #[arg(long)]
     json: bool,
@@ -84,7 +88,7 @@ fn main() {
     }
     #[cfg(feature = "cuda")]
     if arguments.calibrate > 0 {
-        calibrate::measure(arguments.calibrate, &mut rows);
+        calibrate::measure(arguments.calibrate, arguments.devices, &mut rows);
     }
     print(&rows, arguments.json);
 }

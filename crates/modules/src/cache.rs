@@ -39,10 +39,13 @@ impl Cache {
             let words = tensor.data().chunks_exact(8);
             Ok(words.map(|word| word.try_into().expect("eight bytes")).collect())
         };
+        let shape = file.tensor(GRAM).map_err(|error| failed(&path, error))?.shape().to_vec();
+        let [blocks, block_size, _] = shape[..] else {
+            return Err(failed(&path, format!("a tensor of shape {shape:?}")));
+        };
         let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
         let rows = words(ROWS)?.first().map_or(0, |&word| u64::from_le_bytes(word));
-        let channels = values.len().isqrt();
-        let gram = Gram::from_values(values, channels, rows as usize);
+        let gram = Gram::from_values(values, blocks * block_size, block_size, rows as usize);
         gram.map(Some).map_err(|error| failed(&path, error))
     }
 
@@ -51,9 +54,10 @@ impl Cache {
         let path = self.path(number);
         let values: Vec<u8> = gram.values().iter().flat_map(|value| value.to_le_bytes()).collect();
         let rows = (gram.rows() as u64).to_le_bytes();
-        let channels = gram.channels();
+        let size = gram.block_size();
+        let shape = vec![gram.channels() / size.max(1), size, size];
         let tensors = [
-            (GRAM, TensorView::new(Dtype::F64, vec![channels, channels], &values)),
+            (GRAM, TensorView::new(Dtype::F64, shape, &values)),
             (ROWS, TensorView::new(Dtype::U64, vec![1], &rows)),
         ];
         let tensors = tensors.map(|(name, tensor)| (name, tensor.expect("whole tensors")));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Gram, GramSum, Replay};
+use burn_fp4_ops::{Fp4Scheme, Gram, GramSum, Replay, check_addable};
 use burn_ir::TensorId;
 
 use crate::cache::Cache;
@@ -15,11 +15,14 @@ use crate::capture::{LayerInput, Recording};
 use crate::paths::{TakeFloats, each_float};
 use crate::quantize::read_vectors;
 use crate::select::Walk;
-use crate::{Calibration, Fp4Error};
+use crate::{Calibration, Fp4Config, Fp4Error};
 
 /// How much is calibrated at a time, and where it is kept.
 pub struct CalibrationOptions<'a> {
     memory: usize,
+    /// Of the Gram matrices only blocks of this size.
+    blocks: Option<usize>,
+    pub(crate) devices: Vec<Device>,
     cache: Option<PathBuf>,
     progress: Box<dyn FnMut(CalibrationProgress) + 'a>,
 }
@@ -35,16 +38,34 @@ pub struct CalibrationProgress {
 
 impl Default for CalibrationOptions<'_> {
     fn default() -> Self {
-        Self { memory: 4 << 30, cache: None, progress: Box::new(|_| {}) }
+        let progress = Box::new(|_| {});
+        Self { memory: 4 << 30, blocks: None, devices: Vec::new(), cache: None, progress }
     }
 }
 
 impl<'a> CalibrationOptions<'a> {
-    /// Bytes that the activations of all batches in flight may take at a time: 4 GiB. What does not fit runs after
+    /// Bytes that the activations of all batches in flight may take on a device at a time: 4 GiB. What does not fit runs after
     /// the rest, from its beginning; at least one batch is in flight. The statistics of one input of a layer, f32
-    /// `[in, in]`, come on top.
+    /// `[in, in]` or less, come on top.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = bytes;
+        self
+    }
+
+    /// Gathers what this configuration asks for and no more: `X^T X` whole for GPTQ, which is what is gathered without
+    /// this, but only its blocks `[in / block_size, block_size, block_size]` for a search by Hessian. Of inputs that
+    /// such blocks do not divide it is whole.
+    pub fn for_config(mut self, config: &Fp4Config) -> Self {
+        let Fp4Scheme { search, block_size, .. } = config.scheme;
+        let whole = config.gptq.is_some() || !search.needs_hessians();
+        self.blocks = (!whole).then_some(block_size);
+        self
+    }
+
+    /// Divides the batches among these devices, each with a copy of the module, and later the weights that are
+    /// quantized by what was found. Without this, or of none, all happens on the device of the module.
+    pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
+        self.devices = devices.into_iter().collect();
         self
     }
 
@@ -74,7 +95,7 @@ impl<'a, M: Module> Calibrate<'a, M> {
         Self { model, options: CalibrationOptions::default() }
     }
 
-    /// Sets memory, cache and progress.
+    /// Sets what is gathered, where, in how much memory, and who is told.
     pub fn options(mut self, options: CalibrationOptions<'a>) -> Self {
         self.options = options;
         self
@@ -95,10 +116,11 @@ impl<'a, M: Module> Calibrate<'a, M> {
         mut forward: impl FnMut(&M, I) -> O,
     ) -> Result<Calibration, Fp4Error> {
         let Self { model, options } = self;
-        let prepared = Prepared::new(model, batches, &mut forward)?;
+        let prepared = Prepared::new(model, batches, &options.devices, &mut forward)?;
         let in_flight = prepared.in_flight(options.memory);
         let mut calibration = Calibration::new();
         calibration.set_unreached(prepared.unreached());
+        calibration.set_devices(prepared.devices());
         prepared.run(options, in_flight, "dense", |input, gram| {
             let gram = Arc::new(gram);
             for weight in &input.weights {
@@ -113,7 +135,8 @@ impl<'a, M: Module> Calibrate<'a, M> {
 /// Forward passes over all batches, recorded.
 pub(crate) struct Prepared<'a, M> {
     model: &'a M,
-    device: Device,
+    /// Where to run it, and it there.
+    there: Vec<(Device, M)>,
     recordings: Vec<Recording>,
     /// Paths of matrices.
     matrices: Vec<String>,
@@ -123,6 +146,7 @@ impl<'a, M: Module> Prepared<'a, M> {
     pub(crate) fn new<I: Module, O>(
         model: &'a M,
         batches: impl IntoIterator<Item = I>,
+        devices: &[Device],
         forward: &mut impl FnMut(&M, I) -> O,
     ) -> Result<Self, Fp4Error> {
         let walk = Walk::over_values(model);
@@ -132,13 +156,7 @@ impl<'a, M: Module> Prepared<'a, M> {
                 return Err(Fp4Error::Attached { path, name });
             }
         }
-        let device = match &model.devices()[..] {
-            [device] => device.clone().inner(),
-            devices => {
-                let problem = format!("the module is on {} devices, not one", devices.len());
-                return Err(Fp4Error::Capture { problem });
-            }
-        };
+        let there = copies(model, devices)?;
         let recordings = batches.into_iter().map(|batch| Recording::of(model, batch, forward));
         let recordings = recordings.collect::<Result<Vec<_>, _>>()?;
         let Some(first) = recordings.first() else {
@@ -155,15 +173,21 @@ impl<'a, M: Module> Prepared<'a, M> {
         }
         let matrices = walk.parameters.into_iter().filter(|parameter| parameter.shape.len() == 2);
         let matrices = matrices.map(|parameter| parameter.path).collect();
-        Ok(Self { model, device, recordings, matrices })
+        Ok(Self { model, there, recordings, matrices })
     }
 
-    /// Batches whose activations fit into some memory, at least one.
+    /// Where it runs.
+    pub(crate) fn devices(&self) -> Vec<Device> {
+        self.there.iter().map(|(device, _)| device.clone()).collect()
+    }
+
+    /// Batches whose activations fit into some memory of every device, at least one on each.
     pub(crate) fn in_flight(&self, memory: usize) -> usize {
         let largest = |bytes: fn(&Recording) -> usize| self.recordings.iter().map(bytes).max();
         let peak = largest(|recording| recording.peak_bytes).unwrap_or(0);
         let waiting = largest(|recording| recording.waiting_bytes).unwrap_or(0);
-        memory.saturating_sub(peak).checked_div(waiting).unwrap_or(usize::MAX).max(1)
+        let on_each = memory.saturating_sub(peak).checked_div(waiting).unwrap_or(usize::MAX);
+        on_each.max(1).saturating_mul(self.there.len())
     }
 
     /// Paths of matrices that no product contracts along their first axis.
@@ -192,11 +216,13 @@ impl<'a, M: Module> Prepared<'a, M> {
         let chunks: Vec<_> = self.recordings.chunks(in_flight).collect();
         let total = chunks.len() * self.inputs().len();
         let cache = match &options.cache {
-            Some(directory) => Some(self.open(directory, &(how, in_flight))?),
+            Some(directory) => Some(self.open(directory, &(how, in_flight, options.blocks))?),
             None => None,
         };
         for (number, chunk) in chunks.iter().enumerate() {
-            let runs = chunk.iter().map(|recording| Run::start(self, recording));
+            let runs = chunk.iter().zip(self.there.iter().cycle());
+            let runs =
+                runs.map(|(recording, (device, model))| Run::start(device, model, recording));
             let mut runs = runs.collect::<Result<Vec<_>, _>>()?;
             for at in 0..self.inputs().len() {
                 let done = number * self.inputs().len() + at;
@@ -207,7 +233,7 @@ impl<'a, M: Module> Prepared<'a, M> {
                 let gram = match known {
                     Some(gram) => gram,
                     None => {
-                        let gram = self.sum(&mut runs, at)?;
+                        let gram = self.sum(&mut runs, at, options.blocks)?;
                         if let Some(cache) = &cache {
                             cache.store(done, &gram)?;
                         }
@@ -215,8 +241,14 @@ impl<'a, M: Module> Prepared<'a, M> {
                     }
                 };
                 for (path, weight) in seen(&self.inputs()[at], gram)? {
-                    for run in &mut runs {
-                        run.replace(&path, &weight)?;
+                    // The same for all batches on a device.
+                    let there: Vec<_> = self
+                        .there
+                        .iter()
+                        .map(|(device, _)| weight.clone().to_device(device))
+                        .collect();
+                    for (run, weight) in runs.iter_mut().zip(there.iter().cycle()) {
+                        run.replace(&path, weight)?;
                     }
                 }
                 (options.progress)(CalibrationProgress { done: done + 1, total });
@@ -226,10 +258,21 @@ impl<'a, M: Module> Prepared<'a, M> {
     }
 
     /// Sums up an input of layers over batches.
-    fn sum(&self, runs: &mut [Run<'_>], at: usize) -> Result<Gram, Fp4Error> {
+    fn sum(
+        &self,
+        runs: &mut [Run<'_>],
+        at: usize,
+        blocks: Option<usize>,
+    ) -> Result<Gram, Fp4Error> {
         let input = &self.inputs()[at];
         let named = |source| Fp4Error::Parameter { path: input.weights[0].path.clone(), source };
-        let mut sum = GramSum::new(input.tensor.shape.last().copied().unwrap_or(1));
+        let channels = input.tensor.shape.last().copied().unwrap_or(1);
+        let mut sum = match blocks {
+            Some(size) if channels.is_multiple_of(size) => {
+                GramSum::in_blocks(channels, size).map_err(named)?
+            }
+            _ => GramSum::new(channels),
+        };
         for run in runs {
             let input = &run.recording.inputs[at];
             run.advance(input.at);
@@ -252,6 +295,32 @@ impl<'a, M: Module> Prepared<'a, M> {
         self.recordings.iter().for_each(|recording| recording.hash(&mut hasher));
         Cache::open(directory, hasher.finish())
     }
+}
+
+/// A module on each of some devices, or where it is.
+fn copies<M: Module>(model: &M, devices: &[Device]) -> Result<Vec<(Device, M)>, Fp4Error> {
+    let home = match &model.devices()[..] {
+        [device] => device.clone().inner(),
+        devices => {
+            let problem = format!("the module is on {} devices, not one", devices.len());
+            return Err(Fp4Error::Capture { problem });
+        }
+    };
+    if devices.is_empty() {
+        return Ok(vec![(home, model.clone())]);
+    }
+    let devices: Vec<_> = devices.iter().map(|device| device.clone().inner()).collect();
+    check_addable(&devices)?;
+    if let Some(twice) = (1..devices.len()).find(|&at| devices[..at].contains(&devices[at])) {
+        let problem = format!("{:?} is named twice", devices[twice]);
+        return Err(Fp4Error::Capture { problem });
+    }
+    // Clones share running statistics, so that these would be moved for all of them.
+    let copy = |device: Device| match device == home {
+        true => (device, model.clone()),
+        false => (device.clone(), model.valid().to_device(&device)),
+    };
+    Ok(devices.into_iter().map(copy).collect())
 }
 
 /// What tells the values of parameters apart: their largest magnitude, and the sum of their magnitudes in units of
@@ -281,15 +350,13 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn start<M: Module>(
-        prepared: &Prepared<'_, M>,
+        device: &Device,
+        model: &M,
         recording: &'a Recording,
     ) -> Result<Self, Fp4Error> {
-        let mut insert = Insert {
-            parameters: &recording.parameters,
-            replay: Replay::on(&prepared.device)?,
-            error: None,
-        };
-        each_float(prepared.model, &mut insert);
+        let parameters = &recording.parameters;
+        let mut insert = Insert { parameters, replay: Replay::on(device)?, error: None };
+        each_float(model, &mut insert);
         if let Some(error) = insert.error {
             return Err(error);
         }

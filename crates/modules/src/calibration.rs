@@ -3,7 +3,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::{Gram, gram};
 
 use crate::Fp4Error;
@@ -34,6 +34,8 @@ use crate::calibrate::Calibrate;
 pub struct Calibration {
     grams: BTreeMap<String, Arc<Gram>>,
     unreached: BTreeSet<String>,
+    /// Where it was found.
+    devices: Vec<Device>,
 }
 
 impl fmt::Debug for Calibration {
@@ -104,5 +106,15 @@ impl Calibration {
 
     pub(crate) fn set_unreached(&mut self, paths: BTreeSet<String>) {
         self.unreached = paths;
+    }
+
+    /// The devices that it was found on, among which the weights are divided that are quantized by it; none where it was
+    /// gathered elsewhere.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    pub(crate) fn set_devices(&mut self, devices: Vec<Device>) {
+        self.devices = devices;
     }
 }

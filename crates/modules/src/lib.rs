@@ -19,11 +19,14 @@
 //! | `fake_quantize.rs`| [`FakeQuantize`]: activations, in a forward pass                        |
 //! | `train_linear.rs`| [`Fp4TrainLinear`]: a linear layer whose three products are quantized     |
 //! | `quantize.rs`  | [`Fp4Module::quantize_fp4`]                                                 |
+//! | `calibrated.rs`| the same layer by layer, or divided among devices                          |
+//! | `weight.rs`    | one weight, and by what it is quantized                                    |
 //! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
 //! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
 
 mod cache;
 mod calibrate;
+mod calibrated;
 mod calibration;
 mod capture;
 mod config;
@@ -38,6 +41,7 @@ mod record;
 mod report;
 mod select;
 mod train_linear;
+mod weight;
 
 use std::path::Path;
 
@@ -112,7 +116,7 @@ pub trait Fp4Module: Module {
         batches: impl IntoIterator<Item = I>,
         forward: impl FnMut(&Self, I) -> O,
     ) -> Result<Fp4Report, Fp4Error> {
-        quantize::sequential(self, config, options, batches, forward)
+        calibrated::sequential(self, config, options, batches, forward)
     }
 
     /// Makes the selected weights behave as if they were quantized, while they are trained in full precision:

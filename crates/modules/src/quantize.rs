@@ -3,18 +3,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use burn::module::{Module, ModuleMapper, Param, Reparameterizer};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, ScaleSearch, TensorScaling,
-    amax, multiplies_codes, quantize as quantize_tensor, quantize_by_importance, quantize_gptq,
+    Fp4Scheme, Gptq, Gram, NonFinite, OpsError, ScaleSearch, TensorScaling, amax, multiplies_codes,
 };
 
-use crate::calibrate::{CalibrationOptions, Prepared};
+use crate::calibrated::{divided, inputs_by_id};
 use crate::packed::{PackedWeight, placeholder};
 use crate::paths::{TakeFloats, each_float};
 use crate::report::{ChosenBy, Fp4Report, Outcome};
 use crate::select::{Decision, Parameter, Plan, select};
-use crate::{Calibration, Fp4Config, Fp4Error};
+use crate::weight::{Curvatures, chosen_by, quantize_weight, scheme_of};
+use crate::{Fp4Config, Fp4Error};
 
 /// Checks everything, then [packs](pack).
 pub(crate) fn quantize<M: Module>(
@@ -29,93 +28,9 @@ pub(crate) fn quantize<M: Module>(
     let inputs = inputs_by_id(&decisions, &config.calibration)?;
     // No reference says what GPTQ makes of a value that is not finite.
     let amaxes = measure(module, &decisions, config.gptq.is_some())?;
-    pack(module, &decisions, Source { amaxes, inputs, gptq: config.gptq, ..Source::default() })
-}
-
-/// See [`Fp4Module::quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
-pub(crate) fn sequential<M: Module, I: Module, O>(
-    module: &mut M,
-    config: &Fp4Config,
-    options: CalibrationOptions<'_>,
-    batches: impl IntoIterator<Item = I>,
-    mut forward: impl FnMut(&M, I) -> O,
-) -> Result<Fp4Report, Fp4Error> {
-    let decisions = select(module, config)?;
-    check_selected(&decisions)?;
-    if let Some(options) = &config.gptq {
-        options.validate(&config.scheme).map_err(OpsError::from)?;
-    }
-    let amaxes = measure(module, &decisions, true)?;
-    let prepared = Prepared::new(module, batches, &mut forward)?;
-    // What layers meet depends on what was made of those before them.
-    let how = serde_json::to_string(config).expect("plain data");
-
-    let plans: BTreeMap<_, _> = decisions
-        .iter()
-        .filter_map(|(parameter, decision)| match decision {
-            Decision::Quantize(plan) => Some((parameter.path.as_str(), (parameter.id.val(), plan))),
-            Decision::Keep(_) => None,
-        })
-        .collect();
-    let mut dense = Matrices { wanted: &plans, found: BTreeMap::new() };
-    each_float(module, &mut dense);
-    let dense = dense.found;
-    // Inputs that are still to come, by parameter id.
-    let mut to_come: BTreeMap<u64, usize> = BTreeMap::new();
-    for weight in prepared.inputs().iter().flat_map(|input| &input.weights) {
-        if let Some((id, _)) = plans.get(weight.path.as_str()) {
-            *to_come.entry(*id).or_default() += 1;
-        }
-    }
-    let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
-    let mut packed = BTreeMap::new();
-    prepared.run(options, usize::MAX, &how, |input, gram| {
-        let mut replaced = Vec::new();
-        for weight in &input.weights {
-            let Some((id, plan)) = plans.get(weight.path.as_str()) else { continue };
-            let named = |source| Fp4Error::Parameter { path: weight.path.clone(), source };
-            let gram = match inputs.remove(id) {
-                Some(mut sum) => {
-                    sum.merge(&gram).map_err(|error| named(error.into()))?;
-                    Cow::Owned(sum)
-                }
-                None => Cow::Borrowed(&gram),
-            };
-            let left = to_come.get_mut(id).expect("counted above");
-            *left -= 1;
-            if *left > 0 {
-                inputs.insert(*id, gram.into_owned());
-                continue;
-            }
-            let chosen_by = chosen_by(config.gptq, plan.scheme.search, true);
-            let scheme = scheme_of(plan, amaxes.get(&weight.path));
-            let values = &dense[&weight.path];
-            let tensor = quantize_weight(values, plan.layout.axis, &scheme, chosen_by, Some(&gram));
-            let tensor = tensor.map_err(named)?;
-            let rounded = tensor.dequantize_to(values.dtype().into());
-            let tied = plans.iter().filter(|(_, (other, _))| other == id);
-            replaced.extend(tied.map(|(path, _)| ((*path).to_owned(), rounded.clone())));
-            packed.insert(*id, (PackedWeight::new(&tensor), chosen_by));
-        }
-        Ok(replaced)
-    })?;
-    drop((prepared, dense));
-    pack(module, &decisions, Source { amaxes, packed, gptq: config.gptq, ..Source::default() })
-}
-
-/// The dense values of matrices that are to be quantized.
-struct Matrices<'a> {
-    wanted: &'a BTreeMap<&'a str, (u64, &'a Plan)>,
-    found: BTreeMap<String, Tensor<2>>,
-}
-
-impl TakeFloats for Matrices<'_> {
-    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
-        if D == 2 && self.wanted.contains_key(path.as_str()) {
-            let shape: [usize; 2] = param.shape().dims();
-            self.found.insert(path, param.base().without_autodiff().reshape(shape));
-        }
-    }
+    let packed = divided(module, &decisions, config, &inputs, &amaxes)?;
+    let gptq = config.gptq;
+    pack(module, &decisions, Source { amaxes, inputs, packed, gptq, ..Source::default() })
 }
 
 /// # Errors
@@ -169,7 +84,8 @@ pub(crate) fn pack<M: Module>(
     *module = module.clone().map(&mut take);
     let mut pack = Pack {
         gptq: source.gptq,
-        inputs: source.inputs,
+        inputs: &source.inputs,
+        curvatures: Curvatures::default(),
         apart: source.apart,
         plans,
         dense: source.dense.unwrap_or(take.dense),
@@ -187,36 +103,6 @@ pub(crate) fn pack<M: Module>(
         }
         Some(error) => Err(error),
     }
-}
-
-/// What is known of the inputs of weights, by parameter id: a tied weight meets those of all its places.
-///
-/// # Errors
-/// [`Fp4Error::Calibration`] for a path that no parameter has, [`Fp4Error::Parameter`] if what is known is of
-/// another number of inputs than the weight has.
-fn inputs_by_id<'a>(
-    decisions: &[(Parameter, Decision)],
-    calibration: &'a Calibration,
-) -> Result<BTreeMap<u64, Cow<'a, Gram>>, Fp4Error> {
-    let mut inputs: BTreeMap<u64, Cow<'a, Gram>> = BTreeMap::new();
-    for (path, gram) in calibration.iter() {
-        let of_path = decisions.iter().find(|(parameter, _)| parameter.path == path);
-        let Some((parameter, decision)) = of_path else {
-            return Err(Fp4Error::Calibration { path: path.to_owned() });
-        };
-        let Decision::Quantize(plan) = decision else { continue };
-        let named = |source: OpsError| Fp4Error::Parameter { path: path.to_owned(), source };
-        let expected = plan.layout.shape[plan.layout.axis];
-        check_length("calibrated inputs", expected, gram.channels())
-            .map_err(|error| named(error.into()))?;
-        match inputs.get_mut(&parameter.id.val()) {
-            Some(sum) => sum.to_mut().merge(gram).map_err(|error| named(error.into()))?,
-            None => {
-                inputs.insert(parameter.id.val(), Cow::Borrowed(gram));
-            }
-        }
-    }
-    Ok(inputs)
 }
 
 /// amax of every weight that needs one: of its group where it shares a tensor scale.
@@ -357,7 +243,8 @@ impl ModuleMapper for Take {
 /// Attaches packed weights, in the order in which the dense ones were taken.
 struct Pack<'a> {
     gptq: Option<Gptq>,
-    inputs: BTreeMap<u64, Cow<'a, Gram>>,
+    inputs: &'a BTreeMap<u64, Cow<'a, Gram>>,
+    curvatures: Curvatures<'a>,
     apart: bool,
     plans: VecDeque<(&'a Parameter, &'a Plan)>,
     dense: VecDeque<Dense>,
@@ -416,8 +303,10 @@ impl Pack<'_> {
             Some(tied) => tied.clone(),
             None => {
                 let inputs = self.inputs.get(&id).map(|gram| &**gram);
-                let chosen_by = chosen_by(self.gptq, scheme.search, inputs.is_some());
-                let tensor = quantize_weight(dense, plan.layout.axis, &scheme, chosen_by, inputs)?;
+                let chosen_by = chosen_by(self.gptq, &plan.scheme, inputs);
+                let axis = plan.layout.axis;
+                let curvatures = &mut self.curvatures;
+                let tensor = quantize_weight(dense, axis, &scheme, chosen_by, inputs, curvatures)?;
                 self.packed
                     .entry(id)
                     .insert_entry((PackedWeight::new(&tensor), chosen_by))
@@ -430,47 +319,6 @@ impl Pack<'_> {
         let result = Packed { bytes: tensor.bytes(), squared_error, chosen_by };
         self.results.insert(path.to_owned(), result);
         Ok(packed)
-    }
-}
-
-/// The scheme of a weight whose amax may be known.
-fn scheme_of(plan: &Plan, amax: Option<&f32>) -> Fp4Scheme {
-    // The weight was found finite, or was not to be looked at.
-    let scheme = plan.scheme.with_non_finite(NonFinite::FollowReference);
-    match amax {
-        Some(&amax) if amax.is_finite() => scheme.with_tensor_scale(TensorScaling::Amax(amax)),
-        _ => scheme,
-    }
-}
-
-/// How a weight is quantized.
-fn chosen_by(gptq: Option<Gptq>, search: ScaleSearch, has_inputs: bool) -> ChosenBy {
-    match (gptq, has_inputs) {
-        (Some(options), true) => ChosenBy::Gptq(options),
-        (None, true) => ChosenBy::Search(search),
-        (Some(_), false) => ChosenBy::Search(ScaleSearch::Sse),
-        (None, false) if search.needs_hessians() => ChosenBy::Search(ScaleSearch::Sse),
-        (None, false) => ChosenBy::Search(search),
-    }
-}
-
-fn quantize_weight<const D: usize>(
-    dense: &Tensor<D>,
-    axis: usize,
-    scheme: &Fp4Scheme,
-    chosen_by: ChosenBy,
-    inputs: Option<&Gram>,
-) -> Result<Fp4Tensor<D>, OpsError> {
-    let dense = dense.clone();
-    match (chosen_by, inputs) {
-        (ChosenBy::Gptq(options), Some(gram)) => quantize_gptq(dense, axis, scheme, &options, gram),
-        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
-            let hessians = gram.blocks(scheme.block_size)?;
-            let scheme = scheme.with_search(search);
-            quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
-        }
-        (ChosenBy::Search(search), _) => quantize_tensor(dense, axis, &scheme.with_search(search)),
-        (ChosenBy::Gptq(_), None) => unreachable!("`chosen_by` asks for activations"),
     }
 }
 

@@ -1,7 +1,9 @@
 //! Statistics of activations.
 
+use burn::backend::DispatchDevice;
+use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_search::formats::{FormatError, check_length};
+use burn_fp4_search::formats::check_length;
 use burn_fp4_search::{BlockHessians, Gram};
 
 use crate::importance::read;
@@ -17,23 +19,46 @@ pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
     sum.finish()
 }
 
-/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices in f32 and there.
+/// `X^T X` of activations `[.., channels]` within every block of channels; see [`GramSum`].
+///
+/// # Errors
+/// As [`gram`], and [`OpsError::Search`] if the blocks do not divide the channels.
+pub fn block_hessians<const D: usize>(
+    activations: Tensor<D>,
+    block_size: usize,
+) -> Result<BlockHessians, OpsError> {
+    let mut sum = GramSum::in_blocks(activations.dims()[D - 1], block_size)?;
+    sum.add(activations)?;
+    Ok(sum.finish()?.blocks(block_size)?)
+}
+
+/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices in f32 and there. What is on
+/// several devices is added up by Burn's all-reduce.
 ///
 /// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
 /// that nothing is lost; f16 and bf16 lose nothing anyway.
 #[derive(Debug)]
 pub struct GramSum {
-    channels: usize,
     /// Of what was on hosts.
-    host: Option<Gram>,
-    /// Of what was on other devices, and how many rows.
-    device: Option<(Tensor<2>, usize)>,
+    host: Gram,
+    /// Of what was on other devices, `[blocks, block_size, block_size]`, one for each.
+    devices: Vec<Tensor<3>>,
+    /// How many activations were there.
+    rows: usize,
 }
 
 impl GramSum {
-    /// Of no activations yet.
+    /// Of the whole matrix and no activations yet.
     pub fn new(channels: usize) -> Self {
-        Self { channels, host: None, device: None }
+        Self { host: Gram::new(channels), devices: Vec::new(), rows: 0 }
+    }
+
+    /// Of the blocks along its diagonal and no activations yet.
+    ///
+    /// # Errors
+    /// [`OpsError::Search`] if they do not divide the channels.
+    pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, OpsError> {
+        Ok(Self { host: Gram::in_blocks(channels, block_size)?, devices: Vec::new(), rows: 0 })
     }
 
     /// Adds activations `[.., channels]`. On a device nothing is read back.
@@ -43,43 +68,87 @@ impl GramSum {
     /// [`OpsError::Search`] for a value that is not finite, on hosts already here.
     pub fn add<const D: usize>(&mut self, activations: Tensor<D>) -> Result<(), OpsError> {
         let (x, rows, channels) = matrix(activations)?;
-        check_length("channels", self.channels, channels)?;
+        check_length("channels", self.host.channels(), channels)?;
         let device = x.device();
         if is_host(&device) {
-            let sum = self.host.get_or_insert_with(|| Gram::new(channels));
-            return Ok(sum.add(&read(x)?)?);
+            return Ok(self.host.add(&read(x)?)?);
         }
-        let zeros = || (Tensor::zeros([channels, channels], (&device, DType::F32)), 0);
-        let (mut sum, before) = self.device.take().unwrap_or_else(zeros);
+        let size = self.host.block_size();
+        let blocks = channels / size.max(1);
+        let known = self.devices.iter().position(|sum| sum.device() == device);
+        let mut sum = match known {
+            Some(at) => self.devices.swap_remove(at),
+            None => Tensor::zeros([blocks, size, size], (&device, DType::F32)),
+        };
         for start in (0..rows).step_by(CHUNK) {
-            let x = x.clone().slice_dim(0, start..rows.min(start + CHUNK));
-            sum = sum + exact_square(x);
+            let end = rows.min(start + CHUNK);
+            let x = x.clone().slice_dim(0, start..end);
+            sum = sum + exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1));
         }
-        self.device = Some((sum, before + rows));
+        self.devices.push(sum);
+        self.rows += rows;
         Ok(())
     }
 
     /// Reads the sum back.
     ///
     /// # Errors
-    /// [`OpsError::Search`] if a value was not finite, [`OpsError::Device`] if the device fails.
+    /// [`OpsError::Search`] if a value was not finite, [`OpsError::Device`] if a device fails, or if there are several
+    /// that [cannot add up](check_addable) what they have.
     pub fn finish(self) -> Result<Gram, OpsError> {
-        let Self { channels, host, device } = self;
-        let Some((sum, rows)) = device else {
-            return Ok(host.unwrap_or_else(|| Gram::new(channels)));
-        };
-        let values = read(sum)?.into_iter().map(f64::from).collect();
-        let mut gram = Gram::from_values(values, channels, rows)?;
-        if let Some(host) = host {
-            gram.merge(&host)?;
+        let Self { mut host, devices, rows } = self;
+        if let Some(sum) = add_up(devices)? {
+            let values = read(sum)?.into_iter().map(f64::from).collect();
+            host.merge(&Gram::from_values(values, host.channels(), host.block_size(), rows)?)?;
         }
-        Ok(gram)
+        Ok(host)
     }
 }
 
-/// `x^T x` in f32.
-fn exact_square(x: Tensor<2>) -> Tensor<2> {
-    let square = |x: Tensor<2>| x.clone().transpose().matmul(x);
+/// The sum of tensors on different devices, on one of them.
+fn add_up(mut tensors: Vec<Tensor<3>>) -> Result<Option<Tensor<3>>, OpsError> {
+    if tensors.len() < 2 {
+        return Ok(tensors.pop());
+    }
+    let devices: Vec<_> = tensors.iter().map(Tensor::device).collect();
+    check_addable(&devices)?;
+    // All have to take part before any can be waited for.
+    let sums: Vec<_> = tensors
+        .into_iter()
+        .map(|tensor| all_reduce(tensor, ReduceOperation::Sum, devices.clone()))
+        .collect();
+    let mut sums: Vec<_> = sums.into_iter().map(CollectiveTensor::resolve).collect();
+    Ok(sums.pop())
+}
+
+/// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
+/// connects those of CUDA.
+///
+/// # Errors
+/// [`OpsError::Device`] if it cannot.
+pub fn check_addable(devices: &[Device]) -> Result<(), OpsError> {
+    let others: Vec<_> = devices.iter().filter(|device| !is_host(device)).collect();
+    match others.iter().find(|device| !has_collectives(device)) {
+        Some(device) if others.len() > 1 => Err(OpsError::Device(format!(
+            "{device:?} cannot add up tensors with other devices: that takes CUDA and its library NCCL"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn has_collectives(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "cuda")]
+        DispatchDevice::Cube(device @ burn_cubecl::CubeDevice::Cuda(_)) => {
+            device.client().has_device_transport()
+        }
+        _ => false,
+    }
+}
+
+/// `x^T x` in f32, of matrices `[.., rows, channels]`.
+fn exact_square(x: Tensor<3>) -> Tensor<3> {
+    let square = |x: Tensor<3>| x.clone().transpose().matmul(x);
     if x.dtype() != DType::F32 {
         return square(x.cast(DType::F32));
     }
@@ -94,36 +163,11 @@ fn is_host(device: &Device) -> bool {
     let plain = device.clone().inner();
     match plain.as_dispatch() {
         #[cfg(feature = "flex")]
-        burn::backend::DispatchDevice::Flex(_) => true,
+        DispatchDevice::Flex(_) => true,
         #[cfg(feature = "ndarray")]
-        burn::backend::DispatchDevice::NdArray(_) => true,
+        DispatchDevice::NdArray(_) => true,
         _ => false,
     }
-}
-
-/// `X^T X` of activations `[.., channels]` within every block of channels, as [`gram`].
-///
-/// # Errors
-/// As [`gram`], and [`OpsError::Format`] if the blocks do not divide the channels.
-pub fn block_hessians<const D: usize>(
-    activations: Tensor<D>,
-    block_size: usize,
-) -> Result<BlockHessians, OpsError> {
-    let (x, rows, channels) = matrix(activations)?;
-    if block_size == 0 || !channels.is_multiple_of(block_size) {
-        let indivisible = FormatError::Indivisible { cols: channels, block_size };
-        return Err(indivisible.into());
-    }
-    let blocks = channels / block_size;
-    let shape = [blocks, block_size, block_size];
-    let mut sum = Tensor::<3>::zeros(shape, (&x.device(), DType::F32));
-    for start in (0..rows).step_by(CHUNK) {
-        let end = rows.min(start + CHUNK);
-        let x = x.clone().slice_dim(0, start..end).cast(DType::F32);
-        let x = x.reshape([end - start, blocks, block_size]).swap_dims(0, 1);
-        sum = sum + x.clone().swap_dims(1, 2).matmul(x);
-    }
-    Ok(BlockHessians::new(read(sum)?, block_size)?)
 }
 
 /// Rows that are multiplied at a time.

@@ -80,7 +80,7 @@ pub use extension::{Fp4Backend, Fp4Primitive};
 #[cfg(feature = "cube")]
 pub use fused::{FusedProducts, fused_products};
 pub use gptq::{quantize_by_curvature, quantize_gptq};
-pub use gram::{GramSum, block_hessians, gram};
+pub use gram::{GramSum, block_hessians, check_addable, gram};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use layout::Fp4Layout;
 pub use replay::Replay;

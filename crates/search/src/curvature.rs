@@ -1,5 +1,8 @@
 //! What GPTQ makes of a Gram matrix, once for all weights that meet the same activations.
 
+use std::fmt;
+
+use burn_fp4_formats::check_length;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Mat, Par, Side};
 use rayon::prelude::*;
@@ -9,7 +12,7 @@ use crate::{BlockHessians, BlockOrder, Gptq, Gram, SearchError};
 
 /// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as far as
 /// that is needed. Made by [`Gptq::curvature`].
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Clone, PartialEq)]
 pub struct Curvature {
     pub(crate) options: Gptq,
     order: Vec<usize>,
@@ -19,9 +22,21 @@ pub struct Curvature {
     inverses: Vec<f32>,
 }
 
+impl fmt::Debug for Curvature {
+    /// Without the matrices, which have millions of elements.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let channels = self.channels();
+        f.debug_struct("Curvature")
+            .field("options", &self.options)
+            .field("channels", &channels)
+            .finish()
+    }
+}
+
 impl Curvature {
     pub(crate) fn new(options: Gptq, gram: &Gram, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(gram.channels(), block_size)?;
+        check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
         let order = options.order.channels(gram, block_size);
         let hessian = damped(gram, &order, options.damping);
         let factor = inverse_factor(&hessian).ok_or(SearchError::Singular)?;

@@ -3,16 +3,20 @@
 use burn_fp4_formats::{FormatError, check_length};
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
 
 use crate::importance::check_symmetric;
 use crate::{BlockHessians, SearchError};
 
-/// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added.
+/// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added: all of it, as GPTQ
+/// needs it, or only the blocks along its diagonal, as the searches by Hessian do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
     channels: usize,
+    /// Channels of a block; all of them if the matrix is whole.
+    block_size: usize,
     rows: usize,
-    /// `[channels, channels]`, symmetric.
+    /// `[blocks, block_size, block_size]`, symmetric.
     values: Vec<f64>,
 }
 
@@ -20,12 +24,21 @@ pub struct Gram {
 const CHUNK: usize = 1024;
 
 impl Gram {
-    /// Of no activations yet.
+    /// The whole matrix, of no activations yet.
     pub fn new(channels: usize) -> Self {
-        Self { channels, rows: 0, values: vec![0.0; channels * channels] }
+        Self { channels, block_size: channels, rows: 0, values: vec![0.0; channels * channels] }
     }
 
-    /// Of activations `[rows, channels]`.
+    /// The blocks along the diagonal, of no activations yet.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] if they do not divide the channels.
+    pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, SearchError> {
+        check_blocks(channels, block_size)?;
+        Ok(Self { channels, block_size, rows: 0, values: vec![0.0; channels * block_size] })
+    }
+
+    /// The whole matrix of activations `[rows, channels]`.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -35,19 +48,27 @@ impl Gram {
         Ok(gram)
     }
 
-    /// Takes a matrix `[channels, channels]` that was summed elsewhere over `rows` activations.
+    /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere over `rows`
+    /// activations; one block of all channels is the whole matrix.
     ///
     /// # Errors
-    /// [`SearchError::Format`] for a wrong length, [`SearchError::Hessian`] for an element that is not
-    /// finite, negative on the diagonal or not symmetric.
+    /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
+    /// for an element that is not finite, negative on the diagonal or not symmetric.
     pub fn from_values(
         values: Vec<f64>,
         channels: usize,
+        block_size: usize,
         rows: usize,
     ) -> Result<Self, SearchError> {
-        check_length("Gram matrix", channels * channels, values.len())?;
-        check_symmetric(&values, channels, None)?;
-        Ok(Self { channels, rows, values })
+        if block_size != channels {
+            check_blocks(channels, block_size)?;
+        }
+        check_length("Gram matrix", channels * block_size, values.len())?;
+        let whole = block_size == channels;
+        for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
+            check_symmetric(matrix, block_size, (!whole).then_some(block))?;
+        }
+        Ok(Self { channels, block_size, rows, values })
     }
 
     /// Adds activations `[rows, channels]`.
@@ -56,9 +77,19 @@ impl Gram {
     /// [`SearchError::Activation`] naming the first value that is not finite; [`SearchError::Format`] if
     /// the slice holds no whole number of rows. Nothing is added then.
     pub fn add(&mut self, activations: &[f32]) -> Result<(), SearchError> {
+        check_activations(activations, self.channels)?;
+        self.rows += activations.len() / self.channels;
+        if self.is_whole() {
+            self.add_whole(activations);
+        } else {
+            self.add_blocks(activations);
+        }
+        Ok(())
+    }
+
+    fn add_whole(&mut self, activations: &[f32]) {
         let channels = self.channels;
-        check_activations(activations, channels)?;
-        for chunk in activations.chunks(CHUNK * channels.max(1)) {
+        for chunk in activations.chunks(CHUNK * channels) {
             let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
             let rows = wide.len() / channels;
             let x = MatRef::from_row_major_slice(&wide, rows, channels);
@@ -75,22 +106,35 @@ impl Gram {
                 1.0,
                 Par::rayon(0),
             );
-            self.rows += rows;
         }
         for row in 0..channels {
             for col in 0..row {
                 self.values[col * channels + row] = self.values[row * channels + col];
             }
         }
-        Ok(())
+    }
+
+    fn add_blocks(&mut self, activations: &[f32]) {
+        let (channels, size) = (self.channels, self.block_size);
+        self.values.par_chunks_exact_mut(size * size).enumerate().for_each(|(block, sums)| {
+            for row in activations.chunks_exact(channels) {
+                let row = &row[block * size..][..size];
+                for (&left, sums) in row.iter().zip(sums.chunks_exact_mut(size)) {
+                    for (&right, sum) in row.iter().zip(sums) {
+                        *sum += f64::from(left) * f64::from(right);
+                    }
+                }
+            }
+        });
     }
 
     /// Adds what was summed over other activations.
     ///
     /// # Errors
-    /// [`SearchError::Format`] for another number of channels.
+    /// [`SearchError::Format`] for another number of channels, or blocks of another size.
     pub fn merge(&mut self, other: &Self) -> Result<(), SearchError> {
         check_length("channels", self.channels, other.channels)?;
+        check_length("channels of a block", self.block_size, other.block_size)?;
         for (sum, value) in self.values.iter_mut().zip(&other.values) {
             *sum += value;
         }
@@ -103,29 +147,46 @@ impl Gram {
         self.channels
     }
 
+    /// Channels of a block along the diagonal; all of them if the matrix is whole.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Whether all of the matrix is known.
+    pub fn is_whole(&self) -> bool {
+        self.block_size == self.channels
+    }
+
+    /// Whether blocks of this size along the diagonal are known.
+    pub fn has_blocks(&self, block_size: usize) -> bool {
+        block_size > 0 && self.block_size.is_multiple_of(block_size)
+    }
+
     /// Activations that were added.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The matrix, `[channels, channels]`.
+    /// The blocks, `[channels / block_size, block_size, block_size]`.
     pub fn values(&self) -> &[f64] {
         &self.values
     }
 
     /// The sum of squares of every channel.
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
-        (0..self.channels).map(|channel| self.values[channel * (self.channels + 1)])
+        let size = self.block_size;
+        (0..self.channels).map(move |channel| self.values[channel * size + channel % size])
     }
 
     /// The matrices along the diagonal, one for every block of channels.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if the blocks do not divide the channels.
+    /// [`SearchError::Format`] if the blocks do not divide those that are known.
     pub fn blocks(&self, block_size: usize) -> Result<BlockHessians, SearchError> {
-        check_blocks(self.channels, block_size)?;
+        check_blocks(self.block_size, block_size)?;
+        let size = self.block_size;
         let rows = (0..self.channels).flat_map(|channel| {
-            let start = channel * self.channels + channel / block_size * block_size;
+            let start = channel * size + channel % size / block_size * block_size;
             &self.values[start..start + block_size]
         });
         BlockHessians::new(rows.map(|&value| value as f32).collect(), block_size)
@@ -143,20 +204,9 @@ impl BlockHessians {
         channels: usize,
         block_size: usize,
     ) -> Result<Self, SearchError> {
-        check_blocks(channels, block_size)?;
-        check_activations(activations, channels)?;
-        let square = block_size * block_size;
-        let mut sums = vec![0.0f64; channels * block_size];
-        for row in activations.chunks_exact(channels) {
-            for (block, sums) in row.chunks_exact(block_size).zip(sums.chunks_exact_mut(square)) {
-                for (&left, sums) in block.iter().zip(sums.chunks_exact_mut(block_size)) {
-                    for (&right, sum) in block.iter().zip(sums) {
-                        *sum += f64::from(left) * f64::from(right);
-                    }
-                }
-            }
-        }
-        Self::new(sums.into_iter().map(|sum| sum as f32).collect(), block_size)
+        let mut gram = Gram::in_blocks(channels, block_size)?;
+        gram.add(activations)?;
+        gram.blocks(block_size)
     }
 }
 

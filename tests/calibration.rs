@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::{Command, Stdio};
 
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -162,6 +163,9 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
     let devices = model.devices();
     let divided: Vec<_> = devices.iter().cloned().chain([other_device(&devices[0])]).collect();
     for (memory, devices) in [(1 << 30, vec![]), (1, vec![]), (1 << 30, divided)] {
+        // The other device multiplies in f32, CUDA with factors of 11 bits.
+        let others = what.starts_with("cuda") && !devices.is_empty();
+        let tolerance = if others { 2e-3 } else { 1e-5 };
         let options = CalibrationOptions::default().memory(memory).devices(devices);
         let calibration = Calibration::of(model)
             .options(options)
@@ -174,7 +178,7 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
             assert_eq!(found.rows(), expected.rows(), "{what} {path}");
             let size: f64 = expected.diagonal().fold(0.0, f64::max);
             for (found, expected) in found.values().iter().zip(expected.values()) {
-                let near = (found - expected).abs() <= 1e-5 * size;
+                let near = (found - expected).abs() <= tolerance * size;
                 assert!(near, "{what} {path}: {found}, not {expected}");
             }
         }
@@ -367,6 +371,67 @@ fn an_interrupted_calibration_goes_on_from_its_cache() {
         .options(CalibrationOptions::default().cache(&directory))
         .run(batches(), |model: &Mlp, x| model.forward(x));
     assert!(matches!(broken, Err(Fp4Error::Cache { .. })));
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+fn codes_by_gptq(options: CalibrationOptions<'_>) -> Vec<u8> {
+    let device = Device::flex();
+    let mut model = Mlp::new(&device);
+    let batches: Vec<_> = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
+    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    let forward = |model: &Mlp, x| model.forward(x);
+    model.quantize_fp4_sequential(&config, options, batches, forward).unwrap();
+    [&model.layers[0], &model.layers[1], &model.head].into_iter().flat_map(codes).collect()
+}
+
+const CACHE_OF_KILLED: &str = "BURN_FP4_CACHE_OF_KILLED";
+
+/// Runs in a process of its own, which another test kills.
+#[test]
+#[ignore = "never ends"]
+fn stands_still_in_the_middle() {
+    let options = CalibrationOptions::default().on_progress(|progress| {
+        if progress.done == 2 {
+            loop {
+                std::thread::park();
+            }
+        }
+    });
+    codes_by_gptq(options.cache(std::env::var(CACHE_OF_KILLED).expect("set by the other test")));
+}
+
+#[test]
+fn a_killed_process_is_gone_on_from() {
+    let directory = std::env::temp_dir().join(format!("burn-fp4-killed-{}", std::process::id()));
+    let mut process = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "stands_still_in_the_middle", "--ignored"])
+        .env(CACHE_OF_KILLED, &directory)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let written = || {
+        let of_model = std::fs::read_dir(&directory).ok()?.next()?.ok()?.path();
+        let mut files: Vec<_> = std::fs::read_dir(of_model).ok()?.map(Result::unwrap).collect();
+        files.sort_by_key(|file| file.file_name());
+        let whole = files.iter().all(|file| file.path().extension().unwrap() == "safetensors");
+        (whole && files.len() == 2).then_some(files)
+    };
+    let files = loop {
+        if let Some(files) = written() {
+            break files;
+        }
+        assert_eq!(process.try_wait().unwrap(), None, "it ended by itself");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    };
+    process.kill().unwrap();
+    process.wait().unwrap();
+    let modified = || -> Vec<_> {
+        files.iter().map(|file| file.metadata().unwrap().modified().unwrap()).collect()
+    };
+    let before = modified();
+    let expected = codes_by_gptq(CalibrationOptions::default());
+    assert_eq!(codes_by_gptq(CalibrationOptions::default().cache(&directory)), expected);
+    assert_eq!(modified(), before, "what was known was found again");
     std::fs::remove_dir_all(directory).unwrap();
 }
 

@@ -5,13 +5,17 @@
 
 use std::sync::{Mutex, MutexGuard};
 
+use burn::backend::DispatchDevice;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{DType, Device, Tensor};
-use burn_fp4::ops::{FusedProducts, fused_products};
+use burn::tensor::{DType, Device, Int, IntDType, Tensor, read_sync};
+use burn_cubecl::CubeBackend;
+use burn_fp4::ops::{Fp4Backend, Fp4Primitive, FusedProducts, fused_products};
 use burn_fp4::{
-    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, PackedWeight, ScaleSearch, TensorScaling,
+    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ScaleSearch,
+    TensorScaling,
 };
 use tests::engines::devices;
 use tests::inputs::Random;
@@ -80,9 +84,12 @@ fn expected<const D: usize>(layer: &Linear, x: &Tensor<D>) -> (Vec<f64>, Vec<f64
 }
 
 fn check<const D: usize>(what: &str, layer: &Linear, x: Tensor<D>) {
+    assert_product(what, layer, &x, floats(layer.forward(x.clone())));
+}
+
+fn assert_product<const D: usize>(what: &str, layer: &Linear, x: &Tensor<D>, found: Vec<f32>) {
     let dtype = x.dtype();
-    let (sums, sizes) = expected(layer, &x);
-    let found = floats(layer.forward(x));
+    let (sums, sizes) = expected(layer, x);
     let once = match dtype {
         DType::BF16 => 2f64.powi(-8),
         DType::F16 => 2f64.powi(-11),
@@ -271,9 +278,37 @@ fn random_shapes_and_schemes() {
             let what = format!(
                 "{name} {dense} {at}: {rows} x {channels} x {outputs} {dtype:?} {scheme:?}"
             );
-            check(&what, &layer, random(at, [rows, channels], &device).cast(dtype));
+            let x = random(at, [rows, channels], &device).cast(dtype);
+            check(&what, &layer, x.clone());
+            if !bias {
+                let weight =
+                    layer.weight.reparameterization::<PackedWeight>().unwrap().tensor::<2>();
+                let found = without_fusion(&weight, x.clone());
+                assert_product(&format!("{what}, without fusion"), &layer, &x, found);
+            }
         }
     }
+}
+
+/// The product on the backend that fusion stands before.
+fn without_fusion(weight: &Fp4Tensor<2>, x: Tensor<2>) -> Vec<f32> {
+    let DispatchDevice::Cube(device) = x.device().as_dispatch().clone() else {
+        panic!("a Cube device")
+    };
+    let bytes = |tensor: Tensor<2, Int>| {
+        let tensor = CubeBackend::int_from_data(tensor.into_data(), &device);
+        CubeBackend::int_cast(tensor, IntDType::U8)
+    };
+    let scale = weight.tensor_scale_bits().into_data();
+    let packed = Fp4Primitive::<CubeBackend> {
+        codes: bytes(weight.codes()),
+        scales: bytes(weight.scales()),
+        tensor_scale: CubeBackend::int_from_data(scale, &device),
+    };
+    let x = CubeBackend::float_from_data(x.into_data(), &device);
+    let product = CubeBackend::fp4_matmul(x, packed, weight.layout().clone());
+    let data = read_sync(CubeBackend::float_into_data(product)).expect("the device answers");
+    data.iter::<f32>().collect()
 }
 
 #[test]

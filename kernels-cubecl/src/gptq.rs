@@ -12,7 +12,7 @@ use cubecl::server::Handle;
 
 use crate::block::{code_mask, normalize};
 use crate::element::{element_value, nearest_element, round_to_e2m1};
-use crate::plan::{UNITS, common_power_of_two};
+use crate::plan::{FEW_UNITS, UNITS, common_power_of_two};
 use crate::quantize::{empty, factors};
 use crate::scale::{Factors, FactorsLaunch, Method, factor_of, scale_value, tensor_factor};
 use crate::{
@@ -91,9 +91,6 @@ pub fn quantize_gptq(
 /// Channels that are brought up to date together, so that the rest is by large products.
 const GROUP: usize = 128;
 
-/// Units of a cube where each has a row: few, so that few rows occupy many processors.
-const ROW_UNITS: u32 = 64;
-
 /// A weight on its way.
 struct State<'a> {
     client: &'a Client,
@@ -166,7 +163,7 @@ impl State<'_> {
     }
 
     fn cubes_of_rows(&self) -> CubeCount {
-        CubeCount::Static((self.rows as u32).div_ceil(ROW_UNITS), 1, 1)
+        CubeCount::Static((self.rows as u32).div_ceil(FEW_UNITS), 1, 1)
     }
 
     /// Rounds block after block, each error spread over the channels that follow.
@@ -192,7 +189,7 @@ impl State<'_> {
                     round_kernel::launch_unchecked(
                         self.client,
                         self.cubes_of_rows(),
-                        CubeDim::new_1d(ROW_UNITS),
+                        CubeDim::new_1d(FEW_UNITS),
                         self.matrix(&weights),
                         BufferArg::from_raw_parts(chosen.scales, self.rows),
                         self.amax(),
@@ -279,7 +276,7 @@ impl State<'_> {
             move_kernel::launch_unchecked(
                 self.client,
                 self.cubes_of_rows(),
-                CubeDim::new_1d(ROW_UNITS),
+                CubeDim::new_1d(FEW_UNITS),
                 self.matrix(residuals),
                 self.square(&self.curvature.hessian),
                 self.scales(),
@@ -307,7 +304,7 @@ impl State<'_> {
             aim_kernel::launch_unchecked(
                 self.client,
                 self.cubes_of_rows(),
-                CubeDim::new_1d(ROW_UNITS),
+                CubeDim::new_1d(FEW_UNITS),
                 self.matrix(residuals),
                 BufferArg::from_raw_parts(
                     self.curvature.inverses.clone(),
@@ -340,7 +337,7 @@ impl State<'_> {
             accept_kernel::launch_unchecked(
                 self.client,
                 self.cubes_of_rows(),
-                CubeDim::new_1d(ROW_UNITS),
+                CubeDim::new_1d(FEW_UNITS),
                 of_targets(),
                 BufferArg::from_raw_parts(chosen.codes, self.of_block.code_bytes() / 4),
                 BufferArg::from_raw_parts(chosen.scales, self.rows),

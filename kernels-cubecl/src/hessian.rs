@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 
 use crate::block::{code_mask, largest_magnitude, normalize};
 use crate::element::{nearest_element, round_to_e2m1};
-use crate::plan::{Share, UNITS};
+use crate::plan::Share;
 use crate::quantize::{empty, extent, factors};
 use crate::scale::{Factors, Method, TensorFactor, block_scale, factor_of, tensor_factor};
 use crate::share::{Extent, load_blocks, place_of};
@@ -73,7 +73,7 @@ fn run<E: Int>(
         hessian_kernel::launch_unchecked::<E>(
             client,
             launch.count(),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(launch.units),
             share.words() as usize,
             words,
             4,
@@ -108,9 +108,9 @@ fn hessian_kernel<E: Int, N: Size, W: Size, H: Size>(
 ) {
     let size = comptime!(method.block_size);
     let cube = CUBE_POS as u32;
-    if cube < extent.items / UNITS {
+    if cube < extent.items / CUBE_DIM {
         let block = cube % extent.blocks;
-        let row = cube / extent.blocks * UNITS + UNIT_POS;
+        let row = cube / extent.blocks * CUBE_DIM + UNIT_POS;
         let vectors = comptime!(size * size / 4);
         let first = block * vectors;
         if comptime!(share.staged) {
@@ -118,7 +118,7 @@ fn hessian_kernel<E: Int, N: Size, W: Size, H: Size>(
             let mut at = UNIT_POS;
             while at < vectors {
                 shared[at as usize] = hessians[(first + at) as usize];
-                at += UNITS;
+                at += CUBE_DIM;
             }
             sync_cube();
             quantize_row::<E, N, W, H>(

@@ -75,11 +75,13 @@ fn multiplies_halves(features: &Features) -> bool {
     })
 }
 
-/// How an operation is launched: cubes of [`UNITS`] units.
+/// How an operation is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
     /// Cubes in two dimensions; one where the device allows that many.
     pub cubes: [u32; 2],
+    /// Units of a cube.
+    pub units: u32,
     /// Work items; units beyond have nothing to do.
     pub items: u32,
     /// The part of the tensor that is one item.
@@ -216,6 +218,9 @@ pub enum Refusal {
 /// Units of a cube.
 pub const UNITS: u32 = 256;
 
+/// Units of a cube where each has a long way to go and there are few.
+pub(crate) const FEW_UNITS: u32 = 64;
+
 /// Bytes that one load or store moves at most.
 const LOAD: u32 = 16;
 
@@ -257,6 +262,7 @@ pub fn plan(
     let widest = LOAD / dtype.size() as u32;
     let along = inner == 1;
     let one_row = Share::one_row(along, *dtype, device);
+    let mut units = UNITS;
     let (items, share) = match operation {
         Operation::Amax => {
             let vector = common_power_of_two(view.len() as u32, widest);
@@ -285,10 +291,14 @@ pub fn plan(
             (rows / share.rows * blocks, share)
         }
         Operation::QuantizeByHessian => {
-            // A cube for every block of as many rows as it has units.
+            // A cube for every block of as many rows as it has units: fewer where there would be too few cubes to
+            // keep the device busy.
             let share =
                 Share { vector: if along { widest } else { 1 }, staged: device.stages, ..one_row };
-            (rows.div_ceil(UNITS) * blocks * UNITS, share)
+            if rows.div_ceil(units) * blocks < device.cubes {
+                units = FEW_UNITS;
+            }
+            (rows.div_ceil(units) * blocks * units, share)
         }
         Operation::Hadamard if along => (rows * blocks, Share { vector: widest, ..one_row }),
         Operation::Hadamard => {
@@ -317,13 +327,13 @@ pub fn plan(
             (rows / share.rows * blocks, Share { tile, ..share })
         }
     };
-    let cubes = items.div_ceil(UNITS);
+    let cubes = items.div_ceil(units);
     let cubes = match operation {
         Operation::Amax | Operation::SquaredError => cubes.min(device.cubes),
         _ => cubes,
     };
     let lines = cubes.div_ceil(device.max_cubes).max(1);
-    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], items, share })
+    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, share })
 }
 
 /// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
@@ -409,7 +419,7 @@ mod tests {
         let problem = problem(View::rows(3, 1024), Fp4Scheme::nvfp4());
         let quantize = plan(Operation::Quantize, &problem, &GPU).unwrap();
         let share = Share { vector: 8, along: true, ..ONE_ROW };
-        assert_eq!(quantize, Launch { cubes: [1, 1], items: 192, share });
+        assert_eq!(quantize, Launch { cubes: [1, 1], units: UNITS, items: 192, share });
         assert_eq!(plan(Operation::Dequantize, &problem, &GPU).unwrap().items, 384);
         assert_eq!(plan(Operation::RowAmax, &problem, &GPU).unwrap().items, 96);
         assert_eq!(plan(Operation::RowAmax, &problem, &CPU).unwrap().items, 3);
@@ -463,7 +473,11 @@ mod tests {
         };
         let launch = of(ScaleSearch::Hessian, View::rows(300, 64)).unwrap();
         let share = Share { vector: 8, along: true, staged: true, ..ONE_ROW };
-        assert_eq!(launch, Launch { cubes: [2 * 4, 1], items: 2 * 4 * UNITS, share });
+        let (units, cubes) = (FEW_UNITS, 5 * 4);
+        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
+        let (units, cubes) = (UNITS, 157 * 4);
+        let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
+        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
         for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");

@@ -84,7 +84,7 @@ pub(crate) const STEP: usize = 128;
 
 /// The ways of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
 const WAYS: [Mma; 5] =
-    [way(2, 8, 4, 2), way(1, 8, 4, 1), way(1, 4, 4, 1), way(2, 2, 1, 1), way(1, 1, 1, 1)];
+    [way(2, 8, 8, 1), way(1, 8, 4, 1), way(1, 4, 4, 1), way(2, 2, 1, 1), way(1, 1, 1, 1)];
 
 const fn way(row_tiles: u32, input_tiles: u32, row_planes: u32, input_planes: u32) -> Mma {
     Mma { cubes: 0, row_tiles, input_tiles, row_planes, input_planes }
@@ -299,7 +299,8 @@ mod tests {
         assert_eq!(of(17, 8192), (128, 64, 32, 2));
         assert_eq!(of(64, 8192), (128, 64, 64, 2));
         assert_eq!(of(128, 8192), (256, 64, 64, 2));
-        assert_eq!(of(2048, 8192), (1024, 128, 128, 1));
+        assert_eq!(of(256, 8192), (128, 256, 64, 1));
+        assert_eq!(of(2048, 8192), (1024, 256, 64, 1));
         assert_eq!(of(2048, 8), (128, 32, 16, 8));
     }
 

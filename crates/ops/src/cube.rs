@@ -20,7 +20,7 @@ use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{Curvature, Fp4Scheme, Hadamard, ScaleSearch};
 
 use crate::layout::amax_shape;
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, portable};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
 
 const CHECKED: &str = "callers check scheme and layout";
 
@@ -245,6 +245,24 @@ impl Fp4Backend for CubeBackend {
         let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)
             .expect(CHECKED);
         beside(&like, values, layout.shape.into(), dtype)
+    }
+
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let (inputs, dtype) = (input.meta.shape()[0], input.dtype);
+        let device = Capability::of(&input.client);
+        let planned = has_kernels(&input)
+            .then(|| fused::planned(inputs, &layout, kernel_dtype(dtype), &device))
+            .flatten();
+        let Some((product, plan)) = planned else {
+            return portable::matmul::<Self>(input, weight, layout);
+        };
+        let input = into_contiguous(input);
+        let output = fused::multiply(&input, handles(weight), None, &product, plan, &device);
+        beside(&input, output, Shape::new([inputs, layout.shape[1]]), dtype)
     }
 
     fn fp4_fake_quantize(

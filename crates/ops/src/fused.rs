@@ -21,7 +21,8 @@ use burn_cubecl::fusion::{
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Capability, Packed, Product, ProductPlan, gemv, mma};
+use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{Capability, Dtype, Packed, Product, ProductPlan, gemv, mma};
 use serde::{Deserialize, Serialize};
 
 use crate::cube::{beside, kernel_dtype};
@@ -222,6 +223,41 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 }
 
+/// The product of an input with a weight of this layout, if it is to run straight from the codes.
+pub(crate) fn planned(
+    inputs: usize,
+    layout: &Fp4Layout,
+    dtype: Dtype,
+    device: &Capability,
+) -> Option<(Product, ProductPlan)> {
+    let [channels, outputs] = layout.shape[..] else { return None };
+    if layout.axis != 0 {
+        return None;
+    }
+    let Fp4Layout { format, block_size, .. } = *layout;
+    let product = Product { inputs, outputs, channels, format, block_size, dtype };
+    match product.plan(device) {
+        Ok(ProductPlan::Dense) | Err(_) => None,
+        Ok(plan) => Some((product, plan)),
+    }
+}
+
+/// Runs a product as planned.
+pub(crate) fn multiply(
+    input: &CubeTensor,
+    weight: Packed,
+    bias: Option<Handle>,
+    product: &Product,
+    plan: ProductPlan,
+    device: &Capability,
+) -> Handle {
+    let kernel = match plan {
+        ProductPlan::Mma(_) => mma,
+        _ => gemv,
+    };
+    kernel(&input.client, device, weight, input.handle.clone(), bias, product).expect("planned")
+}
+
 /// A segment that is run as one product.
 struct FusedProduct {
     device: CubeDevice,
@@ -287,21 +323,10 @@ impl FusedProduct {
             && input.shape[input.shape.num_dims() - 1] == channels
             && output.shape.num_elements() == inputs * outputs;
         let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
-        if layout.axis != 0 || !one_weight || !same_dtype {
+        if !one_weight || !same_dtype {
             return None;
         }
-        let product = Product {
-            inputs,
-            outputs,
-            channels,
-            format: layout.format,
-            block_size: layout.block_size,
-            dtype: kernel_dtype(output.dtype),
-        };
-        match product.plan(device) {
-            Ok(ProductPlan::Dense) | Err(_) => None,
-            Ok(plan) => Some((product, plan)),
-        }
+        planned(inputs, &layout, kernel_dtype(output.dtype), device)
     }
 
     /// Whether what is added to a product is one value for each of its outputs, so that its kernel can do it.
@@ -352,13 +377,7 @@ impl FusedProduct {
         let [codes, scales, tensor_scale] =
             [codes, scales, tensor_scale].map(|tensor| tensor.handle);
         let weight = Packed { codes, scales, tensor_scale, tensor_scales };
-        let (client, values) = (&input.client, input.handle.clone());
-        let multiply = match plan {
-            ProductPlan::Mma(_) => mma,
-            _ => gemv,
-        };
-        let output = multiply(client, device, weight, values, bias, &product);
-        let output = output.expect(planned);
+        let output = multiply(&input, weight, bias, &product, plan, device);
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
         context.handles.register_float_tensor::<CubeBackend>(&made.id, output);

@@ -83,7 +83,11 @@ impl GramSum {
         for start in (0..rows).step_by(CHUNK) {
             let end = rows.min(start + CHUNK);
             let x = x.clone().slice_dim(0, start..end);
-            sum = sum + exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1));
+            sum = sum
+                + match blocks {
+                    1 => exact_square(x).unsqueeze(),
+                    _ => exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1)),
+                };
         }
         self.devices.push(sum);
         self.rows += rows;
@@ -96,12 +100,14 @@ impl GramSum {
     /// [`OpsError::Search`] if a value was not finite, [`OpsError::Device`] if a device fails, or if there are several
     /// that [cannot add up](check_addable) what they have.
     pub fn finish(self) -> Result<Gram, OpsError> {
-        let Self { mut host, devices, rows } = self;
-        if let Some(sum) = add_up(devices)? {
-            let values = read(sum)?.into_iter().map(f64::from).collect();
-            host.merge(&Gram::from_values(values, host.channels(), host.block_size(), rows)?)?;
+        let Self { host, devices, rows } = self;
+        let Some(sum) = add_up(devices)? else { return Ok(host) };
+        let values = read(sum)?.into_iter().map(f64::from).collect();
+        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows)?;
+        if host.rows() > 0 {
+            gram.merge(&host)?;
         }
-        Ok(host)
+        Ok(gram)
     }
 }
 
@@ -147,8 +153,8 @@ fn has_collectives(device: &Device) -> bool {
 }
 
 /// `x^T x` in f32, of matrices `[.., rows, channels]`.
-fn exact_square(x: Tensor<3>) -> Tensor<3> {
-    let square = |x: Tensor<3>| x.clone().transpose().matmul(x);
+fn exact_square<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    let square = |x: Tensor<D>| x.clone().transpose().matmul(x);
     if x.dtype() != DType::F32 {
         return square(x.cast(DType::F32));
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn_fp4_formats::check_length;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
-use faer::{Mat, Par, Side};
+use faer::{Mat, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
 
 use crate::gram::check_blocks;
@@ -38,9 +38,11 @@ impl Curvature {
         check_blocks(gram.channels(), block_size)?;
         check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
         let order = options.order.channels(gram, block_size);
-        let hessian = damped(gram, &order, options.damping);
-        let factor = inverse_factor(&hessian).ok_or(SearchError::Singular)?;
-        let hessian: Vec<f32> = hessian.into_par_iter().map(|value| value as f32).collect();
+        let mut wide = damped(gram, &order, options.damping);
+        let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
+        wide.reverse();
+        let factor = inverse_factor(&wide).ok_or(SearchError::Singular)?;
+        drop(wide);
         let channels = order.len();
         let blocks = (0..channels).flat_map(|channel| {
             let start = channel * channels + channel / block_size * block_size;
@@ -121,23 +123,39 @@ fn damped(gram: &Gram, order: &[usize], damping: f64) -> Vec<f64> {
     hessian
 }
 
-/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular.
-///
-/// Backward in both axes H has a lower factor L, and U is its inverse, backward again.
-fn inverse_factor(hessian: &[f64]) -> Option<Vec<f32>> {
-    let n = hessian.len().isqrt();
-    let backward = Mat::from_fn(n, n, |i, j| hessian[(n - 1 - i) * n + n - 1 - j]);
-    let lower = backward.llt(Side::Lower).ok()?;
-    let mut inverse = Mat::zeros(n, n);
-    invert_lower_triangular(inverse.as_mut(), lower.L(), Par::rayon(0));
+/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular. `backward` is H, backward in both
+/// axes: that has a lower factor L, and U is its inverse, backward again.
+fn inverse_factor(backward: &[f64]) -> Option<Vec<f32>> {
+    let n = backward.len().isqrt();
+    // Symmetric, so that it does not matter which axis is which.
+    let lower = MatRef::from_column_major_slice(backward, n, n).llt(Side::Lower).ok()?;
+    let mut inverse = vec![0.0f64; n * n];
+    invert_lower_triangular(
+        MatMut::from_column_major_slice_mut(&mut inverse, n, n),
+        lower.L(),
+        Par::rayon(0),
+    );
+    drop(lower);
     let mut factor = vec![0.0; n * n];
-    factor.par_chunks_exact_mut(n.max(1)).enumerate().for_each(|(i, row)| {
-        for (j, value) in row.iter_mut().enumerate().skip(i) {
-            *value = inverse[(n - 1 - i, n - 1 - j)] as f32;
+    // Transposed by squares, of which both sides are in the cache.
+    factor.par_chunks_mut(SQUARE * n.max(1)).enumerate().for_each(|(rows, factor)| {
+        let first = rows * SQUARE;
+        for cols in (first..n).step_by(SQUARE) {
+            for col in cols..n.min(cols + SQUARE) {
+                let column = &inverse[(n - 1 - col) * n..][..n];
+                for (row, factor) in factor.chunks_exact_mut(n).enumerate() {
+                    if first + row <= col {
+                        factor[col] = column[n - 1 - first - row] as f32;
+                    }
+                }
+            }
         }
     });
     factor.par_iter().all(|value| value.is_finite()).then_some(factor)
 }
+
+/// Side of a square that is transposed at a time.
+const SQUARE: usize = 64;
 
 /// The inverse of a positive definite matrix; nothing if it is singular.
 fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {

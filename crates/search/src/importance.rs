@@ -1,6 +1,7 @@
 //! What an error costs: nothing special, a weight per input channel, or a quadratic form per block.
 
 use burn_fp4_formats::{FormatError, check_length};
+use rayon::prelude::*;
 
 use crate::{Fp4Scheme, ScaleSearch, SearchError};
 
@@ -101,29 +102,46 @@ const ASYMMETRY: f64 = 1e-4;
 /// # Errors
 /// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or not
 /// symmetric.
-pub(crate) fn check_symmetric<T: Copy + Into<f64>>(
+pub(crate) fn check_symmetric<T: Copy + Sync + Into<f64>>(
     matrix: &[T],
     n: usize,
     block: Option<usize>,
 ) -> Result<(), SearchError> {
     let at = |row: usize, col: usize| -> f64 { matrix[row * n + col].into() };
-    for row in 0..n {
-        for col in 0..=row {
-            let (found, mirrored) = (at(row, col), at(col, row));
-            let problem = if !found.is_finite() || !mirrored.is_finite() {
-                "is not finite"
-            } else if row == col && found < 0.0 {
-                "is negative, on the diagonal"
-            } else if (found - mirrored).abs() > ASYMMETRY * at(row, row).max(at(col, col)) {
-                "differs from its mirror image"
-            } else {
-                continue;
-            };
-            return Err(SearchError::Hessian { block, row, col, found, problem });
+    let check = |row: usize, col: usize| {
+        let (found, mirrored) = (at(row, col), at(col, row));
+        let problem = if !found.is_finite() || !mirrored.is_finite() {
+            "is not finite"
+        } else if row == col && found < 0.0 {
+            "is negative, on the diagonal"
+        } else if (found - mirrored).abs() > ASYMMETRY * at(row, row).max(at(col, col)) {
+            "differs from its mirror image"
+        } else {
+            return Ok(());
+        };
+        Err(SearchError::Hessian { block, row, col, found, problem })
+    };
+    // By squares, which with their mirror image are in the cache.
+    let starts: Vec<_> = (0..n).step_by(SQUARE).collect();
+    let of_rows = |&rows: &usize| {
+        for cols in (0..=rows).step_by(SQUARE) {
+            for row in rows..n.min(rows + SQUARE) {
+                for col in cols..(row + 1).min(cols + SQUARE) {
+                    check(row, col)?;
+                }
+            }
         }
+        Ok(())
+    };
+    if n <= SQUARE {
+        return starts.iter().try_for_each(of_rows);
     }
-    Ok(())
+    // The first of those that do not fit, however many threads there are.
+    starts.par_iter().map(of_rows).find_first(Result::is_err).unwrap_or(Ok(()))
 }
+
+/// Side of a square that is checked at a time.
+const SQUARE: usize = 64;
 
 impl BlockHessians {
     /// Takes matrices `[blocks, block_size, block_size]`. What is below the diagonal counts.

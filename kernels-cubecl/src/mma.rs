@@ -81,9 +81,6 @@ fn launch<F: Float, S: Int>(
     output
 }
 
-/// Rounds whose part of the input is brought near before the first.
-const NEAR: u32 = 8;
-
 /// Vectors of eight values of the input in a step.
 const STEP_VECTORS: u32 = STEP as u32 / 8;
 
@@ -221,26 +218,6 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     );
 
     let rounds = extent.chunks.div_ceil(depth);
-    if comptime!(early) {
-        // While the codes of the first round are on their way, the input is brought near: a word of every 32 bytes.
-        let mut near = Array::<u32>::new(comptime!((2 * NEAR) as usize));
-        #[unroll]
-        for ahead in 0..NEAR {
-            let step = min(ahead * depth + plane_depth, extent.chunks - 1);
-            let from = (input_row * extent.chunks + step) * STEP_VECTORS + part * 4;
-            near[comptime!((2 * ahead) as usize)] = input[from as usize].extract(0usize);
-            near[comptime!((2 * ahead + 1) as usize)] = input[(from + 2) as usize].extract(0usize);
-        }
-        let mut all = 0u32.runtime();
-        #[unroll]
-        for index in 0..comptime!(2 * NEAR) {
-            all |= near[index as usize];
-        }
-        // There are outputs, but the compiler does not know it and drops no load.
-        if all == 1u32 && extent.outputs == 0u32 {
-            output[0] = F::cast_from(all);
-        }
-    }
     let mut round = 0u32.runtime();
     while round < rounds {
         let buffer = (round & 1u32) * half;

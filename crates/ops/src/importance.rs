@@ -10,9 +10,9 @@ use crate::layout::check_len;
 use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
 
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
-/// [`ScaleSearch::Sse`], by block for the searches that need activations.
+/// [`ScaleSearch::Sse`](crate::ScaleSearch::Sse), by block for the searches that need activations.
 ///
-/// [`Joint`](ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor is; the others on
+/// [`Joint`](crate::ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor is; the others on
 /// its device, if that has kernels.
 ///
 /// # Errors

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Fp4Scheme, Gram, GramSum, Replay, check_addable};
+use burn_fp4_ops::{Fp4Scheme, Gram, GramSum, OpsError, Replay, check_addable};
 use burn_ir::TensorId;
 
 use crate::cache::Cache;
@@ -240,15 +240,20 @@ impl<'a, M: Module> Prepared<'a, M> {
                         gram
                     }
                 };
-                for (path, weight) in seen(&self.inputs()[at], gram)? {
-                    // The same for all batches on a device.
-                    let there: Vec<_> = self
-                        .there
-                        .iter()
-                        .map(|(device, _)| weight.clone().to_device(device))
-                        .collect();
+                let replaced = seen(&self.inputs()[at], gram)?;
+                // The same for all batches on a device.
+                let weights = replaced.iter().map(|(_, weight)| weight.device());
+                let all: Vec<_> = self.devices().into_iter().chain(weights).collect();
+                let there = moved(&all, || {
+                    let everywhere = |weight: &Tensor<2>| -> Vec<_> {
+                        let devices = self.there.iter().map(|(device, _)| device);
+                        devices.map(|device| weight.clone().to_device(device)).collect()
+                    };
+                    replaced.iter().map(|(_, weight)| everywhere(weight)).collect::<Vec<_>>()
+                })?;
+                for ((path, _), there) in replaced.iter().zip(&there) {
                     for (run, weight) in runs.iter_mut().zip(there.iter().cycle()) {
-                        run.replace(&path, weight)?;
+                        run.replace(path, weight)?;
                     }
                 }
                 (options.progress)(CalibrationProgress { done: done + 1, total });
@@ -320,7 +325,32 @@ fn copies<M: Module>(model: &M, devices: &[Device]) -> Result<Vec<(Device, M)>, 
         true => (device, model.clone()),
         false => (device.clone(), model.valid().to_device(&device)),
     };
-    Ok(devices.into_iter().map(copy).collect())
+    let all: Vec<_> = devices.iter().chain([&home]).cloned().collect();
+    moved(&all, || devices.into_iter().map(copy).collect())
+}
+
+/// What moves tensors between devices, with these waited for before and after: Burn's transfers wait neither for what
+/// still uses the memory that they write to, nor hold what they read from until it is read.
+pub(crate) fn moved<R>(devices: &[Device], transfer: impl FnOnce() -> R) -> Result<R, Fp4Error> {
+    if devices.iter().all(|device| *device == devices[0]) {
+        return Ok(transfer());
+    }
+    let mut different: Vec<&Device> = Vec::new();
+    for device in devices {
+        if !different.contains(&device) {
+            different.push(device);
+        }
+    }
+    let wait = || -> Result<(), OpsError> {
+        different
+            .iter()
+            .try_for_each(|device| device.sync())
+            .map_err(|error| OpsError::Device(error.to_string()))
+    };
+    wait()?;
+    let result = transfer();
+    wait()?;
+    Ok(result)
 }
 
 /// What tells the values of parameters apart: their largest magnitude, and the sum of their magnitudes in units of

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{Fp4Tensor, Gram, OpsError};
 
-use crate::calibrate::{CalibrationOptions, Prepared};
+use crate::calibrate::{CalibrationOptions, Prepared, moved};
 use crate::packed::PackedWeight;
 use crate::paths::{TakeFloats, each_float};
 use crate::quantize::{Source, check_selected, measure, pack};
@@ -139,18 +139,16 @@ fn quantize_each(
     config: &Fp4Config,
     amaxes: &BTreeMap<String, f32>,
 ) -> Result<Vec<(Fp4Tensor<2>, ChosenBy)>, Fp4Error> {
-    // All on their way before the first is worked on: a device hands nothing out until it is done.
-    let jobs: Vec<_> = jobs
-        .into_iter()
-        .zip(devices.iter().cycle())
-        .map(|(job, device)| {
-            let home = job.dense.device();
-            (Job { dense: job.dense.to_device(device), ..job }, home)
-        })
-        .collect();
+    let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
+    let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
+    // All before the first is worked on: a device hands nothing out until it is done.
+    let jobs = moved(&all, || -> Vec<_> {
+        let turns = jobs.into_iter().zip(devices.iter().cycle());
+        turns.map(|(job, device)| Job { dense: job.dense.to_device(device), ..job }).collect()
+    })?;
     let mut curvatures = Curvatures::default();
     let mut quantized = Vec::new();
-    for (Job { path, plan, dense, gram }, home) in jobs {
+    for Job { path, plan, dense, gram } in jobs {
         let chosen_by = chosen_by(config.gptq, &plan.scheme, Some(gram));
         let scheme = scheme_of(plan, amaxes.get(path));
         let axis = plan.layout.axis;
@@ -159,11 +157,14 @@ fn quantize_each(
         // What waits for more operations would wait for the next of these weights.
         let flushed = dense.device().flush().map_err(|error| OpsError::Device(error.to_string()));
         flushed.map_err(|source| named(path, source))?;
-        quantized.push((tensor, chosen_by, home));
+        quantized.push((tensor, chosen_by));
     }
-    let home =
-        |(tensor, chosen_by, home): (Fp4Tensor<2>, _, _)| (tensor.to_device(&home), chosen_by);
-    Ok(quantized.into_iter().map(home).collect())
+    moved(&all, || {
+        let home = |((tensor, chosen_by), home): ((Fp4Tensor<2>, _), &Device)| {
+            (tensor.to_device(home), chosen_by)
+        };
+        quantized.into_iter().zip(&homes).map(home).collect()
+    })
 }
 
 fn named(path: &str, source: impl Into<OpsError>) -> Fp4Error {

@@ -1,6 +1,5 @@
 //! Statistics of activations.
 
-use burn::backend::DispatchDevice;
 use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
 use burn::tensor::{DType, Device, Tensor};
 use burn_fp4_search::formats::check_length;
@@ -145,7 +144,7 @@ pub fn check_addable(devices: &[Device]) -> Result<(), OpsError> {
 fn has_collectives(device: &Device) -> bool {
     match device.clone().inner().as_dispatch() {
         #[cfg(feature = "cuda")]
-        DispatchDevice::Cube(device @ burn_cubecl::CubeDevice::Cuda(_)) => {
+        burn::backend::DispatchDevice::Cube(device @ burn_cubecl::CubeDevice::Cuda(_)) => {
             device.client().has_device_transport()
         }
         _ => false,
@@ -169,9 +168,9 @@ fn is_host(device: &Device) -> bool {
     let plain = device.clone().inner();
     match plain.as_dispatch() {
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
+        burn::backend::DispatchDevice::Flex(_) => true,
         #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => true,
+        burn::backend::DispatchDevice::NdArray(_) => true,
         _ => false,
     }
 }

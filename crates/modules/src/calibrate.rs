@@ -315,11 +315,11 @@ fn copies<M: Module>(model: &M, devices: &[Device]) -> Result<Vec<(Device, M)>, 
         return Ok(vec![(home, model.clone())]);
     }
     let devices: Vec<_> = devices.iter().map(|device| device.clone().inner()).collect();
-    check_addable(&devices)?;
     if let Some(twice) = (1..devices.len()).find(|&at| devices[..at].contains(&devices[at])) {
         let problem = format!("{:?} is named twice", devices[twice]);
         return Err(Fp4Error::Capture { problem });
     }
+    check_addable(&devices)?;
     // Clones share running statistics, so that these would be moved for all of them.
     let copy = |device: Device| match device == home {
         true => (device, model.clone()),

@@ -24,12 +24,12 @@ use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
 
 const CHECKED: &str = "callers check scheme and layout";
 
-/// Whether the kernels give the reference's bits on the device of a tensor.
+/// Whether the kernels give the reference's bits on a device.
 ///
 /// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the work,
 /// one rounding each.
-pub(crate) fn has_kernels(tensor: &CubeTensor) -> bool {
-    matches!(tensor.device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
+pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
+    matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
 }
 
 pub(crate) fn kernel_dtype(dtype: DType) -> Dtype {
@@ -136,7 +136,7 @@ fn on_device(client: &Client, curvature: &Curvature) -> burn_fp4_cubecl::Curvatu
 
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
-        if !has_kernels(&values) {
+        if !has_kernels(&values.device) {
             return portable::amax::<Self>(values, axis, by_row);
         }
         let shape = amax_shape(values.meta.shape(), axis, by_row);
@@ -161,7 +161,7 @@ impl Fp4Backend for CubeBackend {
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
-        if !has_kernels(&values) {
+        if !has_kernels(&values.device) {
             return portable::quantize::<Self>(values, amax, axis, scheme);
         }
         quantize(values, amax, axis, scheme, quantize_kernel)
@@ -178,13 +178,15 @@ impl Fp4Backend for CubeBackend {
         let costs = into_contiguous(costs);
         let bounds = into_contiguous(bounds);
         match scheme.search {
-            ScaleSearch::Sse if has_kernels(&values) => {
+            ScaleSearch::Sse if has_kernels(&values.device) => {
                 let weights = Some(costs.handle);
                 quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
                     quantize_weighted(client, device, values, amax, weights, problem)
                 })
             }
-            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent if has_kernels(&values) => {
+            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent
+                if has_kernels(&values.device) =>
+            {
                 let hessians = Hessians { values: costs.handle, bounds: bounds.handle };
                 quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
                     quantize_by_hessian(client, device, values, amax, hessians, problem)
@@ -204,7 +206,7 @@ impl Fp4Backend for CubeBackend {
         curvature: Arc<Curvature>,
     ) -> Fp4Primitive<Self> {
         let channels = curvature.channels();
-        if !has_kernels(&values) || channels * channels > View::MAX_LEN {
+        if !has_kernels(&values.device) || channels * channels > View::MAX_LEN {
             return portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature);
         }
         let problem =
@@ -234,7 +236,7 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&packed.codes) {
+        if !has_kernels(&packed.codes.device) {
             return portable::dequantize::<Self>(packed, layout, dtype);
         }
         let like = packed.codes.clone();
@@ -254,7 +256,7 @@ impl Fp4Backend for CubeBackend {
     ) -> FloatTensor<Self> {
         let (inputs, dtype) = (input.meta.shape()[0], input.dtype);
         let device = Capability::of(&input.client);
-        let planned = has_kernels(&input)
+        let planned = has_kernels(&input.device)
             .then(|| fused::planned(inputs, &layout, kernel_dtype(dtype), &device))
             .flatten();
         let Some((product, plan)) = planned else {
@@ -273,7 +275,7 @@ impl Fp4Backend for CubeBackend {
         restore: Restore,
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&values) {
+        if !has_kernels(&values.device) {
             return portable::fake_quantize::<Self>(values, amax, axis, scheme, restore);
         }
         let values = into_contiguous(values);
@@ -300,7 +302,7 @@ impl Fp4Backend for CubeBackend {
         hadamard: Hadamard,
         inverse: bool,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&values) {
+        if !has_kernels(&values.device) {
             return portable::hadamard::<Self>(values, axis, hadamard, inverse);
         }
         let values = into_contiguous(values);
@@ -323,7 +325,7 @@ impl Fp4Backend for CubeBackend {
         packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&values) {
+        if !has_kernels(&values.device) {
             return portable::squared_error::<Self>(values, packed, layout);
         }
         let values = into_contiguous(values);

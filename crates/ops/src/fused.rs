@@ -25,7 +25,7 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{Capability, Dtype, Packed, Product, ProductPlan, gemv, mma};
 use serde::{Deserialize, Serialize};
 
-use crate::cube::{beside, kernel_dtype};
+use crate::cube::{beside, has_kernels, kernel_dtype};
 use crate::{Fp4Layout, OpsError};
 
 /// How often products with packed weights ran, since the start of the program.
@@ -57,14 +57,7 @@ pub(crate) fn init() -> Result<(), OpsError> {
 
 /// Whether products with packed weights on this device run straight from the codes.
 pub(crate) fn is_active(device: &burn::tensor::Device) -> bool {
-    use burn::backend::DispatchDevice;
-
-    let plain = device.clone().inner();
-    let has_kernels = matches!(
-        plain.as_dispatch(),
-        DispatchDevice::Cube(CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
-    );
-    has_kernels && matches!(REGISTERED.get(), Some(Ok(())))
+    crate::has_kernels(device) && matches!(REGISTERED.get(), Some(Ok(())))
 }
 
 struct Provider;
@@ -73,7 +66,7 @@ impl OptimizationProvider for Provider {
     type Operation = FusedProduct;
 
     fn fuser(&self, device: &CubeDevice) -> CubeFuser {
-        let closed = !matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_));
+        let closed = !has_kernels(device);
         CubeFuser::new(Fuser { device: device.clone(), state: State::new(closed) })
     }
 }

@@ -3,9 +3,10 @@ use std::sync::Arc;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use burn_fp4_search::formats::check_length;
+use burn_fp4_search::host::View;
 use burn_fp4_search::{Curvature, Fp4Scheme, Gptq, Gram, NonFinite};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
+use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax, has_kernels};
 
 /// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights that are
 /// still to be rounded. The search of the scheme is not used.
@@ -26,11 +27,12 @@ pub fn quantize_gptq<const D: usize>(
 
 /// [`quantize_gptq`] of one of several tensors that meet the same activations.
 ///
-/// It runs on the device of the tensor, if that has kernels; elsewhere on the host, by all its cores.
+/// It runs on the device of the tensor, if that has kernels, and nothing is read back unless the scheme rejects values
+/// that are not finite: where it does not, the codes of rows that have some mean nothing. Elsewhere it runs on the
+/// host, by all its cores, and such values are an error in any case.
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`] whatever the scheme says of it;
-/// [`OpsError::Search`] if the curvature is for another number of channels or another block size, or if the scheme has
+/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::Search`] if the curvature is for another number of channels or another block size, or if the scheme has
 /// tiles.
 pub fn quantize_by_curvature<const D: usize>(
     values: Tensor<D>,
@@ -39,10 +41,14 @@ pub fn quantize_by_curvature<const D: usize>(
     curvature: &Arc<Curvature>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let values = values.without_autodiff();
-    let scheme = curvature.scheme(scheme)?.with_non_finite(NonFinite::Reject);
+    let mut scheme = curvature.scheme(scheme)?;
+    let channels = curvature.channels();
+    if !has_kernels(&values.device()) || channels * channels > View::MAX_LEN {
+        scheme = scheme.with_non_finite(NonFinite::Reject);
+    }
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
     check_dtype(&values)?;
-    check_length("channels of the Gram matrix", layout.shape[axis], curvature.channels())?;
+    check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
     let amax = checked_amax(&values, axis, &scheme)?;
     let packed = Dispatch::fp4_quantize_gptq(
         values.into_dispatch(),

@@ -351,6 +351,15 @@ pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
     Ok(Tensor::from_dispatch(Dispatch::fp4_amax(values, 0, false)))
 }
 
+/// Whether what this device computes is done by kernels.
+fn has_kernels(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "cube")]
+        burn::backend::DispatchDevice::Cube(device) => cube::has_kernels(device),
+        _ => false,
+    }
+}
+
 /// The amax that the tensor scale of a scheme is made from, on the device.
 ///
 /// # Errors

@@ -40,10 +40,10 @@ pub struct Curvature {
 /// [`Curvature::scheme`](burn_fp4_search::Curvature::scheme).
 ///
 /// `values` are f32, `[channels, rows]`, the channels in the order of the curvature, whatever the problem says of
-/// axis and dtype; codes and scales are in its order.
+/// axis and dtype; codes and scales are in the order of the problem.
 ///
 /// # Errors
-/// [`Refusal`]; nothing is launched then.
+/// [`Refusal`]; what was launched until then is of no consequence.
 pub fn quantize_gptq(
     client: &Client,
     device: &Capability,

@@ -12,7 +12,7 @@ use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_ama
 /// still to be rounded. The search of the scheme is not used.
 ///
 /// # Errors
-/// As [`quantize_by_curvature`]; [`OpsError::Search`] if the Gram matrix is singular and not damped.
+/// As [`quantize_by_curvature`], with [`OpsError::NonFinite`] whatever the scheme says of it; [`OpsError::Search`] if the Gram matrix is singular and not damped.
 pub fn quantize_gptq<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -22,14 +22,15 @@ pub fn quantize_gptq<const D: usize>(
 ) -> Result<Fp4Tensor<D>, OpsError> {
     options.validate(scheme)?;
     let curvature = options.curvature(gram, scheme.block_size)?;
-    quantize_by_curvature(values, axis, scheme, &Arc::new(curvature))
+    let scheme = scheme.with_non_finite(NonFinite::Reject);
+    quantize_by_curvature(values, axis, &scheme, &Arc::new(curvature))
 }
 
 /// [`quantize_gptq`] of one of several tensors that meet the same activations.
 ///
 /// It runs on the device of the tensor, if that has kernels, and nothing is read back unless the scheme rejects values
-/// that are not finite: where it does not, the codes of rows that have some mean nothing. Elsewhere it runs on the
-/// host, by all its cores, and such values are an error in any case.
+/// that are not finite: one that does not is for values that are known to be finite, of others the codes mean nothing.
+/// Elsewhere it runs on the host, by all its cores, and such values are an error in any case.
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::Search`] if the curvature is for another number of channels or another block size, or if the scheme has

@@ -8,14 +8,15 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, Refusal,
-    UNITS, amax, cubecl, dequantize, fake_quantize, gemv, hadamard, mma, quantize,
+    UNITS, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard, mma, quantize,
     quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
 use burn_fp4_search::{
-    BlockHessians, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Hadamard, Importance,
-    NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling, quantize as oracle,
+    BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
+    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError, TensorScaling,
+    quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
@@ -581,4 +582,47 @@ fn every_row_has_its_amax() {
     let expected: Vec<_> =
         values.chunks(16).map(|row| row.iter().fold(0.0, |x: f32, y| x.max(y.abs()))).collect();
     assert_bits("amax of rows", f32::from_bytes(&found), &expected);
+}
+
+/// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one of these.
+#[test]
+fn a_gram_matrix_is_factorized_as_on_the_host() {
+    let Device { client, capability } = Device::new();
+    let mut random = Random::new(8);
+    let floats = |handle| f32::from_bytes(&client.read_one_unchecked(handle)).to_vec();
+    for (channels, options) in [
+        (16, Gptq::default()),
+        (64, Gptq { order: BlockOrder::Natural, ..Gptq::default() }),
+        (176, Gptq { damping: 0.01, ..Gptq::default() }),
+    ] {
+        // Channels that resemble their neighbours, some more active than others.
+        let mut x: Vec<f32> = (0..3 * channels * channels).map(|_| random.normal()).collect();
+        for at in 1..x.len() {
+            x[at] = (x[at] + 0.7 * x[at - 1]) * if at % 7 == 0 { 1.5 } else { 0.8 };
+        }
+        let gram = Gram::of(&x, channels).unwrap();
+        let expected = options.curvature(&gram, 16).unwrap();
+        let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
+        assert_eq!(client.read_one_unchecked(found.definite)[0], 1);
+        assert_bits("H", &floats(found.hessian), expected.hessian());
+        let factor = floats(found.factor);
+        let largest = factor.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
+        for (at, (found, expected)) in factor.iter().zip(expected.factor()).enumerate() {
+            let far = (found - expected).abs();
+            assert!(far <= 1e-6 * largest, "{channels} {at}: {found} {expected}");
+        }
+        let costs = floats(found.costs);
+        for (channel, cost) in costs.iter().enumerate() {
+            let expected = expected.factor()[channel * (channels + 1)].powi(-2);
+            assert!((cost - expected).abs() <= 1e-5 * expected, "{cost} {expected}");
+        }
+    }
+    // Fewer activations than channels, but enough for every block.
+    let x: Vec<f32> = (0..20 * 64).map(|_| random.normal()).collect();
+    let gram = Gram::of(&x, 64).unwrap();
+    let undamped = Gptq { damping: 0.0, ..Gptq::default() };
+    assert_eq!(undamped.curvature(&gram, 16), Err(SearchError::Singular));
+    let damped = undamped.damped(&gram, 16).unwrap();
+    let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    assert_eq!(client.read_one_unchecked(found.definite)[0], 0);
 }

@@ -7,6 +7,7 @@ use benches::Row;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn_fp4::ops::Curvature;
 use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Gptq, ops};
 
 use crate::Arguments;
@@ -60,7 +61,7 @@ pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
         let start = Instant::now();
         let gram = ops::gram(inputs.clone()).expect("finite");
         eprintln!("Gram matrix in {:?}", start.elapsed());
-        let curvature = Gptq::default().curvature(&gram, 16).expect("not singular");
+        let curvature = Curvature::new(&gram, &Gptq::default(), 16, &device).expect("not singular");
         eprintln!("and its curvature in {:?}", start.elapsed());
         let packed = ops::quantize_by_curvature(weight.clone(), 0, &scheme, &Arc::new(curvature));
         let packed = packed.expect("a valid problem");

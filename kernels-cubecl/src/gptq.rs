@@ -4,6 +4,8 @@
 //! Matrices lie channel by channel, `[channels, rows]`, so that the units of a cube, one for every row, load and
 //! store neighbours. Sums are fused multiply-adds in a fixed order: a device always finds the same codes.
 
+use core::ops::Range;
+
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Gptq, ScaleSearch};
 use cubecl::client::Client;
@@ -12,32 +14,17 @@ use cubecl::server::Handle;
 
 use crate::block::{code_mask, normalize};
 use crate::element::{element_value, nearest_element, round_to_e2m1};
-use crate::plan::{FEW_UNITS, UNITS, common_power_of_two};
+use crate::plan::UNITS;
 use crate::quantize::{empty, factors};
 use crate::scale::{Factors, FactorsLaunch, Method, factor_of, scale_value, tensor_factor};
+use crate::spread::{Region, Steps, spread};
 use crate::{
-    Capability, Dtype, Hessians, Packed, Problem, Refusal, quantize_by_hessian, quantize_weighted,
+    Capability, Curvature, Dtype, Hessians, Launch, Operation, Packed, Problem, Refusal, plan,
+    quantize_by_hessian, quantize_weighted,
 };
 
-/// A [`Curvature`](burn_fp4_search::Curvature) in device memory, f32 but for the order.
-#[derive(Debug, Clone)]
-pub struct Curvature {
-    /// [`factor`](burn_fp4_search::Curvature::factor), `[channels, channels]`.
-    pub factor: Handle,
-    /// What an error of a channel costs that nothing makes up for: the diagonal of the factor to the power of -2.
-    pub costs: Handle,
-    /// [`hessian`](burn_fp4_search::Curvature::hessian), `[channels, channels]`.
-    pub hessian: Handle,
-    /// [`blocks`](burn_fp4_search::Curvature::blocks).
-    pub blocks: Hessians,
-    /// [`inverses`](burn_fp4_search::Curvature::inverses).
-    pub inverses: Handle,
-    /// Where each block stands in a packed row, u32.
-    pub order: Handle,
-}
-
 /// Codes and scales of a tensor by [`Gptq`], given the amax of [`amax`](crate::amax()) and a scheme of
-/// [`Curvature::scheme`](burn_fp4_search::Curvature::scheme).
+/// [`Damped::scheme`](burn_fp4_search::Damped::scheme).
 ///
 /// `values` are f32, `[channels, rows]`, the channels in the order of the curvature, whatever the problem says of
 /// axis and dtype; codes and scales are in the order of the problem.
@@ -53,14 +40,9 @@ pub fn quantize_gptq(
     options: &Gptq,
     problem: &Problem,
 ) -> Result<Packed, Refusal> {
-    let channels = problem.view.axis;
-    let (expected, found) = (View::MAX_LEN, problem.view.len().max(channels * channels));
-    if found > expected {
-        return Err(Refusal::TooLarge { found, expected });
-    }
-    problem.scheme.check_columns(channels)?;
+    let launch = plan(Operation::Gptq, problem, device)?;
     let packed = empty(client, problem);
-    let rows = problem.view.packed_rows();
+    let (rows, channels) = (problem.view.packed_rows(), problem.view.axis);
     if rows * channels == 0 {
         return Ok(packed);
     }
@@ -79,6 +61,7 @@ pub fn quantize_gptq(
         of_block: Problem { view, dtype: Dtype::F32, scheme: problem.scheme },
         rows,
         channels,
+        launch,
     };
     state.round()?;
     if options.sweeps + options.refits > 0 {
@@ -109,6 +92,8 @@ struct State<'a> {
     of_block: Problem,
     rows: usize,
     channels: usize,
+    /// Of kernels with a unit for every row.
+    launch: Launch,
 }
 
 impl State<'_> {
@@ -162,10 +147,6 @@ impl State<'_> {
         ExtentLaunch::new(rows, channels, channel, group)
     }
 
-    fn cubes_of_rows(&self) -> CubeCount {
-        CubeCount::Static((self.rows as u32).div_ceil(FEW_UNITS), 1, 1)
-    }
-
     /// Rounds block after block, each error spread over the channels that follow.
     fn round(&self) -> Result<(), Refusal> {
         let size = self.of_block.scheme.block_size;
@@ -188,8 +169,8 @@ impl State<'_> {
                 unsafe {
                     round_kernel::launch_unchecked(
                         self.client,
-                        self.cubes_of_rows(),
-                        CubeDim::new_1d(FEW_UNITS),
+                        self.launch.count(),
+                        CubeDim::new_1d(self.launch.units),
                         self.matrix(&weights),
                         BufferArg::from_raw_parts(chosen.scales, self.rows),
                         self.amax(),
@@ -275,8 +256,8 @@ impl State<'_> {
         unsafe {
             move_kernel::launch_unchecked(
                 self.client,
-                self.cubes_of_rows(),
-                CubeDim::new_1d(FEW_UNITS),
+                self.launch.count(),
+                CubeDim::new_1d(self.launch.units),
                 self.matrix(residuals),
                 self.square(&self.curvature.hessian),
                 self.scales(),
@@ -303,8 +284,8 @@ impl State<'_> {
         unsafe {
             aim_kernel::launch_unchecked(
                 self.client,
-                self.cubes_of_rows(),
-                CubeDim::new_1d(FEW_UNITS),
+                self.launch.count(),
+                CubeDim::new_1d(self.launch.units),
                 self.matrix(residuals),
                 BufferArg::from_raw_parts(
                     self.curvature.inverses.clone(),
@@ -336,8 +317,8 @@ impl State<'_> {
         unsafe {
             accept_kernel::launch_unchecked(
                 self.client,
-                self.cubes_of_rows(),
-                CubeDim::new_1d(FEW_UNITS),
+                self.launch.count(),
+                CubeDim::new_1d(self.launch.units),
                 of_targets(),
                 BufferArg::from_raw_parts(chosen.codes, self.of_block.code_bytes() / 4),
                 BufferArg::from_raw_parts(chosen.scales, self.rows),
@@ -359,9 +340,9 @@ impl State<'_> {
         &self,
         target: &Handle,
         matrix: &Handle,
-        from: core::ops::Range<usize>,
+        from: Range<usize>,
         group: usize,
-        to: core::ops::Range<usize>,
+        to: Range<usize>,
     ) {
         self.spread_to(target, matrix, from, group, Region::of(to));
     }
@@ -370,63 +351,17 @@ impl State<'_> {
         &self,
         target: &Handle,
         matrix: &Handle,
-        from: core::ops::Range<usize>,
+        from: Range<usize>,
         group: usize,
         region: Region,
     ) {
-        let Region { channels, skipped, fresh } = region;
-        let count = channels.len() - skipped.len();
-        if count == 0 {
-            return;
-        }
-        let vector = common_power_of_two(self.rows as u32, 4);
-        // Where there is little to do it is divided among more units.
-        let tile = if count <= GROUP {
-            Tile { channels: 4, vectors: 1 }
-        } else {
-            Tile { channels: 8, vectors: 2 }
+        let steps = Steps {
+            values: &self.steps,
+            group: GROUP.min(self.channels),
+            from: from.start - group..from.end - group,
+            first: from.start,
         };
-        let row_vectors = self.rows as u32 / vector;
-        let row_tiles = row_vectors.div_ceil(SIDE * tile.vectors);
-        let channel_tiles = (count as u32).div_ceil(SIDE * tile.channels);
-        let [start, first_skipped, skip, first, width, step] = [
-            channels.start,
-            skipped.start,
-            skipped.len(),
-            from.start,
-            from.len(),
-            from.start - group,
-        ]
-        .map(|length| length as u32);
-        // SAFETY: see the lengths of the arguments; what is beyond them is not stored.
-        unsafe {
-            spread_kernel::launch_unchecked(
-                self.client,
-                CubeCount::Static(row_tiles * channel_tiles, 1, 1),
-                CubeDim::new_1d(SIDE * SIDE),
-                vector as usize,
-                4,
-                BufferArg::from_raw_parts(target.clone(), self.channels * row_vectors as usize),
-                BufferArg::from_raw_parts(matrix.clone(), self.channels * self.channels / 4),
-                BufferArg::from_raw_parts(
-                    self.steps.clone(),
-                    GROUP.min(self.channels) * row_vectors as usize,
-                ),
-                SpreadLaunch::new(
-                    row_vectors,
-                    self.channels as u32,
-                    start,
-                    count as u32,
-                    first_skipped,
-                    skip,
-                    first,
-                    width,
-                    step,
-                ),
-                tile,
-                fresh,
-            );
-        }
+        spread(self.client, target, matrix, steps, [self.rows, self.channels], region);
     }
 
     fn copy(&self, from: &Handle, to: &Handle) {
@@ -469,21 +404,6 @@ impl State<'_> {
     }
 }
 
-/// Channels that are to be brought up to date.
-struct Region {
-    channels: core::ops::Range<usize>,
-    /// Channels among them that are not.
-    skipped: core::ops::Range<usize>,
-    /// Whether they are 0 until then.
-    fresh: bool,
-}
-
-impl Region {
-    fn of(channels: core::ops::Range<usize>) -> Self {
-        Self { skipped: channels.end..channels.end, channels, fresh: false }
-    }
-}
-
 /// Where a kernel is.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Extent {
@@ -506,6 +426,32 @@ fn value_of(
 ) -> f32 {
     let tensor = tensor_factor(amax, row, factors, method);
     scale_value(scale, comptime!(method.rule.row().format)) * tensor.decode
+}
+
+/// What the scale of this block of a row multiplies elements with.
+#[cube]
+fn value_now(
+    scales: &[u8],
+    row: u32,
+    amax: &[f32],
+    extent: &Extent,
+    factors: &Factors,
+    #[comptime] method: Method,
+) -> f32 {
+    let block = extent.channel / comptime!(method.block_size);
+    let scale = u32::cast_from(scales[(block * extent.rows + row) as usize]);
+    value_of(scale, row, amax, factors, method)
+}
+
+/// The values of this block of a row.
+#[cube]
+fn load(matrix: &[f32], row: u32, extent: &Extent, #[comptime] size: u32) -> Array<f32> {
+    let mut values = Array::<f32>::new(comptime!(size as usize));
+    #[unroll]
+    for k in 0..size {
+        values[k as usize] = matrix[((extent.channel + k) * extent.rows + row) as usize];
+    }
+    values
 }
 
 /// Rounds the channels of a block in turn, each error spread over those of the block that follow. What the errors
@@ -534,11 +480,7 @@ fn round_kernel(
         let mask = code_mask(multiplier, rule);
         let value = block_scale * tensor.decode;
         scales[(extent.channel / size * extent.rows + row) as usize] = chosen[row as usize];
-        let mut left = Array::<f32>::new(comptime!(size as usize));
-        #[unroll]
-        for k in 0..size {
-            left[k as usize] = weights[((extent.channel + k) * extent.rows + row) as usize];
-        }
+        let mut left = load(weights, row, &extent, size);
         #[unroll]
         for k in 0..size {
             let channel = extent.channel + k;
@@ -598,13 +540,8 @@ fn move_kernel(
     let row = ABSOLUTE_POS as u32;
     if row < extent.rows {
         let size = comptime!(method.block_size);
-        let scale = scales[(extent.channel / size * extent.rows + row) as usize];
-        let value = value_of(u32::cast_from(scale), row, amax, &factors, method);
-        let mut left = Array::<f32>::new(comptime!(size as usize));
-        #[unroll]
-        for k in 0..size {
-            left[k as usize] = residuals[((extent.channel + k) * extent.rows + row) as usize];
-        }
+        let value = value_now(scales, row, amax, &extent, &factors, method);
+        let mut left = load(residuals, row, &extent, size);
         #[unroll]
         for k in 0..size {
             let channel = extent.channel + k;
@@ -644,22 +581,19 @@ fn aim_kernel(
     let row = ABSOLUTE_POS as u32;
     if row < extent.rows {
         let size = comptime!(method.block_size);
-        let scale = scales[(extent.channel / size * extent.rows + row) as usize];
-        let value = value_of(u32::cast_from(scale), row, amax, &factors, method);
-        let first = (extent.channel * extent.rows + row) as usize;
-        let rows = extent.rows as usize;
-        let mut aims = Array::<f32>::new(comptime!(size as usize));
+        let value = value_now(scales, row, amax, &extent, &factors, method);
+        let mut aims = load(elements, row, &extent, size);
         #[unroll]
         for k in 0..size {
-            aims[k as usize] = elements[first + k as usize * rows] * value;
+            aims[k as usize] *= value;
         }
+        let residuals = load(residuals, row, &extent, size);
         #[unroll]
         for j in 0..size {
-            let residual = residuals[first + j as usize * rows];
             #[unroll]
             for k in 0..size {
                 let inverse = inverses[((extent.channel + j) * size + k) as usize];
-                aims[k as usize] = fma(residual, inverse, aims[k as usize]);
+                aims[k as usize] = fma(residuals[j as usize], inverse, aims[k as usize]);
             }
         }
         #[unroll]
@@ -743,106 +677,6 @@ fn distance(errors: &Array<f32>, hessian: &[f32], extent: &Extent, #[comptime] s
         cost = fma(errors[i as usize], sum, cost);
     }
     cost
-}
-
-/// Units of a cube of [`spread_kernel`] beside each other, both ways.
-const SIDE: u32 = 16;
-
-/// What a unit of [`spread_kernel`] computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Tile {
-    channels: u32,
-    /// Vectors of rows.
-    vectors: u32,
-}
-
-/// A product of steps with a part of a square matrix.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Spread {
-    row_vectors: u32,
-    /// Of the square matrix.
-    channels: u32,
-    /// The first channel that is brought up to date.
-    start: u32,
-    /// How many are.
-    count: u32,
-    /// From this one on, this many are left out.
-    skipped: u32,
-    skip: u32,
-    /// The first channel that asks something of them.
-    first: u32,
-    /// How many do.
-    width: u32,
-    /// Where their steps begin.
-    step: u32,
-}
-
-/// `target[c, n] -= sum of matrix[k, c] steps[k, n]`, in the order of k.
-#[cube(launch_unchecked)]
-fn spread_kernel<V: Size, Q: Size>(
-    target: &mut [Vector<f32, V>],
-    matrix: &[Vector<f32, Q>],
-    steps: &[Vector<f32, V>],
-    spread: Spread,
-    #[comptime] tile: Tile,
-    #[comptime] fresh: bool,
-) {
-    let Tile { channels, vectors } = comptime!(tile);
-    let row_tiles = spread.row_vectors.div_ceil(comptime!(SIDE * vectors));
-    let cube = CUBE_POS as u32;
-    let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;
-    let first_vector = cube % row_tiles * comptime!(SIDE * vectors) + UNIT_POS % SIDE;
-    if own < spread.count {
-        let ahead = spread.start + own;
-        let channel = ahead + select(ahead >= spread.skipped, spread.skip, 0u32);
-        let mut sums = Array::<Vector<f32, V>>::new(comptime!((channels * vectors) as usize));
-        #[unroll]
-        for c in 0..channels {
-            #[unroll]
-            for v in 0..vectors {
-                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
-                let at = ((channel + c) * spread.row_vectors + vector) as usize;
-                let sum = comptime!((c * vectors + v) as usize);
-                sums[sum] =
-                    if comptime!(fresh) { Vector::empty().fill(0.0f32) } else { target[at] };
-            }
-        }
-        for k in 0..spread.width {
-            let mut row_steps = Array::<Vector<f32, V>>::new(comptime!(vectors as usize));
-            #[unroll]
-            for v in 0..vectors {
-                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
-                row_steps[v as usize] =
-                    steps[((spread.step + k) * spread.row_vectors + vector) as usize];
-            }
-            let shares = ((spread.first + k) * spread.channels + channel) / 4;
-            #[unroll]
-            for quad in 0..comptime!(channels / 4) {
-                let share = matrix[(shares + quad) as usize];
-                #[unroll]
-                for c in 0..4u32 {
-                    let negative =
-                        Vector::<f32, V>::empty().fill(-share.extract(comptime!(c as usize)));
-                    #[unroll]
-                    for v in 0..vectors {
-                        let sum = comptime!(((quad * 4 + c) * vectors + v) as usize);
-                        sums[sum] = fma(negative, row_steps[v as usize], sums[sum]);
-                    }
-                }
-            }
-        }
-        #[unroll]
-        for c in 0..channels {
-            #[unroll]
-            for v in 0..vectors {
-                let vector = first_vector + v * SIDE;
-                if vector < spread.row_vectors {
-                    let at = ((channel + c) * spread.row_vectors + vector) as usize;
-                    target[at] = sums[comptime!((c * vectors + v) as usize)];
-                }
-            }
-        }
-    }
 }
 
 #[cube(launch_unchecked)]

@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::block::{code_mask, largest_magnitude, normalize};
-use crate::element::{nearest_element, round_to_e2m1};
+use crate::element::{element_value, nearest_element, round_to_e2m1};
 use crate::plan::Share;
 use crate::quantize::{empty, extent, factors};
 use crate::scale::{Factors, Method, TensorFactor, block_scale, factor_of, tensor_factor};
@@ -181,10 +181,10 @@ fn quantize_row<E: Int, N: Size, W: Size, H: Size>(
         let place = place_of(row, block, extent, size, share);
         let elements = load_blocks::<E, N>(values, &place, extent, size, share);
         let tensor = tensor_factor(amax, row, factors, method);
-        let mut best_elements = Array::<f32>::new(comptime!(size as usize));
+        let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
         let scale = search::<H>(
             &elements,
-            &mut best_elements,
+            &mut words,
             hessian,
             first,
             bounds,
@@ -193,20 +193,13 @@ fn quantize_row<E: Int, N: Size, W: Size, H: Size>(
             factors,
             method,
         );
-        let words = comptime!(size / 8);
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]
-        for word in 0..words {
-            let mut packed = 0u32;
-            #[unroll]
-            for index in 0..8u32 {
-                let at = comptime!((word * 8 + 7 - index) as usize);
-                packed = (packed << 4u32) | (round_to_e2m1(best_elements[at]) >> 28u32);
-            }
-            row_codes.insert(comptime!(word as usize), packed & scale.mask);
+        for word in 0..comptime!(size / 8) {
+            row_codes.insert(comptime!(word as usize), words[word as usize]);
         }
         codes[place.index as usize] = row_codes;
-        scales[place.index as usize] = u8::cast_from(scale.code);
+        scales[place.index as usize] = u8::cast_from(scale);
         if block == 0u32 && (comptime!(method.by_row) || row == 0u32) {
             let at = if comptime!(method.by_row) { row } else { 0u32.runtime() };
             tensor_scale[at as usize] = u32::reinterpret(tensor.decode);
@@ -214,18 +207,11 @@ fn quantize_row<E: Int, N: Size, W: Size, H: Size>(
     }
 }
 
-/// A chosen scale, and which bits of the codes count.
-#[derive(CubeType, Clone, Copy)]
-struct Chosen {
-    code: u32,
-    mask: u32,
-}
-
-/// The best scale, and what is to be rounded to codes: elements normalized by it, or E2M1 values.
+/// The best scale, and codes that go with it.
 #[cube]
 fn search<H: Size>(
     elements: &Array<f32>,
-    best_elements: &mut Array<f32>,
+    codes: &mut Array<u32>,
     hessian: &[Vector<f32, H>],
     first: u32,
     bounds: &[f32],
@@ -233,8 +219,9 @@ fn search<H: Size>(
     tensor: &TensorFactor,
     factors: &Factors,
     #[comptime] method: Method,
-) -> Chosen {
+) -> u32 {
     let size = comptime!(method.block_size);
+    let words = comptime!(size / 8);
     let rule = comptime!(method.rule);
     let format = comptime!(rule.row().format);
     let descends = comptime!(method.search == ScaleSearch::CoordinateDescent);
@@ -246,23 +233,15 @@ fn search<H: Size>(
     let mut factor = own.factor;
     let searchable = is_searchable(largest, scaled_amax, &unit, format);
     if searchable {
-        let mut found = Array::<f32>::new(comptime!(size as usize));
+        let mut found = Array::<u32>::new(comptime!(words as usize));
         let infinity = f32::reinterpret(0x7F80_0000u32);
-        let own_value = value_in(&unit, own.code, format);
-        let cost = try_scale::<H>(
-            elements, &mut found, own_value, own.factor, infinity, &unit, hessian, first, bounds,
-            channel, method,
-        );
-        let mut best = start(cost, own.code, format);
-        if comptime!(descends) {
-            copy(&found, best_elements, size);
-        }
+        let mut best = start(infinity, own.code, format);
         let lowest = lowest(&unit, method);
-        let mut next = top(&unit, scaled_amax, method);
-        // Below 0 codes wrap around.
-        while next >= lowest && next < 0x8000_0000u32 {
+        // The rule's own scale, then all from the top down; below 0 codes wrap around.
+        let mut next = own.code;
+        let mut is_own = true;
+        while is_own || next >= lowest && next < 0x8000_0000u32 {
             let value = value_in(&unit, next, format);
-            let next_factor = factor_of(next, value, tensor, rule);
             if is_hopeless(elements, value, &unit, best.cost, bounds, channel, method) {
                 next = 0xFFFF_FFFFu32;
             } else {
@@ -270,7 +249,7 @@ fn search<H: Size>(
                     elements,
                     &mut found,
                     value,
-                    next_factor,
+                    factor_of(next, value, tensor, rule),
                     best.cost,
                     &unit,
                     hessian,
@@ -279,13 +258,24 @@ fn search<H: Size>(
                     channel,
                     method,
                 );
-                let before = best.code;
-                improve(&mut best, cost, next, own.code);
-                if comptime!(descends) && best.code != before {
-                    copy(&found, best_elements, size);
+                let mut takes = is_own;
+                if is_own {
+                    best.cost = start(cost, own.code, format).cost;
+                    next = top(&unit, scaled_amax, method);
+                } else {
+                    let before = best.code;
+                    improve(&mut best, cost, next, own.code);
+                    takes = best.code != before;
+                    next -= 1u32;
                 }
-                next -= 1u32;
+                if comptime!(descends) && takes {
+                    #[unroll]
+                    for word in 0..words {
+                        codes[word as usize] = found[word as usize];
+                    }
+                }
             }
+            is_own = false;
         }
         if best.code != own.code {
             let value = value_in(&unit, best.code, format);
@@ -293,29 +283,39 @@ fn search<H: Size>(
             factor = factor_of(best.code, value, tensor, rule);
         }
     }
-    let mut mask = code_mask(factor, rule);
     if comptime!(descends) && searchable {
-        mask = 0xFFFF_FFFFu32;
-        // Of zeros the positive one.
         #[unroll]
-        for k in 0..size {
-            best_elements[k as usize] = fma(best_elements[k as usize], factors.one, 0.0f32);
+        for word in 0..words {
+            codes[word as usize] = without_negative_zeros(codes[word as usize]);
         }
     } else {
+        let mask = code_mask(factor, rule);
         #[unroll]
-        for k in 0..size {
-            best_elements[k as usize] = normalize(elements[k as usize], factor, factors, rule);
+        for word in 0..words {
+            let mut packed = 0u32;
+            #[unroll]
+            for index in 0..8u32 {
+                let element = elements[comptime!((word * 8 + 7 - index) as usize)];
+                let normalized = normalize(element, factor, factors, rule);
+                packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
+            }
+            codes[word as usize] = packed & mask;
         }
     }
-    Chosen { code, mask }
+    code
 }
 
+/// Eight codes, of zeros the positive one.
 #[cube]
-fn copy(from: &Array<f32>, to: &mut Array<f32>, #[comptime] size: u32) {
-    #[unroll]
-    for k in 0..size {
-        to[k as usize] = from[k as usize];
-    }
+fn without_negative_zeros(codes: u32) -> u32 {
+    let magnitudes = codes | (codes >> 1u32) | (codes >> 2u32);
+    codes & (0x7777_7777u32 | ((magnitudes & 0x1111_1111u32) << 3u32))
+}
+
+/// The value of a code among eight.
+#[cube]
+fn value_at(codes: u32, #[comptime] index: u32) -> f32 {
+    element_value(codes << comptime!(28 - 4 * index))
 }
 
 /// The smallest scale that is tried.
@@ -355,12 +355,12 @@ fn is_hopeless(
     clipped * clipped > best
 }
 
-/// The cost of a scale, and for coordinate descent the elements that go with it; infinite if it cannot be
+/// The cost of a scale, and for coordinate descent the codes that go with it; infinite if it cannot be
 /// better than the best.
 #[cube]
 fn try_scale<H: Size>(
     elements: &Array<f32>,
-    found: &mut Array<f32>,
+    found: &mut Array<u32>,
     value: f32,
     factor: f32,
     best: f32,
@@ -372,37 +372,46 @@ fn try_scale<H: Size>(
     #[comptime] method: Method,
 ) -> f32 {
     let size = comptime!(method.block_size);
-    let mut nearest = Array::<f32>::new(comptime!(size as usize));
+    let words = comptime!(size / 8);
+    let mut nearest = Array::<u32>::new(comptime!(words as usize));
     let mut errors = Array::<f32>::new(comptime!(size as usize));
     let mut largest = 0.0f32.runtime();
     #[unroll]
-    for k in 0..size {
-        let element = elements[k as usize];
-        let normalized =
-            if comptime!(method.divides()) { element / factor } else { element * factor };
-        nearest[k as usize] = nearest_element(normalized);
-        let error = fma(-nearest[k as usize], value, element * unit.factor);
-        errors[k as usize] = error;
-        largest = max(largest, error.abs() * bounds[(channel + k) as usize]);
+    for word in 0..words {
+        let mut packed = 0u32;
+        #[unroll]
+        for index in 0..8u32 {
+            let k = comptime!(word * 8 + 7 - index);
+            let element = elements[k as usize];
+            let normalized =
+                if comptime!(method.divides()) { element / factor } else { element * factor };
+            let code = nearest_element(normalized);
+            let error = fma(-code, value, element * unit.factor);
+            errors[k as usize] = error;
+            largest = max(largest, error.abs() * bounds[(channel + k) as usize]);
+            packed = (packed << 4u32) | (round_to_e2m1(code) >> 28u32);
+        }
+        nearest[word as usize] = packed;
+        found[word as usize] = packed;
     }
     let mut result = f32::reinterpret(0x7F80_0000u32);
     if largest * largest <= best {
-        let nearest_cost = cost::<H>(&errors, hessian, first, size);
-        result = nearest_cost;
+        result = cost::<H>(&errors, hessian, first, size);
         if comptime!(method.search == ScaleSearch::CoordinateDescent) {
-            copy(&nearest, found, size);
             sweep::<H>(found, &errors, value, hessian, first, size);
             #[unroll]
             for k in 0..size {
                 let scaled = elements[k as usize] * unit.factor;
-                errors[k as usize] = fma(-found[k as usize], value, scaled);
+                let element = value_at(found[comptime!((k / 8) as usize)], comptime!(k % 8));
+                errors[k as usize] = fma(-element, value, scaled);
             }
             let descended = cost::<H>(&errors, hessian, first, size);
-            let improved = descended < nearest_cost;
-            result = select(improved, descended, nearest_cost);
+            let improved = descended < result;
+            result = select(improved, descended, result);
             #[unroll]
-            for k in 0..size {
-                found[k as usize] = select(improved, found[k as usize], nearest[k as usize]);
+            for word in 0..words {
+                let (moved, kept) = (found[word as usize], nearest[word as usize]);
+                found[word as usize] = select(improved, moved, kept);
             }
         }
     }
@@ -444,7 +453,7 @@ fn cost<H: Size>(
 /// Moves elements one at a time to where they are best while all others stay, until none does.
 #[cube]
 fn sweep<H: Size>(
-    found: &mut Array<f32>,
+    found: &mut Array<u32>,
     errors: &Array<f32>,
     value: f32,
     hessian: &[Vector<f32, H>],
@@ -472,16 +481,18 @@ fn sweep<H: Size>(
         let mut changed = false;
         #[unroll]
         for i in 0..size {
-            let now = found[i as usize];
+            let word = comptime!((i / 8) as usize);
+            let now = value_at(found[word], comptime!(i % 8));
             let diagonal = hessian[(first + comptime!(i * size / 4 + i / 4)) as usize];
             let curvature = diagonal.extract(comptime!((i % 4) as usize));
             let step = select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32);
             let target = fma(gradient[i as usize], step, now * value);
-            let next = nearest_element(target * reciprocal);
-            let change = (next - now) * value;
-            found[i as usize] = next;
+            let code = round_to_e2m1(target * reciprocal) & 0xF000_0000u32;
+            let change = (element_value(code) - now) * value;
             if change != 0.0f32 {
                 changed = true;
+                let others = found[word] & comptime!(!(0xFu32 << (4 * (i % 8))));
+                found[word] = others | (code >> comptime!(28 - 4 * (i % 8)));
                 #[unroll]
                 for vector in 0..comptime!(size / 4) {
                     let row = hessian[(first + comptime!(i * size / 4 + vector)) as usize];

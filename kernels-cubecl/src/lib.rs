@@ -15,6 +15,8 @@
 //! | `sse.rs`           | the scale with the smallest squared error                              |
 //! | `hessian.rs`       | scales and codes by the activations that meet each block               |
 //! | `gptq.rs`          | codes that make up for the errors of others                            |
+//! | `spread.rs`        | what these ask of the channels that follow                             |
+//! | `curvature.rs`     | [`Curvature`]: the factorization that tells it                         |
 //! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
 //! | `stochastic.rs`    | random bits, and codes drawn by them                                   |
@@ -31,6 +33,7 @@
 
 mod amax;
 mod block;
+mod curvature;
 mod dequantize;
 mod element;
 mod gemv;
@@ -44,6 +47,7 @@ mod product;
 mod quantize;
 mod scale;
 mod share;
+mod spread;
 mod squared_error;
 mod sse;
 mod stage;
@@ -51,9 +55,10 @@ mod stochastic;
 
 pub use amax::amax;
 pub use cubecl;
+pub use curvature::{Curvature, curvature};
 pub use dequantize::dequantize;
 pub use gemv::gemv;
-pub use gptq::{Curvature, quantize_gptq};
+pub use gptq::quantize_gptq;
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use mma::mma;

@@ -5,6 +5,7 @@ use cubecl::features::{Features, MmaConfig, Plane};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::CubeCount;
 
+use crate::curvature::PANEL;
 use crate::{Dtype, Problem};
 
 /// What is to be launched.
@@ -18,6 +19,8 @@ pub enum Operation {
     Quantize,
     /// Codes and scales by the activations that meet each block.
     QuantizeByHessian,
+    /// Codes and scales that make up for the errors of others.
+    Gptq,
     /// The values of codes and scales, from the dense tensor.
     FakeQuantize,
     /// The transform of every 16 neighbours.
@@ -43,6 +46,8 @@ pub struct Capability {
     pub mma: bool,
     /// Whether units gain by exchanging what they load or store through shared memory.
     pub stages: bool,
+    /// Whether it computes in f64.
+    pub doubles: bool,
 }
 
 impl Capability {
@@ -62,6 +67,7 @@ impl Capability {
             mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
             // There the units of a cube run one after the other, and meeting costs them dearly.
             stages: !cpu,
+            doubles: properties.supports_type(ElemType::Float(FloatKind::F64)),
         }
     }
 }
@@ -205,6 +211,9 @@ pub enum Refusal {
         /// Why.
         reason: &'static str,
     },
+    /// The device does not compute in f64.
+    #[error("the device has no f64")]
+    NoDoubles,
     /// More values than [`View::MAX_LEN`].
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
@@ -239,7 +248,7 @@ pub fn plan(
     let Problem { view, scheme, dtype } = problem;
     if !matches!(operation, Operation::Amax | Operation::RowAmax) {
         scheme.check_columns(view.axis)?;
-        let by_hessian = operation == Operation::QuantizeByHessian;
+        let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
         let fits = match scheme.search {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
             search => !by_hessian && !search.needs_hessians(),
@@ -252,6 +261,7 @@ pub fn plan(
     let found = match operation {
         // The Hessians are indexed by 32 bits like the values.
         Operation::QuantizeByHessian => view.len().max(view.axis * scheme.block_size),
+        Operation::Gptq => view.len().max(view.axis * view.axis),
         _ => view.len(),
     };
     if found > expected {
@@ -300,6 +310,10 @@ pub fn plan(
             }
             (rows.div_ceil(units) * blocks * units, share)
         }
+        Operation::Gptq => {
+            units = FEW_UNITS;
+            (rows, one_row)
+        }
         Operation::Hadamard if along => (rows * blocks, Share { vector: widest, ..one_row }),
         Operation::Hadamard => {
             let share = strided(operation, problem, device, one_row);
@@ -334,6 +348,31 @@ pub fn plan(
     };
     let lines = cubes.div_ceil(device.max_cubes).max(1);
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, share })
+}
+
+/// How a square matrix is factorized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FactorPlan {
+    /// Blocks of [`PANEL`] columns, the last filled up.
+    pub(crate) panels: u32,
+    /// Units that eliminate one column after the other, and meet after each.
+    pub(crate) units: u32,
+}
+
+/// Decides how the curvature of this many channels is found.
+///
+/// # Errors
+/// [`Refusal`] if the matrix is too large, or the device has no f64.
+pub(crate) fn plan_factor(channels: usize, device: &Capability) -> Result<FactorPlan, Refusal> {
+    let (expected, found) = (View::MAX_LEN, channels * channels);
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
+    }
+    if !device.doubles {
+        return Err(Refusal::NoDoubles);
+    }
+    let units = if device.stages { UNITS } else { 1 };
+    Ok(FactorPlan { panels: (channels as u32).div_ceil(PANEL), units })
 }
 
 /// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
@@ -394,6 +433,7 @@ mod tests {
         converts_bf16: true,
         mma: true,
         stages: true,
+        doubles: true,
     };
     const CPU: Capability =
         Capability { plane: 1, cubes: 256, converts_bf16: false, stages: false, ..GPU };
@@ -485,6 +525,21 @@ mod tests {
         // Few values, but more than 2^32 elements of Hessians.
         let refused = of(ScaleSearch::Hessian, View::rows(1, 1 << 28));
         assert!(matches!(refused, Err(Refusal::TooLarge { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn gptq_takes_rows_one_by_one_and_panels_of_its_hessian() {
+        let search = ScaleSearch::CoordinateDescent;
+        let scheme = Fp4Scheme::nvfp4().with_search(search);
+        let launch = plan(Operation::Gptq, &problem(View::rows(300, 64), scheme), &GPU).unwrap();
+        assert_eq!((launch.cubes, launch.units, launch.items), ([5, 1], FEW_UNITS, 300));
+        let wide = problem(View::rows(1, 1 << 16), scheme);
+        assert!(matches!(plan(Operation::Gptq, &wide, &GPU), Err(Refusal::TooLarge { .. })));
+        assert_eq!(plan_factor(65, &GPU), Ok(FactorPlan { panels: 2, units: UNITS }));
+        assert_eq!(plan_factor(65, &CPU), Ok(FactorPlan { panels: 2, units: 1 }));
+        assert!(matches!(plan_factor(1 << 16, &GPU), Err(Refusal::TooLarge { .. })));
+        let single = Capability { doubles: false, ..GPU };
+        assert_eq!(plan_factor(64, &single), Err(Refusal::NoDoubles));
     }
 
     #[test]

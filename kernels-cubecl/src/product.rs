@@ -267,6 +267,7 @@ mod tests {
         converts_bf16: true,
         stages: true,
         mma: true,
+        doubles: true,
     };
 
     fn product(inputs: usize, outputs: usize, channels: usize) -> Product {

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
@@ -122,10 +121,8 @@ impl<'a, M: Module> Calibrate<'a, M> {
         calibration.set_unreached(prepared.unreached());
         calibration.set_devices(prepared.devices());
         prepared.run(options, in_flight, "dense", |input, gram| {
-            let gram = Arc::new(gram);
-            for weight in &input.weights {
-                calibration.merge(&weight.path, &gram)?;
-            }
+            let paths = input.weights.iter().map(|weight| weight.path.as_str());
+            calibration.merge(paths, gram)?;
             Ok(Vec::new())
         })?;
         Ok(calibration)

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
@@ -132,39 +133,81 @@ struct Job<'a> {
     gram: &'a Gram,
 }
 
-/// Quantizes weights on these devices, one on each in turn; the results are where the weights were.
+/// A weight, and by what it was quantized.
+type Quantized = (Fp4Tensor<2>, ChosenBy);
+
+/// Quantizes weights on these devices, each where least was given until then; the results are where the weights were.
 fn quantize_each(
     jobs: Vec<Job<'_>>,
     devices: &[Device],
     config: &Fp4Config,
     amaxes: &BTreeMap<String, f32>,
-) -> Result<Vec<(Fp4Tensor<2>, ChosenBy)>, Fp4Error> {
+) -> Result<Vec<Quantized>, Fp4Error> {
     let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
     let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
+    // What GPTQ has to do.
+    let work = |job: &Job<'_>| job.dense.shape().num_elements() * job.gram.channels();
+    let mut given = vec![0; devices.len()];
+    let turns: Vec<_> = jobs
+        .iter()
+        .map(|job| {
+            let least = (0..devices.len()).min_by_key(|&at| given[at]).unwrap_or(0);
+            given[least] += work(job);
+            least
+        })
+        .collect();
     // All before the first is worked on: a device hands nothing out until it is done.
     let jobs = moved(&all, || -> Vec<_> {
-        let turns = jobs.into_iter().zip(devices.iter().cycle());
-        turns.map(|(job, device)| Job { dense: job.dense.to_device(device), ..job }).collect()
+        let turns = jobs.into_iter().zip(&turns);
+        turns.map(|(job, &at)| Job { dense: job.dense.to_device(&devices[at]), ..job }).collect()
     })?;
+    let mut queues: Vec<Vec<_>> = devices.iter().map(|_| Vec::new()).collect();
+    for ((number, job), at) in jobs.into_iter().enumerate().zip(turns) {
+        queues[at].push((number, job));
+    }
+    let run = |queue| quantize_in_turn(queue, config, amaxes);
+    let results: Vec<_> = match devices {
+        [_] => queues.into_iter().map(run).collect(),
+        // The host works for all of them at once.
+        _ => thread::scope(|scope| {
+            let run = &run;
+            let threads = queues.into_iter().map(|queue| scope.spawn(move || run(queue)));
+            let join = |thread: thread::ScopedJoinHandle<'_, _>| match thread.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            threads.collect::<Vec<_>>().into_iter().map(join).collect()
+        }),
+    };
+    let results: Result<Vec<_>, _> = results.into_iter().collect();
+    let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
+    moved(&all, || {
+        let home =
+            |((tensor, chosen_by), home): (Quantized, &Device)| (tensor.to_device(home), chosen_by);
+        quantized.into_values().zip(&homes).map(home).collect()
+    })
+}
+
+/// Quantizes numbered weights, which are on one device.
+fn quantize_in_turn(
+    jobs: Vec<(usize, Job<'_>)>,
+    config: &Fp4Config,
+    amaxes: &BTreeMap<String, f32>,
+) -> Result<BTreeMap<usize, Quantized>, Fp4Error> {
     let mut curvatures = Curvatures::default();
-    let mut quantized = Vec::new();
-    for Job { path, plan, dense, gram } in jobs {
+    let mut quantized = BTreeMap::new();
+    for (number, Job { path, plan, dense, gram }) in jobs {
         let chosen_by = chosen_by(config.gptq, &plan.scheme, Some(gram));
         let scheme = scheme_of(plan, amaxes.get(path));
         let axis = plan.layout.axis;
         let tensor = quantize_weight(&dense, axis, &scheme, chosen_by, Some(gram), &mut curvatures)
             .map_err(|source| named(path, source))?;
-        // What waits for more operations would wait for the next of these weights.
-        let flushed = dense.device().flush().map_err(|error| OpsError::Device(error.to_string()));
-        flushed.map_err(|source| named(path, source))?;
-        quantized.push((tensor, chosen_by));
+        // Done before its thread is: what follows is of another one.
+        let done = dense.device().sync().map_err(|error| OpsError::Device(error.to_string()));
+        done.map_err(|source| named(path, source))?;
+        quantized.insert(number, (tensor, chosen_by));
     }
-    moved(&all, || {
-        let home = |((tensor, chosen_by), home): ((Fp4Tensor<2>, _), &Device)| {
-            (tensor.to_device(home), chosen_by)
-        };
-        quantized.into_iter().zip(&homes).map(home).collect()
-    })
+    Ok(quantized)
 }
 
 fn named(path: &str, source: impl Into<OpsError>) -> Fp4Error {

@@ -67,21 +67,39 @@ impl Calibration {
     pub fn add<const D: usize>(&mut self, path: &str, inputs: Tensor<D>) -> Result<(), Fp4Error> {
         let found =
             gram(inputs).map_err(|source| Fp4Error::Parameter { path: path.to_owned(), source })?;
-        self.merge(path, &Arc::new(found))
+        self.merge([path], found)
     }
 
-    /// Adds statistics to those known.
-    pub(crate) fn merge(&mut self, path: &str, found: &Arc<Gram>) -> Result<(), Fp4Error> {
-        match self.grams.get_mut(path) {
-            Some(gram) => Arc::make_mut(gram).merge(found).map_err(|error| Fp4Error::Parameter {
-                path: path.to_owned(),
-                source: error.into(),
-            }),
-            None => {
+    /// Adds statistics to those known. Layers that share what is known go on sharing it.
+    pub(crate) fn merge<'a>(
+        &mut self,
+        paths: impl IntoIterator<Item = &'a str>,
+        found: Gram,
+    ) -> Result<(), Fp4Error> {
+        let found = Arc::new(found);
+        // What was known, and with what was found.
+        let mut sums: Vec<(Arc<Gram>, Arc<Gram>)> = Vec::new();
+        for path in paths {
+            let Some(known) = self.grams.get_mut(path) else {
                 self.grams.insert(path.to_owned(), found.clone());
-                Ok(())
-            }
+                continue;
+            };
+            let shared = sums.iter().find(|(before, _)| Arc::ptr_eq(before, known));
+            let sum = match shared {
+                Some((_, sum)) => sum.clone(),
+                None => {
+                    let mut sum = Gram::clone(known);
+                    sum.merge(&found).map_err(|error| Fp4Error::Parameter {
+                        path: path.to_owned(),
+                        source: error.into(),
+                    })?;
+                    sums.push((known.clone(), Arc::new(sum)));
+                    sums[sums.len() - 1].1.clone()
+                }
+            };
+            *known = sum;
         }
+        Ok(())
     }
 
     /// Takes statistics that were gathered elsewhere.

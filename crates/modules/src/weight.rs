@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::Arc;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::{
     Curvature, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, ScaleSearch,
     TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
@@ -46,7 +46,7 @@ pub(crate) fn quantize_weight<'a, const D: usize>(
     let dense = dense.clone();
     match (chosen_by, inputs) {
         (ChosenBy::Gptq(options), Some(gram)) => {
-            let curvature = curvatures.of(gram, &options, scheme.block_size)?;
+            let curvature = curvatures.of(gram, &options, scheme.block_size, &dense.device())?;
             quantize_by_curvature(dense, axis, scheme, &curvature)
         }
         (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
@@ -72,17 +72,20 @@ impl<'a> Curvatures<'a> {
         gram: &'a Gram,
         options: &Gptq,
         block_size: usize,
+        device: &Device,
     ) -> Result<Arc<Curvature>, OpsError> {
+        let device = device.clone().inner();
         if let Some((known, curvature)) = &self.last
             && ptr::eq(*known, gram)
             && curvature.options() == options
-            && curvature.blocks().block_size() == block_size
+            && curvature.block_size() == block_size
+            && *curvature.device() == device
         {
             return Ok(curvature.clone());
         }
         // Its memory first: it may be large.
         self.last = None;
-        let curvature = Arc::new(options.curvature(gram, block_size)?);
+        let curvature = Arc::new(Curvature::new(gram, options, block_size, &device)?);
         self.last = Some((gram, curvature.clone()));
         Ok(curvature)
     }

@@ -9,7 +9,6 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::cubecl::prelude::CubeElement;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype, Hessians, Packed, Problem, Refusal, quantize as quantize_kernel,
@@ -17,10 +16,10 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::{Restore, View};
-use burn_fp4_search::{Curvature, Fp4Scheme, Hadamard, ScaleSearch};
+use burn_fp4_search::{Fp4Scheme, Hadamard, ScaleSearch};
 
 use crate::layout::amax_shape;
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
+use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
 
 const CHECKED: &str = "callers check scheme and layout";
 
@@ -114,26 +113,6 @@ fn quantize_on(
     }
 }
 
-/// Uploads what GPTQ needs to know of activations.
-fn on_device(client: &Client, curvature: &Curvature) -> burn_fp4_cubecl::Curvature {
-    let (channels, blocks) = (curvature.channels(), curvature.blocks());
-    let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
-    let costs: Vec<f32> = (0..channels)
-        .map(|channel| curvature.factor()[channel * (channels + 1)].powi(-2))
-        .collect();
-    let size = blocks.block_size();
-    let order: Vec<u32> =
-        curvature.order().iter().step_by(size).map(|&channel| (channel / size) as u32).collect();
-    burn_fp4_cubecl::Curvature {
-        factor: upload(curvature.factor()),
-        costs: upload(&costs),
-        hessian: upload(curvature.hessian()),
-        blocks: Hessians { values: upload(blocks.values()), bounds: upload(blocks.bounds()) },
-        inverses: upload(curvature.inverses()),
-        order: client.create_from_slice(u32::as_bytes(&order)),
-    }
-}
-
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         if !has_kernels(&values.device) {
@@ -205,10 +184,10 @@ impl Fp4Backend for CubeBackend {
         scheme: Fp4Scheme,
         curvature: Arc<Curvature>,
     ) -> Fp4Primitive<Self> {
-        let channels = curvature.channels();
-        if !has_kernels(&values.device) || channels * channels > View::MAX_LEN {
+        let Some(curvature_there) = curvature.on_cube() else {
             return portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature);
-        }
+        };
+        let channels = curvature.channels();
         let problem =
             Problem { view: View::along(values.meta.shape(), axis), dtype: Dtype::F32, scheme };
         // Channel by channel, in the order of the curvature.
@@ -224,10 +203,9 @@ impl Fp4Backend for CubeBackend {
         let order = Self::int_from_data(TensorData::new(order, [channels]), &values.device);
         let values = into_contiguous(Self::float_select(values, 0, order));
         quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
-            let curvature_there = on_device(client, &curvature);
             let values = values.handle.clone();
             let options = curvature.options();
-            quantize_gptq(client, device, values, amax, &curvature_there, options, &problem)
+            quantize_gptq(client, device, values, amax, curvature_there, options, &problem)
         })
     }
 

@@ -16,11 +16,11 @@ use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
 use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Curvature, Draw, Fp4Scheme, Hadamard};
+use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
 
 #[cfg(feature = "cube")]
 use crate::layout;
-use crate::{Fp4Layout, Saturated, TrainRecipe, portable, train};
+use crate::{Curvature, Fp4Layout, Saturated, TrainRecipe, portable, train};
 
 /// A quantized tensor as a backend sees it.
 #[derive(Debug, Clone, ExtensionType)]
@@ -78,7 +78,8 @@ pub trait Fp4Backend: Backend {
         portable::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
     }
 
-    /// Codes and scales by GPTQ, by a scheme of [`Curvature::scheme`]. The values are finite.
+    /// Codes and scales by GPTQ, by a scheme of [`Damped::scheme`](burn_fp4_search::Damped::scheme), with a curvature
+    /// of the host or of this device. The values are finite.
     #[fusion(meta = packed_by_gptq_metadata)]
     fn fp4_quantize_gptq(
         values: FloatTensor<Self>,

@@ -3,10 +3,9 @@ use std::sync::Arc;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use burn_fp4_search::formats::check_length;
-use burn_fp4_search::host::View;
-use burn_fp4_search::{Curvature, Fp4Scheme, Gptq, Gram, NonFinite};
+use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax, has_kernels};
+use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
 
 /// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights that are
 /// still to be rounded. The search of the scheme is not used.
@@ -21,20 +20,23 @@ pub fn quantize_gptq<const D: usize>(
     gram: &Gram,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     options.validate(scheme)?;
-    let curvature = options.curvature(gram, scheme.block_size)?;
+    Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_length("channels of the Gram matrix", values.dims()[axis], gram.channels())?;
+    let curvature = Curvature::new(gram, options, scheme.block_size, &values.device())?;
     let scheme = scheme.with_non_finite(NonFinite::Reject);
     quantize_by_curvature(values, axis, &scheme, &Arc::new(curvature))
 }
 
 /// [`quantize_gptq`] of one of several tensors that meet the same activations.
 ///
-/// It runs on the device of the tensor, if that has kernels, and nothing is read back unless the scheme rejects values
-/// that are not finite: one that does not is for values that are known to be finite, of others the codes mean nothing.
-/// Elsewhere it runs on the host, by all its cores, and such values are an error in any case.
+/// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects values that are not
+/// finite: one that does not is for values that are known to be finite, of others the codes mean nothing. On the host
+/// such values are an error in any case.
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::Search`] if the curvature is for another number of channels or another block size, or if the scheme has
-/// tiles.
+/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::Device`] if the curvature was made on
+/// another device, [`OpsError::Search`] if it is for another number of channels or another block size, or if the scheme
+/// has tiles.
 pub fn quantize_by_curvature<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -44,8 +46,13 @@ pub fn quantize_by_curvature<const D: usize>(
     let values = values.without_autodiff();
     let mut scheme = curvature.scheme(scheme)?;
     let channels = curvature.channels();
-    if !has_kernels(&values.device()) || channels * channels > View::MAX_LEN {
+    let device = values.device().inner();
+    if curvature.on_host().is_some() {
         scheme = scheme.with_non_finite(NonFinite::Reject);
+    } else if *curvature.device() != device {
+        let (there, here) = (curvature.device(), device);
+        let problem = format!("the curvature was made on {there:?}, the values are on {here:?}");
+        return Err(OpsError::Device(problem));
     }
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
     check_dtype(&values)?;

@@ -1,7 +1,7 @@
 //! Statistics of activations.
 
 use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::{BlockHessians, Gram};
 
@@ -31,8 +31,9 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices in f32 and there. What is on
-/// several devices is added up by Burn's all-reduce.
+/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices there, products of 1024 activations
+/// in f32 and their sum in f64 where the device has it. What is on several devices is added up by Burn's all-reduce. In
+/// f64 the order hardly matters: rounded to f32 at the end, the sums are the same however batches were divided.
 ///
 /// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
 /// that nothing is lost; f16 and bf16 lose nothing anyway.
@@ -77,16 +78,20 @@ impl GramSum {
         let known = self.devices.iter().position(|sum| sum.device() == device);
         let mut sum = match known {
             Some(at) => self.devices.swap_remove(at),
-            None => Tensor::zeros([blocks, size, size], (&device, DType::F32)),
+            None => {
+                let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
+                Tensor::zeros([blocks, size, size], (&device, wide))
+            }
         };
+        let wide = FloatDType::from(sum.dtype());
         for start in (0..rows).step_by(CHUNK) {
             let end = rows.min(start + CHUNK);
             let x = x.clone().slice_dim(0, start..end);
-            sum = sum
-                + match blocks {
-                    1 => exact_square(x).unsqueeze(),
-                    _ => exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1)),
-                };
+            let square: Tensor<3> = match blocks {
+                1 => exact_square(x).unsqueeze(),
+                _ => exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1)),
+            };
+            sum = sum + square.cast(wide);
         }
         self.devices.push(sum);
         self.rows += rows;
@@ -101,8 +106,8 @@ impl GramSum {
     pub fn finish(self) -> Result<Gram, OpsError> {
         let Self { host, devices, rows } = self;
         let Some(sum) = add_up(devices)? else { return Ok(host) };
-        let values = read(sum)?.into_iter().map(f64::from).collect();
-        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows)?;
+        let values = read(sum.cast(DType::F32))?;
+        let mut gram = Gram::from_values(&values, host.channels(), host.block_size(), rows)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }

@@ -3,7 +3,9 @@
 use burn::tensor::TensorData;
 use burn_fp4_search::formats::Packed;
 use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
-use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance, TensorScaling};
+use burn_fp4_search::{
+    BlockHessians, Curvature as HostCurvature, Fp4Scheme, Hadamard, Importance, TensorScaling,
+};
 
 use crate::Fp4Layout;
 
@@ -49,7 +51,7 @@ pub(crate) fn quantize_gptq(
     rows: usize,
     amax: &[f32],
     scheme: &Fp4Scheme,
-    curvature: &Curvature,
+    curvature: &HostCurvature,
 ) -> HostPacked {
     HostPacked::from(curvature.quantize(values, rows, scheme, amax).expect(CHECKED))
 }

@@ -19,6 +19,7 @@
 //! | `importance.rs`| quantization that knows the activations a weight meets                    |
 //! | `gram.rs`      | [`GramSum`]: what is known of these activations                           |
 //! | `gptq.rs`      | errors that are made up for                                               |
+//! | `curvature.rs` | [`Curvature`]: how                                                        |
 //! | `train.rs`     | products of quantized values, forward and backward                        |
 //! | `saturation.rs`| elements beyond the largest code, in gradients                            |
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
@@ -36,6 +37,7 @@
 mod autodiff;
 #[cfg(feature = "cube")]
 mod cube;
+mod curvature;
 mod error;
 mod extension;
 #[cfg(feature = "flex")]
@@ -72,9 +74,10 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, Curvature, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq,
-    Gram, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
+    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
+pub use curvature::Curvature;
 pub use error::OpsError;
 pub use extension::{Fp4Backend, Fp4Primitive};
 #[cfg(feature = "cube")]

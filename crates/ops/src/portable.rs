@@ -14,11 +14,11 @@ use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
 use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{
-    Blocks, Curvature, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule,
-    ScaleSearch, TensorFactor, TensorScaling,
+    Blocks, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule, ScaleSearch,
+    TensorFactor, TensorScaling,
 };
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, host};
+use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Primitive, host};
 
 /// A float tensor with the operations used here.
 struct F<B: Backend>(FloatTensor<B>);
@@ -511,7 +511,8 @@ pub fn quantize_gptq<B: Backend>(
     let F(matrix) = rows::<B>(values, axis);
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
-    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, &curvature), &device)
+    let curvature = curvature.on_host().expect("callers look where it was made");
+    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, curvature), &device)
 }
 
 fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {

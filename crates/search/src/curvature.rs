@@ -7,55 +7,44 @@ use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Mat, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
 
+use crate::gptq::SEARCH;
 use crate::gram::check_blocks;
-use crate::{BlockHessians, BlockOrder, Gptq, Gram, SearchError};
+use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, SearchError};
 
-/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as far as
-/// that is needed. Made by [`Gptq::curvature`].
-#[derive(Clone, PartialEq)]
-pub struct Curvature {
-    pub(crate) options: Gptq,
+/// What of a [`Curvature`] takes little time: all but H as a whole and its factorization. Made by [`Gptq::damped`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Damped {
+    options: Gptq,
     order: Vec<usize>,
-    factor: Vec<f32>,
-    hessian: Vec<f32>,
+    added: f64,
     blocks: BlockHessians,
     inverses: Vec<f32>,
 }
 
-impl fmt::Debug for Curvature {
-    /// Without the matrices, which have millions of elements.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let channels = self.channels();
-        f.debug_struct("Curvature")
-            .field("options", &self.options)
-            .field("channels", &channels)
-            .finish()
-    }
-}
-
-impl Curvature {
+impl Damped {
     pub(crate) fn new(options: Gptq, gram: &Gram, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(gram.channels(), block_size)?;
         check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
+        let channels = gram.channels();
         let order = options.order.channels(gram, block_size);
-        let mut wide = damped(gram, &order, options.damping);
-        let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
-        wide.reverse();
-        let factor = inverse_factor(&wide).ok_or(SearchError::Singular)?;
-        drop(wide);
-        let channels = order.len();
-        let blocks = (0..channels).flat_map(|channel| {
-            let start = channel * channels + channel / block_size * block_size;
-            &hessian[start..start + block_size]
+        let mean = gram.diagonal().sum::<f64>() / channels.max(1) as f64;
+        // Of no activations, the identity.
+        let added = if mean > 0.0 { options.damping * mean } else { 1.0 };
+        let blocks = order.iter().enumerate().flat_map(|(at, &channel)| {
+            let row = &gram.values()[channel * channels..][..channels];
+            let members = &order[at / block_size * block_size..][..block_size];
+            members.iter().map(move |&member| {
+                (row[member] + if member == channel { added } else { 0.0 }) as f32
+            })
         });
-        let blocks = BlockHessians::new(blocks.copied().collect(), block_size)?;
+        let blocks = BlockHessians::new(blocks.collect(), block_size)?;
         let inverses = blocks
             .values()
             .chunks_exact(block_size * block_size)
             .map(|block| inverse_of(block, block_size).ok_or(SearchError::Singular))
             .collect::<Result<Vec<_>, _>>()?
             .concat();
-        Ok(Self { options, order, factor, hessian, blocks, inverses })
+        Ok(Self { options, order, added, blocks, inverses })
     }
 
     /// The options it was made with.
@@ -73,14 +62,9 @@ impl Curvature {
         &self.order
     }
 
-    /// The upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
-    pub fn factor(&self) -> &[f32] {
-        &self.factor
-    }
-
-    /// H, `[channels, channels]`.
-    pub fn hessian(&self) -> &[f32] {
-        &self.hessian
+    /// What is added to the diagonal of `X^T X`.
+    pub fn added(&self) -> f64 {
+        self.added
     }
 
     /// The blocks on the diagonal of H.
@@ -91,6 +75,60 @@ impl Curvature {
     /// The inverses of these, `[blocks, block_size, block_size]`.
     pub fn inverses(&self) -> &[f32] {
         &self.inverses
+    }
+
+    /// The scheme that blocks are chosen anew by.
+    ///
+    /// # Errors
+    /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
+    pub fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, SearchError> {
+        self.options.validate(scheme)?;
+        check_length("block size", self.blocks.block_size(), scheme.block_size)?;
+        Ok(scheme.with_search(SEARCH))
+    }
+}
+
+/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as far as
+/// that is needed. Made by [`Gptq::curvature`].
+#[derive(Clone, PartialEq)]
+pub struct Curvature {
+    damped: Damped,
+    factor: Vec<f32>,
+    hessian: Vec<f32>,
+}
+
+impl fmt::Debug for Curvature {
+    /// Without the matrices, which have millions of elements.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Curvature")
+            .field("options", self.damped.options())
+            .field("channels", &self.damped.channels())
+            .finish()
+    }
+}
+
+impl Curvature {
+    pub(crate) fn new(gram: &Gram, damped: Damped) -> Result<Self, SearchError> {
+        let mut wide = hessian(gram, &damped);
+        let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
+        wide.reverse();
+        let factor = inverse_factor(&wide).ok_or(SearchError::Singular)?;
+        Ok(Self { damped, factor, hessian })
+    }
+
+    /// All but the two large matrices.
+    pub fn damped(&self) -> &Damped {
+        &self.damped
+    }
+
+    /// The upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
+    pub fn factor(&self) -> &[f32] {
+        &self.factor
+    }
+
+    /// H, `[channels, channels]`.
+    pub fn hessian(&self) -> &[f32] {
+        &self.hessian
     }
 }
 
@@ -107,11 +145,10 @@ impl BlockOrder {
     }
 }
 
-/// `X^T X` in the new order plus the damping, `[channels, channels]`. Of no activations, the identity.
-fn damped(gram: &Gram, order: &[usize], damping: f64) -> Vec<f64> {
+/// H in f64.
+fn hessian(gram: &Gram, damped: &Damped) -> Vec<f64> {
+    let Damped { order, added, .. } = damped;
     let channels = order.len();
-    let mean = gram.diagonal().sum::<f64>() / channels.max(1) as f64;
-    let added = if mean > 0.0 { damping * mean } else { 1.0 };
     let mut hessian = vec![0.0; channels * channels];
     hessian.par_chunks_exact_mut(channels.max(1)).enumerate().for_each(|(at, row)| {
         let from = &gram.values()[order[at] * channels..][..channels];

@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::{self, View};
 use crate::{
-    Curvature, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor, TensorScaling,
+    Curvature, Damped, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor,
+    TensorScaling,
 };
 
 /// In which order blocks of input channels are rounded.
@@ -77,11 +78,19 @@ impl Gptq {
     /// What all weights that meet the same activations are quantized by.
     ///
     /// # Errors
-    /// [`SearchError::Damping`]; [`SearchError::Singular`] if H is singular and not damped;
-    /// [`SearchError::Format`] if the blocks do not divide the channels.
+    /// As [`damped`](Self::damped); [`SearchError::Singular`] if H is singular.
     pub fn curvature(&self, gram: &Gram, block_size: usize) -> Result<Curvature, SearchError> {
+        Curvature::new(gram, self.damped(gram, block_size)?)
+    }
+
+    /// What of the curvature is known before it is factorized.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels or not all of the
+    /// Gram matrix is known; [`SearchError::Singular`] if a block of H is.
+    pub fn damped(&self, gram: &Gram, block_size: usize) -> Result<Damped, SearchError> {
         self.check_damping()?;
-        Curvature::new(*self, gram, block_size)
+        Damped::new(*self, gram, block_size)
     }
 
     /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
@@ -119,8 +128,8 @@ impl Curvature {
         scheme: &Fp4Scheme,
         amax: &[f32],
     ) -> Result<Packed, SearchError> {
-        let cols = self.channels();
-        let scheme = self.scheme(scheme)?;
+        let (damped, cols) = (self.damped(), self.damped().channels());
+        let scheme = damped.scheme(scheme)?;
         check_length("values", rows * cols, values.len())?;
         check_length("amax", scheme.tensor_scales(rows), amax.len())?;
         if let Some(&found) = values.iter().find(|value| !value.is_finite()) {
@@ -132,25 +141,15 @@ impl Curvature {
         }
         let mut state = State::new(values, rows, &scheme, amax, self);
         state.round()?;
-        if self.options.sweeps + self.options.refits > 0 {
+        if damped.options().sweeps + damped.options().refits > 0 {
             state.improve()?;
         }
         Ok(state.packed())
     }
-
-    /// The scheme that blocks are chosen anew by.
-    ///
-    /// # Errors
-    /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
-    pub fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, SearchError> {
-        self.options.validate(scheme)?;
-        check_length("block size", self.blocks().block_size(), scheme.block_size)?;
-        Ok(scheme.with_search(SEARCH))
-    }
 }
 
 /// How a block is chosen anew, given what all others leave to it.
-const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
+pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
 
 /// Channels that are brought up to date together, so that the rest is by large products.
 const GROUP: usize = 128;
@@ -185,10 +184,10 @@ impl<'a> State<'a> {
         amax: &'a [f32],
         curvature: &'a Curvature,
     ) -> Self {
-        let cols = curvature.channels();
+        let cols = curvature.damped().channels();
         let weights: Vec<f32> = values
             .chunks_exact(cols)
-            .flat_map(|row| curvature.order().iter().map(|&channel| row[channel]))
+            .flat_map(|row| curvature.damped().order().iter().map(|&channel| row[channel]))
             .collect();
         Self {
             curvature,
@@ -302,7 +301,7 @@ impl<'a> State<'a> {
 
     /// Sweeps over all blocks, with `R = (w - q) H` kept up to date.
     fn improve(&mut self) -> Result<(), SearchError> {
-        let (hessian, options) = (self.curvature.hessian(), self.curvature.options());
+        let (hessian, options) = (self.curvature.hessian(), self.curvature.damped().options());
         let (rows, cols) = (self.rows, self.cols);
         let mut left = self.original.clone();
         for (row, (left, elements)) in
@@ -373,7 +372,7 @@ impl<'a> State<'a> {
     /// Moves every code of a block to the one that is best while all others stay.
     fn move_codes(&mut self, block: usize, residuals: &[f32], changes: &mut [f32]) {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let block_hessian = self.curvature.blocks().block(block / size).values;
+        let block_hessian = self.curvature.damped().blocks().block(block / size).values;
         let steps: Vec<f32> = (0..size).map(|i| 1.0 / block_hessian[i * (size + 1)]).collect();
         let values: Vec<f32> = self.scales[block / size * rows..][..rows]
             .iter()
@@ -416,8 +415,8 @@ impl<'a> State<'a> {
         changes: &mut [f32],
     ) -> Result<(), SearchError> {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let inverse = &self.curvature.inverses()[block * size..][..size * size];
-        let hessians = self.curvature.blocks().only(block / size);
+        let inverse = &self.curvature.damped().inverses()[block * size..][..size * size];
+        let hessians = self.curvature.damped().blocks().only(block / size);
         let now: Vec<f32> = (0..rows)
             .flat_map(|row| {
                 let value = self.scale_value(row, self.scales[block / size * rows + row]);
@@ -473,7 +472,7 @@ impl<'a> State<'a> {
         let mut codes = vec![0; rows * cols / 2];
         let mut scales = vec![0; rows * blocks];
         for row in 0..rows {
-            for (channel, &target) in self.curvature.order().iter().enumerate() {
+            for (channel, &target) in self.curvature.damped().order().iter().enumerate() {
                 let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
                 codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
                 scales[row * blocks + target / size] = self.scales[channel / size * rows + row];

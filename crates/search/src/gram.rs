@@ -54,8 +54,8 @@ impl Gram {
     /// # Errors
     /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
     /// for an element that is not finite, negative on the diagonal or not symmetric.
-    pub fn from_values(
-        values: Vec<f64>,
+    pub fn from_values<T: Copy + Sync + Into<f64>>(
+        values: &[T],
         channels: usize,
         block_size: usize,
         rows: usize,
@@ -68,6 +68,7 @@ impl Gram {
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;
         }
+        let values = values.par_iter().map(|&value| value.into()).collect();
         Ok(Self { channels, block_size, rows, values })
     }
 
@@ -135,9 +136,7 @@ impl Gram {
     pub fn merge(&mut self, other: &Self) -> Result<(), SearchError> {
         check_length("channels", self.channels, other.channels)?;
         check_length("channels of a block", self.block_size, other.block_size)?;
-        for (sum, value) in self.values.iter_mut().zip(&other.values) {
-            *sum += value;
-        }
+        self.values.par_iter_mut().zip(&other.values).for_each(|(sum, value)| *sum += value);
         self.rows += other.rows;
         Ok(())
     }

@@ -64,7 +64,7 @@ pub use best_tensor_scale::{
     check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
 };
 pub use burn_fp4_formats as formats;
-pub use curvature::Curvature;
+pub use curvature::{Curvature, Damped};
 pub use error::SearchError;
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;

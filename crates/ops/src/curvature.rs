@@ -1,0 +1,135 @@
+use std::fmt;
+
+use burn::tensor::Device;
+#[cfg(feature = "cube")]
+use burn_fp4_search::SearchError;
+use burn_fp4_search::{Curvature as HostCurvature, Damped, Fp4Scheme, Gptq, Gram};
+
+use crate::OpsError;
+
+/// What GPTQ makes of a Gram matrix, once for all weights of a device that meet the same activations: made on the
+/// device if that has kernels, otherwise on the host, by all its cores.
+pub struct Curvature {
+    device: Device,
+    there: There,
+}
+
+enum There {
+    Host(HostCurvature),
+    #[cfg(feature = "cube")]
+    Cube(Box<(Damped, burn_fp4_cubecl::Curvature)>),
+}
+
+impl fmt::Debug for Curvature {
+    /// Without the matrices, which have millions of elements.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Curvature")
+            .field("options", self.options())
+            .field("channels", &self.channels())
+            .field("device", &self.device)
+            .finish()
+    }
+}
+
+impl Curvature {
+    /// Factorizes the Gram matrix for weights on a device, packed in blocks of this size.
+    ///
+    /// # Errors
+    /// [`OpsError::Search`] if the Gram matrix is singular and not damped, if the damping is not usable, or if blocks
+    /// do not divide the channels; [`OpsError::Device`] if the device fails.
+    pub fn new(
+        gram: &Gram,
+        options: &Gptq,
+        block_size: usize,
+        device: &Device,
+    ) -> Result<Self, OpsError> {
+        let device = device.clone().inner();
+        #[cfg(feature = "cube")]
+        if let burn::backend::DispatchDevice::Cube(cube) = device.as_dispatch()
+            && crate::cube::has_kernels(cube)
+        {
+            let damped = options.damped(gram, block_size)?;
+            // What its kernels refuse is left to the host.
+            if let Some(there) = on_cube(cube, gram, &damped)? {
+                return Ok(Self { device, there: There::Cube(Box::new((damped, there))) });
+            }
+        }
+        Ok(Self { device, there: There::Host(options.curvature(gram, block_size)?) })
+    }
+
+    fn damped(&self) -> &Damped {
+        match &self.there {
+            There::Host(curvature) => curvature.damped(),
+            #[cfg(feature = "cube")]
+            There::Cube(curvature) => &curvature.0,
+        }
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &Gptq {
+        self.damped().options()
+    }
+
+    /// Input channels.
+    pub fn channels(&self) -> usize {
+        self.damped().channels()
+    }
+
+    /// Elements of a block.
+    pub fn block_size(&self) -> usize {
+        self.damped().blocks().block_size()
+    }
+
+    /// Where the weights are that it is for.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The scheme that blocks are chosen anew by.
+    pub(crate) fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, OpsError> {
+        Ok(self.damped().scheme(scheme)?)
+    }
+
+    /// The channels in the order in which they are rounded.
+    #[cfg(feature = "cube")]
+    pub(crate) fn order(&self) -> &[usize] {
+        self.damped().order()
+    }
+
+    /// If it was made on the host.
+    pub(crate) fn on_host(&self) -> Option<&HostCurvature> {
+        match &self.there {
+            There::Host(curvature) => Some(curvature),
+            #[cfg(feature = "cube")]
+            There::Cube(..) => None,
+        }
+    }
+
+    /// If it was made on its device.
+    #[cfg(feature = "cube")]
+    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::Curvature> {
+        match &self.there {
+            There::Host(_) => None,
+            There::Cube(curvature) => Some(&curvature.1),
+        }
+    }
+}
+
+/// Made on a Cube device, unless its kernels refuse.
+#[cfg(feature = "cube")]
+fn on_cube(
+    device: &burn_cubecl::CubeDevice,
+    gram: &Gram,
+    damped: &Damped,
+) -> Result<Option<burn_fp4_cubecl::Curvature>, OpsError> {
+    let client = device.client();
+    let capability = burn_fp4_cubecl::Capability::of(&client);
+    let Ok(curvature) = burn_fp4_cubecl::curvature(&client, &capability, gram, damped) else {
+        return Ok(None);
+    };
+    let definite = client.read_one(curvature.definite.clone()).map_err(OpsError::device)?;
+    if definite.iter().all(|byte| *byte == 0) {
+        return Err(SearchError::Singular.into());
+    }
+    Ok(Some(curvature))
+}

@@ -1,0 +1,190 @@
+//! What the steps of some channels ask of others, as a square matrix says: products that are subtracted.
+
+use core::ops::Range;
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::plan::common_power_of_two;
+
+/// Steps of a group of channels, f32 `[group, rows]`.
+pub(crate) struct Steps<'a> {
+    pub(crate) values: &'a Handle,
+    /// Channels that there is room for.
+    pub(crate) group: usize,
+    /// Those that count.
+    pub(crate) from: Range<usize>,
+    /// The first of these, among all channels.
+    pub(crate) first: usize,
+}
+
+/// Channels that are to be brought up to date.
+pub(crate) struct Region {
+    pub(crate) channels: Range<usize>,
+    /// Channels among them that are not.
+    pub(crate) skipped: Range<usize>,
+    /// Whether they are 0 until then.
+    pub(crate) fresh: bool,
+}
+
+impl Region {
+    pub(crate) fn of(channels: Range<usize>) -> Self {
+        Self { skipped: channels.end..channels.end, channels, fresh: false }
+    }
+}
+
+/// Channels up to which there is little to do, so that it is divided among more units.
+const FEW_CHANNELS: usize = 128;
+
+/// Subtracts what steps ask of the channels of a region: `target` is f32 `[channels, rows]`, `matrix` is f32
+/// `[channels, channels]`.
+pub(crate) fn spread(
+    client: &Client,
+    target: &Handle,
+    matrix: &Handle,
+    steps: Steps<'_>,
+    [rows, channels]: [usize; 2],
+    region: Region,
+) {
+    let count = region.channels.len() - region.skipped.len();
+    if count == 0 {
+        return;
+    }
+    let vector = common_power_of_two(rows as u32, 4);
+    let tile = if count <= FEW_CHANNELS {
+        Tile { channels: 4, vectors: 1 }
+    } else {
+        Tile { channels: 8, vectors: 2 }
+    };
+    let row_vectors = rows as u32 / vector;
+    let row_tiles = row_vectors.div_ceil(SIDE * tile.vectors);
+    let channel_tiles = (count as u32).div_ceil(SIDE * tile.channels);
+    let [all, start, count, skipped, skip, first, width, step] = [
+        channels,
+        region.channels.start,
+        count,
+        region.skipped.start,
+        region.skipped.len(),
+        steps.first,
+        steps.from.len(),
+        steps.from.start,
+    ]
+    .map(|length| length as u32);
+    // SAFETY: the lengths are those of the matrices; what is beyond them is not stored.
+    unsafe {
+        spread_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(row_tiles * channel_tiles, 1, 1),
+            CubeDim::new_1d(SIDE * SIDE),
+            vector as usize,
+            4,
+            BufferArg::from_raw_parts(target.clone(), channels * row_vectors as usize),
+            BufferArg::from_raw_parts(matrix.clone(), channels * channels / 4),
+            BufferArg::from_raw_parts(steps.values.clone(), steps.group * row_vectors as usize),
+            SpreadLaunch::new(row_vectors, all, start, count, skipped, skip, first, width, step),
+            tile,
+            region.fresh,
+        );
+    }
+}
+
+/// Units of a cube of [`spread_kernel`] beside each other, both ways.
+const SIDE: u32 = 16;
+
+/// What a unit of [`spread_kernel`] computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Tile {
+    channels: u32,
+    /// Vectors of rows.
+    vectors: u32,
+}
+
+/// A product of steps with a part of a square matrix.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Spread {
+    row_vectors: u32,
+    /// Of the square matrix.
+    channels: u32,
+    /// The first channel that is brought up to date.
+    start: u32,
+    /// How many are.
+    count: u32,
+    /// From this one on, this many are left out.
+    skipped: u32,
+    skip: u32,
+    /// The first channel that asks something of them.
+    first: u32,
+    /// How many do.
+    width: u32,
+    /// Where their steps begin.
+    step: u32,
+}
+
+/// `target[c, n] -= sum of matrix[k, c] steps[k, n]`, in the order of k.
+#[cube(launch_unchecked)]
+fn spread_kernel<V: Size, Q: Size>(
+    target: &mut [Vector<f32, V>],
+    matrix: &[Vector<f32, Q>],
+    steps: &[Vector<f32, V>],
+    spread: Spread,
+    #[comptime] tile: Tile,
+    #[comptime] fresh: bool,
+) {
+    let Tile { channels, vectors } = comptime!(tile);
+    let row_tiles = spread.row_vectors.div_ceil(comptime!(SIDE * vectors));
+    let cube = CUBE_POS as u32;
+    let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;
+    let first_vector = cube % row_tiles * comptime!(SIDE * vectors) + UNIT_POS % SIDE;
+    if own < spread.count {
+        let ahead = spread.start + own;
+        let channel = ahead + select(ahead >= spread.skipped, spread.skip, 0u32);
+        let mut sums = Array::<Vector<f32, V>>::new(comptime!((channels * vectors) as usize));
+        #[unroll]
+        for c in 0..channels {
+            #[unroll]
+            for v in 0..vectors {
+                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
+                let at = ((channel + c) * spread.row_vectors + vector) as usize;
+                let sum = comptime!((c * vectors + v) as usize);
+                sums[sum] =
+                    if comptime!(fresh) { Vector::empty().fill(0.0f32) } else { target[at] };
+            }
+        }
+        for k in 0..spread.width {
+            let mut row_steps = Array::<Vector<f32, V>>::new(comptime!(vectors as usize));
+            #[unroll]
+            for v in 0..vectors {
+                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
+                row_steps[v as usize] =
+                    steps[((spread.step + k) * spread.row_vectors + vector) as usize];
+            }
+            let shares = ((spread.first + k) * spread.channels + channel) / 4;
+            #[unroll]
+            for quad in 0..comptime!(channels / 4) {
+                let share = matrix[(shares + quad) as usize];
+                #[unroll]
+                for c in 0..4u32 {
+                    let negative =
+                        Vector::<f32, V>::empty().fill(-share.extract(comptime!(c as usize)));
+                    #[unroll]
+                    for v in 0..vectors {
+                        let sum = comptime!(((quad * 4 + c) * vectors + v) as usize);
+                        sums[sum] = fma(negative, row_steps[v as usize], sums[sum]);
+                    }
+                }
+            }
+        }
+        #[unroll]
+        for c in 0..channels {
+            #[unroll]
+            for v in 0..vectors {
+                let vector = first_vector + v * SIDE;
+                if vector < spread.row_vectors {
+                    let at = ((channel + c) * spread.row_vectors + vector) as usize;
+                    target[at] = sums[comptime!((c * vectors + v) as usize)];
+                }
+            }
+        }
+    }
+}

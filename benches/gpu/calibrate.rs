@@ -105,6 +105,14 @@ pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
             Tensor::<2>::random([SEQUENCES, TOKENS], uniform, &device).int()
         })
         .collect();
+    // The first time, kernels are compiled and the fastest are looked for, on every device.
+    let first = &batches[..devices];
+    eprintln!("{} sequences, the first time:", devices * SEQUENCES);
+    measure_on(&model, first, devices, &mut Vec::new());
+    if devices > 1 {
+        measure_on(&model, &first[..1], 1, &mut Vec::new());
+    }
+    eprintln!("{} sequences:", BATCHES * SEQUENCES);
     let on_one = measure_on(&model, &batches, 1, rows);
     if devices > 1 {
         let on_several = measure_on(&model, &batches, devices, rows);

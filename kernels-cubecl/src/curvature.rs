@@ -7,6 +7,7 @@
 //! is left of A and of the rows of X below: no more than one product for every block.
 
 use burn_fp4_search::{Damped, Gram};
+use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -33,7 +34,7 @@ pub struct Curvature {
     pub definite: Handle,
 }
 
-/// Factorizes H in f64, on the device.
+/// Factorizes H in f64, on the device, given the Gram matrix in f32: as devices sum it.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -85,10 +86,7 @@ pub fn curvature(
             client,
             rows_of(side),
             dim,
-            BufferArg::from_raw_parts(
-                client.create_from_slice(f64::as_bytes(gram.values())),
-                square,
-            ),
+            BufferArg::from_raw_parts(client.create(Bytes::from_elems(gram.to_f32())), square),
             BufferArg::from_raw_parts(client.create_from_slice(u32::as_bytes(&order)), channels),
             of_work(1),
             BufferArg::from_raw_parts(curvature.hessian.clone(), square),
@@ -166,7 +164,7 @@ impl FactorPlan {
 /// H in its order, and in f64 backward, with ones on what is left of the diagonal of whole panels.
 #[cube(launch_unchecked)]
 fn arrange_kernel(
-    gram: &[f64],
+    gram: &[f32],
     order: &[u32],
     work: &mut [f64],
     hessian: &mut [f32],
@@ -181,7 +179,7 @@ fn arrange_kernel(
         if row < channels && col < channels {
             let (ahead_row, ahead_col) = (channels - 1 - row, channels - 1 - col);
             let from = order[ahead_row as usize] * channels + order[ahead_col as usize];
-            value = gram[from as usize] + select(row == col, added, 0.0f64);
+            value = f64::cast_from(gram[from as usize]) + select(row == col, added, 0.0f64);
             hessian[(ahead_row * channels + ahead_col) as usize] = f32::cast_from(value);
         }
         work[(row * side + col) as usize] = value;

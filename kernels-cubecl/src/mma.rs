@@ -94,6 +94,8 @@ const fn copied(plan: Mma) -> u32 {
 struct Lane {
     /// The first row of the input of its cube.
     cube_input: u32,
+    /// The first row of the input of its plane, plus its place among eight.
+    input: u32,
     /// The first packed row of its plane, plus its place among eight.
     row: u32,
     /// Its place among the four lanes that share a row.
@@ -103,7 +105,8 @@ struct Lane {
 }
 
 /// Loads what a round needs from device memory: of two rows of every tile four words of codes and the scales of
-/// their halves, and the part of the input that the unit copies. Steps beyond the last are loaded from the last.
+/// their halves, and the part of the input that the unit copies, or takes itself. Steps beyond the last are loaded from
+/// the last.
 #[cube]
 fn load_round<S: Int, W: Size, X: Size>(
     round: u32,
@@ -126,6 +129,14 @@ fn load_round<S: Int, W: Size, X: Size>(
         let at = (row * extent.chunks + step) * 4 + lane.part;
         words[tile as usize] = codes[at as usize];
         scale_words[tile as usize] = u32::cast_from(scales[at as usize]);
+    }
+    if comptime!(plan.takes_input()) {
+        let row = min(lane.input, extent.inputs - 1);
+        let from = (row * extent.chunks + step) * STEP_VECTORS + lane.part * 4;
+        #[unroll]
+        for index in 0..4u32 {
+            copies[index as usize] = input[(from + index) as usize];
+        }
     }
     if comptime!(plan.shares_input()) {
         let pairs = comptime!(STEP_VECTORS / 2);
@@ -170,7 +181,13 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     let plane_row = plane % row_planes * comptime!(16 * row_tiles);
     let plane_input = plane / row_planes % input_planes * comptime!(8 * input_tiles);
     let plane_depth = plane / comptime!(row_planes * input_planes);
-    let lane = Lane { cube_input, row: cube_row + plane_row + quad, part, depth: plane_depth };
+    let lane = Lane {
+        cube_input,
+        input: cube_input + plane_input + quad,
+        row: cube_row + plane_row + quad,
+        part,
+        depth: plane_depth,
+    };
 
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
@@ -199,10 +216,8 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
     let mut scale_words = Array::<u32>::new(comptime!((2 * row_tiles) as usize));
-    // Of a single tile that is not shared, a round's part of the input.
-    let early = comptime!(!plan.shares_input() && input_tiles == 1);
-    let input_row = min(cube_input + plane_input + quad, extent.inputs - 1);
-    let length = comptime!(if early { 4 } else { (2 * copied).max(1) });
+    let takes_input = comptime!(plan.takes_input());
+    let length = comptime!(if takes_input { 4 } else { (2 * copied).max(1) });
     let mut copies = Array::<Vector<u32, X>>::new(comptime!(length as usize));
     load_round::<S, W, X>(
         0u32.runtime(),
@@ -222,11 +237,12 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     while round < rounds {
         let buffer = (round & 1u32) * half;
         let step = round * depth + plane_depth;
-        if comptime!(early) {
-            let from = input_row * extent.chunks + min(step, extent.chunks - 1);
+        // What the plane takes of the input.
+        let mut taken = Array::<Vector<u32, X>>::new(4usize);
+        if comptime!(takes_input) {
             #[unroll]
             for index in 0..4u32 {
-                copies[index as usize] = input[(from * STEP_VECTORS + part * 4 + index) as usize];
+                taken[index as usize] = copies[index as usize];
             }
         }
         let mut now = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
@@ -301,8 +317,8 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                                 #[unroll]
                                 for index in 0..2u32 {
                                     let vector = comptime!(block * 2 + index);
-                                    loaded[index as usize] = if comptime!(early) {
-                                        copies[vector as usize]
+                                    loaded[index as usize] = if comptime!(takes_input) {
+                                        taken[vector as usize]
                                     } else {
                                         input[(from + vector) as usize]
                                     };

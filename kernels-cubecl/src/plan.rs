@@ -302,10 +302,11 @@ pub fn plan(
         }
         Operation::QuantizeByHessian => {
             // A cube for every block of as many rows as it has units: fewer where there would be too few cubes to
-            // keep the device busy.
+            // keep the device busy, or each unit needs so many registers that few have room.
             let share =
                 Share { vector: if along { widest } else { 1 }, staged: device.stages, ..one_row };
-            if rows.div_ceil(units) * blocks < device.cubes {
+            let descends = scheme.search == ScaleSearch::CoordinateDescent;
+            if rows.div_ceil(units) * blocks < device.cubes || descends {
                 units = FEW_UNITS;
             }
             (rows.div_ceil(units) * blocks * units, share)

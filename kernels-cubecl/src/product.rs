@@ -70,6 +70,11 @@ impl Mma {
         PLANES / (self.row_planes * self.input_planes)
     }
 
+    /// Whether a plane loads its part of the input with the codes that meet it: a single tile, of its own.
+    pub const fn takes_input(&self) -> bool {
+        !self.shares_input() && self.input_tiles == 1
+    }
+
     /// Whether planes have the same rows of the input, which come through shared memory then.
     pub const fn shares_input(&self) -> bool {
         self.row_planes > 1
@@ -83,8 +88,14 @@ pub(crate) const PLANES: u32 = UNITS / 32;
 pub(crate) const STEP: usize = 128;
 
 /// The ways of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
-const WAYS: [Mma; 5] =
-    [way(2, 8, 8, 1), way(1, 8, 4, 1), way(1, 4, 4, 1), way(2, 2, 1, 1), way(1, 1, 1, 1)];
+const WAYS: [Mma; 6] = [
+    way(2, 8, 8, 1),
+    way(1, 8, 4, 1),
+    way(1, 4, 4, 1),
+    way(2, 2, 1, 1),
+    way(2, 1, 1, 1),
+    way(1, 1, 1, 1),
+];
 
 const fn way(row_tiles: u32, input_tiles: u32, row_planes: u32, input_planes: u32) -> Mma {
     Mma { cubes: 0, row_tiles, input_tiles, row_planes, input_planes }

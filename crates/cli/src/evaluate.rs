@@ -2,7 +2,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Gram, Method, Metrics, SearchError};
+use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -31,6 +31,9 @@ pub(crate) struct Arguments {
     /// Block sizes, separated by commas; without, each format's own.
     #[arg(long, value_delimiter = ',')]
     blocks: Vec<usize>,
+    /// Dampings of GPTQ to try, separated by commas: what is added to the diagonal of `X^T X`, as a multiple of its mean.
+    #[arg(long, value_delimiter = ',')]
+    damping: Vec<f64>,
     /// Draw the errors on the evaluation activations.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
@@ -64,6 +67,9 @@ pub(crate) struct Evaluation {
     pub(crate) block: usize,
     /// The method.
     pub(crate) method: Method,
+    /// The damping, where one was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) damping: Option<f64>,
     /// `|Wq - W| / |W|`.
     pub(crate) weight_error_percent: f64,
     /// `|X (Wq - W)^T| / |X W^T|` of the calibration activations.
@@ -74,6 +80,16 @@ pub(crate) struct Evaluation {
     pub(crate) sqnr_db: f64,
     /// Time to quantize, with what the method asks of the activations.
     pub(crate) seconds: f64,
+}
+
+impl Evaluation {
+    /// The method, as tables and plots name it.
+    pub(crate) fn label(&self) -> String {
+        match self.damping {
+            Some(damping) => format!("{} {damping}", self.method),
+            None => self.method.to_string(),
+        }
+    }
 }
 
 /// A weight and the activations of its layer.
@@ -90,6 +106,7 @@ struct Task {
     method: Method,
     format: Fp4Format,
     block: usize,
+    damping: Option<f64>,
 }
 
 /// Runs the command.
@@ -158,7 +175,12 @@ impl Arguments {
                 for &method in &methods {
                     let row = method.row();
                     if row.formats.contains(&format) && row.block_sizes.contains(&block) {
-                        tasks.push(Task { method, format, block });
+                        let task = |damping| Task { method, format, block, damping };
+                        if method.gptq().is_some() && !self.damping.is_empty() {
+                            tasks.extend(self.damping.iter().map(|&damping| task(Some(damping))));
+                        } else {
+                            tasks.push(task(None));
+                        }
                     } else {
                         refused.push(format!("{method} is not defined for {format} {block}"));
                     }
@@ -204,16 +226,24 @@ fn evaluate(
     gram: Option<&Gram>,
     gram_seconds: f64,
 ) -> Result<Evaluation, CliError> {
-    let Task { method, format, block } = task;
+    let Task { method, format, block, damping } = task;
     let weight = &layer.weight;
     let named = |kind: &str| {
         let name = format!("{}.{kind}", layer.name);
         move |source| CliError::Tensor { name: name.clone(), source }
     };
     let start = Instant::now();
-    let packed = method
-        .quantize(&weight.values, weight.rows, weight.cols, format, block, gram)
-        .map_err(named("weight"))?;
+    let Matrix { values, rows, cols, .. } = weight;
+    let packed = match (damping, method.gptq(), gram) {
+        (Some(damping), Some(options), Some(gram)) => {
+            let scheme = method.scheme(format, block);
+            let amax = amax(values, *cols, &scheme);
+            let options = Gptq { damping, ..options };
+            options.quantize(values, *rows, *cols, &scheme, &amax, gram)
+        }
+        _ => method.quantize(values, *rows, *cols, format, block, gram),
+    };
+    let packed = packed.map_err(named("weight"))?;
     let seconds = start.elapsed().as_secs_f64();
     let seconds = if method.row().calibrated { seconds + gram_seconds } else { seconds };
     let metrics = Metrics::of(&weight.values, &packed).map_err(named("weight"))?;
@@ -226,6 +256,7 @@ fn evaluate(
         format,
         block,
         method,
+        damping,
         weight_error_percent: metrics.weight_error_percent,
         calibration_error_percent: output(&layer.calibration, "calibration")?,
         evaluation_error_percent: output(&layer.evaluation, "evaluation")?,
@@ -252,7 +283,7 @@ fn table(evaluations: &[Evaluation]) -> Table {
             evaluation.name.clone(),
             evaluation.format.to_string(),
             evaluation.block.to_string(),
-            evaluation.method.to_string(),
+            evaluation.label(),
             format!("{:.3}", evaluation.weight_error_percent),
             format!("{:.3}", evaluation.calibration_error_percent),
             format!("{:.3}", evaluation.evaluation_error_percent),

@@ -44,7 +44,7 @@ fn draw_panels(path: &Path, panels: &[&[Evaluation]]) -> Result<(), Box<dyn std:
             let row = panel.len() as f64 - y - 0.5;
             let exact = (row.round() - row).abs() < 1e-6;
             match panel.get(row.round() as usize) {
-                Some(bar) if exact && row > -0.5 => bar.method.to_string(),
+                Some(bar) if exact && row > -0.5 => bar.label(),
                 _ => String::new(),
             }
         };

@@ -82,6 +82,21 @@ fn every_method_on_every_format_and_block() {
 }
 
 #[test]
+fn dampings_are_tried_one_after_the_other() {
+    let more = ["--methods", "sse,gptq", "--formats", "nvfp4", "--damping", "0.2,3"];
+    let found = evaluate(&file("damping", &layer()), &more);
+    let dampings: Vec<_> = found.iter().map(|row| row["damping"].as_f64()).collect();
+    assert_eq!(dampings, [None, Some(0.2), Some(3.0)]);
+    let default =
+        evaluate(&file("default", &layer()), &["--methods", "gptq", "--formats", "nvfp4"]);
+    let error = |row: &Value| row["evaluation_error_percent"].as_f64();
+    assert_eq!(error(&default[0]), error(&found[1]));
+    assert!(error(&found[1]) != error(&found[2]));
+    let negative = ["--methods", "gptq", "--damping", "-1"];
+    refuses("negative", &layer(), &negative, &["up.weight", "damping is -1"]);
+}
+
+#[test]
 fn a_table_and_a_plot() {
     let plot = Path::new(env!("CARGO_TARGET_TMPDIR")).join("errors.svg");
     let output = fp4()

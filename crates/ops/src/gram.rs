@@ -1,5 +1,7 @@
 //! Statistics of activations.
 
+use std::ops::Range;
+
 use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fp4_search::formats::check_length;
@@ -41,8 +43,9 @@ pub fn block_hessians<const D: usize>(
 pub struct GramSum {
     /// Of what was on hosts.
     host: Gram,
-    /// Of what was on other devices, `[blocks, block_size, block_size]`, one for each.
-    devices: Vec<Tensor<3>>,
+    /// Of what was on other devices, the sum of each: a part of the rows of the whole matrix `[1, rows, channels]` after
+    /// the other, or its blocks `[blocks, block_size, block_size]`.
+    devices: Vec<Vec<Tensor<3>>>,
     /// How many activations were there.
     rows: usize,
 }
@@ -75,25 +78,36 @@ impl GramSum {
         }
         let size = self.host.block_size();
         let blocks = channels / size.max(1);
-        let known = self.devices.iter().position(|sum| sum.device() == device);
-        let mut sum = match known {
+        let wide =
+            if device.supports_dtype(DType::F64) { FloatDType::F64 } else { FloatDType::F32 };
+        let known = self.devices.iter().position(|parts| parts[0].device() == device);
+        let mut parts = match known {
             Some(at) => self.devices.swap_remove(at),
             None => {
-                let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
-                Tensor::zeros([blocks, size, size], (&device, wide))
+                let zeros = |shape| Tensor::zeros(shape, (&device, wide.into()));
+                let rows = |from: usize| zeros([1, size.min(from + PART) - from, size]);
+                match blocks {
+                    1 => (0..size).step_by(PART).map(rows).collect(),
+                    _ => vec![zeros([blocks, size, size])],
+                }
             }
         };
-        let wide = FloatDType::from(sum.dtype());
         for start in (0..rows).step_by(CHUNK) {
             let end = rows.min(start + CHUNK);
             let x = x.clone().slice_dim(0, start..end);
-            let square: Tensor<3> = match blocks {
-                1 => exact_square(x).unsqueeze(),
-                _ => exact_square(x.reshape([end - start, blocks, size]).swap_dims(0, 1)),
-            };
-            sum = sum + square.cast(wide);
+            let x = x.reshape([end - start, blocks, size]).swap_dims(0, 1);
+            let x = Exact::new(x);
+            let mut from = 0;
+            parts = parts
+                .into_iter()
+                .map(|part| {
+                    let channels = from..from + part.dims()[1];
+                    from = channels.end;
+                    part + x.products(channels).cast(wide)
+                })
+                .collect();
         }
-        self.devices.push(sum);
+        self.devices.push(parts);
         self.rows += rows;
         Ok(())
     }
@@ -105,8 +119,13 @@ impl GramSum {
     /// that [cannot add up](check_addable) what they have.
     pub fn finish(self) -> Result<Gram, OpsError> {
         let Self { host, devices, rows } = self;
-        let Some(sum) = add_up(devices)? else { return Ok(host) };
-        let values = read(sum.cast(DType::F32))?;
+        if devices.is_empty() {
+            return Ok(host);
+        }
+        let mut values = Vec::with_capacity(host.values().len());
+        for part in add_up(devices)? {
+            values.extend(read(part.cast(DType::F32))?);
+        }
         let mut gram = Gram::from_values(&values, host.channels(), host.block_size(), rows)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
@@ -115,20 +134,24 @@ impl GramSum {
     }
 }
 
-/// The sum of tensors on different devices, on one of them.
-fn add_up(mut tensors: Vec<Tensor<3>>) -> Result<Option<Tensor<3>>, OpsError> {
-    if tensors.len() < 2 {
-        return Ok(tensors.pop());
+/// The sums of the parts that different devices have, on one of them.
+fn add_up(mut tensors: Vec<Vec<Tensor<3>>>) -> Result<Vec<Tensor<3>>, OpsError> {
+    let devices: Vec<_> = tensors.iter().map(|parts| parts[0].device()).collect();
+    if devices.len() < 2 {
+        return Ok(tensors.pop().unwrap_or_default());
     }
-    let devices: Vec<_> = tensors.iter().map(Tensor::device).collect();
     check_addable(&devices)?;
-    // All have to take part before any can be waited for.
-    let sums: Vec<_> = tensors
-        .into_iter()
-        .map(|tensor| all_reduce(tensor, ReduceOperation::Sum, devices.clone()))
-        .collect();
-    let mut sums: Vec<_> = sums.into_iter().map(CollectiveTensor::resolve).collect();
-    Ok(sums.pop())
+    let count = tensors[0].len();
+    let mut queues: Vec<_> = tensors.into_iter().map(Vec::into_iter).collect();
+    let sum = |_| {
+        // All have to take part before any can be waited for.
+        let of_devices = queues.iter_mut().filter_map(Iterator::next);
+        let sums: Vec<_> = of_devices
+            .map(|part| all_reduce(part, ReduceOperation::Sum, devices.clone()))
+            .collect();
+        sums.into_iter().map(CollectiveTensor::resolve).last()
+    };
+    Ok((0..count).filter_map(sum).collect())
 }
 
 /// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
@@ -156,16 +179,46 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
-/// `x^T x` in f32, of matrices `[.., rows, channels]`.
-fn exact_square<const D: usize>(x: Tensor<D>) -> Tensor<D> {
-    let square = |x: Tensor<D>| x.clone().transpose().matmul(x);
-    if x.dtype() != DType::F32 {
-        return square(x.cast(DType::F32));
+/// Matrices `[blocks, rows, channels]` as f32 of 8 bits, or as sums of two.
+struct Exact {
+    high: Tensor<3>,
+    low: Option<Tensor<3>>,
+}
+
+impl Exact {
+    fn new(x: Tensor<3>) -> Self {
+        if x.dtype() != DType::F32 {
+            return Self { high: x.cast(DType::F32), low: None };
+        }
+        let high = x.clone().cast(DType::BF16).cast(DType::F32);
+        Self { low: Some(x - high.clone()), high }
     }
-    let high = x.clone().cast(DType::BF16).cast(DType::F32);
-    let low = x - high.clone();
-    let mixed = high.clone().transpose().matmul(low.clone());
-    square(high) + (mixed.clone() + mixed.transpose()) + square(low)
+
+    /// `left^T right` in f32, of some channels and all.
+    fn products(&self, channels: Range<usize>) -> Tensor<3> {
+        let products = |left: &Tensor<3>, right: &Tensor<3>| {
+            let left = match channels.len() == left.dims()[2] {
+                true => left.clone(),
+                false => left.clone().slice_dim(2, channels.clone()),
+            };
+            // A single matrix as one, which is multiplied faster.
+            match left.dims()[0] {
+                1 => {
+                    let left: Tensor<2> = left.squeeze_dim(0);
+                    left.transpose().matmul(right.clone().squeeze_dim(0)).unsqueeze()
+                }
+                _ => left.transpose().matmul(right.clone()),
+            }
+        };
+        let high = products(&self.high, &self.high);
+        match &self.low {
+            None => high,
+            Some(low) => {
+                let mixed = products(&self.high, low) + products(low, &self.high);
+                high + mixed + products(low, low)
+            }
+        }
+    }
 }
 
 /// Whether tensors are in the memory of the host.
@@ -180,8 +233,11 @@ fn is_host(device: &Device) -> bool {
     }
 }
 
-/// Rows that are multiplied at a time.
+/// Activations that are multiplied at a time.
 const CHUNK: usize = 1024;
+
+/// Rows of the sum that are computed at a time: of a matrix of many channels, products take less memory than sums.
+const PART: usize = 2048;
 
 /// Activations as a matrix, with its rows and channels.
 fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, usize), OpsError> {

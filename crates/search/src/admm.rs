@@ -77,15 +77,19 @@ pub(crate) fn published<const B: usize>(
     operator: &Operator<B>,
     scale: u32,
 ) -> Point<B> {
-    let mut last = Point { scale, elements: [0.0; B], cost: f32::INFINITY };
-    iterate(target, operator, scale, |scale, elements| {
-        last = Point { scale, elements: *elements, cost: 0.0 };
-    });
+    let mut last = Point { scale, elements: [0.0; B], cost: 0.0 };
+    for _ in 0..OUTER {
+        let Some((elements, next)) = steps(target, operator, last.scale) else { break };
+        last.elements = elements;
+        let Some(next) = next else { break };
+        last.scale = next;
+    }
     last.cost = target.cost(last.scale, &last.elements);
     last
 }
 
-/// The best of a point and of all iterates from its scale and from another.
+/// The best of a point and of all iterates from its scale and from another. Steps depend on their scale alone, so those
+/// for a scale are taken once.
 #[inline(always)]
 pub(crate) fn improve<const B: usize>(
     target: &Target<'_, B>,
@@ -94,64 +98,70 @@ pub(crate) fn improve<const B: usize>(
     start: Point<B>,
 ) -> Point<B> {
     let mut best = start;
-    for scale in [own, start.scale] {
-        iterate(target, operator, scale, |scale, elements| {
-            let cost = target.cost(scale, elements);
-            if cost < best.cost {
-                best = Point { scale, elements: *elements, cost };
+    let mut keep = |scale, elements| {
+        let cost = target.cost(scale, &elements);
+        if cost < best.cost {
+            best = Point { scale, elements, cost };
+        }
+    };
+    let mut taken = [0; 2 * OUTER];
+    let mut count = 0;
+    for mut scale in [own, start.scale] {
+        for _ in 0..OUTER {
+            if taken[..count].contains(&scale) {
+                break;
             }
-        });
+            taken[count] = scale;
+            count += 1;
+            let Some((elements, next)) = steps(target, operator, scale) else { break };
+            keep(scale, elements);
+            let Some(next) = next else { break };
+            keep(next, elements);
+            scale = next;
+        }
     }
     best
 }
 
-/// Calls `visit` with every scale and the elements that were found: first for the scale before it moves,
-/// then after.
+/// The elements that the steps for a scale end with, and the scale that is best for these, if it is another. Nothing
+/// for a scale of 0.
 #[inline(always)]
-fn iterate<const B: usize>(
+fn steps<const B: usize>(
     target: &Target<'_, B>,
     operator: &Operator<B>,
-    mut scale: u32,
-    mut visit: impl FnMut(u32, &[f32; B]),
-) {
-    for _ in 0..OUTER {
-        let value = target.value(scale);
-        if value == 0.0 {
-            return;
-        }
-        let normalized = target.scaled.map(|x| x / value);
-        let wanted = product(operator.scaled.as_flattened(), &normalized);
-        let mut elements = nearest(&normalized);
-        let mut dual = [0.0; B];
-        for _ in 0..INNER {
-            let mut right = [0.0; B];
-            for i in 0..B {
-                right[i] = wanted[i] + elements[i] - dual[i];
-            }
-            let free = product(operator.inverse.as_flattened(), &right);
-            for i in 0..B {
-                right[i] = free[i] + dual[i];
-            }
-            elements = nearest(&right);
-            for i in 0..B {
-                dual[i] = right[i] - elements[i];
-            }
-        }
-        visit(scale, &elements);
-        let weighted = target.product(&elements);
-        let [mut numerator, mut denominator] = [0.0f32; 2];
-        for i in 0..B {
-            numerator = target.scaled[i].mul_add(weighted[i], numerator);
-            denominator = elements[i].mul_add(weighted[i], denominator);
-        }
-        if !(numerator > 0.0 && denominator > 1e-12) {
-            return;
-        }
-        let next = target.nearest_scale(numerator / denominator);
-        if next == scale {
-            return;
-        }
-        scale = next;
-        visit(scale, &elements);
+    scale: u32,
+) -> Option<([f32; B], Option<u32>)> {
+    let value = target.value(scale);
+    if value == 0.0 {
+        return None;
     }
+    let normalized = target.scaled.map(|x| x / value);
+    let wanted = product(operator.scaled.as_flattened(), &normalized);
+    let mut elements = nearest(&normalized);
+    let mut dual = [0.0; B];
+    for _ in 0..INNER {
+        let mut right = [0.0; B];
+        for i in 0..B {
+            right[i] = wanted[i] + elements[i] - dual[i];
+        }
+        let free = product(operator.inverse.as_flattened(), &right);
+        for i in 0..B {
+            right[i] = free[i] + dual[i];
+        }
+        elements = nearest(&right);
+        for i in 0..B {
+            dual[i] = right[i] - elements[i];
+        }
+    }
+    let weighted = target.product(&elements);
+    let [mut numerator, mut denominator] = [0.0f32; 2];
+    for i in 0..B {
+        numerator = target.scaled[i].mul_add(weighted[i], numerator);
+        denominator = elements[i].mul_add(weighted[i], denominator);
+    }
+    if !(numerator > 0.0 && denominator > 1e-12) {
+        return Some((elements, None));
+    }
+    let next = target.nearest_scale(numerator / denominator);
+    Some((elements, (next != scale).then_some(next)))
 }

@@ -33,7 +33,8 @@ pub enum BlockOrder {
     Activity,
 }
 
-/// The options of GPTQ. The default is what was best on held-out data.
+/// The options of GPTQ. The default is what was best on held-out data; its damping the least that is within a quarter
+/// of a percent of the best, over six layers of a language model and two texts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Gptq {
@@ -49,7 +50,7 @@ pub struct Gptq {
 
 impl Default for Gptq {
     fn default() -> Self {
-        Self { damping: 0.2, order: BlockOrder::Activity, sweeps: 3, refits: 3 }
+        Self { damping: 0.3, order: BlockOrder::Activity, sweeps: 3, refits: 3 }
     }
 }
 

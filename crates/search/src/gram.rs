@@ -171,6 +171,11 @@ impl Gram {
         &self.values
     }
 
+    /// [`values`](Self::values), rounded.
+    pub fn to_f32(&self) -> Vec<f32> {
+        self.values.par_iter().map(|&value| value as f32).collect()
+    }
+
     /// The sum of squares of every channel.
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
         let size = self.block_size;

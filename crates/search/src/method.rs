@@ -132,6 +132,15 @@ impl Method {
         }
     }
 
+    /// The options of GPTQ, for those methods that are.
+    pub fn gptq(self) -> Option<Gptq> {
+        match self {
+            Self::GptqTextbook => Some(Gptq::TEXTBOOK),
+            Self::Gptq => Some(Gptq::default()),
+            _ => None,
+        }
+    }
+
     /// The scheme of the method for a format and block size.
     pub fn scheme(self, format: Fp4Format, block_size: usize) -> Fp4Scheme {
         let rule = match format {
@@ -180,15 +189,12 @@ impl Method {
         if self.row().calibrated && gram.is_none() {
             return Err(SearchError::Uncalibrated { method: self });
         }
+        if let (Some(options), Some(gram)) = (self.gptq(), gram) {
+            return options.quantize(weight, rows, cols, &scheme, &amax, gram);
+        }
         let weights: Vec<f32>;
         let hessians;
         let importance = match (self, gram) {
-            (Self::Gptq, Some(gram)) => {
-                return Gptq::default().quantize(weight, rows, cols, &scheme, &amax, gram);
-            }
-            (Self::GptqTextbook, Some(gram)) => {
-                return Gptq::TEXTBOOK.quantize(weight, rows, cols, &scheme, &amax, gram);
-            }
             (Self::SseWeighted, Some(gram)) => {
                 weights = gram.diagonal().map(|value| value as f32).collect();
                 Importance::Channels(&weights)

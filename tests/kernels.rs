@@ -602,7 +602,7 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
         }
         // As a device sums it.
         let sums = Gram::of(&x, channels).unwrap().to_f32();
-        let gram = Gram::from_values(&sums, channels, channels, 3 * channels).unwrap();
+        let gram = Gram::from_values(&[sums], channels, channels, 3 * channels).unwrap();
         let expected = options.curvature(&gram, 16).unwrap();
         let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
         assert_eq!(client.read_one_unchecked(found.definite)[0], 1);

@@ -38,13 +38,13 @@ pub struct CalibrationProgress {
 impl Default for CalibrationOptions<'_> {
     fn default() -> Self {
         let progress = Box::new(|_| {});
-        Self { memory: 4 << 30, blocks: None, devices: Vec::new(), cache: None, progress }
+        Self { memory: 3 << 30, blocks: None, devices: Vec::new(), cache: None, progress }
     }
 }
 
 impl<'a> CalibrationOptions<'a> {
-    /// Bytes that the activations of all batches in flight may take on a device at a time: 4 GiB. What does not fit runs after
-    /// the rest, from its beginning; at least one batch is in flight. The statistics of one input of a layer, f32
+    /// Bytes that the activations of all batches in flight may take on a device at a time: 3 GiB. What does not fit runs after
+    /// the rest, from its beginning; at least one batch is in flight. The statistics of one input of a layer, f64
     /// `[in, in]` or less, come on top.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = bytes;

@@ -122,11 +122,9 @@ impl GramSum {
         if devices.is_empty() {
             return Ok(host);
         }
-        let mut values = Vec::with_capacity(host.values().len());
-        for part in add_up(devices)? {
-            values.extend(read(part.cast(DType::F32))?);
-        }
-        let mut gram = Gram::from_values(&values, host.channels(), host.block_size(), rows)?;
+        let parts = add_up(devices)?.into_iter().map(|part| read(part.cast(DType::F32)));
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        let mut gram = Gram::from_values(&parts, host.channels(), host.block_size(), rows)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }

@@ -160,12 +160,13 @@ impl Product {
         let cubes = |way: &Mma| {
             self.outputs.div_ceil(way.rows() as usize) * self.inputs.div_ceil(way.inputs() as usize)
         };
-        // Three of four processors have something to do.
-        let enough = device.cubes as usize / 4 * 3 / 4;
+        // Three of four processors have something to do, and twice that where it is a single tile of the input.
+        let enough =
+            |way: &Mma| device.cubes as usize / 4 * 3 / 4 * if way.takes_input() { 2 } else { 1 };
         let most = self.inputs.next_power_of_two().max(8) as u32;
         let mut fits = WAYS.iter().filter(|way| way.inputs() <= most);
         let last = &WAYS[WAYS.len() - 1];
-        let way = fits.find(|way| cubes(way) >= enough).unwrap_or(last);
+        let way = fits.find(|way| cubes(way) >= enough(way)).unwrap_or(last);
         match u32::try_from(cubes(way)) {
             Ok(cubes) if cubes <= device.max_cubes => Ok(Mma { cubes, ..*way }),
             _ => refuse("there are too many cubes"),
@@ -306,7 +307,8 @@ mod tests {
             ProductPlan::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
             other => panic!("{other:?}"),
         };
-        assert_eq!(of(1, 8192), (512, 16, 8, 8));
+        assert_eq!(of(1, 8192), (256, 32, 8, 8));
+        assert_eq!(of(1, 4096), (256, 16, 8, 8));
         assert_eq!(of(16, 8192), (256, 32, 16, 8));
         assert_eq!(of(17, 8192), (128, 64, 32, 2));
         assert_eq!(of(64, 8192), (128, 64, 64, 2));

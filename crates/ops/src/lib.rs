@@ -355,9 +355,9 @@ pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
 }
 
 /// Whether what this device computes is done by kernels.
+#[cfg(feature = "cube")]
 fn has_kernels(device: &Device) -> bool {
     match device.clone().inner().as_dispatch() {
-        #[cfg(feature = "cube")]
         burn::backend::DispatchDevice::Cube(device) => cube::has_kernels(device),
         _ => false,
     }

@@ -302,11 +302,10 @@ pub fn plan(
         }
         Operation::QuantizeByHessian => {
             // A cube for every block of as many rows as it has units: fewer where there would be too few cubes to
-            // keep the device busy, or each unit needs so many registers that few have room.
+            // keep the device busy.
             let share =
                 Share { vector: if along { widest } else { 1 }, staged: device.stages, ..one_row };
-            let descends = scheme.search == ScaleSearch::CoordinateDescent;
-            if rows.div_ceil(units) * blocks < device.cubes || descends {
+            if rows.div_ceil(units) * blocks < device.cubes {
                 units = FEW_UNITS;
             }
             (rows.div_ceil(units) * blocks * units, share)

@@ -600,9 +600,9 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
         for at in 1..x.len() {
             x[at] = (x[at] + 0.7 * x[at - 1]) * if at % 7 == 0 { 1.5 } else { 0.8 };
         }
-        // As a device sums it.
-        let sums = Gram::of(&x, channels).unwrap().to_f32();
-        let gram = Gram::from_values(&[sums], channels, channels, 3 * channels).unwrap();
+        // As a device gets it.
+        let sums = Gram::of(&x, channels).unwrap().to_f32().into_iter().map(f64::from);
+        let gram = Gram::from_values(sums.collect(), channels, channels, 3 * channels).unwrap();
         let expected = options.curvature(&gram, 16).unwrap();
         let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
         assert_eq!(client.read_one_unchecked(found.definite)[0], 1);

@@ -1,11 +1,13 @@
 //! Operations on Burn tensors: any axis, any rank, any device, gradients, errors.
 
+use std::sync::Arc;
+
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_ops::{
-    BlockHessians, BlockOrder, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite,
-    OpsError, ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians, fake_quantize, gram,
-    matmul, modelopt, quantize, quantize_by_importance, quantize_gptq,
-    quantize_with_best_tensor_scale,
+    BlockHessians, BlockOrder, Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance,
+    NonFinite, OpsError, ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians,
+    fake_quantize, gram, matmul, modelopt, quantize, quantize_by_curvature, quantize_by_importance,
+    quantize_gptq, quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -600,6 +602,35 @@ fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
         products.map(|(h, e)| e * h.iter().zip(row).map(|(h, e)| h * e).sum::<f64>()).sum()
     };
     errors.chunks_exact(packed.cols).map(of_row).sum()
+}
+
+#[test]
+fn a_curvature_made_on_a_device_is_for_weights_there() {
+    let flex = Device::flex();
+    let gram = gram(activations(100, 64, &flex)).unwrap();
+    let (scheme, options) = (Fp4Scheme::nvfp4(), Gptq::default());
+    for (name, device, _) in devices() {
+        let curvature = Curvature::new(&gram, &options, scheme.block_size, &device).unwrap();
+        assert_eq!((curvature.channels(), curvature.block_size()), (64, 16));
+        let curvature = Arc::new(curvature);
+        let of = |device| {
+            let values = values([64, 24], device, DType::F32);
+            quantize_by_curvature(values, 0, &scheme, &curvature).map(drop)
+        };
+        assert_eq!(of(&device), Ok(()), "{name}");
+        if ["cpu", "cuda"].contains(&name) {
+            let error = of(&flex).unwrap_err();
+            assert!(matches!(&error, OpsError::Device(_)), "{error}");
+        } else {
+            assert_eq!(of(&flex), Ok(()), "{name}");
+        }
+    }
+    let undamped = Gptq { damping: 0.0, ..options };
+    let few = burn_fp4_ops::gram(activations(20, 64, &flex)).unwrap();
+    for (name, device, _) in devices() {
+        let singular = Curvature::new(&few, &undamped, 16, &device).map(drop);
+        assert_eq!(singular, Err(SearchError::Singular.into()), "{name}");
+    }
 }
 
 #[test]

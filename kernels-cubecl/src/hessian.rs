@@ -385,11 +385,11 @@ fn try_scale<H: Size>(
             let element = elements[k as usize];
             let normalized =
                 if comptime!(method.divides()) { element / factor } else { element * factor };
-            let code = nearest_element(normalized);
-            let error = fma(-code, value, element * unit.factor);
+            let rounded = nearest_element(normalized);
+            let error = fma(-rounded, value, element * unit.factor);
             errors[k as usize] = error;
             largest = max(largest, error.abs() * bounds[(channel + k) as usize]);
-            packed = (packed << 4u32) | (round_to_e2m1(code) >> 28u32);
+            packed = (packed << 4u32) | (round_to_e2m1(rounded) >> 28u32);
         }
         nearest[word as usize] = packed;
         found[word as usize] = packed;

@@ -193,6 +193,9 @@ impl Arguments {
         if by_name {
             refused.iter().for_each(|refusal| eprintln!("note: {refusal}"));
         }
+        if !self.damping.is_empty() && tasks.iter().all(|task| task.damping.is_none()) {
+            eprintln!("note: --damping is for gptq and gptq-textbook, of which none was asked for");
+        }
         Ok(tasks)
     }
 }

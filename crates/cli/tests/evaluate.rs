@@ -94,6 +94,14 @@ fn dampings_are_tried_one_after_the_other() {
     assert!(error(&found[1]) != error(&found[2]));
     let negative = ["--methods", "gptq", "--damping=-1"];
     refuses("negative", &layer(), &negative, &["up.weight", "damping is -1"]);
+    let without = fp4()
+        .arg("evaluate")
+        .arg(file("undamped", &layer()))
+        .args(["--methods", "sse", "--formats", "nvfp4", "--damping", "0.1"])
+        .assert()
+        .success();
+    let note = String::from_utf8_lossy(&without.get_output().stderr).into_owned();
+    assert!(note.contains("--damping is for gptq"), "{note}");
 }
 
 #[test]

@@ -45,7 +45,7 @@ impl Cache {
         };
         let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
         let rows = words(ROWS)?.first().map_or(0, |&word| u64::from_le_bytes(word));
-        let gram = Gram::from_values(&[values], blocks * block_size, block_size, rows as usize);
+        let gram = Gram::from_values(values, blocks * block_size, block_size, rows as usize);
         gram.map(Some).map_err(|error| failed(&path, error))
     }
 

@@ -238,22 +238,34 @@ impl<'a, M: Module> Prepared<'a, M> {
                     }
                 };
                 let replaced = seen(&self.inputs()[at], gram)?;
-                // The same for all batches on a device.
-                let weights = replaced.iter().map(|(_, weight)| weight.device());
-                let all: Vec<_> = self.devices().into_iter().chain(weights).collect();
-                let there = moved(&all, || {
-                    let everywhere = |weight: &Tensor<2>| -> Vec<_> {
-                        let devices = self.there.iter().map(|(device, _)| device);
-                        devices.map(|device| weight.clone().to_device(device)).collect()
-                    };
-                    replaced.iter().map(|(_, weight)| everywhere(weight)).collect::<Vec<_>>()
-                })?;
-                for ((path, _), there) in replaced.iter().zip(&there) {
-                    for (run, weight) in runs.iter_mut().zip(there.iter().cycle()) {
-                        run.replace(path, weight)?;
-                    }
+                // Devices that nothing is moved between need not wait for each other.
+                if !replaced.is_empty() {
+                    self.replace(&mut runs, &replaced)?;
                 }
                 (options.progress)(CalibrationProgress { done: done + 1, total });
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with other values of weights, by path: the same for all batches on a device.
+    fn replace(
+        &self,
+        runs: &mut [Run<'_>],
+        replaced: &[(String, Tensor<2>)],
+    ) -> Result<(), Fp4Error> {
+        let weights = replaced.iter().map(|(_, weight)| weight.device());
+        let all: Vec<_> = self.devices().into_iter().chain(weights).collect();
+        let there = moved(&all, || {
+            let everywhere = |weight: &Tensor<2>| -> Vec<_> {
+                let devices = self.there.iter().map(|(device, _)| device);
+                devices.map(|device| weight.clone().to_device(device)).collect()
+            };
+            replaced.iter().map(|(_, weight)| everywhere(weight)).collect::<Vec<_>>()
+        })?;
+        for ((path, _), there) in replaced.iter().zip(&there) {
+            for (run, weight) in runs.iter_mut().zip(there.iter().cycle()) {
+                run.replace(path, weight)?;
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::thread;
+use std::{ptr, thread};
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
@@ -145,17 +145,7 @@ fn quantize_each(
 ) -> Result<Vec<Quantized>, Fp4Error> {
     let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
     let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
-    // What GPTQ has to do.
-    let work = |job: &Job<'_>| job.dense.shape().num_elements() * job.gram.channels();
-    let mut given = vec![0; devices.len()];
-    let turns: Vec<_> = jobs
-        .iter()
-        .map(|job| {
-            let least = (0..devices.len()).min_by_key(|&at| given[at]).unwrap_or(0);
-            given[least] += work(job);
-            least
-        })
-        .collect();
+    let turns = turns(&jobs, devices.len());
     // All before the first is worked on: a device hands nothing out until it is done.
     let jobs = moved(&all, || -> Vec<_> {
         let turns = jobs.into_iter().zip(&turns);
@@ -186,6 +176,43 @@ fn quantize_each(
             |((tensor, chosen_by), home): (Quantized, &Device)| (tensor.to_device(home), chosen_by);
         quantized.into_values().zip(&homes).map(home).collect()
     })
+}
+
+/// By weight the number of its device: the longest first, each where it is done first.
+fn turns(jobs: &[Job<'_>], devices: usize) -> Vec<usize> {
+    let rounding =
+        |job: &Job<'_>| rounding_work(job.gram.channels(), job.dense.shape().num_elements());
+    let mut order: Vec<_> = (0..jobs.len()).collect();
+    order.sort_by_key(|&at| std::cmp::Reverse(rounding(&jobs[at])));
+    let mut given = vec![0; devices];
+    // What is factorized there.
+    let mut there: Vec<Vec<&Gram>> = vec![Vec::new(); devices];
+    let mut turns = vec![0; jobs.len()];
+    for at in order {
+        let gram = jobs[at].gram;
+        let work = |device: usize| {
+            let known = there[device].iter().any(|other| ptr::eq(*other, gram));
+            rounding(&jobs[at]) + if known { 0 } else { factor_work(gram.channels()) }
+        };
+        let Some(first) = (0..devices).min_by_key(|&device| given[device] + work(device)) else {
+            break;
+        };
+        given[first] += work(first);
+        there[first].push(gram);
+        turns[at] = first;
+    }
+    turns
+}
+
+/// What GPTQ takes to round a weight, in products: those that carry errors on, and what waiting for one channel after
+/// the other comes to on an H200.
+fn rounding_work(channels: usize, elements: usize) -> usize {
+    channels * (elements + 20_000_000)
+}
+
+/// What it takes to bring a Gram matrix to a device and factorize it there, in the same unit.
+fn factor_work(channels: usize) -> usize {
+    channels * channels * (channels / 4 + 4000)
 }
 
 /// Quantizes numbered weights, which are on one device.

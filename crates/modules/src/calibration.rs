@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use burn_fp4_ops::search::SearchError;
 use burn_fp4_ops::{Gram, gram};
 
 use crate::Fp4Error;
@@ -77,29 +78,44 @@ impl Calibration {
         found: Gram,
     ) -> Result<(), Fp4Error> {
         let found = Arc::new(found);
-        // What was known, and with what was found.
-        let mut sums: Vec<(Arc<Gram>, Arc<Gram>)> = Vec::new();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
         for path in paths {
-            let Some(known) = self.grams.get_mut(path) else {
-                self.grams.insert(path.to_owned(), found.clone());
-                continue;
-            };
-            let shared = sums.iter().find(|(before, _)| Arc::ptr_eq(before, known));
-            let sum = match shared {
-                Some((_, sum)) => sum.clone(),
-                None => {
-                    let mut sum = Gram::clone(known);
-                    sum.merge(&found).map_err(|error| Fp4Error::Parameter {
-                        path: path.to_owned(),
-                        source: error.into(),
-                    })?;
-                    sums.push((known.clone(), Arc::new(sum)));
-                    sums[sums.len() - 1].1.clone()
-                }
-            };
-            *known = sum;
+            *times.entry(path).or_default() += 1;
         }
-        Ok(())
+        // What is known, taken out: if nothing else holds it, it is added to where it is.
+        let mut all: Vec<Shared<'_>> = Vec::new();
+        for (path, times) in times {
+            let known = self.grams.remove(path);
+            let pointer = |known: &Option<Arc<Gram>>| known.as_ref().map(Arc::as_ptr);
+            let same = |shared: &&mut Shared<'_>| {
+                shared.times == times && pointer(&shared.known) == pointer(&known)
+            };
+            match all.iter_mut().find(same) {
+                Some(shared) => shared.paths.push(path),
+                None => all.push(Shared { known, times, paths: vec![path] }),
+            }
+        }
+        let mut outcome = Ok(());
+        for Shared { mut known, times, paths } in all {
+            for _ in 0..times {
+                let merged = match &mut known {
+                    Some(sum) => Arc::make_mut(sum).merge(&found),
+                    none => {
+                        *none = Some(found.clone());
+                        Ok(())
+                    }
+                };
+                let named = |error: SearchError| Fp4Error::Parameter {
+                    path: paths[0].to_owned(),
+                    source: error.into(),
+                };
+                outcome = outcome.and(merged.map_err(named));
+            }
+            for path in paths {
+                self.grams.extend(known.clone().map(|known| (path.to_owned(), known)));
+            }
+        }
+        outcome
     }
 
     /// Takes statistics that were gathered elsewhere.
@@ -134,5 +150,32 @@ impl Calibration {
 
     pub(crate) fn set_devices(&mut self, devices: Vec<Device>) {
         self.devices = devices;
+    }
+}
+
+/// What is known of layers that share it, and how often each meets what is added.
+struct Shared<'a> {
+    known: Option<Arc<Gram>>,
+    times: usize,
+    paths: Vec<&'a str>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_that_share_what_is_known_go_on_sharing_it() {
+        let found = |value: f32| Gram::of(&[value; 4], 2).expect("finite");
+        let mut calibration = Calibration::new();
+        calibration.merge(["query", "key"], found(1.0)).unwrap();
+        calibration.merge(["output"], found(1.0)).unwrap();
+        // One of them is met twice.
+        calibration.merge(["query", "key", "output", "output"], found(2.0)).unwrap();
+        let [query, key, output] =
+            ["query", "key", "output"].map(|path| calibration.get(path).unwrap());
+        assert!(std::ptr::eq(query, key));
+        assert_eq!((query.values(), query.rows()), (&[10.0; 4][..], 4));
+        assert_eq!((output.values(), output.rows()), (&[18.0; 4][..], 6));
     }
 }

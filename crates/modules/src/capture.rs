@@ -172,22 +172,66 @@ fn lifetimes(
             last.insert(tensor.id, (at, tensor.clone()));
         }
     }
+    let owners = owners(operations);
+    let owner = |id| owners.get(&id).copied().unwrap_or(id);
+    // When memory is read last, by its owner.
+    let mut freed: BTreeMap<TensorId, usize> = BTreeMap::new();
+    for (id, (at, _)) in &last {
+        let end = freed.entry(owner(*id)).or_default();
+        *end = (*end).max(*at);
+    }
     let mut forgotten = vec![Vec::new(); operations.len()];
     for (id, (at, tensor)) in last {
         if !parameters.contains(&id) {
             forgotten[at].push(tensor);
         }
     }
-    let bytes = |tensor: &TensorIr| tensor.shape.num_elements() * tensor.dtype.size();
-    let mut living: usize = values.values().map(|data| data.bytes().len()).sum();
-    let during = operations.iter().zip(&forgotten).map(|(operation, forgotten)| {
+    let mut sizes: BTreeMap<TensorId, usize> =
+        values.iter().map(|(id, data)| (*id, data.bytes().len())).collect();
+    let mut living: usize = sizes.values().sum();
+    let mut ending = vec![Vec::new(); operations.len()];
+    for (id, at) in freed {
+        ending[at].push(id);
+    }
+    let during = operations.iter().zip(&ending).map(|(operation, ending)| {
         let before = living;
-        let during = before + operation.outputs().map(bytes).sum::<usize>();
-        living = during.saturating_sub(forgotten.iter().map(bytes).sum());
+        for output in operation.outputs().filter(|output| owner(output.id) == output.id) {
+            // Values are there from the beginning.
+            sizes.entry(output.id).or_insert_with(|| {
+                let bytes = output.shape.num_elements() * output.dtype.size();
+                living += bytes;
+                bytes
+            });
+        }
+        let during = living;
+        living -= ending.iter().filter_map(|id| sizes.remove(id)).sum::<usize>();
         [before, during]
     });
     let during = during.collect();
     (forgotten, during)
+}
+
+/// Of tensors that are views, the one whose memory they are in.
+fn owners(operations: &[OperationIr]) -> BTreeMap<TensorId, TensorId> {
+    let mut owners = BTreeMap::new();
+    // Those whose elements are in another order in memory: reshaping copies them.
+    let mut strided = BTreeSet::new();
+    for operation in operations {
+        let OperationIr::BaseFloat(operation) = operation else { continue };
+        let (input, out) = match operation {
+            BaseOperationIr::Reshape(op) if strided.contains(&op.input.id) => continue,
+            BaseOperationIr::Reshape(op) => (op.input.id, op.out.id),
+            BaseOperationIr::SwapDims(op) => (op.input.id, op.out.id),
+            BaseOperationIr::Permute(op) => (op.input.id, op.out.id),
+            BaseOperationIr::Expand(op) => (op.input.id, op.out.id),
+            _ => continue,
+        };
+        if !matches!(operation, BaseOperationIr::Reshape(_)) {
+            strided.insert(out);
+        }
+        owners.insert(out, owners.get(&input).copied().unwrap_or(input));
+    }
+    owners
 }
 
 /// What is multiplied by parameters, contracted along their first axis.
@@ -246,4 +290,33 @@ fn layer_inputs(
         }
     }
     found.into_iter().map(|(_, input)| input).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::LinearConfig;
+
+    use super::*;
+
+    #[test]
+    fn views_take_no_memory_of_their_own() {
+        let device = Device::flex();
+        let mlp = [LinearConfig::new(4, 8), LinearConfig::new(8, 4)];
+        let mlp = mlp.map(|config| config.with_bias(false).init(&device)).to_vec();
+        let batch = Tensor::<3>::ones([2, 3, 4], &device);
+        // Every tensor of four channels has 96 bytes.
+        let recording = Recording::of(&mlp, batch, &mut |mlp: &Vec<_>, x: Tensor<3>| {
+            let [up, down]: &[burn::nn::Linear; 2] = mlp[..].try_into().expect("two layers");
+            let hidden = up.forward(x.clone());
+            // Reshaping what was transposed copies it.
+            let turned = x.clone().swap_dims(1, 2).reshape([2, 3, 4]);
+            down.forward(hidden) + turned + x
+        });
+        let recording = recording.unwrap();
+        let inputs: Vec<_> = recording.inputs.iter().map(|input| &input.weights[0].path).collect();
+        assert_eq!(inputs, ["0.weight", "1.weight"]);
+        // The batch, twice as much of what is hidden, and the copy; the product on top.
+        assert_eq!(recording.waiting_bytes, 4 * 96);
+        assert_eq!(recording.peak_bytes, 5 * 96);
+    }
 }

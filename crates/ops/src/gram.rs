@@ -6,6 +6,7 @@ use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::{BlockHessians, Gram};
+use rayon::prelude::*;
 
 use crate::importance::read;
 use crate::{OpsError, check_dtype};
@@ -35,7 +36,7 @@ pub fn block_hessians<const D: usize>(
 
 /// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices there, products of 1024 activations
 /// in f32 and their sum in f64 where the device has it. What is on several devices is added up by Burn's all-reduce. In
-/// f64 the order hardly matters: rounded to f32 at the end, the sums are the same however batches were divided.
+/// f64 the order hardly matters: rounded to f32, the sums are the same however batches were divided.
 ///
 /// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
 /// that nothing is lost; f16 and bf16 lose nothing anyway.
@@ -43,9 +44,8 @@ pub fn block_hessians<const D: usize>(
 pub struct GramSum {
     /// Of what was on hosts.
     host: Gram,
-    /// Of what was on other devices, the sum of each: a part of the rows of the whole matrix `[1, rows, channels]` after
-    /// the other, or its blocks `[blocks, block_size, block_size]`.
-    devices: Vec<Vec<Tensor<3>>>,
+    /// Of what was on other devices.
+    devices: Vec<DeviceSum>,
     /// How many activations were there.
     rows: usize,
 }
@@ -76,38 +76,15 @@ impl GramSum {
         if is_host(&device) {
             return Ok(self.host.add(&read(x)?)?);
         }
-        let size = self.host.block_size();
-        let blocks = channels / size.max(1);
-        let wide =
-            if device.supports_dtype(DType::F64) { FloatDType::F64 } else { FloatDType::F32 };
-        let known = self.devices.iter().position(|parts| parts[0].device() == device);
-        let mut parts = match known {
-            Some(at) => self.devices.swap_remove(at),
+        let known = self.devices.iter_mut().find(|sum| sum.device() == device);
+        match known {
+            Some(sum) => sum.add(x),
             None => {
-                let zeros = |shape| Tensor::zeros(shape, (&device, wide.into()));
-                let rows = |from: usize| zeros([1, size.min(from + PART) - from, size]);
-                match blocks {
-                    1 => (0..size).step_by(PART).map(rows).collect(),
-                    _ => vec![zeros([blocks, size, size])],
-                }
+                let mut sum = DeviceSum::new(channels, self.host.block_size(), PART, &device);
+                sum.add(x);
+                self.devices.push(sum);
             }
-        };
-        for start in (0..rows).step_by(CHUNK) {
-            let end = rows.min(start + CHUNK);
-            let x = x.clone().slice_dim(0, start..end);
-            let x = x.reshape([end - start, blocks, size]).swap_dims(0, 1);
-            let x = Exact::new(x);
-            let mut from = 0;
-            parts = parts
-                .into_iter()
-                .map(|part| {
-                    let channels = from..from + part.dims()[1];
-                    from = channels.end;
-                    part + x.products(channels).cast(wide)
-                })
-                .collect();
         }
-        self.devices.push(parts);
         self.rows += rows;
         Ok(())
     }
@@ -122,9 +99,8 @@ impl GramSum {
         if devices.is_empty() {
             return Ok(host);
         }
-        let parts = add_up(devices)?.into_iter().map(|part| read(part.cast(DType::F32)));
-        let parts = parts.collect::<Result<Vec<_>, _>>()?;
-        let mut gram = Gram::from_values(&parts, host.channels(), host.block_size(), rows)?;
+        let values = add_up(devices)?.read()?;
+        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }
@@ -132,24 +108,89 @@ impl GramSum {
     }
 }
 
-/// The sums of the parts that different devices have, on one of them.
-fn add_up(mut tensors: Vec<Vec<Tensor<3>>>) -> Result<Vec<Tensor<3>>, OpsError> {
-    let devices: Vec<_> = tensors.iter().map(|parts| parts[0].device()).collect();
-    if devices.len() < 2 {
-        return Ok(tensors.pop().unwrap_or_default());
+/// What one device sums up.
+#[derive(Debug)]
+struct DeviceSum {
+    /// Rows of the whole matrix `[1, rows, channels]`, part after part, or its blocks
+    /// `[blocks, block_size, block_size]`.
+    parts: Vec<Tensor<3>>,
+}
+
+impl DeviceSum {
+    /// Of nothing yet; of a whole matrix, so many rows are computed at a time.
+    fn new(channels: usize, block_size: usize, rows: usize, device: &Device) -> Self {
+        let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
+        let zeros = |shape: [usize; 3]| Tensor::zeros(shape, (device, wide));
+        let parts = match channels / block_size.max(1) {
+            1 => {
+                let starts = (0..channels).step_by(rows);
+                starts.map(|start| zeros([1, rows.min(channels - start), channels])).collect()
+            }
+            blocks => vec![zeros([blocks, block_size, block_size])],
+        };
+        Self { parts }
     }
+
+    fn device(&self) -> Device {
+        self.parts[0].device()
+    }
+
+    /// Adds activations `[rows, channels]`.
+    fn add(&mut self, x: Tensor<2>) {
+        let [rows, channels] = x.dims();
+        let size = self.parts[0].dims()[2];
+        for start in (0..rows).step_by(CHUNK) {
+            let end = rows.min(start + CHUNK);
+            let x = x.clone().slice_dim(0, start..end);
+            let x = x.reshape([end - start, channels / size.max(1), size]).swap_dims(0, 1);
+            let x = Exact::new(x);
+            let mut from = 0;
+            for part in &mut self.parts {
+                let channels = from..from + part.dims()[1];
+                from = channels.end;
+                let wide: FloatDType = part.dtype().into();
+                part.inplace(|sum| sum + x.products(channels).cast(wide));
+            }
+        }
+    }
+
+    /// The blocks, one after the other.
+    fn read(self) -> Result<Vec<f64>, OpsError> {
+        let elements = self.parts.iter().map(|part| part.shape().num_elements()).sum();
+        let mut values = Vec::with_capacity(elements);
+        for part in self.parts {
+            // Large: looked at where the device has written it.
+            let data = part.try_into_data().map_err(OpsError::device)?;
+            match data.dtype() {
+                DType::F64 => values.par_extend(data.as_slice::<f64>().map_err(OpsError::device)?),
+                _ => {
+                    let narrow = data.as_slice::<f32>().map_err(OpsError::device)?;
+                    values.par_extend(narrow.par_iter().map(|&value| f64::from(value)));
+                }
+            }
+        }
+        Ok(values)
+    }
+}
+
+/// The sum of what different devices have, on one of them.
+fn add_up(sums: Vec<DeviceSum>) -> Result<DeviceSum, OpsError> {
+    let devices: Vec<_> = sums.iter().map(DeviceSum::device).collect();
     check_addable(&devices)?;
-    let count = tensors[0].len();
-    let mut queues: Vec<_> = tensors.into_iter().map(Vec::into_iter).collect();
-    let sum = |_| {
+    let count = sums[0].parts.len();
+    let mut queues: Vec<_> = sums.into_iter().map(|sum| sum.parts.into_iter()).collect();
+    let add_up = |_| {
+        let mut of_devices = queues.iter_mut().filter_map(Iterator::next);
+        if devices.len() == 1 {
+            return of_devices.next();
+        }
         // All have to take part before any can be waited for.
-        let of_devices = queues.iter_mut().filter_map(Iterator::next);
         let sums: Vec<_> = of_devices
             .map(|part| all_reduce(part, ReduceOperation::Sum, devices.clone()))
             .collect();
         sums.into_iter().map(CollectiveTensor::resolve).last()
     };
-    Ok((0..count).filter_map(sum).collect())
+    Ok(DeviceSum { parts: (0..count).filter_map(add_up).collect() })
 }
 
 /// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
@@ -243,4 +284,24 @@ fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, u
     let channels = activations.dims()[D - 1];
     let rows = activations.shape().num_elements() / channels.max(1);
     Ok((activations.without_autodiff().reshape([rows, channels]), rows, channels))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_make_up_the_whole_matrix() {
+        let x = Tensor::<1>::from_floats([0.5, -1.25, 3.0, 0.75, -2.0, 1.0, 4.0], &Device::flex());
+        let x = x.repeat_dim(0, 12).reshape([7, 12]);
+        let exact = Gram::of(&read(x.clone()).unwrap(), 12).unwrap();
+        for rows in [1, 5, 6, 12, 100] {
+            let mut sum = DeviceSum::new(12, 12, rows, &x.device());
+            assert_eq!(sum.parts.len(), 12_usize.div_ceil(rows));
+            sum.add(x.clone().slice_dim(0, 0..3));
+            sum.add(x.clone().slice_dim(0, 3..7));
+            // Of so short numbers no bit is lost.
+            assert_eq!(sum.read().unwrap(), exact.values());
+        }
+    }
 }

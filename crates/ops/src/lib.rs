@@ -19,7 +19,7 @@
 //! | `importance.rs`| quantization that knows the activations a weight meets                    |
 //! | `gram.rs`      | [`GramSum`]: what is known of these activations                           |
 //! | `gptq.rs`      | errors that are made up for                                               |
-//! | `curvature.rs` | [`Curvature`]: how                                                        |
+//! | `curvature.rs` | [`Curvature`]: what that takes, where the weights are                     |
 //! | `train.rs`     | products of quantized values, forward and backward                        |
 //! | `saturation.rs`| elements beyond the largest code, in gradients                            |
 //! | `layout.rs`    | [`Fp4Layout`]: logical shape, blocked axis and format                     |
@@ -44,9 +44,9 @@ mod extension;
 mod flex;
 #[cfg(feature = "cube")]
 mod fused;
-// Without a device in host memory, only `portable.rs` uses it, and not all.
 mod gptq;
 mod gram;
+// Without a device in host memory, only `portable.rs` uses it, and not all.
 #[cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(dead_code))]
 mod host;
 mod importance;

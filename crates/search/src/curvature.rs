@@ -27,7 +27,9 @@ impl Damped {
         check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
         let channels = gram.channels();
         let order = options.order.channels(gram, block_size);
-        let mean = gram.diagonal().sum::<f64>() / channels.max(1) as f64;
+        // Of what is the same in whatever order activations were summed.
+        let diagonal = gram.diagonal().map(|value| f64::from(value as f32));
+        let mean = diagonal.sum::<f64>() / channels.max(1) as f64;
         // Of no activations, the identity.
         let added = if mean > 0.0 { options.damping * mean } else { 1.0 };
         let blocks = order.iter().enumerate().flat_map(|(at, &channel)| {

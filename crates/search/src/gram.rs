@@ -49,13 +49,13 @@ impl Gram {
     }
 
     /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere over `rows`
-    /// activations, in one part or several that follow each other; one block of all channels is the whole matrix.
+    /// activations; one block of all channels is the whole matrix.
     ///
     /// # Errors
     /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
     /// for an element that is not finite, negative on the diagonal or not symmetric.
-    pub fn from_values<T: Copy + Sync + Into<f64>>(
-        parts: &[Vec<T>],
+    pub fn from_values(
+        values: Vec<f64>,
         channels: usize,
         block_size: usize,
         rows: usize,
@@ -63,12 +63,7 @@ impl Gram {
         if block_size != channels {
             check_blocks(channels, block_size)?;
         }
-        let found = parts.iter().map(Vec::len).sum();
-        check_length("Gram matrix", channels * block_size, found)?;
-        let mut values: Vec<f64> = Vec::with_capacity(found);
-        for part in parts {
-            values.par_extend(part.par_iter().map(|&value| value.into()));
-        }
+        check_length("Gram matrix", channels * block_size, values.len())?;
         let whole = block_size == channels;
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;

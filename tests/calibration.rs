@@ -174,7 +174,7 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
         assert_eq!(calibration.iter().count(), expected.len(), "{what}");
         assert_eq!(calibration.unreached().collect::<Vec<_>>(), unreached, "{what}");
         for (path, expected) in &expected {
-            let found = calibration.get(path).expect(path);
+            let found = calibration.get(path, 0).expect(path);
             assert_eq!(found.rows(), expected.rows(), "{what} {path}");
             let size: f64 = expected.diagonal().fold(0.0, f64::max);
             for (found, expected) in found.values().iter().zip(expected.values()) {
@@ -220,6 +220,68 @@ fn grams_are_those_of_inputs_that_a_copy_keeps() {
         };
         let batches = (0..2).map(|seed| random(seed, [5, 2, 10], &device)).collect();
         check(&format!("{name} stem"), &seeded(stem, 5), batches, &[]);
+    }
+}
+
+/// Tokens whose table is also what their scores are multiplied by.
+#[derive(Module, Debug)]
+struct Words {
+    tokens: Embedding,
+    layer: Linear,
+}
+
+impl Words {
+    fn hidden(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.layer.forward(self.tokens.forward(tokens)).tanh()
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let table = self.tokens.weight.val().transpose().unsqueeze();
+        self.hidden(tokens).matmul(table)
+    }
+}
+
+#[test]
+fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
+    for (name, device, _) in devices() {
+        let words = Words {
+            tokens: EmbeddingConfig::new(48, 32).init(&device),
+            layer: LinearConfig::new(32, 32).init(&device),
+        };
+        let words = seeded(words, 7);
+        let tokens: Vec<_> = (0..60).map(|at| at * 7 % 48).collect();
+        let tokens = Tensor::<2, Int>::from_data(TensorData::new(tokens, [6, 10]), &device);
+        let run = |words: &Words, tokens| words.forward(tokens);
+        let calibration = Calibration::of(&words).run([tokens.clone()], run).unwrap();
+        assert_eq!(calibration.unreached().count(), 0, "{name}");
+        assert_eq!(calibration.get("tokens.weight", 0), None, "{name}");
+        let found = calibration.get("tokens.weight", 1).unwrap();
+        let expected = Gram::of(&floats(words.hidden(tokens.clone())), 32).unwrap();
+        assert_eq!(found.rows(), 60, "{name}");
+        for (found, expected) in found.values().iter().zip(expected.values()) {
+            assert!((found - expected).abs() <= 1e-5 * 60.0, "{name}: {found} {expected}");
+        }
+        let gptq = Gptq::default();
+        let chosen = |axis| {
+            let config = Fp4Config::nvfp4().gptq(gptq).container("Embedding", axis);
+            let mut quantized = words.clone();
+            let calibrated = config.with_calibration(&calibration);
+            let report = quantized.quantize_fp4(&calibrated).unwrap();
+            let mut sequential = words.clone();
+            let options = CalibrationOptions::default();
+            sequential.quantize_fp4_sequential(&config, options, [tokens.clone()], run).unwrap();
+            sequential.forward(tokens.clone());
+            let Outcome::Quantized { chosen_by, .. } = report.parameters[0].outcome else {
+                panic!("{report}")
+            };
+            (chosen_by, floats(quantized.tokens.weight.val()))
+        };
+        let (by, weight) = chosen(1);
+        assert_eq!(by, ChosenBy::Gptq(gptq), "{name}");
+        let table = words.tokens.weight.val();
+        let expected = ops::quantize_gptq(table, 1, &Fp4Scheme::nvfp4(), &gptq, found).unwrap();
+        assert_eq!(weight, floats(expected.dequantize()), "{name}");
+        assert_eq!(chosen(0).0, ChosenBy::Search(ScaleSearch::Sse), "{name}");
     }
 }
 
@@ -277,7 +339,7 @@ fn halves_are_calibrated_without_loss() {
             expected.add(&floats(x.clone())).unwrap();
             let calibration =
                 Calibration::of(&layer).run([x], |layer: &Linear, x| layer.forward(x)).unwrap();
-            let found = calibration.get("weight").unwrap();
+            let found = calibration.get("weight", 0).unwrap();
             for (found, expected) in found.values().iter().zip(expected.values()) {
                 assert!((found - expected).abs() <= 1e-5 * 80.0, "{name} {dtype:?}");
             }
@@ -524,7 +586,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
                 Calibration::of(&plain).run(batches(), run).unwrap()
             };
             let mut of_layer = Calibration::new();
-            of_layer.insert(&path, calibration.get(&path).unwrap().clone());
+            of_layer.insert(&path, 0, calibration.get(&path, 0).unwrap().clone());
             let config = config.clone().include(format!("{layer}.*")).with_calibration(&of_layer);
             by_hand.quantize_fp4(&config).unwrap();
         }
@@ -558,8 +620,8 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
         assert_eq!(calibration.devices(), there, "{name}");
         // The same statistics, gathered by nobody.
         let mut elsewhere = Calibration::new();
-        for (path, gram) in calibration.iter() {
-            elsewhere.insert(path, gram.clone());
+        for (path, axis, gram) in calibration.iter() {
+            elsewhere.insert(path, axis, gram.clone());
         }
         for config in [Fp4Config::nvfp4().gptq(Gptq::default()), hessian.clone()] {
             let quantized = |calibration: &Calibration| {
@@ -605,9 +667,9 @@ fn statistics_are_those_that_a_config_asks_for() {
         };
         let whole = calibrate(CalibrationOptions::default().for_config(&gptq));
         let blocks = calibrate(CalibrationOptions::default().for_config(&by_hessian));
-        for (path, gram) in whole.iter() {
+        for (path, axis, gram) in whole.iter() {
             assert!(gram.is_whole());
-            let found = blocks.get(path).unwrap();
+            let found = blocks.get(path, axis).unwrap();
             assert_eq!((found.block_size(), found.rows()), (16, 100), "{name} {path}");
             let size = gram.diagonal().fold(0.0, f64::max) as f32;
             let expected = gram.blocks(16).unwrap();
@@ -678,5 +740,5 @@ fn recorded_operations_give_what_the_module_gives() {
     let x = random(1, [8, 32], &device);
     let hidden = model.layers.iter().fold(x.clone(), |x, layer| layer.forward(x).tanh());
     let calibration = Calibration::of(&model).run([x], |model: &Mlp, x| model.forward(x)).unwrap();
-    assert_eq!(calibration.get("head.weight").unwrap(), &ops::gram(hidden).unwrap());
+    assert_eq!(calibration.get("head.weight", 0).unwrap(), &ops::gram(hidden).unwrap());
 }

@@ -450,7 +450,7 @@ fn tied_weights_stay_tied() {
     let inputs =
         |seed| Tensor::<2>::from_data(TensorData::new(normals(seed, 96 * 32), [96, 32]), &device);
     let mut calibration = Calibration::new();
-    calibration.add("1.weight", inputs(1)).unwrap();
+    calibration.add("1.weight", 0, inputs(1)).unwrap();
     let config = Fp4Config::nvfp4().gptq(Gptq::default());
     let mut one = vec![linear.clone(), linear.clone()];
     let report = one.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
@@ -458,11 +458,11 @@ fn tied_weights_stay_tied() {
         let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
         assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{}", parameter.path);
     }
-    calibration.add("0.weight", inputs(2)).unwrap();
+    calibration.add("0.weight", 0, inputs(2)).unwrap();
     let mut both = vec![linear.clone(), linear.clone()];
     both.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
-    let mut gram = calibration.get("0.weight").unwrap().clone();
-    gram.merge(calibration.get("1.weight").unwrap()).unwrap();
+    let mut gram = calibration.get("0.weight", 0).unwrap().clone();
+    gram.merge(calibration.get("1.weight", 0).unwrap()).unwrap();
     let expected = burn_fp4::ops::quantize_gptq(
         linear.weight.val(),
         0,
@@ -523,9 +523,9 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let mut calibration = Calibration::new();
         // The inputs of the first layer are the embeddings; of the head nothing is known.
         let inputs = build().embedding.forward(tokens.clone());
-        calibration.add("layers.0.weight", inputs.clone()).unwrap();
-        calibration.add("layers.0.weight", inputs.clone()).unwrap();
-        assert_eq!(calibration.get("layers.0.weight").unwrap().rows(), 20);
+        calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
+        calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
+        assert_eq!(calibration.get("layers.0.weight", 0).unwrap().rows(), 20);
         let base = Fp4Config::nvfp4().include("layers.0.weight").include("layers.1.weight");
         let hessian =
             |search| Fp4Config { scheme: base.scheme.with_search(search), ..base.clone() };
@@ -556,15 +556,16 @@ fn what_is_known_of_inputs_decides_about_codes() {
         assert!(gptq_report.to_string().contains("nvfp4 te gptq / 16"));
 
         let mut wrong = Calibration::new();
-        wrong.add("layers.0.weight", Tensor::<2>::ones([3, 16], &device)).unwrap();
+        wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 16], &device)).unwrap();
         let error = build().quantize_fp4(&base.with_calibration(&wrong)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
-        let error = wrong.add("layers.0.weight", Tensor::<2>::ones([3, 32], &device)).unwrap_err();
+        let error =
+            wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 32], &device)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let mut unknown = Calibration::new();
-        unknown.add("layers.9.weight", Tensor::<2>::ones([3, 32], &device)).unwrap();
+        unknown.add("layers.9.weight", 0, Tensor::<2>::ones([3, 32], &device)).unwrap();
         let error = build().quantize_fp4(&base.with_calibration(&unknown)).unwrap_err();
-        assert!(matches!(&error, Fp4Error::Calibration { path } if path == "layers.9.weight"));
+        assert!(matches!(&error, Fp4Error::Calibration { path, .. } if path == "layers.9.weight"));
     }
 }
 
@@ -574,7 +575,7 @@ fn options_of_gptq_are_checked_before_anything_changes() {
     let dense = Net::new(&device);
     let mut calibration = Calibration::new();
     let inputs = dense.embedding.forward(tokens(&device));
-    calibration.add("layers.1.weight", inputs).unwrap();
+    calibration.add("layers.1.weight", 0, inputs).unwrap();
     let refused = |net: &Net, config: Fp4Config| {
         let mut changed = net.clone();
         let error = changed.quantize_fp4(&config.with_calibration(&calibration)).unwrap_err();

@@ -348,7 +348,7 @@ fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
     let with = |scheme| Fp4Config::new(scheme);
     let drawn = Rounding::Stochastic(Draw::default());
     let mut calibration = Calibration::new();
-    calibration.add("first.weight", random(1, [4, 64], &device)).unwrap();
+    calibration.add("first.weight", 0, random(1, [4, 64], &device)).unwrap();
     for config in [
         with(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian)),
         with(Fp4Scheme::nvfp4().with_rounding(drawn)),

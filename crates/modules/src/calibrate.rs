@@ -121,8 +121,8 @@ impl<'a, M: Module> Calibrate<'a, M> {
         calibration.set_unreached(prepared.unreached());
         calibration.set_devices(prepared.devices());
         prepared.run(options, in_flight, "dense", |input, gram| {
-            let paths = input.weights.iter().map(|weight| weight.path.as_str());
-            calibration.merge(paths, gram)?;
+            let uses = input.weights.iter().map(|weight| (weight.path.as_str(), weight.axis));
+            calibration.merge(uses, gram)?;
             Ok(Vec::new())
         })?;
         Ok(calibration)
@@ -159,12 +159,14 @@ impl<'a, M: Module> Prepared<'a, M> {
         let Some(first) = recordings.first() else {
             return Err(Fp4Error::Capture { problem: "there are no batches".to_owned() });
         };
-        let paths = |recording: &Recording| -> Vec<Vec<String>> {
-            let of = |input: &LayerInput| input.weights.iter().map(|w| w.path.clone()).collect();
+        let uses = |recording: &Recording| -> Vec<Vec<(String, usize)>> {
+            let of = |input: &LayerInput| {
+                input.weights.iter().map(|weight| (weight.path.clone(), weight.axis)).collect()
+            };
             recording.inputs.iter().map(of).collect()
         };
-        let expected = paths(first);
-        if recordings.iter().any(|recording| paths(recording) != expected) {
+        let expected = uses(first);
+        if recordings.iter().any(|recording| uses(recording) != expected) {
             let problem = "batches meet different layers, or in another order".to_owned();
             return Err(Fp4Error::Capture { problem });
         }
@@ -187,7 +189,7 @@ impl<'a, M: Module> Prepared<'a, M> {
         on_each.max(1).saturating_mul(self.there.len())
     }
 
-    /// Paths of matrices that no product contracts along their first axis.
+    /// Paths of matrices that nothing is multiplied by.
     pub(crate) fn unreached(&self) -> BTreeSet<String> {
         let inputs = self.recordings.iter().flat_map(|recording| &recording.inputs);
         let seen: BTreeSet<_> =

@@ -10,6 +10,7 @@ use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{Fp4Tensor, Gram, OpsError};
 
 use crate::calibrate::{CalibrationOptions, Prepared, moved};
+use crate::capture::WeightUse;
 use crate::packed::PackedWeight;
 use crate::paths::{TakeFloats, each_float};
 use crate::quantize::{Source, check_selected, measure, pack};
@@ -42,10 +43,12 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     let dense = dense.found;
     // Inputs that are still to come, by parameter id.
     let mut to_come: BTreeMap<u64, usize> = BTreeMap::new();
-    for weight in prepared.inputs().iter().flat_map(|input| &input.weights) {
-        if let Some((id, _)) = plans.get(weight.path.as_str()) {
-            *to_come.entry(*id).or_default() += 1;
-        }
+    let planned = |weight: &WeightUse| {
+        let (id, plan) = *plans.get(weight.path.as_str())?;
+        (plan.layout.axis == weight.axis).then_some(id)
+    };
+    for id in prepared.inputs().iter().flat_map(|input| &input.weights).filter_map(planned) {
+        *to_come.entry(id).or_default() += 1;
     }
     let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
     let mut packed = BTreeMap::new();
@@ -54,18 +57,18 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
         // Each with all its inputs.
         let mut complete = Vec::new();
         for weight in &input.weights {
-            let Some((id, _)) = plans.get(weight.path.as_str()) else { continue };
-            let gram = match inputs.remove(id) {
+            let Some(id) = planned(weight) else { continue };
+            let gram = match inputs.remove(&id) {
                 Some(mut sum) => {
                     sum.merge(&gram).map_err(|error| named(&weight.path, error))?;
                     Cow::Owned(sum)
                 }
                 None => Cow::Borrowed(&gram),
             };
-            let left = to_come.get_mut(id).expect("counted above");
+            let left = to_come.get_mut(&id).expect("counted above");
             *left -= 1;
             if *left > 0 {
-                inputs.insert(*id, gram.into_owned());
+                inputs.insert(id, gram.into_owned());
             } else {
                 complete.push((weight.path.as_str(), gram));
             }
@@ -270,23 +273,29 @@ impl TakeFloats for Matrices<'_> {
     }
 }
 
-/// What is known of the inputs of weights, by parameter id: a tied weight meets those of all its places.
+/// What is known of the inputs of weights along the axis that they are quantized along, by parameter id: a tied weight
+/// meets those of all its places.
 ///
 /// # Errors
-/// [`Fp4Error::Calibration`] for a path that no parameter has, [`Fp4Error::Parameter`] if what is known is of
+/// [`Fp4Error::Calibration`] for a path that no parameter has or an axis that it does not have, [`Fp4Error::Parameter`] if what is known is of
 /// another number of inputs than the weight has.
 pub(crate) fn inputs_by_id<'a>(
     decisions: &[(Parameter, Decision)],
     calibration: &'a Calibration,
 ) -> Result<BTreeMap<u64, Cow<'a, Gram>>, Fp4Error> {
     let mut inputs: BTreeMap<u64, Cow<'a, Gram>> = BTreeMap::new();
-    for (path, gram) in calibration.iter() {
-        let of_path = decisions.iter().find(|(parameter, _)| parameter.path == path);
-        let Some((parameter, decision)) = of_path else {
-            return Err(Fp4Error::Calibration { path: path.to_owned() });
+    for (path, axis, gram) in calibration.iter() {
+        let of_path = |(parameter, _): &&(Parameter, _)| {
+            parameter.path == path && axis < parameter.shape.len()
+        };
+        let Some((parameter, decision)) = decisions.iter().find(of_path) else {
+            return Err(Fp4Error::Calibration { path: path.to_owned(), axis });
         };
         let Decision::Quantize(plan) = decision else { continue };
-        let expected = plan.layout.shape[plan.layout.axis];
+        if plan.layout.axis != axis {
+            continue;
+        }
+        let expected = plan.layout.shape[axis];
         check_length("calibrated inputs", expected, gram.channels())
             .map_err(|error| named(path, error))?;
         match inputs.get_mut(&parameter.id.val()) {

@@ -45,6 +45,8 @@ pub(crate) struct LayerInput {
 /// A weight in a product.
 pub(crate) struct WeightUse {
     pub(crate) path: String,
+    /// The axis of the parameter that is contracted.
+    pub(crate) axis: usize,
     /// The operations that bring it into the shape of the product.
     pub(crate) views: Vec<usize>,
 }
@@ -234,38 +236,36 @@ fn owners(operations: &[OperationIr]) -> BTreeMap<TensorId, TensorId> {
     owners
 }
 
-/// What is multiplied by parameters, contracted along their first axis.
+/// What is multiplied by parameters.
 fn layer_inputs(
     operations: &[OperationIr],
     parameters: &BTreeMap<String, TensorId>,
 ) -> Vec<LayerInput> {
     // Weights in other shapes, and the operations that made these.
-    let mut weights: BTreeMap<TensorId, (&str, Vec<usize>)> =
-        parameters.iter().map(|(path, id)| (*id, (path.as_str(), Vec::new()))).collect();
+    let mut weights: BTreeMap<TensorId, View<'_>> = parameters
+        .iter()
+        .map(|(path, id)| (*id, View { path, turned: false, operations: Vec::new() }))
+        .collect();
+    let ranks: BTreeMap<_, _> = operations
+        .iter()
+        .flat_map(OperationIr::nodes)
+        .map(|tensor| (tensor.id, tensor.shape.num_dims()))
+        .collect();
     // The same rows in other shapes.
     let mut rows: BTreeMap<TensorId, TensorId> = BTreeMap::new();
     let mut found: Vec<(TensorId, LayerInput)> = Vec::new();
     for (at, operation) in operations.iter().enumerate() {
-        let viewed = match operation {
-            OperationIr::BaseFloat(BaseOperationIr::Reshape(op) | BaseOperationIr::Expand(op)) => {
-                Some((&op.input, &op.out))
-            }
-            OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => Some((&op.input, &op.out)),
-            _ => None,
-        };
-        if let Some((input, out)) = viewed {
-            let matrix = |tensor: &TensorIr| {
-                let dims = tensor.shape.num_dims();
-                tensor.shape[dims.saturating_sub(2)..].to_vec()
-            };
-            if let Some((path, views)) = weights.get(&input.id)
-                && matrix(input) == matrix(out)
+        if let Some((input, out, turns)) = viewed(operation) {
+            if let Some(view) = weights.get(&input.id)
+                && (turns || matrix(input) == matrix(out))
             {
-                let (path, mut views) = (*path, views.clone());
-                views.push(at);
-                weights.insert(out.id, (path, views));
+                let mut view = view.clone();
+                view.operations.push(at);
+                view.turned ^= turns;
+                weights.insert(out.id, view);
             }
-            if input.shape.last() == out.shape.last()
+            if !turns
+                && input.shape.last() == out.shape.last()
                 && input.shape.num_elements() == out.shape.num_elements()
             {
                 let root = rows.get(&input.id).copied().unwrap_or(input.id);
@@ -278,8 +278,10 @@ fn layer_inputs(
             _ => None,
         };
         let Some((input, weight)) = product else { continue };
-        let Some((path, views)) = weights.get(&weight.id) else { continue };
-        let weight = WeightUse { path: (*path).to_owned(), views: views.clone() };
+        let Some(View { path, turned, operations }) = weights.get(&weight.id) else { continue };
+        // Of the last two axes.
+        let axis = (ranks[&parameters[*path]] + usize::from(*turned)).saturating_sub(2);
+        let weight = WeightUse { path: (*path).to_owned(), axis, views: operations.clone() };
         let root = rows.get(&input.id).copied().unwrap_or(input.id);
         match found.iter_mut().find(|(known, _)| *known == root) {
             Some((_, same)) => same.weights.push(weight),
@@ -290,6 +292,45 @@ fn layer_inputs(
         }
     }
     found.into_iter().map(|(_, input)| input).collect()
+}
+
+/// What an operation brings into another shape, and the outcome; whether that exchanges the last two axes.
+fn viewed(operation: &OperationIr) -> Option<(&TensorIr, &TensorIr, bool)> {
+    let OperationIr::BaseFloat(operation) = operation else { return None };
+    match operation {
+        BaseOperationIr::Reshape(op) | BaseOperationIr::Expand(op) => {
+            Some((&op.input, &op.out, false))
+        }
+        BaseOperationIr::Cast(op) => Some((&op.input, &op.out, false)),
+        BaseOperationIr::SwapDims(op) => {
+            let rank = op.input.shape.num_dims();
+            let last = [op.dim1.min(op.dim2) + 2, op.dim1.max(op.dim2) + 1];
+            (last == [rank; 2]).then_some((&op.input, &op.out, true))
+        }
+        BaseOperationIr::Permute(op) => {
+            let rank = op.axes.len();
+            let mut exchanged: Vec<_> = (0..rank).collect();
+            exchanged.swap(rank.checked_sub(2)?, rank - 1);
+            (op.axes == exchanged).then_some((&op.input, &op.out, true))
+        }
+        _ => None,
+    }
+}
+
+/// The last two axes.
+fn matrix(tensor: &TensorIr) -> Vec<usize> {
+    let rank = tensor.shape.num_dims();
+    tensor.shape[rank.saturating_sub(2)..].to_vec()
+}
+
+/// A parameter as an operation reads it.
+#[derive(Clone)]
+struct View<'a> {
+    path: &'a str,
+    /// Whether its last two axes are exchanged.
+    turned: bool,
+    /// What brought it into this shape.
+    operations: Vec<usize>,
 }
 
 #[cfg(test)]

@@ -43,10 +43,12 @@ pub enum Fp4Error {
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
     /// Inputs are known of a parameter that the module does not have.
-    #[error("calibration: no parameter `{path}` in the module")]
+    #[error("calibration: no parameter `{path}` with an axis {axis} in the module")]
     Calibration {
         /// Path of the calibration.
         path: String,
+        /// The axis that the inputs meet.
+        axis: usize,
     },
     /// Something cannot be fake-quantized for training.
     #[error("fake quantization: {what}: {reason}")]

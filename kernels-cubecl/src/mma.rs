@@ -250,13 +250,19 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
         #[unroll]
         for row in 0..comptime!(2 * row_tiles) {
             now[row as usize] = words[row as usize];
-            #[unroll]
-            for block in 0..2u32 {
-                let shift = comptime!(block * 16 / method.block_size * 8);
-                let code = (scale_words[row as usize] >> shift) & 0xFFu32;
-                let scale = scale_value(code, method.format);
-                let factor = F::cast_from(scale * comptime!(scale_shift(method)));
-                factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
+            if comptime!(method.format == Fp4Format::NvFp4 && method.block_size == 16) {
+                let pair = e4m3_pair::<F, NA>(scale_words[row as usize], method);
+                factors[comptime!((row * 2) as usize)] = Vector::new(pair.extract(0usize));
+                factors[comptime!((row * 2 + 1) as usize)] = Vector::new(pair.extract(1usize));
+            } else {
+                #[unroll]
+                for block in 0..2u32 {
+                    let shift = comptime!(block * 16 / method.block_size * 8);
+                    let code = (scale_words[row as usize] >> shift) & 0xFFu32;
+                    let scale = scale_value(code, method.format);
+                    let factor = F::cast_from(scale * comptime!(scale_shift(method)));
+                    factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
+                }
             }
         }
         #[unroll]
@@ -471,6 +477,25 @@ fn elements<F: Float, N: Size>(word: u32, #[comptime] method: ProductMethod) -> 
         decoded * Vector::new(F::cast_from(f32::reinterpret(0x7E80_0000u32)))
     } else {
         decoded
+    }
+}
+
+/// The block scales of two non-negative E4M3 codes, the second in the upper byte of a word, times [`scale_shift`].
+#[cube]
+fn e4m3_pair<F: Float, N: Size>(codes: u32, #[comptime] method: ProductMethod) -> Vector<F, N> {
+    let codes = (codes & 0x7Fu32) | ((codes & 0x7F00u32) << 8u32);
+    // Of a code that is NaN, the only one that this sets a bit of.
+    let nan = (codes + 0x0001_0001u32) & 0x0080_0080u32;
+    // Exponent and mantissa bits make a float that is too small by a power of two, subnormals included; those of NaN
+    // fill up all of its exponent.
+    if comptime!(method.dtype == Dtype::Bf16) {
+        let tiny = Vector::<F, N>::reinterpret((codes << 4u32) + nan * 0xF0u32);
+        // 2^238, of which a bf16 holds no more than half the exponent.
+        let shift = Vector::new(F::cast_from(comptime!(2f32.powi(120))));
+        tiny * shift * Vector::new(F::cast_from(comptime!(scale_shift(method))))
+    } else {
+        let tiny = Vector::<F, N>::reinterpret((codes << 7u32) + nan * 0x80u32);
+        tiny * Vector::new(F::cast_from(comptime!(2f32.powi(8) * scale_shift(method))))
     }
 }
 

@@ -215,7 +215,7 @@ fn rounding_work(channels: usize, elements: usize) -> usize {
 
 /// What it takes to bring a Gram matrix to a device and factorize it there, in the same unit.
 fn factor_work(channels: usize) -> usize {
-    channels * channels * (channels / 4 + 4000)
+    channels * channels * 2000
 }
 
 /// Quantizes numbered weights, which are on one device.

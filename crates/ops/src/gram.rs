@@ -151,6 +151,9 @@ impl DeviceSum {
                 let wide: FloatDType = part.dtype().into();
                 part.inplace(|sum| sum + x.products(channels).cast(wide));
             }
+            // Otherwise operations of several turns are fused, every time in another way, which takes compiling. That
+            // something failed is found when the sum is read.
+            let _ = self.device().flush();
         }
     }
 

@@ -42,7 +42,7 @@ impl Damped {
         let blocks = BlockHessians::new(blocks.collect(), block_size)?;
         let inverses = blocks
             .values()
-            .chunks_exact(block_size * block_size)
+            .par_chunks_exact(block_size * block_size)
             .map(|block| inverse_of(block, block_size).ok_or(SearchError::Singular))
             .collect::<Result<Vec<_>, _>>()?
             .concat();

@@ -270,7 +270,7 @@ fn random_shapes_and_schemes() {
             let dtype = dtypes[random_numbers.below(dtypes.len())];
             let channels = scheme.block_size * (1 + random_numbers.below(12));
             let outputs = 1 + random_numbers.below(90);
-            let rows = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 65][random_numbers.below(12)];
+            let rows = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 65, 1000][random_numbers.below(13)];
             let bias = random_numbers.below(2) == 0;
             let mut layer = linear(channels, outputs, bias, dtype, &device);
             layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();

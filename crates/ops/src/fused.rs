@@ -8,8 +8,9 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
 
+use burn::backend::DispatchDevice;
 use burn::backend::fusion::stream::{Context, ScalarId};
-use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
+use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser, get_client};
 use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
     OperationIr, ScalarIr, TensorIr,
@@ -58,6 +59,17 @@ pub(crate) fn init() -> Result<(), OpsError> {
 /// Whether products with packed weights on this device run straight from the codes.
 pub(crate) fn is_active(device: &burn::tensor::Device) -> bool {
     crate::has_kernels(device) && matches!(REGISTERED.get(), Some(Ok(())))
+}
+
+/// Launches the operations that wait in the stream of this thread, if products are looked for there. It does not wait
+/// for the device to take them, let alone run them: one that fails here fails again where its results are read, which can
+/// say so.
+pub(crate) fn settle(device: &burn::tensor::Device) {
+    if is_active(device)
+        && let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch()
+    {
+        let _ = get_client::<CubeBackend>(device).try_sync(|| ());
+    }
 }
 
 struct Provider;

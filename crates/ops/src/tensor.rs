@@ -2,7 +2,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError, multiplies_codes};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -130,13 +130,10 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 
     /// Sends the operations that wait for this device on their way, so that dequantization and the product that
-    /// reads it follow each other in the stream, as the fuser needs them. A device that fails here fails again
-    /// where its results are read, which can say so.
+    /// reads it follow each other in the stream, as the fuser needs them.
     pub(crate) fn settle(&self) {
-        let device = self.codes.device();
-        if multiplies_codes(&device) {
-            let _ = device.flush();
-        }
+        #[cfg(feature = "cube")]
+        crate::fused::settle(&self.codes.device());
     }
 
     /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of

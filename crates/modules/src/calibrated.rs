@@ -123,6 +123,8 @@ pub(crate) fn divided<M: Module>(
         })
         .collect();
     let (ids, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
+    // What calibration leaves is of no use to the threads of devices, which have memory of their own.
+    devices.iter().for_each(Device::memory_cleanup);
     let results = quantize_each(jobs, devices, config, amaxes)?;
     let packed = results.iter().map(|(tensor, chosen_by)| (PackedWeight::new(tensor), *chosen_by));
     Ok(ids.into_iter().zip(packed).collect())

@@ -176,6 +176,8 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
         for (path, expected) in &expected {
             let found = calibration.get(path, 0).expect(path);
             assert_eq!(found.rows(), expected.rows(), "{what} {path}");
+            let near = (found.amax() - expected.amax()).abs() <= tolerance as f32 * expected.amax();
+            assert!(near, "{what} {path}: {} {}", found.amax(), expected.amax());
             let size: f64 = expected.diagonal().fold(0.0, f64::max);
             for (found, expected) in found.values().iter().zip(expected.values()) {
                 let near = (found - expected).abs() <= tolerance * size;

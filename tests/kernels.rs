@@ -601,8 +601,10 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
             x[at] = (x[at] + 0.7 * x[at - 1]) * if at % 7 == 0 { 1.5 } else { 0.8 };
         }
         // As a device gets it.
-        let sums = Gram::of(&x, channels).unwrap().to_f32().into_iter().map(f64::from);
-        let gram = Gram::from_values(sums.collect(), channels, channels, 3 * channels).unwrap();
+        let exact = Gram::of(&x, channels).unwrap();
+        let sums = exact.to_f32().into_iter().map(f64::from).collect();
+        let (rows, amax) = (exact.rows(), exact.amax());
+        let gram = Gram::from_values(sums, channels, channels, rows, amax).unwrap();
         let expected = options.curvature(&gram, 16).unwrap();
         let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
         assert_eq!(client.read_one_unchecked(found.definite)[0], 1);

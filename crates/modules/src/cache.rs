@@ -17,6 +17,8 @@ pub(crate) struct Cache {
 const GRAM: &str = "gram";
 /// How many activations it is the sum of.
 const ROWS: &str = "rows";
+/// Their largest magnitude.
+const AMAX: &str = "amax";
 
 impl Cache {
     /// Opens the part of a directory that belongs to what has this digest.
@@ -44,8 +46,10 @@ impl Cache {
             return Err(failed(&path, format!("a tensor of shape {shape:?}")));
         };
         let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
-        let rows = words(ROWS)?.first().map_or(0, |&word| u64::from_le_bytes(word));
-        let gram = Gram::from_values(values, blocks * block_size, block_size, rows as usize);
+        let first = |name| words(name).map(|words| words.first().copied().unwrap_or_default());
+        let (rows, amax) = (u64::from_le_bytes(first(ROWS)?), f64::from_le_bytes(first(AMAX)?));
+        let (channels, rows, amax) = (blocks * block_size, rows as usize, amax as f32);
+        let gram = Gram::from_values(values, channels, block_size, rows, amax);
         gram.map(Some).map_err(|error| failed(&path, error))
     }
 
@@ -54,11 +58,13 @@ impl Cache {
         let path = self.path(number);
         let values: Vec<u8> = gram.values().iter().flat_map(|value| value.to_le_bytes()).collect();
         let rows = (gram.rows() as u64).to_le_bytes();
+        let amax = f64::from(gram.amax()).to_le_bytes();
         let size = gram.block_size();
         let shape = vec![gram.channels() / size.max(1), size, size];
         let tensors = [
             (GRAM, TensorView::new(Dtype::F64, shape, &values)),
             (ROWS, TensorView::new(Dtype::U64, vec![1], &rows)),
+            (AMAX, TensorView::new(Dtype::F64, vec![1], &amax)),
         ];
         let tensors = tensors.map(|(name, tensor)| (name, tensor.expect("whole tensors")));
         let bytes = serialize(tensors, None).map_err(|error| failed(&path, error))?;

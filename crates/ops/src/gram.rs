@@ -34,7 +34,7 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed up over batches of activations: in f64 on hosts, on other devices there, products of 1024 activations
+/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on other devices there, products of 1024 activations
 /// in f32 and their sum in f64 where the device has it. What is on several devices is added up by Burn's all-reduce. In
 /// f64 the order hardly matters: rounded to f32, the sums are the same however batches were divided.
 ///
@@ -78,10 +78,10 @@ impl GramSum {
         }
         let known = self.devices.iter_mut().find(|sum| sum.device() == device);
         match known {
-            Some(sum) => sum.add(x),
+            Some(sum) => sum.add(x)?,
             None => {
                 let mut sum = DeviceSum::new(channels, self.host.block_size(), PART, &device);
-                sum.add(x);
+                sum.add(x)?;
                 self.devices.push(sum);
             }
         }
@@ -99,8 +99,12 @@ impl GramSum {
         if devices.is_empty() {
             return Ok(host);
         }
-        let values = add_up(devices)?.read()?;
-        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows)?;
+        let mut amax = 0.0f32;
+        for sum in &devices {
+            amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
+        }
+        let values = add_up(devices)?;
+        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows, amax)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }
@@ -114,6 +118,8 @@ struct DeviceSum {
     /// Rows of the whole matrix `[1, rows, channels]`, part after part, or its blocks
     /// `[blocks, block_size, block_size]`.
     parts: Vec<Tensor<3>>,
+    /// `[1]`: the largest magnitude of what was summed.
+    amax: Tensor<1>,
 }
 
 impl DeviceSum {
@@ -128,7 +134,7 @@ impl DeviceSum {
             }
             blocks => vec![zeros([blocks, block_size, block_size])],
         };
-        Self { parts }
+        Self { parts, amax: Tensor::zeros([1], (device, DType::F32)) }
     }
 
     fn device(&self) -> Device {
@@ -136,8 +142,10 @@ impl DeviceSum {
     }
 
     /// Adds activations `[rows, channels]`.
-    fn add(&mut self, x: Tensor<2>) {
+    fn add(&mut self, x: Tensor<2>) -> Result<(), OpsError> {
         let [rows, channels] = x.dims();
+        let amax = crate::amax(x.clone())?;
+        self.amax.inplace(|largest| largest.max_pair(amax));
         let size = self.parts[0].dims()[2];
         for start in (0..rows).step_by(CHUNK) {
             let end = rows.min(start + CHUNK);
@@ -155,34 +163,18 @@ impl DeviceSum {
             // something failed is found when the sum is read.
             let _ = self.device().flush();
         }
-    }
-
-    /// The blocks, one after the other.
-    fn read(self) -> Result<Vec<f64>, OpsError> {
-        let elements = self.parts.iter().map(|part| part.shape().num_elements()).sum();
-        let mut values = Vec::with_capacity(elements);
-        for part in self.parts {
-            // Large: looked at where the device has written it.
-            let data = part.try_into_data().map_err(OpsError::device)?;
-            match data.dtype() {
-                DType::F64 => values.par_extend(data.as_slice::<f64>().map_err(OpsError::device)?),
-                _ => {
-                    let narrow = data.as_slice::<f32>().map_err(OpsError::device)?;
-                    values.par_extend(narrow.par_iter().map(|&value| f64::from(value)));
-                }
-            }
-        }
-        Ok(values)
+        Ok(())
     }
 }
 
-/// The sum of what different devices have, on one of them.
-fn add_up(sums: Vec<DeviceSum>) -> Result<DeviceSum, OpsError> {
+/// The sum of what different devices have: the blocks, one after the other.
+fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<f64>, OpsError> {
     let devices: Vec<_> = sums.iter().map(DeviceSum::device).collect();
     check_addable(&devices)?;
     let count = sums[0].parts.len();
+    let elements = sums[0].parts.iter().map(|part| part.shape().num_elements()).sum();
     let mut queues: Vec<_> = sums.into_iter().map(|sum| sum.parts.into_iter()).collect();
-    let add_up = |_| {
+    let added = |_| {
         let mut of_devices = queues.iter_mut().filter_map(Iterator::next);
         if devices.len() == 1 {
             return of_devices.next();
@@ -193,7 +185,19 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<DeviceSum, OpsError> {
             .collect();
         sums.into_iter().map(CollectiveTensor::resolve).last()
     };
-    Ok(DeviceSum { parts: (0..count).filter_map(add_up).collect() })
+    let mut values = Vec::with_capacity(elements);
+    for part in (0..count).filter_map(added) {
+        // Large: looked at where the device has written it.
+        let data = part.try_into_data().map_err(OpsError::device)?;
+        match data.dtype() {
+            DType::F64 => values.par_extend(data.as_slice::<f64>().map_err(OpsError::device)?),
+            _ => {
+                let narrow = data.as_slice::<f32>().map_err(OpsError::device)?;
+                values.par_extend(narrow.par_iter().map(|&value| f64::from(value)));
+            }
+        }
+    }
+    Ok(values)
 }
 
 /// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
@@ -301,10 +305,11 @@ mod tests {
         for rows in [1, 5, 6, 12, 100] {
             let mut sum = DeviceSum::new(12, 12, rows, &x.device());
             assert_eq!(sum.parts.len(), 12_usize.div_ceil(rows));
-            sum.add(x.clone().slice_dim(0, 0..3));
-            sum.add(x.clone().slice_dim(0, 3..7));
+            sum.add(x.clone().slice_dim(0, 0..3)).unwrap();
+            sum.add(x.clone().slice_dim(0, 3..7)).unwrap();
+            assert_eq!(read(sum.amax.clone()).unwrap(), [exact.amax()]);
             // Of so short numbers no bit is lost.
-            assert_eq!(sum.read().unwrap(), exact.values());
+            assert_eq!(add_up(vec![sum]).unwrap(), exact.values());
         }
     }
 }

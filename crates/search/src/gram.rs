@@ -16,6 +16,7 @@ pub struct Gram {
     /// Channels of a block; all of them if the matrix is whole.
     block_size: usize,
     rows: usize,
+    amax: f32,
     /// `[blocks, block_size, block_size]`, symmetric.
     values: Vec<f64>,
 }
@@ -26,7 +27,8 @@ const CHUNK: usize = 1024;
 impl Gram {
     /// The whole matrix, of no activations yet.
     pub fn new(channels: usize) -> Self {
-        Self { channels, block_size: channels, rows: 0, values: vec![0.0; channels * channels] }
+        let values = vec![0.0; channels * channels];
+        Self { channels, block_size: channels, rows: 0, amax: 0.0, values }
     }
 
     /// The blocks along the diagonal, of no activations yet.
@@ -35,7 +37,8 @@ impl Gram {
     /// [`SearchError::Format`] if they do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(channels, block_size)?;
-        Ok(Self { channels, block_size, rows: 0, values: vec![0.0; channels * block_size] })
+        let values = vec![0.0; channels * block_size];
+        Ok(Self { channels, block_size, rows: 0, amax: 0.0, values })
     }
 
     /// The whole matrix of activations `[rows, channels]`.
@@ -49,7 +52,7 @@ impl Gram {
     }
 
     /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere over `rows`
-    /// activations; one block of all channels is the whole matrix.
+    /// activations whose largest magnitude is `amax`; one block of all channels is the whole matrix.
     ///
     /// # Errors
     /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
@@ -59,6 +62,7 @@ impl Gram {
         channels: usize,
         block_size: usize,
         rows: usize,
+        amax: f32,
     ) -> Result<Self, SearchError> {
         if block_size != channels {
             check_blocks(channels, block_size)?;
@@ -68,7 +72,7 @@ impl Gram {
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;
         }
-        Ok(Self { channels, block_size, rows, values })
+        Ok(Self { channels, block_size, rows, amax, values })
     }
 
     /// Adds activations `[rows, channels]`.
@@ -79,6 +83,7 @@ impl Gram {
     pub fn add(&mut self, activations: &[f32]) -> Result<(), SearchError> {
         check_activations(activations, self.channels)?;
         self.rows += activations.len() / self.channels;
+        self.amax = activations.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
         if self.is_whole() {
             self.add_whole(activations);
         } else {
@@ -137,6 +142,7 @@ impl Gram {
         check_length("channels of a block", self.block_size, other.block_size)?;
         self.values.par_iter_mut().zip(&other.values).for_each(|(sum, value)| *sum += value);
         self.rows += other.rows;
+        self.amax = self.amax.max(other.amax);
         Ok(())
     }
 
@@ -163,6 +169,11 @@ impl Gram {
     /// Activations that were added.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Their largest magnitude: what a tensor scale for them is made from.
+    pub fn amax(&self) -> f32 {
+        self.amax
     }
 
     /// The blocks, `[channels / block_size, block_size, block_size]`.

@@ -34,9 +34,10 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on other devices there, products of 1024 activations
-/// in f32 and their sum in f64 where the device has it. What is on several devices is added up by Burn's all-reduce. In
-/// f64 the order hardly matters: rounded to f32, the sums are the same however batches were divided.
+/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on other devices there,
+/// products of 1024 activations in f32 and their sum in f64 where the device has it. What is on several devices is added
+/// up by Burn's all-reduce. In f64 the order hardly matters: rounded to f32, the sums are the same however batches were
+/// divided.
 ///
 /// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
 /// that nothing is lost; f16 and bf16 lose nothing anyway.
@@ -76,17 +77,14 @@ impl GramSum {
         if is_host(&device) {
             return Ok(self.host.add(&read(x)?)?);
         }
-        let known = self.devices.iter_mut().find(|sum| sum.device() == device);
-        match known {
-            Some(sum) => sum.add(x)?,
-            None => {
-                let mut sum = DeviceSum::new(channels, self.host.block_size(), PART, &device);
-                sum.add(x)?;
-                self.devices.push(sum);
-            }
-        }
+        let known = self.devices.iter().position(|sum| sum.device() == device);
+        let at = known.unwrap_or_else(|| {
+            let block_size = self.host.block_size();
+            self.devices.push(DeviceSum::new(channels, block_size, PART, &device));
+            self.devices.len() - 1
+        });
         self.rows += rows;
-        Ok(())
+        self.devices[at].add(x)
     }
 
     /// Reads the sum back.

@@ -46,8 +46,11 @@ impl Cache {
             return Err(failed(&path, format!("a tensor of shape {shape:?}")));
         };
         let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
-        let first = |name| words(name).map(|words| words.first().copied().unwrap_or_default());
-        let (rows, amax) = (u64::from_le_bytes(first(ROWS)?), f64::from_le_bytes(first(AMAX)?));
+        let number = |name| match words(name)?[..] {
+            [word] => Ok(word),
+            _ => Err(failed(&path, format!("`{name}` is not one number"))),
+        };
+        let (rows, amax) = (u64::from_le_bytes(number(ROWS)?), f64::from_le_bytes(number(AMAX)?));
         let (channels, rows, amax) = (blocks * block_size, rows as usize, amax as f32);
         let gram = Gram::from_values(values, channels, block_size, rows, amax);
         gram.map(Some).map_err(|error| failed(&path, error))

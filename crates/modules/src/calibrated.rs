@@ -1,6 +1,7 @@
 //! Weights quantized by what is known of their inputs: layer by layer, or divided among devices.
 
 use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::{ptr, thread};
 
@@ -150,7 +151,8 @@ fn quantize_each(
 ) -> Result<Vec<Quantized>, Fp4Error> {
     let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
     let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
-    let turns = turns(&jobs, devices.len());
+    let weights = jobs.iter().map(|job| (job.gram, job.dense.shape().num_elements()));
+    let turns = turns(&weights.collect::<Vec<_>>(), devices.len());
     // All before the first is worked on: a device hands nothing out until it is done.
     let jobs = moved(&all, || -> Vec<_> {
         let turns = jobs.into_iter().zip(&turns);
@@ -183,25 +185,24 @@ fn quantize_each(
     })
 }
 
-/// By weight the number of its device: the longest first, each where it is done first.
-fn turns(jobs: &[Job<'_>], devices: usize) -> Vec<usize> {
-    let rounding =
-        |job: &Job<'_>| rounding_work(job.gram.channels(), job.dense.shape().num_elements());
-    let mut order: Vec<_> = (0..jobs.len()).collect();
-    order.sort_by_key(|&at| std::cmp::Reverse(rounding(&jobs[at])));
+/// By weight, of which its Gram matrix and its elements are given, the number of its device: the longest first, each
+/// where it is done first.
+fn turns(weights: &[(&Gram, usize)], devices: usize) -> Vec<usize> {
+    let rounding = |at: usize| rounding_work(weights[at].0.channels(), weights[at].1);
+    let mut order: Vec<_> = (0..weights.len()).collect();
+    order.sort_by_key(|&at| Reverse(rounding(at)));
     let mut given = vec![0; devices];
     // What is factorized there.
     let mut there: Vec<Vec<&Gram>> = vec![Vec::new(); devices];
-    let mut turns = vec![0; jobs.len()];
+    let mut turns = vec![0; weights.len()];
     for at in order {
-        let gram = jobs[at].gram;
+        let gram = weights[at].0;
         let work = |device: usize| {
             let known = there[device].iter().any(|other| ptr::eq(*other, gram));
-            rounding(&jobs[at]) + if known { 0 } else { factor_work(gram.channels()) }
+            rounding(at) + if known { 0 } else { factor_work(gram.channels()) }
         };
-        let Some(first) = (0..devices).min_by_key(|&device| given[device] + work(device)) else {
-            break;
-        };
+        let first = (0..devices).min_by_key(|&device| given[device] + work(device));
+        let first = first.expect("a calibration has a device");
         given[first] += work(first);
         there[first].push(gram);
         turns[at] = first;
@@ -279,8 +280,8 @@ impl TakeFloats for Matrices<'_> {
 /// meets those of all its places.
 ///
 /// # Errors
-/// [`Fp4Error::Calibration`] for a path that no parameter has or an axis that it does not have, [`Fp4Error::Parameter`] if what is known is of
-/// another number of inputs than the weight has.
+/// [`Fp4Error::Calibration`] for a path that no parameter has or an axis that it does not have,
+/// [`Fp4Error::Parameter`] if what is known is of another number of inputs than the weight has.
 pub(crate) fn inputs_by_id<'a>(
     decisions: &[(Parameter, Decision)],
     calibration: &'a Calibration,
@@ -308,4 +309,19 @@ pub(crate) fn inputs_by_id<'a>(
         }
     }
     Ok(inputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_come_first_and_gram_matrices_stay_where_they_are() {
+        let [a, b, c, d] = [64, 64, 64, 64].map(Gram::new);
+        // As long as all others together.
+        assert_eq!(turns(&[(&b, 0), (&a, 60_000_000), (&c, 0), (&d, 0)], 2), [1, 0, 1, 1]);
+        // Where nothing else decides, one more factorization is saved.
+        assert_eq!(turns(&[(&a, 0), (&b, 0), (&b, 0), (&a, 0)], 2), [0, 1, 1, 0]);
+        assert_eq!(turns(&[(&a, 0), (&b, 0)], 1), [0, 0]);
+    }
 }

@@ -8,15 +8,15 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, Refusal,
-    UNITS, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard, mma, quantize,
-    quantize_by_hessian, quantize_weighted, squared_error,
+    UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard, mma,
+    quantize, quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError, TensorScaling,
-    quantize as oracle,
+    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
+    TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
@@ -582,6 +582,71 @@ fn every_row_has_its_amax() {
     let expected: Vec<_> =
         values.chunks(16).map(|row| row.iter().fold(0.0, |x: f32, y| x.max(y.abs()))).collect();
     assert_bits("amax of rows", f32::from_bytes(&found), &expected);
+}
+
+/// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
+#[test]
+fn products_of_activations_are_added_up_in_tiles() {
+    const SIDE: usize = GramTiles::SIDE;
+    let device = Device::new();
+    let shapes = [
+        (1, 8, 8),
+        (33, 128, 128),
+        (1060, 136, 136),
+        (40, 264, 264),
+        (70, 300, 300),
+        (50, 256, 16),
+    ];
+    // Matrix instructions cut off what an f32 does not hold.
+    let bound = if device.capability.mma { 1e-5 } else { 1e-14 };
+    for dtype in Dtype::ALL {
+        for (rows, channels, block_size) in shapes {
+            let batches = [3, 4].map(|seed| {
+                let values = Kind::Weights.values(rows * channels, seed + channels as u64);
+                Dense::new(rows, channels, &values, dtype)
+            });
+            let layout = GramTiles::new(channels, block_size);
+            let mut tiles = Vec::new();
+            for part in [0..1, 1..layout.count()] {
+                let sums = vec![0.0f64; part.len() * SIDE * SIDE];
+                let sums = device.client.create_from_slice(f64::as_bytes(&sums));
+                for batch in &batches {
+                    add_gram(
+                        &device.client,
+                        &device.capability,
+                        device.upload(batch),
+                        kernel_dtype(dtype),
+                        rows,
+                        sums.clone(),
+                        layout,
+                        part.clone(),
+                    )
+                    .expect("a plan");
+                }
+                let found = device.client.read_one_unchecked(sums);
+                tiles.extend(f64::from_bytes(&found)[..part.len() * SIDE * SIDE].to_vec());
+            }
+            let tiles: Vec<_> = tiles.chunks_exact(SIDE * SIDE).collect();
+            let found = Gram::from_tiles(&tiles, layout, block_size, 2 * rows, 1.0).unwrap();
+            let mut expected = if block_size == channels {
+                Gram::new(channels)
+            } else {
+                Gram::in_blocks(channels, block_size).unwrap()
+            };
+            batches.iter().for_each(|batch| expected.add(&batch.to_f32()).unwrap());
+            let sizes: Vec<_> = expected.diagonal().map(f64::sqrt).collect();
+            let all = found.values().iter().zip(expected.values()).enumerate();
+            for (at, (found, expected)) in all {
+                let (row, col) = (at / block_size, at % block_size);
+                let col = row / block_size * block_size + col;
+                let far = (found - expected).abs();
+                assert!(
+                    far <= bound * sizes[row] * sizes[col],
+                    "{dtype:?} {rows} x {channels} at {row}, {col}: {found} {expected}"
+                );
+            }
+        }
+    }
 }
 
 /// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one of these.

@@ -116,22 +116,26 @@ pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
     let on_one = measure_on(&model, &batches, 1, rows);
     if devices > 1 {
         let on_several = measure_on(&model, &batches, devices, rows);
-        let counts = on_one.iter().zip(&on_several).map(|(one, several)| {
-            let same = one.iter().zip(several).filter(|(one, several)| one == several).count();
-            (same, one.len())
-        });
-        let (same, all) = counts.fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
-        eprintln!("{same} of {all} block scales are the same on {devices} devices");
+        let same = same(&on_one.0, &on_several.0);
+        eprintln!("{same} sums of products, as f32, are the same on {devices} devices");
+        let same = self::same(&on_one.1, &on_several.1);
+        eprintln!("{same} block scales are the same on {devices} devices");
     }
 }
 
-/// The scales of every weight by GPTQ.
+/// How many of how many are the same.
+fn same<T: PartialEq>(left: &[Vec<T>], right: &[Vec<T>]) -> String {
+    let pairs = || left.iter().flatten().zip(right.iter().flatten());
+    format!("{} of {}", pairs().filter(|(left, right)| left == right).count(), pairs().count())
+}
+
+/// What the layers of blocks meet, and the scales of every weight by GPTQ.
 fn measure_on(
     model: &Decoder,
     batches: &[Tensor<2, Int>],
     devices: usize,
     rows: &mut Vec<Row>,
-) -> Vec<Vec<u8>> {
+) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let device = Device::cuda(0);
     let reserved = || {
         device.sync().expect("the device answers");
@@ -174,5 +178,9 @@ fn measure_on(
         let Block { query, key, value, output, gate, up, down, .. } = block;
         [query, key, value, output, gate, up, down]
     });
-    layers.map(scales).collect()
+    let met = (0..blocks).flat_map(|block| {
+        ["query", "output", "gate", "down"].map(|layer| format!("blocks.{block}.{layer}.weight"))
+    });
+    let met = met.map(|path| calibration.get(&path, 0).expect("it was met").to_f32());
+    (met.collect(), layers.map(scales).collect())
 }

@@ -17,6 +17,7 @@
 //! | `gptq.rs`          | codes that make up for the errors of others                            |
 //! | `spread.rs`        | what these ask of the channels that follow                             |
 //! | `curvature.rs`     | [`Curvature`]: the factorization that tells it                         |
+//! | `gram.rs`          | what activations say about the inputs of a layer                       |
 //! | `stage.rs`         | exchange between the units of a cube                                   |
 //! | `amax.rs`          | largest magnitude of a tensor or of its rows                           |
 //! | `stochastic.rs`    | random bits, and codes drawn by them                                   |
@@ -38,6 +39,7 @@ mod dequantize;
 mod element;
 mod gemv;
 mod gptq;
+mod gram;
 mod hadamard;
 mod hessian;
 mod mma;
@@ -59,6 +61,7 @@ pub use curvature::{Curvature, curvature};
 pub use dequantize::dequantize;
 pub use gemv::gemv;
 pub use gptq::quantize_gptq;
+pub use gram::add_gram;
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use mma::mma;

@@ -375,6 +375,41 @@ pub(crate) fn plan_factor(channels: usize, device: &Capability) -> Result<Factor
     Ok(FactorPlan { panels: (channels as u32).div_ceil(PANEL), units })
 }
 
+/// How products of activations are summed up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GramPlan {
+    /// By matrix instructions.
+    Mma,
+    /// By matrix instructions, of f32 in three parts.
+    MmaParts,
+    /// Element by element.
+    Plain,
+}
+
+/// How products of activations `[rows, channels]` are summed up.
+///
+/// # Errors
+/// [`Refusal`] if there are too many values, or the device has no f64.
+pub(crate) fn plan_gram(
+    rows: usize,
+    channels: usize,
+    dtype: Dtype,
+    device: &Capability,
+) -> Result<GramPlan, Refusal> {
+    let (expected, found) = (View::MAX_LEN, rows.saturating_mul(channels));
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
+    }
+    if !device.doubles {
+        return Err(Refusal::NoDoubles);
+    }
+    Ok(match dtype {
+        _ if !device.mma || !channels.is_multiple_of(8) => GramPlan::Plain,
+        Dtype::F32 => GramPlan::MmaParts,
+        Dtype::F16 | Dtype::Bf16 => GramPlan::Mma,
+    })
+}
+
 /// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
 fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row: Share) -> Share {
     let block_size = problem.scheme.block_size as u32;
@@ -540,6 +575,20 @@ mod tests {
         assert!(matches!(plan_factor(1 << 16, &GPU), Err(Refusal::TooLarge { .. })));
         let single = Capability { doubles: false, ..GPU };
         assert_eq!(plan_factor(64, &single), Err(Refusal::NoDoubles));
+    }
+
+    #[test]
+    fn gram_matrices_take_matrix_instructions_where_vectors_are_whole() {
+        use Dtype::{Bf16, F32};
+        assert_eq!(plan_gram(100, 64, Bf16, &GPU), Ok(GramPlan::Mma));
+        assert_eq!(plan_gram(100, 64, F32, &GPU), Ok(GramPlan::MmaParts));
+        assert_eq!(plan_gram(100, 60, Bf16, &GPU), Ok(GramPlan::Plain));
+        let plain = Capability { mma: false, ..GPU };
+        assert_eq!(plan_gram(100, 64, Bf16, &plain), Ok(GramPlan::Plain));
+        let single = Capability { doubles: false, ..GPU };
+        assert_eq!(plan_gram(100, 64, Bf16, &single), Err(Refusal::NoDoubles));
+        let refused = plan_gram(1 << 16, 1 << 16, Bf16, &GPU);
+        assert!(matches!(refused, Err(Refusal::TooLarge { .. })), "{refused:?}");
     }
 
     #[test]

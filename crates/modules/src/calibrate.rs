@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::thread::{self, ScopedJoinHandle};
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Fp4Scheme, Gram, GramSum, OpsError, Replay, check_addable};
+use burn_fp4_ops::{FetchedGram, Fp4Scheme, Gram, GramSum, OpsError, Replay, check_addable};
 use burn_ir::TensorId;
 
 use crate::cache::Cache;
@@ -120,13 +122,30 @@ impl<'a, M: Module> Calibrate<'a, M> {
         let mut calibration = Calibration::new();
         calibration.set_unreached(prepared.unreached());
         calibration.set_devices(prepared.devices());
-        prepared.run(options, in_flight, "dense", |input, gram| {
+        prepared.run(options, in_flight, Pace::Ahead, "dense", |input, gram| {
             let uses = input.weights.iter().map(|weight| (weight.path.as_str(), weight.axis));
             calibration.merge(uses, gram)?;
             Ok(Vec::new())
         })?;
         Ok(calibration)
     }
+}
+
+/// How inputs of layers follow each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// Nothing runs before what comes of the one before is known.
+    InTurn,
+    /// Devices go on at once.
+    Ahead,
+}
+
+/// Statistics that are on their way into a matrix.
+struct Gathering<'scope> {
+    /// Inputs of layers before it.
+    done: usize,
+    cached: bool,
+    gram: ScopedJoinHandle<'scope, Result<Gram, OpsError>>,
 }
 
 /// Forward passes over all batches, recorded.
@@ -203,50 +222,74 @@ impl<'a, M: Module> Prepared<'a, M> {
     }
 
     /// Runs the batches side by side, some at a time, from one input of layers to the next. `seen` takes what is known
-    /// of each and may give weights, by path, to go on with; `how` it makes them is what tells caches apart.
+    /// of each and may give weights, by path, to go on with, unless devices go [ahead](Pace::Ahead) of it; `how` it makes
+    /// them is what tells caches apart.
     pub(crate) fn run(
         &self,
         mut options: CalibrationOptions<'_>,
         in_flight: usize,
+        pace: Pace,
         how: &str,
         mut seen: impl FnMut(&LayerInput, Gram) -> Result<Vec<(String, Tensor<2>)>, Fp4Error>,
     ) -> Result<(), Fp4Error> {
         let in_flight = in_flight.min(self.recordings.len());
         let chunks: Vec<_> = self.recordings.chunks(in_flight).collect();
-        let total = chunks.len() * self.inputs().len();
+        let inputs = self.inputs();
+        let total = chunks.len() * inputs.len();
         let cache = match &options.cache {
             Some(directory) => Some(self.open(directory, &(how, in_flight, options.blocks))?),
             None => None,
         };
-        for (number, chunk) in chunks.iter().enumerate() {
-            let runs = chunk.iter().zip(self.there.iter().cycle());
-            let runs =
-                runs.map(|(recording, (device, model))| Run::start(device, model, recording));
-            let mut runs = runs.collect::<Result<Vec<_>, _>>()?;
-            for at in 0..self.inputs().len() {
-                let done = number * self.inputs().len() + at;
-                let known = match &cache {
-                    Some(cache) => cache.load(done)?,
-                    None => None,
-                };
-                let gram = match known {
-                    Some(gram) => gram,
-                    None => {
-                        let gram = self.sum(&mut runs, at, options.blocks)?;
-                        if let Some(cache) = &cache {
-                            cache.store(done, &gram)?;
-                        }
-                        gram
-                    }
-                };
-                let replaced = seen(&self.inputs()[at], gram)?;
-                // Devices that nothing is moved between need not wait for each other.
-                if !replaced.is_empty() {
-                    self.replace(&mut runs, &replaced)?;
-                }
-                (options.progress)(CalibrationProgress { done: done + 1, total });
+        let blocks = options.blocks;
+        let mut finish = |Gathering { done, cached, gram }: Gathering<'_>| {
+            let input = &inputs[done % inputs.len()];
+            let gram = match gram.join() {
+                Ok(gram) => gram.map_err(|source| input.named(source))?,
+                Err(panic) => resume_unwind(panic),
+            };
+            if let (Some(cache), false) = (&cache, cached) {
+                cache.store(done, &gram)?;
             }
-        }
+            let replaced = seen(input, gram)?;
+            (options.progress)(CalibrationProgress { done: done + 1, total });
+            Ok::<_, Fp4Error>(replaced)
+        };
+        thread::scope(|scope| {
+            let mut waiting = None;
+            for (number, chunk) in chunks.iter().enumerate() {
+                let runs = chunk.iter().zip(self.there.iter().cycle());
+                let runs =
+                    runs.map(|(recording, (device, model))| Run::start(device, model, recording));
+                let mut runs = runs.collect::<Result<Vec<_>, _>>()?;
+                for at in 0..inputs.len() {
+                    let done = number * inputs.len() + at;
+                    let known = match &cache {
+                        Some(cache) => cache.load(done)?,
+                        None => None,
+                    };
+                    let cached = known.is_some();
+                    let gram = match known {
+                        Some(gram) => scope.spawn(|| Ok(gram)),
+                        None => {
+                            let fetched = self.sum(&mut runs, at, blocks)?;
+                            scope.spawn(|| fetched.gather())
+                        }
+                    };
+                    let gathering = Gathering { done, cached, gram };
+                    // Devices go on with the next while the host gathers one.
+                    let ready = match pace {
+                        Pace::Ahead => waiting.replace(gathering),
+                        Pace::InTurn => Some(gathering),
+                    };
+                    let replaced = ready.map(&mut finish).transpose()?.unwrap_or_default();
+                    // Devices that nothing is moved between need not wait for each other.
+                    if !replaced.is_empty() {
+                        self.replace(&mut runs, &replaced)?;
+                    }
+                }
+            }
+            waiting.map(finish).transpose()
+        })?;
         Ok(())
     }
 
@@ -279,22 +322,21 @@ impl<'a, M: Module> Prepared<'a, M> {
         runs: &mut [Run<'_>],
         at: usize,
         blocks: Option<usize>,
-    ) -> Result<Gram, Fp4Error> {
+    ) -> Result<FetchedGram, Fp4Error> {
         let input = &self.inputs()[at];
-        let named = |source| Fp4Error::Parameter { path: input.weights[0].path.clone(), source };
         let channels = input.tensor.shape.last().copied().unwrap_or(1);
         let mut sum = match blocks {
             Some(size) if channels.is_multiple_of(size) => {
-                GramSum::in_blocks(channels, size).map_err(named)?
+                GramSum::in_blocks(channels, size).map_err(|source| input.named(source))?
             }
             _ => GramSum::new(channels),
         };
         for run in runs {
-            let input = &run.recording.inputs[at];
-            run.advance(input.at);
-            sum.add(run.replay.matrix(&input.tensor)).map_err(named)?;
+            let of_run = &run.recording.inputs[at];
+            run.advance(of_run.at);
+            sum.add(run.replay.matrix(&of_run.tensor)).map_err(|source| input.named(source))?;
         }
-        sum.finish().map_err(named)
+        sum.fetch().map_err(|source| input.named(source))
     }
 
     /// The cache of this module and these batches, run in some way.

@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::{Fp4Tensor, Gram, OpsError};
 
-use crate::calibrate::{CalibrationOptions, Prepared, moved};
+use crate::calibrate::{CalibrationOptions, Pace, Prepared, moved};
 use crate::capture::WeightUse;
 use crate::packed::PackedWeight;
 use crate::paths::{TakeFloats, each_float};
@@ -54,7 +54,7 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
     let mut packed = BTreeMap::new();
     let devices = prepared.devices();
-    prepared.run(options.for_config(config), usize::MAX, &how, |input, gram| {
+    prepared.run(options.for_config(config), usize::MAX, Pace::InTurn, &how, |input, gram| {
         // Each with all its inputs.
         let mut complete = Vec::new();
         for weight in &input.weights {

@@ -8,6 +8,7 @@ use burn::backend::Capture;
 use burn::backend::capture::CapturedGraph;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
+use burn_fp4_ops::OpsError;
 use burn_ir::{
     BaseOperationIr, FloatOperationIr, IrVisitorMut, ModuleOperationIr, OperationIr, TensorId,
     TensorIr,
@@ -40,6 +41,13 @@ pub(crate) struct LayerInput {
     pub(crate) tensor: TensorIr,
     /// The weights that it meets.
     pub(crate) weights: Vec<WeightUse>,
+}
+
+impl LayerInput {
+    /// What went wrong with it, by the weight that it meets first.
+    pub(crate) fn named(&self, source: OpsError) -> Fp4Error {
+        Fp4Error::Parameter { path: self.weights[0].path.clone(), source }
+    }
 }
 
 /// A weight in a product.

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Shape, TensorData};
+use burn_backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::kernel::matmul::init_matmul_output;
+use burn_cubecl::kernel::reduce::{KernelReduceStrategy, reduce_dim};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
@@ -16,7 +19,16 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::{Restore, View};
-use burn_fp4_search::{Fp4Scheme, Hadamard, ScaleSearch};
+use burn_fp4_search::{Fp4Scheme, GramTiles, Hadamard, ScaleSearch};
+use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
+use cubek::matmul::launch::launch_ref;
+use cubek::matmul::multi_level::Strategy as MultiLevel;
+use cubek::matmul::multi_level::components::tile::TileMatmulKind;
+use cubek::matmul::multi_level::routines::batch::simple::SimpleArgs;
+use cubek::matmul::routine::BlueprintStrategy;
+use cubek::matmul::strategy::Strategy;
+use cubek::reduce::components::instructions::ReduceOperationConfig;
+use cubek::std::InputBinding;
 
 use crate::layout::amax_shape;
 use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
@@ -296,6 +308,64 @@ impl Fp4Backend for CubeBackend {
         )
         .expect(CHECKED);
         beside(&values, output, shape, values.dtype)
+    }
+
+    fn fp4_add_gram(
+        sums: FloatTensor<Self>,
+        activations: FloatTensor<Self>,
+        layout: GramTiles,
+        first: usize,
+    ) -> FloatTensor<Self> {
+        if !has_kernels(&sums.device) || sums.dtype != DType::F64 {
+            return portable::add_gram::<Self>(sums, activations, layout, first);
+        }
+        let sums = if sums.can_mut() { sums } else { sums.copy() };
+        let x = into_contiguous(activations);
+        let [rows, tiles] = [x.meta.shape()[0], sums.meta.shape()[0]];
+        burn_fp4_cubecl::add_gram(
+            &x.client,
+            &Capability::of(&x.client),
+            x.handle.clone(),
+            kernel_dtype(x.dtype),
+            rows,
+            sums.handle.clone(),
+            layout,
+            first..first + tiles,
+        )
+        .expect(CHECKED);
+        sums
+    }
+
+    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
+        let output = init_matmul_output(&left, &right, left.dtype);
+        if output.meta.shape().num_elements() == 0 {
+            return output;
+        }
+        let dtype = dtype_to_storage_type(left.dtype);
+        let operand = |tensor: &CubeTensor| InputBinding::new(tensor.clone().binding(), dtype);
+        let run = |strategy: &Strategy| {
+            let global = MatmulGlobalElems { lhs: dtype, rhs: dtype, out: dtype };
+            let to = output.clone().binding();
+            let mut dtypes = MatmulElems::from_globals(&global);
+            launch_ref(strategy, &left.client, operand(&left), operand(&right), to, &mut dtypes)
+        };
+        let by_planes = SimpleArgs { multi_rows: true, tile_matmul: TileMatmulKind::Mma };
+        // What is fast on GPUs; what most devices with matrix instructions have; what needs none; what takes anything.
+        let strategies = [
+            MultiLevel::SimpleCyclicMma(BlueprintStrategy::Inferred(by_planes)),
+            MultiLevel::SimpleCyclicCmma(Default::default()),
+            MultiLevel::SimpleUnit(Default::default()),
+            MultiLevel::Naive,
+        ];
+        let ran = strategies.into_iter().any(|strategy| run(&strategy.into()).is_ok());
+        assert!(ran, "the last takes anything");
+        output
+    }
+
+    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
+        let operation = if mean { ReduceOperationConfig::Mean } else { ReduceOperationConfig::Sum };
+        reduce_dim(values, None, axis, KernelReduceStrategy::Unspecified, operation)
+            .expect("the axis was checked")
     }
 
     fn fp4_squared_error(

@@ -16,7 +16,7 @@ use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
 use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Draw, Fp4Scheme, Hadamard};
+use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
 
 #[cfg(feature = "cube")]
 use crate::layout;
@@ -148,6 +148,31 @@ pub trait Fp4Backend: Backend {
     ) -> FloatTensor<Self> {
         let _ = draw;
         train::forward::<Self>(input, weight, &recipe)
+    }
+
+    /// Adds `X^T X` of activations `[rows, channels]` to tiles `[tiles, SIDE, SIDE]` of a layout, from the `first` on, in
+    /// an order that is the same on every device of a kind.
+    #[fusion(dtype = sums, shape = sums)]
+    fn fp4_add_gram(
+        sums: FloatTensor<Self>,
+        activations: FloatTensor<Self>,
+        layout: GramTiles,
+        first: usize,
+    ) -> FloatTensor<Self> {
+        portable::add_gram::<Self>(sums, activations, layout, first)
+    }
+
+    /// `left x right`, by a kernel that depends on nothing but the problem: devices that look for the fastest one
+    /// may find others, which add up in another order.
+    #[fusion(dtype = left, shape = layout::product_shape(left, right))]
+    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(left, right)
+    }
+
+    /// The sum along an axis, which stays, or the mean; by such a kernel.
+    #[fusion(dtype = values, shape = layout::reduced_shape(values, *axis))]
+    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
+        if mean { Self::float_mean_dim(values, axis) } else { Self::float_sum_dim(values, axis) }
     }
 
     /// `[2]` in f32: the sum of squared differences between a tensor and its packed form, and the

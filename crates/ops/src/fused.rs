@@ -65,9 +65,14 @@ pub(crate) fn is_active(device: &burn::tensor::Device) -> bool {
 /// for the device to take them, let alone run them: one that fails here fails again where its results are read, which can
 /// say so.
 pub(crate) fn settle(device: &burn::tensor::Device) {
-    if is_active(device)
-        && let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch()
-    {
+    if is_active(device) {
+        drain(device);
+    }
+}
+
+/// Launches the operations that wait in the stream of this thread, as [`settle`] does.
+pub(crate) fn drain(device: &burn::tensor::Device) {
+    if let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch() {
         let _ = get_client::<CubeBackend>(device).try_sync(|| ());
     }
 }

@@ -1,15 +1,16 @@
 //! Statistics of activations.
 
-use std::ops::Range;
+use std::borrow::Cow;
 
+use burn::backend::Dispatch;
 use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, DataError, Device, Tensor, TensorData};
 use burn_fp4_search::formats::check_length;
-use burn_fp4_search::{BlockHessians, Gram};
-use rayon::prelude::*;
+use burn_fp4_search::host::View;
+use burn_fp4_search::{BlockHessians, Gram, GramTiles};
 
 use crate::importance::read;
-use crate::{OpsError, check_dtype};
+use crate::{Fp4Backend, OpsError, check_dtype};
 
 /// `X^T X` of activations `[.., channels]`; see [`GramSum`].
 ///
@@ -36,11 +37,8 @@ pub fn block_hessians<const D: usize>(
 
 /// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on other devices there,
 /// products of 1024 activations in f32 and their sum in f64 where the device has it. What is on several devices is added
-/// up by Burn's all-reduce. In f64 the order hardly matters: rounded to f32, the sums are the same however batches were
-/// divided.
-///
-/// Devices that round the factors of an f32 product to 11 bits, as CUDA does, get f32 activations in two parts, so
-/// that nothing is lost; f16 and bf16 lose nothing anyway.
+/// up by Burn's all-reduce. The products do not depend on the device, and in f64 the order hardly matters: rounded to
+/// f32, the sums are the same however batches were divided.
 #[derive(Debug)]
 pub struct GramSum {
     /// Of what was on hosts.
@@ -79,8 +77,8 @@ impl GramSum {
         }
         let known = self.devices.iter().position(|sum| sum.device() == device);
         let at = known.unwrap_or_else(|| {
-            let block_size = self.host.block_size();
-            self.devices.push(DeviceSum::new(channels, block_size, PART, &device));
+            let layout = GramTiles::new(channels, self.host.block_size());
+            self.devices.push(DeviceSum::new(layout, PART, &device));
             self.devices.len() - 1
         });
         self.rows += rows;
@@ -90,19 +88,55 @@ impl GramSum {
     /// Reads the sum back.
     ///
     /// # Errors
-    /// [`OpsError::Search`] if a value was not finite, [`OpsError::Device`] if a device fails, or if there are several
-    /// that [cannot add up](check_addable) what they have.
+    /// As [`fetch`](Self::fetch) and [`FetchedGram::gather`].
     pub fn finish(self) -> Result<Gram, OpsError> {
+        self.fetch()?.gather()
+    }
+
+    /// Reads the sum back as devices lay it out. Then these are done with it, while the host has to gather it.
+    ///
+    /// # Errors
+    /// [`OpsError::Device`] if a device fails, or if there are several that [cannot add up](check_addable) what they
+    /// have.
+    pub fn fetch(self) -> Result<FetchedGram, OpsError> {
         let Self { host, devices, rows } = self;
-        if devices.is_empty() {
-            return Ok(host);
-        }
         let mut amax = 0.0f32;
         for sum in &devices {
             amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
         }
-        let values = add_up(devices)?;
-        let mut gram = Gram::from_values(values, host.channels(), host.block_size(), rows, amax)?;
+        let layout = GramTiles::new(host.channels(), host.block_size());
+        Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, amax })
+    }
+}
+
+/// What a [`GramSum`] came to, where devices have written it.
+#[derive(Debug)]
+pub struct FetchedGram {
+    /// Of what was on hosts.
+    host: Gram,
+    /// How the rest is laid out.
+    layout: GramTiles,
+    /// Its tiles, part after part, if there are any.
+    parts: Vec<TensorData>,
+    rows: usize,
+    amax: f32,
+}
+
+impl FetchedGram {
+    /// As a matrix, or the blocks along its diagonal.
+    ///
+    /// # Errors
+    /// [`OpsError::Search`] if a value was not finite.
+    pub fn gather(self) -> Result<Gram, OpsError> {
+        let Self { host, layout, parts, rows, amax } = self;
+        if parts.is_empty() {
+            return Ok(host);
+        }
+        let parts = parts.iter().map(wide).collect::<Result<Vec<_>, _>>();
+        let parts = parts.map_err(OpsError::device)?;
+        let tile = GramTiles::SIDE * GramTiles::SIDE;
+        let tiles: Vec<_> = parts.iter().flat_map(|part| part.chunks_exact(tile)).collect();
+        let mut gram = Gram::from_tiles(&tiles, layout, host.block_size(), rows, amax)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }
@@ -110,33 +144,38 @@ impl GramSum {
     }
 }
 
+/// The elements of a part, in f64.
+fn wide(part: &TensorData) -> Result<Cow<'_, [f64]>, DataError> {
+    match part.dtype() {
+        DType::F64 => part.as_slice::<f64>().map(Cow::Borrowed),
+        _ => Ok(part.as_slice::<f32>()?.iter().map(|&value| f64::from(value)).collect()),
+    }
+}
+
 /// What one device sums up.
 #[derive(Debug)]
 struct DeviceSum {
-    /// Rows of the whole matrix `[1, rows, channels]`, part after part, or its blocks
-    /// `[blocks, block_size, block_size]`.
+    layout: GramTiles,
+    /// Its tiles `[tiles, SIDE, SIDE]`, part after part.
     parts: Vec<Tensor<3>>,
     /// `[1]`: the largest magnitude of what was summed.
     amax: Tensor<1>,
 }
 
 impl DeviceSum {
-    /// Of nothing yet; of a whole matrix, so many rows are computed at a time.
-    fn new(channels: usize, block_size: usize, rows: usize, device: &Device) -> Self {
+    /// Of nothing yet, in parts of so many tiles.
+    fn new(layout: GramTiles, part: usize, device: &Device) -> Self {
         let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
-        let zeros = |shape: [usize; 3]| Tensor::zeros(shape, (device, wide));
-        let parts = match channels / block_size.max(1) {
-            1 => {
-                let starts = (0..channels).step_by(rows);
-                starts.map(|start| zeros([1, rows.min(channels - start), channels])).collect()
-            }
-            blocks => vec![zeros([blocks, block_size, block_size])],
-        };
-        Self { parts, amax: Tensor::zeros([1], (device, DType::F32)) }
+        let parts = (0..layout.count()).step_by(part).map(|first| {
+            let tiles = part.min(layout.count() - first);
+            Tensor::zeros([tiles, GramTiles::SIDE, GramTiles::SIDE], (device, wide))
+        });
+        let parts = parts.collect();
+        Self { layout, parts, amax: Tensor::zeros([1], (device, DType::F32)) }
     }
 
     fn device(&self) -> Device {
-        self.parts[0].device()
+        self.amax.device()
     }
 
     /// Adds activations `[rows, channels]`.
@@ -144,33 +183,29 @@ impl DeviceSum {
         let [rows, channels] = x.dims();
         let amax = crate::amax(x.clone())?;
         self.amax.inplace(|largest| largest.max_pair(amax));
-        let size = self.parts[0].dims()[2];
-        for start in (0..rows).step_by(CHUNK) {
-            let end = rows.min(start + CHUNK);
-            let x = x.clone().slice_dim(0, start..end);
-            let x = x.reshape([end - start, channels / size.max(1), size]).swap_dims(0, 1);
-            let x = Exact::new(x);
-            let mut from = 0;
+        // As many as a kernel takes.
+        let most = (View::MAX_LEN / channels.max(1)).max(1);
+        for start in (0..rows).step_by(most) {
+            let x = x.clone().slice_dim(0, start..rows.min(start + most));
+            let mut first = 0;
             for part in &mut self.parts {
-                let channels = from..from + part.dims()[1];
-                from = channels.end;
-                let wide: FloatDType = part.dtype().into();
-                part.inplace(|sum| sum + x.products(channels).cast(wide));
+                let tiles = part.dims()[0];
+                part.inplace(|sums| {
+                    let (sums, x) = (sums.into_dispatch(), x.clone().into_dispatch());
+                    Tensor::from_dispatch(Dispatch::fp4_add_gram(sums, x, self.layout, first))
+                });
+                first += tiles;
             }
-            // Otherwise operations of several turns are fused, every time in another way, which takes compiling. That
-            // something failed is found when the sum is read.
-            let _ = self.device().flush();
         }
         Ok(())
     }
 }
 
-/// The sum of what different devices have: the blocks, one after the other.
-fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<f64>, OpsError> {
+/// The sum of what different devices have, part after part.
+fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     let devices: Vec<_> = sums.iter().map(DeviceSum::device).collect();
     check_addable(&devices)?;
-    let count = sums[0].parts.len();
-    let elements = sums[0].parts.iter().map(|part| part.shape().num_elements()).sum();
+    let count = sums.first().map_or(0, |sum| sum.parts.len());
     let mut queues: Vec<_> = sums.into_iter().map(|sum| sum.parts.into_iter()).collect();
     let added = |_| {
         let mut of_devices = queues.iter_mut().filter_map(Iterator::next);
@@ -183,19 +218,8 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<f64>, OpsError> {
             .collect();
         sums.into_iter().map(CollectiveTensor::resolve).last()
     };
-    let mut values = Vec::with_capacity(elements);
-    for part in (0..count).filter_map(added) {
-        // Large: looked at where the device has written it.
-        let data = part.try_into_data().map_err(OpsError::device)?;
-        match data.dtype() {
-            DType::F64 => values.par_extend(data.as_slice::<f64>().map_err(OpsError::device)?),
-            _ => {
-                let narrow = data.as_slice::<f32>().map_err(OpsError::device)?;
-                values.par_extend(narrow.par_iter().map(|&value| f64::from(value)));
-            }
-        }
-    }
-    Ok(values)
+    let parts = (0..count).filter_map(added);
+    parts.map(|part| part.try_into_data().map_err(OpsError::device)).collect()
 }
 
 /// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
@@ -223,48 +247,6 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
-/// Matrices `[blocks, rows, channels]` as f32 of 8 bits, or as sums of two.
-struct Exact {
-    high: Tensor<3>,
-    low: Option<Tensor<3>>,
-}
-
-impl Exact {
-    fn new(x: Tensor<3>) -> Self {
-        if x.dtype() != DType::F32 {
-            return Self { high: x.cast(DType::F32), low: None };
-        }
-        let high = x.clone().cast(DType::BF16).cast(DType::F32);
-        Self { low: Some(x - high.clone()), high }
-    }
-
-    /// `left^T right` in f32, of some channels and all.
-    fn products(&self, channels: Range<usize>) -> Tensor<3> {
-        let products = |left: &Tensor<3>, right: &Tensor<3>| {
-            let left = match channels.len() == left.dims()[2] {
-                true => left.clone(),
-                false => left.clone().slice_dim(2, channels.clone()),
-            };
-            // A single matrix as one, which is multiplied faster.
-            match left.dims()[0] {
-                1 => {
-                    let left: Tensor<2> = left.squeeze_dim(0);
-                    left.transpose().matmul(right.clone().squeeze_dim(0)).unsqueeze()
-                }
-                _ => left.transpose().matmul(right.clone()),
-            }
-        };
-        let high = products(&self.high, &self.high);
-        match &self.low {
-            None => high,
-            Some(low) => {
-                let mixed = products(&self.high, low) + products(low, &self.high);
-                high + mixed + products(low, low)
-            }
-        }
-    }
-}
-
 /// Whether tensors are in the memory of the host.
 fn is_host(device: &Device) -> bool {
     let plain = device.clone().inner();
@@ -277,11 +259,8 @@ fn is_host(device: &Device) -> bool {
     }
 }
 
-/// Activations that are multiplied at a time.
-const CHUNK: usize = 1024;
-
-/// Rows of the sum that are computed at a time: of a matrix of many channels, products take less memory than sums.
-const PART: usize = 2048;
+/// Tiles that are added up and read at a time: 128 MiB.
+const PART: usize = 1024;
 
 /// Activations as a matrix, with its rows and channels.
 fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, usize), OpsError> {
@@ -298,16 +277,26 @@ mod tests {
     #[test]
     fn parts_make_up_the_whole_matrix() {
         let x = Tensor::<1>::from_floats([0.5, -1.25, 3.0, 0.75, -2.0, 1.0, 4.0], &Device::flex());
-        let x = x.repeat_dim(0, 12).reshape([7, 12]);
-        let exact = Gram::of(&read(x.clone()).unwrap(), 12).unwrap();
-        for rows in [1, 5, 6, 12, 100] {
-            let mut sum = DeviceSum::new(12, 12, rows, &x.device());
-            assert_eq!(sum.parts.len(), 12_usize.div_ceil(rows));
+        for (channels, block_size, parts) in
+            [(12, 12, 1), (300, 300, 3), (256, 16, 1), (300, 100, 3)]
+        {
+            let x = x.clone().repeat_dim(0, channels).reshape([7, channels]);
+            let mut exact = Gram::new(channels);
+            if block_size < channels {
+                exact = Gram::in_blocks(channels, block_size).unwrap();
+            }
+            exact.add(&read(x.clone()).unwrap()).unwrap();
+            let layout = GramTiles::new(channels, block_size);
+            let mut sum = DeviceSum::new(layout, 2, &x.device());
+            assert_eq!(sum.parts.len(), parts);
             sum.add(x.clone().slice_dim(0, 0..3)).unwrap();
             sum.add(x.clone().slice_dim(0, 3..7)).unwrap();
             assert_eq!(read(sum.amax.clone()).unwrap(), [exact.amax()]);
+            let (parts, amax) = (add_up(vec![sum]).unwrap(), exact.amax());
+            let host = GramSum::in_blocks(channels, block_size).unwrap().host;
+            let found = FetchedGram { host, layout, parts, rows: 7, amax }.gather().unwrap();
             // Of so short numbers no bit is lost.
-            assert_eq!(add_up(vec![sum]).unwrap(), exact.values());
+            assert_eq!(found, exact);
         }
     }
 }

@@ -118,3 +118,23 @@ pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
 pub(crate) fn amax_shape(values: &Shape, axis: usize, by_row: bool) -> Shape {
     Shape::new([if by_row { View::along(values, axis).packed_rows() } else { 1 }])
 }
+
+/// Shape of a product `[.., m, k] x [.., k, n]`, of which the leading axes are the same or 1.
+#[cfg(feature = "cube")]
+pub(crate) fn product_shape(left: &Shape, right: &Shape) -> Shape {
+    let mut shape = left.to_vec();
+    let rank = shape.len();
+    for axis in 0..rank - 2 {
+        shape[axis] = left[axis].max(right[axis]);
+    }
+    shape[rank - 1] = right[rank - 1];
+    shape.into()
+}
+
+/// Shape of what remains of an axis that is summed up.
+#[cfg(feature = "cube")]
+pub(crate) fn reduced_shape(values: &Shape, axis: usize) -> Shape {
+    let mut shape = values.to_vec();
+    shape[axis] = 1;
+    shape.into()
+}

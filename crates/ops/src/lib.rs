@@ -31,6 +31,7 @@
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
 //! | `replay.rs`    | [`Replay`]: recorded operations, one at a time                            |
+//! | `untuned.rs`   | what these add up, in an order that no tuning decides                     |
 //! | `modelopt.rs`  | ModelOpt's functions on tensors                                           |
 
 #[cfg(feature = "autodiff")]
@@ -64,6 +65,7 @@ mod saturation;
 mod tensor;
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 mod train;
+mod untuned;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
@@ -83,7 +85,7 @@ pub use extension::{Fp4Backend, Fp4Primitive};
 #[cfg(feature = "cube")]
 pub use fused::{FusedProducts, fused_products};
 pub use gptq::{quantize_by_curvature, quantize_gptq};
-pub use gram::{GramSum, block_hessians, check_addable, gram};
+pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use layout::Fp4Layout;
 pub use replay::Replay;

@@ -6,6 +6,7 @@
 //! that sum by fused multiply-adds, from [`ScaleSearch::Sse`] on, and stochastic rounding read the values back and
 //! run on the host.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
@@ -14,8 +15,8 @@ use burn::tensor::{FloatDType, IntDType, Shape, Slice, TensorData, read_sync};
 use burn_fp4_search::formats::{E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, Fp4Format};
 use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{
-    Blocks, ErrorMetric, Fp4Scheme, Hadamard, Importance, Rounding, ScaleRule, ScaleSearch,
-    TensorFactor, TensorScaling,
+    Blocks, ErrorMetric, Fp4Scheme, GramTiles, Hadamard, Importance, Rounding, ScaleRule,
+    ScaleSearch, TensorFactor, TensorScaling,
 };
 
 use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Primitive, host};
@@ -688,3 +689,46 @@ fn from_bits<B: Backend>(bits: IntTensor<B>) -> F<B> {
         .collect();
     significand.mul(&field.look_up(&powers))
 }
+
+/// See [`Fp4Backend::fp4_add_gram`]: a column of tiles after the other.
+pub fn add_gram<B: Backend>(
+    sums: FloatTensor<B>,
+    activations: FloatTensor<B>,
+    layout: GramTiles,
+    first: usize,
+) -> FloatTensor<B> {
+    const SIDE: usize = GramTiles::SIDE;
+    let [rows, channels] = activations.shape().dims();
+    let tiles = sums.shape()[0];
+    if rows * tiles == 0 {
+        return sums;
+    }
+    let wide: FloatDType = sums.dtype().into();
+    let x = B::float_cast(activations, FloatDType::F32);
+    let columns = channels.div_ceil(SIDE);
+    let missing = Shape::new([rows, columns * SIDE - channels]);
+    let missing = B::float_zeros(missing, &x.device(), FloatDType::F32);
+    let x = B::float_cat(vec![x, missing], 1);
+    let part = |x: &FloatTensor<B>, axis: usize, range: Range<usize>| {
+        let mut slices = vec![Slice::full(); axis];
+        slices.push(Slice::from(range));
+        B::float_slice(x.clone(), &slices)
+    };
+    let mut sums = sums;
+    for start in (0..rows).step_by(GRAM_ROWS) {
+        let end = rows.min(start + GRAM_ROWS);
+        let x = B::float_reshape(part(&x, 0, start..end), Shape::new([end - start, columns, SIDE]));
+        let x = B::float_swap_dims(x, 0, 1);
+        let products = layout.columns(first..first + tiles).into_iter().map(|(column, rows)| {
+            let right = Shape::new([rows.len(), end - start, SIDE]);
+            let right = B::float_expand(part(&x, 0, column..column + 1), right);
+            B::float_matmul(B::float_swap_dims(part(&x, 0, rows), 1, 2), right)
+        });
+        let products = B::float_cat(products.collect(), 0);
+        sums = B::float_add(sums, B::float_cast(products, wide));
+    }
+    sums
+}
+
+/// Activations whose products are added up in f32.
+const GRAM_ROWS: usize = 1024;

@@ -11,14 +11,17 @@ use burn::tensor::{Device, Shape, Tensor, TensorData};
 use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
 use burn_router::TensorInterpreter;
 
-use crate::OpsError;
+use crate::{Fp4Backend, OpsError, untuned};
 
 /// Runs recorded operations on a device, one at a time: between two of them any tensor can be looked at, or be
-/// replaced by another.
+/// replaced by another. Nothing is fused, and what is added up is so in an order that no tuning decides: the results are
+/// the same in every run, on any device of a kind. Of convolutions, and of attention that is one operation, Burn may
+/// choose another kernel.
 ///
 /// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
 pub struct Replay {
     interpreter: Box<dyn Interpret>,
+    device: Device,
 }
 
 impl Replay {
@@ -46,7 +49,7 @@ impl Replay {
                 return Err(OpsError::Device(format!("{other:?} does not replay operations")));
             }
         };
-        Ok(Self { interpreter })
+        Ok(Self { interpreter, device: plain })
     }
 
     /// Gives a tensor of the operations its values.
@@ -70,12 +73,15 @@ impl Replay {
 
     /// Runs an operation. Its inputs have to be there, as values or as outputs of other operations.
     pub fn run(&mut self, operation: &OperationIr) {
-        self.interpreter.run(operation.clone());
+        self.interpreter.run(operation);
+        // Otherwise it is fused with others, and what is rounded between them depends on how.
+        #[cfg(feature = "cube")]
+        crate::fused::drain(&self.device);
     }
 
     /// Forgets a tensor, if it is still there.
     pub fn forget(&mut self, tensor: &TensorIr) {
-        self.interpreter.run(OperationIr::Drop(tensor.clone()));
+        self.interpreter.run(&OperationIr::Drop(tensor.clone()));
     }
 
     /// A float tensor `[.., channels]` that has been computed, as `[rows, channels]`.
@@ -88,11 +94,11 @@ impl Replay {
 trait Interpret {
     fn insert_data(&mut self, id: TensorId, data: TensorData);
     fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
-    fn run(&mut self, operation: OperationIr);
+    fn run(&mut self, operation: &OperationIr);
     fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
 }
 
-impl<B: BackendIr> Interpret for TensorInterpreter<B>
+impl<B: BackendIr + Fp4Backend> Interpret for TensorInterpreter<B>
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
@@ -109,8 +115,10 @@ where
         Ok(())
     }
 
-    fn run(&mut self, operation: OperationIr) {
-        self.register_op(operation);
+    fn run(&mut self, operation: &OperationIr) {
+        if !untuned::run(self, operation) {
+            self.register_op(operation.clone());
+        }
     }
 
     fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor {

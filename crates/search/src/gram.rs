@@ -6,7 +6,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use crate::importance::check_symmetric;
-use crate::{BlockHessians, SearchError};
+use crate::{BlockHessians, GramTiles, SearchError};
 
 /// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added: all of it, as GPTQ
 /// needs it, or only the blocks along its diagonal, as the searches by Hessian do.
@@ -73,6 +73,26 @@ impl Gram {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;
         }
         Ok(Self { channels, block_size, rows, amax, values })
+    }
+
+    /// Takes blocks as [`from_values`](Self::from_values) does, from the tiles `[SIDE, SIDE]` that hold them.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn from_tiles(
+        tiles: &[&[f64]],
+        layout: GramTiles,
+        block_size: usize,
+        rows: usize,
+        amax: f32,
+    ) -> Result<Self, SearchError> {
+        check_length("tiles of a Gram matrix", layout.count(), tiles.len())?;
+        for tile in tiles {
+            let expected = GramTiles::SIDE * GramTiles::SIDE;
+            check_length("tile of a Gram matrix", expected, tile.len())?;
+        }
+        let blocks = layout.blocks(tiles, block_size);
+        Self::from_values(blocks, layout.channels(), block_size, rows, amax)
     }
 
     /// Adds activations `[rows, channels]`.

@@ -17,6 +17,7 @@
 //! | `block.rs`, `point.rs`  | a block as the searches see it: elements, scales, units              |
 //! | `importance.rs`         | [`Importance`]: what an error costs                                  |
 //! | `gram.rs`               | [`Gram`]: what activations say about the inputs of a layer           |
+//! | `tiles.rs`              | [`GramTiles`]: how devices lay that out                              |
 //! | `four_over_six.rs`      | two candidate scales per block, the better one kept                  |
 //! | `sse.rs`                | the best scale by squared error                                      |
 //! | `hessian.rs`            | the best scale by `r^T H r`                                          |
@@ -59,6 +60,7 @@ mod rule;
 mod scheme;
 mod sse;
 mod tensor_scale;
+mod tiles;
 
 pub use best_tensor_scale::{
     check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
@@ -77,3 +79,4 @@ pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{RuleRow, ScaleRule};
 pub use scheme::{Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleSearch};
 pub use tensor_scale::{TensorFactor, TensorScaling};
+pub use tiles::GramTiles;

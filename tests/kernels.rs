@@ -7,9 +7,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product, Refusal,
-    UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard, mma,
-    quantize, quantize_by_hessian, quantize_weighted, squared_error,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product,
+    Refusal, UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard,
+    mma, quantize, quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
@@ -614,9 +614,11 @@ fn products_of_activations_are_added_up_in_tiles() {
                     add_gram(
                         &device.client,
                         &device.capability,
-                        device.upload(batch),
-                        kernel_dtype(dtype),
-                        rows,
+                        &Activations {
+                            values: device.upload(batch),
+                            dtype: kernel_dtype(dtype),
+                            rows,
+                        },
                         sums.clone(),
                         layout,
                         part.clone(),

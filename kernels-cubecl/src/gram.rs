@@ -13,7 +13,18 @@ use half::{bf16, f16};
 use crate::plan::{GramPlan, UNITS, plan_gram};
 use crate::{Capability, Dtype, Refusal};
 
-/// Adds `X^T X` of activations `[rows, channels]` to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout.
+/// Activations `[rows, channels]`.
+#[derive(Debug, Clone)]
+pub struct Activations {
+    /// Row after row.
+    pub values: Handle,
+    /// Of these.
+    pub dtype: Dtype,
+    /// How many there are; a layout knows the channels.
+    pub rows: usize,
+}
+
+/// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout.
 /// Element by element in f64; by matrix instructions 1024 products in f32 and what these come to in f64. Such
 /// instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the products that do not count:
 /// relative to the largest, an error of 2^-24.
@@ -23,13 +34,12 @@ use crate::{Capability, Dtype, Refusal};
 pub fn add_gram(
     client: &Client,
     device: &Capability,
-    x: Handle,
-    dtype: Dtype,
-    rows: usize,
+    activations: &Activations,
     sums: Handle,
     layout: GramTiles,
     tiles: Range<usize>,
 ) -> Result<(), Refusal> {
+    let Activations { values: x, dtype, rows } = activations.clone();
     let channels = layout.channels();
     let plan = plan_gram(rows, channels, dtype, device)?;
     if rows * tiles.len() == 0 {
@@ -286,7 +296,7 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
             }
         }
         step += 1u32;
-        if step % comptime!(CHUNK / STEP) == 0 || step == steps {
+        if step & comptime!(CHUNK / STEP - 1) == 0 || step == steps {
             #[unroll]
             for left_tile in 0..4u32 {
                 #[unroll]

@@ -61,7 +61,7 @@ pub use curvature::{Curvature, curvature};
 pub use dequantize::dequantize;
 pub use gemv::gemv;
 pub use gptq::quantize_gptq;
-pub use gram::add_gram;
+pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use hessian::{Hessians, quantize_by_hessian};
 pub use mma::mma;

@@ -14,8 +14,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype, Hessians, Packed, Problem, Refusal, quantize as quantize_kernel,
-    quantize_by_hessian, quantize_gptq, quantize_weighted,
+    Activations, Capability, Dtype, Hessians, Packed, Problem, Refusal,
+    quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::{Restore, View};
@@ -325,9 +325,7 @@ impl Fp4Backend for CubeBackend {
         burn_fp4_cubecl::add_gram(
             &x.client,
             &Capability::of(&x.client),
-            x.handle.clone(),
-            kernel_dtype(x.dtype),
-            rows,
+            &Activations { values: x.handle.clone(), dtype: kernel_dtype(x.dtype), rows },
             sums.handle.clone(),
             layout,
             first..first + tiles,

@@ -21,6 +21,7 @@ use crate::{Fp4Backend, OpsError, untuned};
 /// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
 pub struct Replay {
     interpreter: Box<dyn Interpret>,
+    #[cfg(feature = "cube")]
     device: Device,
 }
 
@@ -49,7 +50,11 @@ impl Replay {
                 return Err(OpsError::Device(format!("{other:?} does not replay operations")));
             }
         };
-        Ok(Self { interpreter, device: plain })
+        Ok(Self {
+            interpreter,
+            #[cfg(feature = "cube")]
+            device: plain,
+        })
     }
 
     /// Gives a tensor of the operations its values.

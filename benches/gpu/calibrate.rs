@@ -116,15 +116,15 @@ pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
     let on_one = measure_on(&model, &batches, 1, rows);
     if devices > 1 {
         let on_several = measure_on(&model, &batches, devices, rows);
-        let same = same(&on_one.0, &on_several.0);
+        let same = agreement(&on_one.0, &on_several.0);
         eprintln!("{same} sums of products, as f32, are the same on {devices} devices");
-        let same = self::same(&on_one.1, &on_several.1);
+        let same = agreement(&on_one.1, &on_several.1);
         eprintln!("{same} block scales are the same on {devices} devices");
     }
 }
 
 /// How many of how many are the same.
-fn same<T: PartialEq>(left: &[Vec<T>], right: &[Vec<T>]) -> String {
+fn agreement<T: PartialEq>(left: &[Vec<T>], right: &[Vec<T>]) -> String {
     let pairs = || left.iter().flatten().zip(right.iter().flatten());
     format!("{} of {}", pairs().filter(|(left, right)| left == right).count(), pairs().count())
 }

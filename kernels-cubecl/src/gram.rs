@@ -16,11 +16,11 @@ use crate::{Capability, Dtype, Refusal};
 /// Activations `[rows, channels]`.
 #[derive(Debug, Clone)]
 pub struct Activations {
-    /// Row after row.
+    /// Contiguous, row after row.
     pub values: Handle,
-    /// Of these.
+    /// The dtype of the values.
     pub dtype: Dtype,
-    /// How many there are; a layout knows the channels.
+    /// How many rows there are; a [`GramTiles`] knows the channels.
     pub rows: usize,
 }
 

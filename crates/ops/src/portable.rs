@@ -691,7 +691,7 @@ fn from_bits<B: Backend>(bits: IntTensor<B>) -> F<B> {
 }
 
 /// See [`Fp4Backend::fp4_add_gram`]: a column of tiles after the other.
-pub fn add_gram<B: Backend>(
+pub fn add_gram<B: Fp4Backend>(
     sums: FloatTensor<B>,
     activations: FloatTensor<B>,
     layout: GramTiles,
@@ -722,7 +722,7 @@ pub fn add_gram<B: Backend>(
         let products = layout.columns(first..first + tiles).into_iter().map(|(column, rows)| {
             let right = Shape::new([rows.len(), end - start, SIDE]);
             let right = B::float_expand(part(&x, 0, column..column + 1), right);
-            B::float_matmul(B::float_swap_dims(part(&x, 0, rows), 1, 2), right)
+            B::fp4_untuned_matmul(B::float_swap_dims(part(&x, 0, rows), 1, 2), right)
         });
         let products = B::float_cat(products.collect(), 0);
         sums = B::float_add(sums, B::float_cast(products, wide));

@@ -598,8 +598,11 @@ fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
         .map(|(found, value)| f64::from(*found) - f64::from(*value))
         .collect();
     let of_row = |row: &[f64]| -> f64 {
-        let products = gram.values().chunks_exact(row.len()).zip(row);
-        products.map(|(h, e)| e * h.iter().zip(row).map(|(h, e)| h * e).sum::<f64>()).sum()
+        let of_channel = |channel: usize| -> f64 {
+            let sums = (0..row.len()).map(|other| gram.get(channel, other).expect("whole"));
+            sums.zip(row).map(|(h, e)| h * e).sum()
+        };
+        row.iter().enumerate().map(|(channel, e)| e * of_channel(channel)).sum()
     };
     errors.chunks_exact(packed.cols).map(of_row).sum()
 }

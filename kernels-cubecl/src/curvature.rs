@@ -80,17 +80,20 @@ pub fn curvature(
     };
     let dim = CubeDim::new_1d(UNITS);
     let rows_of = |side: usize| CubeCount::Static((side as u32).div_ceil(UNITS), side as u32, 1);
+    let sums = gram.to_f32();
+    let tiles = sums.len();
     // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
     unsafe {
         arrange_kernel::launch_unchecked(
             client,
             rows_of(side),
             dim,
-            BufferArg::from_raw_parts(client.create(Bytes::from_elems(gram.to_f32())), square),
+            BufferArg::from_raw_parts(client.create(Bytes::from_elems(sums)), tiles),
             BufferArg::from_raw_parts(client.create_from_slice(u32::as_bytes(&order)), channels),
             of_work(1),
             BufferArg::from_raw_parts(curvature.hessian.clone(), square),
             channels as u32,
+            gram.layout().side() as u32,
             side as u32,
             damped.added(),
         );
@@ -161,7 +164,7 @@ impl FactorPlan {
     }
 }
 
-/// H in its order, and in f64 backward, with ones on what is left of the diagonal of whole panels.
+/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left of the diagonal of whole panels.
 #[cube(launch_unchecked)]
 fn arrange_kernel(
     gram: &[f32],
@@ -169,6 +172,7 @@ fn arrange_kernel(
     work: &mut [f64],
     hessian: &mut [f32],
     channels: u32,
+    tile: u32,
     side: u32,
     added: f64,
 ) {
@@ -178,7 +182,12 @@ fn arrange_kernel(
         let mut value = select(row == col, 1.0f64, 0.0f64);
         if row < channels && col < channels {
             let (ahead_row, ahead_col) = (channels - 1 - row, channels - 1 - col);
-            let from = order[ahead_row as usize] * channels + order[ahead_col as usize];
+            let (one, other) = (order[ahead_row as usize], order[ahead_col as usize]);
+            let (above, below) = (min(one, other), max(one, other));
+            // As tiles of the upper half lie.
+            let column = below / tile;
+            let before = (column * (column + 1u32) / 2u32 + above / tile) * tile * tile;
+            let from = before + above % tile * tile + below % tile;
             value = f64::cast_from(gram[from as usize]) + select(row == col, added, 0.0f64);
             hessian[(ahead_row * channels + ahead_col) as usize] = f32::cast_from(value);
         }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_ops::Gram;
+use burn_fp4_ops::{Gram, GramTiles};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
 use crate::Fp4Error;
@@ -13,11 +13,14 @@ pub(crate) struct Cache {
     directory: PathBuf,
 }
 
-/// Name of the tensor in a file.
-const GRAM: &str = "gram";
-/// How many activations it is the sum of.
+/// Names of the tensors in a file: the tiles of [`Gram::layout`],
+const TILES: &str = "tiles";
+/// what that follows from,
+const CHANNELS: &str = "channels";
+const BLOCK: &str = "block_size";
+/// how many activations it is the sum of,
 const ROWS: &str = "rows";
-/// Their largest magnitude.
+/// and their largest magnitude.
 const AMAX: &str = "amax";
 
 impl Cache {
@@ -41,18 +44,17 @@ impl Cache {
             let words = tensor.data().chunks_exact(8);
             Ok(words.map(|word| word.try_into().expect("eight bytes")).collect())
         };
-        let shape = file.tensor(GRAM).map_err(|error| failed(&path, error))?.shape().to_vec();
-        let [blocks, block_size, _] = shape[..] else {
-            return Err(failed(&path, format!("a tensor of shape {shape:?}")));
-        };
-        let values: Vec<_> = words(GRAM)?.into_iter().map(f64::from_le_bytes).collect();
         let number = |name| match words(name)?[..] {
             [word] => Ok(word),
             _ => Err(failed(&path, format!("`{name}` is not one number"))),
         };
-        let (rows, amax) = (u64::from_le_bytes(number(ROWS)?), f64::from_le_bytes(number(AMAX)?));
-        let (channels, rows, amax) = (blocks * block_size, rows as usize, amax as f32);
-        let gram = Gram::from_values(values, channels, block_size, rows, amax);
+        let count = |name| number(name).map(|word| u64::from_le_bytes(word) as usize);
+        let [channels, block_size, rows] = [count(CHANNELS)?, count(BLOCK)?, count(ROWS)?];
+        let amax = f64::from_le_bytes(number(AMAX)?) as f32;
+        let layout = GramTiles::compact(channels, block_size);
+        let values: Vec<_> = words(TILES)?.into_iter().map(f64::from_le_bytes).collect();
+        let tiles: Vec<_> = values.chunks(layout.tile_len()).collect();
+        let gram = Gram::from_tiles(&tiles, layout, block_size, rows, amax);
         gram.map(Some).map_err(|error| failed(&path, error))
     }
 
@@ -60,12 +62,15 @@ impl Cache {
     pub(crate) fn store(&self, number: usize, gram: &Gram) -> Result<(), Fp4Error> {
         let path = self.path(number);
         let values: Vec<u8> = gram.values().iter().flat_map(|value| value.to_le_bytes()).collect();
-        let rows = (gram.rows() as u64).to_le_bytes();
+        let layout = gram.layout();
+        let shape = vec![layout.count(), layout.side(), layout.side()];
+        let counts = [gram.channels(), gram.block_size(), gram.rows()];
+        let [channels, block_size, rows] = counts.map(|count| (count as u64).to_le_bytes());
         let amax = f64::from(gram.amax()).to_le_bytes();
-        let size = gram.block_size();
-        let shape = vec![gram.channels() / size.max(1), size, size];
         let tensors = [
-            (GRAM, TensorView::new(Dtype::F64, shape, &values)),
+            (TILES, TensorView::new(Dtype::F64, shape, &values)),
+            (CHANNELS, TensorView::new(Dtype::U64, vec![1], &channels)),
+            (BLOCK, TensorView::new(Dtype::U64, vec![1], &block_size)),
             (ROWS, TensorView::new(Dtype::U64, vec![1], &rows)),
             (AMAX, TensorView::new(Dtype::F64, vec![1], &amax)),
         ];

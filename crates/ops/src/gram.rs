@@ -77,7 +77,7 @@ impl GramSum {
         }
         let known = self.devices.iter().position(|sum| sum.device() == device);
         let at = known.unwrap_or_else(|| {
-            let layout = GramTiles::new(channels, self.host.block_size());
+            let layout = GramTiles::of_device(channels, self.host.block_size());
             self.devices.push(DeviceSum::new(layout, PART, &device));
             self.devices.len() - 1
         });
@@ -104,7 +104,7 @@ impl GramSum {
         for sum in &devices {
             amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
         }
-        let layout = GramTiles::new(host.channels(), host.block_size());
+        let layout = GramTiles::of_device(host.channels(), host.block_size());
         Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, amax })
     }
 }
@@ -134,8 +134,8 @@ impl FetchedGram {
         }
         let parts = parts.iter().map(wide).collect::<Result<Vec<_>, _>>();
         let parts = parts.map_err(OpsError::device)?;
-        let tile = GramTiles::SIDE * GramTiles::SIDE;
-        let tiles: Vec<_> = parts.iter().flat_map(|part| part.chunks_exact(tile)).collect();
+        let tiles = parts.iter().flat_map(|part| part.chunks_exact(layout.tile_len()));
+        let tiles: Vec<_> = tiles.collect();
         let mut gram = Gram::from_tiles(&tiles, layout, host.block_size(), rows, amax)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
@@ -286,7 +286,7 @@ mod tests {
                 exact = Gram::in_blocks(channels, block_size).unwrap();
             }
             exact.add(&read(x.clone()).unwrap()).unwrap();
-            let layout = GramTiles::new(channels, block_size);
+            let layout = GramTiles::of_device(channels, block_size);
             let mut sum = DeviceSum::new(layout, 2, &x.device());
             assert_eq!(sum.parts.len(), parts);
             sum.add(x.clone().slice_dim(0, 0..3)).unwrap();

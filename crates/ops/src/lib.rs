@@ -77,7 +77,7 @@ pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
 pub use curvature::Curvature;
 pub use error::OpsError;

@@ -33,10 +33,10 @@ impl Damped {
         // Of no activations, the identity.
         let added = if mean > 0.0 { options.damping * mean } else { 1.0 };
         let blocks = order.iter().enumerate().flat_map(|(at, &channel)| {
-            let row = &gram.values()[channel * channels..][..channels];
             let members = &order[at / block_size * block_size..][..block_size];
             members.iter().map(move |&member| {
-                (row[member] + if member == channel { added } else { 0.0 }) as f32
+                let added = if member == channel { added } else { 0.0 };
+                (gram.known(channel, member) + added) as f32
             })
         });
         let blocks = BlockHessians::new(blocks.collect(), block_size)?;
@@ -149,15 +149,21 @@ impl BlockOrder {
 
 /// H in f64.
 fn hessian(gram: &Gram, damped: &Damped) -> Vec<f64> {
-    let Damped { order, added, .. } = damped;
-    let channels = order.len();
+    let Damped { order, added, blocks, .. } = damped;
+    let (channels, size) = (order.len(), blocks.block_size());
     let mut hessian = vec![0.0; channels * channels];
-    hessian.par_chunks_exact_mut(channels.max(1)).enumerate().for_each(|(at, row)| {
-        let from = &gram.values()[order[at] * channels..][..channels];
-        for (value, &channel) in row.iter_mut().zip(order) {
-            *value = from[channel];
+    // By squares, of which what is mirrored is in the cache as well.
+    hessian.par_chunks_mut((size * channels).max(1)).enumerate().for_each(|(block, rows)| {
+        let first = block * size;
+        for cols in (0..channels).step_by(size) {
+            for (at, row) in (first..).zip(rows.chunks_exact_mut(channels)) {
+                let members = order[cols..].iter().zip(&mut row[cols..cols + size]);
+                members.for_each(|(&channel, value)| *value = gram.known(order[at], channel));
+            }
         }
-        row[at] += added;
+        for (at, row) in (first..).zip(rows.chunks_exact_mut(channels)) {
+            row[at] += added;
+        }
     });
     hessian
 }

@@ -1,7 +1,7 @@
 //! What activations say about the inputs of a layer.
 
 use burn_fp4_formats::{FormatError, check_length};
-use faer::linalg::matmul::triangular::{self, BlockStructure};
+use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
@@ -12,12 +12,10 @@ use crate::{BlockHessians, GramTiles, SearchError};
 /// needs it, or only the blocks along its diagonal, as the searches by Hessian do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
-    channels: usize,
-    /// Channels of a block; all of them if the matrix is whole.
-    block_size: usize,
+    layout: GramTiles,
     rows: usize,
     amax: f32,
-    /// `[blocks, block_size, block_size]`, symmetric.
+    /// Tiles of the layout, with both halves of those on the diagonal.
     values: Vec<f64>,
 }
 
@@ -27,8 +25,7 @@ const CHUNK: usize = 1024;
 impl Gram {
     /// The whole matrix, of no activations yet.
     pub fn new(channels: usize) -> Self {
-        let values = vec![0.0; channels * channels];
-        Self { channels, block_size: channels, rows: 0, amax: 0.0, values }
+        Self::of_nothing(GramTiles::compact(channels, channels))
     }
 
     /// The blocks along the diagonal, of no activations yet.
@@ -37,8 +34,12 @@ impl Gram {
     /// [`SearchError::Format`] if they do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(channels, block_size)?;
-        let values = vec![0.0; channels * block_size];
-        Ok(Self { channels, block_size, rows: 0, amax: 0.0, values })
+        Ok(Self::of_nothing(GramTiles::compact(channels, block_size)))
+    }
+
+    fn of_nothing(layout: GramTiles) -> Self {
+        let values = vec![0.0; layout.count() * layout.tile_len()];
+        Self { layout, rows: 0, amax: 0.0, values }
     }
 
     /// The whole matrix of activations `[rows, channels]`.
@@ -58,7 +59,7 @@ impl Gram {
     /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
     /// for an element that is not finite, negative on the diagonal or not symmetric.
     pub fn from_values(
-        values: Vec<f64>,
+        values: &[f64],
         channels: usize,
         block_size: usize,
         rows: usize,
@@ -72,13 +73,16 @@ impl Gram {
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;
         }
-        Ok(Self { channels, block_size, rows, amax, values })
+        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
+        gram.fill(|row, col| values[row * block_size + col % block_size]);
+        Ok(Self { rows, amax, ..gram })
     }
 
-    /// Takes blocks as [`from_values`](Self::from_values) does, from the tiles `[SIDE, SIDE]` that hold them.
+    /// Takes blocks as [`from_values`](Self::from_values) does, from the tiles that hold them.
     ///
     /// # Errors
-    /// As there.
+    /// [`SearchError::Format`] for another number of tiles, a wrong length of one, or blocks that do not divide the
+    /// channels or are not held; [`SearchError::Hessian`] for an element that is not finite or negative on the diagonal.
     pub fn from_tiles(
         tiles: &[&[f64]],
         layout: GramTiles,
@@ -86,13 +90,30 @@ impl Gram {
         rows: usize,
         amax: f32,
     ) -> Result<Self, SearchError> {
+        let channels = layout.channels();
+        if block_size != channels {
+            check_blocks(channels, block_size)?;
+        }
         check_length("tiles of a Gram matrix", layout.count(), tiles.len())?;
         for tile in tiles {
-            let expected = GramTiles::SIDE * GramTiles::SIDE;
-            check_length("tile of a Gram matrix", expected, tile.len())?;
+            check_length("tile of a Gram matrix", layout.tile_len(), tile.len())?;
         }
-        let blocks = layout.blocks(tiles, block_size);
-        Self::from_values(blocks, layout.channels(), block_size, rows, amax)
+        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
+        if gram.layout == layout {
+            let own = gram.values.par_chunks_exact_mut(layout.tile_len());
+            own.zip(tiles).for_each(|(own, tile)| own.copy_from_slice(tile));
+            gram.mirror();
+        } else {
+            if layout.is_diagonal() && channels > layout.side() {
+                check_blocks(layout.side(), block_size)?;
+            }
+            gram.fill(|row, col| {
+                let (tile, at) = layout.place(row, col).expect("tiles hold whole blocks");
+                tiles[tile][at]
+            });
+        }
+        gram.check_elements()?;
+        Ok(Self { rows, amax, ..gram })
     }
 
     /// Adds activations `[rows, channels]`.
@@ -101,8 +122,9 @@ impl Gram {
     /// [`SearchError::Activation`] naming the first value that is not finite; [`SearchError::Format`] if
     /// the slice holds no whole number of rows. Nothing is added then.
     pub fn add(&mut self, activations: &[f32]) -> Result<(), SearchError> {
-        check_activations(activations, self.channels)?;
-        self.rows += activations.len() / self.channels;
+        let channels = self.channels();
+        check_activations(activations, channels)?;
+        self.rows += activations.len() / channels;
         self.amax = activations.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
         if self.is_whole() {
             self.add_whole(activations);
@@ -113,34 +135,33 @@ impl Gram {
     }
 
     fn add_whole(&mut self, activations: &[f32]) {
-        let channels = self.channels;
+        let (channels, side) = (self.channels(), self.layout.side());
         for chunk in activations.chunks(CHUNK * channels) {
             let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
             let rows = wide.len() / channels;
             let x = MatRef::from_row_major_slice(&wide, rows, channels);
-            // The lower half is enough.
-            let gram = MatMut::from_row_major_slice_mut(&mut self.values, channels, channels);
-            triangular::matmul(
-                gram,
-                BlockStructure::TriangularLower,
-                Accum::Add,
-                x.transpose(),
-                BlockStructure::Rectangular,
-                x,
-                BlockStructure::Rectangular,
-                1.0,
-                Par::rayon(0),
-            );
-        }
-        for row in 0..channels {
-            for col in 0..row {
-                self.values[col * channels + row] = self.values[row * channels + col];
+            let mut rest = &mut self.values[..];
+            for first in (0..channels).step_by(side) {
+                // A column of tiles, down to the diagonal.
+                let (column, after) = rest.split_at_mut((first + side) * side);
+                rest = after;
+                let end = channels.min(first + side);
+                let sums = MatMut::from_row_major_slice_mut(column, first + side, side);
+                matmul(
+                    sums.submatrix_mut(0, 0, end, end - first),
+                    Accum::Add,
+                    x.subcols(0, end).transpose(),
+                    x.subcols(first, end - first),
+                    1.0,
+                    Par::rayon(0),
+                );
             }
         }
+        self.mirror();
     }
 
     fn add_blocks(&mut self, activations: &[f32]) {
-        let (channels, size) = (self.channels, self.block_size);
+        let (channels, size) = (self.channels(), self.layout.side());
         self.values.par_chunks_exact_mut(size * size).enumerate().for_each(|(block, sums)| {
             for row in activations.chunks_exact(channels) {
                 let row = &row[block * size..][..size];
@@ -153,13 +174,68 @@ impl Gram {
         });
     }
 
+    /// Sets every element to what it is by row and column, of which the row is not the greater.
+    fn fill(&mut self, element: impl Fn(usize, usize) -> f64 + Sync) {
+        let (layout, side) = (self.layout, self.layout.side());
+        let tiles = self.values.par_chunks_exact_mut(layout.tile_len()).enumerate();
+        tiles.for_each(|(tile, values)| {
+            let (first_row, first_col) = layout.corner(tile);
+            for (row, values) in (first_row..layout.channels()).zip(values.chunks_exact_mut(side)) {
+                for (col, value) in (first_col..layout.channels()).zip(values) {
+                    *value = element(row.min(col), row.max(col));
+                }
+            }
+        });
+    }
+
+    /// Makes the lower halves of tiles on the diagonal what the upper ones are.
+    fn mirror(&mut self) {
+        let (layout, side) = (self.layout, self.layout.side());
+        let tiles = self.values.par_chunks_exact_mut(layout.tile_len()).enumerate();
+        let diagonal = tiles.filter(|(tile, _)| {
+            let (row, col) = layout.corner(*tile);
+            row == col
+        });
+        diagonal.for_each(|(_, values)| {
+            for row in 0..side {
+                for col in 0..row {
+                    values[row * side + col] = values[col * side + row];
+                }
+            }
+        });
+    }
+
+    /// # Errors
+    /// [`SearchError::Hessian`] for an element that is not finite or negative on the diagonal.
+    fn check_elements(&self) -> Result<(), SearchError> {
+        let side = self.layout.side();
+        let block = |channel: usize| (!self.is_whole()).then_some(channel / side);
+        let tiles = self.values.par_chunks_exact(self.layout.tile_len()).enumerate();
+        let bad = tiles.find_map_first(|(tile, values)| {
+            let at = values.iter().position(|value| !value.is_finite())?;
+            let (row, col) = self.layout.corner(tile);
+            Some((row + at / side, col + at % side, values[at], "is not finite"))
+        });
+        let negative = || {
+            let mut diagonal = self.diagonal().enumerate();
+            let (channel, found) = diagonal.find(|(_, found)| *found < 0.0)?;
+            Some((channel, channel, found, "is negative, on the diagonal"))
+        };
+        match bad.or_else(negative) {
+            None => Ok(()),
+            Some((row, col, found, problem)) => {
+                Err(SearchError::Hessian { block: block(row), row, col, found, problem })
+            }
+        }
+    }
+
     /// Adds what was summed over other activations.
     ///
     /// # Errors
     /// [`SearchError::Format`] for another number of channels, or blocks of another size.
     pub fn merge(&mut self, other: &Self) -> Result<(), SearchError> {
-        check_length("channels", self.channels, other.channels)?;
-        check_length("channels of a block", self.block_size, other.block_size)?;
+        check_length("channels", self.channels(), other.channels())?;
+        check_length("channels of a block", self.block_size(), other.block_size())?;
         self.values.par_iter_mut().zip(&other.values).for_each(|(sum, value)| *sum += value);
         self.rows += other.rows;
         self.amax = self.amax.max(other.amax);
@@ -168,22 +244,22 @@ impl Gram {
 
     /// Input channels.
     pub fn channels(&self) -> usize {
-        self.channels
+        self.layout.channels()
     }
 
     /// Channels of a block along the diagonal; all of them if the matrix is whole.
     pub fn block_size(&self) -> usize {
-        self.block_size
+        if self.is_whole() { self.channels() } else { self.layout.side() }
     }
 
     /// Whether all of the matrix is known.
     pub fn is_whole(&self) -> bool {
-        self.block_size == self.channels
+        !self.layout.is_diagonal()
     }
 
     /// Whether blocks of this size along the diagonal are known.
     pub fn has_blocks(&self, block_size: usize) -> bool {
-        block_size > 0 && self.block_size.is_multiple_of(block_size)
+        block_size > 0 && self.block_size().is_multiple_of(block_size)
     }
 
     /// Activations that were added.
@@ -196,7 +272,24 @@ impl Gram {
         self.amax
     }
 
-    /// The blocks, `[channels / block_size, block_size, block_size]`.
+    /// The sum of products of two channels; nothing if it is not known.
+    pub fn get(&self, row: usize, col: usize) -> Option<f64> {
+        let (tile, at) = self.layout.place(row, col)?;
+        Some(self.values[tile * self.layout.tile_len() + at])
+    }
+
+    /// [`get`](Self::get) of what is known, as the constructors see to.
+    pub(crate) fn known(&self, row: usize, col: usize) -> f64 {
+        self.get(row, col).expect("of a block that is known")
+    }
+
+    /// How [`values`](Self::values) are laid out.
+    pub fn layout(&self) -> GramTiles {
+        self.layout
+    }
+
+    /// The tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size, block_size]` as they are, of a
+    /// whole matrix the upper half.
     pub fn values(&self) -> &[f64] {
         &self.values
     }
@@ -208,8 +301,7 @@ impl Gram {
 
     /// The sum of squares of every channel.
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
-        let size = self.block_size;
-        (0..self.channels).map(move |channel| self.values[channel * size + channel % size])
+        (0..self.channels()).map(|channel| self.known(channel, channel))
     }
 
     /// The matrices along the diagonal, one for every block of channels.
@@ -217,13 +309,12 @@ impl Gram {
     /// # Errors
     /// [`SearchError::Format`] if the blocks do not divide those that are known.
     pub fn blocks(&self, block_size: usize) -> Result<BlockHessians, SearchError> {
-        check_blocks(self.block_size, block_size)?;
-        let size = self.block_size;
-        let rows = (0..self.channels).flat_map(|channel| {
-            let start = channel * size + channel % size / block_size * block_size;
-            &self.values[start..start + block_size]
+        check_blocks(self.block_size(), block_size)?;
+        let values = (0..self.channels()).flat_map(|channel| {
+            let first = channel / block_size * block_size;
+            (first..first + block_size).map(move |other| self.known(channel, other) as f32)
         });
-        BlockHessians::new(rows.map(|&value| value as f32).collect(), block_size)
+        BlockHessians::new(values.collect(), block_size)
     }
 }
 

@@ -17,7 +17,7 @@
 //! | `block.rs`, `point.rs`  | a block as the searches see it: elements, scales, units              |
 //! | `importance.rs`         | [`Importance`]: what an error costs                                  |
 //! | `gram.rs`               | [`Gram`]: what activations say about the inputs of a layer           |
-//! | `tiles.rs`              | [`GramTiles`]: how devices lay that out                              |
+//! | `tiles.rs`              | [`GramTiles`]: how that is laid out                                  |
 //! | `four_over_six.rs`      | two candidate scales per block, the better one kept                  |
 //! | `sse.rs`                | the best scale by squared error                                      |
 //! | `hessian.rs`            | the best scale by `r^T H r`                                          |

@@ -1,26 +1,34 @@
-//! How devices lay out what they sum up of activations.
+//! How sums of products of activations are laid out.
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
-/// `X^T X` as tiles `[SIDE, SIDE]`: those of the upper half, a column of tiles after the other, each from its first
-/// row to the diagonal; or only those along the diagonal. Channels beyond the last are 0, and what a tile has below the
-/// diagonal of the matrix does not count.
+/// `X^T X` as tiles `[side, side]`: those of the upper half, a column of tiles after the other, each from its first
+/// row to the diagonal, so that it is itself a matrix `[rows, side]`; or only those along the diagonal. Channels beyond
+/// the last are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GramTiles {
     channels: usize,
+    side: usize,
     diagonal: bool,
 }
 
 impl GramTiles {
-    /// Channels of a tile.
+    /// Channels of a tile where devices sum up; elsewhere it has no more of a whole matrix.
     pub const SIDE: usize = 128;
 
-    /// What holds blocks along the diagonal; one block of all channels is the whole matrix.
-    pub fn new(channels: usize, block_size: usize) -> Self {
+    /// How devices lay out what holds blocks along the diagonal; one block of all channels is the whole matrix. What
+    /// their tiles have below the diagonal of the matrix does not count.
+    pub fn of_device(channels: usize, block_size: usize) -> Self {
         let inside = block_size > 0 && Self::SIDE.is_multiple_of(block_size);
-        Self { channels, diagonal: inside || channels <= Self::SIDE }
+        Self { channels, side: Self::SIDE, diagonal: inside || channels <= Self::SIDE }
+    }
+
+    /// The same with a tile for every block, or without channels beyond the last if these fit one tile: how a
+    /// [`Gram`](crate::Gram) keeps it, with both halves of tiles on the diagonal.
+    pub fn compact(channels: usize, block_size: usize) -> Self {
+        let whole = block_size == channels;
+        let side = if whole { channels.clamp(1, Self::SIDE) } else { block_size.max(1) };
+        Self { channels, side, diagonal: !whole }
     }
 
     /// Channels of the matrix.
@@ -28,22 +36,59 @@ impl GramTiles {
         self.channels
     }
 
+    /// Rows and columns of a tile.
+    pub fn side(&self) -> usize {
+        self.side
+    }
+
     /// Whether there are none but those along the diagonal.
     pub fn is_diagonal(&self) -> bool {
         self.diagonal
     }
 
+    /// Columns of tiles.
+    fn width(&self) -> usize {
+        self.channels.div_ceil(self.side)
+    }
+
     /// How many there are.
     pub fn count(&self) -> usize {
-        let columns = self.channels.div_ceil(Self::SIDE);
-        if self.diagonal { columns } else { columns * (columns + 1) / 2 }
+        let columns = self.width();
+        if self.diagonal { columns } else { columns.saturating_mul(columns + 1) / 2 }
+    }
+
+    /// Elements of a tile.
+    pub fn tile_len(&self) -> usize {
+        self.side * self.side
+    }
+
+    /// Row and column of the first element of a tile.
+    pub(crate) fn corner(&self, tile: usize) -> (usize, usize) {
+        if self.diagonal {
+            return (tile * self.side, tile * self.side);
+        }
+        // Columns before it hold `column * (column + 1) / 2` tiles.
+        let column = ((8 * tile + 1).isqrt() - 1) / 2;
+        ((tile - column * (column + 1) / 2) * self.side, column * self.side)
+    }
+
+    /// Where the tile is that has an element, and where in it this is; nothing for what is in no tile.
+    pub(crate) fn place(&self, row: usize, col: usize) -> Option<(usize, usize)> {
+        let (row, col) = (row.min(col), row.max(col));
+        let (tile_row, tile_col) = (row / self.side, col / self.side);
+        if col >= self.channels || self.diagonal && tile_row != tile_col {
+            return None;
+        }
+        let before =
+            if self.diagonal { tile_col } else { tile_col * (tile_col + 1) / 2 + tile_row };
+        Some((before, row % self.side * self.side + col % self.side))
     }
 
     /// The columns of tiles that some of them are in, with their rows of tiles there.
     pub fn columns(&self, tiles: Range<usize>) -> Vec<(usize, Range<usize>)> {
         let mut columns = Vec::new();
         let mut start = 0;
-        for column in 0..self.channels.div_ceil(Self::SIDE) {
+        for column in 0..self.width() {
             let rows = if self.diagonal { column..column + 1 } else { 0..column + 1 };
             let end = start + rows.len();
             let [from, to] = [tiles.start, tiles.end].map(|at| at.clamp(start, end) - start);
@@ -54,43 +99,6 @@ impl GramTiles {
         }
         columns
     }
-
-    /// The blocks `[channels / block_size, block_size, block_size]` that these tiles hold.
-    pub(crate) fn blocks(&self, tiles: &[&[f64]], block_size: usize) -> Vec<f64> {
-        let side = Self::SIDE;
-        let at = |row: usize, column: usize| match self.diagonal {
-            true => tiles[column],
-            false => tiles[column * (column + 1) / 2 + row],
-        };
-        let mut values = vec![0.0; self.channels * block_size];
-        // Rows of a block that share a row of tiles.
-        let aligned = side.is_multiple_of(block_size) || block_size.is_multiple_of(side);
-        let rows =
-            if aligned || block_size == self.channels { block_size.clamp(1, side) } else { 1 };
-        let parts = values.par_chunks_mut(rows * block_size.max(1)).enumerate();
-        parts.for_each(|(part, values)| {
-            let first = part * rows;
-            let block = first / block_size * block_size;
-            let (start, end) = (block / side, (block + block_size).div_ceil(side));
-            for column in start..end {
-                let channels = column * side..(column + 1) * side;
-                let channels = channels.start.max(block)..channels.end.min(block + block_size);
-                let mirrored = column < first / side;
-                let tile =
-                    if mirrored { at(column, first / side) } else { at(first / side, column) };
-                for (row, values) in (first..).zip(values.chunks_exact_mut(block_size)) {
-                    let values = &mut values[channels.start - block..channels.end - block];
-                    for (value, channel) in values.iter_mut().zip(channels.clone()) {
-                        let (row, channel) = (row % side, channel % side);
-                        let below = mirrored || column == first / side && channel < row;
-                        *value =
-                            tile[if below { channel * side + row } else { row * side + channel }];
-                    }
-                }
-            }
-        });
-        values
-    }
 }
 
 #[cfg(test)]
@@ -98,43 +106,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_make_up_the_matrix() {
-        for (channels, block_size) in
-            [(3, 3), (300, 300), (128, 16), (320, 32), (300, 100), (256, 128)]
-        {
-            let tiles = GramTiles::new(channels, block_size);
-            let value = |row: usize, col: usize| (row.min(col) * 1000 + row.max(col)) as f64;
-            let mut laid_out = vec![f64::NAN; tiles.count() * 128 * 128];
-            let mut squares = laid_out.chunks_exact_mut(128 * 128);
-            for (column, rows) in tiles.columns(0..tiles.count()) {
-                for row in rows {
-                    let square = squares.next().unwrap();
-                    for (at, element) in square.iter_mut().enumerate() {
-                        let (row, col) = (row * 128 + at / 128, column * 128 + at % 128);
-                        if row <= col {
-                            *element = value(row, col);
-                        }
-                    }
+    fn every_element_has_one_place() {
+        for (tiles, elements) in [
+            (GramTiles::of_device(300, 300), 300 * 301 / 2),
+            (GramTiles::of_device(3, 3), 3 * 4 / 2),
+            (GramTiles::of_device(320, 32), 2 * 128 * 129 / 2 + 64 * 65 / 2),
+            (GramTiles::compact(300, 300), 300 * 301 / 2),
+            (GramTiles::compact(300, 100), 3 * 100 * 101 / 2),
+        ] {
+            let mut places = std::collections::BTreeSet::new();
+            for row in 0..tiles.channels() {
+                for col in row..tiles.channels() {
+                    let place = tiles.place(row, col);
+                    assert_eq!(place, tiles.place(col, row));
+                    let Some((tile, at)) = place else { continue };
+                    assert!(tile < tiles.count() && at < tiles.tile_len());
+                    let (first_row, first_col) = tiles.corner(tile);
+                    let (row, col) = (row - first_row, col - first_col);
+                    assert_eq!(at, row * tiles.side() + col);
+                    assert!(places.insert((tile, at)));
                 }
             }
-            assert!(squares.next().is_none());
-            let laid_out: Vec<_> = laid_out.chunks_exact(128 * 128).collect();
-            let found = tiles.blocks(&laid_out, block_size);
-            assert_eq!(found.len(), channels * block_size);
-            for (at, found) in found.into_iter().enumerate() {
-                let row = at / block_size;
-                let col = row / block_size * block_size + at % block_size;
-                assert_eq!(found, value(row, col), "{channels} {block_size} {row} {col}");
-            }
+            assert_eq!(places.len(), elements);
+            assert_eq!(tiles.place(0, tiles.channels()), None);
         }
     }
 
     #[test]
     fn columns_are_those_of_a_range() {
-        let tiles = GramTiles::new(300, 300);
+        let tiles = GramTiles::of_device(300, 300);
         assert_eq!(tiles.count(), 6);
         assert_eq!(tiles.columns(2..5), [(1, 1..2), (2, 0..2)]);
-        let tiles = GramTiles::new(300, 4);
+        let tiles = GramTiles::of_device(300, 4);
         assert_eq!(tiles.columns(1..3), [(1, 1..2), (2, 2..3)]);
     }
 }

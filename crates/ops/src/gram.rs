@@ -132,8 +132,8 @@ impl FetchedGram {
         if parts.is_empty() {
             return Ok(host);
         }
-        let parts = parts.iter().map(wide).collect::<Result<Vec<_>, _>>();
-        let parts = parts.map_err(OpsError::device)?;
+        let parts = parts.iter().map(elements).collect::<Result<Vec<_>, _>>();
+        let parts: Vec<_> = parts.map_err(OpsError::device)?.into_iter().map(Sums::wide).collect();
         let tiles = parts.iter().flat_map(|part| part.chunks_exact(layout.tile_len()));
         let tiles: Vec<_> = tiles.collect();
         let mut gram = Gram::from_tiles(&tiles, layout, host.block_size(), rows, amax)?;
@@ -144,11 +144,25 @@ impl FetchedGram {
     }
 }
 
-/// The elements of a part, in f64.
-fn wide(part: &TensorData) -> Result<Cow<'_, [f64]>, DataError> {
+/// Elements of a part.
+enum Sums<'a> {
+    F32(&'a [f32]),
+    F64(&'a [f64]),
+}
+
+impl<'a> Sums<'a> {
+    fn wide(self) -> Cow<'a, [f64]> {
+        match self {
+            Self::F32(sums) => sums.iter().map(|&sum| f64::from(sum)).collect(),
+            Self::F64(sums) => Cow::Borrowed(sums),
+        }
+    }
+}
+
+fn elements(part: &TensorData) -> Result<Sums<'_>, DataError> {
     match part.dtype() {
-        DType::F64 => part.as_slice::<f64>().map(Cow::Borrowed),
-        _ => Ok(part.as_slice::<f32>()?.iter().map(|&value| f64::from(value)).collect()),
+        DType::F64 => part.as_slice().map(Sums::F64),
+        _ => part.as_slice().map(Sums::F32),
     }
 }
 
@@ -218,8 +232,14 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
             .collect();
         sums.into_iter().map(CollectiveTensor::resolve).last()
     };
-    let parts = (0..count).filter_map(added);
-    parts.map(|part| part.try_into_data().map_err(OpsError::device)).collect()
+    let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
+        let data = part.try_into_data().map_err(OpsError::device)?;
+        // Burn reads when data is looked at, through memory that the thread which does so has pinned: gathering is by
+        // threads that have none.
+        elements(&data).map_err(OpsError::device)?;
+        Ok(data)
+    };
+    (0..count).filter_map(added).map(read).collect()
 }
 
 /// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which

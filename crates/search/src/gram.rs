@@ -362,3 +362,83 @@ pub(crate) fn check_activations(activations: &[f32], channels: usize) -> Result<
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of integers, so that no order of summation matters.
+    #[test]
+    fn however_it_is_given_it_is_the_same() {
+        for (channels, block_size) in
+            [(3, 3), (128, 128), (129, 129), (300, 300), (128, 16), (320, 32), (300, 100)]
+        {
+            let rows = 5;
+            let x: Vec<f32> = (0..rows * channels).map(|at| (at * 7 % 11) as f32 - 5.0).collect();
+            let mut gram = match block_size == channels {
+                true => Gram::new(channels),
+                false => Gram::in_blocks(channels, block_size).unwrap(),
+            };
+            gram.add(&x[..2 * channels]).unwrap();
+            gram.add(&x[2 * channels..]).unwrap();
+            let sum = |row: usize, col: usize| -> f64 {
+                x.chunks(channels).map(|x| f64::from(x[row] * x[col])).sum()
+            };
+            let mut squares = Vec::new();
+            for row in 0..channels {
+                for col in 0..channels {
+                    let known = row / block_size == col / block_size;
+                    assert_eq!(gram.get(row, col), known.then(|| sum(row, col)), "{row}, {col}");
+                    squares.extend(known.then(|| sum(row, col)));
+                }
+            }
+            let (rows, amax) = (gram.rows(), gram.amax());
+            let found = Gram::from_values(&squares, channels, block_size, rows, amax).unwrap();
+            assert_eq!(found, gram);
+            // As devices lay it out, with anything below the diagonal.
+            let layout = GramTiles::of_device(channels, block_size);
+            let mut tiles = vec![vec![0.0; layout.tile_len()]; layout.count()];
+            for (tile, values) in tiles.iter_mut().enumerate() {
+                let (first_row, first_col) = layout.corner(tile);
+                for (at, value) in values.iter_mut().enumerate() {
+                    let (row, col) =
+                        (first_row + at / layout.side(), first_col + at % layout.side());
+                    if row.max(col) < channels {
+                        *value = if row <= col { sum(row, col) } else { f64::NAN };
+                    }
+                }
+            }
+            let tiles: Vec<_> = tiles.iter().map(Vec::as_slice).collect();
+            let from_tiles = |tiles| Gram::from_tiles(tiles, layout, block_size, rows, amax);
+            assert_eq!(from_tiles(&tiles).unwrap(), gram);
+            assert!(matches!(from_tiles(&tiles[1..]), Err(SearchError::Format(_))));
+        }
+    }
+
+    #[test]
+    fn tiles_are_checked() {
+        let layout = GramTiles::compact(300, 300);
+        let mut tiles = vec![vec![1.0; layout.tile_len()]; layout.count()];
+        let check = |tiles: &[Vec<f64>], block_size| {
+            let tiles: Vec<_> = tiles.iter().map(Vec::as_slice).collect();
+            Gram::from_tiles(&tiles, layout, block_size, 1, 1.0)
+        };
+        assert!(check(&tiles, 300).is_ok());
+        assert!(matches!(check(&tiles, 7), Err(SearchError::Format(_))));
+        tiles[3][2 * 128 + 5] = f64::INFINITY;
+        let problem = "is not finite";
+        let found = f64::INFINITY;
+        let error = SearchError::Hessian { block: None, row: 2, col: 261, found, problem };
+        assert_eq!(check(&tiles, 300), Err(error));
+        tiles[3][2 * 128 + 5] = 1.0;
+        tiles[5][129 * 3] = -1.0;
+        let (problem, found) = ("is negative, on the diagonal", -1.0);
+        let error = SearchError::Hessian { block: None, row: 259, col: 259, found, problem };
+        assert_eq!(check(&tiles, 300), Err(error));
+        // Tiles along the diagonal hold no larger blocks.
+        let narrow = GramTiles::of_device(320, 32);
+        let tile = vec![1.0; narrow.tile_len()];
+        let error = Gram::from_tiles(&[&tile[..]; 3], narrow, 160, 1, 1.0);
+        assert!(matches!(error, Err(SearchError::Format(_))));
+    }
+}

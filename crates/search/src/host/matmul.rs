@@ -1,8 +1,10 @@
+use core::array::from_fn;
+
 use burn_fp4_formats::check_length;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::strip::{scale_values, twice_element};
+use super::group::{GROUP, PackedRow};
 use super::{HostElement, PackedView, View};
 use crate::SearchError;
 
@@ -12,10 +14,10 @@ const ROWS: usize = 4;
 const INPUTS: usize = 4;
 /// Packed rows that are decoded before the input is looked at again.
 const DECODED: usize = 4 * ROWS;
+/// Packed rows that are decoded side by side where the input is looked at once.
+const TOGETHER: usize = 2;
 /// Packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
-/// Channels that are decoded together: two codes of each of 16 bytes.
-const GROUP: usize = 32;
 
 /// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of `channels`
 /// elements, without its dense values: `[inputs, outputs]`, sums in f32, rounded once.
@@ -39,8 +41,8 @@ pub fn matmul<T: HostElement>(
     let input = Interleaved::new(input, inputs, channels);
     // A row for each of the weight: the tasks write contiguous memory.
     let mut products = vec![0.0; outputs * inputs];
-    // Where the input is looked at once, what is decoded stays as close as it can.
-    let rows = if inputs <= INPUTS { ROWS } else { DECODED };
+    // Where the input is looked at once, nothing of what is decoded is kept.
+    let rows = if inputs <= INPUTS { 0 } else { DECODED };
     let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
     tasks.for_each_init(
         || vec![0.0; rows * input.len],
@@ -102,33 +104,76 @@ impl WithSimd for Products<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        match self.weight.block_size {
+            GROUP => self.in_blocks::<S, 1>(simd),
+            _ => self.in_blocks::<S, 2>(simd),
+        }
+    }
+}
+
+impl Products<'_> {
+    /// Of a weight with so many blocks in a group.
+    #[inline(always)]
+    fn in_blocks<S: Simd, const BLOCKS: usize>(self, simd: S) {
+        match self.input.rows {
+            1 => self.straight::<S, BLOCKS, 1>(simd),
+            2 => self.straight::<S, BLOCKS, 2>(simd),
+            3 => self.straight::<S, BLOCKS, 3>(simd),
+            INPUTS => self.straight::<S, BLOCKS, INPUTS>(simd),
+            _ => self.decoded::<S, BLOCKS>(simd),
+        }
+    }
+
+    /// Of so few rows of the input that nothing decoded is looked at again.
+    #[inline(always)]
+    fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
+        let Self { input, weight, channels, first, products, .. } = self;
+        let inputs: [_; M] = from_fn(|row| input.row(row));
+        for (part, products) in products.chunks_mut(TOGETHER * M).enumerate() {
+            let (first, rows) = (first + part * TOGETHER, products.len() / M);
+            // Rows beyond the last repeat it.
+            let packed: [_; TOGETHER] = from_fn(|index| {
+                PackedRow::<BLOCKS>::new(weight, first + index.min(rows - 1), channels)
+            });
+            let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs);
+            for (to, sums) in sums.into_iter().enumerate() {
+                for (index, (sum, row)) in sums.into_iter().zip(&packed).enumerate().take(rows) {
+                    products[index * M + to] = sum * row.tensor_scale;
+                }
+            }
+        }
+    }
+
+    /// Of any input.
+    #[inline(always)]
+    fn decoded<S: Simd, const BLOCKS: usize>(self, simd: S) {
         let Self { input, weight, channels, first, decoded, products } = self;
-        let together = decoded.len() / input.len;
-        for (part, products) in products.chunks_mut(together * input.rows).enumerate() {
-            let first = first + part * together;
+        for (part, products) in products.chunks_mut(DECODED * input.rows).enumerate() {
+            let first = first + part * DECODED;
             let rows = products.len() / input.rows;
+            let mut scales = [0.0; DECODED];
             for (row, decoded) in decoded.chunks_mut(input.len).take(rows).enumerate() {
-                decode_row(weight, first + row, channels, decoded);
+                let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
+                scales[row] = packed.tensor_scale;
+                for (group, decoded) in decoded.as_chunks_mut().0.iter_mut().enumerate() {
+                    *decoded = packed.group(simd, group);
+                }
             }
             for from in (0..input.rows).step_by(INPUTS) {
                 for row in (0..rows).step_by(ROWS) {
                     // Rows beyond the last repeat it.
-                    let decoded: [&[f32]; ROWS] = core::array::from_fn(|index| {
+                    let decoded: [&[f32]; ROWS] = from_fn(|index| {
                         let row = (row + index).min(rows - 1);
                         &decoded[row * input.len..][..input.len]
                     });
-                    let scales: [f32; ROWS] = core::array::from_fn(|index| {
-                        let row = first + (row + index).min(rows - 1);
-                        weight.tensor_scale[if weight.tensor_scale.len() == 1 { 0 } else { row }]
-                    });
-                    let products = &mut products[row * input.rows..];
+                    let (products, scales) = (&mut products[row * input.rows..], &scales[row..]);
                     let mut store = |to: usize, sums: [f32; ROWS]| {
                         for (index, sum) in sums.into_iter().enumerate().take(rows - row) {
                             products[index * input.rows + to] = sum * scales[index];
                         }
                     };
                     if from + INPUTS <= input.rows {
-                        let rows = core::array::from_fn(|index| input.row(from + index));
+                        let rows = from_fn(|index| input.row(from + index));
                         let sums = dots::<S, INPUTS>(simd, decoded, rows);
                         sums.into_iter().enumerate().for_each(|(at, sums)| store(from + at, sums));
                     } else {
@@ -166,41 +211,39 @@ fn dots<S: Simd, const M: usize>(
     sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)))
 }
 
-/// `element x block scale` of a packed row, in the order of [`Interleaved`].
+/// [`dots`] of rows that are decoded on the way: the same sums, in the same order.
 #[inline(always)]
-fn decode_row(weight: PackedView<'_>, row: usize, channels: usize, decoded: &mut [f32]) {
-    let blocks = channels / weight.block_size;
-    let codes = &weight.codes[row * channels / 2..][..channels / 2];
-    let scales = &weight.scales[row * blocks..][..blocks];
-    // Elements come out twice as large.
-    let values = scale_values(weight.format);
-    let half = |scale: u8| 0.5 * values[scale as usize];
-    let per_group = GROUP / weight.block_size;
-    let groups = codes.chunks(GROUP / 2).zip(scales.chunks(per_group));
-    for ((codes, scales), decoded) in groups.zip(decoded.chunks_exact_mut(GROUP)) {
-        let first = half(scales[0]);
-        let second = if per_group == 1 { first } else { scales.get(1).map_or(0.0, |&s| half(s)) };
-        match <&[u8; GROUP / 2]>::try_from(codes) {
-            Ok(codes) => decode_group(codes, [first, second], decoded),
-            Err(_) => {
-                let mut padded = [0; GROUP / 2];
-                padded[..codes.len()].copy_from_slice(codes);
-                decode_group(&padded, [first, second], decoded);
+fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
+    simd: S,
+    weights: &[PackedRow<'_, BLOCKS>; TOGETHER],
+    inputs: [&[f32]; M],
+) -> [[f32; TOGETHER]; M] {
+    let mut sums = [[simd.splat_f32s(0.0); TOGETHER]; M];
+    let mut add = |row: usize, decoded: [f32; GROUP], inputs: [&[f32; GROUP]; M]| {
+        let decoded = S::as_simd_f32s(&decoded).0;
+        for to in 0..M {
+            let input = S::as_simd_f32s(inputs[to]).0;
+            for k in 0..decoded.len() {
+                sums[to][row] = simd.mul_add_f32s(decoded[k], input[k], sums[to][row]);
             }
         }
-    }
-}
-
-/// The elements of 16 bytes, the lower codes first, times a factor for each half of the bytes.
-#[inline(always)]
-fn decode_group(codes: &[u8; GROUP / 2], factors: [f32; 2], decoded: &mut [f32]) {
-    let (even, odd) = decoded.split_at_mut(GROUP / 2);
-    let (even, odd) = (&mut even[..GROUP / 2], &mut odd[..GROUP / 2]);
-    for (half, factor) in factors.into_iter().enumerate() {
-        for index in half * GROUP / 4..(half + 1) * GROUP / 4 {
-            let code = u32::from(codes[index]);
-            even[index] = twice_element(code) * factor;
-            odd[index] = twice_element(code >> 4) * factor;
+    };
+    // With lengths known, no bounds are checked in between.
+    let whole = weights[0].codes.len() / (GROUP / 2);
+    let codes: [_; TOGETHER] = from_fn(|row| &weights[row].codes.as_chunks().0[..whole]);
+    let scales: [_; TOGETHER] = from_fn(|row| &weights[row].scales.as_chunks().0[..whole]);
+    let groups = inputs.map(|row| &row.as_chunks().0[..whole]);
+    for group in 0..whole {
+        for row in 0..TOGETHER {
+            let decoded = weights[row].decode(simd, &codes[row][group], &scales[row][group]);
+            add(row, decoded, groups.map(|row| &row[group]));
         }
     }
+    if inputs[0].len() > whole * GROUP {
+        for row in 0..TOGETHER {
+            let decoded = weights[row].group(simd, whole);
+            add(row, decoded, inputs.map(|row| row.last_chunk().expect("a whole group")));
+        }
+    }
+    sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)))
 }

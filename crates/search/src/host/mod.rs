@@ -7,6 +7,7 @@
 mod coordinate_descent;
 mod dequantize;
 mod element;
+mod group;
 mod hadamard;
 mod hessian;
 mod matmul;

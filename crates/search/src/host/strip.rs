@@ -560,7 +560,7 @@ pub(super) fn scale_values(format: Fp4Format) -> &'static [f32; 256] {
 
 /// Twice the value of an E2M1 code, whose higher bits do not matter.
 #[inline(always)]
-pub(super) fn twice_element(code: u32) -> f32 {
+pub(super) const fn twice_element(code: u32) -> f32 {
     // Twice the eight magnitudes, a nibble each.
     const TWICE: u32 = 0xC864_3210;
     let magnitude = (TWICE >> ((code & 7) << 2) & 0xF) as i32 as f32;

@@ -160,6 +160,7 @@ fn siblings_share_a_tensor_scale() {
     let device = Device::flex();
     let config = TransformerEncoderConfig::new(32, 64, 4, 2);
     let mut encoder: TransformerEncoder = config.init(&device);
+    let mut unchecked = encoder.clone();
     let shared = Fp4Config::nvfp4().share_scale(["query", "key", "value"]);
     let report = encoder.quantize_fp4(&shared).unwrap();
     assert_eq!(quantized(&report).len(), 2 * 6);
@@ -172,6 +173,18 @@ fn siblings_share_a_tensor_scale() {
         assert_eq!(scale(&mha.query), scale(&mha.key));
         assert_eq!(scale(&mha.query), scale(&mha.value));
         assert_ne!(scale(&mha.query), scale(&mha.output));
+    }
+    // Of values that nobody checks, only those that share a scale are looked at first.
+    let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
+    let follow = Fp4Config::new(follow).share_scale(["query", "key", "value"]);
+    unchecked.quantize_fp4(&follow).unwrap();
+    for (layer, unchecked) in encoder.layers.iter().zip(&unchecked.layers) {
+        let packed = |linear: &Linear| {
+            let packed = linear.weight.reparameterization::<PackedWeight>().unwrap();
+            packed.tensor::<2>().to_packed().unwrap()
+        };
+        assert_eq!(packed(&layer.mha.key), packed(&unchecked.mha.key));
+        assert_eq!(packed(&layer.mha.output), packed(&unchecked.mha.output));
     }
     let group = "layers.0.mha.{query,key,value}.weight".to_owned();
     let shares = report.quantized().filter(|parameter| {

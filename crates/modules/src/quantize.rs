@@ -105,10 +105,10 @@ pub(crate) fn pack<M: Module>(
     }
 }
 
-/// amax of every weight that needs one: of its group where it shares a tensor scale.
+/// amax of every weight that needs one before the first is quantized: of its group where it shares a tensor scale, and
+/// of what has to be finite, because its scheme or `reject` says so.
 ///
-/// One read-back per device tells whether everything is finite, which it has to be if its scheme or `reject`
-/// says so.
+/// One read-back per device. All others follow their own amax, which stays where it is.
 pub(crate) fn measure<M: Module>(
     module: &M,
     decisions: &[(Parameter, Decision)],
@@ -140,10 +140,11 @@ pub(crate) fn measure<M: Module>(
     let wanted: BTreeMap<_, _> = decisions
         .iter()
         .filter_map(|(parameter, decision)| match decision {
-            Decision::Quantize(plan) if from_amax(&plan.scheme) || rejects(&plan.scheme) => {
-                Some((parameter.path.as_str(), plan))
+            Decision::Quantize(plan) => {
+                let shares = plan.shares.is_some() && from_amax(&plan.scheme);
+                (shares || rejects(&plan.scheme)).then_some((parameter.path.as_str(), plan))
             }
-            _ => None,
+            Decision::Keep(_) => None,
         })
         .collect();
     if wanted.is_empty() {

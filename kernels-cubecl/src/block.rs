@@ -106,6 +106,9 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
         if comptime!(share.tile == Tile::Exchanged) {
             largest_of_tile(&mut largest, share.rows);
         }
+        if comptime!(share.tile == Tile::Halves) {
+            largest[0] = max_nan(largest[0], plane_shuffle_xor(largest[0], 1u32));
+        }
     }
     let mut scales = BlockScales {
         codes: Array::<u32>::new(comptime!(share.rows as usize)),

@@ -164,7 +164,8 @@ impl FactorPlan {
     }
 }
 
-/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left of the diagonal of whole panels.
+/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left of the diagonal of
+/// whole panels.
 #[cube(launch_unchecked)]
 fn arrange_kernel(
     gram: &[f32],

@@ -1,5 +1,5 @@
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch, SearchError};
+use burn_fp4_search::{Blocks, ScaleSearch, SearchError};
 use cubecl::client::Client;
 use cubecl::features::{Features, MmaConfig, Plane};
 use cubecl::ir::{ElemType, FloatKind};
@@ -179,13 +179,16 @@ impl Conversion {
     }
 }
 
-/// How the rows of a 16 x 16 tile come to share a scale.
+/// How units come to share a scale: those that hold the rows of a 16 x 16 tile, or the halves of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// There are no tiles.
     None,
     /// Units that hold the rows of a tile are neighbours and exchange what they found.
     Exchanged,
+    /// There are no tiles, but a block of 32 is divided between two neighbours, which exchange what they found: shares
+    /// are of 16, so that what they store together is as contiguous as where blocks are.
+    Halves,
     /// Every unit looks at the whole tile.
     Repeated,
 }
@@ -320,14 +323,14 @@ pub fn plan(
             (rows / share.rows * blocks, share)
         }
         Operation::Quantize | Operation::FakeQuantize => {
-            let tile = tile(scheme, problem, device);
+            let tile = tile(operation, problem, device);
             let mut share = match (tile, along) {
                 (Tile::Repeated, _) => one_row,
                 (Tile::Exchanged, true) => {
                     let spread = common_power_of_two(blocks, 8);
                     Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
                 }
-                (Tile::None, true) => Share { vector: widest, ..one_row },
+                (Tile::None | Tile::Halves, true) => Share { vector: widest, ..one_row },
                 (_, false) => strided(operation, problem, device, one_row),
             };
             let rows = match tile {
@@ -338,6 +341,7 @@ pub fn plan(
                 }
                 _ => rows,
             };
+            let blocks = if tile == Tile::Halves { 2 * blocks } else { blocks };
             (rows / share.rows * blocks, Share { tile, ..share })
         }
     };
@@ -441,10 +445,13 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
 }
 
 /// Neighbours in a plane can exchange only if the rows of a tile are neighbours.
-fn tile(scheme: &Fp4Scheme, problem: &Problem, device: &Capability) -> Tile {
-    let view = problem.view;
+fn tile(operation: Operation, problem: &Problem, device: &Capability) -> Tile {
+    let Problem { view, scheme, .. } = problem;
     let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);
+    let by_amax = operation == Operation::FakeQuantize && scheme.search == ScaleSearch::Amax;
+    let halves = by_amax && view.inner == 1 && scheme.block_size == 32 && device.plane >= 2;
     match scheme.blocks {
+        Blocks::Row if halves => Tile::Halves,
         Blocks::Row => Tile::None,
         Blocks::Tile16x16 if whole && device.plane >= 16 => Tile::Exchanged,
         Blocks::Tile16x16 => Tile::Repeated,
@@ -458,6 +465,8 @@ pub(crate) fn common_power_of_two(number: u32, limit: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use burn_fp4_search::Fp4Scheme;
+
     use super::*;
 
     const GPU: Capability = Capability {
@@ -527,6 +536,20 @@ mod tests {
         assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 96, &GPU).staged);
         let fake = of(Operation::FakeQuantize, Fp4Scheme::mxfp4(), 1024, &GPU);
         assert_eq!((fake.rows, fake.lanes, fake.spread), (2, 8, 1));
+    }
+
+    #[test]
+    fn a_block_of_32_is_divided_where_neighbours_exchange() {
+        let of = |scheme, device: &Capability| {
+            let problem = problem(View::rows(3, 64), scheme);
+            let launch = plan(Operation::FakeQuantize, &problem, device).unwrap();
+            (launch.share.tile, launch.items)
+        };
+        assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (Tile::Halves, 12));
+        assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (Tile::None, 6));
+        let sse = Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse);
+        assert_eq!(of(sse, &GPU), (Tile::None, 6));
+        assert_eq!(of(Fp4Scheme::nvfp4(), &GPU), (Tile::None, 12));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::block::{choose_scales, code_mask, normalize};
 use crate::element::{element_value, nearest_element, round_to_e2m1};
-use crate::plan::{Share, UNITS};
+use crate::plan::{Share, Tile, UNITS};
 use crate::scale::{Factors, FactorsLaunch, Method, scale_value, tensor_factor};
 use crate::share::{Extent, ExtentLaunch, item, load_blocks, place, store_blocks};
 use crate::stage::{Exchange, exchange, packed_place};
@@ -151,7 +151,12 @@ fn launch_fake_quantize<E: Int, F: Float>(
     restore: Restore,
     launch: Launch,
 ) -> Handle {
-    let Problem { view, scheme, dtype } = problem;
+    let mut problem = *problem;
+    if launch.share.tile == Tile::Halves {
+        // Each is a block of its own, but for what they exchange.
+        problem.scheme = problem.scheme.with_block_size(problem.scheme.block_size / 2);
+    }
+    let Problem { view, scheme, dtype } = &problem;
     let output = client.empty(view.len() * dtype.size());
     if launch.items == 0 {
         return output;
@@ -168,8 +173,8 @@ fn launch_fake_quantize<E: Int, F: Float>(
             BufferArg::from_raw_parts(values, vectors),
             BufferArg::from_raw_parts(amax, scheme.tensor_scales(view.packed_rows())),
             BufferArg::from_raw_parts(output.clone(), vectors),
-            extent(problem, &launch),
-            factors(problem),
+            extent(&problem, &launch),
+            factors(&problem),
             draw(scheme),
             restore,
             Method::of(scheme, false),

@@ -90,8 +90,8 @@ pub trait Fp4Module: Module {
     ///
     /// Everything is checked before anything is changed: that values are finite by one transfer from each device, which
     /// [`FollowReference`](crate::ops::NonFinite::FollowReference) saves. What the report says takes one more; nothing
-    /// else is read back. Each dense weight is freed as soon as its packed form stands. Quantized parameters are frozen; [`Module::materialize`] makes the module
-    /// dense again.
+    /// else is read back. Each dense weight is freed as soon as its packed form stands. Quantized parameters are
+    /// frozen; [`Module::materialize`] makes the module dense again.
     ///
     /// # Errors
     /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless the

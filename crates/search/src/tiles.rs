@@ -13,7 +13,7 @@ pub struct GramTiles {
 }
 
 impl GramTiles {
-    /// Channels of a tile where devices sum up; elsewhere it has no more of a whole matrix.
+    /// Side of the tiles in which devices sum up; those of a whole matrix are no larger elsewhere.
     pub const SIDE: usize = 128;
 
     /// How devices lay out what holds blocks along the diagonal; one block of all channels is the whole matrix. What
@@ -59,7 +59,7 @@ impl GramTiles {
 
     /// Elements of a tile.
     pub fn tile_len(&self) -> usize {
-        self.side * self.side
+        self.side.saturating_mul(self.side)
     }
 
     /// Row and column of the first element of a tile.

@@ -444,7 +444,8 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
     }
 }
 
-/// Neighbours in a plane can exchange only if the rows of a tile are neighbours.
+/// Neighbours in a plane can exchange only if the rows of a tile are neighbours. Halves of a block are for what writes
+/// no packed blocks, and needs no more of one than its amax.
 fn tile(operation: Operation, problem: &Problem, device: &Capability) -> Tile {
     let Problem { view, scheme, .. } = problem;
     let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);

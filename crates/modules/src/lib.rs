@@ -89,8 +89,9 @@ pub trait Fp4Module: Module {
     /// Replaces the selected weights by their FP4 codes and scales.
     ///
     /// Everything is checked before anything is changed: that values are finite by one transfer from each device, which
-    /// [`FollowReference`](crate::ops::NonFinite::FollowReference) saves. What the report says takes one more; nothing
-    /// else is read back. Each dense weight is freed as soon as its packed form stands. Quantized parameters are
+    /// [`FollowReference`](crate::ops::NonFinite::FollowReference) saves where no tensor scale is shared. What the report
+    /// says takes one more. Kernels read nothing else back, but GPTQ whether a Gram matrix is singular; a search without
+    /// a kernel reads the weight. Each dense weight is freed as soon as its packed form stands. Quantized parameters are
     /// frozen; [`Module::materialize`] makes the module dense again.
     ///
     /// # Errors

@@ -247,3 +247,43 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     }
     sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)))
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_formats::Fp4Format;
+
+    use super::*;
+
+    /// Also where the last group is not whole, and the last rows of the weight are fewer than are decoded together.
+    #[test]
+    fn sums_do_not_depend_on_how_many_rows_there_are() {
+        const INPUT_ROWS: usize = 9;
+        for (block_size, channels, outputs) in [(16, 80, 37), (16, 96, 40), (32, 96, 37)] {
+            let codes: Vec<_> =
+                (0..outputs * channels / 2).map(|at| (at * 37 % 251) as u8).collect();
+            let blocks = outputs * channels / block_size;
+            let scales: Vec<_> = (0..blocks).map(|at| 0x30 + (at * 7 % 32) as u8).collect();
+            let tensor_scale: Vec<_> = (0..outputs).map(|row| 1.0 / (row + 3) as f32).collect();
+            let weight = PackedView {
+                format: Fp4Format::NvFp4,
+                block_size,
+                codes: &codes,
+                scales: &scales,
+                tensor_scale: &tensor_scale,
+            };
+            let input: Vec<_> =
+                (0..INPUT_ROWS * channels).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
+            let of = |rows: usize| {
+                let mut output = vec![f32::NAN; rows * outputs];
+                let input = &input[..rows * channels];
+                matmul(input, weight, [outputs, channels], &mut output).unwrap();
+                output
+            };
+            let all = of(INPUT_ROWS);
+            assert!(all.iter().all(|sum| sum.is_finite()));
+            for rows in 1..INPUT_ROWS {
+                assert_eq!(of(rows), all[..rows * outputs], "{rows} x {channels}, {block_size}");
+            }
+        }
+    }
+}

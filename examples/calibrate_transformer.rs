@@ -11,12 +11,13 @@ use burn_fp4::{
     Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, ScaleSearch,
 };
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use comfy_table::{CellAlignment, Table, presets};
 use examples::OnDevice;
 use examples::encoder::Reader;
+use examples::progress;
 use examples::random::Random;
 use examples::text::{Predicts, Size, Text};
-use indicatif::{ProgressBar, ProgressStyle};
 use peak_alloc::PeakAlloc;
 use serde::Serialize;
 
@@ -33,7 +34,11 @@ struct Arguments {
     #[arg(long, default_value_t = 400)]
     steps: usize,
     /// Batches of 16 windows of 64 characters to calibrate on.
-    #[arg(long, default_value_t = 32)]
+    #[arg(
+        long,
+        default_value_t = 32,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..),
+    )]
     batches: usize,
     /// Quantize to MXFP4 instead of NVFP4.
     #[arg(long)]
@@ -64,8 +69,7 @@ fn main() -> Result<()> {
     let device = arguments.device.device();
     device.seed(1);
     let text = Text::genesis()?;
-    let bar = ProgressBar::new(arguments.steps as u64);
-    bar.set_style(ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}, {eta} left")?);
+    let bar = progress::bar(arguments.steps);
     let size = Size { blocks: 4, width: 64, heads: 4 };
     let model = Reader::new(&text, size, &device.clone().autodiff());
     let model = model.train_on(&text, arguments.steps, 1, &device, |_, loss| {
@@ -87,6 +91,7 @@ fn main() -> Result<()> {
         ("gptq", gptq(), Calibrated::AtOnce),
         ("gptq, sequential", gptq(), Calibrated::Sequentially),
     ] {
+        bar.set_message(variant);
         let mut random = Random::new(3);
         let batches: Vec<_> = (0..arguments.batches)
             .map(|_| text.batch(16, &mut random, &device)[0].clone())

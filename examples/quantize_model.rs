@@ -10,7 +10,7 @@ use clap::Parser;
 use comfy_table::{CellAlignment, Table, presets};
 use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
-use indicatif::{ProgressBar, ProgressStyle};
+use examples::progress;
 use serde::Serialize;
 
 /// Trains a small network on handwritten digits and quantizes it to FP4 by several rules.
@@ -23,7 +23,7 @@ struct Arguments {
     #[arg(long, default_value_t = 30)]
     epochs: usize,
     /// Print what was done to every parameter, for the default rule.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     report: bool,
     /// Print an array of objects instead of a table.
     #[arg(long)]
@@ -50,14 +50,12 @@ fn main() -> Result<()> {
     device.seed(7);
     let (train, test) = Digits::train_and_test()?;
 
-    let bar = ProgressBar::new(arguments.epochs as u64);
-    bar.set_style(ProgressStyle::with_template("training {wide_bar} {pos}/{len} epochs, {msg}")?);
+    let bar = progress::bar(arguments.epochs);
     let model = Classifier::new(&device.clone().autodiff(), [256, 128]);
     let model = model.train_on(&train, arguments.epochs, 1e-3, 0, &device, |loss| {
-        bar.set_message(format!("loss {loss:.4}"));
+        bar.set_message(format!("training, loss {loss:.4}"));
         bar.inc(1);
     });
-    bar.finish_and_clear();
     let dense = model.valid();
 
     let dense_bytes = 4 * dense.num_params();
@@ -69,6 +67,7 @@ fn main() -> Result<()> {
         bytes: dense_bytes,
     }];
     for (variant, scheme) in variants() {
+        bar.set_message(variant);
         let mut model = dense.clone();
         let report = model.quantize_fp4(&Fp4Config::new(scheme))?;
         rows.push(Row {
@@ -79,9 +78,10 @@ fn main() -> Result<()> {
             bytes: report.bytes_after(),
         });
         if arguments.report && scheme == Fp4Scheme::nvfp4() {
-            println!("{report}\n");
+            bar.suspend(|| println!("{report}\n"));
         }
     }
+    bar.finish_and_clear();
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
     } else {

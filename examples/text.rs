@@ -36,9 +36,19 @@ impl Text {
         let number = |character| alphabet.binary_search(&character).map(|at| at as i32);
         let numbers: Vec<_> = book.chars().filter_map(|character| number(character).ok()).collect();
         ensure!(numbers.len() > 40 * CONTEXT, "the text has {} characters", numbers.len());
+        Ok(Self::of(&numbers, alphabet.len()))
+    }
+
+    /// The two halves of the text, each with its last tenth for validation.
+    pub fn halves(&self) -> [Self; 2] {
+        let whole = [&self.train[..], &self.valid[..]].concat();
+        let (first, second) = whole.split_at(whole.len() / 2);
+        [first, second].map(|half| Self::of(half, self.characters))
+    }
+
+    fn of(numbers: &[i32], characters: usize) -> Self {
         let (train, valid) = numbers.split_at(numbers.len() / 10 * 9);
-        let characters = alphabet.len();
-        Ok(Self { train: train.to_vec(), valid: valid.to_vec(), characters })
+        Self { train: train.to_vec(), valid: valid.to_vec(), characters }
     }
 
     /// Windows `[n, CONTEXT]` of a part of the text, and what follows each of their characters.

@@ -1,20 +1,23 @@
 //! Trains with FP4: a classifier of digits whose weights are fake-quantized after dense training, and a
 //! character transformer by NVIDIA's recipe for pretraining: `cargo run --release --example train_fp4`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fp4::{Fp4Config, Fp4Module, TrainRecipe};
-use clap::{Parser, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
 use comfy_table::{CellAlignment, Table, presets};
-use examples::OnDevice;
-use examples::digits::{Classifier, Digits};
+use examples::digits::{Classifier, Digits, recovered_percent};
+use examples::plot::Curve;
 use examples::text::{CharTransformer, Predicts, Size, Text};
-use indicatif::{ProgressBar, ProgressStyle};
-use plotters::prelude::*;
+use examples::{OnDevice, plot, progress};
 use serde::Serialize;
+
+/// Steps of the transformer whose losses make one point of its curve.
+const POINT: usize = 10;
 
 /// Trains with FP4, and compares with dense training.
 #[derive(Parser)]
@@ -26,7 +29,7 @@ struct Arguments {
     #[arg(long, value_enum, default_value_t = OnDevice::Flex)]
     device: OnDevice,
     /// Runs of everything, each from another seed.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
     /// Passes over the digits, dense; fake-quantized afterwards half as many.
     #[arg(long, default_value_t = 30)]
@@ -37,8 +40,8 @@ struct Arguments {
     /// Blocks of the transformer that stay in high precision, at its end.
     #[arg(long, default_value_t = 1)]
     keep_last: usize,
-    /// Draw the losses of the transformer into an SVG file.
-    #[arg(long)]
+    /// Draw the losses of the transformer into an SVG file, after everything is printed.
+    #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     /// Print an array of objects instead of tables.
     #[arg(long)]
@@ -59,7 +62,7 @@ struct Row {
     variant: &'static str,
     /// Accuracy in percent, or validation loss in nats, of each seed.
     results: Vec<f64>,
-    /// Training loss, a mean over ten steps, of the first seed.
+    /// Training loss, a mean over [`POINT`] steps, of the first seed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     curve: Vec<(usize, f64)>,
 }
@@ -69,16 +72,21 @@ impl Row {
         self.results.iter().sum::<f64>() / self.results.len() as f64
     }
 
-    /// Standard deviation over seeds.
-    fn spread(&self) -> f64 {
+    /// Standard deviation over seeds; none of a single one.
+    fn spread(&self) -> Option<f64> {
         let mean = self.mean();
         let squares: f64 = self.results.iter().map(|result| (result - mean).powi(2)).sum();
-        (squares / (self.results.len() as f64 - 1.0).max(1.0)).sqrt()
+        let others = self.results.len() - 1;
+        (others > 0).then(|| (squares / others as f64).sqrt())
     }
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
+    if arguments.plot.is_some() && (arguments.task == Task::Digits || arguments.steps < POINT) {
+        let needs = format!("--plot needs --task text or all, and --steps of {POINT} or more");
+        Arguments::command().error(ErrorKind::ArgumentConflict, needs).exit();
+    }
     let device = arguments.device.device();
     let mut rows = Vec::new();
     if arguments.task != Task::Text {
@@ -87,21 +95,21 @@ fn main() -> Result<()> {
     if arguments.task != Task::Digits {
         rows.extend(text(&arguments, &device)?);
     }
-    if let Some(path) = &arguments.plot {
-        plot(path, &rows)?;
-    }
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
     } else {
         print(&rows);
     }
+    if let Some(path) = &arguments.plot {
+        let curves: Vec<_> = rows
+            .iter()
+            .filter(|row| !row.curve.is_empty())
+            .map(|row| Curve { name: row.variant, points: &row.curve })
+            .collect();
+        let title = "Genesis, character by character: training loss of the first seed";
+        plot::draw(path, title, "nats a character", &curves)?;
+    }
     Ok(())
-}
-
-fn bar(length: usize) -> Result<ProgressBar> {
-    let bar = ProgressBar::new(length as u64);
-    bar.set_style(ProgressStyle::with_template("{wide_bar} {pos}/{len}, {msg}, {eta} left")?);
-    Ok(bar)
 }
 
 /// Dense training, quantization after it, and fake-quantized training after it.
@@ -111,7 +119,7 @@ fn digits(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
     let [mut dense, mut longer, mut after, mut aware] =
         ["dense f32", "dense f32, longer", "mxfp4 after training", "mxfp4 in training"].map(row);
     let tune = arguments.epochs.div_ceil(2);
-    let bar = bar(arguments.seeds as usize * (arguments.epochs + 2 * tune))?;
+    let bar = progress::bar(arguments.seeds as usize * (arguments.epochs + 2 * tune));
     for seed in 0..arguments.seeds {
         device.seed(seed);
         let train_on = |model: Classifier, epochs, rate| {
@@ -144,6 +152,7 @@ fn digits(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
 fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
     let text = Text::genesis()?;
     let size = Size { blocks: 4, width: 64, heads: 4 };
+    let keep_last = arguments.keep_last.min(size.blocks);
     let recipe = TrainRecipe::NVFP4;
     let variants = [
         ("dense f32", TrainRecipe::HIGH_PRECISION, false),
@@ -152,22 +161,19 @@ fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
         ("nvfp4 recipe, not drawn", TrainRecipe { stochastic_rounding: false, ..recipe }, false),
         ("nvfp4 recipe, not transformed", TrainRecipe { hadamard: None, ..recipe }, false),
     ];
-    let bar = bar(variants.len() * arguments.seeds as usize * arguments.steps)?;
+    let bar = progress::bar(variants.len() * arguments.seeds as usize * arguments.steps);
     let mut rows = Vec::new();
     for (variant, recipe, aware) in variants {
         let mut row = Row { task: "text", variant, results: vec![], curve: vec![] };
         for seed in 0..arguments.seeds {
             device.seed(seed);
             let training = device.clone().autodiff();
-            let keep_last = arguments.keep_last;
             let mut model = CharTransformer::new(&text, size, recipe, keep_last, seed, &training)?;
-            if aware {
-                let last = size.blocks - keep_last.min(size.blocks);
-                let mut config =
-                    Fp4Config::nvfp4().container("Fp4TrainLinear", 0).include("blocks.**");
-                config
-                    .exclude
-                    .extend((last..size.blocks).map(|block| format!("blocks.{block}.**")));
+            // With every block in high precision there is nothing to quantize.
+            if aware && keep_last < size.blocks {
+                let mut config = Fp4Config::nvfp4();
+                let quantized = 0..size.blocks - keep_last;
+                config.include.extend(quantized.map(|block| format!("blocks.{block}.**")));
                 model.fake_quantize_fp4(&config)?;
             }
             let mut recent = Vec::new();
@@ -175,8 +181,8 @@ fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
                 bar.set_message(format!("{variant}, seed {seed}, loss {loss:.3}"));
                 bar.inc(1);
                 recent.push(loss);
-                if seed == 0 && recent.len() == 10 {
-                    row.curve.push((step, recent.iter().sum::<f64>() / 10.0));
+                if seed == 0 && recent.len() == POINT {
+                    row.curve.push((step, recent.iter().sum::<f64>() / POINT as f64));
                     recent.clear();
                 }
             });
@@ -210,7 +216,7 @@ fn print(rows: &[Row]) {
             table.add_row([
                 row.variant.to_owned(),
                 format!("{:.3}", row.mean()),
-                format!("{:.3}", row.spread()),
+                row.spread().map_or_else(|| "-".to_owned(), |spread| format!("{spread:.3}")),
                 against,
                 each.join(" "),
             ]);
@@ -224,11 +230,10 @@ fn print(rows: &[Row]) {
         if let [dense, _, after, aware] = rows
             && !text
         {
-            let (lost, left) = (dense.mean() - after.mean(), dense.mean() - aware.mean());
-            println!(
-                "{:.0} % of what quantization loses is recovered",
-                100.0 * (1.0 - left / lost)
-            );
+            match recovered_percent(dense.mean(), after.mean(), aware.mean()) {
+                Some(percent) => println!("{percent:.0} % of what quantization loses is recovered"),
+                None => println!("quantization loses nothing that could be recovered"),
+            }
         }
         for row in rows.iter().filter(|row| !row.curve.is_empty()) {
             let every = row.curve.len().div_ceil(8);
@@ -237,32 +242,4 @@ fn print(rows: &[Row]) {
             println!("  {}: {}", row.variant, points.collect::<Vec<_>>().join(", "));
         }
     }
-}
-
-/// Training losses of the first seed.
-fn plot(path: &Path, rows: &[Row]) -> Result<()> {
-    let rows: Vec<_> = rows.iter().filter(|row| !row.curve.is_empty()).collect();
-    let points = || rows.iter().flat_map(|row| &row.curve);
-    let steps = points().map(|(step, _)| *step).max().unwrap_or(1);
-    let lowest = points().map(|(_, loss)| *loss).fold(f64::INFINITY, f64::min);
-    let highest = points().map(|(_, loss)| *loss).fold(0.0, f64::max);
-    let area = SVGBackend::new(path, (900, 540)).into_drawing_area();
-    area.fill(&WHITE)?;
-    let mut chart = ChartBuilder::on(&area)
-        .caption("Genesis, character by character: training loss", ("sans-serif", 18))
-        .margin(12)
-        .x_label_area_size(40)
-        .y_label_area_size(50)
-        .build_cartesian_2d(0..steps + 1, lowest * 0.95..highest * 1.02)?;
-    chart.configure_mesh().x_desc("step").y_desc("nats a character").draw()?;
-    for (index, row) in rows.iter().enumerate() {
-        let color = Palette99::pick(index).to_rgba();
-        chart
-            .draw_series(LineSeries::new(row.curve.iter().copied(), color.stroke_width(2)))?
-            .label(row.variant)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], color.stroke_width(2)));
-    }
-    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
-    area.present()?;
-    Ok(())
 }

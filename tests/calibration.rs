@@ -622,7 +622,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
         assert_eq!(calibration.devices(), there, "{name}");
         // The same statistics, gathered by nobody.
         let mut elsewhere = Calibration::new();
-        for (path, axis, gram) in calibration.iter() {
+        for (path, axis, _, gram) in calibration.iter() {
             elsewhere.insert(path, axis, gram.clone());
         }
         for config in [Fp4Config::nvfp4().gptq(Gptq::default()), hessian.clone()] {
@@ -669,7 +669,7 @@ fn statistics_are_those_that_a_config_asks_for() {
         };
         let whole = calibrate(CalibrationOptions::default().for_config(&gptq));
         let blocks = calibrate(CalibrationOptions::default().for_config(&by_hessian));
-        for (path, axis, gram) in whole.iter() {
+        for (path, axis, _, gram) in whole.iter() {
             assert!(gram.is_whole());
             let found = blocks.get(path, axis).unwrap();
             assert_eq!((found.block_size(), found.rows()), (16, 100), "{name} {path}");

@@ -1,5 +1,6 @@
-//! Unmodified layers with packed weights, straight from the codes: which products are found in the stream of
-//! operations, and what comes out. Every test calls `init` first, before any operation on a Cube device.
+//! Unmodified layers with packed weights, straight from the codes: which products and lookups are
+//! found in the stream of operations, and what comes out. Every test calls `init` first, before any
+//! operation on a Cube device.
 
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
@@ -9,14 +10,15 @@ use burn::backend::DispatchDevice;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
-use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{DType, Device, Int, IntDType, Tensor, read_sync};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData, read_sync};
 use burn_cubecl::CubeBackend;
-use burn_fp4::ops::{Fp4Backend, Fp4Primitive, FusedProducts, fused_products};
+use burn_fp4::ops::{Fp4Backend, Fp4Primitive, FusedProducts, Products, fused_products, products};
 use burn_fp4::{
     Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ScaleSearch,
     TensorScaling,
 };
+use tests::compare::assert_bits;
 use tests::engines::devices;
 use tests::inputs::Random;
 use tests::modules::seeded;
@@ -40,24 +42,44 @@ fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
     let before = fused_products();
     let result = run();
     let after = fused_products();
-    let counted =
-        FusedProducts { fused: after.fused - before.fused, dense: after.dense - before.dense };
+    let counted = FusedProducts {
+        fused: after.fused - before.fused,
+        lookups: after.lookups - before.lookups,
+        dense: after.dense - before.dense,
+    };
     (result, counted)
 }
 
 const fn fused(fused: u64) -> FusedProducts {
-    FusedProducts { fused, dense: 0 }
+    FusedProducts { fused, lookups: 0, dense: 0 }
 }
 
-fn linear(inputs: usize, outputs: usize, bias: bool, dtype: DType, device: &Device) -> Linear {
+const fn looked_up(lookups: u64) -> FusedProducts {
+    FusedProducts { fused: 0, lookups, dense: 0 }
+}
+
+/// Recognized, but dequantized first.
+const fn dequantized(dense: u64) -> FusedProducts {
+    FusedProducts { fused: 0, lookups: 0, dense }
+}
+
+fn cast<M: Module>(module: M, dtype: DType) -> M {
     struct Cast(DType);
     impl burn::module::ModuleMapper for Cast {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             param.map(|tensor| tensor.cast(self.0))
         }
     }
+    module.map(&mut Cast(dtype))
+}
+
+fn linear(inputs: usize, outputs: usize, bias: bool, dtype: DType, device: &Device) -> Linear {
     let linear = LinearConfig::new(inputs, outputs).with_bias(bias).init(device);
-    seeded(linear, (inputs * outputs) as u64).map(&mut Cast(dtype))
+    cast(seeded(linear, (inputs * outputs) as u64), dtype)
+}
+
+fn embedding(rows: usize, cols: usize, dtype: DType, device: &Device) -> Embedding {
+    cast(seeded(EmbeddingConfig::new(rows, cols).init(device), rows as u64), dtype)
 }
 
 /// The product in f64, with the weight that the layer dequantizes.
@@ -113,7 +135,7 @@ fn linears_of_any_rank_are_fused() {
                 for bias in [false, true] {
                     let mut layer = linear(64, 40, bias, dtype, &device);
                     let report = layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
-                    assert!(report.multiplies_codes, "{name}");
+                    assert!(report.multiplies_codes(), "{name}");
                     let what = |rank| {
                         format!("{name} {dtype:?} {:?} bias {bias} rank {rank}", scheme.rule)
                     };
@@ -247,7 +269,7 @@ fn what_is_not_such_a_product_is_left_alone() {
         // So many rows that a dense product is faster.
         let many = random(8, [300, 64], &device);
         let ((), dense) = counted(|| check(&format!("{name} dense"), &layer, many));
-        assert_eq!(dense, FusedProducts { fused: 0, dense: 1 }, "{name}");
+        assert_eq!(dense, dequantized(1), "{name}");
     }
 }
 
@@ -357,6 +379,148 @@ fn the_dense_weight_is_never_made() {
         let dense = reserved();
         assert!(dense >= after + dense_bytes / 2, "{name}: {after} bytes, then {dense}");
         drop(kept);
+    }
+}
+
+#[test]
+fn embeddings_look_rows_up_from_their_codes() {
+    let _alone = alone();
+    let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    for (name, device, dtypes) in cube_devices() {
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), row] {
+            for &dtype in &dtypes {
+                let what = format!("{name} {dtype:?} {scheme:?}");
+                let mut table = embedding(50, 64, dtype, &device);
+                let config = Fp4Config::new(scheme).container("Embedding", 1);
+                table.quantize_fp4(&config).unwrap();
+                let whole = table.clone().materialize();
+                for indices in [vec![7i32], vec![0, 49, 7, 7, 7, 31], vec![3; 128]] {
+                    let shape = [1, indices.len()];
+                    let indices = TensorData::new(indices, shape);
+                    let indices = Tensor::<2, Int>::from_data(indices, &device);
+                    let (found, in_codes) = counted(|| floats(table.forward(indices.clone())));
+                    assert_eq!(in_codes, looked_up(1), "{what}");
+                    let (expected, in_dense) = counted(|| floats(whole.forward(indices)));
+                    assert_eq!(in_dense, FusedProducts::default(), "{what}");
+                    assert_bits(&what, &found, &expected);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_such_a_lookup_is_left_alone() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let indices = || Tensor::<2, Int>::from_data([[1, 0, 47], [5, 5, 2]], &device);
+        let rows = || Tensor::<1, Int>::from_data([1, 0, 47], &device);
+        let quantized = |axis| {
+            let mut table = embedding(48, 64, DType::F32, &device);
+            let config = Fp4Config::nvfp4().container("Embedding", axis);
+            table.quantize_fp4(&config).unwrap();
+            table
+        };
+        // Blocks along the other axis.
+        let down = quantized(0);
+        let expected = floats(down.clone().materialize().forward(indices()));
+        let (found, unfused) = counted(|| floats(down.forward(indices())));
+        assert_eq!((found, unfused), (expected, dequantized(1)), "{name}");
+        // Columns, rows of the transpose, or a table that is used again.
+        let along = quantized(1);
+        let whole = along.clone().materialize().weight.val();
+        let run = |weight: &dyn Fn() -> Tensor<2>| {
+            let columns = floats(weight().select(1, rows()));
+            let of_transpose = floats(weight().transpose().select(0, rows()));
+            let kept = weight();
+            let looked_up = floats(kept.clone().select(0, rows()));
+            [columns, of_transpose, looked_up, floats(kept)]
+        };
+        let (found, unfused) = counted(|| run(&|| along.weight.val()));
+        assert_eq!((found, unfused.lookups), (run(&|| whole.clone()), 0), "{name}");
+    }
+}
+
+#[test]
+fn an_output_head_tied_to_an_embedding_is_fused() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for dtype in dtypes {
+            let mut table = embedding(48, 64, dtype, &device);
+            let config = Fp4Config::nvfp4().container("Embedding", 1);
+            table.quantize_fp4(&config).unwrap();
+            let whole = table.clone().materialize();
+            let indices = Tensor::<2, Int>::from_data([[1, 0, 47], [5, 5, 2]], &device);
+            let run = |table: &Embedding| {
+                let hidden = table.forward(indices.clone());
+                let head = table.weight.val().transpose().unsqueeze::<3>();
+                floats(hidden.matmul(head))
+            };
+            let (found, in_codes) = counted(|| run(&table));
+            let both = FusedProducts { fused: 1, lookups: 1, dense: 0 };
+            assert_eq!(in_codes, both, "{name} {dtype:?}");
+            let rounding = if dtype == DType::BF16 { 3e-2 } else { 4e-3 };
+            for (found, expected) in found.iter().zip(run(&whole)) {
+                let near = (found - expected).abs() <= rounding * (1.0 + expected.abs());
+                assert!(near, "{name} {dtype:?}: {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_dense_table_of_an_embedding_is_never_made() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        const ROWS: usize = 16_384;
+        let dense_bytes = 4 * (ROWS * 1024) as u64;
+        let mut on_host = embedding(ROWS, 1024, DType::F32, &Device::flex());
+        let config = Fp4Config::nvfp4().container("Embedding", 1);
+        on_host.quantize_fp4(&config).unwrap();
+        let mut table = EmbeddingConfig::new(ROWS, 1024).init(&device);
+        table.load_fp4_record(on_host.into_record()).unwrap();
+        let indices = Tensor::<2, Int>::from_data([[0, 16_383, 77]], &device);
+        let reserved = || {
+            device.sync().unwrap();
+            device.memory_pool_usage().expect("reported").bytes_reserved
+        };
+        device.memory_cleanup();
+        let before = reserved();
+        let (_, in_codes) = counted(|| floats(table.forward(indices.clone())));
+        assert_eq!(in_codes, looked_up(1), "{name}");
+        let after = reserved();
+        assert!(after < before + dense_bytes / 2, "{name}: {before} bytes, then {after}");
+    }
+}
+
+#[test]
+fn what_is_said_of_products_is_what_becomes_of_them() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for dtype in dtypes {
+            for (channels, scheme) in
+                [(48, Fp4Scheme::nvfp4()), (128, Fp4Scheme::nvfp4()), (128, Fp4Scheme::mxfp4())]
+            {
+                let mut layer = linear(channels, 40, false, dtype, &device);
+                layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
+                let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+                let said = products(packed.layout(), dtype, &device);
+                for rows in [1, 8, 24, 25, 300] {
+                    let expected = match said {
+                        Products::FromCodes => true,
+                        Products::FewRows { rows: most } => rows <= most,
+                        ref other => panic!("{name}: {other}"),
+                    };
+                    let x = random(rows as u64, [rows, channels], &device).cast(dtype);
+                    let (_, counted) = counted(|| floats(layer.forward(x)));
+                    let what = format!("{name} {dtype:?} {channels} {rows}: {said}");
+                    assert_eq!(counted.fused == 1, expected, "{what}");
+                }
+                let transposed = packed.tensor::<2>().transpose();
+                let of_rows = products(transposed.layout(), dtype, &device);
+                assert!(matches!(of_rows, Products::Rows { .. }), "{name}: {of_rows}");
+            }
+        }
     }
 }
 

@@ -174,8 +174,12 @@ fn compare_with_qwantize(
     ties
 }
 
-/// ModelOpt ran on a GPU, whose Triton division is not IEEE: scales within 1 ulp, at most 1 in a
-/// thousand fake-quantized values apart.
+/// How far, in ulps, scales that ModelOpt computed on a GPU may be from ours. Triton's division is an
+/// approximation: most scales are equal, some 1 ulp away, and about one in thousands is 2 away.
+const MODELOPT_SCALE_ULPS: u32 = 2;
+
+/// ModelOpt ran on a GPU: scales within [`MODELOPT_SCALE_ULPS`], at most 1 in a thousand
+/// fake-quantized values apart.
 #[test]
 fn modelopt_functions() {
     let golden = Golden::read("modelopt");
@@ -196,7 +200,10 @@ fn modelopt_functions() {
             let expected = golden.floats(&format!("{case}/scales_{name}"));
             for (found, expected) in scales.iter().zip(&expected) {
                 let apart = found.to_bits().abs_diff(expected.to_bits());
-                assert!(apart <= 1, "{case}/scales_{name}: {found:e}, expected {expected:e}");
+                assert!(
+                    apart <= MODELOPT_SCALE_ULPS,
+                    "{case}/scales_{name}: {found:e}, expected {expected:e}"
+                );
             }
             compared_scales += expected.len();
 
@@ -225,7 +232,7 @@ fn modelopt_functions() {
     assert!(compared_values > 0 && apart * 1000 <= compared_values);
 }
 
-/// Apart by no more than the scales are: an ulp of the scale is up to two of its multiple.
+/// Apart by no more than most scales are: 1 ulp of a scale is up to two of its multiple.
 fn within_two_ulps(a: f32, b: f32, dense: &Dense) -> bool {
     let shift = match dense.dtype() {
         tests::inputs::Dtype::F32 => 0,

@@ -205,7 +205,8 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "parameter `0.weight`: 24 columns are not a multiple of the block size 16"
+        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; keep it dense \
+         by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
     );
     // Nothing was changed.
     assert!(net[1].weight.reparameterization::<PackedWeight>().is_none());
@@ -232,7 +233,7 @@ fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
                 weight.slice_assign([3..4, 2..3], Tensor::full([1, 1], bad, &device))
             });
             let error = net.quantize_fp4(&Fp4Config::new(scheme)).unwrap_err();
-            let named = matches!(&error, Fp4Error::Parameter { path, source: OpsError::NonFinite { .. } } if path == "1.weight");
+            let named = matches!(&error, Fp4Error::Parameter { path, problem: OpsError::NonFinite { .. } } if path == "1.weight");
             assert!(named, "{error}");
             assert!(net[0].weight.reparameterization::<PackedWeight>().is_none());
 

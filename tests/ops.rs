@@ -2,18 +2,22 @@
 
 use std::sync::Arc;
 
+use burn::module::Module;
+use burn::nn::EmbeddingConfig;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
+use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     BlockHessians, BlockOrder, Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance,
-    NonFinite, OpsError, ScaleRule, ScaleSearch, TensorScaling, amax, block_hessians,
-    fake_quantize, gram, matmul, modelopt, quantize, quantize_by_curvature, quantize_by_importance,
-    quantize_gptq, quantize_with_best_tensor_scale,
+    NonFinite, OpsError, Products, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
+    block_hessians, embedding, fake_quantize, gram, matmul, modelopt, products, quantize,
+    quantize_by_curvature, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
 use tests::compare::{assert_bits, assert_same};
 use tests::engines::devices;
 use tests::inputs::Kind;
+use tests::modules::seeded;
 use tests::tensors::floats;
 
 fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
@@ -253,11 +257,12 @@ fn errors_say_what_and_where() {
         quantize(tensor.clone(), 2, &nvfp4).unwrap_err(),
         OpsError::Axis { axis: 2, rank: 2 }
     );
-    let indivisible = FormatError::Indivisible { cols: 24, block_size: 16 };
-    assert_eq!(
-        quantize(tensor.clone(), 1, &nvfp4).unwrap_err(),
-        SearchError::from(indivisible).into()
-    );
+    let indivisible = |axis| OpsError::Indivisible { axis, length: 24, block_size: 16 };
+    assert_eq!(quantize(tensor.clone(), 1, &nvfp4).unwrap_err(), indivisible(1));
+    let error = quantize(tensor.clone().transpose(), 0, &nvfp4).unwrap_err();
+    assert_eq!(error, indivisible(0));
+    let said = "axis 0 has 24 values, which blocks of 16 do not divide";
+    assert_eq!(error.to_string(), said);
     let doubles = Tensor::<1>::ones([16], (&device, DType::F64));
     assert_eq!(quantize(doubles, 0, &nvfp4).unwrap_err(), OpsError::DType { found: DType::F64 });
     for bad in [f32::NAN, f32::INFINITY] {
@@ -325,6 +330,115 @@ fn parts_and_packed_matrices_are_checked() {
     ));
 }
 
+/// A device that is not this one.
+fn another(name: &str) -> Device {
+    let mut devices = devices().into_iter();
+    devices.find(|(other, ..)| *other != name).expect("there are two in every build").1
+}
+
+#[test]
+fn each_wrong_part_is_an_error_that_names_it() {
+    for (name, device, _) in devices() {
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+            each_wrong_part_is_an_error_on(name, &device, &scheme);
+        }
+    }
+}
+
+fn each_wrong_part_is_an_error_on(name: &str, device: &Device, scheme: &Fp4Scheme) {
+    type Parts = (Tensor<2, Int>, Tensor<2, Int>, Tensor<1, Int>);
+    let packed = quantize(values([64, 6], device, DType::F32), 0, scheme).unwrap();
+    let parts = || (packed.codes(), packed.scales(), packed.tensor_scale_bits());
+    let layout = || packed.layout().clone();
+    let unread = |(codes, scales, bits): Parts| {
+        Fp4Tensor::<2>::from_parts_unread(codes, scales, bits, layout()).map(drop)
+    };
+    let read = |(codes, scales, bits): Parts| {
+        Fp4Tensor::<2>::from_parts(codes, scales, bits, layout()).map(drop)
+    };
+    assert_eq!((read(parts()), unread(parts())), (Ok(()), Ok(())), "{name}");
+
+    // What is seen without reading is the same for both.
+    let refused = |parts: Parts, error: OpsError| {
+        assert_eq!(unread(parts.clone()), Err(error.clone()), "{name}");
+        assert_eq!(read(parts), Err(error), "{name}");
+    };
+    let (codes, scales, bits) = parts();
+    let wide = |dims: [usize; 2]| Tensor::<2, Int>::zeros(dims, (device, DType::I32));
+    let bytes = Tensor::<1, Int>::zeros([1], (device, DType::U8));
+    let dtype = |what, expected, found| OpsError::PartDType { what, expected, found };
+    refused(
+        (wide(codes.dims()), scales.clone(), bits.clone()),
+        dtype("codes", DType::U8, DType::I32),
+    );
+    refused(
+        (codes.clone(), wide(scales.dims()), bits.clone()),
+        dtype("block scales", DType::U8, DType::I32),
+    );
+    refused((codes.clone(), scales.clone(), bytes), dtype("tensor scale", DType::I32, DType::U8));
+
+    let elsewhere = another(name);
+    let moved = |what| {
+        let (expected, found) = (device.clone(), elsewhere.clone());
+        OpsError::PartDevice { what, expected, found }
+    };
+    let there = scales.clone().to_device(&elsewhere);
+    refused((codes.clone(), there, bits.clone()), moved("block scales"));
+    let there = bits.clone().to_device(&elsewhere);
+    refused((codes.clone(), scales.clone(), there), moved("tensor scale"));
+
+    let shape = |what, expected: &[usize], found: &[usize]| {
+        let (expected, found) = (expected.to_vec(), found.to_vec());
+        OpsError::Shape { what, expected, found }
+    };
+    let [rows, blocks] = scales.dims();
+    refused(
+        (codes.clone().slice([0..rows, 0..16]), scales.clone(), bits.clone()),
+        shape("codes", &[rows, 32], &[rows, 16]),
+    );
+    refused(
+        (codes.clone(), scales.clone().slice([0..rows - 1, 0..blocks]), bits.clone()),
+        shape("block scales", &[rows, blocks], &[rows - 1, blocks]),
+    );
+    let three = Tensor::<1, Int>::zeros([3], (device, DType::I32));
+    refused((codes.clone(), scales.clone(), three), shape("tensor scale", &[rows], &[3]));
+    let rank = Fp4Tensor::<3>::from_parts(codes.clone(), scales, bits, layout()).map(drop);
+    assert_eq!(rank, Err(shape("shape", &[3], &[2])), "{name}");
+    let (codes, scales, bits) = parts();
+    let off = Fp4Layout { axis: 2, ..layout() };
+    let axis = Fp4Tensor::<2>::from_parts(codes.clone(), scales.clone(), bits.clone(), off);
+    assert_eq!(axis.map(drop), Err(OpsError::Axis { axis: 2, rank: 2 }), "{name}");
+
+    // Scales are read only where they were not before.
+    let host = packed.to_packed().unwrap();
+    let (nan, negative) = match scheme.format() {
+        Fp4Format::NvFp4 => (0x7F, Some(0xB8)),
+        Fp4Format::MxFp4 => (0xFF, None),
+    };
+    for (code, problem) in [(nan, "NaN")].into_iter().chain(negative.map(|code| (code, "negative")))
+    {
+        let mut bytes = host.scales.clone();
+        bytes[blocks + 1] = code;
+        let bytes = TensorData::new(bytes, scales.dims());
+        let wrong = Tensor::<2, Int>::from_data(bytes, (device, DType::U8));
+        let parts = (codes.clone(), wrong, bits.clone());
+        let error = FormatError::BlockScale { row: 1, block: 1, code, problem };
+        assert_eq!(read(parts.clone()), Err(error.into()), "{name}");
+        assert_eq!(unread(parts), Ok(()), "{name}");
+    }
+    for scale in [f32::NAN, f32::INFINITY, -1.0] {
+        let wrong = TensorData::new(vec![scale.to_bits() as i32], [1]);
+        let wrong = Tensor::<1, Int>::from_data(wrong, (device, DType::I32));
+        let error = read((codes.clone(), scales.clone(), wrong)).unwrap_err();
+        let found = matches!(&error, OpsError::Format(FormatError::TensorScale { row: 0, .. }));
+        assert!(found, "{name}: {error}");
+    }
+    let two = TensorData::new(vec![2f32.to_bits() as i32], [1]);
+    let two = Tensor::<1, Int>::from_data(two, (device, DType::I32));
+    let taken = read((codes, scales, two)).is_ok();
+    assert_eq!(taken, scheme.format() == Fp4Format::NvFp4, "{name}: MXFP4 has no tensor scale");
+}
+
 /// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
 #[test]
 fn every_device_takes_what_a_packed_matrix_may_hold() {
@@ -347,6 +461,129 @@ fn a_shape_of_too_many_values_is_an_error() {
         let layout =
             Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
         assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })), "{shape:?}");
+    }
+    // Of nothing, but with more packed rows than a number can count.
+    let shape = vec![1 << 40, 1 << 40, 0];
+    let layout = Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape, axis: 2 };
+    assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })));
+}
+
+#[test]
+fn rows_are_looked_up_from_their_codes() {
+    for (name, device, dtypes) in devices() {
+        let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), row] {
+            let packed = quantize(values([50, 64], &device, DType::F32), 1, &scheme).unwrap();
+            let indices = Tensor::<2, Int>::from_data([[0, 49, 7], [7, 7, 31]], &device);
+            for &dtype in &dtypes {
+                let dtype = FloatDType::from(dtype);
+                let table = packed.dequantize_to(dtype);
+                let expected = burn::tensor::module::embedding(table, indices.clone());
+                let found = embedding(&packed, indices.clone(), dtype).unwrap();
+                assert_eq!((found.dims(), found.dtype()), ([2, 3, 64], expected.dtype()), "{name}");
+                assert_bits(&format!("{name} {scheme:?}"), &floats(found), &floats(expected));
+            }
+            let wanted = [49usize, 3, 3];
+            let indices = Tensor::<1, Int>::from_data(wanted.map(|row| row as i32), &device);
+            let rows = packed.select_rows(indices).unwrap();
+            assert_eq!((rows.dims(), rows.axis()), ([3, 64], 1), "{name}");
+            let (rows, all) = (rows.to_packed().unwrap(), packed.to_packed().unwrap());
+            let picked = |bytes: &[u8], size: usize| {
+                wanted.map(|row| bytes[row * size..][..size].to_vec()).concat()
+            };
+            assert_eq!(rows.codes, picked(&all.codes, 32), "{name}");
+            assert_eq!(rows.scales, picked(&all.scales, all.blocks()), "{name}");
+            for (at, row) in wanted.into_iter().enumerate() {
+                assert_eq!(rows.tensor_scale.of_row(at), all.tensor_scale.of_row(row), "{name}");
+            }
+        }
+        let down = quantize(values([48, 64], &device, DType::F32), 0, &Fp4Scheme::nvfp4()).unwrap();
+        let first = || Tensor::<1, Int>::from_data([0], &device);
+        let error = down.select_rows(first()).map(drop);
+        assert_eq!(error, Err(OpsError::Rows { axis: 0, rank: 2 }), "{name}");
+        let along = down.transpose();
+        assert!(along.select_rows(first()).is_ok(), "{name}");
+        let elsewhere = another(name);
+        let error = along.select_rows(first().to_device(&elsewhere)).map(drop);
+        let (expected, found) = (device.clone(), elsewhere);
+        let what = "indices of rows";
+        assert_eq!(error, Err(OpsError::PartDevice { what, expected, found }), "{name}");
+    }
+}
+
+#[test]
+fn an_index_out_of_range_panics_on_hosts_as_an_embedding_does() {
+    for (name, device, _) in devices() {
+        if !["flex", "ndarray"].contains(&name) {
+            continue;
+        }
+        let packed =
+            quantize(values([8, 64], &device, DType::F32), 1, &Fp4Scheme::nvfp4()).unwrap();
+        let table = packed.dequantize();
+        let indices = Tensor::<2, Int>::from_data([[0, 8]], &device);
+        let panics = |run: &dyn Fn() -> Tensor<3>| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| floats(run()))).is_err()
+        };
+        let dense = || burn::tensor::module::embedding(table.clone(), indices.clone());
+        let codes = || embedding(&packed, indices.clone(), FloatDType::F32).unwrap();
+        assert!(panics(&dense) && panics(&codes), "{name}");
+    }
+}
+
+#[test]
+fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
+    for (name, device, _) in devices() {
+        let indices = || Tensor::<2, Int>::from_data([[0, 47, 7]], &device);
+        let table = || Fp4Embedding::from(seeded(EmbeddingConfig::new(48, 64).init(&device), 3));
+        let dense = floats(table().forward(indices()));
+        for axis in [0, 1] {
+            let mut table = table();
+            let config = Fp4Config::nvfp4().container("Fp4Embedding", axis);
+            table.quantize_fp4(&config).unwrap();
+            let whole = table.clone().materialize();
+            let found = floats(table.forward(indices()));
+            assert_bits(name, &found, &floats(whole.forward(indices())));
+            assert_ne!(found, dense, "{name}");
+
+            // A head that is tied to it.
+            let x = values([3, 64], &device, DType::F32);
+            let logits =
+                |table: &Fp4Embedding| floats(x.clone().matmul(table.weight.val().transpose()));
+            for (found, expected) in logits(&table).iter().zip(logits(&whole)) {
+                let near = (found - expected).abs() <= 2e-3 * (1.0 + expected.abs());
+                assert!(near, "{name}: {found}, not {expected}");
+            }
+
+            // Its records are those of Burn's.
+            let mut other = EmbeddingConfig::new(48, 64).init(&device);
+            other.load_fp4_record(table.into_record()).unwrap();
+            assert_bits(name, &floats(other.forward(indices())), &found);
+        }
+    }
+}
+
+#[test]
+fn what_becomes_of_products_is_said_with_a_remedy() {
+    for (name, device, _) in devices() {
+        let layout = |shape: &[usize]| {
+            let (format, block_size) = (Fp4Format::NvFp4, 16);
+            Fp4Layout { format, block_size, shape: shape.to_vec(), axis: 0 }
+        };
+        let of = |layout: &Fp4Layout, dtype| match products(layout, dtype, &device) {
+            Products::Dequantized(why) => why,
+            other => panic!("{name}: {other}"),
+        };
+        let matrix = layout(&[64, 32]);
+        // This process does not call `init`.
+        let (why, remedy) = match name {
+            "flex" | "ndarray" => (Why::Host, "Fp4Linear"),
+            "cpu" | "cuda" => (Why::NotInitialized, "burn_fp4::init()"),
+            _ => (Why::Device, "CUDA"),
+        };
+        assert_eq!(of(&matrix, DType::F32), why, "{name}");
+        assert!(products(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
+        assert_eq!(of(&layout(&[64, 3, 32]), DType::F32), Why::Rank { rank: 3 }, "{name}");
+        assert_eq!(of(&matrix, DType::F64), Why::DType { dtype: DType::F64 }, "{name}");
     }
 }
 
@@ -623,7 +860,8 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
         assert_eq!(of(&device), Ok(()), "{name}");
         if ["cpu", "cuda"].contains(&name) {
             let error = of(&flex).unwrap_err();
-            assert!(matches!(&error, OpsError::Device(_)), "{error}");
+            let (expected, found) = (flex.clone(), device);
+            assert_eq!(error, OpsError::PartDevice { what: "curvature", expected, found });
         } else {
             assert_eq!(of(&flex), Ok(()), "{name}");
         }

@@ -12,6 +12,8 @@ use burn_fp4::{
     ScaleSearch,
 };
 
+use crate::figures::Figures;
+
 /// Channels, and those of the hidden layer.
 const WIDTH: usize = 4096;
 const HIDDEN: usize = 11008;
@@ -96,7 +98,7 @@ impl Block {
 }
 
 /// Adds what calibration and quantization of that many blocks take, on one device and on several.
-pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
+pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
     let device = Device::cuda(0);
     let model = Decoder::new(blocks, &device);
     let batches: Vec<_> = (0..BATCHES)
@@ -108,14 +110,14 @@ pub(crate) fn measure(blocks: usize, devices: usize, rows: &mut Vec<Row>) {
     // The first time, kernels are compiled and the fastest are looked for, on every device.
     let first = &batches[..devices];
     eprintln!("{} sequences, the first time:", devices * SEQUENCES);
-    measure_on(&model, first, devices, &mut Vec::new());
+    measure_on(&model, first, devices, drop);
     if devices > 1 {
-        measure_on(&model, &first[..1], 1, &mut Vec::new());
+        measure_on(&model, &first[..1], 1, drop);
     }
     eprintln!("{} sequences:", BATCHES * SEQUENCES);
-    let on_one = measure_on(&model, &batches, 1, rows);
+    let on_one = measure_on(&model, &batches, 1, |row| figures.push(row));
     if devices > 1 {
-        let on_several = measure_on(&model, &batches, devices, rows);
+        let on_several = measure_on(&model, &batches, devices, |row| figures.push(row));
         let same = agreement(&on_one.0, &on_several.0);
         eprintln!("{same} sums of products, as f32, are the same on {devices} devices");
         let same = agreement(&on_one.1, &on_several.1);
@@ -134,7 +136,7 @@ fn measure_on(
     model: &Decoder,
     batches: &[Tensor<2, Int>],
     devices: usize,
-    rows: &mut Vec<Row>,
+    mut measured: impl FnMut(Row),
 ) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let device = Device::cuda(0);
     let reserved = || {
@@ -152,7 +154,7 @@ fn measure_on(
         let more = reserved().saturating_sub(before);
         let name = format!("{name}, {blocks} decoder blocks, {devices} GPUs");
         eprintln!("{name}: {seconds:.1} s, {more} bytes of the device more than {before}");
-        rows.push(Row::new(&name, weights, 2 * weights, seconds, seconds));
+        measured(Row::new(&name, weights, 2 * weights, seconds, seconds));
     };
 
     let start = Instant::now();

@@ -13,10 +13,11 @@ use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{BlockHessians, Blocks, Draw, Fp4Scheme, Hadamard, Rounding, ScaleSearch};
 
 use crate::check::upload;
+use crate::figures::Figures;
 use crate::{Arguments, median_seconds};
 
 /// Every operation on bf16, along either axis, at three sizes.
-pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
+pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let time = |launch: &dyn Fn()| median_seconds(client, arguments, launch);
     for shape in [[1024, 1024], [4096, 11008], [8192, 8192]] {
@@ -30,7 +31,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
             |name: &str| arguments.filter.as_ref().is_none_or(|part| full(name).contains(part));
         let mut row = |name: &str, bytes, launch: &dyn Fn()| {
             if wanted(name) {
-                rows.push(Row::new(&full(name), count, bytes, time(launch), copy));
+                figures.push(Row::new(&full(name), count, bytes, time(launch), copy));
             }
         };
         row("copy", 2 * dense_bytes, &|| drop(copied(client, values.clone(), dense_bytes / 16)));

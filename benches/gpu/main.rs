@@ -1,9 +1,11 @@
 //! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed next
-//! to a copy on the device: `cargo bench -p benches --features cuda --bench gpu`.
+//! to a copy on the device, every figure printed as it comes:
+//! `cargo bench -p benches --features cuda --bench gpu`.
 
 #[cfg(feature = "cuda")]
 mod calibrate;
 mod check;
+mod figures;
 mod kernels;
 #[cfg(feature = "cuda")]
 mod model;
@@ -13,10 +15,10 @@ mod train;
 
 use std::time::Instant;
 
-use benches::print;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::{Device, future};
 use clap::Parser;
+use figures::Figures;
 
 /// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device copy.
 #[derive(Parser)]
@@ -71,26 +73,26 @@ fn main() {
         check::every_rule(&client, arguments.check);
         check::by_hessian(&client, arguments.check);
     }
-    let mut rows = Vec::new();
-    kernels::measure(&client, &arguments, &mut rows);
-    products::measure(&client, &arguments, &mut rows);
+    let mut figures = Figures::new(arguments.json);
+    kernels::measure(&client, &arguments, &mut figures);
+    products::measure(&client, &arguments, &mut figures);
     #[cfg(feature = "cuda")]
     if arguments.forward {
-        model::forward(&arguments, &mut rows);
+        model::forward(&arguments, &mut figures);
     }
     #[cfg(feature = "cuda")]
     if arguments.model > 0 {
-        model::measure(&arguments, &mut rows);
+        model::measure(&arguments, &mut figures);
     }
     #[cfg(feature = "cuda")]
     if arguments.train {
-        train::measure(&arguments, &mut rows);
+        train::measure(&arguments, &mut figures);
     }
     #[cfg(feature = "cuda")]
     if arguments.calibrate > 0 {
-        calibrate::measure(arguments.calibrate, arguments.devices, &mut rows);
+        calibrate::measure(arguments.calibrate, arguments.devices, &mut figures);
     }
-    print(&rows, arguments.json);
+    figures.finish();
 }
 
 /// Waits for everything launched.

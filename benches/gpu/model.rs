@@ -11,6 +11,7 @@ use burn_fp4::ops::Curvature;
 use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Gptq, ops};
 
 use crate::Arguments;
+use crate::figures::Figures;
 
 /// Length of either side of a weight.
 const SIDE: usize = 8192;
@@ -32,7 +33,7 @@ impl Stack {
 }
 
 /// Adds what Burn's users measure to the table.
-pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
+pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let wait = || device.sync().expect("the device answers");
     let weight = Tensor::<2>::random([SIDE, SIDE], Distribution::Normal(0.0, 0.02), &device)
@@ -43,7 +44,7 @@ pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
     let packed = ops::quantize(weight.clone(), 0, &scheme).expect("a valid problem");
     let bytes = 2 * SIDE * SIDE;
     let mut row = |name: &str, values, bytes, seconds| {
-        rows.push(Row::new(name, values, bytes, seconds, copy));
+        figures.push(Row::new(name, values, bytes, seconds, copy));
     };
     let quantize = time(&|| drop(ops::quantize(weight.clone(), 0, &scheme)));
     row("Burn tensor: quantize, 8192 x 8192", SIDE * SIDE, 2 * bytes + packed.bytes(), quantize);
@@ -92,7 +93,7 @@ pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
 }
 
 /// Adds what a forward pass of Burn's own layers takes in bf16, launches included: dense, and quantized in place.
-pub(crate) fn forward(arguments: &Arguments, rows: &mut Vec<Row>) {
+pub(crate) fn forward(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let random = |rows: usize, cols: usize| {
         Tensor::<2>::random([rows, cols], Distribution::Normal(0.0, 1.0), &device).cast(DType::BF16)
@@ -111,8 +112,8 @@ pub(crate) fn forward(arguments: &Arguments, rows: &mut Vec<Row>) {
             .map(|stack| wall(arguments, &device, || run(stack)) / dense.layers.len() as f64);
         let name = |kind: &str| format!("Linear::forward, {inputs} rows, {kind}");
         let bytes = 2 * SIDE * SIDE;
-        rows.push(Row::new(&name("bf16"), SIDE * SIDE, bytes, dense, dense));
-        rows.push(Row::new(&name("nvfp4"), SIDE * SIDE, bytes * 9 / 32, quantized, dense));
+        figures.push(Row::new(&name("bf16"), SIDE * SIDE, bytes, dense, dense));
+        figures.push(Row::new(&name("nvfp4"), SIDE * SIDE, bytes * 9 / 32, quantized, dense));
     }
 
     // The linear layers of 16 decoder blocks, hidden 4096, MLP 11008: one token.
@@ -145,9 +146,9 @@ pub(crate) fn forward(arguments: &Arguments, rows: &mut Vec<Row>) {
     let [in_bf16, in_fp4] =
         [&dense, &quantized].map(|stack| wall(arguments, &device, || run(stack)));
     let values = report.bytes_before() / 2;
-    rows.push(Row::new("decoder stack, one token, bf16", values, 2 * values, in_bf16, in_bf16));
+    figures.push(Row::new("decoder stack, one token, bf16", values, 2 * values, in_bf16, in_bf16));
     let bytes = report.bytes_after();
-    rows.push(Row::new("decoder stack, one token, nvfp4", values, bytes, in_fp4, in_bf16));
+    figures.push(Row::new("decoder stack, one token, nvfp4", values, bytes, in_fp4, in_bf16));
     eprintln!(
         "weights of the stack: {bytes} bytes of {}; products: {:?}",
         2 * values,

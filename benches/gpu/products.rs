@@ -10,13 +10,14 @@ use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
 
+use crate::figures::Figures;
 use crate::{Arguments, median_seconds};
 
 /// Weights that are multiplied in turn take as many bytes: more than a cache holds.
 const TURN: usize = 200 << 20;
 
 /// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in the cache.
-pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row>) {
+pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
     for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
@@ -58,7 +59,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, rows: &mut Vec<Row
                     // A copy moves as much at 4 TB/s.
                     let copy = bytes as f64 / 4.0e12;
                     let name = format!("{name}, {kernel}");
-                    rows.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
+                    figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
                 };
                 if inputs <= 8 {
                     row("gemv", &|| {

@@ -10,6 +10,7 @@ use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Fp4TrainLinear, ScaleSearch, TrainRecipe};
 
 use crate::Arguments;
+use crate::figures::Figures;
 
 /// Length of either side of the weight.
 const SIDE: usize = 4096;
@@ -20,7 +21,7 @@ const BATCH: usize = 512;
 const STEPS: usize = 20;
 
 /// Adds steps of forward pass, backward pass and SGD in bf16, with a bf16 input that wants its gradient.
-pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
+pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0).autodiff();
     let linear = || {
         let mut linear = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&device);
@@ -36,7 +37,7 @@ pub(crate) fn measure(arguments: &Arguments, rows: &mut Vec<Row>) {
         let name = format!("step of a Linear, 4096 x 4096, batch 512: {name}");
         let row = Row::new(&name, BATCH * SIDE, 6 * SIDE * SIDE, seconds, dense);
         eprintln!("{name}: {:.0} us, {:.2} x dense", seconds * 1e6, seconds / dense);
-        rows.push(row);
+        figures.push(row);
     };
     row("bf16", dense);
     for (name, scheme) in [

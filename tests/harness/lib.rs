@@ -2,6 +2,7 @@
 
 pub mod compare;
 pub mod engines;
+pub mod experts;
 pub mod golden;
 pub mod inputs;
 pub mod modules;

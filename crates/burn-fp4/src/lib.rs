@@ -17,21 +17,21 @@
 //!
 //! | layer                | for                                                                    |
 //! |----------------------|------------------------------------------------------------------------|
-//! | [`Fp4Module`]        | modules: `quantize_fp4`, `fake_quantize_fp4`, `convert_fp4`, records     |
+//! | [`Fp4Module`]        | modules: `quantize_fp4`, `fake_quantize_fp4`, `lora_fp4`, records        |
 //! | [`ops`]              | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`            |
 //! | [`search`]           | slices: the reference quantizer, and the fast host engine               |
 //! | [`formats`]          | bits: what codes and scales mean                                        |
 
 pub use burn_fp4_modules::{
     ActivationRange, Calibrate, Calibration, CalibrationOptions, CalibrationProgress, ChosenBy,
-    Container, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Linear,
-    Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, Outcome, PackedWeight, ParameterReport,
-    Reason, ops,
+    Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig, Fallback, Fp4Config,
+    Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, Outcome,
+    Override, PackedWeight, ParameterReport, Reason, Unused, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
     BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq,
-    Hadamard, NonFinite, OpsError, Rounding, Saturated, ScaleRule, ScaleSearch, TensorScaling,
-    TrainRecipe, search,
+    Hadamard, NonFinite, OpsError, Products, Rounding, Saturated, ScaleRule, ScaleSearch,
+    TensorScaling, TrainRecipe, search,
 };

@@ -66,6 +66,28 @@ pub(crate) enum CliError {
     /// Nothing asked for goes together.
     #[error("nothing to evaluate: {0}")]
     Nothing(String),
+    /// Some methods failed on some weights; everything else was evaluated and printed.
+    #[error("{failed} of {of} evaluations failed; the first: {first}")]
+    Failed {
+        /// How many.
+        failed: usize,
+        /// How many were asked for.
+        of: usize,
+        /// What was wrong with the first of them.
+        first: String,
+    },
+    /// There is no bar to draw.
+    #[error(
+        "{path}: nothing to draw: expected a finite error on the evaluation activations, \
+         found none in {of} evaluations",
+        path = .path.display()
+    )]
+    NothingToDraw {
+        /// The file.
+        path: PathBuf,
+        /// How many evaluations there are.
+        of: usize,
+    },
     /// A plot cannot be drawn.
     #[error("{path}: {problem}", path = .path.display())]
     Plot {

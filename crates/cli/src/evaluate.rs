@@ -4,17 +4,19 @@ use std::time::Instant;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
 use comfy_table::{CellAlignment, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::error::CliError;
-use crate::plot;
 use crate::tensors::{Matrix, matrix, read, tensors};
+use crate::{plot, progress};
 
 /// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the layer.
 ///
 /// For every tensor `<name>.weight` [out, in] the file holds activations `<name>.calibration` [any, in], which
 /// methods may look at, and `<name>.evaluation` [any, in], which they may not.
+///
+/// A method that fails on a weight is a row with its error, and all others are evaluated. The exit
+/// code is 0 if none failed and 2 otherwise, also where nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Weights and activations, f32, f16 or bf16.
@@ -34,10 +36,11 @@ pub(crate) struct Arguments {
     /// Dampings of GPTQ to try, separated by commas: what is added to the diagonal of `X^T X`, as a multiple of its mean.
     #[arg(long, value_delimiter = ',')]
     damping: Vec<f64>,
-    /// Draw the errors on the evaluation activations.
+    /// Draw the errors on the evaluation activations, after everything is printed.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
-    /// Print an array of objects instead of a table.
+    /// Print an array of objects instead of a table; that of a method that failed has an `error`
+    /// instead of figures.
     #[arg(long)]
     json: bool,
 }
@@ -70,6 +73,27 @@ pub(crate) struct Evaluation {
     /// The damping, where one was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) damping: Option<f64>,
+    /// What came of it.
+    #[serde(flatten)]
+    pub(crate) outcome: Outcome,
+}
+
+/// What a method reaches on a weight, or why it does not.
+#[derive(Debug, Clone, Serialize)]
+#[serde(untagged)]
+pub(crate) enum Outcome {
+    /// It ran.
+    Measured(Figures),
+    /// It did not.
+    Failed {
+        /// What was wrong.
+        error: String,
+    },
+}
+
+/// What a method reaches on a weight.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Figures {
     /// `|Wq - W| / |W|`.
     pub(crate) weight_error_percent: f64,
     /// `|X (Wq - W)^T| / |X W^T|` of the calibration activations.
@@ -88,6 +112,14 @@ impl Evaluation {
         match self.damping {
             Some(damping) => format!("{} {damping}", self.method),
             None => self.method.to_string(),
+        }
+    }
+
+    /// Why the method failed.
+    fn error(&self) -> Option<&str> {
+        match &self.outcome {
+            Outcome::Measured(_) => None,
+            Outcome::Failed { error } => Some(error),
         }
     }
 }
@@ -115,39 +147,39 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let bytes = read(&arguments.file)?;
     let layers = layers(arguments, &bytes)?;
 
-    let progress = ProgressBar::new((layers.len() * tasks.len()) as u64);
-    progress.set_style(
-        ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed} {msg}").expect("a template"),
-    );
+    let bar = progress::bar(layers.len() * tasks.len());
     let mut evaluations = Vec::new();
     for layer in &layers {
-        progress.set_message(format!("{}: activations", layer.name));
+        bar.set_message(format!("{}: activations", layer.name));
         let start = Instant::now();
         let calibrated = tasks.iter().any(|task| task.method.row().calibrated);
         let gram = calibrated.then(|| Gram::of(&layer.calibration.values, layer.weight.cols));
-        let named = |source| {
-            let name = format!("{}.calibration", layer.name);
-            CliError::Tensor { name, source }
-        };
-        let gram = gram.transpose().map_err(named)?;
         let gram_seconds = start.elapsed().as_secs_f64();
         for task in &tasks {
-            progress.set_message(format!("{} {} {}", layer.name, task.format, task.method));
-            evaluations.push(evaluate(layer, *task, gram.as_ref(), gram_seconds)?);
-            progress.inc(1);
+            bar.set_message(format!("{} {} {}", layer.name, task.format, task.method));
+            evaluations.push(evaluate(layer, *task, gram.as_ref(), gram_seconds));
+            bar.inc(1);
         }
     }
-    progress.finish_and_clear();
+    bar.finish_and_clear();
 
-    if let Some(path) = &arguments.plot {
-        plot::draw(path, &evaluations)?;
-    }
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&evaluations).expect("plain numbers"));
     } else {
         println!("{}", table(&evaluations));
     }
-    Ok(())
+    if let Some(path) = &arguments.plot {
+        plot::draw(path, &evaluations)?;
+    }
+    let mut errors = evaluations.iter().filter_map(Evaluation::error);
+    match errors.next() {
+        None => Ok(()),
+        Some(first) => Err(CliError::Failed {
+            failed: 1 + errors.count(),
+            of: evaluations.len(),
+            first: first.to_owned(),
+        }),
+    }
 }
 
 impl Arguments {
@@ -226,14 +258,34 @@ fn layers(arguments: &Arguments, bytes: &[u8]) -> Result<Vec<Layer>, CliError> {
 fn evaluate(
     layer: &Layer,
     task: Task,
-    gram: Option<&Gram>,
+    gram: Option<&Result<Gram, SearchError>>,
     gram_seconds: f64,
-) -> Result<Evaluation, CliError> {
+) -> Evaluation {
+    let Task { method, format, block, damping } = task;
+    let outcome = match measure(layer, task, gram, gram_seconds) {
+        Ok(figures) => Outcome::Measured(figures),
+        Err(error) => Outcome::Failed { error: error.to_string() },
+    };
+    Evaluation { name: layer.name.clone(), format, block, method, damping, outcome }
+}
+
+fn measure(
+    layer: &Layer,
+    task: Task,
+    gram: Option<&Result<Gram, SearchError>>,
+    gram_seconds: f64,
+) -> Result<Figures, CliError> {
     let Task { method, format, block, damping } = task;
     let weight = &layer.weight;
     let named = |kind: &str| {
         let name = format!("{}.{kind}", layer.name);
         move |source| CliError::Tensor { name: name.clone(), source }
+    };
+    let gram = match gram {
+        Some(gram) if method.row().calibrated => {
+            Some(gram.as_ref().map_err(SearchError::clone).map_err(named("calibration"))?)
+        }
+        _ => None,
     };
     let start = Instant::now();
     let Matrix { values, rows, cols, .. } = weight;
@@ -254,12 +306,7 @@ fn evaluate(
         Metrics::output_error_percent(&weight.values, &packed, &activations.values)
             .map_err(named(kind))
     };
-    Ok(Evaluation {
-        name: layer.name.clone(),
-        format,
-        block,
-        method,
-        damping,
+    Ok(Figures {
         weight_error_percent: metrics.weight_error_percent,
         calibration_error_percent: output(&layer.calibration, "calibration")?,
         evaluation_error_percent: output(&layer.evaluation, "evaluation")?,
@@ -269,8 +316,7 @@ fn evaluate(
 }
 
 fn table(evaluations: &[Evaluation]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
+    let mut header = vec![
         "name",
         "format",
         "block",
@@ -280,19 +326,33 @@ fn table(evaluations: &[Evaluation]) -> Table {
         "evaluation %",
         "SQNR dB",
         "seconds",
-    ]);
+    ];
+    if evaluations.iter().any(|evaluation| evaluation.error().is_some()) {
+        header.push("error");
+    }
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
     for evaluation in evaluations {
-        table.add_row([
+        let mut row = vec![
             evaluation.name.clone(),
             evaluation.format.to_string(),
             evaluation.block.to_string(),
             evaluation.label(),
-            format!("{:.3}", evaluation.weight_error_percent),
-            format!("{:.3}", evaluation.calibration_error_percent),
-            format!("{:.3}", evaluation.evaluation_error_percent),
-            format!("{:.2}", evaluation.sqnr_db),
-            format!("{:.3}", evaluation.seconds),
-        ]);
+        ];
+        match &evaluation.outcome {
+            Outcome::Measured(figures) => row.extend([
+                format!("{:.3}", figures.weight_error_percent),
+                format!("{:.3}", figures.calibration_error_percent),
+                format!("{:.3}", figures.evaluation_error_percent),
+                format!("{:.2}", figures.sqnr_db),
+                format!("{:.3}", figures.seconds),
+            ]),
+            Outcome::Failed { error } => {
+                row.extend(["-"; 5].map(str::to_owned));
+                row.push(error.clone());
+            }
+        }
+        table.add_row(row);
     }
     for column in [2, 4, 5, 6, 7, 8] {
         if let Some(column) = table.column_mut(column) {

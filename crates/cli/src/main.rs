@@ -4,12 +4,14 @@
 //! |---------------|------------------------------------------------------------------------|
 //! | `evaluate.rs` | `fp4 evaluate`: methods compared on weights and activations of a file  |
 //! | `plot.rs`     | its picture                                                            |
+//! | `progress.rs` | how far long work is, also where there is no terminal                  |
 //! | `tensors.rs`  | matrices of a safetensors file                                         |
 //! | `error.rs`    | what can be wrong, and that it ends with exit code 2                   |
 
 mod error;
 mod evaluate;
 mod plot;
+mod progress;
 mod tensors;
 
 use std::process::ExitCode;

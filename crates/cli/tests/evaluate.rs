@@ -1,6 +1,7 @@
 //! `fp4 evaluate` as a user runs it.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use assert_cmd::Command;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
@@ -118,6 +119,71 @@ fn a_table_and_a_plot() {
     assert!(table.contains("evaluation %") && table.contains("gptq") && table.contains("up"));
     let svg = std::fs::read_to_string(plot).expect("a picture");
     assert!(svg.starts_with("<svg") && svg.contains("up, nvfp4 16") && svg.contains("gptq"));
+}
+
+/// Runs, expects exit code 2, and returns what is on stdout and on stderr.
+fn fails(file: &Path, more: &[&str]) -> [String; 2] {
+    let minute = Duration::from_secs(60);
+    let output = fp4().arg("evaluate").arg(file).args(more).timeout(minute).assert().code(2);
+    let output = output.get_output();
+    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned())
+}
+
+#[test]
+fn a_method_that_fails_is_a_row_and_the_others_are_evaluated() {
+    let file = file("failing", &layer());
+    let more = ["--methods", "sse,gptq", "--formats", "nvfp4", "--damping=-1"];
+    let [table, message] = fails(&file, &more);
+    let row = |method: &str| table.lines().find(|line| line.contains(method)).expect("a row");
+    assert!(row("gptq").contains("damping is -1") && !row("sse").contains("damping"), "{table}");
+    for word in ["1 of 2 evaluations failed", "up.weight", "damping is -1"] {
+        assert!(message.contains(word), "{message} does not say {word}");
+    }
+
+    let [json, _] = fails(&file, &[&more[..], &["--json"]].concat());
+    let found: Vec<Value> = serde_json::from_str(&json).expect("an array of objects");
+    let [sse, gptq] = &found[..] else { panic!("two objects: {json}") };
+    assert!(sse["evaluation_error_percent"].is_number() && sse.get("error").is_none());
+    assert!(gptq["error"].as_str().expect("a message").contains("damping is -1"));
+    assert_eq!((&gptq["method"], gptq.get("seconds")), (&Value::from("gptq"), None));
+
+    let help = fp4().args(["evaluate", "--help"]).assert().success();
+    let help = String::from_utf8_lossy(&help.get_output().stdout).into_owned();
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(help.contains("The exit code is 0 if none failed"), "{help}");
+}
+
+#[test]
+fn what_was_measured_is_printed_before_a_plot_fails() {
+    let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no such folder").join("errors.svg");
+    let nowhere = nowhere.to_str().expect("unicode");
+    let more = ["--methods", "sse", "--formats", "nvfp4", "--plot", nowhere];
+    let [table, message] = fails(&file("nowhere", &layer()), &more);
+    assert!(table.contains("evaluation %") && table.contains("sse"), "{table}");
+    assert!(message.contains("no such folder"), "{message}");
+}
+
+#[test]
+fn a_plot_without_a_finite_error_ends_with_an_error() {
+    // The two blocks cancel in the outputs of the weight, and not in those of the codes.
+    let row = |name, first: [f32; 2], second: [f32; 2]| -> Tensor {
+        let mut values = [0.0f32; 32];
+        values[..2].copy_from_slice(&first);
+        values[16..18].copy_from_slice(&second);
+        let bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
+        (name, Dtype::F32, vec![1, 32], bytes)
+    };
+    let infinite = [
+        row("up.weight", [0.3, 6.0], [0.3, 5.0]),
+        floats("up.calibration", [96, 32], 2),
+        row("up.evaluation", [1.0, 0.0], [-1.0, 0.0]),
+    ];
+    let plot = Path::new(env!("CARGO_TARGET_TMPDIR")).join("infinite.svg");
+    let plot = plot.to_str().expect("unicode");
+    let more = ["--methods", "amax", "--formats", "nvfp4", "--plot", plot];
+    let [table, message] = fails(&file("infinite_error", &infinite), &more);
+    assert!(table.contains("inf"), "{table}");
+    assert!(message.contains("infinite.svg: nothing to draw"), "{message}");
 }
 
 /// Runs on a broken file, expects exit code 2 and a message that says all of this.

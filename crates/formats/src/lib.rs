@@ -42,5 +42,5 @@ pub use format::{FormatRow, Fp4Format};
 pub use half::{bf16, f16};
 pub use minifloat::{E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, Minifloat, Nan};
 pub use nibbles::{pack_nibbles, unpack_nibbles};
-pub use packed::{Packed, TensorScale};
+pub use packed::{Packed, TensorScale, check_scales};
 pub use scale_layout::ScaleLayout;

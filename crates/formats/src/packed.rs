@@ -81,28 +81,43 @@ impl Packed {
             check_length("tensor scales", self.rows, scales.len())?;
         }
 
-        let row = self.format.row();
-        for (index, &code) in self.scales.iter().enumerate() {
-            let problem = if row.block_scale.is_nan(code) {
-                "NaN"
-            } else if code & row.block_scale.sign_bit() != 0 {
-                "negative"
-            } else {
-                continue;
-            };
-            let (row, block) = (index / self.blocks(), index % self.blocks());
-            return Err(FormatError::BlockScale { row, block, code, problem });
-        }
-        for (index, &found) in self.tensor_scale.as_slice().iter().enumerate() {
-            let expected = if !row.tensor_scale && found != 1.0 {
-                "the format has no tensor scale, so it must be 1"
-            } else if !(found.is_finite() && found.is_sign_positive()) {
-                "it must be finite and not negative"
-            } else {
-                continue;
-            };
-            return Err(FormatError::TensorScale { row: index, found, expected });
-        }
-        Ok(())
+        check_scales(self.format, self.blocks(), &self.scales, self.tensor_scale.as_slice())
     }
+}
+
+/// Checks the values of scales, of rows of so many blocks: what passes can be dequantized, and is
+/// finite unless a product overflows f32.
+///
+/// # Errors
+/// [`FormatError::BlockScale`] for the first that is NaN or negative, [`FormatError::TensorScale`]
+/// for the first that is negative, not finite, or not 1 where the format has none.
+pub fn check_scales(
+    format: Fp4Format,
+    blocks: usize,
+    scales: &[u8],
+    tensor_scale: &[f32],
+) -> Result<(), FormatError> {
+    let row = format.row();
+    for (index, &code) in scales.iter().enumerate() {
+        let problem = if row.block_scale.is_nan(code) {
+            "NaN"
+        } else if code & row.block_scale.sign_bit() != 0 {
+            "negative"
+        } else {
+            continue;
+        };
+        let (row, block) = (index / blocks, index % blocks);
+        return Err(FormatError::BlockScale { row, block, code, problem });
+    }
+    for (index, &found) in tensor_scale.iter().enumerate() {
+        let expected = if !row.tensor_scale && found != 1.0 {
+            "the format has no tensor scale, so it must be 1"
+        } else if !(found.is_finite() && found.is_sign_positive()) {
+            "it must be finite and not negative"
+        } else {
+            continue;
+        };
+        return Err(FormatError::TensorScale { row: index, found, expected });
+    }
+    Ok(())
 }

@@ -1,24 +1,24 @@
-//! Weights quantized by what is known of their inputs: layer by layer, or divided among devices.
+//! Weights quantized by statistics of their inputs: layer by layer, or divided among devices.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::{ptr, thread};
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::formats::check_length;
-use burn_fp4_ops::{Fp4Tensor, Gram, OpsError};
+use burn_fp4_ops::{Gram, OpsError};
 
 use crate::calibrate::{CalibrationOptions, Pace, Prepared, moved};
 use crate::capture::WeightUse;
+use crate::measure::{Measured, measure};
+use crate::pack::{Source, pack};
 use crate::packed::PackedWeight;
 use crate::paths::{TakeFloats, each_float};
-use crate::quantize::{Source, check_selected, measure, pack};
-use crate::report::{ChosenBy, Fp4Report};
-use crate::select::{Decision, Parameter, Plan, select};
-use crate::weight::{Curvatures, chosen_by, quantize_weight, scheme_of};
-use crate::{Calibration, Fp4Config, Fp4Error};
+use crate::report::Fp4Report;
+use crate::select::{Plan, Selection, select};
+use crate::weight::{AnyWeight, Curvatures, Inputs, Method, Task, slices_of};
+use crate::{Fp4Config, Fp4Error};
 
 /// See [`Fp4Module::quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
 pub(crate) fn sequential<M: Module, I: Module, O>(
@@ -28,130 +28,132 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     batches: impl IntoIterator<Item = I>,
     mut forward: impl FnMut(&M, I) -> O,
 ) -> Result<Fp4Report, Fp4Error> {
-    let decisions = select(module, config)?;
-    check_selected(&decisions)?;
-    if let Some(options) = &config.gptq {
-        options.validate(&config.scheme).map_err(OpsError::from)?;
+    let selection = select(module, config)?;
+    let measured = measure(module, &selection, true)?;
+    if !selection.needs_inputs() {
+        return pack(module, &selection, Source { measured, ..Source::default() });
     }
-    let amaxes = measure(module, &decisions, true)?;
-    let prepared = Prepared::new(module, batches, &options.devices, &mut forward)?;
-    // What layers meet depends on what was made of those before them.
+    // What layers are multiplied by depends on what was made of those before them.
     let how = serde_json::to_string(config).expect("plain data");
+    let plans: BTreeMap<&str, (usize, &Plan)> = selection
+        .plans()
+        .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
+        .collect();
+    let asking = plans.iter().filter(|(_, (_, plan))| plan.asked.needs_inputs());
+    let wanted = asking.map(|(path, (_, plan))| ((*path).to_owned(), plan.layout.axis));
+    let options = options.for_config(config);
+    let prepared = Prepared::new(module, batches, &options, Some(wanted.collect()), &mut forward)?;
 
-    let plans = selected(&decisions, |_| true);
-    let mut dense = Matrices { wanted: &plans, found: BTreeMap::new() };
-    each_float(module, &mut dense);
-    let dense = dense.found;
-    // Inputs that are still to come, by parameter id.
-    let mut to_come: BTreeMap<u64, usize> = BTreeMap::new();
+    let dense = dense_weights(module, |path| plans.contains_key(path));
     let planned = |weight: &WeightUse| {
-        let (id, plan) = *plans.get(weight.path.as_str())?;
-        (plan.layout.axis == weight.axis).then_some(id)
+        let &(at, plan) = plans.get(weight.path.as_str())?;
+        let asks = plan.asked.needs_inputs() && plan.layout.axis == weight.axis;
+        asks.then(|| (measured.tied_to(at), plan))
     };
-    for id in prepared.inputs().iter().flat_map(|input| &input.weights).filter_map(planned) {
-        *to_come.entry(id).or_default() += 1;
+    // Inputs that are still to come, by weight.
+    let mut to_come: BTreeMap<usize, usize> = BTreeMap::new();
+    for (at, _) in prepared.inputs().iter().flat_map(|input| &input.weights).filter_map(planned) {
+        *to_come.entry(at).or_default() += 1;
     }
-    let mut inputs: BTreeMap<u64, Gram> = BTreeMap::new();
+    selection.check_calibrated(|at| to_come.contains_key(&measured.tied_to(at)))?;
+    let mut inputs: BTreeMap<usize, Inputs<'static>> = BTreeMap::new();
     let mut packed = BTreeMap::new();
     let devices = prepared.devices();
-    prepared.run(options.for_config(config), usize::MAX, Pace::InTurn, &how, |input, gram| {
+    prepared.run(options, usize::MAX, Pace::InTurn, &how, |input, grams| {
         // Each with all its inputs.
         let mut complete = Vec::new();
         for weight in &input.weights {
-            let Some(id) = planned(weight) else { continue };
-            let gram = match inputs.remove(&id) {
-                Some(mut sum) => {
-                    sum.merge(&gram).map_err(|error| named(&weight.path, error))?;
-                    Cow::Owned(sum)
-                }
-                None => Cow::Borrowed(&gram),
-            };
-            let left = to_come.get_mut(&id).expect("counted above");
+            let Some((at, plan)) = planned(weight) else { continue };
+            let mut sum: Inputs<'_> =
+                inputs.remove(&at).unwrap_or_else(|| Inputs::new(slices_of(&plan.layout)));
+            for (nth, slice) in weight.slices.clone().enumerate() {
+                // One for all slices, or one for each.
+                let gram = &grams[if grams.len() == 1 { 0 } else { nth }];
+                let added = sum.add(slice, Cow::Borrowed(gram));
+                added.map_err(|error| Fp4Error::at(&weight.path, error))?;
+            }
+            let left = to_come.get_mut(&at).expect("counted above");
             *left -= 1;
             if *left > 0 {
-                inputs.insert(id, gram.into_owned());
+                inputs.insert(at, sum.into_owned());
             } else {
-                complete.push((weight.path.as_str(), gram));
+                complete.push((at, weight.path.as_str(), sum));
             }
         }
-        let jobs = complete.iter().map(|(path, gram)| Job {
+        let jobs = complete.iter().map(|(at, path, inputs)| Job {
             path,
-            plan: plans[path].1,
-            dense: dense[*path].clone(),
-            gram,
+            task: Task { plan: plans[path].1, amax: measured.amax(*at), inputs: Some(inputs) },
+            dense: dense[*path].clone_box(),
         });
-        let results = quantize_each(jobs.collect(), &devices, config, &amaxes)?;
+        let results = quantize_each(jobs.collect(), &devices)?;
         let mut replaced = Vec::new();
-        for ((path, _), (tensor, chosen_by)) in complete.iter().zip(results) {
-            let id = plans[path].0;
-            let rounded = tensor.dequantize_to(dense[*path].dtype().into());
-            let tied = plans.iter().filter(|(_, (other, _))| *other == id);
-            replaced.extend(tied.map(|(path, _)| ((*path).to_owned(), rounded.clone())));
-            packed.insert(id, (PackedWeight::new(&tensor), chosen_by));
+        for ((at, ..), (weight, method)) in complete.iter().zip(results) {
+            let tied = plans.iter().filter(|(_, (other, _))| measured.tied_to(*other) == *at);
+            replaced
+                .extend(tied.map(|(path, _)| ((*path).to_owned(), dense[*path].rounded(&weight))));
+            packed.insert(*at, (weight, method));
         }
         Ok(replaced)
     })?;
-    drop((prepared, dense));
-    pack(module, &decisions, Source { amaxes, packed, gptq: config.gptq, ..Source::default() })
+    drop((prepared, dense, plans));
+    pack(module, &selection, Source { measured, packed, ..Source::default() })
 }
 
-/// Quantizes the matrices whose inputs are known on the devices that these were found on, one on each in turn, if
-/// these are several; by parameter id.
+/// Quantizes the weights that have statistics of their inputs on the devices that these were found on,
+/// one on each in turn, if these are several; by weight.
 pub(crate) fn divided<M: Module>(
     module: &M,
-    decisions: &[(Parameter, Decision)],
-    config: &Fp4Config,
-    inputs: &BTreeMap<u64, Cow<'_, Gram>>,
-    amaxes: &BTreeMap<String, f32>,
-) -> Result<BTreeMap<u64, (PackedWeight, ChosenBy)>, Fp4Error> {
-    let devices = config.calibration.devices();
-    let by_inputs = config.gptq.is_some() || config.scheme.search.needs_hessians();
-    if devices.len() < 2 || !by_inputs {
+    selection: &Selection,
+    devices: &[Device],
+    inputs: &BTreeMap<usize, Inputs<'_>>,
+    measured: &Measured,
+) -> Result<BTreeMap<usize, (PackedWeight, Method)>, Fp4Error> {
+    if devices.len() < 2 || inputs.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let wanted = selected(decisions, |parameter| inputs.contains_key(&parameter.id.val()));
-    let mut dense = Matrices { wanted: &wanted, found: BTreeMap::new() };
-    each_float(module, &mut dense);
     // Of tied weights the first.
-    let mut ids = BTreeSet::new();
-    let jobs: Vec<_> = decisions
+    let wanted: BTreeMap<&str, (usize, &Plan)> = selection
+        .plans()
+        .filter(|(at, ..)| measured.tied_to(*at) == *at && inputs.contains_key(at))
+        .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
+        .collect();
+    let dense = dense_weights(module, |path| wanted.contains_key(path));
+    let mut jobs: Vec<_> = dense
         .iter()
-        .filter_map(|(parameter, _)| {
-            let path = parameter.path.as_str();
-            let dense = dense.found.remove(path)?;
-            let (id, plan) = wanted[path];
-            ids.insert(id).then(|| (id, Job { path, plan, dense, gram: &inputs[&id] }))
+        .map(|(path, dense)| {
+            let (at, plan) = wanted[path.as_str()];
+            let task = Task { plan, amax: measured.amax(at), inputs: inputs.get(&at) };
+            (at, Job { path, task, dense: dense.clone_box() })
         })
         .collect();
-    let (ids, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
+    // In the order of the module, in which weights with the same inputs follow each other.
+    jobs.sort_by_key(|(at, _)| *at);
+    let (numbers, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
     // What calibration leaves is of no use to the threads of devices, which have memory of their own.
     devices.iter().for_each(Device::memory_cleanup);
-    let results = quantize_each(jobs, devices, config, amaxes)?;
-    let packed = results.iter().map(|(tensor, chosen_by)| (PackedWeight::new(tensor), *chosen_by));
-    Ok(ids.into_iter().zip(packed).collect())
+    let results = quantize_each(jobs, devices)?;
+    Ok(numbers.into_iter().zip(results).collect())
 }
 
-/// A weight to be quantized by what is known of its inputs.
+/// A weight to be quantized by statistics of its inputs.
 struct Job<'a> {
     path: &'a str,
-    plan: &'a Plan,
-    dense: Tensor<2>,
-    gram: &'a Gram,
+    task: Task<'a>,
+    dense: Box<dyn AnyWeight>,
 }
 
 /// A weight, and by what it was quantized.
-type Quantized = (Fp4Tensor<2>, ChosenBy);
+type Quantized = (PackedWeight, Method);
 
-/// Quantizes weights on these devices, each where least was given until then; the results are where the weights were.
-fn quantize_each(
-    jobs: Vec<Job<'_>>,
-    devices: &[Device],
-    config: &Fp4Config,
-    amaxes: &BTreeMap<String, f32>,
-) -> Result<Vec<Quantized>, Fp4Error> {
+/// Quantizes weights on these devices, each where least was given until then; the results are where the
+/// weights were.
+fn quantize_each(jobs: Vec<Job<'_>>, devices: &[Device]) -> Result<Vec<Quantized>, Fp4Error> {
     let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
     let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
-    let weights = jobs.iter().map(|job| (job.gram, job.dense.shape().num_elements()));
+    let weights = jobs.iter().map(|job| {
+        let grams = job.task.inputs.map(|inputs| inputs.grams().collect()).unwrap_or_default();
+        (grams, job.dense.elements())
+    });
     let turns = turns(&weights.collect::<Vec<_>>(), devices.len());
     // All before the first is worked on: a device hands nothing out until it is done.
     let jobs = moved(&all, || -> Vec<_> {
@@ -162,13 +164,11 @@ fn quantize_each(
     for ((number, job), at) in jobs.into_iter().enumerate().zip(turns) {
         queues[at].push((number, job));
     }
-    let run = |queue| quantize_in_turn(queue, config, amaxes);
     let results: Vec<_> = match devices {
-        [_] => queues.into_iter().map(run).collect(),
+        [_] => queues.into_iter().map(quantize_in_turn).collect(),
         // The host works for all of them at once.
         _ => thread::scope(|scope| {
-            let run = &run;
-            let threads = queues.into_iter().map(|queue| scope.spawn(move || run(queue)));
+            let threads = queues.into_iter().map(|queue| scope.spawn(|| quantize_in_turn(queue)));
             let join = |thread: thread::ScopedJoinHandle<'_, _>| match thread.join() {
                 Ok(result) => result,
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -180,15 +180,19 @@ fn quantize_each(
     let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
     moved(&all, || {
         let home =
-            |((tensor, chosen_by), home): (Quantized, &Device)| (tensor.to_device(home), chosen_by);
+            |((weight, method), home): (Quantized, &Device)| (weight.to_device(home), method);
         quantized.into_values().zip(&homes).map(home).collect()
     })
 }
 
-/// By weight, of which its Gram matrix and its elements are given, the number of its device: the longest first, each
-/// where it is done first.
-fn turns(weights: &[(&Gram, usize)], devices: usize) -> Vec<usize> {
-    let rounding = |at: usize| rounding_work(weights[at].0.channels(), weights[at].1);
+/// By weight, of which its Gram matrices and its elements are given, the number of its device: the
+/// longest first, each where it is done first.
+fn turns(weights: &[(Vec<&Gram>, usize)], devices: usize) -> Vec<usize> {
+    let rounding = |at: usize| {
+        let (grams, elements) = &weights[at];
+        let each = elements / grams.len().max(1);
+        grams.iter().map(|gram| rounding_work(gram.channels(), each)).sum::<usize>()
+    };
     let mut order: Vec<_> = (0..weights.len()).collect();
     order.sort_by_key(|&at| Reverse(rounding(at)));
     let mut given = vec![0; devices];
@@ -196,15 +200,16 @@ fn turns(weights: &[(&Gram, usize)], devices: usize) -> Vec<usize> {
     let mut there: Vec<Vec<&Gram>> = vec![Vec::new(); devices];
     let mut turns = vec![0; weights.len()];
     for at in order {
-        let gram = weights[at].0;
+        let grams = &weights[at].0;
         let work = |device: usize| {
-            let known = there[device].iter().any(|other| ptr::eq(*other, gram));
-            rounding(at) + if known { 0 } else { factor_work(gram.channels()) }
+            let known = |gram: &Gram| there[device].iter().any(|other| ptr::eq(*other, gram));
+            let new = grams.iter().filter(|gram| !known(gram));
+            rounding(at) + new.map(|gram| factor_work(gram.channels())).sum::<usize>()
         };
         let first = (0..devices).min_by_key(|&device| given[device] + work(device));
         let first = first.expect("a calibration has a device");
         given[first] += work(first);
-        there[first].push(gram);
+        there[first].extend(grams);
         turns[at] = first;
     }
     turns
@@ -222,93 +227,41 @@ fn factor_work(channels: usize) -> usize {
 }
 
 /// Quantizes numbered weights, which are on one device.
-fn quantize_in_turn(
-    jobs: Vec<(usize, Job<'_>)>,
-    config: &Fp4Config,
-    amaxes: &BTreeMap<String, f32>,
-) -> Result<BTreeMap<usize, Quantized>, Fp4Error> {
+fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quantized>, Fp4Error> {
     let mut curvatures = Curvatures::default();
     let mut quantized = BTreeMap::new();
-    for (number, Job { path, plan, dense, gram }) in jobs {
-        let chosen_by = chosen_by(config.gptq, &plan.scheme, Some(gram));
-        let scheme = scheme_of(plan, amaxes.get(path));
-        let axis = plan.layout.axis;
-        let tensor = quantize_weight(&dense, axis, &scheme, chosen_by, Some(gram), &mut curvatures)
-            .map_err(|source| named(path, source))?;
+    for (number, Job { path, task, dense }) in jobs {
+        let weight = dense.pack(&task, &mut curvatures);
+        let weight = weight.map_err(|problem| Fp4Error::at(path, problem))?;
         // Done before its thread is: what follows is of another one.
         let done = dense.device().sync().map_err(|error| OpsError::Device(error.to_string()));
-        done.map_err(|source| named(path, source))?;
-        quantized.insert(number, (tensor, chosen_by));
+        done.map_err(|problem| Fp4Error::at(path, problem))?;
+        quantized.insert(number, weight);
     }
     Ok(quantized)
 }
 
-fn named(path: &str, source: impl Into<OpsError>) -> Fp4Error {
-    Fp4Error::Parameter { path: path.to_owned(), source: source.into() }
-}
-
-/// Ids and plans of parameters that are to be quantized, by path.
-fn selected(
-    decisions: &[(Parameter, Decision)],
-    wanted: impl Fn(&Parameter) -> bool,
-) -> BTreeMap<&str, (u64, &Plan)> {
-    let plans = decisions.iter().filter_map(|(parameter, decision)| match decision {
-        Decision::Quantize(plan) if wanted(parameter) => {
-            Some((parameter.path.as_str(), (parameter.id.val(), plan)))
-        }
-        _ => None,
-    });
-    plans.collect()
-}
-
-/// The dense values of matrices that are to be quantized.
-struct Matrices<'a> {
-    wanted: &'a BTreeMap<&'a str, (u64, &'a Plan)>,
-    found: BTreeMap<String, Tensor<2>>,
-}
-
-impl TakeFloats for Matrices<'_> {
-    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
-        if D == 2 && self.wanted.contains_key(path.as_str()) {
-            let shape: [usize; 2] = param.shape().dims();
-            self.found.insert(path, param.base().without_autodiff().reshape(shape));
-        }
+/// The dense values of weights, by path.
+fn dense_weights<M: Module>(
+    module: &M,
+    wanted: impl Fn(&str) -> bool,
+) -> BTreeMap<String, Box<dyn AnyWeight>> {
+    struct Weights<F> {
+        wanted: F,
+        found: BTreeMap<String, Box<dyn AnyWeight>>,
     }
-}
 
-/// What is known of the inputs of weights along the axis that they are quantized along, by parameter id: a tied weight
-/// meets those of all its places.
-///
-/// # Errors
-/// [`Fp4Error::Calibration`] for a path that no parameter has or an axis that it does not have,
-/// [`Fp4Error::Parameter`] if what is known is of another number of inputs than the weight has.
-pub(crate) fn inputs_by_id<'a>(
-    decisions: &[(Parameter, Decision)],
-    calibration: &'a Calibration,
-) -> Result<BTreeMap<u64, Cow<'a, Gram>>, Fp4Error> {
-    let mut inputs: BTreeMap<u64, Cow<'a, Gram>> = BTreeMap::new();
-    for (path, axis, gram) in calibration.iter() {
-        let of_path = |(parameter, _): &&(Parameter, _)| {
-            parameter.path == path && axis < parameter.shape.len()
-        };
-        let Some((parameter, decision)) = decisions.iter().find(of_path) else {
-            return Err(Fp4Error::Calibration { path: path.to_owned(), axis });
-        };
-        let Decision::Quantize(plan) = decision else { continue };
-        if plan.layout.axis != axis {
-            continue;
-        }
-        let expected = plan.layout.shape[axis];
-        check_length("calibrated inputs", expected, gram.channels())
-            .map_err(|error| named(path, error))?;
-        match inputs.get_mut(&parameter.id.val()) {
-            Some(sum) => sum.to_mut().merge(gram).map_err(|error| named(path, error))?,
-            None => {
-                inputs.insert(parameter.id.val(), Cow::Borrowed(gram));
+    impl<F: Fn(&str) -> bool> TakeFloats for Weights<F> {
+        fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
+            if (self.wanted)(&path) {
+                self.found.insert(path, Box::new(param.base().without_autodiff()));
             }
         }
     }
-    Ok(inputs)
+
+    let mut weights = Weights { wanted, found: BTreeMap::new() };
+    each_float(module, &mut weights);
+    weights.found
 }
 
 #[cfg(test)]
@@ -318,10 +271,14 @@ mod tests {
     #[test]
     fn the_longest_come_first_and_gram_matrices_stay_where_they_are() {
         let [a, b, c, d] = [64, 64, 64, 64].map(Gram::new);
+        let one = |gram, elements| (vec![gram], elements);
         // As long as all others together.
-        assert_eq!(turns(&[(&b, 0), (&a, 60_000_000), (&c, 0), (&d, 0)], 2), [1, 0, 1, 1]);
+        assert_eq!(
+            turns(&[one(&b, 0), one(&a, 60_000_000), one(&c, 0), one(&d, 0)], 2),
+            [1, 0, 1, 1]
+        );
         // Where nothing else decides, one more factorization is saved.
-        assert_eq!(turns(&[(&a, 0), (&b, 0), (&b, 0), (&a, 0)], 2), [0, 1, 1, 0]);
-        assert_eq!(turns(&[(&a, 0), (&b, 0)], 1), [0, 0]);
+        assert_eq!(turns(&[one(&a, 0), one(&b, 0), one(&b, 0), one(&a, 0)], 2), [0, 1, 1, 0]);
+        assert_eq!(turns(&[one(&a, 0), one(&b, 0)], 1), [0, 0]);
     }
 }

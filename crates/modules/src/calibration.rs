@@ -1,19 +1,24 @@
+//! Statistics of the inputs of layers, by weight.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::search::SearchError;
 use burn_fp4_ops::{Gram, gram};
 
 use crate::Fp4Error;
 use crate::calibrate::Calibrate;
 
-/// What is known of the inputs of layers, by the path of their weight and the axis of it that they meet: 0 in `x W`, 1 in
-/// `x W^T`. It is of use to weights that are quantized along the same axis.
+/// Statistics of the inputs of layers: a Gram matrix `[in, in]` by the path of the weight, the axis
+/// of it that is contracted (0 in `x W`, 1 in `x W^T`), and the slice of it.
 ///
-/// Gathered by running a module that knows nothing of it:
+/// A weight of rank 2 has one slice. One of higher rank is a stack of matrices, such as those
+/// `[experts, in, out]` of a mixture of experts; its slices are numbered over the leading axes.
+/// Statistics are of use to weights that are quantized along the same axis.
+///
+/// Gathered by running a module as it is:
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -22,9 +27,11 @@ use crate::calibrate::Calibrate;
 ///
 /// let device = Device::flex();
 /// let mut model = LinearConfig::new(64, 32).init(&device);
-/// let batches = (0..4).map(|_| Tensor::<2>::random([64, 64], Distribution::Normal(0.0, 1.0), &device));
+/// let normal = Distribution::Normal(0.0, 1.0);
+/// let batches = (0..4).map(|_| Tensor::<2>::random([64, 64], normal, &device));
 ///
-/// let calibration = Calibration::of(&model).run(batches, |model: &Linear, batch| model.forward(batch))?;
+/// let forward = |model: &Linear, batch| model.forward(batch);
+/// let calibration = Calibration::of(&model).run(batches, forward)?;
 /// let config = Fp4Config::nvfp4().gptq(Gptq::default()).with_calibration(&calibration);
 /// let report = model.quantize_fp4(&config)?;
 /// # assert!(report.to_string().contains("gptq"));
@@ -34,18 +41,19 @@ use crate::calibrate::Calibrate;
 /// or from inputs that were kept elsewhere, by [`add`](Self::add). Clones share what they hold.
 #[derive(Clone, Default, PartialEq)]
 pub struct Calibration {
-    grams: BTreeMap<(String, usize), Arc<Gram>>,
+    grams: BTreeMap<(String, usize, usize), Arc<Gram>>,
     unreached: BTreeSet<String>,
-    /// Where it was found.
+    /// Where it was gathered.
     devices: Vec<Device>,
 }
 
 impl fmt::Debug for Calibration {
     /// Without the matrices, which have millions of elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let known =
-            self.iter().map(|(path, axis, gram)| ((path, axis), (gram.rows(), gram.channels())));
-        f.debug_map().entries(known).finish()
+        let entries = self
+            .iter()
+            .map(|(path, axis, slice, gram)| ((path, axis, slice), (gram.rows(), gram.channels())));
+        f.debug_map().entries(entries).finish()
     }
 }
 
@@ -60,47 +68,49 @@ impl Calibration {
         Calibrate::new(model)
     }
 
-    /// Adds inputs `[.., in]` of the layer whose weight has this path and this axis of length `in`, to those added
-    /// before.
+    /// Adds inputs `[.., in]` of the layer whose weight has this path and this axis of length `in`,
+    /// to those added before. Of a weight of rank 3 or more these are the inputs of slice 0; for
+    /// other slices there is [`insert_slice`](Self::insert_slice).
     ///
-    /// Every call reads a matrix `[in, in]` back from the device: few large batches beat many small ones.
+    /// Every call reads a matrix `[in, in]` back from the device: few large batches beat many small
+    /// ones.
     ///
     /// # Errors
-    /// [`Fp4Error::Parameter`] naming the path: a value that is not finite, another number of channels than
-    /// before, or a dtype that is not a float.
+    /// [`Fp4Error::Parameter`] naming the path: a value that is not finite, another number of
+    /// channels than before, or a dtype that is not a float; [`Fp4Error::Device`].
     pub fn add<const D: usize>(
         &mut self,
         path: &str,
         axis: usize,
         inputs: Tensor<D>,
     ) -> Result<(), Fp4Error> {
-        let found =
-            gram(inputs).map_err(|source| Fp4Error::Parameter { path: path.to_owned(), source })?;
-        self.merge([(path, axis)], found)
+        let found = gram(inputs).map_err(|problem| Fp4Error::at(path, problem))?;
+        self.merge([(path, axis, 0)], found)
     }
 
-    /// Adds statistics to those known. Layers that share what is known go on sharing it.
+    /// Adds statistics to those of some slices of weights. Those that share statistics go on
+    /// sharing them.
     pub(crate) fn merge<'a>(
         &mut self,
-        uses: impl IntoIterator<Item = (&'a str, usize)>,
+        uses: impl IntoIterator<Item = (&'a str, usize, usize)>,
         found: Gram,
     ) -> Result<(), Fp4Error> {
         let found = Arc::new(found);
-        let mut times: BTreeMap<(&str, usize), usize> = BTreeMap::new();
+        let mut times: BTreeMap<(&str, usize, usize), usize> = BTreeMap::new();
         for of in uses {
             *times.entry(of).or_default() += 1;
         }
-        // What is known, taken out: if nothing else holds it, it is added to where it is.
+        // Taken out: statistics that nothing else holds are added to where they are.
         let mut all: Vec<Shared<'_>> = Vec::new();
-        for ((path, axis), times) in times {
-            let known = self.grams.remove(&(path.to_owned(), axis));
+        for ((path, axis, slice), times) in times {
+            let known = self.grams.remove(&(path.to_owned(), axis, slice));
             let pointer = |known: &Option<Arc<Gram>>| known.as_ref().map(Arc::as_ptr);
             let same = |shared: &&mut Shared<'_>| {
                 shared.times == times && pointer(&shared.known) == pointer(&known)
             };
             match all.iter_mut().find(same) {
-                Some(shared) => shared.uses.push((path, axis)),
-                None => all.push(Shared { known, times, uses: vec![(path, axis)] }),
+                Some(shared) => shared.uses.push((path, axis, slice)),
+                None => all.push(Shared { known, times, uses: vec![(path, axis, slice)] }),
             }
         }
         let mut outcome = Ok(());
@@ -113,32 +123,53 @@ impl Calibration {
                         Ok(())
                     }
                 };
-                let named = |error: SearchError| Fp4Error::Parameter {
-                    path: uses[0].0.to_owned(),
-                    source: error.into(),
-                };
-                outcome = outcome.and(merged.map_err(named));
+                outcome = outcome.and(merged.map_err(|problem| Fp4Error::at(uses[0].0, problem)));
             }
-            for (path, axis) in uses {
-                self.grams.extend(known.clone().map(|known| ((path.to_owned(), axis), known)));
+            for (path, axis, slice) in uses {
+                let known = known.clone().map(|known| ((path.to_owned(), axis, slice), known));
+                self.grams.extend(known);
             }
         }
         outcome
     }
 
-    /// Takes statistics that were gathered elsewhere.
+    /// Takes statistics that were gathered elsewhere, in place of those of slice 0.
     pub fn insert(&mut self, path: impl Into<String>, axis: usize, gram: Gram) {
-        self.grams.insert((path.into(), axis), Arc::new(gram));
+        self.insert_slice(path, axis, 0, gram);
     }
 
-    /// Paths, axes, and what is known of the inputs there.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, usize, &Gram)> {
-        self.grams.iter().map(|((path, axis), gram)| (path.as_str(), *axis, &**gram))
+    /// Takes statistics that were gathered elsewhere, in place of those of a slice.
+    pub fn insert_slice(&mut self, path: impl Into<String>, axis: usize, slice: usize, gram: Gram) {
+        self.grams.insert((path.into(), axis, slice), Arc::new(gram));
     }
 
-    /// What is known of the inputs that meet this axis of a weight.
+    /// Paths, axes, slices, and the statistics of the inputs there.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, usize, usize, &Gram)> {
+        let grams = self.grams.iter();
+        grams.map(|((path, axis, slice), gram)| (path.as_str(), *axis, *slice, &**gram))
+    }
+
+    /// Statistics of the inputs that are contracted with this axis of slice 0 of a weight.
     pub fn get(&self, path: &str, axis: usize) -> Option<&Gram> {
-        self.grams.get(&(path.to_owned(), axis)).map(|gram| &**gram)
+        self.get_slice(path, axis, 0)
+    }
+
+    /// Statistics of the inputs that are contracted with this axis of a slice of a weight.
+    pub fn get_slice(&self, path: &str, axis: usize, slice: usize) -> Option<&Gram> {
+        self.grams.get(&(path.to_owned(), axis, slice)).map(|gram| &**gram)
+    }
+
+    /// One more than the last slice that there are statistics for; 0 if there is none.
+    pub fn slices(&self, path: &str, axis: usize) -> usize {
+        let key = |slice| (path.to_owned(), axis, slice);
+        let mut slices = self.grams.range(key(0)..=key(usize::MAX));
+        slices.next_back().map_or(0, |((_, _, slice), _)| slice + 1)
+    }
+
+    /// Inputs of a slice that were not all zero: for an expert whose other inputs are masked, those
+    /// that it was chosen for.
+    pub fn tokens(&self, path: &str, axis: usize, slice: usize) -> usize {
+        self.get_slice(path, axis, slice).map_or(0, Gram::tokens)
     }
 
     /// Paths of matrices that the forward pass multiplies nothing by, such as embeddings.
@@ -150,8 +181,8 @@ impl Calibration {
         self.unreached = paths;
     }
 
-    /// The devices that it was found on, among which the weights are divided that are quantized by it; none where it was
-    /// gathered elsewhere.
+    /// The devices that the statistics were gathered on, among which the weights are divided that
+    /// are quantized by them; none where they were gathered elsewhere.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
@@ -161,11 +192,11 @@ impl Calibration {
     }
 }
 
-/// What is known of layers that share it, and how often each meets what is added.
+/// Slices of weights that share statistics, and how often others are to be added to these.
 struct Shared<'a> {
     known: Option<Arc<Gram>>,
     times: usize,
-    uses: Vec<(&'a str, usize)>,
+    uses: Vec<(&'a str, usize, usize)>,
 }
 
 #[cfg(test)]
@@ -173,20 +204,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_that_share_what_is_known_go_on_sharing_it() {
+    fn layers_that_share_statistics_go_on_sharing_them() {
         let found = |value: f32| Gram::of(&[value; 4], 2).expect("finite");
         let mut calibration = Calibration::new();
         let merge = |calibration: &mut Calibration, paths: &[&'static str], found| {
-            calibration.merge(paths.iter().map(|path| (*path, 0)), found).unwrap()
+            calibration.merge(paths.iter().map(|path| (*path, 0, 0)), found).unwrap()
         };
         merge(&mut calibration, &["query", "key"], found(1.0));
         merge(&mut calibration, &["output"], found(1.0));
-        // One of them is met twice.
+        // One of them twice.
         merge(&mut calibration, &["query", "key", "output", "output"], found(2.0));
         let [query, key, output] =
             ["query", "key", "output"].map(|path| calibration.get(path, 0).unwrap());
         assert!(std::ptr::eq(query, key));
         assert_eq!((query.values(), query.rows()), (&[10.0; 4][..], 4));
         assert_eq!((output.values(), output.rows()), (&[18.0; 4][..], 6));
+    }
+
+    #[test]
+    fn slices_have_statistics_of_their_own() {
+        let mut calibration = Calibration::new();
+        let found = |x: &[f32]| Gram::of(x, 2).expect("finite");
+        calibration.merge([("experts", 1, 0), ("experts", 1, 1)], found(&[1.0; 4])).unwrap();
+        calibration.merge([("experts", 1, 1)], found(&[0.0, 0.0, 0.0, 2.0])).unwrap();
+        calibration.insert_slice("experts", 1, 3, found(&[0.0; 2]));
+        assert_eq!((calibration.slices("experts", 1), calibration.slices("experts", 0)), (4, 0));
+        let tokens = |slice| calibration.tokens("experts", 1, slice);
+        assert_eq!([0, 1, 2, 3].map(tokens), [2, 3, 0, 0]);
+        assert_eq!(calibration.get("experts", 1), calibration.get_slice("experts", 1, 0));
+        assert_eq!(calibration.get_slice("experts", 1, 2), None);
+        let slices: Vec<_> = calibration.iter().map(|(_, _, slice, _)| slice).collect();
+        assert_eq!(slices, [0, 1, 3]);
     }
 }

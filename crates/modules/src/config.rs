@@ -1,3 +1,5 @@
+//! Which parameters of a module are quantized, and how.
+
 use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated};
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +14,28 @@ pub enum Indivisible {
     Error,
     /// Leave the weight dense and say so in the report.
     Skip,
+}
+
+/// What to do with a part of a configuration that nothing uses: a pattern, an added container or an
+/// override that fits no parameter, a group of siblings that is nowhere complete, a calibration that
+/// no method reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unused {
+    /// An error that names it: it is most likely misspelt.
+    #[default]
+    Error,
+    /// A line in the report.
+    Report,
+}
+
+/// A scheme for some of the weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Override {
+    /// Pattern of the paths of these weights.
+    pub pattern: String,
+    /// How they are quantized.
+    pub scheme: Fp4Scheme,
 }
 
 /// A container type whose weights are quantized.
@@ -29,10 +53,11 @@ pub struct Container {
 /// stands for any part of one component and `**` for any number of components.
 ///
 /// ```
-/// use burn_fp4_modules::Fp4Config;
+/// use burn_fp4_modules::{Fp4Config, ops::Fp4Scheme};
 ///
 /// let config = Fp4Config::nvfp4()
 ///     .exclude("**.output.*")
+///     .with("**.down_proj.*", Fp4Scheme::mxfp4())
 ///     .keep_first(1)
 ///     .keep_last(1)
 ///     .share_scale(["query", "key", "value"]);
@@ -43,7 +68,10 @@ pub struct Container {
 pub struct Fp4Config {
     /// How each weight is quantized.
     pub scheme: Fp4Scheme,
-    /// Container types whose weights of rank 2 or more are quantized: `Linear`, along axis 0.
+    /// How some weights are quantized instead; of several that fit a path the last one counts.
+    pub overrides: Vec<Override>,
+    /// Container types whose weights of rank 2 or more are quantized: those of
+    /// [`CONTAINERS`](Self::CONTAINERS), along axis 0.
     pub containers: Vec<Container>,
     /// If not empty, only paths that match one of these.
     pub include: Vec<String>,
@@ -58,13 +86,15 @@ pub struct Fp4Config {
     pub share_scale: Vec<Vec<String>>,
     /// What to do with a weight that blocks do not divide.
     pub indivisible: Indivisible,
-    /// Whether weights whose inputs are known are quantized by GPTQ instead of the scheme's search.
+    /// What to do with a part of this configuration that nothing uses.
+    pub unused: Unused,
+    /// Whether calibrated weights are quantized by GPTQ instead of the scheme's search.
     pub gptq: Option<Gptq>,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
     pub learn_tensor_scale: bool,
-    /// What is known of the inputs of layers. It is not serialized.
+    /// Statistics of the inputs of layers. They are not serialized.
     #[serde(skip)]
     pub calibration: Calibration,
 }
@@ -76,6 +106,10 @@ impl Default for Fp4Config {
 }
 
 impl Fp4Config {
+    /// Container types that are quantized without being asked for: Burn's linear layer and those of
+    /// this crate.
+    pub const CONTAINERS: [&str; 3] = ["Linear", "Fp4Linear", "Fp4TrainLinear"];
+
     /// The weights of every `Linear`, in NVFP4 as TransformerEngine does it.
     pub fn nvfp4() -> Self {
         Self::new(Fp4Scheme::nvfp4())
@@ -90,7 +124,8 @@ impl Fp4Config {
     pub fn new(scheme: Fp4Scheme) -> Self {
         Self {
             scheme,
-            containers: ["Linear", "Fp4Linear"]
+            overrides: Vec::new(),
+            containers: Self::CONTAINERS
                 .map(|name| Container { name: name.to_owned(), axis: 0 })
                 .into(),
             include: Vec::new(),
@@ -99,6 +134,7 @@ impl Fp4Config {
             keep_last: 0,
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
+            unused: Unused::Error,
             gptq: None,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
@@ -106,14 +142,15 @@ impl Fp4Config {
         }
     }
 
-    /// This configuration with what is known of the inputs of layers, as GPTQ and the searches by Hessian ask. A weight of whose
-    /// inputs nothing is known gets the scales with the smallest squared error instead, and the report says so.
+    /// This configuration with statistics of the inputs of layers, which GPTQ and the searches by
+    /// Hessian need. A weight without statistics gets the scales with the smallest squared error
+    /// instead, and the report says so; if no selected weight has any, that is an error.
     pub fn with_calibration(&self, calibration: &Calibration) -> Self {
         Self { calibration: calibration.clone(), ..self.clone() }
     }
 
-    /// Quantizes weights whose inputs are known ([`with_calibration`](Self::with_calibration)) by GPTQ. Weights have to
-    /// be finite then, whatever the scheme says.
+    /// Quantizes calibrated weights ([`with_calibration`](Self::with_calibration)) by GPTQ. Weights
+    /// have to be finite then, whatever the scheme says.
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
         self
@@ -172,6 +209,19 @@ impl Fp4Config {
     /// Lets the weights of sibling modules with these names share a tensor scale.
     pub fn share_scale(mut self, siblings: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.share_scale.push(siblings.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Quantizes the selected weights that a pattern fits by another scheme. Where several patterns
+    /// fit, the last one counts.
+    pub fn with(mut self, pattern: impl Into<String>, scheme: Fp4Scheme) -> Self {
+        self.overrides.push(Override { pattern: pattern.into(), scheme });
+        self
+    }
+
+    /// Sets what happens to a part of this configuration that nothing uses.
+    pub fn unused(mut self, unused: Unused) -> Self {
+        self.unused = unused;
         self
     }
 

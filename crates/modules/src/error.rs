@@ -1,29 +1,47 @@
+//! Why a module cannot be quantized or loaded.
+
 use std::path::PathBuf;
 
 use burn_fp4_ops::OpsError;
 
 /// Why a module cannot be quantized or loaded.
+///
+/// A message holds its cause, so that `source()` is empty.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fp4Error {
     /// A parameter cannot be quantized as asked.
-    #[error("parameter `{path}`: {source}")]
+    #[error("parameter `{path}`: {problem}{}", remedy(.problem))]
     Parameter {
         /// Path of the parameter.
         path: String,
         /// What is wrong with it.
-        source: OpsError,
+        problem: OpsError,
     },
     /// The scheme of the configuration is inconsistent.
-    #[error(transparent)]
-    Scheme(#[from] OpsError),
+    #[error("{0}")]
+    Scheme(OpsError),
+    /// A device, or what adds up between devices (NCCL), failed.
+    #[error("device: {problem}")]
+    Device {
+        /// What it says.
+        problem: String,
+    },
+    /// Quantization failed half-way.
+    #[error("{problem}; packed before that, and packed now:{}", list(.packed))]
+    Partial {
+        /// Paths of the weights that are packed. All others are as they were.
+        packed: Vec<String>,
+        /// What went wrong with the next one.
+        problem: Box<Fp4Error>,
+    },
     /// A path pattern is not a glob.
-    #[error("pattern `{pattern}`: {source}")]
+    #[error("pattern `{pattern}`: {problem}")]
     Pattern {
         /// The pattern.
         pattern: String,
         /// What is wrong with it.
-        source: globset::Error,
+        problem: globset::Error,
     },
     /// A container's axis is not one of a parameter's.
     #[error(
@@ -42,13 +60,31 @@ pub enum Fp4Error {
     /// No parameter is left to be quantized, which is hardly what was meant.
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
-    /// Inputs are known of a parameter that the module does not have.
-    #[error("calibration: no parameter `{path}` with an axis {axis} in the module")]
+    /// Parts of the configuration fit nothing in the module.
+    #[error("nothing uses these parts of the configuration (Unused::Report allows it):{}", list(.0))]
+    Unused(Vec<String>),
+    /// A method needs statistics of the inputs of layers, and no selected weight has any.
+    #[error(
+        "{method} needs statistics of inputs, and none of the selected weights has any that it can \
+         use: calibrate, and hand the calibration over by `with_calibration`:{}", list(.paths)
+    )]
+    Uncalibrated {
+        /// The method asked for.
+        method: String,
+        /// Paths of the selected weights.
+        paths: Vec<String>,
+    },
+    /// There are statistics for a parameter that the module does not have.
+    #[error(
+        "calibration: no parameter `{path}` with an axis {axis} and a slice {slice} in the module"
+    )]
     Calibration {
         /// Path of the calibration.
         path: String,
-        /// The axis that the inputs meet.
+        /// The axis that the inputs are multiplied along.
         axis: usize,
+        /// Which slice over the leading axes of the weight.
+        slice: usize,
     },
     /// Something cannot be fake-quantized for training.
     #[error("fake quantization: {what}: {reason}")]
@@ -61,7 +97,10 @@ pub enum Fp4Error {
     /// No parameter is fake-quantized, so there is nothing to convert.
     #[error("no parameter is fake-quantized")]
     NothingFakeQuantized,
-    /// Something else is attached to a parameter, which converting the module would take off.
+    /// No adapter can be attached, or there is none to merge.
+    #[error("LoRA: {0}")]
+    NothingAdapted(&'static str),
+    /// Something else is attached to a parameter, which would be lost.
     #[error(
         "parameter `{path}` has `{name}` attached: materialize the module first, or convert before"
     )]
@@ -71,13 +110,33 @@ pub enum Fp4Error {
         /// Name of what is attached.
         name: String,
     },
-    /// Parameters cannot share a tensor scale and have one per row.
+    /// Codes that were handed over for a parameter do not fit it.
+    #[error("parameter `{path}`: {what}: expected {expected}, found {found}")]
+    Given {
+        /// Path of the parameter.
+        path: String,
+        /// Shape or device.
+        what: &'static str,
+        /// That of the parameter.
+        expected: String,
+        /// That of the codes.
+        found: String,
+    },
+    /// A module shows a parameter to visitors that it does not hand to mappers, or the other way round.
     #[error(
-        "parameter `{path}` shares its tensor scale, so it cannot have one per row or a given one"
+        "the module visits parameter `{path}`, but does not map it: its `Module` is inconsistent"
     )]
+    Unmapped {
+        /// Path of the parameter.
+        path: String,
+    },
+    /// Parameters cannot share a tensor scale.
+    #[error("parameter `{path}` shares its tensor scale, but {reason}")]
     SharedScale {
         /// A parameter that would share.
         path: String,
+        /// What stands against it.
+        reason: &'static str,
     },
     /// A module cannot be calibrated with these batches.
     #[error("calibration: {problem}")]
@@ -101,6 +160,35 @@ pub enum Fp4Error {
         /// The tensors concerned.
         names: Vec<String>,
     },
+}
+
+impl Fp4Error {
+    /// What is wrong with a parameter, unless its device failed.
+    pub(crate) fn at(path: impl Into<String>, problem: impl Into<OpsError>) -> Self {
+        match problem.into() {
+            OpsError::Device(problem) => Self::Device { problem },
+            problem => Self::Parameter { path: path.into(), problem },
+        }
+    }
+}
+
+impl From<OpsError> for Fp4Error {
+    fn from(problem: OpsError) -> Self {
+        match problem {
+            OpsError::Device(problem) => Self::Device { problem },
+            problem => Self::Scheme(problem),
+        }
+    }
+}
+
+/// What to do about a problem, where a configuration can.
+fn remedy(problem: &OpsError) -> &'static str {
+    match problem {
+        OpsError::Indivisible { .. } => {
+            "; keep it dense by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
+        }
+        _ => "",
+    }
 }
 
 fn list(names: &[String]) -> String {

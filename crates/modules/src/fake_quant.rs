@@ -1,4 +1,6 @@
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+//! [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{
     Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization, Reparameterizer,
@@ -10,10 +12,11 @@ use burn_fp4_ops::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::measure::{measure, read_vectors};
+use crate::pack::{Dense, Source, pack};
 use crate::paths::{TakeFloats, each_float};
-use crate::quantize::{Dense, Source, check_selected, measure, pack, read_vectors};
-use crate::report::{Fp4Report, Outcome, Reason};
-use crate::select::{Decision, Plan, Walk, select};
+use crate::report::{ChosenBy, Fp4Report, Outcome, Reason};
+use crate::select::{Decision, Plan, Selection, Walk, select};
 use crate::{Fp4Config, Fp4Error};
 
 /// A weight that is trained in full precision and used as if it were quantized.
@@ -136,17 +139,19 @@ pub(crate) fn fake_quantize<M: Module>(
     config: &Fp4Config,
 ) -> Result<Fp4Report, Fp4Error> {
     check(config)?;
-    let decisions = select(module, config)?;
-    check_selected(&decisions)?;
-    let amaxes = measure(module, &decisions, config.learn_tensor_scale)?;
-    let plans = decisions.iter().filter_map(|(parameter, decision)| match decision {
-        Decision::Quantize(plan) => Some((parameter.path.as_str(), plan)),
-        Decision::Keep(_) => None,
+    let selection = select(module, config)?;
+    for (_, _, plan) in selection.plans() {
+        check_scheme(&plan.scheme, config)?;
+    }
+    let measured = measure(module, &selection, config.learn_tensor_scale)?;
+    let plans = selection.plans().map(|(at, parameter, plan)| {
+        let tied_to = measured.tied_to(at);
+        (parameter.path.as_str(), (plan, tied_to, measured.amax(at)))
     });
     let learned = BTreeMap::new();
-    let mut attach = Attach { config, plans: plans.collect(), amaxes, learned };
+    let mut attach = Attach { config, plans: plans.collect(), learned };
     *module = module.clone().apply_reparameterization(&mut attach);
-    let parameters = decisions.iter().map(|(parameter, decision)| match decision {
+    let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
             parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes())
         }
@@ -158,31 +163,38 @@ pub(crate) fn fake_quantize<M: Module>(
             parameter.report(outcome, parameter.bytes() + amax)
         }
     });
-    Ok(Fp4Report { parameters: parameters.collect(), multiplies_codes: false })
+    let parameters = parameters.collect();
+    Ok(Fp4Report { parameters, unused: selection.unused })
 }
 
 /// # Errors
 /// [`Fp4Error::FakeQuantization`] naming what only makes sense once.
 fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
-    let scheme = &config.scheme;
+    if config.gptq.is_some() {
+        return refuse("GPTQ", "it needs activations, which change as the model trains");
+    }
+    if config.calibration.iter().next().is_some() {
+        return refuse("calibration", "the inputs of layers change as the model trains");
+    }
+    if !config.share_scale.is_empty() {
+        return refuse("a shared tensor scale", "each weight follows its own amax");
+    }
+    Ok(())
+}
+
+/// # Errors
+/// As [`check`], for the scheme of a weight.
+fn check_scheme(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
+    let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
     if scheme.search.needs_hessians() {
         return refuse(
             "the scale search",
             "it needs activations, which change as the model trains",
         );
     }
-    if config.gptq.is_some() {
-        return refuse("GPTQ", "it needs activations, which change as the model trains");
-    }
-    if config.calibration.iter().next().is_some() {
-        return refuse("calibration", "what layers meet changes as the model trains");
-    }
     if scheme.rounding != Rounding::Nearest {
         return refuse("stochastic rounding", "every step would draw the same numbers");
-    }
-    if !config.share_scale.is_empty() {
-        return refuse("a shared tensor scale", "each weight follows its own amax");
     }
     if config.learn_tensor_scale {
         if !scheme.rule.row().tensor_scale {
@@ -197,11 +209,10 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 
 struct Attach<'a> {
     config: &'a Fp4Config,
-    /// By path, as the amaxes.
-    plans: BTreeMap<&'a str, &'a Plan>,
-    amaxes: BTreeMap<String, f32>,
-    /// By parameter id, so that tied weights learn one scale.
-    learned: BTreeMap<u64, Param<Tensor<1>>>,
+    /// By path: the plan, the weight that it is tied to, and its amax.
+    plans: BTreeMap<&'a str, (&'a Plan, usize, Option<f32>)>,
+    /// Tied weights learn one scale.
+    learned: BTreeMap<usize, Param<Tensor<1>>>,
 }
 
 impl Reparameterizer for &mut Attach<'_> {
@@ -212,16 +223,17 @@ impl Reparameterizer for &mut Attach<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<FakeQuantWeight>) {
-        let Some(plan) = self.plans.get(path) else { return (param, None) };
+        let Some(&(plan, tied_to, amax)) = self.plans.get(path) else { return (param, None) };
         let settings = FakeQuantSettings {
             scheme: plan.scheme,
             axis: plan.layout.axis,
             saturated: self.config.saturated,
         };
         let amax = self.config.learn_tensor_scale.then(|| {
-            let learned = self.learned.entry(param.id.val()).or_insert_with(|| {
+            let learned = self.learned.entry(tied_to).or_insert_with(|| {
                 let device = param.lazy_device();
-                Param::from_tensor(Tensor::from_data([self.amaxes[path]], (&device, DType::F32)))
+                let amax = amax.expect("measured, since its scale is learned");
+                Param::from_tensor(Tensor::from_data([amax], (&device, DType::F32)))
             });
             learned.clone()
         });
@@ -238,11 +250,9 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
         let decision = match (&parameter.fake_quantized, &parameter.reparameterization) {
             (Some(FakeQuantSettings { scheme, axis, .. }), _) => {
                 let layout = Fp4Layout::new(&parameter.shape.clone().into(), *axis, scheme);
-                let layout = layout.map_err(|source| Fp4Error::Parameter {
-                    path: parameter.path.clone(),
-                    source,
-                })?;
-                Decision::Quantize(Plan { layout, shares: None, scheme: *scheme })
+                let layout = layout.map_err(|problem| Fp4Error::at(&parameter.path, problem))?;
+                let asked = ChosenBy::Search(scheme.search);
+                Decision::Quantize(Plan { layout, shares: None, scheme: *scheme, asked })
             }
             (None, Some(name)) => {
                 return Err(Fp4Error::Attached { path: parameter.path, name: name.clone() });
@@ -255,46 +265,48 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
         };
         decisions.push((parameter, decision));
     }
-    if !decisions.iter().any(|(_, decision)| matches!(decision, Decision::Quantize(_))) {
+    let selection = Selection { decisions, unused: Vec::new() };
+    if selection.plans().next().is_none() {
         return Err(Fp4Error::NothingFakeQuantized);
     }
-    let mut amaxes = measure(module, &decisions, false)?;
-
-    let wanted = decisions
-        .iter()
-        .filter(|(_, decision)| matches!(decision, Decision::Quantize(_)))
-        .map(|(parameter, _)| parameter.path.clone());
+    let numbers: BTreeMap<String, usize> =
+        selection.plans().map(|(at, parameter, _)| (parameter.path.clone(), at)).collect();
     let mut collect =
-        Collect { wanted: wanted.collect(), learned, dense: VecDeque::new(), amaxes: Vec::new() };
+        Collect { wanted: &numbers, learned, dense: BTreeMap::new(), amaxes: Vec::new() };
     each_float(module, &mut collect);
+    let mut amaxes = BTreeMap::new();
     for (path, amax) in read_vectors(collect.amaxes)? {
         if !amax[0].is_finite() {
-            let source = OpsError::NonFinite { found: amax[0] };
-            return Err(Fp4Error::Parameter { path, source });
+            return Err(Fp4Error::at(path, OpsError::NonFinite { found: amax[0] }));
         }
-        amaxes.insert(path, amax[0]);
+        amaxes.insert(numbers[&path], amax[0]);
     }
+    // An optimizer may have moved weights that were tied by their id apart.
+    let measured = measure(module, &selection, false)?.with_amaxes(amaxes);
     // Burn takes attachments off a module as a whole.
     let mut packed = module.clone().materialize();
-    // An optimizer may have moved weights that were tied by their id apart.
-    let source = Source { amaxes, dense: Some(collect.dense), apart: true, ..Source::default() };
-    let report = pack(&mut packed, &decisions, source)?;
+    let source = Source { measured, dense: Some(collect.dense), ..Source::default() };
+    let report = pack(&mut packed, &selection, source).map_err(|error| match error {
+        // Of a copy, which is dropped.
+        Fp4Error::Partial { problem, .. } => *problem,
+        error => error,
+    })?;
     *module = packed;
     Ok(report)
 }
 
 /// Collects the stored values of weights, and learned amaxes by the paths of their weights.
-struct Collect {
-    wanted: BTreeSet<String>,
+struct Collect<'a> {
+    wanted: &'a BTreeMap<String, usize>,
     learned: BTreeSet<String>,
-    dense: VecDeque<Dense>,
+    dense: BTreeMap<String, Dense>,
     amaxes: Vec<(String, Tensor<1>)>,
 }
 
-impl TakeFloats for Collect {
+impl TakeFloats for Collect<'_> {
     fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
-        if self.wanted.contains(&path) {
-            self.dense.push_back(Dense::new(param.base().without_autodiff()));
+        if self.wanted.contains_key(&path) {
+            self.dense.insert(path, Dense::new(param.base().without_autodiff()));
         } else if self.learned.contains(&path) {
             let amax = param.base().without_autodiff().cast(DType::F32).abs().reshape([1]);
             let attached = format!(".{}.{AMAX}", FakeQuantWeight::NAME);

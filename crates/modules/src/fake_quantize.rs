@@ -1,3 +1,5 @@
+//! [`FakeQuantize`]: activations, in a forward pass.
+
 use burn::module::{Flag, Module, Param, RunningState};
 use burn::tensor::{DType, Device, Tensor};
 use burn_fp4_ops::{

@@ -4,25 +4,30 @@
 //! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls in
 //! its forward pass, dequantizes.
 //!
-//! | file           | what it holds                                                              |
-//! |----------------|----------------------------------------------------------------------------|
-//! | `config.rs`    | [`Fp4Config`]: which parameters, how, and what shares a tensor scale        |
-//! | `calibration.rs`| [`Calibration`]: what is known of the inputs of layers                   |
-//! | `capture.rs`   | a forward pass as a list of operations, and where it multiplies by weights |
-//! | `calibrate.rs` | [`Calibrate`]: what layers meet when these operations run                  |
-//! | `cache.rs`     | statistics in files, for calibrations that are interrupted                 |
-//! | `select.rs`    | one walk over the module that decides about every float parameter          |
-//! | `paths.rs`     | float parameters with their paths, for whatever looks at them              |
-//! | `packed.rs`    | [`PackedWeight`]: the codes and scales in a parameter's place               |
-//! | `linear.rs`    | [`Fp4Linear`]: a linear layer straight from codes, on hosts too            |
-//! | `fake_quant.rs`| [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that |
-//! | `fake_quantize.rs`| [`FakeQuantize`]: activations, in a forward pass                        |
-//! | `train_linear.rs`| [`Fp4TrainLinear`]: a linear layer whose three products are quantized     |
-//! | `quantize.rs`  | [`Fp4Module::quantize_fp4`]                                                 |
-//! | `calibrated.rs`| the same layer by layer, or divided among devices                          |
-//! | `weight.rs`    | one weight, and by what it is quantized                                    |
-//! | `record.rs`    | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules      |
-//! | `report.rs`    | [`Fp4Report`]: what was done to every parameter, or why not                 |
+//! | file             | what it holds                                                             |
+//! |------------------|---------------------------------------------------------------------------|
+//! | `config.rs`      | [`Fp4Config`]: which parameters, how, and what shares a tensor scale      |
+//! | `select.rs`      | one walk over the module that decides about every float parameter         |
+//! | `paths.rs`       | float parameters with their paths, for whatever looks at or replaces them |
+//! | `measure.rs`     | what is measured of weights before the first is quantized: amax, ties     |
+//! | `quantize.rs`    | [`Fp4Module::quantize_fp4`]                                               |
+//! | `pack.rs`        | packed weights in the place of dense ones, one after the other            |
+//! | `packed.rs`      | [`PackedWeight`]: the codes and scales in a parameter's place             |
+//! | `weight.rs`      | one weight, and by what it is quantized                                   |
+//! | `given.rs`       | [`Fp4Module::pack_fp4`]: codes that come from elsewhere                   |
+//! | `lora.rs`        | [`Fp4Module::lora_fp4`]: adapters trained over codes                      |
+//! | `record.rs`      | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules   |
+//! | `report.rs`      | [`Fp4Report`]: what was done to every parameter, or why not               |
+//! | `calibration.rs` | [`Calibration`]: statistics of the inputs of layers                       |
+//! | `capture.rs`     | a forward pass as a list of operations, and the products with weights     |
+//! | `calibrate.rs`   | [`Calibrate`]: runs these operations and gathers the statistics           |
+//! | `cache.rs`       | statistics in files, for calibrations that are interrupted                |
+//! | `calibrated.rs`  | weights quantized layer by layer, or divided among devices                |
+//! | `linear.rs`      | [`Fp4Linear`]: a linear layer straight from codes, on hosts too           |
+//! | `embedding.rs`   | [`Fp4Embedding`]: a table whose rows are looked up from codes             |
+//! | `fake_quant.rs`  | [`FakeQuantWeight`]: weights trained as if they were quantized            |
+//! | `fake_quantize.rs` | [`FakeQuantize`]: activations, in a forward pass                        |
+//! | `train_linear.rs` | [`Fp4TrainLinear`]: a linear layer whose three products are quantized    |
 
 mod cache;
 mod calibrate;
@@ -30,10 +35,15 @@ mod calibrated;
 mod calibration;
 mod capture;
 mod config;
+mod embedding;
 mod error;
 mod fake_quant;
 mod fake_quantize;
+mod given;
 mod linear;
+mod lora;
+mod measure;
+mod pack;
 mod packed;
 mod paths;
 mod quantize;
@@ -45,19 +55,22 @@ mod weight;
 
 use std::path::Path;
 
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::store::ModuleRecord;
+use burn::tensor::Device;
 
 pub use burn_fp4_ops as ops;
 pub use calibrate::{Calibrate, CalibrationOptions, CalibrationProgress};
 pub use calibration::Calibration;
-pub use config::{Container, Fp4Config, Indivisible};
+pub use config::{Container, Fp4Config, Indivisible, Override, Unused};
+pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant::FakeQuantWeight;
 pub use fake_quantize::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
+pub use given::DenseWeight;
 pub use linear::Fp4Linear;
 pub use packed::PackedWeight;
-pub use report::{ChosenBy, Fp4Report, Outcome, ParameterReport, Reason};
+pub use report::{ChosenBy, Fallback, Fp4Report, Outcome, ParameterReport, Reason};
 pub use train_linear::Fp4TrainLinear;
 
 /// FP4 for every Burn module.
@@ -88,29 +101,34 @@ pub use train_linear::Fp4TrainLinear;
 pub trait Fp4Module: Module {
     /// Replaces the selected weights by their FP4 codes and scales.
     ///
-    /// Everything is checked before anything is changed: that values are finite by one transfer from each device, which
-    /// [`FollowReference`](crate::ops::NonFinite::FollowReference) saves where no tensor scale is shared. What the report
-    /// says takes one more. Kernels read nothing else back, but GPTQ whether a Gram matrix is singular; a search without
-    /// a kernel reads the weight. Each dense weight is freed as soon as its packed form stands. Quantized parameters are
-    /// frozen; [`Module::materialize`] makes the module dense again.
+    /// Everything is checked before anything is changed: that values are finite, and whether weights that
+    /// share an id still share their values, by one transfer from each device. What the report says takes
+    /// one more. Kernels read nothing else back, but GPTQ whether a Gram matrix is singular; a search
+    /// without a kernel reads the weight. Each dense weight is freed as soon as its packed form stands.
+    /// Quantized parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
+    /// trained, saved and loaded as before.
+    ///
+    /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where statistics of
+    /// inputs decide, such as the experts of `[experts, in, out]`, each by its own inputs.
     ///
     /// # Errors
-    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless the
-    /// device itself failed half-way, or GPTQ without damping met inputs that leave a channel undetermined:
-    /// then some weights are packed and the rest dense.
+    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless it is
+    /// [`Fp4Error::Partial`]: a device failed half-way, or GPTQ without damping found inputs that leave a
+    /// channel undetermined. That names the weights that are packed; the rest is as it was.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         quantize::quantize(self, config)
     }
 
-    /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are executed: what is known of the
-    /// inputs of a layer comes from batches that ran through the quantized layers before it. For GPTQ and the
-    /// searches by Hessian; `forward` is that of [`Calibrate::run`].
+    /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are executed: the
+    /// statistics of the inputs of a layer come from batches that ran through the quantized layers before
+    /// it. For GPTQ and the searches by Hessian, others need no batches; `forward` is that of
+    /// [`Calibrate::run`].
     ///
-    /// A weight that is used several times is quantized when its last inputs are known. All batches are in flight at
-    /// a time, whatever memory the options allow.
+    /// A weight that is used several times is quantized when its last inputs are known. All batches are in
+    /// flight at a time, whatever memory the options allow.
     ///
     /// # Errors
-    /// As [`quantize_fp4`](Self::quantize_fp4) and [`Calibrate::run`]. The module is then unchanged.
+    /// As [`quantize_fp4`](Self::quantize_fp4) and [`Calibrate::run`].
     fn quantize_fp4_sequential<I: Module, O>(
         &mut self,
         config: &Fp4Config,
@@ -119,6 +137,80 @@ pub trait Fp4Module: Module {
         forward: impl FnMut(&Self, I) -> O,
     ) -> Result<Fp4Report, Fp4Error> {
         calibrated::sequential(self, config, options, batches, forward)
+    }
+
+    /// Puts codes and scales that come from elsewhere in the place of dense weights: of a checkpoint, of a
+    /// search of one's own. `give` is asked for every float parameter that nothing is attached to, and
+    /// answers with a packed weight or with nothing, which leaves it dense. A parameter that is not
+    /// initialized stays so, unless its values are asked for.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Error, Fp4Module, PackedWeight, ops};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let report = layer.pack_fp4(|weight| {
+    ///     let Some(values) = weight.tensor::<2>() else { return Ok(None) };
+    ///     let scheme = ops::Fp4Scheme::nvfp4();
+    ///     let packed = ops::quantize_with_best_tensor_scale(values, 0, &scheme)?;
+    ///     Ok::<_, Fp4Error>(Some(PackedWeight::from(packed)))
+    /// })?;
+    /// # assert_eq!(report.quantized().count(), 1);
+    /// # Ok::<(), Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What `give` returns; [`Fp4Error::Given`] for codes of another shape or on another device than the
+    /// parameter; [`Fp4Error::NothingSelected`] if none are given. The module is then unchanged.
+    fn pack_fp4(
+        &mut self,
+        give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
+    ) -> Result<Fp4Report, Fp4Error> {
+        given::pack_given(self, give)
+    }
+
+    /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed ones and
+    /// dense ones, and freezes every other float parameter; the paths of those adapted. Codes stay as they
+    /// are: `val()` is `dequantized + scale a b`, [`Fp4Linear`] multiplies by the codes and adds two thin
+    /// products.
+    ///
+    /// Burn's own [`apply_lora`](Module::apply_lora) cannot attach anything to a packed weight, and does not
+    /// say so: Burn puts what is attached already back over it.
+    ///
+    /// ```
+    /// use burn::module::Lora;
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight};
+    ///
+    /// let device = Device::flex().autodiff();
+    /// let mut layer = LinearConfig::new(64, 32).init(&device);
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// layer.lora_fp4(&Lora::new(4, 8.0))?;
+    ///
+    /// let gradients = layer.forward(Tensor::<2>::ones([1, 64], &device)).sum().backward();
+    /// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+    /// assert!(packed.adapter().unwrap().b.grad(&gradients).is_some());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Fp4Error::NothingAdapted`] if the group has no weight of rank 2 or the rank is 0;
+    /// [`Fp4Error::Attached`] if a parameter has an adapter already. The module is then unchanged.
+    fn lora_fp4(&mut self, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
+        lora::attach(self, lora)
+    }
+
+    /// Adds the adapters of packed weights to them, and quantizes the sums by the scheme that the
+    /// configuration has for their paths, along the axis that they have. The errors in the report say what
+    /// that costs. What the configuration selects does not matter.
+    ///
+    /// # Errors
+    /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that needs
+    /// statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
+    fn merge_lora_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
+        lora::merge(self, config)
     }
 
     /// Makes the selected weights behave as if they were quantized, while they are trained in full precision:
@@ -166,7 +258,8 @@ pub trait Fp4Module: Module {
     }
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which
-    /// may be freshly built or quantized already, on any device.
+    /// may be freshly built or quantized in the same way already, on any device. Adapters are loaded with
+    /// the codes.
     ///
     /// Burn's own `load_record` asks that the module be quantized like the record, and
     /// [`validate(false)`](ModuleRecord::validate), since the dense weights are not in the record.
@@ -183,6 +276,13 @@ pub trait Fp4Module: Module {
     /// As there, and if the file cannot be read.
     fn load_fp4_file(&mut self, path: impl AsRef<Path>) -> Result<(), Fp4Error> {
         record::load(self, record::from_file(path.as_ref())?)
+    }
+
+    /// Moves a module, without the zeros that [`to_device`](Module::to_device) makes in the place of the
+    /// dense weights once these were looked at, be it to print a layer.
+    fn to_device_fp4(mut self, device: &Device) -> Self {
+        self.compact_fp4();
+        self.to_device(device)
     }
 
     /// Frees the zeros that moving a quantized module between devices leaves in the place of its

@@ -1,6 +1,9 @@
-use burn::module::{Module, Param};
+//! [`Fp4Linear`]: a linear layer straight from codes, on hosts too.
+
+use burn::module::{LoraAdapter, Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
+use burn::tensor::module::linear;
 use burn_fp4_ops::matmul;
 
 use crate::PackedWeight;
@@ -30,26 +33,37 @@ pub struct Fp4Linear {
 }
 
 impl Fp4Linear {
-    /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded once, before the bias is
-    /// added.
+    /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded once, before
+    /// the bias is added. An [adapter](PackedWeight::adapter) adds two thin products, `(x a) b`.
     ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not f32, f16 or bf16.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let packed = self.weight.reparameterization::<PackedWeight>();
-        match packed.map(PackedWeight::tensor::<2>).filter(|packed| packed.axis() == 0) {
+        match packed.filter(|packed| packed.layout().axis == 0) {
             Some(packed) => {
-                let output = matmul(input, &packed);
-                let output = output.unwrap_or_else(|error| panic!("Fp4Linear: {error}"));
+                let product = matmul(input.clone(), &packed.tensor::<2>());
+                let product = product.unwrap_or_else(|error| panic!("Fp4Linear: {error}"));
+                let output = match packed.adapter() {
+                    Some(adapter) => product + adapted(input, adapter),
+                    None => product,
+                };
                 match bias {
                     Some(bias) => output + bias.unsqueeze(),
                     None => output,
                 }
             }
-            None => burn::tensor::module::linear(input, self.weight.val(), bias),
+            None => linear(input, self.weight.val(), bias),
         }
     }
+}
+
+/// What an adapter adds to the product of an input, in the dtype of the input.
+fn adapted<const D: usize>(input: Tensor<D>, adapter: &LoraAdapter) -> Tensor<D> {
+    let dtype = input.dtype();
+    let inner = linear(input.cast(adapter.a.dtype()), adapter.a.val(), None);
+    linear(inner, adapter.b.val(), None).mul_scalar(adapter.scale).cast(dtype)
 }
 
 impl From<Linear> for Fp4Linear {

@@ -1,11 +1,19 @@
-use std::collections::BTreeSet;
+//! [`PackedWeight`]: codes and scales in a parameter's place.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::rc::Rc;
 use std::str::FromStr;
 
 use burn::module::{
-    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
+    Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
+
+use crate::paths::{MapFloats, map_floats};
+use crate::select::Walk;
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -15,38 +23,68 @@ use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
 /// so casting or training the floats of a module does not touch them and `num_params` does not
 /// count them.
 ///
-/// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was dequantized, for the next one.
+/// An [adapter](Self::adapter) is trained over codes that stay as they are: `val()` is then
+/// `dequantized + scale a b`. Its factors are float parameters, `<parameter>.fp4.lora-scale2.a` and `.b`
+/// for a scale of 2.
+///
+/// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was dequantized,
+/// for the next one.
 #[derive(Debug, Clone)]
 pub struct PackedWeight {
     codes: Param<Tensor<2, Int>>,
     scales: Param<Tensor<2, Int>>,
     tensor_scale: Param<Tensor<1, Int>>,
     layout: Fp4Layout,
+    adapter: Option<LoraAdapter>,
 }
 
-impl PackedWeight {
-    pub(crate) fn new<const D: usize>(packed: &Fp4Tensor<D>) -> Self {
+impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
+    fn from(packed: Fp4Tensor<D>) -> Self {
         Self {
             codes: Param::initialized(ParamId::new(), packed.codes()),
             scales: Param::initialized(ParamId::new(), packed.scales()),
             tensor_scale: Param::initialized(ParamId::new(), packed.tensor_scale_bits()),
             layout: packed.layout().clone(),
+            adapter: None,
         }
     }
+}
 
-    /// The quantized tensor.
+impl PackedWeight {
+    /// The quantized tensor, without the adapter.
     ///
     /// # Panics
     /// If `D` is not the rank of the parameter, or a mapper changed the shape of codes or scales.
     pub fn tensor<const D: usize>(&self) -> Fp4Tensor<D> {
         let (codes, scales) = (self.codes.val(), self.scales.val());
-        Fp4Tensor::from_parts(codes, scales, self.tensor_scale.val(), self.layout.clone())
+        Fp4Tensor::from_parts_unread(codes, scales, self.tensor_scale.val(), self.layout.clone())
             .expect("a packed weight keeps the shape it was made with")
     }
 
     /// Format, shape and axis.
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout
+    }
+
+    /// Where the codes are.
+    pub fn device(&self) -> Device {
+        self.codes.device()
+    }
+
+    /// Bytes of codes, block scales and tensor scale.
+    pub fn bytes(&self) -> usize {
+        let elements = |dims: [usize; 2]| dims[0] * dims[1];
+        let tensor_scales = self.tensor_scale.dims()[0];
+        elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * tensor_scales
+    }
+
+    /// What is trained over the codes; see [`lora_fp4`](crate::Fp4Module::lora_fp4).
+    pub fn adapter(&self) -> Option<&LoraAdapter> {
+        self.adapter.as_ref()
+    }
+
+    pub(crate) fn with_adapter(self, adapter: Option<LoraAdapter>) -> Self {
+        Self { adapter, ..self }
     }
 
     /// The part of the record path that says how to read the tensors below it.
@@ -66,19 +104,45 @@ impl PackedWeight {
             axis: axis.parse().ok()?,
         })
     }
+
+    /// The part of the record path that says what the factors of an adapter are multiplied by. A path
+    /// is divided by dots, so that the scale has none.
+    fn adapter_name(adapter: &LoraAdapter) -> String {
+        format!("{ADAPTER}{}", adapter.scale).replace('.', "_")
+    }
+
+    /// The opposite of [`adapter_name`](Self::adapter_name): the scale.
+    pub(crate) fn parse_adapter(name: &str) -> Option<f64> {
+        let scale: f64 = name.strip_prefix(ADAPTER)?.replace('_', ".").parse().ok()?;
+        scale.is_finite().then_some(scale)
+    }
+
+    /// The parts of record paths that say how to read the tensors below them.
+    pub(crate) fn names(&self) -> (String, Option<String>) {
+        (self.layout_name(), self.adapter.as_ref().map(Self::adapter_name))
+    }
 }
+
+const ADAPTER: &str = "lora-scale";
 
 impl Reparameterization for PackedWeight {
     const NAME: &'static str = "fp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        self.tensor::<D>().dequantize_to(FloatDType::from(base.dtype()))
+        let dense = self.tensor::<D>().dequantize_to(FloatDType::from(base.dtype()));
+        // Codes are on the plain device, whatever the module trains on.
+        let dense = if base.is_autodiff() { Tensor::from_inner(dense) } else { dense };
+        match &self.adapter {
+            Some(adapter) => adapter.apply(dense),
+            None => dense,
+        }
     }
 }
 
+const CONTAINER: &str = "Struct:PackedWeight";
+
 impl Module for PackedWeight {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        const CONTAINER: &str = "Struct:PackedWeight";
         let layout = self.layout_name();
         visitor.enter_module(&layout, CONTAINER);
         visitor.enter_module("codes", CONTAINER);
@@ -91,28 +155,49 @@ impl Module for PackedWeight {
         visitor.visit_int(&self.tensor_scale);
         visitor.exit_module("tensor_scale", CONTAINER);
         visitor.exit_module(&layout, CONTAINER);
+        if let Some(adapter) = &self.adapter {
+            let name = Self::adapter_name(adapter);
+            visitor.enter_module(&name, CONTAINER);
+            adapter.visit(visitor);
+            visitor.exit_module(&name, CONTAINER);
+        }
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        const CONTAINER: &str = "Struct:PackedWeight";
-        let layout = self.layout_name();
+        let this = match EDIT.take() {
+            Some(edit) => edit(self),
+            None => self,
+        };
+        let layout = this.layout_name();
         mapper.enter_module(&layout, CONTAINER);
         mapper.enter_module("codes", CONTAINER);
-        let codes = mapper.map_int(self.codes);
+        let codes = mapper.map_int(this.codes);
         mapper.exit_module("codes", CONTAINER);
         mapper.enter_module("scales", CONTAINER);
-        let scales = mapper.map_int(self.scales);
+        let scales = mapper.map_int(this.scales);
         mapper.exit_module("scales", CONTAINER);
         mapper.enter_module("tensor_scale", CONTAINER);
-        let tensor_scale = mapper.map_int(self.tensor_scale);
+        let tensor_scale = mapper.map_int(this.tensor_scale);
         mapper.exit_module("tensor_scale", CONTAINER);
         mapper.exit_module(&layout, CONTAINER);
-        Self { codes, scales, tensor_scale, layout: self.layout }
+        let adapter = this.adapter.map(|adapter| {
+            let name = Self::adapter_name(&adapter);
+            mapper.enter_module(&name, CONTAINER);
+            let adapter = adapter.map(mapper);
+            mapper.exit_module(&name, CONTAINER);
+            adapter
+        });
+        // A mapper may change the dtype of integers, such as one that casts a whole module.
+        let codes = with_dtype(codes, DType::U8);
+        let scales = with_dtype(scales, DType::U8);
+        let tensor_scale = with_dtype(tensor_scale, DType::I32);
+        Self { codes, scales, tensor_scale, layout: this.layout, adapter }
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.tensor_scale
-            .collect_devices(self.scales.collect_devices(self.codes.collect_devices(devices)))
+        let devices = self.codes.collect_devices(devices);
+        let devices = self.scales.collect_devices(devices);
+        self.adapter.collect_devices(self.tensor_scale.collect_devices(devices))
     }
 
     fn to_device(self, device: &Device) -> Self {
@@ -120,22 +205,24 @@ impl Module for PackedWeight {
             codes: self.codes.to_device(device),
             scales: self.scales.to_device(device),
             tensor_scale: self.tensor_scale.to_device(device),
+            adapter: self.adapter.to_device(device),
             layout: self.layout,
         }
     }
 
     fn fork(self, device: &Device) -> Self {
-        self.to_device(device)
+        let adapter = self.adapter.clone().fork(device);
+        Self { adapter, ..self.with_adapter(None).to_device(device) }
     }
 
     // Codes are constants: they have no graph to leave or to join.
 
     fn valid(&self) -> Self {
-        self.clone()
+        Self { adapter: self.adapter.valid(), ..self.clone() }
     }
 
     fn train(self) -> Self {
-        self
+        Self { adapter: self.adapter.train(), ..self }
     }
 
     fn materialize(self) -> Self {
@@ -143,47 +230,168 @@ impl Module for PackedWeight {
     }
 }
 
-/// What a quantized parameter stores in the place of its values: one zero, seen in the shape of the
+fn with_dtype<const D: usize>(param: Param<Tensor<D, Int>>, dtype: DType) -> Param<Tensor<D, Int>> {
+    if param.dtype() == dtype { param } else { param.map(|tensor| tensor.cast(dtype)) }
+}
+
+/// What is done to a packed weight.
+pub(crate) type Edit = Box<dyn FnOnce(PackedWeight) -> PackedWeight>;
+
+thread_local! {
+    /// What is done to the packed weight that this thread maps next. Burn hands mappers the parameters
+    /// of an attachment, but not the attachment, and puts it back after them.
+    static EDIT: RefCell<Option<Edit>> = const { RefCell::new(None) };
+}
+
+/// Has the packed weight that this thread maps next edited; only inside [`with_edits`].
+pub(crate) fn edit_next(edit: Edit) {
+    EDIT.set(Some(edit));
+}
+
+/// Runs a mapping of a module that [edits](edit_next) packed weights: what is attached to a parameter is
+/// mapped right after it.
+pub(crate) fn with_edits<R>(map: impl FnOnce() -> R) -> R {
+    struct Clear;
+
+    impl Drop for Clear {
+        fn drop(&mut self) {
+            EDIT.set(None);
+        }
+    }
+
+    let _clear = Clear;
+    map()
+}
+
+/// Edits the packed weights of a module, each as the closure for its path says.
+pub(crate) fn edit_packed<M: Module>(module: M, edits: BTreeMap<String, Edit>) -> M {
+    struct Set {
+        edits: BTreeMap<String, Edit>,
+    }
+
+    impl MapFloats for Set {
+        fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            if let Some(edit) = self.edits.remove(path) {
+                edit_next(edit);
+            }
+            param
+        }
+    }
+
+    with_edits(|| map_floats(module, &mut Set { edits }))
+}
+
+/// The packed weights of a module, by path.
+pub(crate) fn packed_weights<M: Module>(module: &M) -> BTreeMap<String, PackedWeight> {
+    let found = Rc::new(RefCell::new(BTreeMap::new()));
+    let edits = packed_paths(module).map(|path| {
+        let (found, key) = (found.clone(), path.clone());
+        let look: Edit = Box::new(move |packed| {
+            found.borrow_mut().insert(key, packed.clone());
+            packed
+        });
+        (path, look)
+    });
+    drop(edit_packed(module.clone(), edits.collect()));
+    found.take()
+}
+
+/// What a quantized parameter stores in the place of its values: one value, seen in the shape of the
 /// weight, which Burn shows and counts. It is made when it is first asked for.
 ///
-/// The parameter is frozen. A record holds one zero for it, behind the save mapper that the
-/// parameter had.
+/// Everything else about the parameter stays: its id, its mappers, whether it is trained. Its value has
+/// no gradient, since nothing reads it. A record holds one value for it.
 pub(crate) fn placeholder<const D: usize>(
     param: Param<Tensor<D>>,
     dtype: DType,
 ) -> Param<Tensor<D>> {
     let device = param.lazy_device();
-    // To load zeros into a parameter that is not initialized keeps its mappers without running its
-    // initializer.
+    let id = param.id;
+    // To load zeros into a parameter that is not initialized keeps what is known of it without running
+    // its initializer.
     let param = if param.is_initialized() {
         param
     } else {
-        let (id, shape) = (param.id, param.lazy_shape().dims());
+        let shape = param.lazy_shape().dims();
         param.transform_for_load(zeros(shape, &device, dtype), id)
     };
-    let shape = param.shape();
-    let dims: [usize; D] = shape.dims();
-    let (id, _, mapper) = param.consume();
-    let init = move |device: &Device, _require_grad: bool| zeros(dims, device, dtype);
-    Param::uninitialized(id, init, device, false, shape)
-        .save_mapper(move |values| mapper.on_save(one_if_all_zero(values)))
+    let dims: [usize; D] = param.dims();
+    placeholder_of(param, dims, dtype)
 }
 
-/// Zeros that take no memory to speak of.
+/// A [`placeholder`] of another shape than the parameter has.
+fn placeholder_of<const D: usize>(
+    param: Param<Tensor<D>>,
+    dims: [usize; D],
+    dtype: DType,
+) -> Param<Tensor<D>> {
+    let (id, device) = (param.id, param.device());
+    let param = param.map(|_| zeros([1; D], &device, dtype));
+    let trained = is_trained(&param);
+    let (_, _, mapper) = param.consume();
+    let init = move |device: &Device, require_grad: bool| {
+        let zeros = zeros(dims, device, dtype);
+        if require_grad { zeros.require_grad() } else { zeros }
+    };
+    let load = mapper.clone();
+    Param::uninitialized(id, init, device, trained, dims.into())
+        .load_mapper(move |values| load.on_load(values))
+        .save_mapper(move |values| mapper.on_save(one_if_placeholder(values)))
+}
+
+/// Whether a parameter is trained once its module is. Burn tells by training it.
+#[cfg(feature = "autodiff")]
+fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    param.clone().map(|value| value.without_autodiff()).train().base().is_require_grad()
+}
+
+/// Nothing is trained without autodiff; Burn's parameters are made to be.
+#[cfg(not(feature = "autodiff"))]
+fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
+    true
+}
+
+/// Zeros that take no memory to speak of, and that no dequantized weight is equal to: all of them are
+/// negative, or only the first where a device cannot see one value in another shape.
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
+    let one = || -Tensor::<D>::zeros([1; D], (device, dtype));
     if is_ndarray(device) {
-        // It cannot broadcast without copying, but zeros that are never touched take no memory.
-        Tensor::zeros(dims, (device, dtype))
+        // Zeros that are never touched take no memory.
+        let zeros = Tensor::zeros(dims, (device, dtype));
+        match dims.contains(&0) {
+            true => zeros,
+            false => zeros.slice_assign(first::<D>(), one()),
+        }
     } else {
-        Tensor::<D>::zeros([1; D], (device, dtype)).expand(dims)
+        one().expand(dims)
     }
 }
 
-/// The first value alone if all are 0: what a placeholder is. A materialized weight stays whole.
-fn one_if_all_zero<const D: usize>(values: Tensor<D>) -> Tensor<D> {
-    let all_zero = values.clone().max_dim(0).max().into_scalar::<f32>() == 0.0
-        && values.clone().min_dim(0).min().into_scalar::<f32>() == 0.0;
-    if all_zero { values.slice(core::array::from_fn::<_, D, _>(|_| 0..1)) } else { values }
+/// The first value alone of what [`zeros`] made. Any other value stays whole, also that of a weight
+/// that was packed and is dense again, whatever its values.
+fn one_if_placeholder<const D: usize>(values: Tensor<D>) -> Tensor<D> {
+    let len = values.shape().num_elements();
+    if len <= 1 {
+        return values;
+    }
+    let number = values.clone().slice(first::<D>()).into_scalar::<f32>();
+    if number != 0.0 || number.is_sign_positive() {
+        return values;
+    }
+    let count = |which: Tensor<D, Bool>| which.int().sum().into_scalar::<i64>() as usize;
+    let zeros = count(values.clone().equal_elem(0.0));
+    // 1 / -0 is -inf.
+    let negative = count(values.clone().recip().lower_elem(0.0));
+    if zeros == len && (negative == len || negative == 1) {
+        values.slice(first::<D>())
+    } else {
+        values
+    }
+}
+
+/// Where the first value of a tensor is.
+fn first<const D: usize>() -> [Range<usize>; D] {
+    core::array::from_fn(|_| 0..1)
 }
 
 fn is_ndarray(device: &Device) -> bool {
@@ -201,12 +409,12 @@ fn is_ndarray(device: &Device) -> bool {
 /// Gives every quantized parameter a fresh placeholder.
 pub(crate) fn compact<M: Module>(module: &mut M) {
     struct Compact {
-        packed: BTreeSet<u64>,
+        packed: BTreeSet<String>,
     }
 
-    impl ModuleMapper for Compact {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            if self.packed.contains(&param.id.val()) {
+    impl MapFloats for Compact {
+        fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            if self.packed.contains(path) {
                 let dtype = param.base().dtype();
                 placeholder(param, dtype)
             } else {
@@ -215,11 +423,14 @@ pub(crate) fn compact<M: Module>(module: &mut M) {
         }
     }
 
-    let packed = crate::select::Walk::over(module)
-        .parameters
-        .iter()
-        .filter(|parameter| parameter.reparameterization.as_deref() == Some(PackedWeight::NAME))
-        .map(|parameter| parameter.id.val())
-        .collect();
-    *module = module.clone().map(&mut Compact { packed });
+    let packed = packed_paths(module).collect();
+    *module = map_floats(module.clone(), &mut Compact { packed });
+}
+
+/// Paths of the packed weights of a module.
+pub(crate) fn packed_paths<M: Module>(module: &M) -> impl Iterator<Item = String> {
+    Walk::over(module).parameters.into_iter().filter_map(|parameter| {
+        (parameter.reparameterization.as_deref() == Some(PackedWeight::NAME))
+            .then_some(parameter.path)
+    })
 }

@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use burn::module::{Module, Param, ParamId, Reparameterization, Reparameterizer};
+use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::store::{ModuleRecord, RecordError};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
-use burn_fp4_ops::{Fp4Tensor, OpsError};
+use burn_fp4_ops::Fp4Tensor;
 use burn_pack::{Reader, Writer};
 
 use crate::Fp4Error;
-use crate::packed::{PackedWeight, placeholder};
-use crate::select::Walk;
+use crate::packed::{PackedWeight, edit_next, packed_weights, placeholder, with_edits};
+use crate::select::{Kind, Stored, Walk};
 
 /// The tensors of a record, by name.
 pub(crate) type Tensors = BTreeMap<String, burn_pack::Tensor>;
@@ -52,51 +53,84 @@ struct Entry {
     codes: burn_pack::Tensor,
     scales: burn_pack::Tensor,
     tensor_scale: burn_pack::Tensor,
+    adapter: Option<Adapter>,
 }
 
-/// Loads a record: packed weights are attached where the module has dense ones, everything else is
-/// loaded by Burn.
+/// What is trained over a packed weight.
+struct Adapter {
+    /// The part of the path that says the scale.
+    name: String,
+    scale: f64,
+    a: burn_pack::Tensor,
+    b: burn_pack::Tensor,
+}
+
+/// Loads a record: packed weights are attached where the module has dense ones, and replace those that
+/// it has; everything else is loaded by Burn.
+///
+/// Everything is checked before anything is loaded: clones of a module share running statistics, so
+/// that Burn would change them in the module itself.
 pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<(), Fp4Error> {
     let walk = Walk::over(module);
-    let (mut attached, mut others) = (BTreeSet::new(), BTreeSet::new());
-    for parameter in &walk.parameters {
-        match parameter.reparameterization.as_deref() {
-            Some(PackedWeight::NAME) => attached.insert(parameter.path.clone()),
-            Some(_) => others.insert(parameter.path.clone()),
-            None => false,
-        };
-    }
-    let entries = take_packed(&mut tensors, &attached)?;
-    let taken: Vec<_> = entries.keys().filter(|path| others.contains(*path)).cloned().collect();
+    let entries = take_packed(&mut tensors)?;
+    let attached = packed_weights(module);
+    let taken = walk.parameters.iter().filter(|parameter| {
+        let other =
+            parameter.reparameterization.as_deref().is_some_and(|it| it != PackedWeight::NAME);
+        other && entries.contains_key(&parameter.path)
+    });
+    let taken: Vec<_> = taken.map(|parameter| parameter.path.clone()).collect();
     if !taken.is_empty() {
         return Err(problem(
             "it has packed weights where the module has something else attached",
             taken,
         ));
     }
+    let dense: Vec<_> =
+        attached.keys().filter(|path| !entries.contains_key(*path)).cloned().collect();
+    if !dense.is_empty() {
+        return Err(problem("it has dense weights where those of the module are packed", dense));
+    }
+    let others = entries.iter().filter(|(path, entry)| {
+        attached.get(*path).is_some_and(|packed| packed.names() != entry.names())
+    });
+    let others: Vec<_> = others.map(|(path, _)| path.clone()).collect();
+    if !others.is_empty() {
+        return Err(problem(
+            "weights of the module are packed in another way, or have other adapters",
+            others,
+        ));
+    }
 
     // Burn is told to allow for what is missing, so that is checked here: the dense values that
     // packed ones stand for are not in the record.
-    let missing = walk.paths.iter().filter(|path| {
-        let packed = entries.contains_key(path.as_str()) || attached.contains(path.as_str());
-        !packed && !tensors.contains_key(path.as_str())
-    });
-    let missing: Vec<_> = missing.cloned().collect();
+    let mut known: BTreeMap<&str, &Stored> = BTreeMap::new();
+    for stored in &walk.stored {
+        let part = format!(".{}.", PackedWeight::NAME);
+        let of_packed =
+            stored.path.rsplit_once(&part).is_some_and(|(path, _)| attached.contains_key(path));
+        if !of_packed {
+            known.insert(&stored.path, stored);
+        }
+    }
+    let missing =
+        known.keys().filter(|path| !entries.contains_key(**path) && !tensors.contains_key(**path));
+    let missing: Vec<_> = missing.map(|path| (*path).to_owned()).collect();
     if !missing.is_empty() {
         return Err(problem("the module has parameters that the record lacks", missing));
     }
-    let unknown: Vec<_> = entries
-        .keys()
-        .chain(tensors.keys())
-        .filter(|name| !walk.paths.contains(name))
-        .cloned()
-        .collect();
+    let names = entries.keys().chain(tensors.keys());
+    let unknown: Vec<_> =
+        names.filter(|name| !known.contains_key(name.as_str())).cloned().collect();
     if !unknown.is_empty() {
         return Err(problem("the record has tensors that the module lacks", unknown));
     }
+    tensors.iter().try_for_each(|(name, tensor)| check(tensor, known[name.as_str()]))?;
+    entries.iter().try_for_each(|(name, entry)| check_base(name, entry, known[name.as_str()]))?;
 
-    let mut attach = Attach { entries, error: None };
-    let quantized = module.clone().apply_reparameterization(&mut attach);
+    let attached = attached.into_keys().collect();
+    let mut attach = Attach { entries, attached, error: None };
+    let quantized = with_edits(|| module.clone().apply_reparameterization(&mut attach));
     if let Some(error) = attach.error {
         return Err(error);
     }
@@ -108,12 +142,48 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     Ok(())
 }
 
-/// Takes the packed weights out of the tensors, except those that the module has attached already,
-/// which Burn can load; of both the placeholder, whose one value says nothing but the dtype.
-fn take_packed(
-    tensors: &mut Tensors,
-    attached: &BTreeSet<String>,
-) -> Result<BTreeMap<String, Entry>, Fp4Error> {
+/// # Errors
+/// [`Fp4Error::Record`] if a tensor is not what a parameter can hold on its device.
+fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
+    let found = tensor.dtype;
+    let fits = match stored.kind {
+        Kind::Float => found.is_float() || matches!(found, DType::QFloat(_)),
+        Kind::Int => found.is_int() || found.is_uint(),
+        Kind::Bool => found.is_bool(),
+    };
+    let shape = tensor.shape.to_vec();
+    if !fits || shape != stored.shape {
+        let Stored { kind, shape: expected, .. } = stored;
+        let expected = format!("expected {kind:?} {expected:?}, found {found:?} {shape:?}");
+        return Err(problem(&expected, [tensor.name.clone()]));
+    }
+    supported(&tensor.name, found, &stored.device)
+}
+
+/// # Errors
+/// [`Fp4Error::Record`] if the values of a packed weight cannot have the dtype that the record says.
+fn check_base(path: &str, entry: &Entry, stored: &Stored) -> Result<(), Fp4Error> {
+    if stored.kind != Kind::Float || !entry.dtype.is_float() {
+        let expected = format!("expected {:?}, found {:?}", stored.kind, entry.dtype);
+        return Err(problem(&expected, [path.to_owned()]));
+    }
+    supported(path, entry.dtype, &stored.device)
+}
+
+/// # Errors
+/// [`Fp4Error::Record`] if a device does not have a dtype.
+fn supported(name: &str, dtype: DType, device: &Device) -> Result<(), Fp4Error> {
+    match device.supports_dtype(dtype) {
+        true => Ok(()),
+        false => {
+            Err(problem(&format!("the device {device:?} has no {dtype:?}"), [name.to_owned()]))
+        }
+    }
+}
+
+/// Takes the packed weights out of the tensors, with their placeholders, whose one value says nothing
+/// but the dtype.
+fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, Entry>, Fp4Error> {
     let marker = format!(".{}.", PackedWeight::NAME);
     let found: Vec<_> = tensors
         .keys()
@@ -128,24 +198,46 @@ fn take_packed(
         let base = tensors.remove(&path);
         let base =
             base.ok_or_else(|| problem("a packed weight has no parameter", [path.clone()]))?;
-        if attached.contains(&path) {
-            continue;
-        }
         let mut part = |part: &str| {
             let name = format!("{path}{marker}{layout}.{part}");
             tensors.remove(&name).ok_or_else(|| problem("a packed weight is incomplete", [name]))
         };
         let (codes, scales, tensor_scale) =
             (part("codes")?, part("scales")?, part("tensor_scale")?);
+        let adapter = take_adapter(tensors, &format!("{path}{marker}"))?;
         let (dtype, id) = (base.dtype, base.param_id);
-        entries.insert(path, Entry { layout, dtype, id, codes, scales, tensor_scale });
+        entries.insert(path, Entry { layout, dtype, id, codes, scales, tensor_scale, adapter });
     }
     Ok(entries)
 }
 
-/// Attaches packed weights to dense parameters.
+/// Takes the adapter out whose tensors have names with this beginning, if there is one.
+fn take_adapter(tensors: &mut Tensors, prefix: &str) -> Result<Option<Adapter>, Fp4Error> {
+    let name = tensors.keys().find_map(|name| {
+        let (adapter, _) = name.strip_prefix(prefix)?.rsplit_once('.')?;
+        Some((adapter.to_owned(), PackedWeight::parse_adapter(adapter)?))
+    });
+    let Some((name, scale)) = name else { return Ok(None) };
+    let mut factor = |factor: &str| {
+        let name = format!("{prefix}{name}.{factor}");
+        tensors.remove(&name).ok_or_else(|| problem("an adapter is incomplete", [name]))
+    };
+    let (a, b) = (factor("a")?, factor("b")?);
+    Ok(Some(Adapter { name, scale, a, b }))
+}
+
+impl Entry {
+    /// The parts of paths that say how to read what is below them.
+    fn names(&self) -> (String, Option<String>) {
+        (self.layout.clone(), self.adapter.as_ref().map(|adapter| adapter.name.clone()))
+    }
+}
+
+/// Attaches packed weights to dense parameters, or puts them in the place of others.
 struct Attach {
     entries: BTreeMap<String, Entry>,
+    /// Paths of weights that are packed already.
+    attached: BTreeSet<String>,
     error: Option<Fp4Error>,
 }
 
@@ -160,10 +252,16 @@ impl Reparameterizer for &mut Attach {
         let Some(entry) = self.entries.remove(path) else {
             return (param, None);
         };
-        let (dtype, id) = (entry.dtype, entry.id.map(ParamId::from));
-        let mut base = placeholder(param, dtype);
+        let id = entry.id.map(ParamId::from);
+        let attached = self.attached.contains(path);
+        let mut base = if attached { param } else { placeholder(param, entry.dtype) };
         base.id = id.unwrap_or(base.id);
         match packed::<D>(path, entry, base.lazy_shape().to_vec(), &base.lazy_device()) {
+            // What is attached already is mapped next.
+            Ok(packed) if attached => {
+                edit_next(Box::new(|_| packed));
+                (base, None)
+            }
             Ok(packed) => (base, Some(packed)),
             Err(error) => {
                 self.error.get_or_insert(error);
@@ -181,28 +279,46 @@ fn packed<const D: usize>(
 ) -> Result<PackedWeight, Fp4Error> {
     let layout = PackedWeight::parse_layout(&entry.layout, shape)
         .ok_or_else(|| problem(&format!("unknown layout `{}`", entry.layout), [path.to_owned()]))?;
-    let device = device.clone().without_autodiff();
-    let codes: Tensor<2, Int> = tensor(entry.codes, DType::U8, &device)?;
-    let scales: Tensor<2, Int> = tensor(entry.scales, DType::U8, &device)?;
-    let tensor_scale: Tensor<1, Int> = tensor(entry.tensor_scale, DType::I32, &device)?;
-    let parameter = |source: OpsError| Fp4Error::Parameter { path: path.to_owned(), source };
-    let packed =
-        Fp4Tensor::<D>::from_parts(codes, scales, tensor_scale, layout).map_err(parameter)?;
-    Ok(PackedWeight::new(&packed))
+    let plain = device.clone().without_autodiff();
+    let codes: Tensor<2, Int> = tensor(entry.codes, &[DType::U8], &plain)?;
+    let scales: Tensor<2, Int> = tensor(entry.scales, &[DType::U8], &plain)?;
+    let tensor_scale: Tensor<1, Int> = tensor(entry.tensor_scale, &[DType::I32], &plain)?;
+    let packed = Fp4Tensor::<D>::from_parts(codes, scales, tensor_scale, layout);
+    let packed = PackedWeight::from(packed.map_err(|problem| Fp4Error::at(path, problem))?);
+    let Some(Adapter { scale, a, b, .. }) = entry.adapter else { return Ok(packed) };
+    let [channels, outputs] = packed.layout().shape[..] else {
+        return Err(problem("only matrices have adapters", [path.to_owned()]));
+    };
+    let floats = [DType::F32, DType::F16, DType::BF16, DType::F64];
+    let (ids, names) = ([a.param_id, b.param_id], [a.name.clone(), b.name.clone()]);
+    let (a, b): (Tensor<2>, Tensor<2>) = (tensor(a, &floats, device)?, tensor(b, &floats, device)?);
+    let ([rows, rank], [inner, cols]) = (a.dims(), b.dims());
+    if [rows, inner, cols] != [channels, rank, outputs] || rank == 0 || a.dtype() != b.dtype() {
+        let expected = format!("expected factors of one dtype, [{channels}, r] and [r, {outputs}]");
+        return Err(problem(&expected, names));
+    }
+    let factor = |tensor, id: Option<u64>| {
+        let mut param = Param::from_tensor(tensor);
+        param.id = id.map_or(param.id, ParamId::from);
+        param
+    };
+    let adapter = LoraAdapter { a: factor(a, ids[0]), b: factor(b, ids[1]), scale };
+    Ok(packed.with_adapter(Some(adapter)))
 }
 
-fn tensor<const D: usize>(
+fn tensor<const D: usize, K: Basic>(
     tensor: burn_pack::Tensor,
-    dtype: DType,
+    dtypes: &[DType],
     device: &Device,
-) -> Result<Tensor<D, Int>, Fp4Error> {
+) -> Result<Tensor<D, K>, Fp4Error> {
     let (name, found, shape, _, bytes): (_, _, _, _, Bytes) =
         tensor.into_parts().map_err(unreadable)?;
-    if found != dtype || shape.num_dims() != D {
-        let expected = format!("expected {dtype:?} of rank {D}, found {found:?} {shape:?}");
+    if !dtypes.contains(&found) || shape.num_dims() != D {
+        let expected = format!("expected {dtypes:?} of rank {D}, found {found:?} {shape:?}");
         return Err(problem(&expected, [name]));
     }
+    supported(&name, found, device)?;
     // Read now: bytes of a file stay in the file, which may be gone when the weight is first used.
     let bytes = Bytes::from_bytes_vec(bytes.to_vec());
-    Ok(Tensor::from_data(TensorData::from_bytes(bytes, shape, found), (device, dtype)))
+    Ok(Tensor::from_data(TensorData::from_bytes(bytes, shape, found), (device, found)))
 }

@@ -1,6 +1,8 @@
+//! What was done to every parameter, or why not.
+
 use core::fmt;
 
-use burn_fp4_ops::{Fp4Scheme, Gptq, ScaleSearch};
+use burn_fp4_ops::{Fp4Format, Fp4Scheme, Gptq, Products, ScaleSearch};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
@@ -12,10 +14,11 @@ use serde::{Deserialize, Serialize};
 pub struct Fp4Report {
     /// Every float parameter, in the order of the module.
     pub parameters: Vec<ParameterReport>,
-    /// Whether layers multiply straight from the codes of packed weights on their devices; see
-    /// [`init`](burn_fp4_ops::init).
+    /// Parts of the configuration that nothing uses
+    /// ([`Unused::Report`](crate::Unused::Report)), and weights that were to share a tensor scale
+    /// with siblings that are not selected.
     #[serde(default)]
-    pub multiplies_codes: bool,
+    pub unused: Vec<String>,
 }
 
 /// What was done to a parameter.
@@ -45,8 +48,12 @@ pub enum Outcome {
     Quantized {
         /// Format, rule and blocks.
         scheme: Fp4Scheme,
-        /// How scales and codes were chosen.
+        /// How scales and codes were to be chosen.
+        asked: ChosenBy,
+        /// How they were.
         chosen_by: ChosenBy,
+        /// Why that is not what was asked for, for all of the weight or for some slices of it.
+        fallback: Option<Fallback>,
         /// Axis that its blocks run along.
         axis: usize,
         /// The group of parameters whose tensor scale it shares.
@@ -55,6 +62,24 @@ pub enum Outcome {
         squared_error: f64,
         /// Sum of squares of the values before.
         energy: f64,
+        /// Whether products run straight from its codes.
+        products: Products,
+    },
+    /// It is packed now, with codes and scales that were handed over.
+    Given {
+        /// What the bits mean.
+        format: Fp4Format,
+        /// Elements that share a block scale.
+        block_size: usize,
+        /// Axis that its blocks run along.
+        axis: usize,
+        /// Sum of squared differences between the values before and now, if the values before were
+        /// looked at.
+        squared_error: Option<f64>,
+        /// Sum of squares of the values before, if they were looked at.
+        energy: Option<f64>,
+        /// Whether products run straight from its codes.
+        products: Products,
     },
     /// It is used as if it were, and trained.
     FakeQuantized {
@@ -80,6 +105,43 @@ pub enum ChosenBy {
     Search(ScaleSearch),
     /// By GPTQ.
     Gptq(Gptq),
+}
+
+impl ChosenBy {
+    /// Whether that takes statistics of the inputs that a weight is multiplied by.
+    pub fn needs_inputs(&self) -> bool {
+        match self {
+            Self::Search(search) => search.needs_hessians(),
+            Self::Gptq(_) => true,
+        }
+    }
+}
+
+/// Why a weight, or a part of it, got the scales with the smallest squared error instead of those that
+/// a method finds by statistics of inputs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Fallback {
+    /// The calibration has no inputs of it along its blocked axis, or only zeros.
+    NoInputs,
+    /// The calibration has blocks of `X^T X` where the method needs all of it, or blocks of another size.
+    OtherBlocks,
+    /// Some slices over its leading axes, such as experts, had no inputs, or only zeros.
+    Slices {
+        /// Their numbers.
+        without_inputs: Vec<usize>,
+    },
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoInputs => write!(f, "no calibrated inputs"),
+            Self::OtherBlocks => write!(f, "calibrated for another method or block size"),
+            Self::Slices { without_inputs } => write!(f, "no inputs of slices {without_inputs:?}"),
+        }
+    }
 }
 
 impl fmt::Display for ChosenBy {
@@ -130,6 +192,10 @@ pub enum Reason {
     AlreadyQuantized,
     /// It was trained without fake quantization.
     NotFakeQuantized,
+    /// No codes were given for it.
+    NotGiven,
+    /// It has no adapter to be merged.
+    NotAdapted,
     /// Something else is attached to it.
     Reparameterized {
         /// Its name.
@@ -153,6 +219,8 @@ impl fmt::Display for Reason {
             }
             Self::AlreadyQuantized => write!(f, "quantized already"),
             Self::NotFakeQuantized => write!(f, "not fake-quantized"),
+            Self::NotGiven => write!(f, "no codes given"),
+            Self::NotAdapted => write!(f, "no adapter"),
             Self::Reparameterized { name } => write!(f, "has `{name}` attached"),
             Self::PartOfReparameterization => write!(f, "belongs to an attachment"),
         }
@@ -167,7 +235,7 @@ impl ParameterReport {
 
     /// Whether it was quantized.
     pub fn is_quantized(&self) -> bool {
-        matches!(self.outcome, Outcome::Quantized { .. })
+        matches!(self.outcome, Outcome::Quantized { .. } | Outcome::Given { .. })
     }
 
     /// Stored bits per value.
@@ -175,12 +243,25 @@ impl ParameterReport {
         8.0 * self.bytes_after as f64 / self.values() as f64
     }
 
-    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was kept.
+    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was kept, or
+    /// if the dense values were not looked at.
     pub fn relative_error(&self) -> Option<f64> {
+        self.squares().map(|(error, energy)| relative(error, energy))
+    }
+
+    /// Whether products run straight from the codes; nothing if it is not packed.
+    pub fn products(&self) -> Option<&Products> {
+        match &self.outcome {
+            Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => Some(products),
+            Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => None,
+        }
+    }
+
+    /// Sums of squared errors and of squared values, if known.
+    fn squares(&self) -> Option<(f64, f64)> {
         match self.outcome {
-            Outcome::Quantized { squared_error, energy, .. } => {
-                Some(relative(squared_error, energy))
-            }
+            Outcome::Quantized { squared_error, energy, .. } => Some((squared_error, energy)),
+            Outcome::Given { squared_error, energy, .. } => Some((squared_error?, energy?)),
             Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => None,
         }
     }
@@ -214,17 +295,19 @@ impl Fp4Report {
         8.0 * bytes as f64 / values as f64
     }
 
-    /// Relative error over all quantized values.
+    /// Relative error over all quantized values whose dense ones are known.
     pub fn relative_error(&self) -> f64 {
-        let (error, energy) = self.quantized().fold((0.0, 0.0), |sums: (f64, f64), parameter| {
-            match parameter.outcome {
-                Outcome::Quantized { squared_error, energy, .. } => {
-                    (sums.0 + squared_error, sums.1 + energy)
-                }
-                Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => sums,
-            }
+        let squares = self.parameters.iter().filter_map(ParameterReport::squares);
+        let (error, energy) = squares.fold((0.0, 0.0), |sums: (f64, f64), (error, energy)| {
+            (sums.0 + error, sums.1 + energy)
         });
         relative(error, energy)
+    }
+
+    /// Whether products with every packed weight run straight from its codes, for any number of rows of
+    /// input.
+    pub fn multiplies_codes(&self) -> bool {
+        self.quantized().all(|parameter| parameter.products() == Some(&Products::FromCodes))
     }
 }
 
@@ -242,18 +325,33 @@ impl fmt::Display for Fp4Report {
             "was",
         ]);
         for parameter in &self.parameters {
+            let error = parameter.relative_error();
+            let error = error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
             let (outcome, error) = match &parameter.outcome {
-                Outcome::Quantized { scheme, chosen_by, axis, shares_scale_with, .. } => {
+                Outcome::Quantized {
+                    scheme,
+                    asked,
+                    chosen_by,
+                    fallback,
+                    axis,
+                    shares_scale_with,
+                    ..
+                } => {
                     let shares = shares_scale_with
                         .as_ref()
                         .map_or(String::new(), |group| format!(", one tensor scale for {group}"));
+                    let fallback = fallback
+                        .as_ref()
+                        .map_or(String::new(), |reason| format!(", asked {asked}: {reason}"));
                     let format = scheme.format();
                     let outcome = format!(
-                        "{format} {} {chosen_by} / {}, axis {axis}{shares}",
+                        "{format} {} {chosen_by} / {}, axis {axis}{shares}{fallback}",
                         scheme.rule, scheme.block_size
                     );
-                    let error = parameter.relative_error().unwrap_or_default();
-                    (outcome, format!("{:.3}", 100.0 * error))
+                    (outcome, error)
+                }
+                Outcome::Given { format, block_size, axis, .. } => {
+                    (format!("{format} as given / {block_size}, axis {axis}"), error)
                 }
                 Outcome::FakeQuantized { scheme, axis, learned } => {
                     let learned = if *learned { ", tensor scale learned" } else { "" };
@@ -290,7 +388,8 @@ impl fmt::Display for Fp4Report {
         };
         let fake = self.parameters.iter().filter(is_fake).count();
         if fake > 0 {
-            return write!(f, "{fake} of {} parameters fake-quantized", self.parameters.len());
+            write!(f, "{fake} of {} parameters fake-quantized", self.parameters.len())?;
+            return self.notes(f);
         }
         write!(
             f,
@@ -302,8 +401,37 @@ impl fmt::Display for Fp4Report {
             self.bytes_after(),
             self.bytes_before(),
         )?;
-        if self.multiplies_codes {
+        if self.multiplies_codes() {
             write!(f, ", multiplied straight from the codes")?;
+        }
+        self.notes(f)
+    }
+}
+
+impl Fp4Report {
+    /// Lines below the table: weights whose products are slow, and what nothing uses.
+    fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Weights of which the same is to be said share a line.
+        let mut slow: Vec<(&Products, Vec<&str>)> = Vec::new();
+        for parameter in &self.parameters {
+            match parameter.products() {
+                None | Some(Products::FromCodes) => {}
+                Some(products) => match slow.iter_mut().find(|(known, _)| *known == products) {
+                    Some((_, paths)) => paths.push(&parameter.path),
+                    None => slow.push((products, vec![&parameter.path])),
+                },
+            }
+        }
+        for (products, paths) in slow {
+            match paths[..] {
+                [first, _, ..] => {
+                    write!(f, "\n`{first}` and {} more: {products}", paths.len() - 1)?;
+                }
+                _ => write!(f, "\n`{}`: {products}", paths.concat())?,
+            }
+        }
+        for line in &self.unused {
+            write!(f, "\nnote: {line}")?;
         }
         Ok(())
     }

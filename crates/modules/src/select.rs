@@ -1,15 +1,15 @@
-use std::collections::BTreeMap;
+//! One walk over a module that decides about every float parameter.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization};
-use burn::tensor::{Bool, DType, Int, Tensor};
-use burn_fp4_ops::search::SearchError;
-use burn_fp4_ops::search::formats::FormatError;
-use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, TensorScaling};
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Products, TensorScaling, Why};
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
 use crate::fake_quant::FakeQuantSettings;
-use crate::report::{Outcome, ParameterReport, Reason};
-use crate::{FakeQuantWeight, Fp4Config, Fp4Error, Indivisible, PackedWeight};
+use crate::report::{ChosenBy, Outcome, ParameterReport, Reason};
+use crate::{FakeQuantWeight, Fp4Config, Fp4Error, Indivisible, PackedWeight, Unused};
 
 /// A float parameter as the walk found it.
 #[derive(Debug, Clone)]
@@ -32,6 +32,11 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
+    /// With the shape and dtype that its values are found to have.
+    pub(crate) fn with_values(self, shape: &[usize], dtype: DType) -> Self {
+        Self { shape: shape.to_vec(), dtype: Some(dtype), ..self }
+    }
+
     /// The dtype of a parameter whose value was looked at.
     pub(crate) fn stored_dtype(&self) -> DType {
         self.dtype.unwrap_or(DType::F32)
@@ -40,6 +45,27 @@ impl Parameter {
     /// Bytes of its dense values.
     pub(crate) fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.stored_dtype().size()
+    }
+
+    /// Why nothing can be attached to it, if something is.
+    pub(crate) fn attached(&self) -> Option<Reason> {
+        if self.inside_reparameterization {
+            return Some(Reason::PartOfReparameterization);
+        }
+        self.reparameterization.as_ref().map(|name| match name == PackedWeight::NAME {
+            true => Reason::AlreadyQuantized,
+            false => Reason::Reparameterized { name: name.clone() },
+        })
+    }
+
+    /// Whether products run from its codes once it is packed: layers of this crate do what those of Burn
+    /// cannot.
+    pub(crate) fn products(&self, by_burn: &Products) -> Products {
+        match (self.container.as_str(), by_burn) {
+            ("Fp4Linear", Products::Dequantized(Why::Host)) => Products::FromCodes,
+            ("Fp4Embedding", Products::Dequantized(Why::Host)) => Products::Rows { most: None },
+            _ => by_burn.clone(),
+        }
     }
 
     /// What is reported of it.
@@ -56,14 +82,32 @@ impl Parameter {
     }
 }
 
+/// What a parameter holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Float,
+    Int,
+    Bool,
+}
+
+/// A parameter of any kind, as a record has to fit it.
+#[derive(Debug, Clone)]
+pub(crate) struct Stored {
+    pub(crate) path: String,
+    pub(crate) kind: Kind,
+    /// That of the stored value, or of the one that it is to be initialized with.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) device: Device,
+}
+
 /// Every parameter of a module, in its order.
 #[derive(Debug, Default)]
 pub(crate) struct Walk {
     stack: Vec<(String, String)>,
     values: bool,
     pub(crate) parameters: Vec<Parameter>,
-    /// Paths of parameters of every kind.
-    pub(crate) paths: Vec<String>,
+    /// Parameters of every kind.
+    pub(crate) stored: Vec<Stored>,
 }
 
 impl Walk {
@@ -79,6 +123,10 @@ impl Walk {
         let mut walk = Self { values: true, ..Self::default() };
         module.visit(&mut walk);
         walk
+    }
+
+    fn store(&mut self, kind: Kind, shape: Shape, device: Device) {
+        self.stored.push(Stored { path: self.path(), kind, shape: shape.to_vec(), device });
     }
 
     fn path(&self) -> String {
@@ -115,9 +163,9 @@ impl ModuleVisitor for Walk {
             let names: Vec<_> = self.stack[..at].iter().map(|(name, _)| name.as_str()).collect();
             Some((names.join("."), self.stack[at].0.parse().ok()?))
         });
+        self.store(Kind::Float, param.lazy_shape(), param.lazy_device());
         let container = self.stack.last().map_or("", |(_, container)| container.as_str());
         let container = container.split_once(':').map_or(container, |(_, name)| name);
-        self.paths.push(self.path());
         self.parameters.push(Parameter {
             path: self.path(),
             id: param.id,
@@ -134,12 +182,12 @@ impl ModuleVisitor for Walk {
         });
     }
 
-    fn visit_int<const D: usize>(&mut self, _param: &Param<Tensor<D, Int>>) {
-        self.paths.push(self.path());
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.store(Kind::Int, param.lazy_shape(), param.lazy_device());
     }
 
-    fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<D, Bool>>) {
-        self.paths.push(self.path());
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.store(Kind::Bool, param.lazy_shape(), param.lazy_device());
     }
 }
 
@@ -159,66 +207,212 @@ pub(crate) struct Plan {
     /// The group of parameters whose tensor scale it shares.
     pub(crate) shares: Option<String>,
     pub(crate) scheme: Fp4Scheme,
+    /// How its scales and codes are to be chosen.
+    pub(crate) asked: ChosenBy,
+}
+
+/// What is to happen to every float parameter of a module.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Selection {
+    /// In the order of the module.
+    pub(crate) decisions: Vec<(Parameter, Decision)>,
+    /// What of the configuration nothing uses, as lines.
+    pub(crate) unused: Vec<String>,
+}
+
+impl Selection {
+    /// The parameters that are to be quantized, with their numbers in the order of the module.
+    pub(crate) fn plans(&self) -> impl Iterator<Item = (usize, &Parameter, &Plan)> {
+        self.decisions.iter().enumerate().filter_map(|(at, (parameter, decision))| match decision {
+            Decision::Quantize(plan) => Some((at, parameter, plan)),
+            Decision::Keep(_) => None,
+        })
+    }
+
+    /// Whether statistics of inputs decide about the codes of a weight.
+    pub(crate) fn needs_inputs(&self) -> bool {
+        self.plans().any(|(_, _, plan)| plan.asked.needs_inputs())
+    }
+
+    /// # Errors
+    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any.
+    pub(crate) fn check_calibrated(&self, has: impl Fn(usize) -> bool) -> Result<(), Fp4Error> {
+        let asking = || self.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+        match asking().next() {
+            Some((_, _, plan)) if !asking().any(|(at, ..)| has(at)) => {
+                let method = plan.asked.to_string();
+                let paths = asking().map(|(_, parameter, _)| parameter.path.clone()).collect();
+                Err(Fp4Error::Uncalibrated { method, paths })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Decides about every float parameter of a module.
-pub(crate) fn select<M: Module>(
-    module: &M,
-    config: &Fp4Config,
-) -> Result<Vec<(Parameter, Decision)>, Fp4Error> {
-    config.scheme.validate().map_err(OpsError::from)?;
-    let include = globs(&config.include)?;
-    let exclude = globs(&config.exclude)?;
+///
+/// # Errors
+/// [`Fp4Error::NothingSelected`] with the reasons, [`Fp4Error::Unused`], and what is wrong with the
+/// configuration for a parameter.
+pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Selection, Fp4Error> {
+    let patterns = Patterns::new(config)?;
     let parameters = Walk::over_values(module).parameters;
     let mut reasons: Vec<Option<Reason>> =
-        parameters.iter().map(|parameter| refusal(parameter, config, &include, &exclude)).collect();
+        parameters.iter().map(|parameter| refusal(parameter, config, &patterns)).collect();
     keep_layers(&parameters, &mut reasons, config);
-    let groups = shared_scales(&parameters, &reasons, config)?;
+    let schemes: Vec<_> =
+        parameters.iter().map(|parameter| patterns.scheme(&parameter.path, config)).collect();
+    for (scheme, _) in schemes.iter().zip(&reasons).filter(|(_, reason)| reason.is_none()) {
+        scheme.validate().map_err(OpsError::from)?;
+        if let Some(options) = &config.gptq {
+            options.validate(scheme).map_err(OpsError::from)?;
+        }
+    }
+    let (groups, lone) = shared_scales(&parameters, &reasons, &schemes, config)?;
+    let mut unused = patterns.unused(&parameters, &reasons, config);
+    unused.extend(unused_containers(&parameters, config));
 
     let mut decisions = Vec::with_capacity(parameters.len());
     for (index, (parameter, reason)) in parameters.into_iter().zip(reasons).enumerate() {
         let decision = match reason {
             Some(reason) => Decision::Keep(reason),
-            None => match plan(&parameter, config)? {
-                Ok(layout) => Decision::Quantize(Plan {
-                    layout,
-                    shares: groups.get(&index).cloned(),
-                    scheme: config.scheme,
-                }),
+            None => match plan(&parameter, &schemes[index], config)? {
+                Ok(plan) => {
+                    Decision::Quantize(Plan { shares: groups.get(&index).cloned(), ..plan })
+                }
                 Err(reason) => Decision::Keep(reason),
             },
         };
         decisions.push((parameter, decision));
     }
-    Ok(decisions)
+    let mut selection = Selection { decisions, unused };
+    if selection.plans().next().is_none() {
+        return Err(nothing_selected(&selection));
+    }
+    for group in &config.share_scale {
+        let siblings = group.join(",");
+        if !groups.values().any(|name| name.contains(&format!("{{{siblings}}}"))) {
+            let line = format!("share_scale {{{siblings}}}: no two selected siblings");
+            selection.unused.push(line);
+        }
+    }
+    if config.calibration.iter().next().is_some() && !selection.needs_inputs() {
+        let line = "calibration: no method asked for uses it (`gptq` and searches by Hessian do)";
+        selection.unused.push(line.to_owned());
+    }
+    if config.unused == Unused::Error && !selection.unused.is_empty() {
+        return Err(Fp4Error::Unused(selection.unused));
+    }
+    selection.unused.extend(lone);
+    Ok(selection)
+}
+
+/// Paths of the parameters that a configuration selects and whose codes depend on their inputs, with
+/// the axis that is contracted.
+///
+/// # Errors
+/// As [`select`]; [`Fp4Error::Uncalibrated`] cannot be told yet.
+pub(crate) fn planned_axes<M: Module>(
+    module: &M,
+    config: &Fp4Config,
+) -> Result<BTreeSet<(String, usize)>, Fp4Error> {
+    let selection = select(module, config)?;
+    let plans = selection.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+    Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
+}
+
+fn nothing_selected(selection: &Selection) -> Fp4Error {
+    let reasons = selection.decisions.iter().filter_map(|(parameter, decision)| match decision {
+        Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
+        Decision::Quantize(_) => None,
+    });
+    let unused = selection.unused.iter().map(|line| format!("\n  {line}"));
+    Fp4Error::NothingSelected(reasons.chain(unused).collect())
+}
+
+/// The patterns of a configuration.
+struct Patterns {
+    include: GlobSet,
+    exclude: GlobSet,
+    overrides: GlobSet,
+}
+
+impl Patterns {
+    fn new(config: &Fp4Config) -> Result<Self, Fp4Error> {
+        let overrides: Vec<_> = config.overrides.iter().map(|one| one.pattern.clone()).collect();
+        Ok(Self {
+            include: globs(&config.include)?,
+            exclude: globs(&config.exclude)?,
+            overrides: globs(&overrides)?,
+        })
+    }
+
+    /// By what a parameter is quantized if it is selected.
+    fn scheme(&self, path: &str, config: &Fp4Config) -> Fp4Scheme {
+        let last = self.overrides.matches(components(path)).into_iter().max();
+        last.map_or(config.scheme, |at| config.overrides[at].scheme)
+    }
+
+    /// Lines about the patterns that fit no parameter, and the overrides that fit no selected one.
+    fn unused(
+        &self,
+        parameters: &[Parameter],
+        reasons: &[Option<Reason>],
+        config: &Fp4Config,
+    ) -> Vec<String> {
+        let all: Vec<_> = parameters.iter().map(|parameter| components(&parameter.path)).collect();
+        let selected: Vec<_> = all
+            .iter()
+            .zip(reasons)
+            .filter(|(_, reason)| reason.is_none())
+            .map(|(path, _)| path.clone())
+            .collect();
+        let overrides: Vec<_> = config.overrides.iter().map(|one| &one.pattern).collect();
+        let include: Vec<_> = config.include.iter().collect();
+        let exclude: Vec<_> = config.exclude.iter().collect();
+        let mut lines = Vec::new();
+        for (what, fits, set, patterns, paths) in [
+            ("include", "no parameter", &self.include, include, &all),
+            ("exclude", "no parameter", &self.exclude, exclude, &all),
+            ("with", "no selected weight", &self.overrides, overrides, &selected),
+        ] {
+            let used: BTreeSet<usize> = paths.iter().flat_map(|path| set.matches(path)).collect();
+            for (at, pattern) in patterns.into_iter().enumerate() {
+                if !used.contains(&at) {
+                    lines.push(format!("{what} `{pattern}` fits {fits}"));
+                }
+            }
+        }
+        lines
+    }
 }
 
 /// Paths match component by component, so dots are to a pattern what slashes are to a glob.
+fn components(path: &str) -> String {
+    path.replace('.', "/")
+}
+
 fn globs(patterns: &[String]) -> Result<GlobSet, Fp4Error> {
     let mut set = GlobSetBuilder::new();
     for pattern in patterns {
-        let glob = GlobBuilder::new(&pattern.replace('.', "/")).literal_separator(true).build();
-        let error = |source| Fp4Error::Pattern { pattern: pattern.clone(), source };
+        let glob = GlobBuilder::new(&components(pattern)).literal_separator(true).build();
+        let error = |problem| Fp4Error::Pattern { pattern: pattern.clone(), problem };
         set.add(glob.map_err(error)?);
     }
-    set.build().map_err(|source| Fp4Error::Pattern { pattern: patterns.join(", "), source })
+    set.build().map_err(|problem| Fp4Error::Pattern { pattern: patterns.join(", "), problem })
 }
 
-fn refusal(
-    parameter: &Parameter,
-    config: &Fp4Config,
-    include: &GlobSet,
-    exclude: &GlobSet,
-) -> Option<Reason> {
-    if parameter.inside_reparameterization {
-        return Some(Reason::PartOfReparameterization);
-    }
-    if let Some(name) = &parameter.reparameterization {
-        return Some(if name == PackedWeight::NAME {
-            Reason::AlreadyQuantized
-        } else {
-            Reason::Reparameterized { name: name.clone() }
-        });
+/// Lines about the containers that were added and that no parameter lies in.
+fn unused_containers(parameters: &[Parameter], config: &Fp4Config) -> Vec<String> {
+    let known: BTreeSet<_> = parameters.iter().map(|one| one.container.as_str()).collect();
+    let added = config.containers.iter().map(|container| container.name.as_str());
+    let added = added.filter(|name| !Fp4Config::CONTAINERS.contains(name) && !known.contains(name));
+    added.map(|name| format!("container `{name}` holds no parameter")).collect()
+}
+
+fn refusal(parameter: &Parameter, config: &Fp4Config, patterns: &Patterns) -> Option<Reason> {
+    if let Some(reason) = parameter.attached() {
+        return Some(reason);
     }
     if !config.containers.iter().any(|container| container.name == parameter.container) {
         return Some(Reason::Container);
@@ -226,11 +420,11 @@ fn refusal(
     if parameter.shape.len() < 2 {
         return Some(Reason::Rank);
     }
-    let path = parameter.path.replace('.', "/");
-    if !config.include.is_empty() && !include.is_match(&path) {
+    let path = components(&parameter.path);
+    if !config.include.is_empty() && !patterns.include.is_match(&path) {
         return Some(Reason::NotIncluded);
     }
-    if let Some(&pattern) = exclude.matches(&path).first() {
+    if let Some(&pattern) = patterns.exclude.matches(&path).first() {
         return Some(Reason::Excluded { pattern: config.exclude[pattern].clone() });
     }
     None
@@ -259,12 +453,16 @@ fn keep_layers(parameters: &[Parameter], reasons: &mut [Option<Reason>], config:
     }
 }
 
-/// The name of the group that each parameter shares its tensor scale with, if any.
+/// By parameter the name of the group that it shares its tensor scale with, and lines about those
+/// whose siblings are not selected.
+type Groups = (BTreeMap<usize, String>, Vec<String>);
+
 fn shared_scales(
     parameters: &[Parameter],
     reasons: &[Option<Reason>],
+    schemes: &[Fp4Scheme],
     config: &Fp4Config,
-) -> Result<BTreeMap<usize, String>, Fp4Error> {
+) -> Result<Groups, Fp4Error> {
     let mut members: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (at, parameter) in parameters.iter().enumerate() {
         if reasons[at].is_some() {
@@ -279,19 +477,41 @@ fn shared_scales(
             members.entry(group.trim_start_matches('.').to_owned()).or_default().push(at);
         }
     }
-    members.retain(|_, members| members.len() > 1);
-    let own_scale = config.scheme.tensor_scale != TensorScaling::Tensor;
-    if own_scale && let Some(&at) = members.values().flatten().next() {
-        return Err(Fp4Error::SharedScale { path: parameters[at].path.clone() });
+    let mut lone = Vec::new();
+    members.retain(|group, members| {
+        if let [at] = members[..] {
+            let path = &parameters[at].path;
+            lone.push(format!(
+                "`{path}` has a tensor scale of its own: nothing else of {group} is selected"
+            ));
+        }
+        members.len() > 1
+    });
+    for members in members.values() {
+        for &at in members {
+            let refuse =
+                |reason| Err(Fp4Error::SharedScale { path: parameters[at].path.clone(), reason });
+            if schemes[at].tensor_scale != TensorScaling::Tensor {
+                return refuse("its scheme has one per row or a given one");
+            }
+            if schemes[at] != schemes[members[0]] {
+                return refuse("its scheme is not that of its siblings");
+            }
+        }
     }
-    Ok(members
+    let groups = members
         .into_iter()
         .flat_map(|(group, at)| at.into_iter().map(move |at| (at, group.clone())))
-        .collect())
+        .collect();
+    Ok((groups, lone))
 }
 
-/// The layout of a selected parameter, or why the configuration lets it be skipped.
-fn plan(parameter: &Parameter, config: &Fp4Config) -> Result<Result<Fp4Layout, Reason>, Fp4Error> {
+/// How a selected parameter is to be quantized, or why the configuration lets it be skipped.
+pub(crate) fn plan(
+    parameter: &Parameter,
+    scheme: &Fp4Scheme,
+    config: &Fp4Config,
+) -> Result<Result<Plan, Reason>, Fp4Error> {
     let Parameter { path, container, shape, .. } = parameter;
     let container = config.containers.iter().find(|known| known.name == *container);
     let container = container.expect("only parameters of known containers are selected");
@@ -303,20 +523,41 @@ fn plan(parameter: &Parameter, config: &Fp4Config) -> Result<Result<Fp4Layout, R
             rank: shape.len(),
         });
     }
+    match lay_out(parameter, container.axis, scheme, config) {
+        Ok(plan) => Ok(Ok(plan)),
+        Err(OpsError::Indivisible { axis, length, block_size })
+            if config.indivisible == Indivisible::Skip =>
+        {
+            Ok(Err(Reason::Indivisible { axis, length, block_size }))
+        }
+        Err(problem) => Err(Fp4Error::at(path, problem)),
+    }
+}
+
+/// How a configuration quantizes a parameter along an axis, whether it selects it or not.
+pub(crate) fn plan_as(
+    parameter: &Parameter,
+    axis: usize,
+    config: &Fp4Config,
+) -> Result<Plan, Fp4Error> {
+    let scheme = Patterns::new(config)?.scheme(&parameter.path, config);
+    scheme.validate().map_err(OpsError::from)?;
+    let plan = lay_out(parameter, axis, &scheme, config);
+    plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))
+}
+
+fn lay_out(
+    parameter: &Parameter,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    config: &Fp4Config,
+) -> Result<Plan, OpsError> {
     if let Some(found) = parameter.dtype
         && !matches!(found, DType::F32 | DType::F16 | DType::BF16)
     {
-        let source = OpsError::DType { found };
-        return Err(Fp4Error::Parameter { path: path.clone(), source });
+        return Err(OpsError::DType { found });
     }
-    match Fp4Layout::new(&shape.clone().into(), container.axis, &config.scheme) {
-        Ok(layout) => Ok(Ok(layout)),
-        Err(OpsError::Search(SearchError::Format(FormatError::Indivisible {
-            cols,
-            block_size,
-        }))) if config.indivisible == Indivisible::Skip => {
-            Ok(Err(Reason::Indivisible { axis: container.axis, length: cols, block_size }))
-        }
-        Err(source) => Err(Fp4Error::Parameter { path: path.clone(), source }),
-    }
+    let layout = Fp4Layout::new(&parameter.shape.clone().into(), axis, scheme)?;
+    let asked = config.gptq.map_or(ChosenBy::Search(scheme.search), ChosenBy::Gptq);
+    Ok(Plan { layout, shares: None, scheme: *scheme, asked })
 }

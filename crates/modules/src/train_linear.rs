@@ -1,3 +1,5 @@
+//! [`Fp4TrainLinear`]: a linear layer whose three products are quantized.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -96,5 +98,13 @@ impl From<Linear> for Fp4TrainLinear {
     fn from(linear: Linear) -> Self {
         let seed = linear.weight.id.val();
         Self::new(linear, TrainRecipe::NVFP4, seed).expect("a consistent recipe")
+    }
+}
+
+impl From<Fp4TrainLinear> for Linear {
+    /// The layer with the weights that were trained, for inference or to be quantized in place.
+    fn from(layer: Fp4TrainLinear) -> Self {
+        let Fp4TrainLinear { weight, bias, .. } = layer;
+        Self { weight, bias }
     }
 }

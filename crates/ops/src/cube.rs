@@ -71,7 +71,8 @@ pub(crate) fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DTy
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 
-fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
+/// The parts of a packed tensor in contiguous memory.
+pub(crate) fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
     let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
     let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
         .map(|tensor| into_contiguous(tensor).handle);

@@ -1,4 +1,4 @@
-use burn::tensor::DType;
+use burn::tensor::{DType, Device};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::FormatError;
 
@@ -16,6 +16,27 @@ pub enum OpsError {
     #[error("axis {axis} of a tensor of rank {rank}")]
     Axis {
         /// Axis asked for.
+        axis: usize,
+        /// Rank of the tensor.
+        rank: usize,
+    },
+    /// Blocks do not divide the axis that they run along.
+    #[error("axis {axis} has {length} values, which blocks of {block_size} do not divide")]
+    Indivisible {
+        /// The axis.
+        axis: usize,
+        /// Values along it.
+        length: usize,
+        /// Values of a block.
+        block_size: usize,
+    },
+    /// Rows are looked up where blocks do not run along them.
+    #[error(
+        "rows are looked up in a matrix whose blocks run along axis 1, not along axis {axis} of a \
+         tensor of rank {rank}: quantize it along axis 1"
+    )]
+    Rows {
+        /// Axis that the blocks run along.
         axis: usize,
         /// Rank of the tensor.
         rank: usize,
@@ -84,10 +105,30 @@ pub enum OpsError {
         /// Shape found.
         found: Vec<usize>,
     },
+    /// A part of a quantized tensor has another dtype than it is stored in.
+    #[error("{what}: expected dtype {expected:?}, found {found:?}")]
+    PartDType {
+        /// Which part.
+        what: &'static str,
+        /// dtype that it is stored in.
+        expected: DType,
+        /// Its own.
+        found: DType,
+    },
+    /// Something is on another device than what it goes with.
+    #[error("{what}: expected on {expected:?}, found on {found:?}")]
+    PartDevice {
+        /// What it is.
+        what: &'static str,
+        /// Device of what it goes with.
+        expected: Device,
+        /// Its own.
+        found: Device,
+    },
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]
     Registration(String),
-    /// The device failed to hand back data.
+    /// A device failed, or devices cannot add up what they have.
     #[error("device: {0}")]
     Device(String),
 }

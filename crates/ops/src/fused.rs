@@ -1,9 +1,11 @@
-//! Products of unmodified layers, straight from the codes of their weight.
+//! Products of unmodified layers and their lookups of rows, straight from the codes of the weight.
 //!
-//! On a Cube device operations wait in a stream before they run. A layer with a packed weight puts two there that
-//! belong together, [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) and the product that reads its output:
-//! a fuser finds them, with the reshapes that stand between and the addition of a bias behind, and runs one kernel
-//! instead. Where a plan refuses, or a dense product is faster, it runs the operations one by one.
+//! On a Cube device operations wait in a stream before they run. A layer with a packed weight puts
+//! two there that belong together, [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) and what
+//! reads its output. A fuser finds them. A product is one kernel, with the reshapes that stand
+//! between, a transpose of the weight, and the addition of a bias behind. Of an embedding, codes
+//! and scales of the rows are gathered, and only these dequantized. Where a plan refuses, or a
+//! dense product is faster, the operations run one by one.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
@@ -13,8 +15,10 @@ use burn::backend::fusion::stream::{Context, ScalarId};
 use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser, get_client};
 use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
-    OperationIr, ScalarIr, TensorIr,
+    OperationIr, ScalarIr, SelectOpIr, TensorIr,
 };
+use burn::backend::ops::IntTensorOps;
+use burn::tensor::FloatDType;
 use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
     OptimizationProvider, RegistryError, register,
@@ -26,24 +30,31 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{Capability, Dtype, Packed, Product, ProductPlan, gemv, mma};
 use serde::{Deserialize, Serialize};
 
-use crate::cube::{beside, has_kernels, kernel_dtype};
-use crate::{Fp4Layout, OpsError};
+use crate::cube::{beside, handles, has_kernels, kernel_dtype};
+use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError};
 
-/// How often products with packed weights ran, since the start of the program.
+/// How often products with packed weights and lookups of their rows ran, since the program started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FusedProducts {
-    /// Straight from the codes.
+    /// Products straight from the codes.
     pub fused: u64,
+    /// Lookups of rows straight from the codes.
+    pub lookups: u64,
     /// Recognized, but dequantized first: a dense product is faster, or a plan refused.
     pub dense: u64,
 }
 
 static FUSED: AtomicU64 = AtomicU64::new(0);
+static LOOKUPS: AtomicU64 = AtomicU64::new(0);
 static DENSE: AtomicU64 = AtomicU64::new(0);
 
-/// How often products with packed weights ran, since the start of the program.
+/// How often products with packed weights and lookups of their rows ran, since the program started.
 pub fn fused_products() -> FusedProducts {
-    FusedProducts { fused: FUSED.load(Ordering::Relaxed), dense: DENSE.load(Ordering::Relaxed) }
+    FusedProducts {
+        fused: FUSED.load(Ordering::Relaxed),
+        lookups: LOOKUPS.load(Ordering::Relaxed),
+        dense: DENSE.load(Ordering::Relaxed),
+    }
 }
 
 static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
@@ -92,16 +103,31 @@ impl OptimizationProvider for Provider {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Segment {
     dequantize: Option<CustomOpIr>,
-    /// The weight as the product reads it: the output of the first operation, or of its reshape.
+    /// The weight as it is read: the output of the first operation, or of what follows it.
     weight: Option<TensorIr>,
-    /// Reshapes to be run before the product: of anything but the weight.
+    /// Whether that is the transpose.
+    transposed: bool,
+    /// Reshapes to be run before the weight is read: of anything else.
     before: Vec<usize>,
-    matmul: Option<MatmulOpIr>,
+    end: Option<End>,
+    /// Operations of the segment.
+    len: usize,
+}
+
+/// What reads the weight.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+enum End {
+    Multiplication(Box<Multiplication>),
+    /// Of rows of the weight.
+    Lookup(SelectOpIr),
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Multiplication {
+    matmul: MatmulOpIr,
     /// Reshapes after it, of what may be a bias.
     after: Vec<usize>,
     add: Option<BinaryOpIr>,
-    /// Operations of the segment.
-    len: usize,
 }
 
 #[derive(Debug, Clone)]
@@ -121,52 +147,108 @@ impl State {
 impl Segment {
     /// Takes the next operation, if it belongs.
     fn take(&mut self, operation: &OperationIr) -> bool {
-        let Some(weight) = &self.weight else {
-            return match operation {
-                OperationIr::Custom(custom) if custom.id == DEQUANTIZE => {
-                    let [output] = &custom.outputs[..] else { return false };
-                    self.weight = Some(output.clone());
-                    self.dequantize = Some(custom.clone());
-                    true
-                }
-                _ => false,
-            };
+        match &mut self.end {
+            Some(End::Multiplication(multiplication)) => multiplication.take(operation, self.len),
+            Some(End::Lookup(_)) => false,
+            None => match self.weight.clone() {
+                Some(weight) => self.take_before_end(operation, &weight),
+                None => self.take_dequantize(operation),
+            },
+        }
+    }
+
+    fn take_dequantize(&mut self, operation: &OperationIr) -> bool {
+        let OperationIr::Custom(custom) = operation else { return false };
+        let [output] = &custom.outputs[..] else { return false };
+        if custom.id != DEQUANTIZE {
+            return false;
+        }
+        self.weight = Some(output.clone());
+        self.dequantize = Some(custom.clone());
+        true
+    }
+
+    /// Takes what stands between dequantization and what reads the weight, or that.
+    fn take_before_end(&mut self, operation: &OperationIr, weight: &TensorIr) -> bool {
+        // Its only reader, so that nobody misses what is not made.
+        let reads_weight = |tensor: &TensorIr| tensor.id == weight.id && is_last_use(tensor);
+        let dequantized = |tensor: &TensorIr| {
+            let made = self.dequantize.as_ref().and_then(|dequantize| dequantize.outputs.first());
+            reads_weight(tensor) && made.is_some_and(|made| made.id == tensor.id)
         };
-        match (operation, &self.matmul) {
-            (OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape)), None) => {
-                if reshape.input.id == weight.id {
-                    // Its only reader, so that nobody misses what is not made.
-                    if !is_last_use(&reshape.input) {
-                        return false;
-                    }
+        match operation {
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
+                if reshape.input.id == weight.id =>
+            {
+                let reads = reads_weight(&reshape.input);
+                if reads {
                     self.weight = Some(reshape.out.clone());
-                } else {
-                    self.before.push(self.len);
                 }
+                reads
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(_))
+            | OperationIr::BaseInt(BaseOperationIr::Reshape(_)) => {
+                self.before.push(self.len);
                 true
             }
-            (OperationIr::Float(_, FloatOperationIr::Matmul(matmul)), None) => {
-                let reads = matmul.rhs.id == weight.id && is_last_use(&matmul.rhs);
-                if reads && matmul.lhs.id != weight.id {
-                    self.matmul = Some(matmul.clone());
-                    return true;
+            OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap)) => {
+                let transposes = dequantized(&swap.input)
+                    && swap.input.shape.num_dims() == 2
+                    && swap.dim1 != swap.dim2;
+                if transposes {
+                    self.weight = Some(swap.out.clone());
+                    self.transposed = true;
                 }
-                false
+                transposes
             }
-            (OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape)), Some(matmul)) => {
-                let of_bias = self.add.is_none()
-                    && self.after.is_empty()
-                    && reshape.input.id != matmul.out.id;
+            OperationIr::BaseFloat(BaseOperationIr::Select(select)) => {
+                let reads = dequantized(&select.tensor) && select.dim == 0;
+                if reads {
+                    self.end = Some(End::Lookup(select.clone()));
+                }
+                reads
+            }
+            OperationIr::Float(_, FloatOperationIr::Matmul(matmul)) => {
+                let reads = reads_weight(&matmul.rhs) && matmul.lhs.id != weight.id;
+                if reads {
+                    let (matmul, after, add) = (matmul.clone(), Vec::new(), None);
+                    let multiplication = Multiplication { matmul, after, add };
+                    self.end = Some(End::Multiplication(Box::new(multiplication)));
+                }
+                reads
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether nothing can follow.
+    fn is_complete(&self) -> bool {
+        match &self.end {
+            Some(End::Multiplication(multiplication)) => multiplication.add.is_some(),
+            Some(End::Lookup(_)) => true,
+            None => false,
+        }
+    }
+}
+
+impl Multiplication {
+    /// Takes what follows it, the operation at this place of the segment.
+    fn take(&mut self, operation: &OperationIr, at: usize) -> bool {
+        let output = self.matmul.out.id;
+        match operation {
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape)) => {
+                let of_bias =
+                    self.add.is_none() && self.after.is_empty() && reshape.input.id != output;
                 if of_bias {
-                    self.after.push(self.len);
+                    self.after.push(at);
                 }
                 of_bias
             }
-            (OperationIr::NumericFloat(_, NumericOperationIr::Add(add)), Some(matmul)) => {
+            OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) => {
                 let of_product = self.add.is_none()
-                    && add.lhs.id == matmul.out.id
+                    && add.lhs.id == output
                     && is_last_use(&add.lhs)
-                    && add.rhs.id != matmul.out.id;
+                    && add.rhs.id != output;
                 if of_product {
                     self.add = Some(add.clone());
                 }
@@ -198,8 +280,7 @@ impl OperationFuser<CubeOptimization> for Fuser {
         }
         if self.state.segment.take(operation) {
             self.state.segment.len += 1;
-            // Nothing follows the addition of a bias.
-            self.state.closed = self.state.segment.add.is_some();
+            self.state.closed = self.state.segment.is_complete();
         } else {
             self.state.closed = true;
         }
@@ -219,8 +300,8 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 
     fn properties(&self) -> FuserProperties {
-        let ready = self.state.segment.matmul.is_some();
-        // More than any of Burn's own gives for a product and what follows it.
+        let ready = self.state.segment.end.is_some();
+        // More than any of Burn's own gives for what reads the weight, and what follows it.
         FuserProperties { score: if ready { 1 << 20 } else { 0 }, ready }
     }
 
@@ -268,12 +349,13 @@ pub(crate) fn multiply(
     kernel(&input.client, device, weight, input.handle.clone(), bias, product).expect("planned")
 }
 
-/// A segment that is run as one product.
+/// A segment that is run at once.
 struct FusedProduct {
     device: CubeDevice,
     segment: Segment,
 }
 
+type Streams = Context<CubeFusionHandle>;
 type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
 
 impl FusedOperation for FusedProduct {
@@ -285,18 +367,24 @@ impl FusedOperation for FusedProduct {
         self.segment.len
     }
 
-    fn run(&mut self, context: &mut Context<CubeFusionHandle>, fallback: Fallback<'_>) {
-        let device = Capability::of(&self.device.client());
-        match self.plan(context, &device) {
-            Some(product) => {
-                FUSED.fetch_add(1, Ordering::Relaxed);
-                self.launch(context, fallback, product, &device);
+    fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
+        let Segment { dequantize, end, len, .. } = &self.segment;
+        let ran = match (dequantize, end) {
+            (Some(dequantize), Some(End::Multiplication(multiplication))) => {
+                self.multiply(dequantize, multiplication, context, fallback)
             }
+            (Some(dequantize), Some(End::Lookup(select))) => {
+                self.look_up(dequantize, select, context, fallback)
+            }
+            _ => None,
+        };
+        match ran {
+            Some(counter) => counter.fetch_add(1, Ordering::Relaxed),
             None => {
-                DENSE.fetch_add(1, Ordering::Relaxed);
-                (0..self.segment.len).for_each(|at| fallback(at).run(context));
+                (0..*len).for_each(|at| fallback(at).run(context));
+                DENSE.fetch_add(1, Ordering::Relaxed)
             }
-        }
+        };
     }
 
     fn to_state(&self) -> Segment {
@@ -308,21 +396,77 @@ impl FusedOperation for FusedProduct {
     }
 }
 
+/// A tensor as it is now, with the status that it has in a segment.
+fn now(context: &Streams, tensor: &TensorIr) -> TensorIr {
+    TensorIr { status: tensor.status, ..context.tensors[&tensor.id].clone() }
+}
+
+/// A float tensor as it is now, in contiguous memory.
+fn float(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
+    let tensor = now(context, tensor);
+    into_contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
+}
+
+/// An int tensor as it is now.
+fn int(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
+    let tensor = now(context, tensor);
+    context.handles.get_int_tensor::<CubeBackend>(&tensor)
+}
+
+/// Codes and scales that would be dequantized.
+fn packed(context: &mut Streams, dequantize: &CustomOpIr) -> Fp4Primitive<CubeBackend> {
+    let [codes, scales, tensor_scale] = [0, 1, 2].map(|at| int(context, &dequantize.inputs[at]));
+    Fp4Primitive { codes, scales, tensor_scale }
+}
+
+/// The layout of the weight that would be dequantized.
+fn layout(context: &Streams, dequantize: &CustomOpIr) -> Option<Fp4Layout> {
+    let [scalar, ..] = &dequantize.scalars[..] else { return None };
+    let ScalarIr::UInt(value) = *scalar else { return None };
+    let ScalarIr::UInt(tag) = *context.scalars.get(&ScalarId { value })? else { return None };
+    let weight = context.tensors.get(&dequantize.outputs.first()?.id)?;
+    Fp4Layout::from_tag(tag, weight.shape.to_vec())
+}
+
 impl FusedProduct {
+    /// Runs a product straight from the codes and says what counts it, unless it is not to run so:
+    /// the reshapes one by one, and everything else at once, if what is added is a bias.
+    fn multiply(
+        &self,
+        dequantize: &CustomOpIr,
+        multiplication: &Multiplication,
+        context: &mut Streams,
+        fallback: Fallback<'_>,
+    ) -> Option<&'static AtomicU64> {
+        let device = Capability::of(&self.device.client());
+        let Multiplication { matmul, after, add } = multiplication;
+        let (product, plan) = self.plan(dequantize, matmul, context, &device)?;
+        self.segment.before.iter().chain(after).for_each(|&at| fallback(at).run(context));
+        let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &product));
+        let input = float(context, &matmul.lhs);
+        let bias = with_bias.map(|add| float(context, &add.rhs).handle);
+        let weight = handles(packed(context, dequantize));
+        let output = multiply(&input, weight, bias, &product, plan, &device);
+        let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
+        let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
+        context.handles.register_float_tensor::<CubeBackend>(&made.id, output);
+        if add.is_some() && with_bias.is_none() {
+            fallback(self.segment.len - 1).run(context);
+        }
+        Some(&FUSED)
+    }
+
     /// The product, if it is one that is to run straight from the codes.
     fn plan(
         &self,
-        context: &Context<CubeFusionHandle>,
+        dequantize: &CustomOpIr,
+        matmul: &MatmulOpIr,
+        context: &Streams,
         device: &Capability,
     ) -> Option<(Product, ProductPlan)> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
-        let (dequantize, matmul) =
-            (self.segment.dequantize.as_ref()?, self.segment.matmul.as_ref()?);
-        let [scalar, ..] = &dequantize.scalars[..] else { return None };
-        let ScalarIr::UInt(value) = *scalar else { return None };
-        let ScalarIr::UInt(tag) = *context.scalars.get(&ScalarId { value })? else { return None };
-        let weight = real(dequantize.outputs.first()?)?;
-        let layout = Fp4Layout::from_tag(tag, weight.shape.to_vec())?;
+        let layout = layout(context, dequantize)?;
+        let layout = if self.segment.transposed { layout.transposed() } else { layout };
         let [channels, outputs] = layout.shape[..] else { return None };
         let (input, output) = (real(&matmul.lhs)?, real(&matmul.out)?);
         let inputs = input.shape.num_elements().checked_div(channels)?;
@@ -332,67 +476,50 @@ impl FusedProduct {
             && rhs.shape[rhs.shape.num_dims() - 2..] == [channels, outputs]
             && input.shape[input.shape.num_dims() - 1] == channels
             && output.shape.num_elements() == inputs * outputs;
-        let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
+        let same_dtype = [rhs.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
         if !one_weight || !same_dtype {
             return None;
         }
         planned(inputs, &layout, kernel_dtype(output.dtype), device)
     }
 
-    /// Whether what is added to a product is one value for each of its outputs, so that its kernel can do it.
-    fn adds_bias(&self, context: &Context<CubeFusionHandle>, product: &Product) -> bool {
-        let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
-        let Some(add) = &self.segment.add else { return false };
-        let (Some(output), Some(bias), Some(sum)) =
-            (real(&add.lhs), real(&add.rhs), real(&add.out))
-        else {
-            return false;
-        };
-        bias.shape.last() == Some(&product.outputs)
-            && bias.shape.num_elements() == product.outputs
-            && bias.dtype == output.dtype
-            && sum.shape == output.shape
-    }
-
-    /// Runs the reshapes one by one, and everything else at once, if what is added is a bias.
-    fn launch(
+    /// Dequantizes the rows that are looked up and no others, and says what counts it, unless
+    /// blocks do not run along the rows.
+    fn look_up(
         &self,
-        context: &mut Context<CubeFusionHandle>,
+        dequantize: &CustomOpIr,
+        select: &SelectOpIr,
+        context: &mut Streams,
         fallback: Fallback<'_>,
-        (product, plan): (Product, ProductPlan),
-        device: &Capability,
-    ) {
-        let Segment { dequantize, before, matmul, after, add, .. } = &self.segment;
-        let planned = "planned";
-        let (dequantize, matmul) =
-            (dequantize.as_ref().expect(planned), matmul.as_ref().expect(planned));
-        before.iter().chain(after).for_each(|&at| fallback(at).run(context));
-        // The tensor as it is now, with the status that it has in this segment.
-        let now = |context: &Context<CubeFusionHandle>, tensor: &TensorIr| TensorIr {
-            status: tensor.status,
-            ..context.tensors[&tensor.id].clone()
+    ) -> Option<&'static AtomicU64> {
+        let made = now(context, &select.out);
+        let of_rows = layout(context, dequantize)?.of_rows(made.shape[0]).ok()?;
+        self.segment.before.iter().for_each(|&at| fallback(at).run(context));
+        let rows = int(context, &select.indices);
+        let Fp4Primitive { codes, scales, tensor_scale } = packed(context, dequantize);
+        let gathered = |part: CubeTensor| CubeBackend::int_select(part, 0, rows.clone());
+        let by_row = tensor_scale.meta.num_elements() > 1;
+        let packed = Fp4Primitive {
+            codes: gathered(codes),
+            scales: gathered(scales),
+            tensor_scale: if by_row { gathered(tensor_scale) } else { tensor_scale },
         };
-        let float = |context: &mut Context<CubeFusionHandle>, tensor: &TensorIr| {
-            let tensor = now(context, tensor);
-            into_contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
-        };
-        let with_bias = add.as_ref().filter(|_| self.adds_bias(context, &product));
-        let input = float(context, &matmul.lhs);
-        let bias = with_bias.map(|add| float(context, &add.rhs).handle);
-        let [codes, scales, tensor_scale] = [0, 1, 2].map(|at| {
-            let tensor = now(context, &dequantize.inputs[at]);
-            into_contiguous(context.handles.get_int_tensor::<CubeBackend>(&tensor))
-        });
-        let tensor_scales = tensor_scale.meta.num_elements();
-        let [codes, scales, tensor_scale] =
-            [codes, scales, tensor_scale].map(|tensor| tensor.handle);
-        let weight = Packed { codes, scales, tensor_scale, tensor_scales };
-        let output = multiply(&input, weight, bias, &product, plan, device);
-        let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
-        let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
-        context.handles.register_float_tensor::<CubeBackend>(&made.id, output);
-        if add.is_some() && with_bias.is_none() {
-            fallback(self.segment.len - 1).run(context);
-        }
+        let dtype = FloatDType::from(made.dtype);
+        let values = CubeBackend::fp4_dequantize(packed, of_rows, dtype);
+        context.handles.register_float_tensor::<CubeBackend>(&made.id, values);
+        Some(&LOOKUPS)
     }
+}
+
+/// Whether what is added to a product is one value for each of its outputs, as its kernel can do.
+fn adds_bias(context: &Streams, add: &BinaryOpIr, product: &Product) -> bool {
+    let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
+    let (Some(output), Some(bias), Some(sum)) = (real(&add.lhs), real(&add.rhs), real(&add.out))
+    else {
+        return false;
+    };
+    bias.shape.last() == Some(&product.outputs)
+        && bias.shape.num_elements() == product.outputs
+        && bias.dtype == output.dtype
+        && sum.shape == output.shape
 }

@@ -34,9 +34,9 @@ pub fn quantize_gptq<const D: usize>(
 /// such values are an error in any case.
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::Device`] if the curvature was made on
-/// another device, [`OpsError::Search`] if it is for another number of channels or another block size, or if the scheme
-/// has tiles.
+/// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::PartDevice`] if the
+/// curvature was made on another device, [`OpsError::Search`] if it is for another number of
+/// channels or another block size, or if the scheme has tiles.
 pub fn quantize_by_curvature<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -50,9 +50,8 @@ pub fn quantize_by_curvature<const D: usize>(
     if curvature.on_host().is_some() {
         scheme = scheme.with_non_finite(NonFinite::Reject);
     } else if *curvature.device() != device {
-        let (there, here) = (curvature.device(), device);
-        let problem = format!("the curvature was made on {there:?}, the values are on {here:?}");
-        return Err(OpsError::Device(problem));
+        let (expected, found) = (device, curvature.device().clone());
+        return Err(OpsError::PartDevice { what: "curvature", expected, found });
     }
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
     check_dtype(&values)?;

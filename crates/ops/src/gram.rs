@@ -1,10 +1,10 @@
-//! Statistics of activations.
+//! Statistics of the inputs of layers: sums of products, and how many inputs there were.
 
 use std::borrow::Cow;
 
 use burn::backend::Dispatch;
 use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
-use burn::tensor::{DType, DataError, Device, Tensor, TensorData};
+use burn::tensor::{DType, DataError, Device, Int, Tensor, TensorData};
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{BlockHessians, Gram, GramTiles};
@@ -35,10 +35,11 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on other devices there,
-/// products of 1024 activations in f32 and their sum in f64 where the device has it. What is on several devices is added
-/// up by Burn's all-reduce. The products do not depend on the device, and in f64 the order hardly matters: rounded to
-/// f32, the sums are the same however batches were divided.
+/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on
+/// other devices there, products of 1024 activations in f32 and their sum in f64 where the device
+/// has it. What is on several devices is added up by Burn's all-reduce. The products do not depend
+/// on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
+/// however batches were divided.
 #[derive(Debug)]
 pub struct GramSum {
     /// Of what was on hosts.
@@ -66,8 +67,8 @@ impl GramSum {
     /// Adds activations `[.., channels]`. On a device nothing is read back.
     ///
     /// # Errors
-    /// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Format`] for another number of channels,
-    /// [`OpsError::Search`] for a value that is not finite, on hosts already here.
+    /// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Format`] for another number of
+    /// channels, [`OpsError::Search`] for a value that is not finite, on hosts already here.
     pub fn add<const D: usize>(&mut self, activations: Tensor<D>) -> Result<(), OpsError> {
         let (x, rows, channels) = matrix(activations)?;
         check_length("channels", self.host.channels(), channels)?;
@@ -93,19 +94,22 @@ impl GramSum {
         self.fetch()?.gather()
     }
 
-    /// Reads the sum back as devices lay it out. Then these are done with it, while the host has to gather it.
+    /// Reads the sum back as devices lay it out. Then these are done with it, while the host has to
+    /// gather it.
     ///
     /// # Errors
-    /// [`OpsError::Device`] if a device fails, or if there are several that [cannot add up](check_addable) what they
-    /// have.
+    /// [`OpsError::Device`] if a device fails, or if there are several that [cannot add
+    /// up](check_addable) what they have.
     pub fn fetch(self) -> Result<FetchedGram, OpsError> {
         let Self { host, devices, rows } = self;
-        let mut amax = 0.0f32;
+        let (mut amax, mut tokens) = (0.0f32, 0);
         for sum in &devices {
             amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
+            let counted = sum.tokens.clone().try_into_data().map_err(OpsError::device)?;
+            tokens += counted.iter::<i64>().map(|count| count as usize).sum::<usize>();
         }
         let layout = GramTiles::of_device(host.channels(), host.block_size());
-        Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, amax })
+        Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, tokens, amax })
     }
 }
 
@@ -119,6 +123,7 @@ pub struct FetchedGram {
     /// Its tiles, part after part, if there are any.
     parts: Vec<TensorData>,
     rows: usize,
+    tokens: usize,
     amax: f32,
 }
 
@@ -128,7 +133,7 @@ impl FetchedGram {
     /// # Errors
     /// [`OpsError::Search`] if a value was not finite.
     pub fn gather(self) -> Result<Gram, OpsError> {
-        let Self { host, layout, parts, rows, amax } = self;
+        let Self { host, layout, parts, rows, tokens, amax } = self;
         if parts.is_empty() {
             return Ok(host);
         }
@@ -136,7 +141,8 @@ impl FetchedGram {
         let parts: Vec<_> = parts.map_err(OpsError::device)?.into_iter().map(Sums::wide).collect();
         let tiles = parts.iter().flat_map(|part| part.chunks_exact(layout.tile_len()));
         let tiles: Vec<_> = tiles.collect();
-        let mut gram = Gram::from_tiles(&tiles, layout, host.block_size(), rows, amax)?;
+        let gram = Gram::from_tiles(&tiles, layout, host.block_size(), rows, amax)?;
+        let mut gram = gram.with_tokens(tokens)?;
         if host.rows() > 0 {
             gram.merge(&host)?;
         }
@@ -174,6 +180,8 @@ struct DeviceSum {
     parts: Vec<Tensor<3>>,
     /// `[1]`: the largest magnitude of what was summed.
     amax: Tensor<1>,
+    /// `[1]`: how many of its rows are not all zero.
+    tokens: Tensor<1, Int>,
 }
 
 impl DeviceSum {
@@ -185,7 +193,8 @@ impl DeviceSum {
             Tensor::zeros([tiles, GramTiles::SIDE, GramTiles::SIDE], (device, wide))
         });
         let parts = parts.collect();
-        Self { layout, parts, amax: Tensor::zeros([1], (device, DType::F32)) }
+        let amax = Tensor::zeros([1], (device, DType::F32));
+        Self { layout, parts, amax, tokens: Tensor::zeros([1], device) }
     }
 
     fn device(&self) -> Device {
@@ -195,8 +204,14 @@ impl DeviceSum {
     /// Adds activations `[rows, channels]`.
     fn add(&mut self, x: Tensor<2>) -> Result<(), OpsError> {
         let [rows, channels] = x.dims();
+        if rows == 0 {
+            return Ok(());
+        }
         let amax = crate::amax(x.clone())?;
         self.amax.inplace(|largest| largest.max_pair(amax));
+        let of_rows = Dispatch::fp4_amax(x.clone().into_dispatch(), 1, true);
+        let tokens = Tensor::<1>::from_dispatch(of_rows).greater_elem(0.0).int().sum();
+        self.tokens.inplace(|sum| sum + tokens);
         // As many as a kernel takes.
         let most = (View::MAX_LEN / channels.max(1)).max(1);
         for start in (0..rows).step_by(most) {
@@ -234,16 +249,16 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     };
     let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
         let data = part.try_into_data().map_err(OpsError::device)?;
-        // Burn reads when data is looked at, through memory that the thread which does so has pinned: gathering is by
-        // threads that have none.
+        // Burn reads when data is looked at, through memory that the thread which does so has
+        // pinned: gathering is by threads that have none.
         elements(&data).map_err(OpsError::device)?;
         Ok(data)
     };
     (0..count).filter_map(added).map(read).collect()
 }
 
-/// Checks that what is computed on several devices can be added up: on hosts always, otherwise by NCCL, which
-/// connects those of CUDA.
+/// Checks that what is computed on several devices can be added up: on hosts always, otherwise by
+/// NCCL, which connects those of CUDA.
 ///
 /// # Errors
 /// [`OpsError::Device`] if it cannot.
@@ -301,6 +316,7 @@ mod tests {
             [(12, 12, 1), (300, 300, 3), (256, 16, 1), (300, 100, 3)]
         {
             let x = x.clone().repeat_dim(0, channels).reshape([7, channels]);
+            let x = x.slice_fill([2..4], 0.0);
             let mut exact = Gram::new(channels);
             if block_size < channels {
                 exact = Gram::in_blocks(channels, block_size).unwrap();
@@ -312,9 +328,12 @@ mod tests {
             sum.add(x.clone().slice_dim(0, 0..3)).unwrap();
             sum.add(x.clone().slice_dim(0, 3..7)).unwrap();
             assert_eq!(read(sum.amax.clone()).unwrap(), [exact.amax()]);
+            let tokens = sum.tokens.clone().into_data().iter::<i64>().sum::<i64>() as usize;
+            assert_eq!(tokens, 5);
             let (parts, amax) = (add_up(vec![sum]).unwrap(), exact.amax());
             let host = GramSum::in_blocks(channels, block_size).unwrap().host;
-            let found = FetchedGram { host, layout, parts, rows: 7, amax }.gather().unwrap();
+            let fetched = FetchedGram { host, layout, parts, rows: 7, tokens, amax };
+            let found = fetched.gather().unwrap();
             // Of so short numbers no bit is lost.
             assert_eq!(found, exact);
         }

@@ -1,6 +1,6 @@
 use burn::tensor::Shape;
 use burn_fp4_search::Fp4Scheme;
-use burn_fp4_search::formats::{FormatError, Fp4Format};
+use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 
 use crate::OpsError;
@@ -22,21 +22,14 @@ impl Fp4Layout {
     /// The layout of a tensor of this shape quantized along an axis.
     ///
     /// # Errors
-    /// [`OpsError::Axis`], [`OpsError::TooLarge`], or [`OpsError::Search`] if the scheme is
-    /// inconsistent or its blocks do not divide the axis.
+    /// [`OpsError::Search`] if the scheme is inconsistent; [`OpsError::Axis`],
+    /// [`OpsError::TooLarge`], or [`OpsError::Indivisible`] if its blocks do not divide the axis.
     pub fn new(shape: &Shape, axis: usize, scheme: &Fp4Scheme) -> Result<Self, OpsError> {
-        let rank = shape.num_dims();
-        if axis >= rank {
-            return Err(OpsError::Axis { axis, rank });
-        }
-        scheme.check_columns(shape[axis])?;
-        check_len(shape)?;
-        Ok(Self {
-            format: scheme.format(),
-            block_size: scheme.block_size,
-            shape: shape.to_vec(),
-            axis,
-        })
+        scheme.validate()?;
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let layout = Self { format, block_size, shape: shape.to_vec(), axis };
+        layout.validate()?;
+        Ok(layout)
     }
 
     /// Format, block size and axis in one number; see [`from_tag`](Self::from_tag).
@@ -64,7 +57,8 @@ impl Fp4Layout {
     /// Checks a layout that was not made by [`new`](Self::new).
     ///
     /// # Errors
-    /// [`OpsError::Axis`], [`OpsError::TooLarge`], or [`OpsError::Format`] for the block size and divisibility.
+    /// [`OpsError::Axis`], [`OpsError::TooLarge`], [`OpsError::Format`] for the block size, or
+    /// [`OpsError::Indivisible`].
     pub fn validate(&self) -> Result<(), OpsError> {
         let rank = self.shape.len();
         if self.axis >= rank {
@@ -72,12 +66,33 @@ impl Fp4Layout {
         }
         self.format.check_block_size(self.block_size)?;
         check_len(&self.shape)?;
-        let cols = self.shape[self.axis];
-        if cols.is_multiple_of(self.block_size) {
+        let (axis, length, block_size) = (self.axis, self.shape[self.axis], self.block_size);
+        if length.is_multiple_of(block_size) {
             Ok(())
         } else {
-            Err(FormatError::Indivisible { cols, block_size: self.block_size }.into())
+            Err(OpsError::Indivisible { axis, length, block_size })
         }
+    }
+
+    /// The layout of a matrix as that of its transpose: packed rows keep their place, the axis
+    /// changes its name.
+    pub(crate) fn transposed(&self) -> Self {
+        let mut shape = self.shape.clone();
+        shape.reverse();
+        Self { shape, axis: 1 - self.axis, ..*self }
+    }
+
+    /// The layout of so many rows of a matrix.
+    ///
+    /// # Errors
+    /// [`OpsError::Rows`] unless it is one whose blocks run along its rows, [`OpsError::TooLarge`].
+    pub(crate) fn of_rows(&self, rows: usize) -> Result<Self, OpsError> {
+        let (&[_, cols], 1) = (&self.shape[..], self.axis) else {
+            return Err(OpsError::Rows { axis: self.axis, rank: self.shape.len() });
+        };
+        let of_rows = Self { shape: vec![rows, cols], ..*self };
+        of_rows.validate()?;
+        Ok(of_rows)
     }
 
     /// How the axis lies in the dense tensor.
@@ -105,11 +120,8 @@ impl Fp4Layout {
 /// [`OpsError::TooLarge`] beyond [`View::MAX_LEN`].
 pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
     let expected = View::MAX_LEN;
-    // Of a shape that was read, the product need not fit; an empty tensor is never too large.
-    let found = match shape.contains(&0) {
-        true => 0,
-        false => shape.iter().fold(1, |len: usize, &dim| len.saturating_mul(dim)),
-    };
+    // Of a shape that was read, the product need not fit, nor that of some of its dimensions.
+    let found = shape.iter().fold(1, |len: usize, &dim| len.saturating_mul(dim.max(1)));
     if found > expected { Err(OpsError::TooLarge { found, expected }) } else { Ok(()) }
 }
 

@@ -26,7 +26,8 @@
 //! | `extension.rs` | [`Fp4Backend`]: what a backend has to do                                  |
 //! | `host.rs`      | the host engine on tensor data; `flex.rs`, `ndarray.rs`: its two devices   |
 //! | `reuse.rs`     | memory of a dequantized weight, kept for the next one                     |
-//! | `fused.rs`     | products of unmodified layers straight from codes, on Cube devices        |
+//! | `products.rs`  | [`Products`]: whether a weight is multiplied straight from its codes      |
+//! | `fused.rs`     | unmodified layers straight from codes, on Cube devices                    |
 //! | `cube.rs`      | the kernels on CUDA and CubeCL's CPU runtime                              |
 //! | `portable.rs`  | the same bits from tensor operations, for any other device                |
 //! | `autodiff.rs`  | gradients                                                                 |
@@ -56,6 +57,7 @@ pub mod modelopt;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 pub mod portable;
+mod products;
 mod replay;
 #[cfg(feature = "flex")]
 mod reuse;
@@ -68,7 +70,7 @@ mod train;
 mod untuned;
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::host::Restore;
 
@@ -88,14 +90,16 @@ pub use gptq::{quantize_by_curvature, quantize_gptq};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use layout::Fp4Layout;
+pub use products::{Products, Why, products};
 pub use replay::Replay;
 pub use saturation::Saturated;
 pub use tensor::Fp4Tensor;
 pub use train::TrainRecipe;
 
-/// Has layers with packed weights multiply straight from the codes on Cube devices (CUDA, CubeCL's CPU runtime), from
-/// now on. To be called at the start of a program; to call it again changes nothing, and without such devices it
-/// does nothing.
+/// Has layers with packed weights multiply, and look rows up, straight from the codes on Cube
+/// devices (CUDA, CubeCL's CPU runtime), from now on. To be called at the start of a program; to call
+/// it again changes nothing, and without such devices it does nothing. [`products`] says what becomes
+/// of a weight.
 ///
 /// # Errors
 /// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being fused then, without
@@ -106,7 +110,8 @@ pub fn init() -> Result<(), OpsError> {
     Ok(())
 }
 
-/// Whether layers with packed weights on this device multiply straight from the codes; see [`init`].
+/// Whether layers with packed weights on this device can multiply straight from the codes; see
+/// [`init`], and [`products`] for a weight.
 pub fn multiplies_codes(device: &Device) -> bool {
     #[cfg(feature = "cube")]
     return fused::is_active(device);
@@ -125,8 +130,9 @@ pub fn multiplies_codes(device: &Device) -> bool {
 /// - [`OpsError::Axis`]: the tensor has no such axis.
 /// - [`OpsError::DType`]: another dtype.
 /// - [`OpsError::TooLarge`]: 2^32 - 2^24 values or more.
-/// - [`OpsError::Search`]: the scheme is inconsistent, its blocks do not divide the axis, or its search
-///   needs activations ([`quantize_by_importance`]).
+/// - [`OpsError::Indivisible`]: blocks do not divide the axis.
+/// - [`OpsError::Search`]: the scheme is inconsistent, or its search needs activations
+///   ([`quantize_by_importance`]).
 /// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
 ///   [`FollowReference`](NonFinite::FollowReference).
 /// - [`OpsError::Device`]: the device failed to hand back the amax.
@@ -244,8 +250,8 @@ fn fake_quantize_unchecked<const D: usize>(
 /// On an autodiff device the gradient is transformed back.
 ///
 /// # Errors
-/// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as [`quantize`], [`OpsError::Search`] if 16 does
-/// not divide the axis.
+/// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as [`quantize`],
+/// [`OpsError::Indivisible`] if 16 does not divide the axis.
 pub fn hadamard<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -342,6 +348,22 @@ pub fn matmul<const D: usize>(
     let layout = weight.layout().clone();
     let product = Dispatch::fp4_matmul(input.into_dispatch(), weight.to_primitive(), layout);
     Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
+}
+
+/// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
+/// Burn's [`embedding`](burn::tensor::module::embedding) of the dequantized weight, bit for bit.
+/// Only these rows are decoded; the values are not part of an autodiff graph.
+///
+/// # Errors
+/// As [`Fp4Tensor::select_rows`].
+pub fn embedding(
+    weight: &Fp4Tensor<2>,
+    indices: Tensor<2, Int>,
+    dtype: FloatDType,
+) -> Result<Tensor<3>, OpsError> {
+    let ([batch, length], [_, cols]) = (indices.dims(), weight.dims());
+    let rows = weight.select_rows(indices.reshape([batch * length]))?;
+    Ok(rows.dequantize_to(dtype).reshape([batch, length, cols]))
 }
 
 /// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.

@@ -1,3 +1,5 @@
+//! Recorded operations, run one at a time.
+
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
 // Without any device there is nothing to replay on.
@@ -13,10 +15,10 @@ use burn_router::TensorInterpreter;
 
 use crate::{Fp4Backend, OpsError, untuned};
 
-/// Runs recorded operations on a device, one at a time: between two of them any tensor can be looked at, or be
-/// replaced by another. Nothing is fused, and what is added up is so in an order that no tuning decides: the results are
-/// the same in every run, on any device of a kind. Of convolutions, and of attention that is one operation, Burn may
-/// choose another kernel.
+/// Runs recorded operations on a device, one at a time: between two of them any tensor can be
+/// looked at, or be replaced by another. Nothing is fused, and what is added up is so in an order
+/// that no tuning decides: the results are the same in every run, on any device of a kind. Of
+/// convolutions, and of attention that is one operation, Burn may choose another kernel.
 ///
 /// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
 pub struct Replay {
@@ -76,6 +78,22 @@ impl Replay {
             .map_err(OpsError::Device)
     }
 
+    /// Gives a tensor of the operations the values that another one has in a replay on the same
+    /// device, in the same memory.
+    ///
+    /// # Errors
+    /// [`OpsError::Device`] if the other replay is on a device of another kind.
+    pub fn share(
+        &mut self,
+        id: TensorId,
+        other: &mut Self,
+        tensor: &TensorIr,
+    ) -> Result<(), OpsError> {
+        let tensor = TensorIr { status: TensorStatus::ReadOnly, ..tensor.clone() };
+        let values = other.interpreter.tensor(&tensor);
+        self.interpreter.insert(id, values).map_err(OpsError::Device)
+    }
+
     /// Runs an operation. Its inputs have to be there, as values or as outputs of other operations.
     pub fn run(&mut self, operation: &OperationIr) {
         self.interpreter.run(operation);
@@ -100,6 +118,7 @@ trait Interpret {
     fn insert_data(&mut self, id: TensorId, data: TensorData);
     fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
     fn run(&mut self, operation: &OperationIr);
+    fn tensor(&mut self, tensor: &TensorIr) -> DispatchTensor;
     fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
 }
 
@@ -114,7 +133,9 @@ where
     fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String> {
         let tensor = match DispatchTensor::try_into_backend(tensor)? {
             BackendTensor::Float(tensor) => HandleKind::Float(tensor),
-            other => return Err(format!("expected floats, found {}", other.name())),
+            BackendTensor::Int(tensor) => HandleKind::Int(tensor),
+            BackendTensor::Bool(tensor) => HandleKind::Bool(tensor),
+            other => return Err(format!("expected plain values, found {}", other.name())),
         };
         self.register_tensor_to_device(id, tensor);
         Ok(())
@@ -124,6 +145,15 @@ where
         if !untuned::run(self, operation) {
             self.register_op(operation.clone());
         }
+    }
+
+    fn tensor(&mut self, tensor: &TensorIr) -> DispatchTensor {
+        DispatchTensor::from_backend(match self.get_tensor(tensor) {
+            HandleKind::Float(tensor) => BackendTensor::Float(tensor),
+            HandleKind::Int(tensor) => BackendTensor::Int(tensor),
+            HandleKind::Bool(tensor) => BackendTensor::Bool(tensor),
+            HandleKind::Quantized(tensor) => BackendTensor::Quantized(tensor),
+        })
     }
 
     fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor {

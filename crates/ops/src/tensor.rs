@@ -1,6 +1,6 @@
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transaction};
+use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
 use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError};
 
@@ -18,33 +18,65 @@ pub struct Fp4Tensor<const D: usize> {
 
 impl<const D: usize> Fp4Tensor<D> {
     /// Puts together what [`codes`](Self::codes), [`scales`](Self::scales) and
-    /// [`tensor_scale_bits`](Self::tensor_scale_bits) hand out.
+    /// [`tensor_scale_bits`](Self::tensor_scale_bits) hand out, as read from a file or made
+    /// elsewhere.
+    ///
+    /// Both kinds of scales are read back, in one transfer: any code is a number, but not any
+    /// scale.
     ///
     /// # Errors
-    /// [`OpsError::Shape`] if a tensor does not have the shape that the layout asks for,
-    /// [`OpsError::Axis`] or [`OpsError::Format`] for the layout itself.
+    /// As [`from_parts_unread`](Self::from_parts_unread), and [`OpsError::Format`] for a scale that
+    /// [`check_scales`] refuses; [`OpsError::Device`] if the device fails.
     pub fn from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
         tensor_scale: Tensor<1, Int>,
         layout: Fp4Layout,
     ) -> Result<Self, OpsError> {
+        let tensor = Self::from_parts_unread(codes, scales, tensor_scale, layout)?;
+        tensor.check_scales()?;
+        Ok(tensor)
+    }
+
+    /// [`from_parts`](Self::from_parts) of parts whose bits were checked before: nothing is read
+    /// back. A NaN among its scales would go into every product.
+    ///
+    /// # Errors
+    /// [`OpsError::PartDType`], [`OpsError::Shape`] or [`OpsError::PartDevice`] naming the part
+    /// that does not have the dtype or the shape that the layout asks for, or is not where the
+    /// codes are; as [`Fp4Layout::validate`] for the layout itself.
+    pub fn from_parts_unread(
+        codes: Tensor<2, Int>,
+        scales: Tensor<2, Int>,
+        tensor_scale: Tensor<1, Int>,
+        layout: Fp4Layout,
+    ) -> Result<Self, OpsError> {
         layout.validate()?;
-        let check = |what, expected: &[usize], found: &[usize]| {
-            if expected == found {
-                Ok(())
-            } else {
-                let (expected, found) = (expected.to_vec(), found.to_vec());
-                Err(OpsError::Shape { what, expected, found })
-            }
-        };
-        check("shape", &[D], &[layout.shape.len()])?;
-        check("codes", &layout.codes_shape(), &codes.dims())?;
-        check("block scales", &layout.scales_shape(), &scales.dims())?;
-        if tensor_scale.dims() != [1] {
-            check("tensor scale", &[layout.rows()], &tensor_scale.dims())?;
-        }
+        check_shape("shape", &[D], &[layout.shape.len()])?;
+        let device = codes.device();
+        check_part("codes", &codes, DType::U8, &layout.codes_shape(), &device)?;
+        check_part("block scales", &scales, DType::U8, &layout.scales_shape(), &device)?;
+        let count = if tensor_scale.dims() == [1] { 1 } else { layout.rows() };
+        check_part("tensor scale", &tensor_scale, DType::I32, &[count], &device)?;
         Ok(Self { codes, scales, tensor_scale, layout })
+    }
+
+    /// # Errors
+    /// [`OpsError::Format`] if a scale is not one of the format, [`OpsError::Device`] if the device
+    /// fails.
+    fn check_scales(&self) -> Result<(), OpsError> {
+        let read = Transaction::default()
+            .register(self.scales.clone())
+            .register(self.tensor_scale.clone())
+            .try_execute()
+            .map_err(OpsError::device)?;
+        let [scales, tensor_scale] = &read[..] else {
+            let problem = format!("{} tensors came back instead of 2", read.len());
+            return Err(OpsError::Device(problem));
+        };
+        let scales = scales.as_slice::<u8>().map_err(OpsError::device)?;
+        let [_, blocks] = self.layout.scales_shape();
+        Ok(check_scales(self.format(), blocks, scales, &from_bits(tensor_scale))?)
     }
 
     pub(crate) fn from_primitive(packed: Fp4Primitive<Dispatch>, layout: Fp4Layout) -> Self {
@@ -144,13 +176,7 @@ impl<const D: usize> Fp4Tensor<D> {
     /// f16 or bf16.
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
         crate::check_dtype(&values)?;
-        if values.dims() != self.dims() {
-            return Err(OpsError::Shape {
-                what: "values",
-                expected: self.layout.shape.clone(),
-                found: values.dims().to_vec(),
-            });
-        }
+        check_shape("values", &self.dims(), &values.dims())?;
         Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(
             values.without_autodiff().into_dispatch(),
             self.to_primitive(),
@@ -175,11 +201,10 @@ impl<const D: usize> Fp4Tensor<D> {
     pub fn to_packed(&self) -> Result<Packed, OpsError> {
         let bytes = |tensor: &Tensor<2, Int>| -> Result<Vec<u8>, OpsError> {
             let data = tensor.clone().try_into_data().map_err(OpsError::device)?;
-            data.convert::<u8>().try_into_vec().map_err(OpsError::device)
+            data.try_into_vec().map_err(OpsError::device)
         };
         let tensor_scale = self.tensor_scale.clone().try_into_data().map_err(OpsError::device)?;
-        let tensor_scale: Vec<_> =
-            tensor_scale.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect();
+        let tensor_scale = from_bits(&tensor_scale);
         Ok(Packed {
             format: self.layout.format,
             block_size: self.layout.block_size,
@@ -197,15 +222,14 @@ impl<const D: usize> Fp4Tensor<D> {
     /// Puts a packed matrix on a device as the tensor of a shape blocked along an axis.
     ///
     /// # Errors
-    /// [`OpsError::Format`] if the matrix is not valid, [`OpsError::Axis`] or [`OpsError::Shape`]
-    /// if it is not that of the shape.
+    /// [`OpsError::Format`] if the matrix is not valid, [`OpsError::Shape`] if it is not that of
+    /// the shape; as [`Fp4Layout::validate`] for shape and axis.
     pub fn from_packed(
         packed: Packed,
         shape: [usize; D],
         axis: usize,
         device: &Device,
     ) -> Result<Self, OpsError> {
-        packed.validate()?;
         let layout = Fp4Layout {
             format: packed.format,
             block_size: packed.block_size,
@@ -213,11 +237,9 @@ impl<const D: usize> Fp4Tensor<D> {
             axis,
         };
         layout.validate()?;
-        let expected = vec![layout.rows(), shape[axis]];
-        if expected != [packed.rows, packed.cols] {
-            let found = vec![packed.rows, packed.cols];
-            return Err(OpsError::Shape { what: "packed matrix", expected, found });
-        }
+        let found = [packed.rows, packed.cols];
+        check_shape("packed matrix", &[layout.rows(), shape[axis]], &found)?;
+        packed.validate()?;
         let bits: Vec<_> =
             packed.tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
         let count = bits.len();
@@ -233,10 +255,68 @@ impl<const D: usize> Fp4Tensor<D> {
 }
 
 impl Fp4Tensor<2> {
-    /// The transpose. Nothing moves: the packed rows keep their place, the axis changes its name.
-    pub fn transpose(mut self) -> Self {
-        self.layout.shape.reverse();
-        self.layout.axis = 1 - self.layout.axis;
-        self
+    /// The rows at these indices `[n]`, of a tensor whose blocks run along axis 1: `[n, cols]`,
+    /// packed. No other row is read, and none decoded. An index out of range does what it does in
+    /// Burn's `select`.
+    ///
+    /// # Errors
+    /// [`OpsError::Rows`] if the blocks run along axis 0, [`OpsError::PartDevice`] if the indices
+    /// are on another device, [`OpsError::TooLarge`] for too many values.
+    pub fn select_rows(&self, rows: Tensor<1, Int>) -> Result<Self, OpsError> {
+        let layout = self.layout.of_rows(rows.dims()[0])?;
+        let (expected, found) = (self.device(), rows.device());
+        if expected != found {
+            return Err(OpsError::PartDevice { what: "indices of rows", expected, found });
+        }
+        let by_row = self.tensor_scale.dims() != [1];
+        let tensor_scale = self.tensor_scale.clone();
+        Ok(Self {
+            codes: self.codes.clone().select(0, rows.clone()),
+            scales: self.scales.clone().select(0, rows.clone()),
+            tensor_scale: if by_row { tensor_scale.select(0, rows) } else { tensor_scale },
+            layout,
+        })
     }
+
+    /// The transpose. Nothing moves: the packed rows keep their place, the axis changes its name.
+    pub fn transpose(self) -> Self {
+        Self { layout: self.layout.transposed(), ..self }
+    }
+}
+
+/// f32 values of their bits in i32.
+fn from_bits(bits: &TensorData) -> Vec<f32> {
+    bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()
+}
+
+/// # Errors
+/// [`OpsError::Shape`] if a shape is another than expected.
+fn check_shape(what: &'static str, expected: &[usize], found: &[usize]) -> Result<(), OpsError> {
+    if expected == found {
+        return Ok(());
+    }
+    let (expected, found) = (expected.to_vec(), found.to_vec());
+    Err(OpsError::Shape { what, expected, found })
+}
+
+/// # Errors
+/// Those of [`Fp4Tensor::from_parts_unread`] for one part.
+fn check_part<const R: usize>(
+    what: &'static str,
+    part: &Tensor<R, Int>,
+    dtype: DType,
+    shape: &[usize],
+    device: &Device,
+) -> Result<(), OpsError> {
+    if part.dtype() != dtype {
+        let (expected, found) = (dtype, part.dtype());
+        return Err(OpsError::PartDType { what, expected, found });
+    }
+    check_shape(what, shape, &part.dims())?;
+    let found = part.device();
+    if found != *device {
+        let expected = device.clone();
+        return Err(OpsError::PartDevice { what, expected, found });
+    }
+    Ok(())
 }

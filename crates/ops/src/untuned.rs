@@ -1,8 +1,8 @@
 //! Recorded operations that add up, by kernels that depend on nothing but the problem.
 //!
-//! Devices that look for the fastest kernel find another one now and then, and two devices of a kind not always the
-//! same. Kernels differ in the order in which they add up, so that what layers meet, and then what is made of their
-//! weights, would be different from run to run.
+//! Devices that look for the fastest kernel find another one now and then, and two devices of a
+//! kind not always the same. Kernels differ in the order in which they add up, so that the inputs
+//! of layers, and then the codes of their weights, would be different from run to run.
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -15,8 +15,8 @@ use burn_router::TensorInterpreter;
 
 use crate::Fp4Backend;
 
-/// Runs a product, a sum, a mean or a normalization by such kernels. Whether it is one of these: convolutions and
-/// attention as one operation are not.
+/// Runs a product, a sum, a mean or a normalization by such kernels. Whether it is one of these:
+/// convolutions and attention as one operation are not.
 pub(crate) fn run<B: BackendIr + Fp4Backend>(
     interpreter: &mut TensorInterpreter<B>,
     operation: &OperationIr,

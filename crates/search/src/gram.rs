@@ -1,4 +1,4 @@
-//! What activations say about the inputs of a layer.
+//! Sums of products of a layer's inputs.
 
 use burn_fp4_formats::{FormatError, check_length};
 use faer::linalg::matmul::matmul;
@@ -8,12 +8,14 @@ use rayon::prelude::*;
 use crate::importance::check_symmetric;
 use crate::{BlockHessians, GramTiles, SearchError};
 
-/// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added: all of it, as GPTQ
-/// needs it, or only the blocks along its diagonal, as the searches by Hessian do.
+/// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added:
+/// all of it, as GPTQ needs it, or only the blocks along its diagonal, as the searches by Hessian
+/// do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
     layout: GramTiles,
     rows: usize,
+    tokens: usize,
     amax: f32,
     /// Tiles of the layout, with both halves of those on the diagonal.
     values: Vec<f64>,
@@ -39,7 +41,7 @@ impl Gram {
 
     fn of_nothing(layout: GramTiles) -> Self {
         let values = vec![0.0; layout.count() * layout.tile_len()];
-        Self { layout, rows: 0, amax: 0.0, values }
+        Self { layout, rows: 0, tokens: 0, amax: 0.0, values }
     }
 
     /// The whole matrix of activations `[rows, channels]`.
@@ -52,12 +54,14 @@ impl Gram {
         Ok(gram)
     }
 
-    /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere over `rows`
-    /// activations whose largest magnitude is `amax`; one block of all channels is the whole matrix.
+    /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere
+    /// over `rows` activations whose largest magnitude is `amax`; one block of all channels is the
+    /// whole matrix. All activations count as [`tokens`](Self::tokens).
     ///
     /// # Errors
-    /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels, [`SearchError::Hessian`]
-    /// for an element that is not finite, negative on the diagonal or not symmetric.
+    /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels,
+    /// [`SearchError::Hessian`] for an element that is not finite, negative on the diagonal or not
+    /// symmetric.
     pub fn from_values(
         values: &[f64],
         channels: usize,
@@ -75,14 +79,15 @@ impl Gram {
         }
         let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
         gram.fill(|row, col| values[row * block_size + col % block_size]);
-        Ok(Self { rows, amax, ..gram })
+        Ok(Self { rows, tokens: rows, amax, ..gram })
     }
 
     /// Takes blocks as [`from_values`](Self::from_values) does, from the tiles that hold them.
     ///
     /// # Errors
-    /// [`SearchError::Format`] for another number of tiles, a wrong length of one, or blocks that do not divide the
-    /// channels or are not held; [`SearchError::Hessian`] for an element that is not finite or negative on the diagonal.
+    /// [`SearchError::Format`] for another number of tiles, a wrong length of one, or blocks that
+    /// do not divide the channels or are not held; [`SearchError::Hessian`] for an element that is
+    /// not finite or negative on the diagonal.
     pub fn from_tiles(
         tiles: &[&[f64]],
         layout: GramTiles,
@@ -98,33 +103,64 @@ impl Gram {
         for tile in tiles {
             check_length("tile of a Gram matrix", layout.tile_len(), tile.len())?;
         }
-        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
-        if gram.layout == layout {
-            let own = gram.values.par_chunks_exact_mut(layout.tile_len());
-            own.zip(tiles).for_each(|(own, tile)| own.copy_from_slice(tile));
-            gram.mirror();
-        } else {
-            if layout.is_diagonal() && channels > layout.side() {
-                check_blocks(layout.side(), block_size)?;
-            }
-            gram.fill(|row, col| {
-                let (tile, at) = layout.place(row, col).expect("tiles hold whole blocks");
-                tiles[tile][at]
-            });
+        if layout == GramTiles::compact(channels, block_size) {
+            return Self::from_own_tiles(tiles.concat(), channels, block_size, rows, amax);
         }
+        if layout.is_diagonal() && channels > layout.side() {
+            check_blocks(layout.side(), block_size)?;
+        }
+        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
+        gram.fill(|row, col| {
+            let (tile, at) = layout.place(row, col).expect("tiles hold whole blocks");
+            tiles[tile][at]
+        });
         gram.check_elements()?;
-        Ok(Self { rows, amax, ..gram })
+        Ok(Self { rows, tokens: rows, amax, ..gram })
+    }
+
+    /// Takes what [`values`](Self::values) gave, without a copy of it.
+    ///
+    /// # Errors
+    /// As [`from_tiles`](Self::from_tiles).
+    pub fn from_own_tiles(
+        values: Vec<f64>,
+        channels: usize,
+        block_size: usize,
+        rows: usize,
+        amax: f32,
+    ) -> Result<Self, SearchError> {
+        if block_size != channels {
+            check_blocks(channels, block_size)?;
+        }
+        let layout = GramTiles::compact(channels, block_size);
+        let expected = layout.count().saturating_mul(layout.tile_len());
+        check_length("Gram matrix", expected, values.len())?;
+        let mut gram = Self { layout, rows, tokens: rows, amax, values };
+        gram.mirror();
+        gram.check_elements()?;
+        Ok(gram)
+    }
+
+    /// Says how many of the activations are not all zero, where they were counted elsewhere.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] for more than there are activations.
+    pub fn with_tokens(self, tokens: usize) -> Result<Self, SearchError> {
+        check_length("tokens of a Gram matrix", tokens.min(self.rows), tokens)?;
+        Ok(Self { tokens, ..self })
     }
 
     /// Adds activations `[rows, channels]`.
     ///
     /// # Errors
-    /// [`SearchError::Activation`] naming the first value that is not finite; [`SearchError::Format`] if
-    /// the slice holds no whole number of rows. Nothing is added then.
+    /// [`SearchError::Activation`] naming the first value that is not finite;
+    /// [`SearchError::Format`] if the slice holds no whole number of rows. Nothing is added then.
     pub fn add(&mut self, activations: &[f32]) -> Result<(), SearchError> {
         let channels = self.channels();
         check_activations(activations, channels)?;
         self.rows += activations.len() / channels;
+        let rows = activations.chunks_exact(channels);
+        self.tokens += rows.filter(|row| row.iter().any(|x| *x != 0.0)).count();
         self.amax = activations.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
         if self.is_whole() {
             self.add_whole(activations);
@@ -238,6 +274,7 @@ impl Gram {
         check_length("channels of a block", self.block_size(), other.block_size())?;
         self.values.par_iter_mut().zip(&other.values).for_each(|(sum, value)| *sum += value);
         self.rows += other.rows;
+        self.tokens += other.tokens;
         self.amax = self.amax.max(other.amax);
         Ok(())
     }
@@ -267,6 +304,12 @@ impl Gram {
         self.rows
     }
 
+    /// Those of them that are not all zero. Where layers that choose their inputs, as experts do,
+    /// mask the others by zeros, these are the inputs that a layer was chosen for.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
     /// Their largest magnitude: what a tensor scale for them is made from.
     pub fn amax(&self) -> f32 {
         self.amax
@@ -288,8 +331,8 @@ impl Gram {
         self.layout
     }
 
-    /// The tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size, block_size]` as they are, of a
-    /// whole matrix the upper half.
+    /// The tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size,
+    /// block_size]` as they are, of a whole matrix the upper half.
     pub fn values(&self) -> &[f64] {
         &self.values
     }
@@ -322,8 +365,9 @@ impl BlockHessians {
     /// `X^T X` of activations `[rows, channels]` within every block of channels, summed in f64.
     ///
     /// # Errors
-    /// [`SearchError::Activation`] naming the first value that is not finite; [`SearchError::Format`] if
-    /// the blocks do not divide the channels, or the slice holds no whole number of rows.
+    /// [`SearchError::Activation`] naming the first value that is not finite;
+    /// [`SearchError::Format`] if the blocks do not divide the channels, or the slice holds no
+    /// whole number of rows.
     pub fn of(
         activations: &[f32],
         channels: usize,
@@ -408,11 +452,24 @@ mod tests {
                     }
                 }
             }
+            let own = |values| Gram::from_own_tiles(values, channels, block_size, rows, amax);
+            assert_eq!(own(gram.values().to_vec()).unwrap(), gram);
+            assert!(matches!(own(vec![1.0]), Err(SearchError::Format(_))));
             let tiles: Vec<_> = tiles.iter().map(Vec::as_slice).collect();
             let from_tiles = |tiles| Gram::from_tiles(tiles, layout, block_size, rows, amax);
             assert_eq!(from_tiles(&tiles).unwrap(), gram);
             assert!(matches!(from_tiles(&tiles[1..]), Err(SearchError::Format(_))));
         }
+    }
+
+    #[test]
+    fn rows_of_zeros_are_no_tokens() {
+        let mut gram = Gram::of(&[0.0, 0.0, -0.0, 1.0, 0.0, 0.0], 2).unwrap();
+        assert_eq!((gram.rows(), gram.tokens()), (3, 1));
+        gram.merge(&Gram::of(&[2.0, 0.0], 2).unwrap()).unwrap();
+        assert_eq!((gram.rows(), gram.tokens()), (4, 2));
+        assert_eq!(gram.clone().with_tokens(3).unwrap().tokens(), 3);
+        assert!(matches!(gram.with_tokens(5), Err(SearchError::Format(_))));
     }
 
     #[test]

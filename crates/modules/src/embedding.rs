@@ -1,0 +1,56 @@
+//! [`Fp4Embedding`]: a table whose rows are looked up from codes.
+
+use burn::module::{Module, Param};
+use burn::nn::Embedding;
+use burn::tensor::{FloatDType, Int, Tensor};
+use burn_fp4_ops::embedding;
+
+use crate::PackedWeight;
+
+/// A table of vectors that are looked up straight from the codes of its weight, once it is quantized
+/// along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`] dequantizes the
+/// whole table for every lookup. Its records are those of [`Embedding`].
+///
+/// An output layer may be tied to it: `x.matmul(table.weight.val().transpose())`.
+///
+/// ```
+/// use burn::nn::EmbeddingConfig;
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_fp4_modules::{Fp4Config, Fp4Embedding, Fp4Module};
+///
+/// let device = Device::flex();
+/// let mut table = Fp4Embedding::from(EmbeddingConfig::new(100, 64).init(&device));
+/// table.quantize_fp4(&Fp4Config::nvfp4().container("Fp4Embedding", 1))?;
+/// let vectors = table.forward(Tensor::<2, Int>::from_data([[3, 97]], &device));
+/// assert_eq!(vectors.dims(), [1, 2, 64]);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct Fp4Embedding {
+    /// `[n_embedding, d_model]`, dense or packed.
+    pub weight: Param<Tensor<2>>,
+}
+
+impl Fp4Embedding {
+    /// The vectors at indices `[batch, length]`: `[batch, length, d_model]`.
+    ///
+    /// # Panics
+    /// If the indices are on another device, and on hosts for one out of range, as [`Embedding`] does.
+    pub fn forward(&self, indices: Tensor<2, Int>) -> Tensor<3> {
+        let packed = self.weight.reparameterization::<PackedWeight>();
+        match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {
+            Some(packed) => {
+                let dtype = FloatDType::from(self.weight.base().dtype());
+                let vectors = embedding(&packed.tensor::<2>(), indices, dtype);
+                vectors.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
+            }
+            None => burn::tensor::module::embedding(self.weight.val(), indices),
+        }
+    }
+}
+
+impl From<Embedding> for Fp4Embedding {
+    fn from(embedding: Embedding) -> Self {
+        Self { weight: embedding.weight }
+    }
+}

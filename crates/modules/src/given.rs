@@ -1,0 +1,188 @@
+//! [`Fp4Module::pack_fp4`](crate::Fp4Module::pack_fp4): packed weights that come from elsewhere.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+
+use burn::module::{Module, Param, Reparameterizer};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_ops::{Products, products};
+
+use crate::Fp4Error;
+use crate::measure::read_vectors;
+use crate::packed::{PackedWeight, placeholder};
+use crate::report::{Fp4Report, Outcome, Reason};
+use crate::select::{Parameter, Walk};
+
+/// A dense parameter for which codes and scales may be given.
+pub struct DenseWeight<'a> {
+    parameter: &'a Parameter,
+    shape: Vec<usize>,
+    device: Device,
+    param: &'a dyn Any,
+    /// Whether its values were asked for.
+    read: Cell<bool>,
+}
+
+impl DenseWeight<'_> {
+    /// Path in the module, such as `layers.0.attention.query.weight`.
+    pub fn path(&self) -> &str {
+        &self.parameter.path
+    }
+
+    /// Name of the struct that holds it, such as `Linear`.
+    pub fn container(&self) -> &str {
+        &self.parameter.container
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Where it is, and where its codes have to be.
+    pub fn device(&self) -> Device {
+        self.device.clone()
+    }
+
+    /// Its values, if `D` is its rank. A parameter that is not initialized is initialized by that; the
+    /// report compares the codes with the values only if they were asked for.
+    pub fn tensor<const D: usize>(&self) -> Option<Tensor<D>> {
+        let param = self.param.downcast_ref::<Param<Tensor<D>>>()?;
+        self.read.set(true);
+        Some(param.base().without_autodiff())
+    }
+}
+
+/// See [`Fp4Module::pack_fp4`](crate::Fp4Module::pack_fp4).
+pub(crate) fn pack_given<M: Module>(
+    module: &mut M,
+    give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
+) -> Result<Fp4Report, Fp4Error> {
+    let walk = Walk::over(module);
+    let parameters: BTreeMap<&str, &Parameter> =
+        walk.parameters.iter().map(|one| (one.path.as_str(), one)).collect();
+    let mut attach =
+        Attach { give, parameters, given: BTreeMap::new(), errors: Vec::new(), error: None };
+    let packed = module.clone().apply_reparameterization(&mut attach);
+    let Attach { given, errors, error, .. } = attach;
+    if let Some(error) = error {
+        return Err(error);
+    }
+    if given.is_empty() {
+        return Err(Fp4Error::NothingSelected("\n  no codes were given".to_owned()));
+    }
+    let errors = read_vectors(errors)?;
+    *module = packed;
+    // As they are now: what is not packed may not be initialized.
+    let parameters = walk.parameters.iter().map(|parameter| match given.get(&parameter.path) {
+        Some(Given { packed, dtype, products }) => {
+            let squares = errors.get(&parameter.path);
+            let layout = packed.layout();
+            let outcome = Outcome::Given {
+                format: layout.format,
+                block_size: layout.block_size,
+                axis: layout.axis,
+                squared_error: squares.map(|squares| squares[0].into()),
+                energy: squares.map(|squares| squares[1].into()),
+                products: parameter.products(products),
+            };
+            let known = parameter.clone().with_values(&layout.shape, *dtype);
+            known.report(outcome, packed.bytes() + dtype.size())
+        }
+        None => {
+            let reason = parameter.attached().unwrap_or(Reason::NotGiven);
+            parameter.report(Outcome::Kept { reason }, parameter.bytes())
+        }
+    });
+    Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
+}
+
+/// Codes that were given for a parameter.
+struct Given {
+    packed: PackedWeight,
+    /// That `val()` returns.
+    dtype: DType,
+    products: Products,
+}
+
+struct Attach<'a, F> {
+    give: F,
+    parameters: BTreeMap<&'a str, &'a Parameter>,
+    given: BTreeMap<String, Given>,
+    /// Squared errors and energies, still on the device.
+    errors: Vec<(String, Tensor<1>)>,
+    error: Option<Fp4Error>,
+}
+
+impl<F> Reparameterizer for &mut Attach<'_, F>
+where
+    F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
+{
+    type Reparam = PackedWeight;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
+        let Some(&parameter) = self.parameters.get(path) else { return (param, None) };
+        if self.error.is_some() || parameter.attached().is_some() {
+            return (param, None);
+        }
+        match self.attach(parameter, &param) {
+            Ok(Some((placeholder, packed))) => (placeholder, Some(packed)),
+            Ok(None) => (param, None),
+            Err(error) => {
+                self.error = Some(error);
+                (param, None)
+            }
+        }
+    }
+}
+
+/// A placeholder, and what is attached to it.
+type Attached<const D: usize> = (Param<Tensor<D>>, PackedWeight);
+
+impl<F> Attach<'_, F>
+where
+    F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
+{
+    fn attach<const D: usize>(
+        &mut self,
+        parameter: &Parameter,
+        param: &Param<Tensor<D>>,
+    ) -> Result<Option<Attached<D>>, Fp4Error> {
+        let path = &parameter.path;
+        // Of a parameter that is not initialized, in the dtype that its device gives new tensors.
+        let dtype = match param.is_initialized() {
+            true => param.dtype(),
+            false => param.lazy_device().settings().float_dtype.into(),
+        };
+        let placeholder = placeholder(param.clone(), dtype);
+        let weight = DenseWeight {
+            parameter,
+            shape: placeholder.lazy_shape().to_vec(),
+            device: param.lazy_device().inner(),
+            param,
+            read: Cell::new(false),
+        };
+        let Some(packed) = (self.give)(&weight)? else { return Ok(None) };
+        let check = |what, expected: String, found: String| match expected == found {
+            true => Ok(()),
+            false => Err(Fp4Error::Given { path: path.clone(), what, expected, found }),
+        };
+        let layout = packed.layout();
+        check("shape", format!("{:?}", weight.shape), format!("{:?}", layout.shape))?;
+        check("device", format!("{:?}", weight.device), format!("{:?}", packed.device()))?;
+        let tensor = packed.tensor::<D>();
+        if weight.read.get() {
+            let dense = param.base().without_autodiff();
+            let error = tensor.squared_error(dense).map_err(|error| Fp4Error::at(path, error))?;
+            self.errors.push((path.clone(), error));
+        }
+        let products = products(layout, dtype, &packed.device());
+        self.given.insert(path.clone(), Given { packed: packed.clone(), dtype, products });
+        Ok(Some((placeholder, packed)))
+    }
+}

@@ -1,0 +1,135 @@
+//! Adapters over packed weights: [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::module::{Lora, LoraAdapter, Module, Param, Reparameterization, Reparameterizer};
+use burn::tensor::{FloatDType, Tensor};
+use burn_fp4_ops::products;
+
+use crate::measure::read_vectors;
+use crate::packed::{Edit, PackedWeight, edit_next, edit_packed, packed_weights, with_edits};
+use crate::report::{Fp4Report, Outcome, Reason};
+use crate::select::{Walk, plan_as};
+use crate::weight::{AnyWeight, Curvatures, Task};
+use crate::{Fp4Config, Fp4Error};
+
+/// See [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
+pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
+    let packed = packed_weights(module);
+    for parameter in Walk::over(module).parameters {
+        let other = parameter.reparameterization.filter(|name| name != PackedWeight::NAME);
+        let adapted = packed.get(&parameter.path).is_some_and(|packed| packed.adapter().is_some());
+        let name = other.or_else(|| adapted.then(|| LoraAdapter::NAME.to_owned()));
+        if let Some(name) = name {
+            return Err(Fp4Error::Attached { path: parameter.path, name });
+        }
+    }
+    if lora.rank == 0 {
+        return Err(Fp4Error::NothingAdapted("the rank is 0"));
+    }
+    let packed = packed.into_keys().collect();
+    let mut attach = Attach { lora: lora.clone(), packed, adapted: Vec::new() };
+    let adapted = with_edits(|| module.clone().apply_reparameterization(&mut attach));
+    if attach.adapted.is_empty() {
+        return Err(Fp4Error::NothingAdapted("its parameter group has no weight of rank 2"));
+    }
+    *module = adapted;
+    Ok(attach.adapted)
+}
+
+/// Attaches adapters to dense weights as Burn does, and hands them to packed ones.
+struct Attach {
+    lora: Lora,
+    packed: BTreeSet<String>,
+    adapted: Vec<String>,
+}
+
+impl Reparameterizer for &mut Attach {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let (base, adapter) = self.lora.reparameterize(path, param);
+        if adapter.is_some() {
+            self.adapted.push(path.to_owned());
+        }
+        // What is attached already is mapped next.
+        if self.packed.contains(path) {
+            edit_next(Box::new(|packed| packed.with_adapter(adapter)));
+            return (base, None);
+        }
+        (base, adapter)
+    }
+}
+
+/// See [`Fp4Module::merge_lora_fp4`](crate::Fp4Module::merge_lora_fp4).
+pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
+    let adapted: BTreeMap<String, PackedWeight> = packed_weights(module)
+        .into_iter()
+        .filter(|(_, packed)| packed.adapter().is_some())
+        .collect();
+    if adapted.is_empty() {
+        return Err(Fp4Error::NothingAdapted("no packed weight has an adapter"));
+    }
+    let walk = Walk::over_values(module);
+    let mut edits: BTreeMap<String, Edit> = BTreeMap::new();
+    let mut errors = Vec::new();
+    let mut merged = BTreeMap::new();
+    for parameter in &walk.parameters {
+        let Some(packed) = adapted.get(&parameter.path) else { continue };
+        let path = &parameter.path;
+        let plan = plan_as(parameter, packed.layout().axis, config)?;
+        if plan.asked.needs_inputs() {
+            let (method, paths) = (plan.asked.to_string(), adapted.into_keys().collect());
+            return Err(Fp4Error::Uncalibrated { method, paths });
+        }
+        let dense = merged_values(packed, parameter.stored_dtype().into());
+        let task = Task { plan: &plan, amax: None, inputs: None };
+        let quantized = dense.pack(&task, &mut Curvatures::default());
+        let (quantized, method) = quantized.map_err(|problem| Fp4Error::at(path, problem))?;
+        let tensor = quantized.tensor::<2>();
+        let error = tensor.squared_error(dense).map_err(|problem| Fp4Error::at(path, problem))?;
+        errors.push((path.clone(), error));
+        let how = products(tensor.layout(), parameter.stored_dtype(), &tensor.device());
+        merged.insert(path.clone(), (plan, method, tensor.bytes(), how));
+        edits.insert(path.clone(), Box::new(move |_| quantized));
+    }
+    let errors = read_vectors(errors)?;
+    *module = edit_packed(module.clone(), edits);
+    let kept = |parameter: &crate::select::Parameter| {
+        let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
+        parameter.report(Outcome::Kept { reason }, parameter.bytes())
+    };
+    let inside =
+        |path: &str| adapted.keys().any(|adapted| path.starts_with(&format!("{adapted}.")));
+    let parameters = walk.parameters.iter().filter(|parameter| !inside(&parameter.path));
+    let parameters = parameters.map(|parameter| match merged.get(&parameter.path) {
+        None => kept(parameter),
+        Some((plan, method, bytes, how)) => {
+            let squares = &errors[&parameter.path];
+            let outcome = Outcome::Quantized {
+                scheme: plan.scheme,
+                asked: plan.asked,
+                chosen_by: method.chosen_by,
+                fallback: method.fallback.clone(),
+                axis: plan.layout.axis,
+                shares_scale_with: None,
+                squared_error: squares[0].into(),
+                energy: squares[1].into(),
+                products: parameter.products(how),
+            };
+            parameter.report(outcome, bytes + parameter.stored_dtype().size())
+        }
+    });
+    Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
+}
+
+/// What a weight with an adapter comes to, in some dtype.
+fn merged_values(packed: &PackedWeight, dtype: FloatDType) -> Tensor<2> {
+    let device = packed.device();
+    let base: Tensor<2> = Tensor::zeros([1, 1], (&device, dtype.into()));
+    packed.valid().apply(base)
+}

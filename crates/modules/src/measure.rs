@@ -1,0 +1,273 @@
+//! What has to be known of weights before the first is quantized: their amax, and which are tied.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
+
+use crate::Fp4Error;
+use crate::paths::{TakeFloats, each_float};
+use crate::select::{Plan, Selection};
+use crate::weight::slices_of;
+
+/// What was measured of the weights of a [`Selection`], by their numbers there.
+#[derive(Debug, Default)]
+pub(crate) struct Measured {
+    /// That the tensor scale is made from, where it is to be known beforehand.
+    amaxes: BTreeMap<usize, f32>,
+    /// The first of those with the same id, the same values and the same plan, if it is another.
+    tied_to: BTreeMap<usize, usize>,
+}
+
+impl Measured {
+    pub(crate) fn amax(&self, weight: usize) -> Option<f32> {
+        self.amaxes.get(&weight).copied()
+    }
+
+    /// The weight whose codes are those of this one: itself, if it is tied to no other.
+    pub(crate) fn tied_to(&self, weight: usize) -> usize {
+        self.tied_to.get(&weight).copied().unwrap_or(weight)
+    }
+
+    /// With other amaxes than those of the values.
+    pub(crate) fn with_amaxes(mut self, amaxes: BTreeMap<usize, f32>) -> Self {
+        self.amaxes.extend(amaxes);
+        self.untie();
+        self
+    }
+
+    /// Weights with another tensor scale than the one they are tied to have codes of their own.
+    fn untie(&mut self) {
+        let bits = |at: &usize| self.amaxes.get(at).map(|amax| amax.to_bits());
+        self.tied_to.retain(|at, first| bits(at) == bits(first));
+    }
+}
+
+/// Whether a tensor scale is made from the amax of the whole weight.
+fn from_amax(scheme: &Fp4Scheme) -> bool {
+    scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor
+}
+
+/// amax of every weight that needs one before the first is quantized: of its group where it shares a
+/// tensor scale, of what is quantized slice by slice, and of what has to be finite because its scheme or
+/// `reject` says so. And which weights are tied: those that share an id have the same values, unless an
+/// optimizer or a record has set them apart.
+///
+/// One read-back per device, and more only where weights of one id differ and have the same amax.
+pub(crate) fn measure<M: Module>(
+    module: &M,
+    selection: &Selection,
+    reject: bool,
+) -> Result<Measured, Fp4Error> {
+    let rejects = |plan: &Plan| {
+        let gptq = matches!(plan.asked, crate::ChosenBy::Gptq(_));
+        reject || gptq || plan.scheme.non_finite == NonFinite::Reject
+    };
+    let plans: BTreeMap<usize, &Plan> = selection.plans().map(|(at, _, plan)| (at, plan)).collect();
+    let candidates = same_ids(selection);
+    let first_of: BTreeMap<usize, usize> = candidates
+        .iter()
+        .flat_map(|weights| weights.iter().map(|&weight| (weight, weights[0])))
+        .collect();
+    let wanted = plans.iter().filter(|(at, plan)| {
+        let before = plan.shares.is_some() || slices_of(&plan.layout) > 1;
+        (before && from_amax(&plan.scheme)) || rejects(plan) || first_of.contains_key(*at)
+    });
+    let wanted: BTreeMap<String, usize> =
+        wanted.map(|(&at, _)| (selection.decisions[at].0.path.clone(), at)).collect();
+    if wanted.is_empty() {
+        return Ok(Measured::default());
+    }
+    let mut look =
+        Look { wanted: &wanted, first_of, firsts: BTreeMap::new(), found: Vec::new(), error: None };
+    each_float(module, &mut look);
+    if let Some(error) = look.error {
+        return Err(error);
+    }
+    let found = read_vectors(look.found)?;
+    let of = |path: &str| (&found[path], plans[&wanted[path]]);
+    for path in wanted.keys() {
+        let (found, plan) = of(path);
+        if !found[0].is_finite() && rejects(plan) {
+            return Err(Fp4Error::at(path, OpsError::NonFinite { found: found[0] }));
+        }
+    }
+
+    let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
+    for path in wanted.keys() {
+        let (found, plan) = of(path);
+        if let (Some(group), true) = (&plan.shares, from_amax(&plan.scheme)) {
+            let largest = groups.entry(group).or_default();
+            // NaN, once there, stays: a maximum of floats would drop it.
+            if found[0].is_nan() || found[0] > *largest {
+                *largest = found[0];
+            }
+        }
+    }
+    let mut amaxes = BTreeMap::new();
+    for (path, &at) in &wanted {
+        let (found, plan) = of(path);
+        if from_amax(&plan.scheme) {
+            let shared = plan.shares.as_deref().map(|group| groups[group]);
+            amaxes.insert(at, shared.unwrap_or(found[0]));
+        }
+    }
+
+    // By weight: its own amax, and whether it is equal to the first of its id.
+    let compared: BTreeMap<usize, &[f32]> =
+        wanted.iter().map(|(path, &at)| (at, &found[path][..])).collect();
+    let mut tied_to = BTreeMap::new();
+    let mut apart = Vec::new();
+    for weights in &candidates {
+        let is_tied = |at: &usize| compared[at].get(1) == Some(&1.0);
+        let others = weights[1..].iter().copied();
+        let (tied, rest): (Vec<_>, Vec<_>) = others.partition(is_tied);
+        tied_to.extend(tied.into_iter().map(|at| (at, weights[0])));
+        apart.extend(by_amax(rest, &compared));
+    }
+    tied_to.extend(compare(module, selection, apart)?);
+    let mut measured = Measured { amaxes, tied_to };
+    measured.untie();
+    Ok(measured)
+}
+
+/// Weights with the same id that are to be quantized in the same way, two or more at a time.
+fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
+    let mut by_id: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for (at, parameter, _) in selection.plans() {
+        by_id.entry(parameter.id.val()).or_default().push(at);
+    }
+    let plans: BTreeMap<usize, &Plan> = selection.plans().map(|(at, _, plan)| (at, plan)).collect();
+    let mut found: Vec<Vec<usize>> = Vec::new();
+    for weights in by_id.into_values() {
+        let mut alike: Vec<Vec<usize>> = Vec::new();
+        for at in weights {
+            let same = |known: &&mut Vec<usize>| {
+                let (a, b) = (plans[&known[0]], plans[&at]);
+                a.layout == b.layout && a.scheme == b.scheme && a.asked == b.asked
+            };
+            match alike.iter_mut().find(same) {
+                Some(known) => known.push(at),
+                None => alike.push(vec![at]),
+            }
+        }
+        found.extend(alike.into_iter().filter(|weights| weights.len() > 1));
+    }
+    found
+}
+
+/// Divides weights by their amax, and leaves those alone that no other can be equal to.
+fn by_amax(weights: Vec<usize>, compared: &BTreeMap<usize, &[f32]>) -> Vec<Vec<usize>> {
+    let mut alike: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for at in weights {
+        alike.entry(compared[&at][0].to_bits()).or_default().push(at);
+    }
+    alike.into_values().filter(|weights| weights.len() > 1).collect()
+}
+
+/// Compares weights with the first of each list, then what differs among itself, until nothing is left.
+fn compare<M: Module>(
+    module: &M,
+    selection: &Selection,
+    mut lists: Vec<Vec<usize>>,
+) -> Result<BTreeMap<usize, usize>, Fp4Error> {
+    let mut tied_to = BTreeMap::new();
+    while !lists.is_empty() {
+        let weights = || lists.iter().flatten().copied();
+        let path = |at: usize| selection.decisions[at].0.path.clone();
+        let wanted: BTreeMap<_, _> = weights().map(|at| (path(at), at)).collect();
+        let first_of = lists.iter().flat_map(|list| list.iter().map(|&at| (at, list[0])));
+        let first_of = first_of.collect();
+        let mut look = Look {
+            wanted: &wanted,
+            first_of,
+            firsts: BTreeMap::new(),
+            found: Vec::new(),
+            error: None,
+        };
+        each_float(module, &mut look);
+        let found = read_vectors(look.found)?;
+        lists = lists
+            .into_iter()
+            .map(|list| {
+                let is_tied = |at: &usize| found[&path(*at)].get(1) == Some(&1.0);
+                let (tied, rest): (Vec<_>, Vec<_>) = list[1..].iter().copied().partition(is_tied);
+                tied_to.extend(tied.into_iter().map(|at| (at, list[0])));
+                rest
+            })
+            .filter(|rest| rest.len() > 1)
+            .collect();
+    }
+    Ok(tied_to)
+}
+
+/// Measures the amax of weights and compares them with the first of some.
+struct Look<'a> {
+    wanted: &'a BTreeMap<String, usize>,
+    first_of: BTreeMap<usize, usize>,
+    firsts: BTreeMap<usize, Box<dyn Any>>,
+    /// amax, and 1 if the values are those of the first.
+    found: Vec<(String, Tensor<1>)>,
+    error: Option<Fp4Error>,
+}
+
+impl TakeFloats for Look<'_> {
+    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
+        let Some(&at) = self.wanted.get(&path) else { return };
+        let values = param.base().without_autodiff();
+        let measured = match amax(values.clone()) {
+            Ok(amax) => amax,
+            Err(problem) => {
+                self.error.get_or_insert(Fp4Error::at(path, problem));
+                return;
+            }
+        };
+        let mut found = vec![measured];
+        if let Some(first) = self.first_of.get(&at) {
+            match self.firsts.get(first).map(|first| first.downcast_ref::<Tensor<D>>()) {
+                // The first itself.
+                None => {
+                    self.firsts.insert(at, Box::new(values));
+                }
+                Some(first) => found.extend(first.and_then(|first| equal(first, &values))),
+            }
+        }
+        self.found.push((path, Tensor::cat(found, 0)));
+    }
+}
+
+/// 1 if all values are the same, `[1]`; nothing if they cannot be.
+fn equal<const D: usize>(left: &Tensor<D>, right: &Tensor<D>) -> Option<Tensor<1>> {
+    let alike = left.dims() == right.dims()
+        && left.dtype() == right.dtype()
+        && left.device() == right.device();
+    alike.then(|| left.clone().equal(right.clone()).all().float().cast(DType::F32))
+}
+
+/// Reads vectors back, in one transfer per device.
+pub(crate) fn read_vectors(
+    vectors: Vec<(String, Tensor<1>)>,
+) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
+    let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
+    for (path, vector) in vectors {
+        let device = vector.device();
+        match by_device.iter_mut().find(|(known, _)| *known == device) {
+            Some((_, vectors)) => vectors.push((path, vector)),
+            None => by_device.push((device, vec![(path, vector)])),
+        }
+    }
+    let mut read = BTreeMap::new();
+    for (_, vectors) in by_device {
+        let (paths, tensors): (Vec<_>, Vec<_>) = vectors.into_iter().unzip();
+        let lengths: Vec<_> = tensors.iter().map(|tensor| tensor.dims()[0]).collect();
+        let data = Tensor::cat(tensors, 0).try_into_data();
+        let data = data.map_err(|error| Fp4Error::Device { problem: format!("{error:?}") })?;
+        let mut values = data.iter::<f32>();
+        for (path, length) in paths.into_iter().zip(lengths) {
+            read.insert(path, values.by_ref().take(length).collect());
+        }
+    }
+    Ok(read)
+}

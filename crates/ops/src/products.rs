@@ -1,0 +1,161 @@
+use core::fmt;
+
+use burn::tensor::{DType, Device};
+use serde::{Deserialize, Serialize};
+
+use crate::Fp4Layout;
+
+/// Whether layers multiply by a packed weight straight from its codes.
+///
+/// Displayed, it says why not, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Products {
+    /// From the codes, however many rows the input has.
+    FromCodes,
+    /// From the codes for inputs of few rows; of more a dense product is faster.
+    FewRows {
+        /// The most rows of an input that is multiplied straight from the codes.
+        rows: usize,
+    },
+    /// Rows that are looked up are decoded alone, and products with the transpose run from the codes;
+    /// a product with the weight itself dequantizes it.
+    Rows {
+        /// The most rows of an input whose product with the transpose does so, if there is a limit.
+        most: Option<usize>,
+    },
+    /// The weight is dequantized for every product.
+    Dequantized(Why),
+}
+
+/// Why a weight is dequantized for every product.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Why {
+    /// The device is the host, where Burn's layers have no other way.
+    Host,
+    /// The device has no kernels for these products.
+    Device,
+    /// [`init`](crate::init) was not called.
+    NotInitialized,
+    /// Only matrices are multiplied from their codes.
+    Rank {
+        /// Rank of the weight.
+        rank: usize,
+    },
+    /// The layer computes in a dtype that the kernels do not have.
+    DType {
+        /// The dtype.
+        dtype: DType,
+    },
+    /// No kernel takes a weight of this shape.
+    Shape {
+        /// The shape.
+        shape: Vec<usize>,
+    },
+}
+
+impl fmt::Display for Products {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::FromCodes => write!(f, "from the codes"),
+            Self::FewRows { rows } => write!(
+                f,
+                "from the codes up to {rows} rows of input, dequantized for more: there is no such \
+                 limit with matrix instructions of a GPU, in bf16 (NVFP4 in f16 too), where 128 \
+                 divides the input channels"
+            ),
+            Self::Rows { most } => {
+                write!(f, "rows are looked up from the codes, products with the transpose are ")?;
+                match most {
+                    Some(rows) => write!(f, "from the codes up to {rows} rows of input")?,
+                    None => write!(f, "from the codes")?,
+                }
+                write!(f, "; for products with the weight itself pack it along axis 0")
+            }
+            Self::Dequantized(why) => write!(f, "dequantized for every product: {why}"),
+        }
+    }
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => write!(
+                f,
+                "on hosts only Fp4Linear multiplies, and Fp4Embedding looks up, from the codes: \
+                 make the layers these, by From"
+            ),
+            Self::Device => write!(
+                f,
+                "the device has no kernels for it: those of CUDA and of CubeCL's CPU runtime have"
+            ),
+            Self::NotInitialized => {
+                write!(f, "call burn_fp4::init() at the start of the program")
+            }
+            Self::Rank { rank } => {
+                write!(
+                    f,
+                    "its rank is {rank}: make it matrices, which are multiplied from the codes"
+                )
+            }
+            Self::DType { dtype } => {
+                let found = dtype.name();
+                write!(f, "its layer computes in {found}: cast the module to f32, f16 or bf16")
+            }
+            Self::Shape { shape } => write!(f, "no kernel takes its shape {shape:?}: divide it"),
+        }
+    }
+}
+
+/// How Burn's layers that compute in this dtype multiply by a weight of this layout on a device; on
+/// hosts, [`matmul`](crate::matmul) and [`embedding`](crate::embedding) do so from the codes.
+pub fn products(layout: &Fp4Layout, dtype: DType, device: &Device) -> Products {
+    let rank = layout.shape.len();
+    if rank != 2 {
+        return Products::Dequantized(Why::Rank { rank });
+    }
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        return Products::Dequantized(Why::DType { dtype });
+    }
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        burn::backend::DispatchDevice::Flex(_) => Products::Dequantized(Why::Host),
+        #[cfg(feature = "ndarray")]
+        burn::backend::DispatchDevice::NdArray(_) => Products::Dequantized(Why::Host),
+        #[cfg(feature = "cube")]
+        burn::backend::DispatchDevice::Cube(cube) if crate::cube::has_kernels(cube) => {
+            if crate::fused::is_active(device) {
+                planned(layout, dtype, cube)
+            } else {
+                Products::Dequantized(Why::NotInitialized)
+            }
+        }
+        #[allow(unreachable_patterns)]
+        _ => Products::Dequantized(Why::Device),
+    }
+}
+
+/// What the plans of kernels say.
+#[cfg(feature = "cube")]
+fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> Products {
+    // More rows than any plan tells apart, few enough for every weight.
+    const MANY: usize = 1024;
+    let capability = burn_fp4_cubecl::Capability::of(&device.client());
+    let dtype = crate::cube::kernel_dtype(dtype);
+    let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
+    let from_codes =
+        |rows: &usize| crate::fused::planned(*rows, &contracted, dtype, &capability).is_some();
+    let most = match from_codes(&MANY) {
+        true => None,
+        false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),
+    };
+    match most {
+        Some(0) => Products::Dequantized(Why::Shape { shape: layout.shape.clone() }),
+        most if layout.axis == 1 => Products::Rows { most },
+        Some(rows) => Products::FewRows { rows },
+        None => Products::FromCodes,
+    }
+}

@@ -1,0 +1,338 @@
+//! LoRA over packed weights: adapters train, codes stay.
+
+use burn::module::{Lora, LoraAdapter, Module, ModuleVisitor, Param, ParamGroup};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams};
+use burn::store::ModuleRecord;
+use burn::tensor::{Device, Int, Tensor};
+use burn_fp4::{Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Outcome, PackedWeight, ops};
+use tests::compare::assert_near;
+use tests::engines::devices;
+use tests::modules::seeded;
+use tests::tensors::{floats, random};
+
+#[derive(Module, Debug)]
+struct Net {
+    first: Linear,
+    second: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        seeded(Self { first: linear(32, 48), second: linear(48, 16) }, 3)
+    }
+
+    /// With both weights packed and adapted.
+    fn adapted(device: &Device) -> Self {
+        let mut net = Self::new(device);
+        net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let paths = net.lora_fp4(&lora()).unwrap();
+        assert_eq!(paths, ["first.weight", "second.weight"]);
+        net
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.second.forward(self.first.forward(x).tanh())
+    }
+}
+
+/// Of rank 4, scaled by 2.
+fn lora() -> Lora {
+    Lora::new(4, 8.0)
+}
+
+/// Trains on random targets; gives the losses too.
+fn train(mut net: Net, steps: usize) -> (Net, Vec<f32>) {
+    let device = net.first.weight.val().device();
+    let (x, target) = (random(9, [64, 32], &device), random(10, [64, 16], &device));
+    let mut optimizer = AdamConfig::new().init();
+    let mut losses = Vec::new();
+    for _ in 0..steps {
+        let loss = (net.forward(x.clone()) - target.clone()).powf_scalar(2.0).mean();
+        losses.push(floats(loss.clone())[0]);
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        net = optimizer.step(1e-2, net, gradients);
+    }
+    (net, losses)
+}
+
+fn packed(linear: &Linear) -> &PackedWeight {
+    linear.weight.reparameterization::<PackedWeight>().expect("packed")
+}
+
+fn adapter(linear: &Linear) -> &LoraAdapter {
+    packed(linear).adapter().expect("adapted")
+}
+
+/// The bits of all integer tensors, which are codes and scales, with their paths.
+fn codes(module: &impl Module) -> Vec<(String, Vec<i64>)> {
+    struct Codes {
+        stack: Vec<String>,
+        found: Vec<(String, Vec<i64>)>,
+    }
+    impl ModuleVisitor for Codes {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.stack.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.stack.pop();
+        }
+        fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+            self.found
+                .push((self.stack.join("."), param.val().into_data().iter::<i64>().collect()));
+        }
+    }
+    let mut codes = Codes { stack: Vec::new(), found: Vec::new() };
+    module.visit(&mut codes);
+    codes.found
+}
+
+/// Paths of float parameters, and whether they are trained.
+fn trained(module: &impl Module) -> Vec<(String, bool)> {
+    struct Trained {
+        stack: Vec<String>,
+        found: Vec<(String, bool)>,
+    }
+    impl ModuleVisitor for Trained {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.stack.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.stack.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.found.push((self.stack.join("."), param.base().is_require_grad()));
+        }
+    }
+    let mut trained = Trained { stack: Vec::new(), found: Vec::new() };
+    module.visit(&mut trained);
+    trained.found
+}
+
+/// `dequantized + scale a b`, summed up on the host.
+fn adapted_values(linear: &Linear) -> Vec<f32> {
+    let dequantized = floats(packed(linear).tensor::<2>().dequantize());
+    let delta = floats(adapter(linear).delta());
+    dequantized.into_iter().zip(delta).map(|(base, delta)| base + delta).collect()
+}
+
+#[test]
+fn adapters_train_over_codes_that_stay() {
+    for (name, device, _) in devices() {
+        let device = device.autodiff();
+        let net = Net::adapted(&device);
+        let before = codes(&net);
+        assert_eq!(before.len(), 6, "{name}: two weights of three tensors");
+        let start = adapted_values(&net.first);
+        let (net, losses) = train(net, 20);
+        assert!(losses[19] < 0.9 * losses[0], "{name}: {losses:?}");
+        assert_eq!(codes(&net), before, "{name}");
+        assert_ne!(adapted_values(&net.first), start, "{name}");
+        for linear in [&net.first, &net.second] {
+            let expected = adapted_values(linear);
+            assert_near(name, &floats(linear.weight.val()), &expected, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn a_fresh_adapter_changes_nothing() {
+    for (name, device, _) in devices() {
+        let mut net = Net::new(&device);
+        net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let x = random(5, [7, 32], &device);
+        let expected = floats(net.forward(x.clone()));
+        net.lora_fp4(&lora()).unwrap();
+        assert_near(name, &floats(net.forward(x)), &expected, 1e-6);
+        assert_eq!(adapter(&net.first).a.val().dims(), [32, 4], "{name}");
+        assert_eq!(adapter(&net.first).b.val().dims(), [4, 48], "{name}");
+        assert_eq!(adapter(&net.first).scale, 2.0, "{name}");
+    }
+}
+
+#[test]
+fn only_adapters_are_trained() {
+    let net = Net::adapted(&Device::flex().autodiff());
+    let check = |net: &Net| {
+        let trained: Vec<_> = trained(net).into_iter().filter(|(_, trained)| *trained).collect();
+        let factors = [("first", ".a"), ("first", ".b"), ("second", ".a"), ("second", ".b")];
+        assert_eq!(trained.len(), factors.len(), "{trained:?}");
+        for ((path, _), (layer, factor)) in trained.iter().zip(factors) {
+            let prefix = format!("{layer}.weight.fp4.lora");
+            assert!(path.starts_with(&prefix) && path.ends_with(factor), "{path}");
+        }
+    };
+    check(&net);
+    // Out of training and back.
+    check(&net.valid().train());
+}
+
+#[test]
+fn a_linear_layer_from_codes_has_the_outputs_and_gradients_of_its_adapted_weight() {
+    for (name, device, _) in devices() {
+        let device = device.autodiff();
+        let (net, _) = train(Net::adapted(&device), 3);
+        let linear = net.first;
+        let straight = Fp4Linear::from(linear.clone());
+        let x = || random(6, [5, 32], &device).require_grad();
+        let weights = random(7, [5, 48], &device);
+        let results = |x: &Tensor<2>, output: Tensor<2>| {
+            let found = floats(output.clone());
+            let gradients = (output * weights.clone()).sum().backward();
+            let LoraAdapter { a, b, .. } = adapter(&linear);
+            let of = |tensor: Tensor<2>| floats(tensor.grad(&gradients).expect("a gradient"));
+            [found, of(x.clone()), of(a.val()), of(b.val())]
+        };
+        let input = x();
+        let found = results(&input, straight.forward(input.clone()));
+        let input = x();
+        let bias = linear.bias.as_ref().expect("a bias").val().unsqueeze::<2>();
+        let dense = input.clone().matmul(linear.weight.val()) + bias;
+        let expected = results(&input, dense);
+        let whats = ["output", "gradient of x", "gradient of a", "gradient of b"];
+        for ((found, expected), what) in found.iter().zip(&expected).zip(whats) {
+            assert_near(&format!("{name} {what}"), found, expected, 2e-3);
+        }
+    }
+}
+
+#[test]
+fn records_hold_codes_and_adapters() {
+    for (from, device, _) in devices() {
+        let (net, _) = train(Net::adapted(&device.clone().autodiff()), 5);
+        let net = net.valid();
+        let expected = [&net.first, &net.second].map(|linear| floats(linear.weight.val()));
+        let kept = codes(&net);
+        let bytes = net.clone().into_record().into_bytes().unwrap();
+        for (to, device, _) in devices() {
+            for (what, mut loaded) in
+                [("fresh", Net::new(&device)), ("adapted", Net::adapted(&device))]
+            {
+                let record = ModuleRecord::from_bytes(bytes.clone()).unwrap();
+                loaded.load_fp4_record(record).unwrap();
+                let what = format!("{from} to {what} {to}");
+                for (linear, expected) in [&loaded.first, &loaded.second].into_iter().zip(&expected)
+                {
+                    assert_eq!(adapter(linear).scale, 2.0, "{what}");
+                    assert_near(&what, &floats(linear.weight.val()), expected, 1e-6);
+                }
+                assert_eq!(codes(&loaded), kept, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
+    let device = Device::flex();
+    let record = Net::adapted(&device).into_record();
+    let mut packed = Net::new(&device);
+    packed.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let before = codes(&packed);
+    let error = packed.load_fp4_record(record).unwrap_err();
+    assert!(matches!(error, Fp4Error::Record { .. }), "{error:?}");
+    assert_eq!(codes(&packed), before);
+}
+
+#[test]
+fn adapters_that_were_loaded_go_on_training() {
+    let device = Device::flex().autodiff();
+    let (net, _) = train(Net::adapted(&device), 5);
+    let mut loaded = Net::new(&device);
+    loaded.load_fp4_record(net.valid().into_record()).unwrap();
+    let before = adapted_values(&loaded.first);
+    let (loaded, losses) = train(loaded, 10);
+    assert!(losses[9] < losses[0], "{losses:?}");
+    assert_ne!(adapted_values(&loaded.first), before);
+}
+
+#[test]
+fn merging_quantizes_what_the_adapters_made_of_the_weights() {
+    for (name, device, _) in devices() {
+        let (net, _) = train(Net::adapted(&device.clone().autodiff()), 10);
+        let mut net = net.valid();
+        let dense = [&net.first, &net.second].map(|linear| linear.weight.val());
+        let report = net.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap();
+        assert_eq!(report.quantized().count(), 2, "{name}");
+        let merged = [&net.first, &net.second];
+        for ((linear, dense), parameter) in merged.into_iter().zip(dense).zip(report.quantized()) {
+            assert!(packed(linear).adapter().is_none(), "{name}");
+            let expected = ops::quantize(dense.clone(), 0, &Fp4Scheme::nvfp4()).unwrap();
+            assert_eq!(floats(linear.weight.val()), floats(expected.dequantize()), "{name}");
+            // What merging costs is the error of the merged weight.
+            let Outcome::Quantized { squared_error, energy, .. } = parameter.outcome else {
+                panic!("{parameter:?}")
+            };
+            let sums = floats(expected.squared_error(dense).unwrap());
+            let near = |found: f64, expected: f32| {
+                (found - f64::from(expected)).abs() <= 1e-5 * f64::from(expected)
+            };
+            assert!(squared_error > 0.0 && near(squared_error, sums[0]), "{name}: {sums:?}");
+            assert!(near(energy, sums[1]), "{name}: {energy} {sums:?}");
+        }
+        assert_eq!(trained(&net).len(), 4, "{name}: no adapter is left");
+    }
+}
+
+#[test]
+fn merging_without_adapters_is_an_error_that_changes_nothing() {
+    let device = Device::flex();
+    let mut net = Net::new(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let before = codes(&net);
+    let error = net.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap_err();
+    assert!(matches!(error, Fp4Error::NothingAdapted(_)), "{error:?}");
+    assert_eq!(codes(&net), before);
+}
+
+#[test]
+fn materialized_adapters_are_in_the_dense_weight() {
+    let device = Device::flex().autodiff();
+    let (net, _) = train(Net::adapted(&device), 5);
+    let expected = adapted_values(&net.first);
+    let dense = net.materialize();
+    assert!(dense.first.weight.reparameterization::<PackedWeight>().is_none());
+    assert_near("materialized", &floats(dense.first.weight.val()), &expected, 1e-6);
+}
+
+#[test]
+fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
+    let device = Device::flex().autodiff();
+    let mut net = Net::new(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let before = trained(&net);
+    assert!(before.contains(&("first.bias".to_owned(), true)), "{before:?}");
+    let nothing = lora().set_param_group(ParamGroup::from_predicate("third"));
+    let error = net.lora_fp4(&nothing).unwrap_err();
+    assert!(matches!(error, Fp4Error::NothingAdapted(_)), "{error:?}");
+    assert_eq!(trained(&net), before);
+}
+
+#[test]
+fn a_dense_weight_gets_the_adapter_of_burn() {
+    let device = Device::flex().autodiff();
+    let mut net = Net::new(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4().exclude("second.*")).unwrap();
+    let paths = net.lora_fp4(&lora()).unwrap();
+    assert_eq!(paths, ["first.weight", "second.weight"]);
+    assert!(net.second.weight.adapter().is_some());
+    assert!(packed(&net.first).adapter().is_some());
+    let (_, losses) = train(net, 10);
+    assert!(losses[9] < losses[0], "{losses:?}");
+}
+
+#[test]
+fn adapters_move_between_devices() {
+    for (from, device, _) in devices() {
+        let (net, _) = train(Net::adapted(&device.autodiff()), 3);
+        let net = net.valid();
+        let expected = floats(net.first.weight.val());
+        for (to, device, _) in devices() {
+            let moved = net.clone().to_device_fp4(&device);
+            let what = format!("{from} to {to}");
+            assert_eq!(moved.devices(), [device.clone()], "{what}");
+            assert_near(&what, &floats(moved.first.weight.val()), &expected, 1e-6);
+        }
+    }
+}

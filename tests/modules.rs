@@ -12,6 +12,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Gptq,
     Indivisible, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
+    Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -277,7 +278,7 @@ fn bits_per_weight_at_rest() {
 
 #[test]
 fn records_load_into_fresh_and_quantized_modules_on_any_device() {
-    let config = Fp4Config::nvfp4().share_scale(["query", "key", "value"]);
+    let config = Fp4Config::nvfp4();
     for (from, device, _) in devices() {
         let mut net = Net::new(&device);
         net.quantize_fp4(&config).unwrap();
@@ -546,7 +547,8 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let output_error = |config: &Fp4Config| {
             let mut net = build();
             let exact = net.layers[0].forward(inputs.clone());
-            let report = net.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
+            let calibrated = config.with_calibration(&calibration).unused(Unused::Report);
+            let report = net.quantize_fp4(&calibrated).unwrap();
             let error = (net.layers[0].forward(inputs.clone()) - exact).powf_scalar(2.0).sum();
             (floats(error)[0], report)
         };
@@ -571,14 +573,16 @@ fn what_is_known_of_inputs_decides_about_codes() {
 
         let mut wrong = Calibration::new();
         wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 16], &device)).unwrap();
-        let error = build().quantize_fp4(&base.with_calibration(&wrong)).unwrap_err();
+        let wrongly = base.clone().gptq(Gptq::default()).with_calibration(&wrong);
+        let error = build().quantize_fp4(&wrongly).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let error =
             wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 32], &device)).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let mut unknown = Calibration::new();
         unknown.add("layers.9.weight", 0, Tensor::<2>::ones([3, 32], &device)).unwrap();
-        let error = build().quantize_fp4(&base.with_calibration(&unknown)).unwrap_err();
+        let unknown = base.clone().gptq(Gptq::default()).with_calibration(&unknown);
+        let error = build().quantize_fp4(&unknown).unwrap_err();
         assert!(matches!(&error, Fp4Error::Calibration { path, .. } if path == "layers.9.weight"));
     }
 }

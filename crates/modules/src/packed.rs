@@ -164,23 +164,20 @@ impl Module for PackedWeight {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let this = match EDIT.take() {
-            Some(edit) => edit(self),
-            None => self,
-        };
-        let layout = this.layout_name();
+        let edit = EDIT.take();
+        let layout = self.layout_name();
         mapper.enter_module(&layout, CONTAINER);
         mapper.enter_module("codes", CONTAINER);
-        let codes = mapper.map_int(this.codes);
+        let codes = mapper.map_int(self.codes);
         mapper.exit_module("codes", CONTAINER);
         mapper.enter_module("scales", CONTAINER);
-        let scales = mapper.map_int(this.scales);
+        let scales = mapper.map_int(self.scales);
         mapper.exit_module("scales", CONTAINER);
         mapper.enter_module("tensor_scale", CONTAINER);
-        let tensor_scale = mapper.map_int(this.tensor_scale);
+        let tensor_scale = mapper.map_int(self.tensor_scale);
         mapper.exit_module("tensor_scale", CONTAINER);
         mapper.exit_module(&layout, CONTAINER);
-        let adapter = this.adapter.map(|adapter| {
+        let adapter = self.adapter.map(|adapter| {
             let name = Self::adapter_name(&adapter);
             mapper.enter_module(&name, CONTAINER);
             let adapter = adapter.map(mapper);
@@ -191,7 +188,11 @@ impl Module for PackedWeight {
         let codes = with_dtype(codes, DType::U8);
         let scales = with_dtype(scales, DType::U8);
         let tensor_scale = with_dtype(tensor_scale, DType::I32);
-        Self { codes, scales, tensor_scale, layout: this.layout, adapter }
+        let mapped = Self { codes, scales, tensor_scale, layout: self.layout, adapter };
+        match edit {
+            Some(edit) => edit(mapped),
+            None => mapped,
+        }
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {
@@ -331,7 +332,7 @@ fn placeholder_of<const D: usize>(
     let (_, _, mapper) = param.consume();
     let init = move |device: &Device, require_grad: bool| {
         let zeros = zeros(dims, device, dtype);
-        if require_grad { zeros.require_grad() } else { zeros }
+        if require_grad { zeros.detach().require_grad() } else { zeros }
     };
     let load = mapper.clone();
     Param::uninitialized(id, init, device, trained, dims.into())

@@ -1,6 +1,8 @@
 //! Records of quantized modules: Burn's own, which name what their tensors are.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
 use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
@@ -8,7 +10,7 @@ use burn::store::{ModuleRecord, RecordError};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
 use burn_fp4_ops::Fp4Tensor;
-use burn_pack::{Reader, Writer};
+use burn_pack::{HEADER_SIZE, Header, Reader, Writer};
 
 use crate::Fp4Error;
 use crate::packed::{PackedWeight, edit_next, packed_weights, placeholder, with_edits};
@@ -23,11 +25,33 @@ pub(crate) fn from_record(record: ModuleRecord) -> Result<Tensors, Fp4Error> {
 }
 
 pub(crate) fn from_file(path: &Path) -> Result<Tensors, Fp4Error> {
-    let reader = Reader::from_file(path).map_err(|error| Fp4Error::Record {
+    // As Burn finds it.
+    let path = match path.extension().is_none() && !path.exists() {
+        true => path.with_extension(burn_pack::EXTENSION),
+        false => path.to_owned(),
+    };
+    let failed = |error: &dyn std::fmt::Display| Fp4Error::Record {
         problem: format!("cannot read {}: {error}", path.display()),
         names: Vec::new(),
-    })?;
-    from_reader(reader)
+    };
+    check_header(&path).map_err(|error| failed(&error))?;
+    from_reader(Reader::from_file_exact(&path).map_err(|error| failed(&error))?)
+}
+
+/// Burn allocates as much as the header claims before it reads on.
+fn check_header(path: &Path) -> io::Result<()> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    let mut header = [0; HEADER_SIZE];
+    file.read_exact(&mut header)?;
+    let claimed = match Header::from_bytes(&header) {
+        Ok(header) => u64::from(header.metadata_size),
+        Err(error) => return Err(io::Error::other(error.to_string())),
+    };
+    if claimed > len {
+        return Err(io::Error::other(format!("metadata of {claimed} bytes in a file of {len}")));
+    }
+    Ok(())
 }
 
 fn from_reader(reader: Reader) -> Result<Tensors, Fp4Error> {

@@ -272,7 +272,12 @@ fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
             let mut sequential = words.clone();
             let options = CalibrationOptions::default();
             sequential.quantize_fp4_sequential(&config, options, [tokens.clone()], run).unwrap();
-            sequential.forward(tokens.clone());
+            let exact = floats(words.forward(tokens.clone()));
+            let found = floats(sequential.forward(tokens.clone()));
+            let sum =
+                |of: &dyn Fn((&f32, &f32)) -> f32| exact.iter().zip(&found).map(of).sum::<f32>();
+            let (error, size) = (sum(&|(a, b)| (a - b).powi(2)), sum(&|(a, _)| a.powi(2)));
+            assert!(error > 0.0 && error < 0.1 * size, "{name} axis {axis}: {error} of {size}");
             let Outcome::Quantized { chosen_by, .. } = report.parameters[0].outcome else {
                 panic!("{report}")
             };
@@ -692,11 +697,22 @@ fn statistics_are_those_that_a_config_asks_for() {
         assert_eq!(chosen(&by_hessian, &blocks), hessian);
         assert_eq!(chosen(&by_hessian, &whole), hessian);
         assert_eq!(chosen(&gptq, &whole), ChosenBy::Gptq(Gptq::default()));
-        // Too little is known for these.
-        assert_eq!(chosen(&gptq, &blocks), ChosenBy::Search(ScaleSearch::Sse));
+        // Too little is known for these: an error where that holds for all weights.
         let mut mxfp4 = by_hessian.clone();
         mxfp4.scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::Hessian);
-        assert_eq!(chosen(&mxfp4, &blocks), ChosenBy::Search(ScaleSearch::Sse));
+        for config in [&gptq, &mxfp4] {
+            let unusable = model.clone().quantize_fp4(&config.with_calibration(&blocks));
+            assert!(matches!(unusable, Err(Fp4Error::Uncalibrated { .. })), "{name}");
+        }
+        let mut some = blocks.clone();
+        some.insert("head.weight", 0, whole.get("head.weight", 0).unwrap().clone());
+        let report = model.clone().quantize_fp4(&gptq.with_calibration(&some)).unwrap();
+        assert!(report.to_string().contains("calibrated for another method"), "{report}");
+        let head = report.parameters.iter().find(|parameter| parameter.path == "head.weight");
+        let Outcome::Quantized { chosen_by, fallback: None, .. } = head.unwrap().outcome else {
+            panic!("{report}")
+        };
+        assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{name}");
     }
 }
 

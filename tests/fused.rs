@@ -8,15 +8,15 @@ use std::sync::{Mutex, MutexGuard};
 
 use burn::backend::DispatchDevice;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
-use burn::module::{Module, Param};
+use burn::module::{Lora, Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData, read_sync};
 use burn_cubecl::CubeBackend;
 use burn_fp4::ops::{Fp4Backend, Fp4Primitive, FusedProducts, Products, fused_products, products};
 use burn_fp4::{
-    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ScaleSearch,
-    TensorScaling,
+    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ParameterReport,
+    ScaleSearch, TensorScaling,
 };
 use tests::compare::assert_bits;
 use tests::engines::devices;
@@ -135,7 +135,10 @@ fn linears_of_any_rank_are_fused() {
                 for bias in [false, true] {
                     let mut layer = linear(64, 40, bias, dtype, &device);
                     let report = layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
-                    assert!(report.multiplies_codes(), "{name}");
+                    let slow = |parameter: &ParameterReport| {
+                        matches!(parameter.products(), Some(Products::Dequantized(_)))
+                    };
+                    assert!(!report.quantized().any(slow), "{name}: {report}");
                     let what = |rank| {
                         format!("{name} {dtype:?} {:?} bias {bias} rank {rank}", scheme.rule)
                     };
@@ -490,6 +493,35 @@ fn the_dense_table_of_an_embedding_is_never_made() {
         assert_eq!(in_codes, looked_up(1), "{name}");
         let after = reserved();
         assert!(after < before + dense_bytes / 2, "{name}: {before} bytes, then {after}");
+    }
+}
+
+#[test]
+fn adapters_over_codes_are_two_thin_products() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for dtype in dtypes {
+            for bias in [false, true] {
+                let mut layer = linear(64, 96, bias, dtype, &device);
+                layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                layer.lora_fp4(&Lora::new(4, 6.0)).unwrap();
+                // Factors other than zero.
+                let layer = cast(seeded(layer, 5), dtype);
+                let what = format!("{name} {dtype:?}, bias {bias}");
+                let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+                assert!(packed.adapter().unwrap().b.val().abs().max().into_scalar::<f32>() > 0.0);
+                let x = random(9, [2, 5, 64], &device).cast(dtype);
+                let (found, became) = counted(|| floats(layer.forward(x.clone())));
+                assert_eq!(became, fused(1), "{what}");
+                // The effective weight is dequantized plus `scale a b`, as a tensor of its own.
+                assert_product(&what, &layer, &x, found);
+                // Lookups and products with the transpose run dense.
+                let transposed = |x: Tensor<2>| x.matmul(layer.weight.val().transpose());
+                let y = random(3, [2, 96], &device).cast(dtype);
+                let (_, became) = counted(|| floats(transposed(y)));
+                assert_eq!(became.fused, 0, "{what}");
+            }
+        }
     }
 }
 

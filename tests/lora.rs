@@ -1,11 +1,13 @@
 //! LoRA over packed weights: adapters train, codes stay.
 
-use burn::module::{Lora, LoraAdapter, Module, ModuleVisitor, Param, ParamGroup};
+use burn::module::{Lora, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fp4::{Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Outcome, PackedWeight, ops};
+use burn_fp4::{
+    Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, OpsError, Outcome, PackedWeight, ops,
+};
 use tests::compare::assert_near;
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -335,4 +337,36 @@ fn adapters_move_between_devices() {
             assert_near(&what, &floats(moved.first.weight.val()), &expected, 1e-6);
         }
     }
+}
+
+#[test]
+fn factors_that_are_not_finite_are_not_merged() {
+    let device = Device::flex();
+    let mut net = Net::adapted(&device);
+    struct Spoil;
+    impl ModuleMapper for Spoil {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            // `[4, outputs]`: the factor b.
+            if param.dims()[0] == 4 {
+                param.map(|b| b.mul_scalar(0.0).add_scalar(f32::NAN))
+            } else {
+                param
+            }
+        }
+    }
+    net = net.map(&mut Spoil);
+    let packed =
+        |net: &Net| net.first.weight.reparameterization::<PackedWeight>().expect("packed").clone();
+    let before = packed(&net).tensor::<2>().to_packed().unwrap();
+    let error = net.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap_err();
+    assert!(
+        matches!(&error, Fp4Error::Parameter { problem: OpsError::NonFinite { .. }, .. }),
+        "{error}"
+    );
+    assert!(packed(&net).adapter().is_some());
+    assert_eq!(packed(&net).tensor::<2>().to_packed().unwrap(), before);
+    // An override that fits nothing is most likely misspelt.
+    let misspelt = Fp4Config::nvfp4().with("**.frist.*", Fp4Scheme::mxfp4());
+    let error = net.merge_lora_fp4(&misspelt).unwrap_err();
+    assert!(matches!(&error, Fp4Error::Unused(lines) if lines[0].contains("frist")), "{error}");
 }

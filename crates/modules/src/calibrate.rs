@@ -140,7 +140,7 @@ impl<'a, M: Module> Calibrate<'a, M> {
         let mut calibration = Calibration::new();
         calibration.set_unreached(prepared.unreached());
         calibration.set_devices(prepared.devices());
-        prepared.run(options, in_flight, Pace::Ahead, "dense", |input, grams| {
+        prepared.run(options, in_flight, Pace::Ahead, "dense", &[], |input, grams| {
             for (part, gram) in grams.into_iter().enumerate() {
                 calibration.merge(input.uses(part), gram)?;
             }
@@ -264,13 +264,14 @@ impl<'a, M: Module> Prepared<'a, M> {
     /// Runs the batches side by side, some at a time, from one input of layers to the next. `seen`
     /// takes the statistics of each, one Gram matrix for every part of it, and may give weights to
     /// go on with, unless devices go [ahead](Pace::Ahead) of it; `how` it makes these is what tells
-    /// caches apart.
+    /// caches apart. Batches begin with the weights in `first` in the place of the module's.
     pub(crate) fn run(
         &self,
         mut options: CalibrationOptions<'_>,
         in_flight: usize,
         pace: Pace,
         how: &str,
+        first: &[Replacement],
         mut seen: impl FnMut(&LayerInput, Vec<Gram>) -> Result<Vec<Replacement>, Fp4Error>,
     ) -> Result<(), Fp4Error> {
         let inputs = self.inputs();
@@ -304,6 +305,7 @@ impl<'a, M: Module> Prepared<'a, M> {
             let mut waiting = None;
             for (number, chunk) in chunks.iter().enumerate() {
                 let mut runs = self.start(chunk, &mut constants)?;
+                self.exchange(&mut runs, first)?;
                 for at in 0..inputs.len() {
                     let done = number * inputs.len() + at;
                     let contents = self.contents(chunk, at, blocks);
@@ -382,6 +384,11 @@ impl<'a, M: Module> Prepared<'a, M> {
             let paths = replaced.iter().map(|(path, _)| path.as_str());
             run.finish_reading(paths, at);
         }
+        self.exchange(runs, replaced)
+    }
+
+    /// Goes on with other values of weights, whatever has read them.
+    fn exchange(&self, runs: &mut [Run<'_>], replaced: &[Replacement]) -> Result<(), Fp4Error> {
         let weights = replaced.iter().map(|(_, weight)| weight.device());
         let all: Vec<_> = self.devices().into_iter().chain(weights).collect();
         let there = moved(&all, || {
@@ -577,7 +584,10 @@ impl<'a> Run<'a> {
     /// already.
     fn replace(&mut self, path: &str, weight: &dyn AnyWeight) -> Result<(), Fp4Error> {
         let recording = self.recording;
-        let Recorded { id, views, .. } = &recording.parameters[path];
+        // Nothing may read it.
+        let Some(Recorded { id, views, .. }) = recording.parameters.get(path) else {
+            return Ok(());
+        };
         weight.insert(&mut self.replay, *id).map_err(|problem| Fp4Error::at(path, problem))?;
         // What nothing reads any more stays as it is.
         let next = self.next;
@@ -647,7 +657,7 @@ mod tests {
                 complete.then(|| -> Replacement { ("0.weight".to_owned(), Box::new(halved())) });
             Ok(replaced.into_iter().collect())
         };
-        prepared.run(options, usize::MAX, Pace::InTurn, "halved", seen).unwrap();
+        prepared.run(options, usize::MAX, Pace::InTurn, "halved", &[], seen).unwrap();
         found
     }
 
@@ -720,7 +730,7 @@ mod tests {
             assert_eq!((input.weights[0].path.as_str(), grams.len()), ("1.weight", 1));
             Ok(Vec::new())
         };
-        prepared.run(options, usize::MAX, Pace::Ahead, "dense", seen).unwrap();
+        prepared.run(options, usize::MAX, Pace::Ahead, "dense", &[], seen).unwrap();
         assert_eq!(gathered.get(), 1);
     }
 }

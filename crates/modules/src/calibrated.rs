@@ -12,7 +12,7 @@ use burn_fp4_ops::{Gram, OpsError};
 use crate::calibrate::{CalibrationOptions, Pace, Prepared, moved};
 use crate::capture::WeightUse;
 use crate::measure::{Measured, measure};
-use crate::pack::{Source, pack};
+use crate::pack::{Source, caught, pack};
 use crate::packed::PackedWeight;
 use crate::paths::{TakeFloats, each_float};
 use crate::report::Fp4Report;
@@ -55,11 +55,29 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     for (at, _) in prepared.inputs().iter().flat_map(|input| &input.weights).filter_map(planned) {
         *to_come.entry(at).or_default() += 1;
     }
-    selection.check_calibrated(|at| to_come.contains_key(&measured.tied_to(at)))?;
-    let mut inputs: BTreeMap<usize, Inputs<'static>> = BTreeMap::new();
+    selection.check_calibrated(|at, _| to_come.contains_key(&measured.tied_to(at)))?;
+    // Paths of weights that are packed together.
+    let mut tied: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
+    for (path, (at, _)) in &plans {
+        tied.entry(measured.tied_to(*at)).or_default().push(path);
+    }
+    let rounded = |at: usize, weight: &PackedWeight| -> Vec<_> {
+        let paths = tied[&at].iter();
+        paths.map(|path| ((*path).to_owned(), dense[*path].rounded(weight))).collect()
+    };
     let mut packed = BTreeMap::new();
+    // Weights whose inputs decide nothing are quantized before the first layer runs.
+    let mut first = Vec::new();
+    for (&at, paths) in tied.iter().filter(|(at, _)| !to_come.contains_key(at)) {
+        let task = Task { plan: plans[paths[0]].1, amax: measured.amax(at), inputs: None };
+        let weight = caught(|| dense[paths[0]].pack(&task, &mut Curvatures::default()));
+        let (weight, method) = weight.map_err(|problem| Fp4Error::at(paths[0], problem))?;
+        first.extend(rounded(at, &weight));
+        packed.insert(at, (weight, method));
+    }
+    let mut inputs: BTreeMap<usize, Inputs<'static>> = BTreeMap::new();
     let devices = prepared.devices();
-    prepared.run(options, usize::MAX, Pace::InTurn, &how, |input, grams| {
+    prepared.run(options, usize::MAX, Pace::InTurn, &how, &first, |input, grams| {
         // Each with all its inputs.
         let mut complete = Vec::new();
         for weight in &input.weights {
@@ -95,7 +113,7 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
         }
         Ok(replaced)
     })?;
-    drop((prepared, dense, plans));
+    drop((prepared, first, dense));
     pack(module, &selection, Source { measured, packed, ..Source::default() })
 }
 
@@ -231,12 +249,14 @@ fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quant
     let mut curvatures = Curvatures::default();
     let mut quantized = BTreeMap::new();
     for (number, Job { path, task, dense }) in jobs {
-        let weight = dense.pack(&task, &mut curvatures);
-        let weight = weight.map_err(|problem| Fp4Error::at(path, problem))?;
-        // Done before its thread is: what follows is of another one.
-        let done = dense.device().sync().map_err(|error| OpsError::Device(error.to_string()));
-        done.map_err(|problem| Fp4Error::at(path, problem))?;
-        quantized.insert(number, weight);
+        let weight = caught(|| {
+            let weight = dense.pack(&task, &mut curvatures)?;
+            // Done before its thread is: what follows is of another one.
+            let done = dense.device().sync();
+            done.map_err(|error| OpsError::Device(error.to_string()))?;
+            Ok(weight)
+        });
+        quantized.insert(number, weight.map_err(|problem| Fp4Error::at(path, problem))?);
     }
     Ok(quantized)
 }

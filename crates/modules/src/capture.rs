@@ -17,6 +17,7 @@ use burn_ir::{
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::Fp4Error;
+use crate::pack::message;
 
 /// Records forward passes, one after the other.
 pub(crate) struct Recorder {
@@ -69,11 +70,7 @@ impl Recorder {
         match recorded {
             Ok(Ok(graph)) => Ok(Recording::new(graph, stand_ins.found, &mut self.values)),
             Ok(Err(error)) => Err(failed(&error.to_string())),
-            Err(panic) => {
-                let message = panic.downcast_ref::<String>().map(String::as_str);
-                let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-                Err(failed(message.unwrap_or("it panicked")))
-            }
+            Err(panic) => Err(failed(&message(&*panic))),
         }
     }
 

@@ -163,11 +163,14 @@ pub enum Fp4Error {
 }
 
 impl Fp4Error {
-    /// What is wrong with a parameter, unless its device failed.
+    /// What is wrong with a parameter, or what its device said.
     pub(crate) fn at(path: impl Into<String>, problem: impl Into<OpsError>) -> Self {
+        let path = path.into();
         match problem.into() {
-            OpsError::Device(problem) => Self::Device { problem },
-            problem => Self::Parameter { path: path.into(), problem },
+            OpsError::Device(problem) => {
+                Self::Device { problem: format!("parameter `{path}`: {problem}") }
+            }
+            problem => Self::Parameter { path, problem },
         }
     }
 }

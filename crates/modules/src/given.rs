@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::fmt;
 
 use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
@@ -85,14 +86,14 @@ pub(crate) fn pack_given<M: Module>(
                 axis: layout.axis,
                 squared_error: squares.map(|squares| squares[0].into()),
                 energy: squares.map(|squares| squares[1].into()),
-                products: parameter.products(products),
+                products: parameter.products(products, layout.axis),
             };
             let known = parameter.clone().with_values(&layout.shape, *dtype);
             known.report(outcome, packed.bytes() + dtype.size())
         }
         None => {
             let reason = parameter.attached().unwrap_or(Reason::NotGiven);
-            parameter.report(Outcome::Kept { reason }, parameter.bytes())
+            parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
     });
     Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
@@ -127,7 +128,8 @@ where
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
         let Some(&parameter) = self.parameters.get(path) else { return (param, None) };
-        if self.error.is_some() || parameter.attached().is_some() {
+        // Statistics that run along are vectors too.
+        if D < 2 || self.error.is_some() || parameter.attached().is_some() {
             return (param, None);
         }
         match self.attach(parameter, &param) {
@@ -159,6 +161,9 @@ where
             true => param.dtype(),
             false => param.lazy_device().settings().float_dtype.into(),
         };
+        if !dtype.is_float() {
+            return Ok(None);
+        }
         let placeholder = placeholder(param.clone(), dtype);
         let weight = DenseWeight {
             parameter,
@@ -168,13 +173,17 @@ where
             read: Cell::new(false),
         };
         let Some(packed) = (self.give)(&weight)? else { return Ok(None) };
-        let check = |what, expected: String, found: String| match expected == found {
-            true => Ok(()),
-            false => Err(Fp4Error::Given { path: path.clone(), what, expected, found }),
-        };
         let layout = packed.layout();
-        check("shape", format!("{:?}", weight.shape), format!("{:?}", layout.shape))?;
-        check("device", format!("{:?}", weight.device), format!("{:?}", packed.device()))?;
+        let refuse = |what, expected: &dyn fmt::Debug, found: &dyn fmt::Debug| {
+            let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
+            Err(Fp4Error::Given { path: path.clone(), what, expected, found })
+        };
+        if weight.shape != layout.shape {
+            return refuse("shape", &weight.shape, &layout.shape);
+        }
+        if weight.device != packed.device() {
+            return refuse("device", &weight.device, &packed.device());
+        }
         let tensor = packed.tensor::<D>();
         if weight.read.get() {
             let dense = param.base().without_autodiff();

@@ -140,7 +140,7 @@ pub trait Fp4Module: Module {
     }
 
     /// Puts codes and scales that come from elsewhere in the place of dense weights: of a checkpoint, of a
-    /// search of one's own. `give` is asked for every float parameter that nothing is attached to, and
+    /// search of one's own. `give` is asked for every float parameter of rank 2 or more that nothing is attached to, and
     /// answers with a packed weight or with nothing, which leaves it dense. A parameter that is not
     /// initialized stays so, unless its values are asked for.
     ///

@@ -4,13 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Lora, LoraAdapter, Module, Param, Reparameterization, Reparameterizer};
 use burn::tensor::{FloatDType, Tensor};
-use burn_fp4_ops::products;
+use burn_fp4_ops::{products, quantize};
 
 use crate::measure::read_vectors;
 use crate::packed::{Edit, PackedWeight, edit_next, edit_packed, packed_weights, with_edits};
-use crate::report::{Fp4Report, Outcome, Reason};
-use crate::select::{Walk, plan_as};
-use crate::weight::{AnyWeight, Curvatures, Task};
+use crate::report::{ChosenBy, Fp4Report, Outcome, Reason};
+use crate::select::{Plan, Walk, plans_as};
 use crate::{Fp4Config, Fp4Error};
 
 /// See [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
@@ -24,8 +23,8 @@ pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<Strin
             return Err(Fp4Error::Attached { path: parameter.path, name });
         }
     }
-    if lora.rank == 0 {
-        return Err(Fp4Error::NothingAdapted("the rank is 0"));
+    if lora.rank == 0 || !lora.alpha.is_finite() {
+        return Err(Fp4Error::NothingAdapted("the rank is 0, or alpha is not finite"));
     }
     let packed = packed.into_keys().collect();
     let mut attach = Attach { lora: lora.clone(), packed, adapted: Vec::new() };
@@ -75,56 +74,64 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
         return Err(Fp4Error::NothingAdapted("no packed weight has an adapter"));
     }
     let walk = Walk::over_values(module);
+    let parameters: Vec<_> =
+        walk.parameters.iter().filter(|one| adapted.contains_key(&one.path)).collect();
+    let axes = parameters.iter().map(|one| (*one, adapted[&one.path].layout().axis));
+    let plans = plans_as(axes, config)?;
     let mut edits: BTreeMap<String, Edit> = BTreeMap::new();
     let mut errors = Vec::new();
     let mut merged = BTreeMap::new();
-    for parameter in &walk.parameters {
-        let Some(packed) = adapted.get(&parameter.path) else { continue };
+    for (parameter, plan) in parameters.into_iter().zip(plans) {
         let path = &parameter.path;
-        let plan = plan_as(parameter, packed.layout().axis, config)?;
-        if plan.asked.needs_inputs() {
-            let (method, paths) = (plan.asked.to_string(), adapted.into_keys().collect());
-            return Err(Fp4Error::Uncalibrated { method, paths });
+        let ChosenBy::Search(search) = plan.asked else { return Err(uncalibrated(&plan, adapted)) };
+        if search.needs_hessians() {
+            return Err(uncalibrated(&plan, adapted));
         }
-        let dense = merged_values(packed, parameter.stored_dtype().into());
-        let task = Task { plan: &plan, amax: None, inputs: None };
-        let quantized = dense.pack(&task, &mut Curvatures::default());
-        let (quantized, method) = quantized.map_err(|problem| Fp4Error::at(path, problem))?;
-        let tensor = quantized.tensor::<2>();
+        let dense = merged_values(&adapted[path], parameter.stored_dtype().into());
+        let tensor = quantize(dense.clone(), plan.layout.axis, &plan.scheme.with_search(search))
+            .map_err(|problem| Fp4Error::at(path, problem))?;
         let error = tensor.squared_error(dense).map_err(|problem| Fp4Error::at(path, problem))?;
         errors.push((path.clone(), error));
         let how = products(tensor.layout(), parameter.stored_dtype(), &tensor.device());
-        merged.insert(path.clone(), (plan, method, tensor.bytes(), how));
+        merged.insert(path.clone(), (plan, tensor.bytes(), how));
+        let quantized = PackedWeight::from(tensor);
         edits.insert(path.clone(), Box::new(move |_| quantized));
     }
     let errors = read_vectors(errors)?;
     *module = edit_packed(module.clone(), edits);
-    let kept = |parameter: &crate::select::Parameter| {
-        let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
-        parameter.report(Outcome::Kept { reason }, parameter.bytes())
+    // Factors that were merged are gone.
+    let inside = format!(".{}.", PackedWeight::NAME);
+    let gone = |path: &str| {
+        path.rsplit_once(&inside).is_some_and(|(weight, _)| merged.contains_key(weight))
     };
-    let inside =
-        |path: &str| adapted.keys().any(|adapted| path.starts_with(&format!("{adapted}.")));
-    let parameters = walk.parameters.iter().filter(|parameter| !inside(&parameter.path));
+    let parameters = walk.parameters.iter().filter(|parameter| !gone(&parameter.path));
     let parameters = parameters.map(|parameter| match merged.get(&parameter.path) {
-        None => kept(parameter),
-        Some((plan, method, bytes, how)) => {
+        None => {
+            let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
+            parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
+        }
+        Some((plan, bytes, how)) => {
             let squares = &errors[&parameter.path];
             let outcome = Outcome::Quantized {
                 scheme: plan.scheme,
                 asked: plan.asked,
-                chosen_by: method.chosen_by,
-                fallback: method.fallback.clone(),
+                chosen_by: plan.asked,
+                fallback: None,
                 axis: plan.layout.axis,
                 shares_scale_with: None,
                 squared_error: squares[0].into(),
                 energy: squares[1].into(),
-                products: parameter.products(how),
+                products: parameter.products(how, plan.layout.axis),
             };
             parameter.report(outcome, bytes + parameter.stored_dtype().size())
         }
     });
     Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
+}
+
+fn uncalibrated(plan: &Plan, adapted: BTreeMap<String, PackedWeight>) -> Fp4Error {
+    let (method, paths) = (plan.asked.to_string(), adapted.into_keys().collect());
+    Fp4Error::Uncalibrated { method, paths }
 }
 
 /// What a weight with an adapter comes to, in some dtype.

@@ -146,7 +146,8 @@ fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
         for at in weights {
             let same = |known: &&mut Vec<usize>| {
                 let (a, b) = (plans[&known[0]], plans[&at]);
-                a.layout == b.layout && a.scheme == b.scheme && a.asked == b.asked
+                let alone = a.shares.is_none() == b.shares.is_none();
+                alone && a.layout == b.layout && a.scheme == b.scheme && a.asked == b.asked
             };
             match alike.iter_mut().find(same) {
                 Some(known) => known.push(at),

@@ -143,9 +143,7 @@ impl Reparameterizer for &mut Pack<'_> {
         if self.error.is_some() {
             return (original, None);
         }
-        // A device that fails may panic, which must not cost the weights that were taken.
-        let packed = catch_unwind(AssertUnwindSafe(|| self.pack(path, &original)));
-        match packed.unwrap_or_else(|panic| Err(OpsError::Device(message(&*panic)))) {
+        match caught(|| self.pack(path, &original)) {
             Ok(packed) => (param, Some(packed)),
             Err(problem) => {
                 self.error = Some(Fp4Error::at(path, problem));
@@ -153,6 +151,13 @@ impl Reparameterizer for &mut Pack<'_> {
             }
         }
     }
+}
+
+/// What an operation on devices comes to: one that fails may panic, which must not cost the weights
+/// that were taken.
+pub(crate) fn caught<R>(run: impl FnOnce() -> Result<R, OpsError>) -> Result<R, OpsError> {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    result.unwrap_or_else(|panic| Err(OpsError::Device(message(&*panic))))
 }
 
 /// What a panic said.
@@ -202,7 +207,7 @@ fn report(
     let errors = read_vectors(errors)?;
     let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
-            parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes())
+            parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes_now())
         }
         Decision::Quantize(plan) => {
             let [squared_error, energy] = errors[&parameter.path][..] else {
@@ -222,7 +227,7 @@ fn report(
                 shares_scale_with: plan.shares.clone(),
                 squared_error: squared_error.into(),
                 energy: energy.into(),
-                products: parameter.products(products),
+                products: parameter.products(products, plan.layout.axis),
             };
             // One stored value stands for the shape.
             parameter.report(outcome, bytes + parameter.stored_dtype().size())

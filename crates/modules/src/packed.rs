@@ -41,13 +41,18 @@ pub struct PackedWeight {
 impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
     fn from(packed: Fp4Tensor<D>) -> Self {
         Self {
-            codes: Param::initialized(ParamId::new(), packed.codes()),
-            scales: Param::initialized(ParamId::new(), packed.scales()),
-            tensor_scale: Param::initialized(ParamId::new(), packed.tensor_scale_bits()),
+            codes: constant(packed.codes()),
+            scales: constant(packed.scales()),
+            tensor_scale: constant(packed.tensor_scale_bits()),
             layout: packed.layout().clone(),
             adapter: None,
         }
     }
+}
+
+/// Codes have no graph, whatever device they were put together on.
+fn constant<const D: usize>(tensor: Tensor<D, Int>) -> Param<Tensor<D, Int>> {
+    Param::initialized(ParamId::new(), tensor.without_autodiff())
 }
 
 impl PackedWeight {
@@ -316,17 +321,15 @@ pub(crate) fn placeholder<const D: usize>(
         let shape = param.lazy_shape().dims();
         param.transform_for_load(zeros(shape, &device, dtype), id)
     };
-    let dims: [usize; D] = param.dims();
-    placeholder_of(param, dims, dtype)
+    let (id, value, mapper) = param.consume();
+    let save = mapper.clone();
+    let param = Param::from_mapped_value(id, value, mapper);
+    stand_in(param.save_mapper(move |values| save.on_save(one_if_placeholder(values))), dtype)
 }
 
-/// A [`placeholder`] of another shape than the parameter has.
-fn placeholder_of<const D: usize>(
-    param: Param<Tensor<D>>,
-    dims: [usize; D],
-    dtype: DType,
-) -> Param<Tensor<D>> {
-    let (id, device) = (param.id, param.device());
+/// Zeros in the place of the values of a parameter, to be made when they are asked for.
+fn stand_in<const D: usize>(param: Param<Tensor<D>>, dtype: DType) -> Param<Tensor<D>> {
+    let (id, device, dims) = (param.id, param.device(), param.dims());
     let param = param.map(|_| zeros([1; D], &device, dtype));
     let trained = is_trained(&param);
     let (_, _, mapper) = param.consume();
@@ -334,10 +337,10 @@ fn placeholder_of<const D: usize>(
         let zeros = zeros(dims, device, dtype);
         if require_grad { zeros.detach().require_grad() } else { zeros }
     };
-    let load = mapper.clone();
+    let save = mapper.clone();
     Param::uninitialized(id, init, device, trained, dims.into())
-        .load_mapper(move |values| load.on_load(values))
-        .save_mapper(move |values| mapper.on_save(one_if_placeholder(values)))
+        .load_mapper(move |values| mapper.on_load(values))
+        .save_mapper(move |values| save.on_save(values))
 }
 
 /// Whether a parameter is trained once its module is. Burn tells by training it.
@@ -352,8 +355,8 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
     true
 }
 
-/// Zeros that take no memory to speak of, and that no dequantized weight is equal to: all of them are
-/// negative, or only the first where a device cannot see one value in another shape.
+/// Zeros that take no memory to speak of, and that no weight is equal to but one of negative zeros: all
+/// of them are negative, or only the first where a device cannot see one value in another shape.
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     let one = || -Tensor::<D>::zeros([1; D], (device, dtype));
     if is_ndarray(device) {
@@ -372,7 +375,7 @@ fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Ten
 /// that was packed and is dense again, whatever its values.
 fn one_if_placeholder<const D: usize>(values: Tensor<D>) -> Tensor<D> {
     let len = values.shape().num_elements();
-    if len <= 1 {
+    if len <= 1 || !values.dtype().is_float() {
         return values;
     }
     let number = values.clone().slice(first::<D>()).into_scalar::<f32>();
@@ -398,7 +401,8 @@ fn first<const D: usize>() -> [Range<usize>; D] {
 fn is_ndarray(device: &Device) -> bool {
     #[cfg(feature = "ndarray")]
     {
-        matches!(device.as_dispatch(), burn::backend::DispatchDevice::NdArray(_))
+        let plain = device.clone().inner();
+        matches!(plain.as_dispatch(), burn::backend::DispatchDevice::NdArray(_))
     }
     #[cfg(not(feature = "ndarray"))]
     {
@@ -417,7 +421,7 @@ pub(crate) fn compact<M: Module>(module: &mut M) {
         fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             if self.packed.contains(path) {
                 let dtype = param.base().dtype();
-                placeholder(param, dtype)
+                stand_in(param, dtype)
             } else {
                 param
             }

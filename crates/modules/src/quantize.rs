@@ -11,7 +11,7 @@ use crate::measure::{Measured, measure};
 use crate::pack::{Source, pack};
 use crate::report::Fp4Report;
 use crate::select::{Decision, Parameter, Selection, select};
-use crate::weight::{Inputs, slices_of};
+use crate::weight::{Inputs, Task, slices_of};
 use crate::{Calibration, Fp4Config, Fp4Error};
 
 /// Checks everything, then [packs](pack).
@@ -23,7 +23,11 @@ pub(crate) fn quantize<M: Module>(
     // No reference says what GPTQ makes of a value that is not finite.
     let measured = measure(module, &selection, false)?;
     let inputs = inputs_by_weight(&selection, &measured, &config.calibration)?;
-    selection.check_calibrated(|at| inputs.contains_key(&measured.tied_to(at)))?;
+    let usable = |at: usize, plan| {
+        let inputs = inputs.get(&measured.tied_to(at));
+        Task { plan, amax: None, inputs }.method().chosen_by.needs_inputs()
+    };
+    selection.check_calibrated(usable)?;
     let devices = config.calibration.devices();
     let packed = divided(module, &selection, devices, &inputs, &measured)?;
     pack(module, &selection, Source { measured, inputs, packed, dense: None })

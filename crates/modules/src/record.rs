@@ -181,7 +181,11 @@ fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
         let expected = format!("expected {kind:?} {expected:?}, found {found:?} {shape:?}");
         return Err(problem(&expected, [tensor.name.clone()]));
     }
-    supported(&tensor.name, found, &stored.device)
+    match found {
+        // Devices store what Burn quantized, whether they compute with it or not.
+        DType::QFloat(_) => Ok(()),
+        _ => supported(&tensor.name, found, &stored.device),
+    }
 }
 
 /// # Errors
@@ -237,7 +241,8 @@ fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, Entry>, Fp4Erro
 
 /// Takes the adapter out whose tensors have names with this beginning, if there is one.
 fn take_adapter(tensors: &mut Tensors, prefix: &str) -> Result<Option<Adapter>, Fp4Error> {
-    let name = tensors.keys().find_map(|name| {
+    let below = tensors.range(prefix.to_owned()..).map(|(name, _)| name);
+    let name = below.take_while(|name| name.starts_with(prefix)).find_map(|name| {
         let (adapter, _) = name.strip_prefix(prefix)?.rsplit_once('.')?;
         Some((adapter.to_owned(), PackedWeight::parse_adapter(adapter)?))
     });

@@ -29,6 +29,8 @@ pub(crate) struct Parameter {
     pub(crate) inside_reparameterization: bool,
     /// How it is fake-quantized.
     pub(crate) fake_quantized: Option<FakeQuantSettings>,
+    /// Bytes of codes and scales, if it is packed.
+    packed_bytes: usize,
 }
 
 impl Parameter {
@@ -40,6 +42,15 @@ impl Parameter {
     /// The dtype of a parameter whose value was looked at.
     pub(crate) fn stored_dtype(&self) -> DType {
         self.dtype.unwrap_or(DType::F32)
+    }
+
+    /// Bytes that it takes as it is.
+    pub(crate) fn bytes_now(&self) -> usize {
+        match self.packed_bytes {
+            0 => self.bytes(),
+            // One stored value stands for the shape.
+            packed => packed + self.stored_dtype().size(),
+        }
     }
 
     /// Bytes of its dense values.
@@ -58,12 +69,15 @@ impl Parameter {
         })
     }
 
-    /// Whether products run from its codes once it is packed: layers of this crate do what those of Burn
-    /// cannot.
-    pub(crate) fn products(&self, by_burn: &Products) -> Products {
-        match (self.container.as_str(), by_burn) {
-            ("Fp4Linear", Products::Dequantized(Why::Host)) => Products::FromCodes,
-            ("Fp4Embedding", Products::Dequantized(Why::Host)) => Products::Rows { most: None },
+    /// What becomes of products and lookups once it is packed along an axis: layers of this crate do what
+    /// those of Burn cannot, and embeddings look up rows.
+    pub(crate) fn products(&self, by_burn: &Products, axis: usize) -> Products {
+        use Products::Dequantized;
+
+        match (self.container.as_str(), axis, by_burn) {
+            ("Fp4Linear", 0, Dequantized(Why::Host)) => Products::FromCodes,
+            ("Fp4Embedding", 1, Dequantized(Why::Host | Why::NotInitialized)) => Products::Lookups,
+            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(Why::Axis { axis }),
             _ => by_burn.clone(),
         }
     }
@@ -179,11 +193,19 @@ impl ModuleVisitor for Walk {
                 .iter()
                 .any(|(_, container)| container == REPARAMETERIZATION),
             fake_quantized: None,
+            packed_bytes: 0,
         });
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         self.store(Kind::Int, param.lazy_shape(), param.lazy_device());
+        // Codes and scales come right after the parameter that they are attached to.
+        if let Some(parameter) = self.parameters.last_mut()
+            && parameter.reparameterization.as_deref() == Some(PackedWeight::NAME)
+            && self.stack.iter().any(|(_, container)| container == REPARAMETERIZATION)
+        {
+            parameter.packed_bytes += param.shape().num_elements() * param.dtype().size();
+        }
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
@@ -235,11 +257,14 @@ impl Selection {
     }
 
     /// # Errors
-    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any.
-    pub(crate) fn check_calibrated(&self, has: impl Fn(usize) -> bool) -> Result<(), Fp4Error> {
+    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any that it can use.
+    pub(crate) fn check_calibrated<'a>(
+        &'a self,
+        has: impl Fn(usize, &'a Plan) -> bool,
+    ) -> Result<(), Fp4Error> {
         let asking = || self.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
         match asking().next() {
-            Some((_, _, plan)) if !asking().any(|(at, ..)| has(at)) => {
+            Some((_, _, plan)) if !asking().any(|(at, _, plan)| has(at, plan)) => {
                 let method = plan.asked.to_string();
                 let paths = asking().map(|(_, parameter, _)| parameter.path.clone()).collect();
                 Err(Fp4Error::Uncalibrated { method, paths })
@@ -534,16 +559,31 @@ pub(crate) fn plan(
     }
 }
 
-/// How a configuration quantizes a parameter along an axis, whether it selects it or not.
-pub(crate) fn plan_as(
-    parameter: &Parameter,
-    axis: usize,
+/// How a configuration quantizes parameters along these axes, whether it selects them or not.
+///
+/// # Errors
+/// [`Fp4Error::Unused`] for an override that fits none of them, [`Fp4Error::Parameter`].
+pub(crate) fn plans_as<'a>(
+    parameters: impl Iterator<Item = (&'a Parameter, usize)>,
     config: &Fp4Config,
-) -> Result<Plan, Fp4Error> {
-    let scheme = Patterns::new(config)?.scheme(&parameter.path, config);
-    scheme.validate().map_err(OpsError::from)?;
-    let plan = lay_out(parameter, axis, &scheme, config);
-    plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))
+) -> Result<Vec<Plan>, Fp4Error> {
+    let patterns = Patterns::new(config)?;
+    let mut plans = Vec::new();
+    let mut used = BTreeSet::new();
+    for (parameter, axis) in parameters {
+        used.extend(patterns.overrides.matches(components(&parameter.path)));
+        let scheme = patterns.scheme(&parameter.path, config);
+        scheme.validate().map_err(OpsError::from)?;
+        let plan = lay_out(parameter, axis, &scheme, config);
+        plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);
+    }
+    let unused = config.overrides.iter().enumerate().filter(|(at, _)| !used.contains(at));
+    let unused: Vec<_> =
+        unused.map(|(_, one)| format!("with `{}` fits no weight", one.pattern)).collect();
+    match unused.is_empty() || config.unused == Unused::Report {
+        true => Ok(plans),
+        false => Err(Fp4Error::Unused(unused)),
+    }
 }
 
 fn lay_out(

@@ -184,49 +184,65 @@ fn quantize_weight<'a, const D: usize>(
     curvatures: &mut Curvatures<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
-    let inputs = task.inputs.filter(|_| method.chosen_by.needs_inputs());
-    let Some(inputs) = inputs else {
-        let ChosenBy::Search(search) = method.chosen_by else {
-            unreachable!("GPTQ is chosen where there are inputs")
-        };
-        return quantize(dense.clone(), layout.axis, &scheme.with_search(search));
-    };
     let slices = slices_of(layout);
+    let inputs = task.inputs.filter(|_| method.chosen_by.needs_inputs());
+    let Some(inputs) = inputs.filter(|_| slices > 1) else {
+        let gram = inputs.and_then(|inputs| inputs.of(0));
+        return by_method(dense.clone(), layout.axis, &scheme, method, gram, curvatures);
+    };
+    // Slices share the tensor scale of the whole, which has none to be shared of a value like this.
+    if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
+        return Err(OpsError::NonFinite { found });
+    }
     let dims: [usize; D] = dense.dims();
     let [rows, cols] = [dims[D - 2], dims[D - 1]];
     let axis = layout.axis - (D - 2);
     let matrices = dense.clone().reshape([slices, rows, cols]);
-    let of_slice = |slice: usize, curvatures: &mut Curvatures<'a>| {
+    let of_slice = |slice: usize| {
         let matrix = matrices.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
-        let matrix = matrix.reshape([rows, cols]);
-        match (method.chosen_by, inputs.of(slice)) {
-            (ChosenBy::Gptq(options), Some(gram)) => {
-                let device = matrix.device();
-                let curvature = curvatures.of(gram, &options, scheme.block_size, &device)?;
-                quantize_by_curvature(matrix, axis, &scheme, &curvature)
-            }
-            (ChosenBy::Search(search), Some(gram)) => {
-                let hessians = gram.blocks(scheme.block_size)?;
-                let scheme = scheme.with_search(search);
-                quantize_by_importance(matrix, axis, &scheme, Importance::Blocks(&hessians))
-            }
-            (_, None) => quantize(matrix, axis, &scheme.with_search(ScaleSearch::Sse)),
-        }
+        let matrix: Tensor<2> = matrix.reshape([rows, cols]);
+        by_method(matrix, axis, &scheme, method, inputs.of(slice), curvatures)
     };
-    let packed: Result<Vec<Fp4Tensor<2>>, OpsError> =
-        (0..slices).map(|slice| of_slice(slice, curvatures)).collect();
-    stacked(&packed?, layout)
+    let packed = (0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?;
+    stacked(&packed, layout, scheme.tensor_scale == TensorScaling::Row)
 }
 
-/// Puts the slices of a weight together, all of which have the same tensor scale or one per row.
+/// Quantizes a weight as a whole; without statistics of its inputs, where these decide, by squared error.
+fn by_method<'a, const D: usize>(
+    dense: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    method: &Method,
+    gram: Option<&'a Gram>,
+    curvatures: &mut Curvatures<'a>,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    match (method.chosen_by, gram) {
+        (ChosenBy::Gptq(options), Some(gram)) => {
+            let device = dense.device();
+            let curvature = curvatures.of(gram, &options, scheme.block_size, &device)?;
+            quantize_by_curvature(dense, axis, scheme, &curvature)
+        }
+        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
+            let hessians = gram.blocks(scheme.block_size)?;
+            let scheme = scheme.with_search(search);
+            quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
+        }
+        (ChosenBy::Search(search), _) if !search.needs_hessians() => {
+            quantize(dense, axis, &scheme.with_search(search))
+        }
+        _ => quantize(dense, axis, &scheme.with_search(ScaleSearch::Sse)),
+    }
+}
+
+/// Puts the slices of a weight together, with one tensor scale for all of them or one per row.
 fn stacked<const D: usize>(
     slices: &[Fp4Tensor<2>],
     layout: &Fp4Layout,
+    by_row: bool,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let codes = slices.iter().map(Fp4Tensor::codes).collect();
     let scales = slices.iter().map(Fp4Tensor::scales).collect();
     let tensor_scales: Vec<_> = slices.iter().map(Fp4Tensor::tensor_scale_bits).collect();
-    let by_row = tensor_scales[0].dims()[0] > 1;
     let tensor_scale = match by_row {
         true => Tensor::cat(tensor_scales, 0),
         false => tensor_scales[0].clone(),

@@ -3,9 +3,10 @@
 //! On a Cube device operations wait in a stream before they run. A layer with a packed weight puts
 //! two there that belong together, [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) and what
 //! reads its output. A fuser finds them. A product is one kernel, with the reshapes that stand
-//! between, a transpose of the weight, and the addition of a bias behind. Of an embedding, codes
-//! and scales of the rows are gathered, and only these dequantized. Where a plan refuses, or a
-//! dense product is faster, the operations run one by one.
+//! between, a transpose of the weight, and the addition of a bias behind. An adapter that is added
+//! to the weight, `scale a b`, becomes two thin products that are added to the output. Of an
+//! embedding, codes and scales of the rows are gathered, and only these dequantized. Where a plan
+//! refuses, or a dense product is faster, the operations run one by one.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
@@ -17,8 +18,8 @@ use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
     OperationIr, ScalarIr, SelectOpIr, TensorIr,
 };
-use burn::backend::ops::IntTensorOps;
-use burn::tensor::FloatDType;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::tensor::{FloatDType, Shape};
 use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
     OptimizationProvider, RegistryError, register,
@@ -107,11 +108,24 @@ struct Segment {
     weight: Option<TensorIr>,
     /// Whether that is the transpose.
     transposed: bool,
+    /// What is added to the weight before it is read.
+    adapter: Option<Adapter>,
     /// Reshapes to be run before the weight is read: of anything else.
     before: Vec<usize>,
     end: Option<End>,
     /// Operations of the segment.
     len: usize,
+}
+
+/// `scale a b`, in the shape of the weight.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Adapter {
+    product: MatmulOpIr,
+    scale: Option<ScalarIr>,
+    /// What came of it so far.
+    delta: TensorIr,
+    /// Whether the weight has it.
+    added: bool,
 }
 
 /// What reads the weight.
@@ -176,6 +190,17 @@ impl Segment {
             let made = self.dequantize.as_ref().and_then(|dequantize| dequantize.outputs.first());
             reads_weight(tensor) && made.is_some_and(|made| made.id == tensor.id)
         };
+        if let Some(adapter) = &mut self.adapter
+            && !adapter.added
+        {
+            return match adapter.take(operation, weight) {
+                Some(weight) => {
+                    self.weight = Some(weight);
+                    true
+                }
+                None => false,
+            };
+        }
         match operation {
             OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
                 if reshape.input.id == weight.id =>
@@ -209,6 +234,16 @@ impl Segment {
                 reads
             }
             OperationIr::Float(_, FloatOperationIr::Matmul(matmul)) => {
+                let operands = [matmul.lhs.id, matmul.rhs.id];
+                if !operands.contains(&weight.id) {
+                    // Only right behind the dequantization.
+                    let adapts = self.len == 1 && matmul.out.shape == weight.shape;
+                    if adapts {
+                        let (product, delta) = (matmul.clone(), matmul.out.clone());
+                        self.adapter = Some(Adapter { product, scale: None, delta, added: false });
+                    }
+                    return adapts;
+                }
                 let reads = reads_weight(&matmul.rhs) && matmul.lhs.id != weight.id;
                 if reads {
                     let (matmul, after, add) = (matmul.clone(), Vec::new(), None);
@@ -227,6 +262,47 @@ impl Segment {
             Some(End::Multiplication(multiplication)) => multiplication.add.is_some(),
             Some(End::Lookup(_)) => true,
             None => false,
+        }
+    }
+}
+
+impl Adapter {
+    /// Takes what follows the product of its factors, and gives the weight as it is then.
+    fn take(&mut self, operation: &OperationIr, weight: &TensorIr) -> Option<TensorIr> {
+        let reads = |tensor: &TensorIr, id| tensor.id == id && is_last_use(tensor);
+        match operation {
+            OperationIr::NumericFloat(_, NumericOperationIr::MulScalar(scaled))
+                if self.scale.is_none() && reads(&scaled.lhs, self.delta.id) =>
+            {
+                self.scale = Some(scaled.rhs);
+                self.delta = scaled.out.clone();
+                Some(weight.clone())
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
+                if reads(&reshape.input, self.delta.id) && reshape.out.shape == weight.shape =>
+            {
+                self.delta = reshape.out.clone();
+                Some(weight.clone())
+            }
+            OperationIr::NumericFloat(_, NumericOperationIr::Add(add))
+                if reads(&add.lhs, weight.id) && reads(&add.rhs, self.delta.id) =>
+            {
+                self.added = true;
+                Some(add.out.clone())
+            }
+            _ => None,
+        }
+    }
+
+    /// What it adds to the product of an input with the weight, as a matrix.
+    fn multiply(&self, input: CubeTensor, channels: usize, context: &mut Streams) -> CubeTensor {
+        let [a, b] = [&self.product.lhs, &self.product.rhs].map(|factor| float(context, factor));
+        let rows = input.meta.num_elements() / channels;
+        let input = CubeBackend::float_reshape(input, Shape::new([rows, channels]));
+        let product = CubeBackend::float_matmul(CubeBackend::float_matmul(input, a), b);
+        match self.scale.and_then(|scale| scalar(context, scale)) {
+            Some(scale) => CubeBackend::float_mul_scalar(product, scale.into()),
+            None => product,
         }
     }
 }
@@ -419,11 +495,15 @@ fn packed(context: &mut Streams, dequantize: &CustomOpIr) -> Fp4Primitive<CubeBa
     Fp4Primitive { codes, scales, tensor_scale }
 }
 
+/// A scalar as it is now: a segment has its number.
+fn scalar(context: &Streams, scalar: ScalarIr) -> Option<ScalarIr> {
+    let ScalarIr::UInt(value) = scalar else { return None };
+    context.scalars.get(&ScalarId { value }).copied()
+}
+
 /// The layout of the weight that would be dequantized.
 fn layout(context: &Streams, dequantize: &CustomOpIr) -> Option<Fp4Layout> {
-    let [scalar, ..] = &dequantize.scalars[..] else { return None };
-    let ScalarIr::UInt(value) = *scalar else { return None };
-    let ScalarIr::UInt(tag) = *context.scalars.get(&ScalarId { value })? else { return None };
+    let ScalarIr::UInt(tag) = scalar(context, *dequantize.scalars.first()?)? else { return None };
     let weight = context.tensors.get(&dequantize.outputs.first()?.id)?;
     Fp4Layout::from_tag(tag, weight.shape.to_vec())
 }
@@ -448,7 +528,12 @@ impl FusedProduct {
         let weight = handles(packed(context, dequantize));
         let output = multiply(&input, weight, bias, &product, plan, &device);
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
-        let output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
+        let mut output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
+        if let Some(adapter) = &self.segment.adapter {
+            let adapted = adapter.multiply(input, product.channels, context);
+            let adapted = CubeBackend::float_reshape(adapted, made.shape.clone());
+            output = CubeBackend::float_add(output, adapted);
+        }
         context.handles.register_float_tensor::<CubeBackend>(&made.id, output);
         if add.is_some() && with_bias.is_none() {
             fallback(self.segment.len - 1).run(context);
@@ -476,6 +561,10 @@ impl FusedProduct {
             && rhs.shape[rhs.shape.num_dims() - 2..] == [channels, outputs]
             && input.shape[input.shape.num_dims() - 1] == channels
             && output.shape.num_elements() == inputs * outputs;
+        let scaled = self.segment.adapter.as_ref().and_then(|adapter| adapter.scale);
+        if scaled.is_some_and(|scale| scalar(context, scale).is_none()) {
+            return None;
+        }
         let same_dtype = [rhs.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
         if !one_weight || !same_dtype {
             return None;

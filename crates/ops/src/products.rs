@@ -25,6 +25,8 @@ pub enum Products {
         /// The most rows of an input whose product with the transpose does so, if there is a limit.
         most: Option<usize>,
     },
+    /// Rows that are looked up are decoded alone, products dequantize the weight.
+    Lookups,
     /// The weight is dequantized for every product.
     Dequantized(Why),
 }
@@ -40,6 +42,11 @@ pub enum Why {
     Device,
     /// [`init`](crate::init) was not called.
     NotInitialized,
+    /// Blocks run along another axis than the layer reads them.
+    Axis {
+        /// The axis.
+        axis: usize,
+    },
     /// Only matrices are multiplied from their codes.
     Rank {
         /// Rank of the weight.
@@ -75,6 +82,11 @@ impl fmt::Display for Products {
                 }
                 write!(f, "; for products with the weight itself pack it along axis 0")
             }
+            Self::Lookups => write!(
+                f,
+                "rows are looked up from the codes, products dequantize the weight: on Cube devices \
+                 burn_fp4::init() has them run from the codes too"
+            ),
             Self::Dequantized(why) => write!(f, "dequantized for every product: {why}"),
         }
     }
@@ -95,6 +107,10 @@ impl fmt::Display for Why {
             Self::NotInitialized => {
                 write!(f, "call burn_fp4::init() at the start of the program")
             }
+            Self::Axis { axis } => write!(
+                f,
+                "rows are looked up from the codes of a table packed along axis 1, not {axis}"
+            ),
             Self::Rank { rank } => {
                 write!(
                     f,

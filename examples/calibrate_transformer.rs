@@ -1,5 +1,5 @@
-//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that know what its layers meet, and
-//! shows what each costs: `cargo run --release --example calibrate_transformer`.
+//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that know what its
+//! layers meet, and shows what each costs: `cargo run --release --example calibrate_transformer`.
 
 use std::cell::Cell;
 use std::time::Instant;

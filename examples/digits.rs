@@ -108,7 +108,8 @@ impl Classifier {
         correct as f64 / all.len() as f64
     }
 
-    /// Trains by Adam in an order that depends on a seed, calling `progress` with the loss after each epoch.
+    /// Trains by Adam in an order that depends on a seed, calling `progress` with the loss after
+    /// each epoch.
     pub fn train_on(
         mut self,
         digits: &Digits,

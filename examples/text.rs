@@ -166,8 +166,8 @@ struct Block {
 }
 
 impl CharTransformer {
-    /// A transformer that has learned nothing yet. The last `keep_last` blocks are in high precision, and what
-    /// predicts the next character always is.
+    /// A transformer that has learned nothing yet. The last `keep_last` blocks are in high
+    /// precision, and what predicts the next character always is.
     ///
     /// # Errors
     /// If the recipe is inconsistent.

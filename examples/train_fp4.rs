@@ -1,5 +1,6 @@
-//! Trains with FP4: a classifier of digits whose weights are fake-quantized after dense training, and a
-//! character transformer by NVIDIA's recipe for pretraining: `cargo run --release --example train_fp4`.
+//! Trains with FP4: a classifier of digits whose weights are fake-quantized after dense training,
+//! and a character transformer by NVIDIA's recipe for pretraining: `cargo run --release --example
+//! train_fp4`.
 
 use std::path::PathBuf;
 

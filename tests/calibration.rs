@@ -1,4 +1,5 @@
-//! Calibration: what is recorded of modules that know nothing of it, against copies of them that keep their inputs.
+//! Calibration: what is recorded of modules that know nothing of it, against copies of them that
+//! keep their inputs.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -504,8 +505,8 @@ fn a_killed_process_is_gone_on_from() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// What is known of layers depends on the module, on the batches that are summed up together, and on what was made of
-/// the layers before: nothing of that may come from a cache of something else.
+/// What is known of layers depends on the module, on the batches that are summed up together, and
+/// on what was made of the layers before: nothing of that may come from a cache of something else.
 #[test]
 fn a_cache_is_of_one_calibration() {
     let device = Device::flex();
@@ -730,6 +731,38 @@ fn tied_weights_are_quantized_after_their_last_use() {
     tied.quantize_fp4_sequential(&config, CalibrationOptions::default(), batches, run).unwrap();
     assert_eq!(codes(&tied.layer), codes(&expected.layer));
     assert_eq!(codes(&tied.same), codes(&expected.same));
+}
+
+#[test]
+fn a_resumed_sequential_run_is_that_which_was_not_interrupted() {
+    let device = Device::flex();
+    // The first weight is used twice, the second once between.
+    let build = || {
+        let layer = seeded(LinearConfig::new(32, 32).init(&device), 4);
+        Tied { layer, same: seeded(LinearConfig::new(32, 32).init(&device), 5) }
+    };
+    let directory = std::env::temp_dir().join(format!("burn-fp4-resumed-{}", std::process::id()));
+    let quantize = |stop: usize, cache: bool| {
+        let mut model = build();
+        let batches: Vec<_> = (0..2).map(|seed| random(seed, [2, 30, 32], &device)).collect();
+        let mut options = CalibrationOptions::default()
+            .on_progress(|progress| assert!(progress.done != stop, "killed"));
+        if cache {
+            options = options.cache(&directory);
+        }
+        let config = Fp4Config::nvfp4().gptq(Gptq::default());
+        let run = |model: &Tied, x| model.run(x, None);
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            model.quantize_fp4_sequential(&config, options, batches, run).unwrap();
+        }));
+        done.map(|()| [codes(&model.layer), codes(&model.same)]).ok()
+    };
+    let expected = quantize(0, false).expect("it ends");
+    for stop in 1..=3 {
+        assert!(quantize(stop, true).is_none(), "stopped after {stop}");
+        assert_eq!(quantize(0, true).as_ref(), Some(&expected), "stopped after {stop}");
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
 }
 
 #[test]

@@ -118,8 +118,8 @@ fn assert_product<const D: usize>(what: &str, layer: &Linear, x: &Tensor<D>, fou
         _ => 0.0,
     };
     for (at, (found, (sum, size))) in found.iter().zip(sums.iter().zip(&sizes)).enumerate() {
-        // Values of halves are rounded when they are dequantized, and once more as they are multiplied dense;
-        // dense products on CUDA round f32 factors to 11 bits.
+        // Values of halves are rounded when they are dequantized, and once more as they are
+        // multiplied dense; dense products on CUDA round f32 factors to 11 bits.
         let dense = if dtype == DType::F32 && what.starts_with("cuda dense") { 2e-3 } else { 1e-5 };
         let tolerance = dense * size + 2.0 * once * size;
         assert!((f64::from(*found) - sum).abs() <= tolerance, "{what}, {at}: {found}, not {sum}");

@@ -107,8 +107,8 @@ fn torchao_mxfp4() {
     tally.finish("mxfp4_torchao");
 }
 
-/// qwantize's naive quantizers. Where an element lies exactly between two, qwantize takes the smaller
-/// magnitude and we the even code; everywhere else codes are equal.
+/// qwantize's naive quantizers. Where an element lies exactly between two, qwantize takes the
+/// smaller magnitude and we the even code; everywhere else codes are equal.
 #[test]
 fn qwantize_naive() {
     let (mut tally, mut ties) = (Tally::default(), 0);
@@ -174,8 +174,8 @@ fn compare_with_qwantize(
     ties
 }
 
-/// How far, in ulps, scales that ModelOpt computed on a GPU may be from ours. Triton's division is an
-/// approximation: most scales are equal, some 1 ulp away, and about one in thousands is 2 away.
+/// How far, in ulps, scales that ModelOpt computed on a GPU may be from ours. Triton's division is
+/// an approximation: most scales are equal, some 1 ulp away, and about one in thousands is 2 away.
 const MODELOPT_SCALE_ULPS: u32 = 2;
 
 /// ModelOpt ran on a GPU: scales within [`MODELOPT_SCALE_ULPS`], at most 1 in a thousand

@@ -116,8 +116,8 @@ fn a_transpose_moves_nothing_and_means_the_transpose() {
     );
 }
 
-/// Against sums in f64 of exact terms: rounding of f32 sums, of halves that a device may dequantize to, and of the
-/// output. Dense products on CUDA round f32 factors to 11 bits.
+/// Against sums in f64 of exact terms: rounding of f32 sums, of halves that a device may dequantize
+/// to, and of the output. Dense products on CUDA round f32 factors to 11 bits.
 fn check_matmul<const D: usize>(
     what: &str,
     weight: &Fp4Tensor<2>,
@@ -703,8 +703,8 @@ fn kernels_run_without_fusion_too() {
     }
 }
 
-/// Inputs of a layer `[rows, channels]` whose channels are correlated, values of bf16: a GPU multiplies
-/// them exactly, f32 it may round first.
+/// Inputs of a layer `[rows, channels]` whose channels are correlated, values of bf16: a GPU
+/// multiplies them exactly, f32 it may round first.
 fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
     let data = Kind::Weights.values(rows * channels, 21);
     let mut last = 0.0;
@@ -768,7 +768,8 @@ fn activations_decide_about_codes_on_every_device() {
     }
 }
 
-/// Sums in another order may tip a code, so that kernels are held to the error they leave, `tr(E H E^T)`.
+/// Sums in another order may tip a code, so that kernels are held to the error they leave, `tr(E H
+/// E^T)`.
 #[test]
 fn gptq_leaves_as_little_error_on_every_device() {
     let damped = Gptq { damping: 0.02, ..Gptq::default() };

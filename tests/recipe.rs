@@ -1,4 +1,5 @@
-//! What NVIDIA's recipe trains with: the Hadamard transform, random codes, and products by a recipe.
+//! What NVIDIA's recipe trains with: the Hadamard transform, random codes, and products by a
+//! recipe.
 
 use burn::module::Module;
 use burn::nn::LinearConfig;

@@ -1,6 +1,6 @@
-//! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed next
-//! to a copy on the device, every figure printed as it comes:
-//! `cargo bench -p benches --features cuda --bench gpu`.
+//! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed
+//! next to a copy on the device, every figure printed as it comes: `cargo bench -p benches
+//! --features cuda --bench gpu`.
 
 #[cfg(feature = "cuda")]
 mod calibrate;
@@ -20,7 +20,8 @@ use burn_fp4_cubecl::cubecl::{Device, future};
 use clap::Parser;
 use figures::Figures;
 
-/// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device copy.
+/// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device
+/// copy.
 #[derive(Parser)]
 struct Arguments {
     /// Measure only operations whose name contains this.

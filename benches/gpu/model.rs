@@ -92,7 +92,8 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     row(&format!("model of {layers} Linear, quantize_fp4"), values, 2 * values, times[1]);
 }
 
-/// Adds what a forward pass of Burn's own layers takes in bf16, launches included: dense, and quantized in place.
+/// Adds what a forward pass of Burn's own layers takes in bf16, launches included: dense, and
+/// quantized in place.
 pub(crate) fn forward(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let random = |rows: usize, cols: usize| {

@@ -16,7 +16,8 @@ use crate::{Arguments, median_seconds};
 /// Weights that are multiplied in turn take as many bytes: more than a cache holds.
 const TURN: usize = 200 << 20;
 
-/// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in the cache.
+/// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in
+/// the cache.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);

@@ -20,7 +20,8 @@ const BATCH: usize = 512;
 /// Steps between two waits.
 const STEPS: usize = 20;
 
-/// Adds steps of forward pass, backward pass and SGD in bf16, with a bf16 input that wants its gradient.
+/// Adds steps of forward pass, backward pass and SGD in bf16, with a bf16 input that wants its
+/// gradient.
 pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0).autodiff();
     let linear = || {

@@ -1,5 +1,5 @@
-//! 4-bit floating point for [Burn](https://burn.dev): quantize any module in place, with the bits of
-//! NVIDIA's reference.
+//! 4-bit floating point for [Burn](https://burn.dev): quantize any module in place, with the bits
+//! of NVIDIA's reference.
 //!
 //! ```
 //! use burn::nn::LinearConfig;

@@ -13,7 +13,8 @@ use burn_ir::{TensorId, TensorIr};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::cache::{Cache, Contents};
-use crate::capture::{LayerInput, Recorded, Recorder, Recording, Values};
+use crate::capture::{Recorder, Recording, Values};
+use crate::layer_inputs::{LayerInput, Recorded};
 use crate::paths::{TakeFloats, each_float};
 use crate::select::{Walk, planned_axes};
 use crate::weight::AnyWeight;

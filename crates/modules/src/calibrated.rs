@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::{Gram, OpsError};
 
 use crate::calibrate::{CalibrationOptions, Pace, Prepared, moved};
-use crate::capture::WeightUse;
+use crate::layer_inputs::WeightUse;
 use crate::measure::{Measured, measure};
 use crate::pack::{Source, caught, pack};
 use crate::packed::PackedWeight;
@@ -117,8 +117,8 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     pack(module, &selection, Source { measured, packed, ..Source::default() })
 }
 
-/// Quantizes the weights that have statistics of their inputs on the devices that these were found on,
-/// one on each in turn, if these are several; by weight.
+/// Quantizes the weights that have statistics of their inputs on the devices that these were found
+/// on, one on each in turn, if these are several; by weight.
 pub(crate) fn divided<M: Module>(
     module: &M,
     selection: &Selection,
@@ -147,7 +147,8 @@ pub(crate) fn divided<M: Module>(
     // In the order of the module, in which weights with the same inputs follow each other.
     jobs.sort_by_key(|(at, _)| *at);
     let (numbers, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
-    // What calibration leaves is of no use to the threads of devices, which have memory of their own.
+    // What calibration leaves is of no use to the threads of devices, which have memory of their
+    // own.
     devices.iter().for_each(Device::memory_cleanup);
     let results = quantize_each(jobs, devices)?;
     Ok(numbers.into_iter().zip(results).collect())
@@ -163,8 +164,8 @@ struct Job<'a> {
 /// A weight, and by what it was quantized.
 type Quantized = (PackedWeight, Method);
 
-/// Quantizes weights on these devices, each where least was given until then; the results are where the
-/// weights were.
+/// Quantizes weights on these devices, each where least was given until then; the results are where
+/// the weights were.
 fn quantize_each(jobs: Vec<Job<'_>>, devices: &[Device]) -> Result<Vec<Quantized>, Fp4Error> {
     let homes: Vec<_> = jobs.iter().map(|job| job.dense.device()).collect();
     let all: Vec<_> = devices.iter().chain(&homes).cloned().collect();
@@ -233,8 +234,8 @@ fn turns(weights: &[(Vec<&Gram>, usize)], devices: usize) -> Vec<usize> {
     turns
 }
 
-/// What GPTQ takes to round a weight, in products: those that carry errors on, and what waiting for one channel after
-/// the other comes to on an H200.
+/// What GPTQ takes to round a weight, in products: those that carry errors on, and what waiting for
+/// one channel after the other comes to on an H200.
 fn rounding_work(channels: usize, elements: usize) -> usize {
     channels * (elements + 20_000_000)
 }

@@ -17,8 +17,8 @@ pub enum Indivisible {
 }
 
 /// What to do with a part of a configuration that nothing uses: a pattern, an added container or an
-/// override that fits no parameter, a group of siblings that is nowhere complete, a calibration that
-/// no method reads.
+/// override that fits no parameter, a group of siblings that is nowhere complete, a calibration
+/// that no method reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unused {
@@ -82,7 +82,8 @@ pub struct Fp4Config {
     pub keep_first: usize,
     /// Layers at the end that stay dense.
     pub keep_last: usize,
-    /// Names of sibling modules whose weights share one tensor scale, as kernels that fuse them ask.
+    /// Names of sibling modules whose weights share one tensor scale, as kernels that fuse them
+    /// ask.
     pub share_scale: Vec<Vec<String>>,
     /// What to do with a weight that blocks do not divide.
     pub indivisible: Indivisible,

@@ -7,9 +7,9 @@ use burn_fp4_ops::embedding;
 
 use crate::PackedWeight;
 
-/// A table of vectors that are looked up straight from the codes of its weight, once it is quantized
-/// along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`] dequantizes the
-/// whole table for every lookup. Its records are those of [`Embedding`].
+/// A table of vectors that are looked up straight from the codes of its weight, once it is
+/// quantized along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`]
+/// dequantizes the whole table for every lookup. Its records are those of [`Embedding`].
 ///
 /// An output layer may be tied to it: `x.matmul(table.weight.val().transpose())`.
 ///
@@ -35,7 +35,8 @@ impl Fp4Embedding {
     /// The vectors at indices `[batch, length]`: `[batch, length, d_model]`.
     ///
     /// # Panics
-    /// If the indices are on another device, and on hosts for one out of range, as [`Embedding`] does.
+    /// If the indices are on another device, and on hosts for one out of range, as [`Embedding`]
+    /// does.
     pub fn forward(&self, indices: Tensor<2, Int>) -> Tensor<3> {
         let packed = self.weight.reparameterization::<PackedWeight>();
         match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {

@@ -122,7 +122,8 @@ pub enum Fp4Error {
         /// That of the codes.
         found: String,
     },
-    /// A module shows a parameter to visitors that it does not hand to mappers, or the other way round.
+    /// A module shows a parameter to visitors that it does not hand to mappers, or the other way
+    /// round.
     #[error(
         "the module visits parameter `{path}`, but does not map it: its `Module` is inconsistent"
     )]

@@ -21,10 +21,10 @@ use crate::{Fp4Config, Fp4Error};
 
 /// A weight that is trained in full precision and used as if it were quantized.
 ///
-/// Attached to a parameter it makes `val()` round the values to those that quantization leaves. The stored
-/// values stay as they are: an optimizer changes them by gradients that pass straight through the rounding.
-/// Where the tensor scale is learned it is a parameter of its own, `<parameter>.fp4_fake.amax`: the magnitude
-/// that the scale is made from.
+/// Attached to a parameter it makes `val()` round the values to those that quantization leaves. The
+/// stored values stay as they are: an optimizer changes them by gradients that pass straight
+/// through the rounding. Where the tensor scale is learned it is a parameter of its own,
+/// `<parameter>.fp4_fake.amax`: the magnitude that the scale is made from.
 #[derive(Debug, Clone)]
 pub struct FakeQuantWeight {
     settings: FakeQuantSettings,
@@ -39,8 +39,8 @@ pub(crate) struct FakeQuantSettings {
     pub(crate) saturated: Saturated,
 }
 
-/// What a visitor is told as the type of the container, followed by the settings: a visitor sees parameters
-/// without what is attached to them, and the name would become part of record paths.
+/// What a visitor is told as the type of the container, followed by the settings: a visitor sees
+/// parameters without what is attached to them, and the name would become part of record paths.
 const CONTAINER: &str = "Struct:FakeQuantWeight:";
 
 const AMAX: &str = "amax";
@@ -56,7 +56,8 @@ impl FakeQuantWeight {
         self.settings.axis
     }
 
-    /// The learned parameter of the tensor scale, if it is learned: `[1]`, of which the magnitude counts.
+    /// The learned parameter of the tensor scale, if it is learned: `[1]`, of which the magnitude
+    /// counts.
     pub fn amax(&self) -> Option<&Param<Tensor<1>>> {
         self.amax.as_ref()
     }

@@ -10,14 +10,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::Fp4Error;
 
-/// Where the tensor scale of activations comes from; block scales follow the activations either way.
+/// Where the tensor scale of activations comes from; block scales follow the activations either
+/// way.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationRange {
     /// The amax of every tensor.
     Dynamic,
-    /// A running amax, as Burn's `BatchNorm` keeps its statistics: updated in training, fixed otherwise.
-    /// Until it has seen anything it is the amax of the tensor itself.
+    /// A running amax, as Burn's `BatchNorm` keeps its statistics: updated in training, fixed
+    /// otherwise. Until it has seen anything it is the amax of the tensor itself.
     Static {
         /// How much of it a training step replaces, in (0, 1].
         momentum: f64,
@@ -70,8 +71,8 @@ impl FakeQuantizeConfig {
     ///
     /// # Errors
     /// [`Fp4Error::Scheme`] if the scheme is inconsistent or its blocks do not divide the channels,
-    /// [`Fp4Error::FakeQuantization`] for a search that needs activations of its own, stochastic rounding, a
-    /// momentum that is none, or a running amax beside another tensor scale.
+    /// [`Fp4Error::FakeQuantization`] for a search that needs activations of its own, stochastic
+    /// rounding, a momentum that is none, or a running amax beside another tensor scale.
     pub fn init(&self, device: &Device) -> Result<FakeQuantize, Fp4Error> {
         let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
         let Self { channels, scheme, range, saturated } = *self;
@@ -102,7 +103,8 @@ impl FakeQuantizeConfig {
     }
 }
 
-/// Activations rounded to what quantization leaves of them, for models that are to run on quantized activations.
+/// Activations rounded to what quantization leaves of them, for models that are to run on quantized
+/// activations.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -134,8 +136,8 @@ pub struct FakeQuantize {
 impl FakeQuantize {
     /// Rounds activations `[.., channels]`. Gradients pass straight through.
     ///
-    /// NaN and infinity give what the references give; nothing is read back. Once seen in training they stay in the
-    /// running amax, as they do in the statistics of Burn's `BatchNorm`.
+    /// NaN and infinity give what the references give; nothing is read back. Once seen in training
+    /// they stay in the running amax, as they do in the statistics of Burn's `BatchNorm`.
     ///
     /// # Panics
     /// If the last axis has another length, or the dtype is not f32, f16 or bf16.

@@ -46,8 +46,8 @@ impl DenseWeight<'_> {
         self.device.clone()
     }
 
-    /// Its values, if `D` is its rank. A parameter that is not initialized is initialized by that; the
-    /// report compares the codes with the values only if they were asked for.
+    /// Its values, if `D` is its rank. A parameter that is not initialized is initialized by that;
+    /// the report compares the codes with the values only if they were asked for.
     pub fn tensor<const D: usize>(&self) -> Option<Tensor<D>> {
         let param = self.param.downcast_ref::<Param<Tensor<D>>>()?;
         self.read.set(true);

@@ -1,8 +1,8 @@
 //! Quantize any Burn module in place.
 //!
 //! [`Fp4Module`] adds methods to every [`Module`]. A quantized parameter keeps
-//! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls in
-//! its forward pass, dequantizes.
+//! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls
+//! in its forward pass, dequantizes.
 //!
 //! | file             | what it holds                                                             |
 //! |------------------|---------------------------------------------------------------------------|
@@ -19,7 +19,8 @@
 //! | `record.rs`      | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules   |
 //! | `report.rs`      | [`Fp4Report`]: what was done to every parameter, or why not               |
 //! | `calibration.rs` | [`Calibration`]: statistics of the inputs of layers                       |
-//! | `capture.rs`     | a forward pass as a list of operations, and the products with weights     |
+//! | `capture.rs`     | forward passes as lists of operations, with the values that they read     |
+//! | `layer_inputs.rs` | where such a list multiplies activations by weights                      |
 //! | `calibrate.rs`   | [`Calibrate`]: runs these operations and gathers the statistics           |
 //! | `cache.rs`       | statistics in files, for calibrations that are interrupted                |
 //! | `calibrated.rs`  | weights quantized layer by layer, or divided among devices                |
@@ -40,6 +41,7 @@ mod error;
 mod fake_quant;
 mod fake_quantize;
 mod given;
+mod layer_inputs;
 mod linear;
 mod lora;
 mod measure;
@@ -101,31 +103,34 @@ pub use train_linear::Fp4TrainLinear;
 pub trait Fp4Module: Module {
     /// Replaces the selected weights by their FP4 codes and scales.
     ///
-    /// Everything is checked before anything is changed: that values are finite, and whether weights that
-    /// share an id still share their values, by one transfer from each device. What the report says takes
-    /// one more. Kernels read nothing else back, but GPTQ whether a Gram matrix is singular; a search
-    /// without a kernel reads the weight. Each dense weight is freed as soon as its packed form stands.
-    /// Quantized parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
-    /// trained, saved and loaded as before.
+    /// Everything is checked before anything is changed: that values are finite, and whether
+    /// weights that share an id still share their values, by one transfer from each device. What
+    /// the report says takes one more. Kernels read nothing else back, but GPTQ whether a Gram
+    /// matrix is singular; a search without a kernel reads the weight. Each dense weight is freed
+    /// as soon as its packed form stands. Quantized parameters have no gradient;
+    /// [`Module::materialize`] makes the module dense again, to be trained, saved and loaded as
+    /// before.
     ///
-    /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where statistics of
-    /// inputs decide, such as the experts of `[experts, in, out]`, each by its own inputs.
+    /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where
+    /// statistics of inputs decide, such as the experts of `[experts, in, out]`, each by its own
+    /// inputs.
     ///
     /// # Errors
-    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless it is
-    /// [`Fp4Error::Partial`]: a device failed half-way, or GPTQ without damping found inputs that leave a
-    /// channel undetermined. That names the weights that are packed; the rest is as it was.
+    /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless
+    /// it is [`Fp4Error::Partial`]: a device failed half-way, or GPTQ without damping found inputs
+    /// that leave a channel undetermined. That names the weights that are packed; the rest is as it
+    /// was.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         quantize::quantize(self, config)
     }
 
-    /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are executed: the
-    /// statistics of the inputs of a layer come from batches that ran through the quantized layers before
-    /// it. For GPTQ and the searches by Hessian, others need no batches; `forward` is that of
-    /// [`Calibrate::run`].
+    /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are
+    /// executed: the statistics of the inputs of a layer come from batches that ran through the
+    /// quantized layers before it. For GPTQ and the searches by Hessian, others need no batches;
+    /// `forward` is that of [`Calibrate::run`].
     ///
-    /// A weight that is used several times is quantized when its last inputs are known. All batches are in
-    /// flight at a time, whatever memory the options allow.
+    /// A weight that is used several times is quantized when its last inputs are known. All batches
+    /// are in flight at a time, whatever memory the options allow.
     ///
     /// # Errors
     /// As [`quantize_fp4`](Self::quantize_fp4) and [`Calibrate::run`].
@@ -139,10 +144,11 @@ pub trait Fp4Module: Module {
         calibrated::sequential(self, config, options, batches, forward)
     }
 
-    /// Puts codes and scales that come from elsewhere in the place of dense weights: of a checkpoint, of a
-    /// search of one's own. `give` is asked for every float parameter of rank 2 or more that nothing is attached to, and
-    /// answers with a packed weight or with nothing, which leaves it dense. A parameter that is not
-    /// initialized stays so, unless its values are asked for.
+    /// Puts codes and scales that come from elsewhere in the place of dense weights: of a
+    /// checkpoint, of a search of one's own. `give` is asked for every float parameter of rank 2 or
+    /// more that nothing is attached to, and answers with a packed weight or with nothing, which
+    /// leaves it dense. A parameter that is not initialized stays so, unless its values are asked
+    /// for.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -161,8 +167,9 @@ pub trait Fp4Module: Module {
     /// ```
     ///
     /// # Errors
-    /// What `give` returns; [`Fp4Error::Given`] for codes of another shape or on another device than the
-    /// parameter; [`Fp4Error::NothingSelected`] if none are given. The module is then unchanged.
+    /// What `give` returns; [`Fp4Error::Given`] for codes of another shape or on another device
+    /// than the parameter; [`Fp4Error::NothingSelected`] if none are given. The module is then
+    /// unchanged.
     fn pack_fp4(
         &mut self,
         give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
@@ -170,13 +177,13 @@ pub trait Fp4Module: Module {
         given::pack_given(self, give)
     }
 
-    /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed ones and
-    /// dense ones, and freezes every other float parameter; the paths of those adapted. Codes stay as they
-    /// are: `val()` is `dequantized + scale a b`, [`Fp4Linear`] multiplies by the codes and adds two thin
-    /// products.
+    /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed
+    /// ones and dense ones, and freezes every other float parameter; the paths of those adapted.
+    /// Codes stay as they are: `val()` is `dequantized + scale a b`, [`Fp4Linear`] multiplies by
+    /// the codes and adds two thin products.
     ///
-    /// Burn's own [`apply_lora`](Module::apply_lora) cannot attach anything to a packed weight, and does not
-    /// say so: Burn puts what is attached already back over it.
+    /// Burn's own [`apply_lora`](Module::apply_lora) cannot attach anything to a packed weight, and
+    /// does not say so: Burn puts what is attached already back over it.
     ///
     /// ```
     /// use burn::module::Lora;
@@ -203,22 +210,22 @@ pub trait Fp4Module: Module {
     }
 
     /// Adds the adapters of packed weights to them, and quantizes the sums by the scheme that the
-    /// configuration has for their paths, along the axis that they have. The errors in the report say what
-    /// that costs. What the configuration selects does not matter.
+    /// configuration has for their paths, along the axis that they have. The errors in the report
+    /// say what that costs. What the configuration selects does not matter.
     ///
     /// # Errors
-    /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that needs
-    /// statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
+    /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that
+    /// needs statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
     fn merge_lora_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         lora::merge(self, config)
     }
 
-    /// Makes the selected weights behave as if they were quantized, while they are trained in full precision:
-    /// gradients pass straight through the rounding. Everything else goes on as before: optimizers, records,
-    /// [`valid`](Module::valid) and [`train`](Module::train).
+    /// Makes the selected weights behave as if they were quantized, while they are trained in full
+    /// precision: gradients pass straight through the rounding. Everything else goes on as before:
+    /// optimizers, records, [`valid`](Module::valid) and [`train`](Module::train).
     ///
-    /// [`Fp4Config::saturated`] and [`Fp4Config::learn_tensor_scale`] say more about gradients. The scale search
-    /// may be `Amax`, `FourOverSix` or `Sse`.
+    /// [`Fp4Config::saturated`] and [`Fp4Config::learn_tensor_scale`] say more about gradients. The
+    /// scale search may be `Amax`, `FourOverSix` or `Sse`.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -241,8 +248,9 @@ pub trait Fp4Module: Module {
     /// ```
     ///
     /// # Errors
-    /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what only makes sense
-    /// once: searches that need activations, GPTQ, calibration, shared tensor scales. The module is then unchanged.
+    /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what only
+    /// makes sense once: searches that need activations, GPTQ, calibration, shared tensor scales.
+    /// The module is then unchanged.
     fn fake_quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         fake_quant::fake_quantize(self, config)
     }
@@ -250,16 +258,16 @@ pub trait Fp4Module: Module {
     /// Packs every fake-quantized weight. Outputs stay the same, bit for bit.
     ///
     /// # Errors
-    /// [`Fp4Error::NothingFakeQuantized`]; [`Fp4Error::Attached`] if anything else is attached to a parameter,
-    /// such as an adapter or a weight that is packed already; [`Fp4Error::Parameter`] for a weight that is no
-    /// longer finite. The module is then unchanged.
+    /// [`Fp4Error::NothingFakeQuantized`]; [`Fp4Error::Attached`] if anything else is attached to a
+    /// parameter, such as an adapter or a weight that is packed already; [`Fp4Error::Parameter`]
+    /// for a weight that is no longer finite. The module is then unchanged.
     fn convert_fp4(&mut self) -> Result<Fp4Report, Fp4Error> {
         fake_quant::convert(self)
     }
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which
-    /// may be freshly built or quantized in the same way already, on any device. Adapters are loaded with
-    /// the codes.
+    /// may be freshly built or quantized in the same way already, on any device. Adapters are
+    /// loaded with the codes.
     ///
     /// Burn's own `load_record` asks that the module be quantized like the record, and
     /// [`validate(false)`](ModuleRecord::validate), since the dense weights are not in the record.
@@ -278,8 +286,8 @@ pub trait Fp4Module: Module {
         record::load(self, record::from_file(path.as_ref())?)
     }
 
-    /// Moves a module, without the zeros that [`to_device`](Module::to_device) makes in the place of the
-    /// dense weights once these were looked at, be it to print a layer.
+    /// Moves a module, without the zeros that [`to_device`](Module::to_device) makes in the place
+    /// of the dense weights once these were looked at, be it to print a layer.
     fn to_device_fp4(mut self, device: &Device) -> Self {
         self.compact_fp4();
         self.to_device(device)

@@ -8,9 +8,9 @@ use burn_fp4_ops::matmul;
 
 use crate::PackedWeight;
 
-/// A linear layer that multiplies straight from the codes of its weight, once it is quantized, on every device: for
-/// hosts (`flex`, `ndarray`), where [`Linear`] dequantizes the whole weight for every input. Its records are those of
-/// [`Linear`].
+/// A linear layer that multiplies straight from the codes of its weight, once it is quantized, on
+/// every device: for hosts (`flex`, `ndarray`), where [`Linear`] dequantizes the whole weight for
+/// every input. Its records are those of [`Linear`].
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -33,8 +33,9 @@ pub struct Fp4Linear {
 }
 
 impl Fp4Linear {
-    /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded once, before
-    /// the bias is added. An [adapter](PackedWeight::adapter) adds two thin products, `(x a) b`.
+    /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded
+    /// once, before the bias is added. An [adapter](PackedWeight::adapter) adds two thin products,
+    /// `(x a) b`.
     ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not f32, f16 or bf16.

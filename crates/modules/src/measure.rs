@@ -50,10 +50,10 @@ fn from_amax(scheme: &Fp4Scheme) -> bool {
     scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor
 }
 
-/// amax of every weight that needs one before the first is quantized: of its group where it shares a
-/// tensor scale, of what is quantized slice by slice, and of what has to be finite because its scheme or
-/// `reject` says so. And which weights are tied: those that share an id have the same values, unless an
-/// optimizer or a record has set them apart.
+/// amax of every weight that needs one before the first is quantized: of its group where it shares
+/// a tensor scale, of what is quantized slice by slice, and of what has to be finite because its
+/// scheme or `reject` says so. And which weights are tied: those that share an id have the same
+/// values, unless an optimizer or a record has set them apart.
 ///
 /// One read-back per device, and more only where weights of one id differ and have the same amax.
 pub(crate) fn measure<M: Module>(
@@ -168,7 +168,8 @@ fn by_amax(weights: Vec<usize>, compared: &BTreeMap<usize, &[f32]>) -> Vec<Vec<u
     alike.into_values().filter(|weights| weights.len() > 1).collect()
 }
 
-/// Compares weights with the first of each list, then what differs among itself, until nothing is left.
+/// Compares weights with the first of each list, then what differs among itself, until nothing is
+/// left.
 fn compare<M: Module>(
     module: &M,
     selection: &Selection,

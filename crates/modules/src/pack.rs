@@ -16,8 +16,8 @@ use crate::report::{ChosenBy, Fp4Report, Outcome};
 use crate::select::{Decision, Plan, Selection};
 use crate::weight::{AnyWeight, Curvatures, Inputs, Method, Task};
 
-/// What packed weights are made from; weights are known by the number of the first parameter that is
-/// tied to them.
+/// What packed weights are made from; weights are known by the number of the first parameter that
+/// is tied to them.
 #[derive(Default)]
 pub(crate) struct Source<'a> {
     pub(crate) measured: Measured,
@@ -40,8 +40,8 @@ impl Dense {
 /// Takes the dense weights out of a module one map at a time, and puts packed ones in their place.
 ///
 /// # Errors
-/// [`Fp4Error::Unmapped`] before anything is changed. Of an error after that every weight that is not
-/// packed by then is put back as it was; if some are packed it is [`Fp4Error::Partial`].
+/// [`Fp4Error::Unmapped`] before anything is changed. Of an error after that every weight that is
+/// not packed by then is put back as it was; if some are packed it is [`Fp4Error::Partial`].
 pub(crate) fn pack<M: Module>(
     module: &mut M,
     selection: &Selection,

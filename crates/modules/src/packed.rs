@@ -19,16 +19,16 @@ use crate::select::Walk;
 ///
 /// Attached to a parameter it makes `val()` dequantize, in the dtype of the parameter. Its three
 /// tensors travel with records and devices like parameters, under a path that says what they are:
-/// `<parameter>.fp4.nvfp4-block16-axis0.codes`, `.scales` and `.tensor_scale`. All three are integers,
-/// so casting or training the floats of a module does not touch them and `num_params` does not
-/// count them.
+/// `<parameter>.fp4.nvfp4-block16-axis0.codes`, `.scales` and `.tensor_scale`. All three are
+/// integers, so casting or training the floats of a module does not touch them and `num_params`
+/// does not count them.
 ///
 /// An [adapter](Self::adapter) is trained over codes that stay as they are: `val()` is then
-/// `dequantized + scale a b`. Its factors are float parameters, `<parameter>.fp4.lora-scale2.a` and `.b`
-/// for a scale of 2.
+/// `dequantized + scale a b`. Its factors are float parameters, `<parameter>.fp4.lora-scale2.a` and
+/// `.b` for a scale of 2.
 ///
-/// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was dequantized,
-/// for the next one.
+/// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was
+/// dequantized, for the next one.
 #[derive(Debug, Clone)]
 pub struct PackedWeight {
     codes: Param<Tensor<2, Int>>,
@@ -110,8 +110,8 @@ impl PackedWeight {
         })
     }
 
-    /// The part of the record path that says what the factors of an adapter are multiplied by. A path
-    /// is divided by dots, so that the scale has none.
+    /// The part of the record path that says what the factors of an adapter are multiplied by. A
+    /// path is divided by dots, so that the scale has none.
     fn adapter_name(adapter: &LoraAdapter) -> String {
         format!("{ADAPTER}{}", adapter.scale).replace('.', "_")
     }
@@ -244,8 +244,8 @@ fn with_dtype<const D: usize>(param: Param<Tensor<D, Int>>, dtype: DType) -> Par
 pub(crate) type Edit = Box<dyn FnOnce(PackedWeight) -> PackedWeight>;
 
 thread_local! {
-    /// What is done to the packed weight that this thread maps next. Burn hands mappers the parameters
-    /// of an attachment, but not the attachment, and puts it back after them.
+    /// What is done to the packed weight that this thread maps next. Burn hands mappers the
+    /// parameters of an attachment, but not the attachment, and puts it back after them.
     static EDIT: RefCell<Option<Edit>> = const { RefCell::new(None) };
 }
 
@@ -254,8 +254,8 @@ pub(crate) fn edit_next(edit: Edit) {
     EDIT.set(Some(edit));
 }
 
-/// Runs a mapping of a module that [edits](edit_next) packed weights: what is attached to a parameter is
-/// mapped right after it.
+/// Runs a mapping of a module that [edits](edit_next) packed weights: what is attached to a
+/// parameter is mapped right after it.
 pub(crate) fn with_edits<R>(map: impl FnOnce() -> R) -> R {
     struct Clear;
 
@@ -302,19 +302,19 @@ pub(crate) fn packed_weights<M: Module>(module: &M) -> BTreeMap<String, PackedWe
     found.take()
 }
 
-/// What a quantized parameter stores in the place of its values: one value, seen in the shape of the
-/// weight, which Burn shows and counts. It is made when it is first asked for.
+/// What a quantized parameter stores in the place of its values: one value, seen in the shape of
+/// the weight, which Burn shows and counts. It is made when it is first asked for.
 ///
-/// Everything else about the parameter stays: its id, its mappers, whether it is trained. Its value has
-/// no gradient, since nothing reads it. A record holds one value for it.
+/// Everything else about the parameter stays: its id, its mappers, whether it is trained. Its value
+/// has no gradient, since nothing reads it. A record holds one value for it.
 pub(crate) fn placeholder<const D: usize>(
     param: Param<Tensor<D>>,
     dtype: DType,
 ) -> Param<Tensor<D>> {
     let device = param.lazy_device();
     let id = param.id;
-    // To load zeros into a parameter that is not initialized keeps what is known of it without running
-    // its initializer.
+    // To load zeros into a parameter that is not initialized keeps what is known of it without
+    // running its initializer.
     let param = if param.is_initialized() {
         param
     } else {
@@ -355,8 +355,9 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
     true
 }
 
-/// Zeros that take no memory to speak of, and that no weight is equal to but one of negative zeros: all
-/// of them are negative, or only the first where a device cannot see one value in another shape.
+/// Zeros that take no memory to speak of, and that no weight is equal to but one of negative zeros:
+/// all of them are negative, or only the first where a device cannot see one value in another
+/// shape.
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     let one = || -Tensor::<D>::zeros([1; D], (device, dtype));
     if is_ndarray(device) {

@@ -33,12 +33,13 @@ pub(crate) fn quantize<M: Module>(
     pack(module, &selection, Source { measured, inputs, packed, dense: None })
 }
 
-/// Statistics of the inputs of weights along the axis that they are quantized along; a tied weight is
-/// multiplied by the inputs of all its places.
+/// Statistics of the inputs of weights along the axis that they are quantized along; a tied weight
+/// is multiplied by the inputs of all its places.
 ///
 /// # Errors
-/// [`Fp4Error::Calibration`] for a path that no parameter has, or an axis or a slice that it does not
-/// have, [`Fp4Error::Parameter`] if the statistics are of another number of inputs than the weight has.
+/// [`Fp4Error::Calibration`] for a path that no parameter has, or an axis or a slice that it does
+/// not have, [`Fp4Error::Parameter`] if the statistics are of another number of inputs than the
+/// weight has.
 fn inputs_by_weight<'a>(
     selection: &Selection,
     measured: &Measured,

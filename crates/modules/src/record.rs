@@ -89,8 +89,8 @@ struct Adapter {
     b: burn_pack::Tensor,
 }
 
-/// Loads a record: packed weights are attached where the module has dense ones, and replace those that
-/// it has; everything else is loaded by Burn.
+/// Loads a record: packed weights are attached where the module has dense ones, and replace those
+/// that it has; everything else is loaded by Burn.
 ///
 /// Everything is checked before anything is loaded: clones of a module share running statistics, so
 /// that Burn would change them in the module itself.
@@ -189,7 +189,8 @@ fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
 }
 
 /// # Errors
-/// [`Fp4Error::Record`] if the values of a packed weight cannot have the dtype that the record says.
+/// [`Fp4Error::Record`] if the values of a packed weight cannot have the dtype that the record
+/// says.
 fn check_base(path: &str, entry: &Entry, stored: &Stored) -> Result<(), Fp4Error> {
     if stored.kind != Kind::Float || !entry.dtype.is_float() {
         let expected = format!("expected {:?}, found {:?}", stored.kind, entry.dtype);
@@ -209,8 +210,8 @@ fn supported(name: &str, dtype: DType, device: &Device) -> Result<(), Fp4Error> 
     }
 }
 
-/// Takes the packed weights out of the tensors, with their placeholders, whose one value says nothing
-/// but the dtype.
+/// Takes the packed weights out of the tensors, with their placeholders, whose one value says
+/// nothing but the dtype.
 fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, Entry>, Fp4Error> {
     let marker = format!(".{}.", PackedWeight::NAME);
     let found: Vec<_> = tensors

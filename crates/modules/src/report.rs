@@ -6,8 +6,8 @@ use burn_fp4_ops::{Fp4Format, Fp4Scheme, Gptq, Products, ScaleSearch};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
-/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every float parameter
-/// of a module.
+/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
+/// float parameter of a module.
 ///
 /// Displayed it is a table; serialized it is all there is to know.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -117,15 +117,16 @@ impl ChosenBy {
     }
 }
 
-/// Why a weight, or a part of it, got the scales with the smallest squared error instead of those that
-/// a method finds by statistics of inputs.
+/// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
+/// that a method finds by statistics of inputs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Fallback {
     /// The calibration has no inputs of it along its blocked axis, or only zeros.
     NoInputs,
-    /// The calibration has blocks of `X^T X` where the method needs all of it, or blocks of another size.
+    /// The calibration has blocks of `X^T X` where the method needs all of it, or blocks of another
+    /// size.
     OtherBlocks,
     /// Some slices over its leading axes, such as experts, had no inputs, or only zeros.
     Slices {
@@ -243,8 +244,8 @@ impl ParameterReport {
         8.0 * self.bytes_after as f64 / self.values() as f64
     }
 
-    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was kept, or
-    /// if the dense values were not looked at.
+    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was
+    /// kept, or if the dense values were not looked at.
     pub fn relative_error(&self) -> Option<f64> {
         self.squares().map(|(error, energy)| relative(error, energy))
     }
@@ -304,8 +305,8 @@ impl Fp4Report {
         relative(error, energy)
     }
 
-    /// Whether products with every packed weight run straight from its codes, for any number of rows of
-    /// input.
+    /// Whether products with every packed weight run straight from its codes, for any number of
+    /// rows of input.
     pub fn multiplies_codes(&self) -> bool {
         self.quantized().all(|parameter| parameter.products() == Some(&Products::FromCodes))
     }

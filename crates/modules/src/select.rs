@@ -69,8 +69,8 @@ impl Parameter {
         })
     }
 
-    /// What becomes of products and lookups once it is packed along an axis: layers of this crate do what
-    /// those of Burn cannot, and embeddings look up rows.
+    /// What becomes of products and lookups once it is packed along an axis: layers of this crate
+    /// do what those of Burn cannot, and embeddings look up rows.
     pub(crate) fn products(&self, by_burn: &Products, axis: usize) -> Products {
         use Products::Dequantized;
 
@@ -257,7 +257,8 @@ impl Selection {
     }
 
     /// # Errors
-    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any that it can use.
+    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any that it
+    /// can use.
     pub(crate) fn check_calibrated<'a>(
         &'a self,
         has: impl Fn(usize, &'a Plan) -> bool,
@@ -332,8 +333,8 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     Ok(selection)
 }
 
-/// Paths of the parameters that a configuration selects and whose codes depend on their inputs, with
-/// the axis that is contracted.
+/// Paths of the parameters that a configuration selects and whose codes depend on their inputs,
+/// with the axis that is contracted.
 ///
 /// # Errors
 /// As [`select`]; [`Fp4Error::Uncalibrated`] cannot be told yet.

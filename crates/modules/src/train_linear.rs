@@ -8,11 +8,12 @@ use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn_fp4_ops::{Draw, OpsError, TrainRecipe, train_product};
 
-/// A linear layer whose three products, forward and backward, multiply quantized values as a [`TrainRecipe`]
-/// says, by default NVIDIA's for pretraining in NVFP4. Its records are those of [`Linear`].
+/// A linear layer whose three products, forward and backward, multiply quantized values as a
+/// [`TrainRecipe`] says, by default NVIDIA's for pretraining in NVFP4. Its records are those of
+/// [`Linear`].
 ///
-/// What is drawn for gradients depends on the seed and the number of forward passes on an autodiff device, of
-/// which clones share one count.
+/// What is drawn for gradients depends on the seed and the number of forward passes on an autodiff
+/// device, of which clones share one count.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -49,7 +50,8 @@ pub struct Fp4TrainLinear {
 }
 
 impl Fp4TrainLinear {
-    /// Trains a layer by a recipe; the seed is for what is drawn, and should be another for every layer.
+    /// Trains a layer by a recipe; the seed is for what is drawn, and should be another for every
+    /// layer.
     ///
     /// # Errors
     /// [`OpsError`] for an inconsistent recipe.

@@ -75,8 +75,8 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     }
 }
 
-/// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such as
-/// the experts of `[experts, in, out]`; a matrix is one slice.
+/// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such
+/// as the experts of `[experts, in, out]`; a matrix is one slice.
 #[derive(Default, Clone)]
 pub(crate) struct Inputs<'a> {
     slices: Vec<Option<Cow<'a, Gram>>>,
@@ -114,7 +114,8 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Matrices that a weight is made of along its leading axes, if blocks run along one of the last two.
+/// Matrices that a weight is made of along its leading axes, if blocks run along one of the last
+/// two.
 pub(crate) fn slices_of(layout: &Fp4Layout) -> usize {
     let leading = layout.shape.len().saturating_sub(2);
     if layout.axis < leading { 1 } else { layout.shape[..leading].iter().product() }
@@ -207,7 +208,8 @@ fn quantize_weight<'a, const D: usize>(
     stacked(&packed, layout, scheme.tensor_scale == TensorScaling::Row)
 }
 
-/// Quantizes a weight as a whole; without statistics of its inputs, where these decide, by squared error.
+/// Quantizes a weight as a whole; without statistics of its inputs, where these decide, by squared
+/// error.
 fn by_method<'a, const D: usize>(
     dense: Tensor<D>,
     axis: usize,
@@ -251,8 +253,8 @@ fn stacked<const D: usize>(
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, layout.clone())
 }
 
-/// What GPTQ makes of the Gram matrix that it was asked for last: weights that are multiplied by the
-/// same activations follow each other.
+/// What GPTQ makes of the Gram matrix that it was asked for last: weights that are multiplied by
+/// the same activations follow each other.
 #[derive(Default)]
 pub(crate) struct Curvatures<'a> {
     last: Option<(&'a Gram, Arc<Curvature>)>,

@@ -37,8 +37,8 @@ const CHECKED: &str = "callers check scheme and layout";
 
 /// Whether the kernels give the reference's bits on a device.
 ///
-/// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the work,
-/// one rounding each.
+/// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the
+/// work, one rounding each.
 pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
     matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
 }
@@ -349,7 +349,8 @@ impl Fp4Backend for CubeBackend {
             launch_ref(strategy, &left.client, operand(&left), operand(&right), to, &mut dtypes)
         };
         let by_planes = SimpleArgs { multi_rows: true, tile_matmul: TileMatmulKind::Mma };
-        // What is fast on GPUs; what most devices with matrix instructions have; what needs none; what takes anything.
+        // What is fast on GPUs; what most devices with matrix instructions have; what needs none;
+        // what takes anything.
         let strategies = [
             MultiLevel::SimpleCyclicMma(BlueprintStrategy::Inferred(by_planes)),
             MultiLevel::SimpleCyclicCmma(Default::default()),

@@ -73,9 +73,9 @@ pub(crate) fn is_active(device: &burn::tensor::Device) -> bool {
     crate::has_kernels(device) && matches!(REGISTERED.get(), Some(Ok(())))
 }
 
-/// Launches the operations that wait in the stream of this thread, if products are looked for there. It does not wait
-/// for the device to take them, let alone run them: one that fails here fails again where its results are read, which can
-/// say so.
+/// Launches the operations that wait in the stream of this thread, if products are looked for
+/// there. It does not wait for the device to take them, let alone run them: one that fails here
+/// fails again where its results are read, which can say so.
 pub(crate) fn settle(device: &burn::tensor::Device) {
     if is_active(device) {
         drain(device);

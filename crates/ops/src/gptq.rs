@@ -7,11 +7,12 @@ use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite};
 
 use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
 
-/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights that are
-/// still to be rounded. The search of the scheme is not used.
+/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights
+/// that are still to be rounded. The search of the scheme is not used.
 ///
 /// # Errors
-/// As [`quantize_by_curvature`], with [`OpsError::NonFinite`] whatever the scheme says of it; [`OpsError::Search`] if the Gram matrix is singular and not damped.
+/// As [`quantize_by_curvature`], with [`OpsError::NonFinite`] whatever the scheme says of it;
+/// [`OpsError::Search`] if the Gram matrix is singular and not damped.
 pub fn quantize_gptq<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -29,9 +30,9 @@ pub fn quantize_gptq<const D: usize>(
 
 /// [`quantize_gptq`] of one of several tensors that meet the same activations.
 ///
-/// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects values that are not
-/// finite: one that does not is for values that are known to be finite, of others the codes mean nothing. On the host
-/// such values are an error in any case.
+/// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects
+/// values that are not finite: one that does not is for values that are known to be finite, of
+/// others the codes mean nothing. On the host such values are an error in any case.
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::PartDevice`] if the

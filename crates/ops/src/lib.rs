@@ -97,13 +97,13 @@ pub use tensor::Fp4Tensor;
 pub use train::TrainRecipe;
 
 /// Has layers with packed weights multiply, and look rows up, straight from the codes on Cube
-/// devices (CUDA, CubeCL's CPU runtime), from now on. To be called at the start of a program; to call
-/// it again changes nothing, and without such devices it does nothing. [`products`] says what becomes
-/// of a weight.
+/// devices (CUDA, CubeCL's CPU runtime), from now on. To be called at the start of a program; to
+/// call it again changes nothing, and without such devices it does nothing. [`products`] says what
+/// becomes of a weight.
 ///
 /// # Errors
-/// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being fused then, without
-/// these products.
+/// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being
+/// fused then, without these products.
 pub fn init() -> Result<(), OpsError> {
     #[cfg(feature = "cube")]
     fused::init()?;
@@ -176,16 +176,17 @@ pub fn fake_quantize<const D: usize>(
     Ok(fake_quantize_unchecked(values, amax, axis, scheme, Saturated::PassThrough))
 }
 
-/// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a calibrated
-/// activation has it, or a scale that is learned.
+/// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a
+/// calibrated activation has it, or a scale that is learned.
 ///
-/// Nothing is read back, and NaN and infinity give what the references give. On an autodiff device the gradient
-/// of the values passes straight through, unless they saturate and `saturated` says otherwise; that of the amax
-/// is the one of learned step sizes (Esser et al., ICLR 2020) with codes and block scales as they are.
+/// Nothing is read back, and NaN and infinity give what the references give. On an autodiff device
+/// the gradient of the values passes straight through, unless they saturate and `saturated` says
+/// otherwise; that of the amax is the one of learned step sizes (Esser et al., ICLR 2020) with
+/// codes and block scales as they are.
 ///
 /// # Errors
-/// As [`quantize`]; [`OpsError::Search`] if the scheme has no tensor scale or says itself what it is made from;
-/// [`OpsError::Shape`] if the amax is not one value.
+/// As [`quantize`]; [`OpsError::Search`] if the scheme has no tensor scale or says itself what it
+/// is made from; [`OpsError::Shape`] if the amax is not one value.
 pub fn fake_quantize_with_amax<const D: usize>(
     values: Tensor<D>,
     amax: Tensor<1>,
@@ -211,8 +212,8 @@ pub fn fake_quantize_with_amax<const D: usize>(
     Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
 }
 
-/// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what the references
-/// give. Elements that saturate have the gradient that `saturated` says.
+/// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what
+/// the references give. Elements that saturate have the gradient that `saturated` says.
 ///
 /// # Errors
 /// As [`quantize`], but for values that are not finite.
@@ -285,15 +286,16 @@ fn transform<const D: usize>(
     Ok(Tensor::from_dispatch(Dispatch::fp4_hadamard(values, axis, hadamard, inverse)))
 }
 
-/// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product and, on an
-/// autodiff device, of those for both gradients quantized as a recipe says; see [`TrainRecipe`].
+/// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product
+/// and, on an autodiff device, of those for both gradients quantized as a recipe says; see
+/// [`TrainRecipe`].
 ///
 /// Gradients are rounded by random numbers of this draw: another one for every layer and step.
 ///
 /// # Errors
-/// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe, [`OpsError::Contraction`] if K differs,
-/// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Operands`] if both have not the same,
-/// [`OpsError::TooLarge`] as [`quantize`].
+/// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe,
+/// [`OpsError::Contraction`] if K differs, [`OpsError::DType`] unless f32, f16 or bf16,
+/// [`OpsError::Operands`] if both have not the same, [`OpsError::TooLarge`] as [`quantize`].
 pub fn train_product<const D: usize>(
     input: Tensor<D>,
     weight: Tensor<2>,
@@ -326,11 +328,13 @@ pub fn train_product<const D: usize>(
 /// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
 ///
 /// A weight `[N, K]` quantized along its last axis is used through
-/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex` and `ndarray` multiply straight from
-/// the codes, Cube devices after [`init`]. On an autodiff device the gradient of the input flows.
+/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex` and `ndarray` multiply straight
+/// from the codes, Cube devices after [`init`]. On an autodiff device the gradient of the input
+/// flows.
 ///
 /// # Errors
-/// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the weight is quantized along the other axis or K differs.
+/// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the
+/// weight is quantized along the other axis or K differs.
 pub fn matmul<const D: usize>(
     input: Tensor<D>,
     weight: &Fp4Tensor<2>,

@@ -19,8 +19,8 @@ pub enum Products {
         /// The most rows of an input that is multiplied straight from the codes.
         rows: usize,
     },
-    /// Rows that are looked up are decoded alone, and products with the transpose run from the codes;
-    /// a product with the weight itself dequantizes it.
+    /// Rows that are looked up are decoded alone, and products with the transpose run from the
+    /// codes; a product with the weight itself dequantizes it.
     Rows {
         /// The most rows of an input whose product with the transpose does so, if there is a limit.
         most: Option<usize>,

@@ -161,8 +161,8 @@ impl<const D: usize> Fp4Tensor<D> {
         if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
     }
 
-    /// Sends the operations that wait for this device on their way, so that dequantization and the product that
-    /// reads it follow each other in the stream, as the fuser needs them.
+    /// Sends the operations that wait for this device on their way, so that dequantization and the
+    /// product that reads it follow each other in the stream, as the fuser needs them.
     pub(crate) fn settle(&self) {
         #[cfg(feature = "cube")]
         crate::fused::settle(&self.codes.device());
@@ -172,8 +172,8 @@ impl<const D: usize> Fp4Tensor<D> {
     /// their squares.
     ///
     /// # Errors
-    /// [`OpsError::Shape`] if the values have another shape, [`OpsError::DType`] if they are not f32,
-    /// f16 or bf16.
+    /// [`OpsError::Shape`] if the values have another shape, [`OpsError::DType`] if they are not
+    /// f32, f16 or bf16.
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
         crate::check_dtype(&values)?;
         check_shape("values", &self.dims(), &values.dims())?;

@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use burn::module::Module;
-use burn::tensor::{Bool, Device, Tensor};
+use burn::tensor::{Bool, Device, Tensor, s};
 use burn_fp4::{
     Calibration, CalibrationOptions, ChosenBy, Fallback, Fp4Config, Fp4Error, Fp4Module, Fp4Report,
     Fp4Scheme, Gptq, Outcome, PackedWeight, ScaleSearch, TensorScaling, Unused, ops,
@@ -48,7 +48,7 @@ fn trained(device: &Device) -> Mixture {
 /// A mixture that never chooses an expert.
 fn without(expert: usize, mut model: Mixture) -> Mixture {
     let bias = model.router.bias.take().expect("a router with a bias");
-    model.router.bias = Some(bias.map(|bias| bias.slice_fill([expert..expert + 1], -1e9f32)));
+    model.router.bias = Some(bias.map(|bias| bias.slice_fill(s![expert..expert + 1], -1e9f32)));
     model
 }
 

@@ -333,7 +333,7 @@ fn adapters_move_between_devices() {
         for (to, device, _) in devices() {
             let moved = net.clone().to_device_fp4(&device);
             let what = format!("{from} to {to}");
-            assert_eq!(moved.devices(), [device.clone()], "{what}");
+            assert_eq!(moved.devices(), std::slice::from_ref(&device), "{what}");
             assert_near(&what, &floats(moved.first.weight.val()), &expected, 1e-6);
         }
     }

@@ -379,7 +379,7 @@ fn each_wrong_part_is_an_error_on(name: &str, device: &Device, scheme: &Fp4Schem
 
     let elsewhere = another(name);
     let moved = |what| {
-        let (expected, found) = (device.clone(), elsewhere.clone());
+        let (expected, found) = (device.clone().into(), elsewhere.clone().into());
         OpsError::PartDevice { what, expected, found }
     };
     let there = scales.clone().to_device(&elsewhere);
@@ -505,7 +505,7 @@ fn rows_are_looked_up_from_their_codes() {
         assert!(along.select_rows(first()).is_ok(), "{name}");
         let elsewhere = another(name);
         let error = along.select_rows(first().to_device(&elsewhere)).map(drop);
-        let (expected, found) = (device.clone(), elsewhere);
+        let (expected, found) = (device.clone().into(), elsewhere.into());
         let what = "indices of rows";
         assert_eq!(error, Err(OpsError::PartDevice { what, expected, found }), "{name}");
     }
@@ -861,7 +861,7 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
         assert_eq!(of(&device), Ok(()), "{name}");
         if ["cpu", "cuda"].contains(&name) {
             let error = of(&flex).unwrap_err();
-            let (expected, found) = (flex.clone(), device);
+            let (expected, found) = (flex.clone().into(), device.into());
             assert_eq!(error, OpsError::PartDevice { what: "curvature", expected, found });
         } else {
             assert_eq!(of(&flex), Ok(()), "{name}");

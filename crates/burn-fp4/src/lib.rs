@@ -31,7 +31,7 @@ pub use burn_fp4_modules::{
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
-    BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Scheme, Fp4Tensor, Gptq,
-    Hadamard, NonFinite, OpsError, Products, Rounding, Saturated, ScaleRule, ScaleSearch,
-    TensorScaling, TrainRecipe, search,
+    BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout, Fp4Scheme, Fp4Tensor,
+    Gptq, Gram, Hadamard, NonFinite, OpsError, Products, Rounding, Saturated, ScaleRule,
+    ScaleSearch, TensorScaling, TrainRecipe, Why, search,
 };

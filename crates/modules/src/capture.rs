@@ -408,11 +408,11 @@ mod tests {
         assert_eq!(experts([7, 1, 2, 4], batched), [(1, 14, 0..3, 1)]);
         // One by one.
         let one = |w: Tensor<3>, x: Tensor<2>| {
-            let of = |expert: usize| w.clone().slice([expert..expert + 1]).reshape([4, 5]);
+            let of = |expert: usize| w.clone().slice([expert..expert + 1, 0..4]).reshape([4, 5]);
             x.clone().matmul(of(1)) + (x + 1.0).matmul(of(2))
         };
         assert_eq!(experts([2, 4], one), [(1, 2, 1..2, 1), (1, 2, 2..3, 1)]);
-        let some = |w: Tensor<3>, x: Tensor<3>| x.matmul(w.slice([1..3]));
+        let some = |w: Tensor<3>, x: Tensor<3>| x.matmul(w.slice([1..3, 0..4]));
         assert_eq!(experts([2, 2, 4], some), [(2, 2, 1..3, 1)]);
         // A part of its columns is another weight.
         let columns = |w: Tensor<3>, x: Tensor<3>| x.matmul(w.slice([0..3, 0..4, 1..4]));

@@ -71,7 +71,7 @@ pub struct Fp4Config {
     /// How some weights are quantized instead; of several that fit a path the last one counts.
     pub overrides: Vec<Override>,
     /// Container types whose weights of rank 2 or more are quantized: those of
-    /// [`CONTAINERS`](Self::CONTAINERS), along axis 0.
+    /// [`CONTAINERS`](Self::CONTAINERS).
     pub containers: Vec<Container>,
     /// If not empty, only paths that match one of these.
     pub include: Vec<String>,
@@ -107,9 +107,10 @@ impl Default for Fp4Config {
 }
 
 impl Fp4Config {
-    /// Container types that are quantized without being asked for: Burn's linear layer and those of
-    /// this crate.
-    pub const CONTAINERS: [&str; 3] = ["Linear", "Fp4Linear", "Fp4TrainLinear"];
+    /// Container types that are quantized without being asked for, and the axis of their blocks:
+    /// Burn's linear layer and the layers of this crate.
+    pub const CONTAINERS: [(&str, usize); 4] =
+        [("Linear", 0), ("Fp4Linear", 0), ("Fp4TrainLinear", 0), ("Fp4Embedding", 1)];
 
     /// The weights of every `Linear`, in NVFP4 as TransformerEngine does it.
     pub fn nvfp4() -> Self {
@@ -127,7 +128,7 @@ impl Fp4Config {
             scheme,
             overrides: Vec::new(),
             containers: Self::CONTAINERS
-                .map(|name| Container { name: name.to_owned(), axis: 0 })
+                .map(|(name, axis)| Container { name: name.to_owned(), axis })
                 .into(),
             include: Vec::new(),
             exclude: Vec::new(),

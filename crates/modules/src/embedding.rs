@@ -20,7 +20,7 @@ use crate::PackedWeight;
 ///
 /// let device = Device::flex();
 /// let mut table = Fp4Embedding::from(EmbeddingConfig::new(100, 64).init(&device));
-/// table.quantize_fp4(&Fp4Config::nvfp4().container("Fp4Embedding", 1))?;
+/// table.quantize_fp4(&Fp4Config::nvfp4())?;
 /// let vectors = table.forward(Tensor::<2, Int>::from_data([[3, 97]], &device));
 /// assert_eq!(vectors.dims(), [1, 2, 64]);
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
@@ -47,6 +47,12 @@ impl Fp4Embedding {
             }
             None => burn::tensor::module::embedding(self.weight.val(), indices),
         }
+    }
+}
+
+impl From<Fp4Embedding> for Embedding {
+    fn from(embedding: Fp4Embedding) -> Self {
+        Self { weight: embedding.weight }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Where a list of operations multiplies activations by weights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use burn::tensor::Tensor;

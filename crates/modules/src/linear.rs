@@ -67,6 +67,13 @@ fn adapted<const D: usize>(input: Tensor<D>, adapter: &LoraAdapter) -> Tensor<D>
     linear(inner, adapter.b.val(), None).mul_scalar(adapter.scale).cast(dtype)
 }
 
+impl From<Fp4Linear> for Linear {
+    fn from(layer: Fp4Linear) -> Self {
+        let Fp4Linear { weight, bias } = layer;
+        Self { weight, bias }
+    }
+}
+
 impl From<Linear> for Fp4Linear {
     fn from(linear: Linear) -> Self {
         let Linear { weight, bias, .. } = linear;

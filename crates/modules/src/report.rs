@@ -161,7 +161,7 @@ impl fmt::Display for ChosenBy {
 pub enum Reason {
     /// Its container is not one that is quantized.
     Container,
-    /// It is not a matrix.
+    /// It has fewer than two axes.
     Rank,
     /// No pattern includes it.
     NotIncluded,
@@ -273,6 +273,11 @@ fn relative(squared_error: f64, energy: f64) -> f64 {
 }
 
 impl Fp4Report {
+    /// What was done to the parameter with a path, such as `layers.0.weight`.
+    pub fn get(&self, path: &str) -> Option<&ParameterReport> {
+        self.parameters.iter().find(|parameter| parameter.path == path)
+    }
+
     /// The parameters that were quantized.
     pub fn quantized(&self) -> impl Iterator<Item = &ParameterReport> {
         self.parameters.iter().filter(|parameter| parameter.is_quantized())

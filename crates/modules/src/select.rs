@@ -432,7 +432,8 @@ fn globs(patterns: &[String]) -> Result<GlobSet, Fp4Error> {
 fn unused_containers(parameters: &[Parameter], config: &Fp4Config) -> Vec<String> {
     let known: BTreeSet<_> = parameters.iter().map(|one| one.container.as_str()).collect();
     let added = config.containers.iter().map(|container| container.name.as_str());
-    let added = added.filter(|name| !Fp4Config::CONTAINERS.contains(name) && !known.contains(name));
+    let default = |name: &str| Fp4Config::CONTAINERS.iter().any(|(known, _)| *known == name);
+    let added = added.filter(|name| !default(name) && !known.contains(name));
     added.map(|name| format!("container `{name}` holds no parameter")).collect()
 }
 

@@ -121,9 +121,9 @@ pub enum OpsError {
         /// What it is.
         what: &'static str,
         /// Device of what it goes with.
-        expected: Device,
+        expected: Box<Device>,
         /// Its own.
-        found: Device,
+        found: Box<Device>,
     },
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]

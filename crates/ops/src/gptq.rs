@@ -51,7 +51,7 @@ pub fn quantize_by_curvature<const D: usize>(
     if curvature.on_host().is_some() {
         scheme = scheme.with_non_finite(NonFinite::Reject);
     } else if *curvature.device() != device {
-        let (expected, found) = (device, curvature.device().clone());
+        let (expected, found) = (device.into(), curvature.device().clone().into());
         return Err(OpsError::PartDevice { what: "curvature", expected, found });
     }
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;

@@ -316,7 +316,7 @@ mod tests {
             [(12, 12, 1), (300, 300, 3), (256, 16, 1), (300, 100, 3)]
         {
             let x = x.clone().repeat_dim(0, channels).reshape([7, channels]);
-            let x = x.slice_fill([2..4], 0.0);
+            let x = x.slice_fill([2..4, 0..channels], 0.0);
             let mut exact = Gram::new(channels);
             if block_size < channels {
                 exact = Gram::in_blocks(channels, block_size).unwrap();

@@ -266,6 +266,7 @@ impl Fp4Tensor<2> {
         let layout = self.layout.of_rows(rows.dims()[0])?;
         let (expected, found) = (self.device(), rows.device());
         if expected != found {
+            let (expected, found) = (expected.into(), found.into());
             return Err(OpsError::PartDevice { what: "indices of rows", expected, found });
         }
         let by_row = self.tensor_scale.dims() != [1];
@@ -315,7 +316,7 @@ fn check_part<const R: usize>(
     check_shape(what, shape, &part.dims())?;
     let found = part.device();
     if found != *device {
-        let expected = device.clone();
+        let (expected, found) = (device.clone().into(), found.into());
         return Err(OpsError::PartDevice { what, expected, found });
     }
     Ok(())

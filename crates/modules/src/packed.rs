@@ -9,7 +9,7 @@ use std::str::FromStr;
 use burn::module::{
     Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
-use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
 
 use crate::paths::{MapFloats, map_floats};
@@ -359,7 +359,8 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
 /// all of them are negative, or only the first where a device cannot see one value in another
 /// shape.
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
-    let one = || -Tensor::<D>::zeros([1; D], (device, dtype));
+    // As data: kernels may change the sign of a zero that they compute.
+    let one = || Tensor::<1>::from_data([-0.0f32], (device, dtype)).reshape([1; D]);
     if is_ndarray(device) {
         // Zeros that are never touched take no memory.
         let zeros = Tensor::zeros(dims, (device, dtype));
@@ -375,24 +376,30 @@ fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Ten
 /// The first value alone of what [`zeros`] made. Any other value stays whole, also that of a weight
 /// that was packed and is dense again, whatever its values.
 fn one_if_placeholder<const D: usize>(values: Tensor<D>) -> Tensor<D> {
-    let len = values.shape().num_elements();
+    let dims: [usize; D] = values.dims();
+    let len: usize = dims.iter().product();
     if len <= 1 || !values.dtype().is_float() {
         return values;
     }
-    let number = values.clone().slice(first::<D>()).into_scalar::<f32>();
-    if number != 0.0 || number.is_sign_positive() {
+    // Signs are looked at here, some along the longest axis: kernels may not see that of a zero.
+    let longest = (0..D).max_by_key(|&axis| dims[axis]).unwrap_or(0);
+    let some = values.clone().slice(core::array::from_fn::<_, D, _>(|axis| {
+        if axis == longest { 0..dims[axis].min(SIGNS) } else { 0..1 }
+    }));
+    let some = some.into_data();
+    let negative = |value: f32| value == 0.0 && value.is_sign_negative();
+    let first_is_negative = some.iter::<f32>().next().is_some_and(negative);
+    let others = some.iter::<f32>().skip(1).filter(|&value| negative(value)).count();
+    let all_or_one = others == 0 || others + 1 == some.num_elements();
+    if !first_is_negative || !all_or_one {
         return values;
     }
-    let count = |which: Tensor<D, Bool>| which.int().sum().into_scalar::<i64>() as usize;
-    let zeros = count(values.clone().equal_elem(0.0));
-    // 1 / -0 is -inf.
-    let negative = count(values.clone().recip().lower_elem(0.0));
-    if zeros == len && (negative == len || negative == 1) {
-        values.slice(first::<D>())
-    } else {
-        values
-    }
+    let zeros = values.clone().equal_elem(0.0).int().sum().into_scalar::<i64>();
+    if zeros as usize == len { values.slice(first::<D>()) } else { values }
 }
+
+/// Values that tell [`zeros`] from a weight that was masked, whose zeros have the signs of its values.
+const SIGNS: usize = 64;
 
 /// Where the first value of a tensor is.
 fn first<const D: usize>() -> [Range<usize>; D] {

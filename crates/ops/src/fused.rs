@@ -133,7 +133,7 @@ struct Adapter {
 enum End {
     Multiplication(Box<Multiplication>),
     /// Of rows of the weight.
-    Lookup(SelectOpIr),
+    Lookup(Box<SelectOpIr>),
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -229,7 +229,7 @@ impl Segment {
             OperationIr::BaseFloat(BaseOperationIr::Select(select)) => {
                 let reads = dequantized(&select.tensor) && select.dim == 0;
                 if reads {
-                    self.end = Some(End::Lookup(select.clone()));
+                    self.end = Some(End::Lookup(Box::new(select.clone())));
                 }
                 reads
             }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Capture;
 use burn::backend::capture::CapturedGraph;
@@ -17,21 +18,29 @@ use crate::pack::message;
 
 /// Records forward passes, one after the other.
 pub(crate) struct Recorder {
-    /// One for all of them: Burn numbers capture devices by 16 bits and uses no number twice.
     device: Device,
     values: Values,
+    /// Whether a pass has failed on the device: what it left there is not known.
+    failed: bool,
 }
+
+/// Capture devices that no calibration uses now.
+///
+/// Burn numbers them by 16 bits, uses no number twice and keeps the settings of each for as long
+/// as the process runs, so a new one for every calibration would run out of numbers.
+static FREE: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
 impl Recorder {
     /// # Errors
     /// [`Fp4Error::Capture`] if this process has no capture device left.
     pub(crate) fn new() -> Result<Self, Fp4Error> {
-        let device = catch_unwind(Device::capture).map_err(|_| {
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let device = free.map_or_else(|| catch_unwind(Device::capture), Ok).map_err(|_| {
             let problem = "this process has used up Burn's 65536 capture devices, one for each \
-                           calibration";
+                           calibration that failed and one for each that ran beside others";
             Fp4Error::Capture { problem: problem.to_owned() }
         })?;
-        Ok(Self { device, values: Values::default() })
+        Ok(Self { device, values: Values::default(), failed: false })
     }
 
     /// Records a forward pass over a batch. Nothing is computed, and no float parameter is read.
@@ -65,14 +74,28 @@ impl Recorder {
         };
         match recorded {
             Ok(Ok(graph)) => Ok(Recording::new(graph, stand_ins.found, &mut self.values)),
-            Ok(Err(error)) => Err(failed(&error.to_string())),
-            Err(panic) => Err(failed(&message(&*panic))),
+            Ok(Err(error)) => {
+                self.failed = true;
+                Err(failed(&error.to_string()))
+            }
+            Err(panic) => {
+                self.failed = true;
+                Err(failed(&message(&*panic)))
+            }
         }
     }
 
     /// The values of all recordings.
-    pub(crate) fn into_values(self) -> Values {
-        self.values
+    pub(crate) fn into_values(mut self) -> Values {
+        std::mem::take(&mut self.values)
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        if !self.failed {
+            FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.device.clone());
+        }
     }
 }
 
@@ -335,6 +358,14 @@ mod tests {
         let record = |batch| recorder.record(model, batch, &mut forward).unwrap();
         let recordings = batches.into_iter().map(record).collect();
         (recordings, recorder.into_values())
+    }
+
+    #[test]
+    fn calibrations_one_after_the_other_do_not_run_out_of_capture_devices() {
+        for number in 0..=u32::from(u16::MAX) + 1 {
+            let recorder = Recorder::new();
+            assert!(recorder.is_ok(), "number {number}");
+        }
     }
 
     #[test]

@@ -32,6 +32,26 @@ pub struct FormatRow {
     pub block_sizes: &'static [usize],
 }
 
+/// How the block scales of a format lie on the number line; all else about them is derived from
+/// the row inside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScaleGrid {
+    /// A float with a mantissa, zero and subnormals (E4M3): searches compare absolute values.
+    Float(Minifloat),
+    /// Every power of two and no zero (E8M0): searches count from the power of the block's amax.
+    PowersOfTwo(Minifloat),
+}
+
+impl FormatRow {
+    /// The grid of the block scales.
+    pub const fn scale_grid(&self) -> ScaleGrid {
+        match self.block_scale.mantissa_bits {
+            0 => ScaleGrid::PowersOfTwo(self.block_scale),
+            _ => ScaleGrid::Float(self.block_scale),
+        }
+    }
+}
+
 impl Fp4Format {
     /// Every format.
     pub const ALL: [Self; 2] = [Self::NvFp4, Self::MxFp4];

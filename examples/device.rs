@@ -7,6 +7,7 @@ pub enum OnDevice {
     /// Burn's own, on the host.
     Flex,
     /// Burn's older one, on the host.
+    #[cfg(feature = "ndarray")]
     Ndarray,
     /// The first NVIDIA GPU.
     #[cfg(feature = "cuda")]
@@ -22,6 +23,7 @@ impl OnDevice {
         match self {
             Self::Flex => Device::flex(),
             // Burn 0.22 deprecates it; the two devices give the same bits.
+            #[cfg(feature = "ndarray")]
             #[allow(deprecated)]
             Self::Ndarray => Device::ndarray(),
             #[cfg(feature = "cuda")]

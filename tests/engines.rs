@@ -131,7 +131,7 @@ fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) ->
     compared
 }
 
-/// What the host engine makes of a packed matrix along an axis of a matrix of this shape.
+/// Values of a packed matrix by the host engine, along an axis of a matrix of this shape.
 fn host_dequantize(packed: &Packed, view: View) -> Vec<f32> {
     let mut values = vec![0.0; view.len()];
     let view_of = PackedView {
@@ -204,7 +204,7 @@ proptest! {
         }
     }
 
-    /// Within half a step of the grid of its block, or a whole one if it is drawn, unless the
+    /// Within half a step of the grid of its block, or a whole one if it is rounded at random, unless the
     /// block saturates. The quantizer may be off by the rounding of the products, hence the last
     /// factor.
     #[test]

@@ -260,7 +260,8 @@ mod tests {
 
     #[test]
     fn paths_are_mentioned_with_their_module_and_line() {
-        let found = items("fn f() {\n crate::a::B::<u8>::c(); }\nmod n { fn g() { super::d(e) } }");
+        let source = "fn f() {\n crate::a::B::<u8>::c(); }\nmod n { fn g() { super::d(e) } }";
+        let found = items(source);
         let expected = [("crate::a::B", 1, 2), ("super::d", 2, 3)];
         let found: Vec<_> =
             found.mentions.iter().map(|m| (m.path.join("::"), m.module.len(), m.line)).collect();

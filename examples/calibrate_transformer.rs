@@ -1,5 +1,5 @@
-//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that use the inputs
-//! of its layers, and shows what each costs in accuracy, time and memory:
+//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that use the
+//! inputs of its layers, and shows what each costs in accuracy, time and memory:
 //! `cargo run --release --example calibrate_transformer`.
 
 use std::cell::Cell;

@@ -204,9 +204,9 @@ proptest! {
         }
     }
 
-    /// Within half a step of the grid of its block, or a whole one if it is rounded at random, unless the
-    /// block saturates. The quantizer may be off by the rounding of the products, hence the last
-    /// factor.
+    /// Within half a step of the grid of its block, or a whole one if it is rounded at random,
+    /// unless the block saturates. The quantizer may be off by the rounding of the products, hence
+    /// the last factor.
     #[test]
     fn values_are_within_half_a_step((dense, scheme) in problem()) {
         let values = dense.to_f32();

@@ -242,8 +242,8 @@ mod tests {
 
     #[test]
     fn definitions_are_those_of_a_module_not_of_a_type() {
-        let source = "const fn f() { fn inner() {} }\nimpl A { fn method() {} }\nmacro_rules! x {}\n\
-                      mod n { struct S { t: u8 } }";
+        let source = "const fn f() { fn inner() {} }\nimpl A { fn method() {} }\n\
+                      macro_rules! x {}\nmod n { struct S { t: u8 } }";
         let found: Vec<_> = items(source).definitions.into_iter().collect();
         let at = |path: &[&str]| path.iter().map(|name| name.to_string()).collect::<Vec<_>>();
         let own = |name: &str| (at(&["m"]), name.to_owned());

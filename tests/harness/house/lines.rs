@@ -47,7 +47,8 @@ pub fn named_paths(markdown: &str) -> Vec<(usize, String)> {
 fn is_path(quoted: &str) -> bool {
     const ENDINGS: [&str; 4] = [".rs", ".md", ".toml", ".sh"];
     let is_file = ENDINGS.iter().any(|ending| quoted.ends_with(ending));
-    (quoted.contains('/') || is_file) && !quoted.contains("://") && !quoted.contains(' ')
+    let is_word = quoted.contains(char::is_alphanumeric) && !quoted.contains(' ');
+    (quoted.contains('/') || is_file) && is_word && !quoted.contains("://")
 }
 
 fn existing_part(path: &str) -> &str {
@@ -89,7 +90,8 @@ mod tests {
 
     #[test]
     fn paths_are_what_is_quoted_outside_of_blocks() {
-        let text = "see `a/b.rs`, `word`, `two words/x` and `c/<name>.rs`\n```\n`x/y`\n```\n`d.md`";
+        let text =
+            "see `a/b.rs`, `word`, `//!`, `two words/x` and `c/<name>.rs`\n```\n`x/y`\n```\n`d.md`";
         let expected = [(1, "a/b.rs".into()), (1, "c".into()), (5, "d.md".into())];
         assert_eq!(named_paths(text), expected);
     }

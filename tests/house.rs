@@ -108,18 +108,19 @@ fn no_drawers() {
 #[test]
 fn files_of_a_crate_use_each_other_one_way() {
     let sources = sources();
-    let split = |file: &File| {
+    let folder = |file: &File| {
         let (folder, _) = file.path.split_once("/src/").expect("a source");
         format!("{folder}/src/")
     };
-    let folders: BTreeSet<_> = sources.iter().map(split).collect();
-    let broken = folders.iter().flat_map(|folder| {
-        let own = sources.iter().filter_map(|file| {
-            Some((file.path.strip_prefix(folder.as_str())?.to_owned(), file.text.clone()))
-        });
-        circles_of(folder, &Crate::new(own.collect()))
-    });
+    let folders: BTreeSet<_> = sources.iter().map(folder).collect();
+    let broken = folders.iter().flat_map(|folder| circles_of(folder, &read_crate(folder)));
     assert_kept("files of a crate use each other one way", broken.collect());
+}
+
+/// The crate whose sources are in a folder, which ends in `/`.
+fn read_crate(folder: &str) -> Crate {
+    let own = |file: File| Some((file.path.strip_prefix(folder)?.to_owned(), file.text));
+    Crate::new(sources().into_iter().filter_map(own).collect())
 }
 
 /// One breach for every arrow of a circle, and for every path that leads nowhere.
@@ -146,6 +147,23 @@ fn circles_of(folder: &str, files: &Crate) -> Vec<Breach> {
         }));
     }
     broken
+}
+
+#[test]
+fn the_oracle_uses_no_engine() {
+    const FOLDER: &str = "crates/search/src/";
+    let search = read_crate(FOLDER);
+    let (arrows, _) = search.arrows();
+    let is_wrong = |arrow: &&Arrow| {
+        let [from, to] = [arrow.from, arrow.to].map(|file| search.files[file].as_str());
+        from.starts_with("reference/") && to.starts_with("host/")
+    };
+    let broken = arrows.iter().filter(is_wrong).map(|arrow| {
+        let (file, name) = (format!("{FOLDER}{}", search.files[arrow.from]), &arrow.name);
+        breach(&file, arrow.line, format!("`{name}` is the host's: define it beside the oracle"))
+    });
+    assert!(search.files.iter().any(|file| file.starts_with("reference/")), "there is an oracle");
+    assert_kept("the oracle uses no engine", broken.collect());
 }
 
 #[test]

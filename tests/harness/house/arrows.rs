@@ -159,7 +159,7 @@ impl Crate {
                 _ => continue,
             };
             // `pub use a;` of another crate leads to itself.
-            let target = match import.path[0] == name {
+            let target = match import.path == [name] {
                 true => Target::Nowhere,
                 false => self.resolve(module, &path, steps + 1),
             };
@@ -242,6 +242,14 @@ mod tests {
             ),
         ];
         assert_eq!(arrows(&files), ["b > a", "c > a"]);
+    }
+
+    #[test]
+    fn a_module_and_what_is_in_it_may_have_one_name() {
+        let root = "mod a; mod b; pub use a::a; pub use outside::outside;";
+        let b = "use crate::a;\nfn f() { a() }\nfn g() { crate::outside() }";
+        let files = [("lib.rs", root), ("a.rs", "pub fn a() {}"), ("b.rs", b)];
+        assert_eq!(arrows(&files), ["b > a"]);
     }
 
     #[test]

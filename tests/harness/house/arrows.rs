@@ -129,7 +129,7 @@ impl Crate {
             }
             _ => {}
         }
-        let file = self.modules[module];
+        let Some(&file) = self.modules.get(module) else { return Target::Nowhere };
         let child = [module, core::slice::from_ref(first)].concat();
         let is_module = self.modules.contains_key(&child);
         // A function may be called as its module is.
@@ -143,15 +143,15 @@ impl Crate {
         if is_defined(first) || is_defined(written) {
             return Target::File(file);
         }
-        match self.imported(module, first, rest, steps) {
+        match self.imported(&self.items[file], module, path, steps) {
             Target::Nowhere if is_module => Target::Module,
             target => target,
         }
     }
 
-    /// Follows a name that a module imports.
-    fn imported(&self, module: &[String], name: &str, rest: &[String], steps: usize) -> Target {
-        let items = &self.items[self.modules[module]];
+    /// Follows a path whose first name a module imports.
+    fn imported(&self, items: &Items, module: &[String], path: &[String], steps: usize) -> Target {
+        let (name, rest) = (path[0].as_str(), &path[1..]);
         for import in items.imports.iter().filter(|import| import.module == module) {
             let path = match import.name.as_str() {
                 "*" => [&import.path[..], &[name.to_owned()], rest].concat(),

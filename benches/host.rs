@@ -44,58 +44,20 @@ fn main() {
 }
 
 fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], rows: &mut Vec<Row>) {
-    let Arguments { rows: m, cols: k, runs, .. } = *arguments;
-    let shape = [m, k];
     let dense_bytes = size_of_val(values);
     let mut output = vec![T::default(); values.len()];
-    let copy = median_seconds(runs, || output.copy_from_slice(values));
-    let mut time = |name: String, bytes, run: &mut dyn FnMut()| {
-        let wanted = arguments.filter.as_ref().is_none_or(|filter| {
-            if arguments.exact { name == *filter } else { name.contains(filter) }
-        });
-        if wanted {
-            let seconds = median_seconds(runs, run);
-            rows.push(Row::new(&name, values.len(), bytes, seconds, copy));
-        }
-    };
-    time(format!("copy {dtype}"), 2 * dense_bytes, &mut || output.copy_from_slice(values));
+    let copy = median_seconds(arguments.runs, || output.copy_from_slice(values));
+    let mut bench = Bench { dtype, arguments, values, copy, rows };
+    bench.time(format!("copy {dtype}"), 2 * dense_bytes, || output.copy_from_slice(values));
 
     let plain = Fp4Scheme::nvfp4();
-    time(format!("amax {dtype}"), dense_bytes, &mut || {
-        std::hint::black_box(host::amax(values, View::rows(m, k), &plain));
+    let view = View::rows(arguments.rows, arguments.cols);
+    bench.time(format!("amax {dtype}"), dense_bytes, || {
+        std::hint::black_box(host::amax(values, view, &plain));
     });
+    bench.searches_by_hessian();
     let four_over_six =
         ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
-    let x: Vec<_> = weights(512 * k).iter().map(|x| x * 50.0).collect();
-    for search in [
-        ScaleSearch::Hessian,
-        ScaleSearch::CoordinateDescent,
-        ScaleSearch::AdmmPublished,
-        ScaleSearch::Admm,
-    ] {
-        for scheme in [plain, Fp4Scheme::mxfp4()] {
-            let scheme = scheme.with_search(search);
-            let mut codes = vec![0; values.len() / 2];
-            let mut scales = vec![0; values.len() / scheme.block_size];
-            let view = View::rows(m, k);
-            let name = format!("quantize {dtype} to {} by {search:?}, T = 512", scheme.format());
-            time(name, dense_bytes, &mut || {
-                let hessians = BlockHessians::of(&x, k, scheme.block_size).expect("finite");
-                let importance = Importance::Blocks(&hessians);
-                let amax = host::amax(values, view, &scheme);
-                host::quantize_by_importance(
-                    values,
-                    view,
-                    &scheme,
-                    &amax,
-                    importance,
-                    &mut codes,
-                    &mut scales,
-                )
-                .expect("a valid problem");
-            });
-        }
-    }
     for (name, axis, scheme) in [
         ("nvfp4", 1, plain),
         ("nvfp4 along axis 0", 0, plain),
@@ -108,20 +70,93 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
         ("mxfp4", 1, Fp4Scheme::mxfp4()),
         ("mxfp4 along axis 0", 0, Fp4Scheme::mxfp4()),
     ] {
-        let view = View::along(&shape, axis);
-        let mut codes = vec![0; values.len() / 2];
-        let mut scales = vec![0; values.len() / scheme.block_size];
+        let view = View::along(&[arguments.rows, arguments.cols], axis);
+        bench.scheme(name, view, &scheme, &mut output);
+    }
+}
+
+/// Values of one dtype, and what is measured with them.
+struct Bench<'a, T> {
+    dtype: &'a str,
+    arguments: &'a Arguments,
+    values: &'a [T],
+    /// Seconds that a copy of the values takes.
+    copy: f64,
+    rows: &'a mut Vec<Row>,
+}
+
+impl<T: HostElement> Bench<'_, T> {
+    /// Measures an operation, if it is asked for.
+    fn time(&mut self, name: String, bytes: usize, run: impl FnMut()) {
+        let wanted = self.arguments.filter.as_ref().is_none_or(|filter| {
+            if self.arguments.exact { name == *filter } else { name.contains(filter) }
+        });
+        if wanted {
+            let seconds = median_seconds(self.arguments.runs, run);
+            self.rows.push(Row::new(&name, self.values.len(), bytes, seconds, self.copy));
+        }
+    }
+
+    /// Memory for codes and block scales.
+    fn packed(&self, scheme: &Fp4Scheme) -> (Vec<u8>, Vec<u8>) {
+        let count = self.values.len();
+        (vec![0; count / 2], vec![0; count / scheme.block_size])
+    }
+
+    /// The searches that need activations, the Hessians of the blocks included.
+    fn searches_by_hessian(&mut self) {
+        let (values, cols) = (self.values, self.arguments.cols);
+        let view = View::rows(self.arguments.rows, cols);
+        let x: Vec<_> = weights(512 * cols).iter().map(|x| x * 50.0).collect();
+        for search in [
+            ScaleSearch::Hessian,
+            ScaleSearch::CoordinateDescent,
+            ScaleSearch::AdmmPublished,
+            ScaleSearch::Admm,
+        ] {
+            for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+                let scheme = scheme.with_search(search);
+                let (mut codes, mut scales) = self.packed(&scheme);
+                let (dtype, format) = (self.dtype, scheme.format());
+                let name = format!("quantize {dtype} to {format} by {search:?}, T = 512");
+                self.time(name, size_of_val(values), || {
+                    let hessians = BlockHessians::of(&x, cols, scheme.block_size).expect("finite");
+                    let importance = Importance::Blocks(&hessians);
+                    let amax = host::amax(values, view, &scheme);
+                    host::quantize_by_importance(
+                        values,
+                        view,
+                        &scheme,
+                        &amax,
+                        importance,
+                        &mut codes,
+                        &mut scales,
+                    )
+                    .expect("a valid problem");
+                });
+            }
+        }
+    }
+
+    /// A scheme that needs no activations; for runs of elements without a search, the way back too.
+    fn scheme(&mut self, name: &str, view: View, scheme: &Fp4Scheme, output: &mut [T]) {
+        let (dtype, values) = (self.dtype, self.values);
+        let dense_bytes = size_of_val(values);
+        let (mut codes, mut scales) = self.packed(scheme);
         let packed_bytes = codes.len() + scales.len();
         // MXFP4 and rules without a tensor scale need no pass over the data for it.
         let reads = if scheme.rule.row().tensor_scale { 2 } else { 1 };
         let mut quantize = || {
-            let amax = if reads == 2 { host::amax(values, view, &scheme) } else { vec![1.0] };
-            host::quantize(values, view, &scheme, &amax, &mut codes, &mut scales)
+            let amax = if reads == 2 { host::amax(values, view, scheme) } else { vec![1.0] };
+            host::quantize(values, view, scheme, &amax, &mut codes, &mut scales)
                 .expect("a valid problem")
         };
         let tensor_scale = quantize();
         let name_of = format!("quantize {dtype} to {name}");
-        time(name_of, reads * dense_bytes + packed_bytes, &mut || drop(quantize()));
+        self.time(name_of, reads * dense_bytes + packed_bytes, || drop(quantize()));
+        if scheme.blocks != Blocks::Row || scheme.search != ScaleSearch::Amax {
+            return;
+        }
 
         let packed = PackedView {
             format: scheme.format(),
@@ -130,15 +165,12 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
             scales: &scales,
             tensor_scale: tensor_scale.as_slice(),
         };
-        if scheme.blocks == Blocks::Row && scheme.search == ScaleSearch::Amax {
-            let name_of = format!("dequantize {name} to {dtype}");
-            time(name_of, dense_bytes + packed_bytes, &mut || {
-                host::dequantize(packed, view, &mut output).expect("a valid problem");
-            });
-            time(format!("fake-quantize {dtype} by {name}"), 2 * dense_bytes, &mut || {
-                host::fake_quantize(values, view, &scheme, &[0.1], Restore::Values, &mut output)
-                    .expect("a valid problem");
-            });
-        }
+        self.time(format!("dequantize {name} to {dtype}"), dense_bytes + packed_bytes, || {
+            host::dequantize(packed, view, output).expect("a valid problem");
+        });
+        self.time(format!("fake-quantize {dtype} by {name}"), 2 * dense_bytes, || {
+            host::fake_quantize(values, view, scheme, &[0.1], Restore::Values, output)
+                .expect("a valid problem");
+        });
     }
 }

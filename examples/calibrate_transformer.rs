@@ -1,5 +1,6 @@
-//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that know what its
-//! layers meet, and shows what each costs: `cargo run --release --example calibrate_transformer`.
+//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that use the
+//! inputs of its layers, and shows what each costs in accuracy, time and memory:
+//! `cargo run --release --example calibrate_transformer`.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -24,7 +25,7 @@ use serde::Serialize;
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// Trains a transformer on a text and quantizes it by methods that know what its layers meet.
+/// Trains a transformer on a text and quantizes it by methods that use the inputs of its layers.
 #[derive(Parser)]
 struct Arguments {
     /// Burn device to train and quantize on.
@@ -80,7 +81,7 @@ fn main() -> Result<()> {
 
     let scheme = if arguments.mxfp4 { Fp4Scheme::mxfp4() } else { Fp4Scheme::nvfp4() };
     let by = |search| Fp4Config::new(scheme.with_search(search));
-    // 32 768 inputs of at most 256 channels are to be trusted.
+    // 32 768 inputs determine the statistics of at most 256 channels well enough.
     let gptq = || Fp4Config::new(scheme).gptq(Gptq { damping: 0.05, ..Gptq::default() });
     let mut rows = vec![row("dense", &dense, &dense, &text, &device, 0.0, 0.0)];
     for (variant, config, calibration) in [
@@ -133,7 +134,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// When what layers meet is found out.
+/// When a variant is calibrated.
 enum Calibrated {
     Not,
     AtOnce,

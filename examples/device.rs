@@ -1,3 +1,5 @@
+//! The choice of a device on the command line.
+
 use burn::tensor::Device;
 use clap::ValueEnum;
 

@@ -12,7 +12,7 @@ use crate::random::Random;
 /// Pixels of an image, 8 x 8.
 pub const PIXELS: usize = 64;
 
-/// Images and what they show.
+/// Images and their labels.
 #[derive(Debug, Clone)]
 pub struct Digits {
     pixels: Vec<f32>,
@@ -82,7 +82,7 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// A network that has learned nothing yet, with two hidden layers of these widths.
+    /// An untrained network with two hidden layers of these widths.
     pub fn new(device: &Device, [first, second]: [usize; 2]) -> Self {
         Self {
             input: LinearConfig::new(PIXELS, first).init(device),

@@ -9,7 +9,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 
 use crate::text::{CONTEXT, Predicts, Size, Text};
 
-/// A classifier that tells which character comes next.
+/// A classifier that predicts the next character.
 #[derive(Module, Debug)]
 pub struct Reader {
     characters: Embedding,
@@ -19,7 +19,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// A reader that has learned nothing yet.
+    /// An untrained model.
     pub fn new(text: &Text, size: Size, device: &Device) -> Self {
         let Size { blocks, width, heads } = size;
         Self {

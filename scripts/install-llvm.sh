@@ -1,9 +1,11 @@
 #!/bin/sh
-# LLVM for the features `cpu` and `cuda`, on a Debian machine that reaches Debian's packages but not GitHub.
+# LLVM for the features `cpu` and `cuda`, on a Debian machine that reaches Debian's packages but
+# not GitHub.
 #
-# CubeCL 0.11 compiles its kernels through LLVM, whose prebuilt bundle its build script downloads from GitHub. Where that works,
-# this script is not needed. Elsewhere it puts Debian's LLVM 22 in the folder where the build script looks for the bundle.
-# Needs root. Does nothing where the bundle is already there.
+# CubeCL 0.11 compiles its kernels through LLVM, whose prebuilt bundle its build script downloads
+# from GitHub. Where that works, this script is not needed. Elsewhere it puts Debian's LLVM 22 in
+# the folder where the build script looks for the bundle. Needs root. Does nothing where the bundle
+# is already there.
 set -eu
 
 bundle="${XDG_DATA_HOME:-$HOME/.local/share}/tracel/tracel-llvm-23.1.0-4"
@@ -20,10 +22,12 @@ fi
 mkdir -p "$bundle/bin"
 ln -sfn "$llvm/lib" "$bundle/lib"
 ln -sfn "$llvm/include" "$bundle/include"
-# Debian's llvm-config names libz3 by its path, and lists archives of Polly that Debian does not ship.
+# Debian's llvm-config names libz3 by its path, and lists archives of Polly that Debian does not
+# ship.
 cat > "$bundle/bin/llvm-config" <<EOF
 #!/bin/sh
-"$llvm/bin/llvm-config" "\$@" | sed -E 's#/usr/lib/[^ ]*/lib(z3)\\.so#-l\\1#g; s#-lPolly(ISL)?\\b##g'
+"$llvm/bin/llvm-config" "\$@" |
+    sed -E 's#/usr/lib/[^ ]*/lib(z3)\\.so#-l\\1#g; s#-lPolly(ISL)?\\b##g'
 EOF
 chmod +x "$bundle/bin/llvm-config"
 touch "$bundle/.tracel-llvm-installed"

@@ -1,5 +1,5 @@
-//! Calibration: what is recorded of modules that know nothing of it, against copies of them that
-//! keep their inputs.
+//! Calibration: the inputs recorded from unmodified modules, against those that copies of the
+//! modules keep by hand.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -34,7 +34,7 @@ fn keep<const D: usize>(kept: &Kept, paths: &[&'static str], input: &Tensor<D>) 
     }
 }
 
-/// A module whose forward pass can tell what its layers meet.
+/// A module whose forward pass can keep the inputs of its layers.
 trait Watched: Module {
     type Batch: Module;
     fn run(&self, batch: Self::Batch, kept: Option<&Kept>);
@@ -505,8 +505,8 @@ fn a_killed_process_is_gone_on_from() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// What is known of layers depends on the module, on the batches that are summed up together, and
-/// on what was made of the layers before: nothing of that may come from a cache of something else.
+/// Statistics of layers depend on the module, on the batches that are summed up together, and on
+/// how the layers before were quantized: a cache of another calibration must not be used.
 #[test]
 fn a_cache_is_of_one_calibration() {
     let device = Device::flex();
@@ -581,7 +581,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
             .unwrap();
         let skips = !config.exclude.is_empty();
         assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
-        // By hand: each layer by what it meets behind those that are quantized already.
+        // By hand: each layer by its inputs behind the layers that are quantized already.
         let mut by_hand = dense.clone();
         for layer in ["layers.0", "layers.1", "head"] {
             if skips && layer == "layers.1" {
@@ -785,7 +785,7 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
 
 #[test]
 fn recorded_operations_give_what_the_module_gives() {
-    // The bits of a replayed pass are those of the module: the last layer meets the same values.
+    // The bits of a replayed pass are those of the module: the last layer has the same inputs.
     let device = Device::flex();
     let model = Mlp::new(&device);
     let x = random(1, [8, 32], &device);

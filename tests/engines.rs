@@ -9,7 +9,7 @@ use burn_fp4_search::{
 };
 use proptest::prelude::*;
 use tests::compare::{assert_bits, assert_same};
-use tests::engines::{Axis, ENGINES};
+use tests::engines::{Axis, engines};
 use tests::inputs::{Dense, Dtype, Kind};
 
 /// Every rule, search, granularity and source of the tensor scale, with both block sizes.
@@ -118,10 +118,11 @@ fn all_zeros_quantize_to_zeros() {
 
 /// Compares all engines with the oracle; returns how many values.
 fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> usize {
-    let oracle = (ENGINES[0].quantize)(dense, axis, scheme).expect("the oracle takes everything");
+    let engines = engines();
+    let oracle = engines[0].quantize(dense, axis, scheme).expect("the oracle takes everything");
     let mut compared = 0;
-    for engine in &ENGINES[1..] {
-        if let Some(packed) = (engine.quantize)(dense, axis, scheme) {
+    for engine in &engines[1..] {
+        if let Some(packed) = engine.quantize(dense, axis, scheme) {
             let what = format!("{}: {what} {:?} {axis:?} {scheme:?}", engine.name, dense.dtype());
             assert_same(&what, &packed, &oracle);
             compared += dense.rows * dense.cols;
@@ -130,7 +131,7 @@ fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) ->
     compared
 }
 
-/// What the host engine makes of a packed matrix along an axis of a matrix of this shape.
+/// Values of a packed matrix by the host engine, along an axis of a matrix of this shape.
 fn host_dequantize(packed: &Packed, view: View) -> Vec<f32> {
     let mut values = vec![0.0; view.len()];
     let view_of = PackedView {
@@ -175,7 +176,10 @@ proptest! {
     }
 
     #[test]
-    fn any_engine_any_axis_equals_the_oracle((dense, scheme) in problem(), across in any::<bool>()) {
+    fn any_engine_any_axis_equals_the_oracle(
+        (dense, scheme) in problem(),
+        across in any::<bool>(),
+    ) {
         if across {
             compare_engines("property", &dense.transposed(), Axis::First, &scheme);
         } else {
@@ -184,7 +188,10 @@ proptest! {
     }
 
     #[test]
-    fn dequantization_of_the_host_equals_the_oracle((dense, scheme) in problem(), across in any::<bool>()) {
+    fn dequantization_of_the_host_equals_the_oracle(
+        (dense, scheme) in problem(),
+        across in any::<bool>(),
+    ) {
         let packed = quantize(&dense.to_f32(), dense.rows, dense.cols, &scheme).unwrap();
         let expected = packed.dequantize();
         if across {
@@ -197,8 +204,9 @@ proptest! {
         }
     }
 
-    /// Within half a step of the grid of its block, or a whole one if it is drawn, unless the block saturates.
-    /// The quantizer may be off by the rounding of the products, hence the last factor.
+    /// Within half a step of the grid of its block, or a whole one if it is rounded at random,
+    /// unless the block saturates. The quantizer may be off by the rounding of the products, hence
+    /// the last factor.
     #[test]
     fn values_are_within_half_a_step((dense, scheme) in problem()) {
         let values = dense.to_f32();
@@ -217,7 +225,10 @@ proptest! {
                 .map_or(0.0, |(low, high)| high - low);
             let error = (value as f64 - restored as f64).abs();
             let share = if scheme.rounding == Rounding::Nearest { 0.5 } else { 1.0 };
-            prop_assert!(error <= share * step as f64 * (1.0 + 1e-5), "{value:e} became {restored:e}, step {step:e}");
+            prop_assert!(
+                error <= share * step as f64 * (1.0 + 1e-5),
+                "{value:e} became {restored:e}, step {step:e}"
+            );
         }
     }
 

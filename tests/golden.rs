@@ -6,7 +6,7 @@ use burn_fp4_search::{
     modelopt,
 };
 use tests::compare::Tally;
-use tests::engines::{Axis, ENGINES};
+use tests::engines::{Axis, engines};
 use tests::golden::Golden;
 use tests::inputs::Dense;
 
@@ -21,8 +21,8 @@ fn check(
 ) {
     let scheme = scheme.with_non_finite(NonFinite::FollowReference);
     let (codes, scales) = (format!("{case}/codes"), format!("{case}/scales"));
-    for engine in ENGINES {
-        if let Some(packed) = (engine.quantize)(input, axis, &scheme) {
+    for engine in engines() {
+        if let Some(packed) = engine.quantize(input, axis, &scheme) {
             let what = format!("{} {case}", engine.name);
             tally.check(&what, &packed, golden.bytes(&codes), golden.bytes(&scales));
         }
@@ -124,8 +124,8 @@ fn qwantize_naive() {
                 let scales = golden.floats(&format!("{case}/scales"));
                 let quants = golden.floats(&format!("{case}/quants"));
                 let scheme = Fp4Scheme::of(rule).with_block_size(block_size);
-                for engine in ENGINES {
-                    let Some(packed) = (engine.quantize)(&input, Axis::Last, &scheme) else {
+                for engine in engines() {
+                    let Some(packed) = engine.quantize(&input, Axis::Last, &scheme) else {
                         continue;
                     };
                     let what = format!("{} {file} {case}", engine.name);

@@ -1,7 +1,15 @@
-//! The rules of the house, executable.
+//! The rules of the house, executable. Every failure names the file, the line and what to do.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
 use std::process::Command;
+
+use burn_fp4_search::{Method, ScaleRule};
+use tests::house::arrows::{Arrow, Crate};
+use tests::house::circles::circles;
+use tests::house::functions::functions;
+use tests::house::lines::{COLUMNS, has_header, named_paths, wide_lines};
+use tests::house::tokens::{mask, tokens, without_tests};
+use tests::house::{Breach, File, assert_kept, files, root};
 
 /// The crates, each allowed to depend on those before it.
 const RANKS: [&str; 7] = [
@@ -14,8 +22,51 @@ const RANKS: [&str; 7] = [
     "burn-fp4-cli",
 ];
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+/// The files that may name a format or the number format of its block scales; any other asks the
+/// rows of `Fp4Format`, `Minifloat` or `ScaleRule`.
+const FORMATS_ARE_NAMED_IN: [&str; 7] = [
+    "crates/formats/src/format.rs",
+    "crates/formats/src/lib.rs",
+    "crates/formats/src/minifloat.rs",
+    "crates/search/src/host/scale_grid.rs",
+    "crates/search/src/method.rs",
+    "crates/search/src/modelopt.rs",
+    "crates/search/src/rule.rs",
+];
+
+/// The folders of the engines that have a file for each method.
+const METHODS_ARE_IN: [&str; 3] =
+    ["crates/search/src/reference", "crates/search/src/host", "kernels-cubecl/src/search"];
+
+/// What else is in those folders, used by several methods.
+const SHARED_BY_METHODS: [&str; 3] = [
+    "mod block point",
+    "mod codes dequantize element fake_quantize group hadamard matmul point quantize scale_grid \
+     strip tile view",
+    "mod best block_hessian choose task",
+];
+
+/// Circles through this file do not count: an error has the types that it tells of, and what they
+/// do returns it.
+const ERRORS: &str = "error.rs";
+
+/// The most lines of a function.
+const FUNCTION: usize = 80;
+
+/// The most lines of a CubeCL kernel, which the compiler has to see whole.
+const KERNEL: usize = 120;
+
+/// The sources of the crates.
+fn sources() -> Vec<File> {
+    let mut found = files("crates", ".rs");
+    found.extend(files("kernels-cubecl", ".rs"));
+    found.retain(|file| file.path.contains("/src/"));
+    assert!(found.len() > 50, "found {} files", found.len());
+    found
+}
+
+fn breach(file: &str, line: usize, what: String) -> Breach {
+    Breach { file: file.to_owned(), line, what }
 }
 
 #[test]
@@ -42,32 +93,214 @@ fn crates_depend_downward_only() {
     assert!(arrows >= 5, "found {arrows} arrows");
 }
 
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        if path.is_dir() {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
+#[test]
+fn no_drawers() {
+    let is_drawer = |path: &str| {
+        let stem = path.rsplit('/').next().and_then(|name| name.strip_suffix(".rs"));
+        stem.is_some_and(|stem| ["base", "utils", "helpers", "common", "misc"].contains(&stem))
+    };
+    let drawers = sources().into_iter().filter(|file| is_drawer(&file.path));
+    let what = "name the file after what it holds";
+    let broken = drawers.map(|file| breach(&file.path, 1, what.to_owned()));
+    assert_kept("files are named after what they hold", broken.collect());
 }
 
 #[test]
-fn no_drawers() {
-    let mut files = Vec::new();
-    sources(&root().join("crates"), &mut files);
-    sources(&root().join("kernels-cubecl"), &mut files);
-    assert!(files.len() > 20);
-    for file in files {
-        let stem = file.file_stem().and_then(|stem| stem.to_str()).expect("a name");
-        assert!(!["base", "utils", "helpers", "common", "misc"].contains(&stem), "{file:?}");
+fn files_of_a_crate_use_each_other_one_way() {
+    let sources = sources();
+    let folder = |file: &File| {
+        let (folder, _) = file.path.split_once("/src/").expect("a source");
+        format!("{folder}/src/")
+    };
+    let folders: BTreeSet<_> = sources.iter().map(folder).collect();
+    let broken = folders.iter().flat_map(|folder| circles_of(folder, &read_crate(folder)));
+    assert_kept("files of a crate use each other one way", broken.collect());
+}
+
+/// The crate whose sources are in a folder, which ends in `/`.
+fn read_crate(folder: &str) -> Crate {
+    let own = |file: File| Some((file.path.strip_prefix(folder)?.to_owned(), file.text));
+    Crate::new(sources().into_iter().filter_map(own).collect())
+}
+
+/// One breach for every arrow of a circle, and for every path that leads nowhere.
+fn circles_of(folder: &str, files: &Crate) -> Vec<Breach> {
+    let path = |file: usize| format!("{folder}{}", files.files[file]);
+    let (arrows, unknown) = files.arrows();
+    let mut broken: Vec<_> = unknown
+        .iter()
+        .map(|u| {
+            breach(&path(u.file), u.line, format!("`{}` leads nowhere that is understood", u.path))
+        })
+        .collect();
+    let counted = |arrow: &&Arrow| files.files[arrow.to] != ERRORS;
+    let mut edges = vec![Vec::new(); files.files.len()];
+    for arrow in arrows.iter().filter(counted) {
+        edges[arrow.from].push(arrow.to);
     }
+    for circle in circles(&edges) {
+        let inside = |arrow: &&Arrow| circle.contains(&arrow.from) && circle.contains(&arrow.to);
+        broken.extend(arrows.iter().filter(inside).filter(counted).map(|arrow| {
+            let (name, to, count) = (&arrow.name, &files.files[arrow.to], circle.len());
+            let what = format!("`{name}` of {to} is in a circle of {count} files: move it down");
+            breach(&path(arrow.from), arrow.line, what)
+        }));
+    }
+    broken
+}
+
+#[test]
+fn the_oracle_uses_no_engine() {
+    const FOLDER: &str = "crates/search/src/";
+    let search = read_crate(FOLDER);
+    let (arrows, _) = search.arrows();
+    let is_wrong = |arrow: &&Arrow| {
+        let [from, to] = [arrow.from, arrow.to].map(|file| search.files[file].as_str());
+        from.starts_with("reference/") && to.starts_with("host/")
+    };
+    let broken = arrows.iter().filter(is_wrong).map(|arrow| {
+        let (file, name) = (format!("{FOLDER}{}", search.files[arrow.from]), &arrow.name);
+        breach(&file, arrow.line, format!("`{name}` is the host's: define it beside the oracle"))
+    });
+    assert!(search.files.iter().any(|file| file.starts_with("reference/")), "there is an oracle");
+    assert_kept("the oracle uses no engine", broken.collect());
+}
+
+#[test]
+fn formats_are_named_where_their_facts_are() {
+    let mut broken = Vec::new();
+    let mut naming = BTreeSet::new();
+    for file in sources() {
+        let masked = mask(&file.text);
+        let tokens = without_tests(&tokens(&masked));
+        for token in tokens.iter().filter(|token| names_a_format(token.text)) {
+            naming.insert(file.path.clone());
+            if !FORMATS_ARE_NAMED_IN.contains(&file.path.as_str()) {
+                let what = format!("`{}`: ask the format's row instead of its name", token.text);
+                broken.push(breach(&file.path, token.line, what));
+            }
+        }
+    }
+    for listed in FORMATS_ARE_NAMED_IN.iter().filter(|listed| !naming.contains(**listed)) {
+        let what = "names no format: take it from the list in tests/house.rs".to_owned();
+        broken.push(breach(listed, 1, what));
+    }
+    assert_kept("formats are named where their facts are", broken);
+}
+
+/// `NvFp4`, `E4M3` and their like, and constants that begin so.
+fn names_a_format(word: &str) -> bool {
+    let formats = ["NvFp4", "MxFp4", "E4M3", "E8M0"];
+    formats.iter().any(|format| {
+        word.strip_prefix(format).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
+    })
+}
+
+#[test]
+fn a_method_has_a_file_of_its_name_in_every_engine() {
+    let methods = Method::ALL.map(|method| method.row().name.replace('-', "_"));
+    let mut broken = Vec::new();
+    let mut files = BTreeSet::new();
+    for (folder, shared) in METHODS_ARE_IN.into_iter().zip(SHARED_BY_METHODS) {
+        let stems = stems(folder);
+        let shared: Vec<_> = shared.split(' ').collect();
+        let path = |stem: &str| format!("{folder}/{stem}.rs");
+        for stem in stems.iter().filter(|stem| !shared.contains(&stem.as_str())) {
+            if !methods.iter().any(|method| begins_with_words(method, stem)) {
+                let what = "no method has this name: rename it, or list what it holds for several";
+                broken.push(breach(&path(stem), 1, what.to_owned()));
+            }
+        }
+        for stem in shared.into_iter().filter(|stem| !stems.contains(*stem)) {
+            let what = "does not exist: take it from the list in tests/house.rs";
+            broken.push(breach(&path(stem), 1, what.to_owned()));
+        }
+        files.extend(stems);
+    }
+    for method in &methods {
+        if !files.iter().any(|stem| begins_with_words(method, stem)) {
+            let what = format!("define `{method}` in {}/{method}.rs", METHODS_ARE_IN[0]);
+            broken.push(breach("crates/search/src/method.rs", 1, what));
+        }
+    }
+    assert_kept("a method has a file of its name in every engine", broken);
+}
+
+/// The names of the files in a folder.
+fn stems(folder: &str) -> BTreeSet<String> {
+    let name = |file: File| {
+        let name = file.path.strip_prefix(folder)?.strip_prefix('/')?.strip_suffix(".rs")?;
+        (!name.contains('/')).then(|| name.to_owned())
+    };
+    files(folder, ".rs").into_iter().filter_map(name).collect()
+}
+
+/// Whether a name is `words`, or goes on with another word: `gptq_textbook` lies in `gptq.rs`.
+fn begins_with_words(name: &str, words: &str) -> bool {
+    name.strip_prefix(words).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
+}
+
+#[test]
+fn functions_are_short() {
+    let mut broken = Vec::new();
+    let mut found = 0;
+    for file in files("", ".rs") {
+        let masked = mask(&file.text);
+        for function in functions(&tokens(&masked)) {
+            found += 1;
+            let most = if function.kernel { KERNEL } else { FUNCTION };
+            if function.lines > most {
+                let (name, lines) = (function.name, function.lines);
+                let what = format!("`{name}` has {lines} lines of at most {most}: name its parts");
+                broken.push(breach(&file.path, function.line, what));
+            }
+        }
+    }
+    assert!(found > 1000, "found {found} functions");
+    assert_kept("functions fit on a screen", broken);
+}
+
+#[test]
+fn lines_are_narrow() {
+    let endings = [".rs", ".md", ".toml", ".sh", ".ci/run"];
+    let checked = endings.map(|ending| files("", ending));
+    assert!(checked.iter().all(|files| !files.is_empty()));
+    let broken = checked.iter().flatten().flat_map(|file| {
+        let wide = wide_lines(&file.text, file.path.ends_with(".md")).into_iter();
+        wide.map(|(line, width)| {
+            breach(
+                &file.path,
+                line,
+                format!("{width} columns of at most {COLUMNS}: break the line"),
+            )
+        })
+    });
+    assert_kept("lines are narrow", broken.collect());
+}
+
+#[test]
+fn files_say_what_they_hold() {
+    let silent = files("", ".rs").into_iter().filter(|file| !has_header(&file.text));
+    let what = "begin with `//!` and what the file holds";
+    let broken = silent.map(|file| breach(&file.path, 1, what.to_owned()));
+    assert_kept("files say what they hold", broken.collect());
+}
+
+#[test]
+fn contributing_names_what_exists() {
+    const DOCUMENT: &str = "CONTRIBUTING.md";
+    let text = std::fs::read_to_string(root().join(DOCUMENT)).expect("the document");
+    let named = named_paths(&text);
+    assert!(named.len() > 20, "found {} paths", named.len());
+    let missing = named.into_iter().filter(|(_, path)| !root().join(path).exists());
+    let broken = missing.map(|(line, path)| {
+        breach(DOCUMENT, line, format!("`{path}` does not exist: name it from the project's root"))
+    });
+    assert_kept("what CONTRIBUTING.md names exists", broken.collect());
 }
 
 #[test]
 fn every_rule_is_known_by_its_name() {
-    use burn_fp4_search::ScaleRule;
     for rule in ScaleRule::ALL {
         assert_eq!(rule.row().name.parse(), Ok(rule));
         let json = serde_json::to_string(&rule).expect("a unit variant");

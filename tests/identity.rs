@@ -1,5 +1,5 @@
-//! Identity: a weight is what it holds. Burn gives clones of a parameter one id, and keeps it when
-//! their values part: after an optimizer step, or when a file fills them.
+//! Weights are told apart by their values, not by their ids: Burn gives clones of a parameter one
+//! id, and keeps it when their values come to differ, by an optimizer step or a record.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -337,7 +337,7 @@ fn packed_records_fill_clones_of_one_block_each_with_its_own() {
     let mut loaded = Stack { blocks: vec![block(&device); 8] };
     loaded.load_fp4_record(saved.into_record()).unwrap();
     assert!(all_packed(&loaded) == expected);
-    // What they stand for is as different as before.
+    // Their values differ as before.
     let weights: BTreeSet<Vec<u32>> = (0..8)
         .map(|at| floats(loaded.weight(at)).into_iter().map(f32::to_bits).collect())
         .collect();

@@ -262,7 +262,7 @@ fn merging_quantizes_what_the_adapters_made_of_the_weights() {
             assert!(packed(linear).adapter().is_none(), "{name}");
             let expected = ops::quantize(dense.clone(), 0, &Fp4Scheme::nvfp4()).unwrap();
             assert_eq!(floats(linear.weight.val()), floats(expected.dequantize()), "{name}");
-            // What merging costs is the error of the merged weight.
+            // The error of merging is that of quantizing the merged weight.
             let Outcome::Quantized { squared_error, energy, .. } = parameter.outcome else {
                 panic!("{parameter:?}")
             };

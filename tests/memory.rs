@@ -12,8 +12,8 @@ static ALLOCATOR: PeakAlloc = PeakAlloc;
 const WIDTH: usize = 2048;
 const LAYERS: usize = 24;
 
-/// 100 million weights: each is freed when its packed form stands, so the peak is hardly more than
-/// the dense model, and afterwards only codes and scales are left.
+/// 100 million weights: each is freed when it is packed, so the peak is hardly more than the dense
+/// model, and afterwards only codes and scales are left.
 #[test]
 fn quantizing_in_place_peaks_barely_above_the_dense_model() {
     let device = Device::flex();
@@ -32,7 +32,8 @@ fn quantizing_in_place_peaks_barely_above_the_dense_model() {
     let peak = ALLOCATOR.peak_usage() - before;
     let after = ALLOCATOR.current_usage() - before;
     println!(
-        "{weights} weights: dense {dense} bytes, peak {peak} ({:.3} of dense), after {after} ({:.3} bits per weight)",
+        "{weights} weights: dense {dense} bytes, peak {peak} ({:.3} of dense), after {after} \
+         ({:.3} bits per weight)",
         peak as f64 / dense as f64,
         8.0 * after as f64 / weights as f64,
     );

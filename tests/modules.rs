@@ -188,8 +188,9 @@ fn siblings_share_a_tensor_scale() {
         assert_eq!(packed(&layer.mha.output), packed(&unchecked.mha.output));
     }
     let group = "layers.0.mha.{query,key,value}.weight".to_owned();
-    let shares = report.quantized().filter(|parameter| {
-        matches!(&parameter.outcome, Outcome::Quantized { shares_scale_with: Some(name), .. } if *name == group)
+    let shares = report.quantized().filter(|parameter| match &parameter.outcome {
+        Outcome::Quantized { shares_scale_with, .. } => shares_scale_with.as_ref() == Some(&group),
+        _ => false,
     });
     assert_eq!(shares.count(), 3);
     let input = Tensor::random([2, 5, 32], Distribution::Normal(0.0, 1.0), &device);
@@ -206,8 +207,8 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; keep it dense \
-         by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
+        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; keep it \
+         dense by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
     );
     // Nothing was changed.
     assert!(net[1].weight.reparameterization::<PackedWeight>().is_none());
@@ -234,8 +235,9 @@ fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
                 weight.slice_assign([3..4, 2..3], Tensor::full([1, 1], bad, &device))
             });
             let error = net.quantize_fp4(&Fp4Config::new(scheme)).unwrap_err();
-            let named = matches!(&error, Fp4Error::Parameter { path, problem: OpsError::NonFinite { .. } } if path == "1.weight");
-            assert!(named, "{error}");
+            let Fp4Error::Parameter { path, problem } = &error else { panic!("{error}") };
+            assert_eq!(path, "1.weight");
+            assert!(matches!(problem, OpsError::NonFinite { .. }), "{error}");
             assert!(net[0].weight.reparameterization::<PackedWeight>().is_none());
 
             let follow = scheme.with_non_finite(NonFinite::FollowReference);
@@ -300,7 +302,7 @@ fn records_load_into_fresh_and_quantized_modules_on_any_device() {
             other.load_fp4_record(record()).unwrap();
             assert_eq!(weights(&other), expected, "{from} to quantized {to}");
 
-            // Burn's own way, told that the dense values are not there.
+            // By Burn's own function, without its check that the dense values are there.
             let mut other = Net::new(&device);
             other.quantize_fp4(&config).unwrap();
             let other = other.try_load_record(record().validate(false)).unwrap();
@@ -461,7 +463,7 @@ fn tied_weights_stay_tied() {
     assert_eq!(net[0].weight.id, net[1].weight.id);
     assert_eq!(floats(net[0].weight.val()), floats(net[1].weight.val()));
 
-    // It is quantized once, for the inputs of both places, and the report says that of both.
+    // It is quantized once, for the inputs of both places, and the report lists both.
     let inputs =
         |seed| Tensor::<2>::from_data(TensorData::new(normals(seed, 96 * 32), [96, 32]), &device);
     let mut calibration = Calibration::new();
@@ -536,7 +538,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let build = || Net::new(&device);
         let tokens = tokens(&device);
         let mut calibration = Calibration::new();
-        // The inputs of the first layer are the embeddings; of the head nothing is known.
+        // The inputs of the first layer are the embeddings; the head is not calibrated.
         let inputs = build().embedding.forward(tokens.clone());
         calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
         calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
@@ -606,7 +608,7 @@ fn options_of_gptq_are_checked_before_anything_changes() {
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     refused(&dense, Fp4Config::new(tiles).gptq(Gptq::default()));
 
-    // Nothing is said of what GPTQ makes of infinity, so the scheme has no say either.
+    // GPTQ is not defined for infinity, so the scheme cannot allow it either.
     let mut infinite = dense.clone();
     let values = infinite.layers[2].weight.val().slice_fill([0..1, 0..1], f32::INFINITY);
     infinite.layers[2].weight = Param::from_tensor(values);

@@ -18,8 +18,8 @@ const LAYERS: usize = 4;
 /// Bytes of the weights in f32.
 const DENSE: usize = 4 * LAYERS * WIDTH * WIDTH;
 
-/// Packed on one host device, and printed, for which Burn asks for the shapes of its parameters:
-/// they are in use from then on.
+/// Packed on one host device, and printed: Burn then initializes its lazy parameters to read their
+/// shapes.
 fn used() -> Vec<Linear> {
     let device = Device::ndarray();
     let config = LinearConfig::new(WIDTH, WIDTH).with_bias(false);
@@ -44,7 +44,7 @@ fn moved_modules_hold_codes_and_no_dense_zeros() {
     let before = ALLOCATOR.current_usage();
     let held = || ALLOCATOR.current_usage().saturating_sub(before);
 
-    // Burn's own move copies what stands for the dense values of a module that was used.
+    // Burn's own move also copies the placeholders of dense values of a module that was used.
     let mut moved = used().to_device(&there);
     let by_burn = held();
     moved.compact_fp4();

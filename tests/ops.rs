@@ -336,34 +336,43 @@ fn another(name: &str) -> Device {
     devices.find(|(other, ..)| *other != name).expect("there are two in every build").1
 }
 
+/// Codes, block scales and the bits of the tensor scale.
+type Parts = (Tensor<2, Int>, Tensor<2, Int>, Tensor<1, Int>);
+
+fn parts_of(packed: &Fp4Tensor<2>) -> Parts {
+    (packed.codes(), packed.scales(), packed.tensor_scale_bits())
+}
+
+fn from_parts((codes, scales, bits): Parts, layout: &Fp4Layout) -> Result<(), OpsError> {
+    Fp4Tensor::<2>::from_parts(codes, scales, bits, layout.clone()).map(drop)
+}
+
+fn from_parts_unread((codes, scales, bits): Parts, layout: &Fp4Layout) -> Result<(), OpsError> {
+    Fp4Tensor::<2>::from_parts_unread(codes, scales, bits, layout.clone()).map(drop)
+}
+
 #[test]
 fn each_wrong_part_is_an_error_that_names_it() {
     for (name, device, _) in devices() {
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
-            each_wrong_part_is_an_error_on(name, &device, &scheme);
+            let packed = quantize(values([64, 6], &device, DType::F32), 0, &scheme).unwrap();
+            let layout = packed.layout();
+            assert_eq!(from_parts(parts_of(&packed), layout), Ok(()), "{name}");
+            assert_eq!(from_parts_unread(parts_of(&packed), layout), Ok(()), "{name}");
+            parts_of_a_wrong_kind_are_refused(name, &device, &packed);
+            wrong_scales_are_refused_where_they_are_read(name, &device, &packed, &scheme);
         }
     }
 }
 
-fn each_wrong_part_is_an_error_on(name: &str, device: &Device, scheme: &Fp4Scheme) {
-    type Parts = (Tensor<2, Int>, Tensor<2, Int>, Tensor<1, Int>);
-    let packed = quantize(values([64, 6], device, DType::F32), 0, scheme).unwrap();
-    let parts = || (packed.codes(), packed.scales(), packed.tensor_scale_bits());
-    let layout = || packed.layout().clone();
-    let unread = |(codes, scales, bits): Parts| {
-        Fp4Tensor::<2>::from_parts_unread(codes, scales, bits, layout()).map(drop)
-    };
-    let read = |(codes, scales, bits): Parts| {
-        Fp4Tensor::<2>::from_parts(codes, scales, bits, layout()).map(drop)
-    };
-    assert_eq!((read(parts()), unread(parts())), (Ok(()), Ok(())), "{name}");
-
-    // What is seen without reading is the same for both.
+/// Checked without reading values back: dtypes, devices and shapes.
+fn parts_of_a_wrong_kind_are_refused(name: &str, device: &Device, packed: &Fp4Tensor<2>) {
+    let layout = packed.layout();
     let refused = |parts: Parts, error: OpsError| {
-        assert_eq!(unread(parts.clone()), Err(error.clone()), "{name}");
-        assert_eq!(read(parts), Err(error), "{name}");
+        assert_eq!(from_parts_unread(parts.clone(), layout), Err(error.clone()), "{name}");
+        assert_eq!(from_parts(parts, layout), Err(error), "{name}");
     };
-    let (codes, scales, bits) = parts();
+    let (codes, scales, bits) = parts_of(packed);
     let wide = |dims: [usize; 2]| Tensor::<2, Int>::zeros(dims, (device, DType::I32));
     let bytes = Tensor::<1, Int>::zeros([1], (device, DType::U8));
     let dtype = |what, expected, found| OpsError::PartDType { what, expected, found };
@@ -402,14 +411,23 @@ fn each_wrong_part_is_an_error_on(name: &str, device: &Device, scheme: &Fp4Schem
     );
     let three = Tensor::<1, Int>::zeros([3], (device, DType::I32));
     refused((codes.clone(), scales.clone(), three), shape("tensor scale", &[rows], &[3]));
-    let rank = Fp4Tensor::<3>::from_parts(codes.clone(), scales, bits, layout()).map(drop);
+    let off = Fp4Layout { axis: 2, ..layout.clone() };
+    let axis = from_parts((codes.clone(), scales.clone(), bits.clone()), &off);
+    let rank = Fp4Tensor::<3>::from_parts(codes, scales, bits, layout.clone()).map(drop);
     assert_eq!(rank, Err(shape("shape", &[3], &[2])), "{name}");
-    let (codes, scales, bits) = parts();
-    let off = Fp4Layout { axis: 2, ..layout() };
-    let axis = Fp4Tensor::<2>::from_parts(codes.clone(), scales.clone(), bits.clone(), off);
-    assert_eq!(axis.map(drop), Err(OpsError::Axis { axis: 2, rank: 2 }), "{name}");
+    assert_eq!(axis, Err(OpsError::Axis { axis: 2, rank: 2 }), "{name}");
+}
 
-    // Scales are read only where they were not before.
+/// Values of scales are checked only by the constructor that reads them back.
+fn wrong_scales_are_refused_where_they_are_read(
+    name: &str,
+    device: &Device,
+    packed: &Fp4Tensor<2>,
+    scheme: &Fp4Scheme,
+) {
+    let layout = packed.layout();
+    let (codes, scales, bits) = parts_of(packed);
+    let [_, blocks] = scales.dims();
     let host = packed.to_packed().unwrap();
     let (nan, negative) = match scheme.format() {
         Fp4Format::NvFp4 => (0x7F, Some(0xB8)),
@@ -423,19 +441,20 @@ fn each_wrong_part_is_an_error_on(name: &str, device: &Device, scheme: &Fp4Schem
         let wrong = Tensor::<2, Int>::from_data(bytes, (device, DType::U8));
         let parts = (codes.clone(), wrong, bits.clone());
         let error = FormatError::BlockScale { row: 1, block: 1, code, problem };
-        assert_eq!(read(parts.clone()), Err(error.into()), "{name}");
-        assert_eq!(unread(parts), Ok(()), "{name}");
+        assert_eq!(from_parts(parts.clone(), layout), Err(error.into()), "{name}");
+        assert_eq!(from_parts_unread(parts, layout), Ok(()), "{name}");
     }
+    let with_scale = |scale: f32| {
+        let data = TensorData::new(vec![scale.to_bits() as i32], [1]);
+        let tensor_scale = Tensor::<1, Int>::from_data(data, (device, DType::I32));
+        from_parts((codes.clone(), scales.clone(), tensor_scale), layout)
+    };
     for scale in [f32::NAN, f32::INFINITY, -1.0] {
-        let wrong = TensorData::new(vec![scale.to_bits() as i32], [1]);
-        let wrong = Tensor::<1, Int>::from_data(wrong, (device, DType::I32));
-        let error = read((codes.clone(), scales.clone(), wrong)).unwrap_err();
+        let error = with_scale(scale).unwrap_err();
         let found = matches!(&error, OpsError::Format(FormatError::TensorScale { row: 0, .. }));
         assert!(found, "{name}: {error}");
     }
-    let two = TensorData::new(vec![2f32.to_bits() as i32], [1]);
-    let two = Tensor::<1, Int>::from_data(two, (device, DType::I32));
-    let taken = read((codes, scales, two)).is_ok();
+    let taken = with_scale(2.0).is_ok();
     assert_eq!(taken, scheme.format() == Fp4Format::NvFp4, "{name}: MXFP4 has no tensor scale");
 }
 
@@ -462,7 +481,7 @@ fn a_shape_of_too_many_values_is_an_error() {
             Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
         assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })), "{shape:?}");
     }
-    // Of nothing, but with more packed rows than a number can count.
+    // Empty, but with more packed rows than a `usize` can count.
     let shape = vec![1 << 40, 1 << 40, 0];
     let layout = Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape, axis: 2 };
     assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })));
@@ -672,7 +691,7 @@ fn modelopt_functions_take_tensors_of_any_shape() {
     assert_eq!(floats(values)[..4], [0.5, 1.0, 6.0, -6.0]);
 }
 
-/// What `Fusion` wraps, called as it is.
+/// The backend that `Fusion` wraps, called directly.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn kernels_run_without_fusion_too() {
@@ -730,7 +749,7 @@ fn activations_decide_about_codes_on_every_device() {
         for (&found, &sum) in found.values().iter().zip(exact.values()) {
             assert!(near(found, sum, exact.values()[0]), "{name}: {found} {sum}");
         }
-        // Products of a device differ in their last bits; the same Hessians everywhere do not.
+        // Products of devices differ in their last bits; with the same Hessians codes do not.
         let by_device = block_hessians(x, 16).unwrap();
         let hessians = BlockHessians::of(&host_x, 64, 16).unwrap();
         for (&found, &sum) in by_device.values().iter().zip(hessians.values()) {
@@ -768,8 +787,8 @@ fn activations_decide_about_codes_on_every_device() {
     }
 }
 
-/// Sums in another order may tip a code, so that kernels are held to the error they leave, `tr(E H
-/// E^T)`.
+/// Sums in another order may change a code, so that kernels are compared by the error that they
+/// leave, `tr(E H E^T)`.
 #[test]
 fn gptq_leaves_as_little_error_on_every_device() {
     let damped = Gptq { damping: 0.02, ..Gptq::default() };

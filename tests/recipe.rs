@@ -1,5 +1,5 @@
-//! What NVIDIA's recipe trains with: the Hadamard transform, random codes, and products by a
-//! recipe.
+//! NVIDIA's training recipe: the Hadamard transform, stochastic rounding, and the three products of
+//! a linear layer.
 
 use burn::module::Module;
 use burn::nn::LinearConfig;
@@ -85,7 +85,7 @@ fn the_hadamard_transform_is_undone() {
     assert_ne!(Hadamard::seeded(3), Hadamard::seeded(4));
 }
 
-/// A block of a scale of 1, so that codes are drawn for its values as they are.
+/// A block with a scale of 1, so that its values are rounded as they are.
 fn draw_codes(values: &[f32], draw: Draw) -> Packed {
     let scheme = Fp4Scheme::nvfp4()
         .with_tensor_scale(TensorScaling::Multiplier(1.0))
@@ -129,7 +129,7 @@ fn random_codes_are_unbiased() {
     }
 }
 
-/// Between two codes, exactly as many of all random bits as there should be lead up.
+/// Between two codes, exactly the expected share of all random bits rounds up.
 #[test]
 fn probabilities_of_random_codes_are_right() {
     for below in 0..7u8 {
@@ -212,7 +212,7 @@ impl Matrix {
         Self { rows: self.rows, cols: other.cols, values }
     }
 
-    /// Zeros below, up to a multiple.
+    /// Padded with rows of zeros, up to a multiple.
     fn padded(&self, multiple: usize) -> Self {
         let rows = self.rows.next_multiple_of(multiple);
         let mut values = self.values.clone();
@@ -220,7 +220,7 @@ impl Matrix {
         Self { rows, cols: self.cols, values }
     }
 
-    /// Quantized down its columns by the oracle: what it stands for.
+    /// Quantized down its columns by the oracle, and dequantized.
     fn quantized(&self, scheme: Option<Fp4Scheme>) -> Self {
         let Some(scheme) = scheme else { return self.clone() };
         let scheme = scheme.with_non_finite(NonFinite::FollowReference);
@@ -350,7 +350,7 @@ fn train_linear_is_a_linear_with_records_of_one() {
         close(floats(plain.forward(x.clone())), floats(linear.forward(x.clone())));
         close(gradient(plain.forward(x.clone())), gradient(linear.forward(x.clone())));
 
-        // Every step draws anew, and a seed and a step tell what.
+        // Every step has new random numbers, which depend on seed and step alone.
         let layer = Fp4TrainLinear::new(linear.clone(), TrainRecipe::NVFP4, 5).unwrap();
         let again = Fp4TrainLinear::new(linear.clone(), TrainRecipe::NVFP4, 5).unwrap();
         let (first, second) =

@@ -25,8 +25,8 @@ use xxhash_rust::xxh3::Xxh3;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// What may be allocated beyond twice a file: parsers reserve up to 1 MiB for each list whose
-/// length they are told, before they read it.
+/// What may be allocated beyond twice a file: parsers reserve up to 1 MiB for each list from its
+/// declared length, before they read it.
 const SLACK: usize = 4 << 20;
 
 /// Memory is counted for the whole program, so one test runs at a time.
@@ -530,7 +530,7 @@ fn spoilt_calibration_caches_are_typed_errors_or_load_and_take_no_memory_to_spea
     let files = files(&folder.0);
     assert_eq!(files.len(), 2, "one file for the input of each layer: {files:?}");
     let good: Vec<_> = files.iter().map(|path| fs::read(path).unwrap()).collect();
-    // What a calibration takes whose files are as they should be.
+    // Memory of a calibration whose files are intact.
     ALLOCATOR.reset_peak_usage();
     let before = ALLOCATOR.current_usage();
     assert_eq!(calibrated(&layers, &folder.0).unwrap(), expected);

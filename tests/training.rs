@@ -108,8 +108,8 @@ fn what_saturates_may_have_no_gradient() {
     }
 }
 
-/// The gradient of a learned tensor scale against finite differences of what its rule says: codes, block scales
-/// and rounding errors in units of the scale stay as they are.
+/// The gradient of a learned tensor scale against finite differences of what its rule says: codes,
+/// block scales and rounding errors in units of the scale stay as they are.
 #[test]
 fn a_learned_scale_has_the_gradient_of_its_rule() {
     let values = Kind::Weights.values(32 * 48, 8);
@@ -407,7 +407,7 @@ fn activations_are_rounded_by_their_own_or_a_running_amax() {
             FakeQuantizeConfig::new(32).with_range(ActivationRange::Static { momentum: 0.25 });
         let training = device.clone().autodiff();
         let quantize = config.init(&training).unwrap();
-        // Nothing was seen yet.
+        // Before the first input.
         assert_bits(name, &floats(quantize.valid().forward(x.clone())), &own);
         let tracked = Tensor::from_inner(x.clone()).require_grad();
         let y = quantize.forward(tracked.clone());
@@ -422,7 +422,7 @@ fn activations_are_rounded_by_their_own_or_a_running_amax() {
         let scheme = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(seen));
         let expected = floats(ops::fake_quantize(x.clone(), 2, &scheme).unwrap());
         assert_bits(name, &floats(valid.forward(x.clone())), &expected);
-        // Frozen, or off the autodiff device, it follows nothing.
+        // Frozen, or off the autodiff device, the amax does not change.
         let frozen = quantize.clone().freeze();
         frozen.forward(Tensor::from_inner(x.clone() * 9.0));
         assert_eq!(floats(frozen.valid().amax.value())[0], seen, "{name}");

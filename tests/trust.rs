@@ -1,4 +1,4 @@
-//! Trust: what a quantized module promises as a module of Burn's, and what it says of itself.
+//! Behaviour of quantized modules as Burn modules, and the truth of reports and errors.
 
 use std::error::Error;
 
@@ -133,7 +133,7 @@ fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
         let expected = weights(&dense);
         let mut calibration = Calibration::new();
         calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
-        // Every channel says the same: without damping the matrix is singular.
+        // All channels are equal: without damping the matrix is singular.
         calibration.add("second.weight", 0, Tensor::<2>::ones([4, 48], &device)).unwrap();
         let gptq = |damping| {
             let options = Gptq { damping, ..Gptq::default() };
@@ -192,7 +192,7 @@ fn a_failed_sequential_quantization_leaves_the_module_as_it_was() {
     assert_eq!(weights(&net), expected);
 }
 
-// Codes of one's own, and schemes path by path.
+// Codes from elsewhere, and schemes path by path.
 
 #[test]
 fn codes_of_ones_own_are_attached_path_by_path() {
@@ -295,7 +295,7 @@ fn the_last_override_that_fits_a_path_is_its_scheme() {
     }
 }
 
-// Nothing silent.
+// Reports and errors leave nothing out.
 
 #[test]
 fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
@@ -366,7 +366,7 @@ fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_repor
         assert!(report.to_string().contains(part), "{report}");
         assert!(is_packed(&net.second), "{part}");
     }
-    // What fits says nothing.
+    // No message where everything is used.
     let config = Fp4Config::nvfp4().share_scale(["first", "second"]).exclude("*.bias");
     let report = dense.clone().quantize_fp4(&config.unused(Unused::Report)).unwrap();
     assert!(report.unused.is_empty(), "{:?}", report.unused);
@@ -380,7 +380,7 @@ fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
     assert_ne!(*of_linear, Products::FromCodes);
     assert!(of_linear.to_string().contains("Fp4Linear"), "{of_linear}");
     assert!(report.to_string().contains("Fp4Linear"), "{report}");
-    // On the host the layer decides.
+    // On the host the kind of layer decides.
     let linear = LinearConfig::new(32, 48).init(&device);
     let report = Fp4Linear::from(linear).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert_eq!(*products(&report, "weight"), Products::FromCodes);
@@ -419,7 +419,7 @@ fn errors_say_the_axis_the_remedy_and_the_cause_once() {
     assert!(error.source().is_none(), "{error}");
 }
 
-// Calibration that looks at what is asked for.
+// Calibration checks only what the configuration uses.
 
 /// A network whose last layer is given infinities.
 #[derive(Module, Debug)]

@@ -97,7 +97,7 @@ impl Block {
     }
 }
 
-/// Adds what calibration and quantization of that many blocks take, on one device and on several.
+/// Adds the times of calibrating and quantizing that many blocks, on one device and on several.
 pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
     let device = Device::cuda(0);
     let model = Decoder::new(blocks, &device);
@@ -107,7 +107,7 @@ pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
             Tensor::<2>::random([SEQUENCES, TOKENS], uniform, &device).int()
         })
         .collect();
-    // The first time, kernels are compiled and the fastest are looked for, on every device.
+    // The first run compiles and tunes kernels on every device.
     let first = &batches[..devices];
     eprintln!("{} sequences, the first time:", devices * SEQUENCES);
     measure_on(&model, first, devices, drop);
@@ -125,13 +125,13 @@ pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
     }
 }
 
-/// How many of how many are the same.
+/// How many scales are equal, and of how many.
 fn agreement<T: PartialEq>(left: &[Vec<T>], right: &[Vec<T>]) -> String {
     let pairs = || left.iter().flatten().zip(right.iter().flatten());
     format!("{} of {}", pairs().filter(|(left, right)| left == right).count(), pairs().count())
 }
 
-/// What the layers of blocks meet, and the scales of every weight by GPTQ.
+/// The statistics of the layers' inputs, and the block scales of every weight by GPTQ.
 fn measure_on(
     model: &Decoder,
     batches: &[Tensor<2, Int>],

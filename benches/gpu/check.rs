@@ -40,7 +40,8 @@ pub(crate) fn every_rule(client: &Client, values: usize) {
     }
 }
 
-/// Random magnitudes around 2^-10 .. 2^10 with outliers, every row around a power of two of its own.
+/// Random magnitudes around 2^-10 .. 2^10 with outliers, every row around a power of two of its
+/// own.
 fn random<T: HostElement>(rows: usize, seed: u64) -> Vec<T> {
     let mut values = vec![T::default(); rows * AXIS];
     values.par_chunks_mut(AXIS).enumerate().for_each(|(row, values)| {
@@ -92,12 +93,12 @@ fn every_axis<T: HostElement + CubeElement>(
         assert_eq!(f32::from_bytes(&found), [amax], "{name}: amax");
         let [restored, fake] = [&restored, &fake].map(|bytes| T::from_bytes(bytes));
         if scheme.rounding != Rounding::Nearest {
-            // What is drawn depends on where an element stands in the whole tensor.
+            // Random codes depend on the position of an element in the whole tensor.
             let whole = host::quantize_packed(&values, view, &scheme, &[amax], Importance::Uniform);
             let whole = whole.expect("a valid problem");
             assert!(
                 whole.codes == codes[..] && whole.scales == scales[..],
-                "{name}: what is drawn"
+                "{name}: stochastic rounding"
             );
             let same = |(a, b): (&T, &T)| a.to_f32().to_bits() == b.to_f32().to_bits();
             assert!(restored.iter().zip(fake).all(same), "{name}: fake-quantized");
@@ -135,8 +136,8 @@ fn every_axis<T: HostElement + CubeElement>(
     }
 }
 
-/// Sixteen rows by the reference quantizer, or where that tries every scale there is, by the host engine,
-/// which tests hold to it.
+/// Sixteen rows by the reference quantizer, or where that tries every scale there is, by the host
+/// engine, which tests compare with it bit for bit.
 fn expected(dense: &[f32], cols: usize, scheme: &Fp4Scheme, amax: f32) -> Packed {
     if scheme.search == ScaleSearch::Sse {
         by_host(dense, cols, scheme, amax, Importance::Uniform)

@@ -19,96 +19,162 @@ use crate::{Arguments, median_seconds};
 /// Every operation on bf16, along either axis, at three sizes.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
-    let time = |launch: &dyn Fn()| median_seconds(client, arguments, launch);
     for shape in [[1024, 1024], [4096, 11008], [8192, 8192]] {
         let count = shape[0] * shape[1];
         let dense: Vec<_> = weights(count).into_iter().map(bf16::from_f32).collect();
         let values = client.create_from_slice(bf16::as_bytes(&dense));
-        let dense_bytes = 2 * count;
-        let copy = time(&|| drop(copied(client, values.clone(), dense_bytes / 16)));
-        let full = |name: &str| format!("{name}, {} x {}", shape[0], shape[1]);
-        let wanted =
-            |name: &str| arguments.filter.as_ref().is_none_or(|part| full(name).contains(part));
-        let mut row = |name: &str, bytes, launch: &dyn Fn()| {
-            if wanted(name) {
-                figures.push(Row::new(&full(name), count, bytes, time(launch), copy));
-            }
+        let run = || drop(copied(client, values.clone(), 2 * count / 16));
+        let copy = median_seconds(client, arguments, run);
+        let mut bench = Bench {
+            client,
+            device,
+            arguments,
+            figures: &mut *figures,
+            shape,
+            values: values.clone(),
+            copy,
         };
-        row("copy", 2 * dense_bytes, &|| drop(copied(client, values.clone(), dense_bytes / 16)));
+        bench.row("copy", 2 * bench.dense_bytes(), &run);
         for axis in [1, 0] {
-            let view = View::along(&shape, axis);
-            let along = |scheme| Problem { view, dtype: Dtype::Bf16, scheme };
-            let name = |name: &str| format!("{name} axis {axis}");
-            let measured = |problem: &Problem| {
-                amax(client, &device, values.clone(), problem.view, Dtype::Bf16, false)
-            };
-            let nvfp4 = along(Fp4Scheme::nvfp4());
-            let mxfp4 = along(Fp4Scheme::mxfp4());
-            let tiles = along(Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16));
-            let search =
-                ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
-            let searched = along(Fp4Scheme::nvfp4().with_search(search));
-            let sse = |problem: &Problem| along(problem.scheme.with_search(ScaleSearch::Sse));
-            let (nvfp4_sse, mxfp4_sse, tiles_sse) = (sse(&nvfp4), sse(&mxfp4), sse(&tiles));
-            let drawn =
-                along(Fp4Scheme::nvfp4().with_rounding(Rounding::Stochastic(Draw::default())));
-            let largest = measured(&nvfp4).expect("a plan");
-            let packed = |problem: &Problem| {
-                quantize(client, &device, values.clone(), largest.clone(), problem).expect("a plan")
-            };
-            let bytes =
-                |problem: &Problem| dense_bytes + problem.code_bytes() + problem.scale_bytes();
+            let amax = bench.amax(axis);
+            bench.quantizers(axis, &amax);
+            bench.searches_by_hessian(axis, &amax);
+            bench.hadamard(axis);
+            bench.values_of_codes(axis, &amax);
+        }
+    }
+}
 
-            row(&name("amax"), dense_bytes, &|| drop(measured(&nvfp4)));
-            row(&name("amax + nvfp4"), dense_bytes + bytes(&nvfp4), &|| {
-                let largest = measured(&nvfp4).expect("a plan");
-                drop(quantize(client, &device, values.clone(), largest, &nvfp4));
+/// A matrix in device memory, and what is measured with it.
+struct Bench<'a> {
+    client: &'a Client,
+    device: Capability,
+    arguments: &'a Arguments,
+    figures: &'a mut Figures,
+    shape: [usize; 2],
+    values: Handle,
+    /// Seconds that a copy of the values takes.
+    copy: f64,
+}
+
+impl Bench<'_> {
+    /// Bytes of the values.
+    fn dense_bytes(&self) -> usize {
+        2 * self.shape[0] * self.shape[1]
+    }
+
+    /// Bytes that quantizing reads and writes.
+    fn bytes(&self, problem: &Problem) -> usize {
+        self.dense_bytes() + problem.code_bytes() + problem.scale_bytes()
+    }
+
+    fn problem(&self, axis: usize, scheme: Fp4Scheme) -> Problem {
+        Problem { view: View::along(&self.shape, axis), dtype: Dtype::Bf16, scheme }
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        format!("{name}, {} x {}", self.shape[0], self.shape[1])
+    }
+
+    /// Whether an operation is asked for.
+    fn wanted(&self, name: &str) -> bool {
+        let name = self.full_name(name);
+        self.arguments.filter.as_ref().is_none_or(|part| name.contains(part))
+    }
+
+    /// Measures an operation, if it is asked for.
+    fn row(&mut self, name: &str, bytes: usize, launch: &dyn Fn()) {
+        if self.wanted(name) {
+            let seconds = median_seconds(self.client, self.arguments, launch);
+            let count = self.shape[0] * self.shape[1];
+            let name = self.full_name(name);
+            self.figures.push(Row::new(&name, count, bytes, seconds, self.copy));
+        }
+    }
+
+    /// The amax of the values, measured alone and before NVFP4.
+    fn amax(&mut self, axis: usize) -> Handle {
+        let (client, device, values) = (self.client, self.device, self.values.clone());
+        let nvfp4 = self.problem(axis, Fp4Scheme::nvfp4());
+        let measured = || {
+            amax(client, &device, values.clone(), nvfp4.view, nvfp4.dtype, false).expect("a plan")
+        };
+        self.row(&format!("amax axis {axis}"), self.dense_bytes(), &|| drop(measured()));
+        let bytes = self.dense_bytes() + self.bytes(&nvfp4);
+        self.row(&format!("amax + nvfp4 axis {axis}"), bytes, &|| {
+            drop(quantize(client, &device, values.clone(), measured(), &nvfp4));
+        });
+        measured()
+    }
+
+    fn quantizers(&mut self, axis: usize, amax: &Handle) {
+        let (client, device, values) = (self.client, self.device, self.values.clone());
+        let [nvfp4, mxfp4] = [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()];
+        let tiles = nvfp4.with_blocks(Blocks::Tile16x16);
+        let four_over_six =
+            ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+        for (name, scheme) in [
+            ("nvfp4", nvfp4),
+            ("mxfp4", mxfp4),
+            ("nvfp4 tiles", tiles),
+            ("nvfp4 four over six", nvfp4.with_search(four_over_six)),
+            ("nvfp4 sse", nvfp4.with_search(ScaleSearch::Sse)),
+            ("mxfp4 sse", mxfp4.with_search(ScaleSearch::Sse)),
+            ("nvfp4 tiles sse", tiles.with_search(ScaleSearch::Sse)),
+            ("nvfp4 drawn", nvfp4.with_rounding(Rounding::Stochastic(Draw::default()))),
+        ] {
+            let problem = self.problem(axis, scheme);
+            self.row(&format!("{name} axis {axis}"), self.bytes(&problem), &|| {
+                let packed = quantize(client, &device, values.clone(), amax.clone(), &problem);
+                drop(packed.expect("a plan"));
             });
-            for (scheme, problem) in [
-                ("nvfp4", &nvfp4),
-                ("mxfp4", &mxfp4),
-                ("nvfp4 tiles", &tiles),
-                ("nvfp4 four over six", &searched),
-                ("nvfp4 sse", &nvfp4_sse),
-                ("mxfp4 sse", &mxfp4_sse),
-                ("nvfp4 tiles sse", &tiles_sse),
-                ("nvfp4 drawn", &drawn),
-            ] {
-                row(&name(scheme), bytes(problem), &|| drop(packed(problem)));
-            }
-            for problem in [&nvfp4, &mxfp4] {
-                let x: Vec<_> = weights(256 * view.axis).iter().map(|x| x * 50.0).collect();
-                let blocks = BlockHessians::of(&x, view.axis, problem.scheme.block_size);
-                let hessians = upload(client, &blocks.expect("finite"));
-                for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
-                    let problem = along(problem.scheme.with_search(search));
-                    let label = format!("{} {search:?}", problem.scheme.format());
-                    row(&name(&label), bytes(&problem), &|| {
-                        let (values, largest) = (values.clone(), largest.clone());
-                        let hessians = hessians.clone();
-                        drop(quantize_by_hessian(
-                            client, &device, values, largest, hessians, &problem,
-                        ));
-                    });
-                }
-            }
-            row(&name("hadamard"), 2 * dense_bytes, &|| {
-                let (values, transform) = (values.clone(), Hadamard::default());
-                drop(hadamard(client, &device, values, view, Dtype::Bf16, transform, false));
-            });
-            for (scheme, problem) in [("nvfp4", &nvfp4), ("mxfp4", &mxfp4)] {
-                let dequantized = name(&format!("dequantize {scheme}"));
-                if wanted(&dequantized) {
-                    let packed = packed(problem);
-                    row(&dequantized, bytes(problem), &|| {
-                        drop(dequantize(client, &device, packed.clone(), problem));
-                    });
-                }
-                row(&name(&format!("fake {scheme}")), 2 * dense_bytes, &|| {
-                    let (values, amax) = (values.clone(), largest.clone());
-                    drop(fake_quantize(client, &device, values, amax, problem, Restore::Values));
+        }
+    }
+
+    fn searches_by_hessian(&mut self, axis: usize, amax: &Handle) {
+        let (client, device, values) = (self.client, self.device, self.values.clone());
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+            let channels = self.shape[axis];
+            let x: Vec<_> = weights(256 * channels).iter().map(|x| x * 50.0).collect();
+            let blocks = BlockHessians::of(&x, channels, scheme.block_size);
+            let hessians = upload(client, &blocks.expect("finite"));
+            for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
+                let problem = self.problem(axis, scheme.with_search(search));
+                let name = format!("{} {search:?} axis {axis}", scheme.format());
+                self.row(&name, self.bytes(&problem), &|| {
+                    let (values, amax, hessians) = (values.clone(), amax.clone(), hessians.clone());
+                    drop(quantize_by_hessian(client, &device, values, amax, hessians, &problem));
                 });
             }
+        }
+    }
+
+    fn hadamard(&mut self, axis: usize) {
+        let (client, device, values) = (self.client, self.device, self.values.clone());
+        let (view, transform) = (View::along(&self.shape, axis), Hadamard::default());
+        self.row(&format!("hadamard axis {axis}"), 2 * self.dense_bytes(), &|| {
+            let values = values.clone();
+            drop(hadamard(client, &device, values, view, Dtype::Bf16, transform, false));
+        });
+    }
+
+    /// Dequantization, and fake quantization.
+    fn values_of_codes(&mut self, axis: usize, amax: &Handle) {
+        let (client, device, values) = (self.client, self.device, self.values.clone());
+        for (name, scheme) in [("nvfp4", Fp4Scheme::nvfp4()), ("mxfp4", Fp4Scheme::mxfp4())] {
+            let problem = self.problem(axis, scheme);
+            let dequantized = format!("dequantize {name} axis {axis}");
+            if self.wanted(&dequantized) {
+                let packed = quantize(client, &device, values.clone(), amax.clone(), &problem);
+                let packed = packed.expect("a plan");
+                self.row(&dequantized, self.bytes(&problem), &|| {
+                    drop(dequantize(client, &device, packed.clone(), &problem));
+                });
+            }
+            self.row(&format!("fake {name} axis {axis}"), 2 * self.dense_bytes(), &|| {
+                let (values, amax) = (values.clone(), amax.clone());
+                drop(fake_quantize(client, &device, values, amax, &problem, Restore::Values));
+            });
         }
     }
 }

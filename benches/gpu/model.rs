@@ -32,7 +32,7 @@ impl Stack {
     }
 }
 
-/// Adds what Burn's users measure to the table.
+/// Adds the public operations on Burn tensors, and a model quantized in place, to the table.
 pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let wait = || device.sync().expect("the device answers");
@@ -92,7 +92,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     row(&format!("model of {layers} Linear, quantize_fp4"), values, 2 * values, times[1]);
 }
 
-/// Adds what a forward pass of Burn's own layers takes in bf16, launches included: dense, and
+/// Adds the times of forward passes of Burn's own layers in bf16, launches included: dense, and
 /// quantized in place.
 pub(crate) fn forward(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);

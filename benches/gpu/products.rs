@@ -13,7 +13,7 @@ use burn_fp4_search::host::View;
 use crate::figures::Figures;
 use crate::{Arguments, median_seconds};
 
-/// Weights that are multiplied in turn take as many bytes: more than a cache holds.
+/// Bytes of all weights that are multiplied in turn: more than a cache holds.
 const TURN: usize = 200 << 20;
 
 /// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in

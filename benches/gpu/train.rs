@@ -52,7 +52,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     }
     let layer = Fp4TrainLinear::new(linear(), TrainRecipe::NVFP4, 0).expect("a consistent recipe");
     row("nvfp4 recipe", step(&device, layer, &input, runs, |layer, x| layer.forward(x)));
-    // Again: the first one measured finds the machine cold.
+    // Measured again: the first variant runs on a cold machine.
     row("bf16, again", step(&device, linear(), &input, runs, |linear, x| linear.forward(x)));
 }
 

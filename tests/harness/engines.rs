@@ -22,23 +22,50 @@ pub enum Axis {
     Last = 1,
 }
 
-/// An engine; `None` where it does not take the dtype.
+/// How an engine quantizes a matrix along an axis; `None` where it does not take the dtype.
+type Quantize = Box<dyn Fn(&Dense, Axis, &Fp4Scheme) -> Option<Packed>>;
+
+/// An engine.
 pub struct Engine {
     /// Name in messages.
     pub name: &'static str,
-    /// Quantizes a matrix along an axis.
-    pub quantize: fn(&Dense, Axis, &Fp4Scheme) -> Option<Packed>,
+    quantize: Quantize,
 }
 
-/// All engines.
-pub const ENGINES: &[Engine] = &[
-    Engine { name: "oracle", quantize: oracle },
-    Engine { name: "host", quantize: host },
-    Engine { name: "flex", quantize: flex },
-    Engine { name: "ndarray", quantize: ndarray },
-    Engine { name: "tensor operations on flex", quantize: portable_flex },
-    Engine { name: "tensor operations on ndarray", quantize: portable_ndarray },
-];
+impl Engine {
+    fn new(
+        name: &'static str,
+        quantize: impl Fn(&Dense, Axis, &Fp4Scheme) -> Option<Packed> + 'static,
+    ) -> Self {
+        Self { name, quantize: Box::new(quantize) }
+    }
+
+    /// Quantizes a matrix along an axis; `None` where the engine does not take its dtype.
+    pub fn quantize(&self, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
+        (self.quantize)(dense, axis, scheme)
+    }
+}
+
+/// Every engine of this build, the oracle first; the Burn [`devices`] among them.
+pub fn engines() -> Vec<Engine> {
+    let mut engines = vec![
+        Engine::new("oracle", oracle),
+        Engine::new("host", host),
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        Engine::new("kernels", |dense, axis, scheme| {
+            Some(crate::kernels::kernels(dense, axis, scheme))
+        }),
+        Engine::new("tensor operations on flex", portable_flex),
+        Engine::new("tensor operations on ndarray", portable_ndarray),
+    ];
+    engines.extend(devices().into_iter().map(|(name, device, dtypes)| {
+        Engine::new(name, move |dense, axis, scheme| {
+            let data = tensor_data(dense);
+            dtypes.contains(&data.dtype()).then(|| on_device(data, axis, scheme, &device))
+        })
+    }));
+    engines
+}
 
 fn oracle(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
     let dense = match axis {
@@ -63,19 +90,8 @@ fn host_packed<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> 
         .expect("a valid problem")
 }
 
-fn flex(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
-    Some(on_device(dense, axis, scheme, &Device::flex()))
-}
-
-fn ndarray(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
-    // The device has no half types.
-    matches!(dense.values, Values::F32(_))
-        .then(|| on_device(dense, axis, scheme, &Device::ndarray()))
-}
-
 /// Through the public function on a Burn device.
-pub fn on_device(dense: &Dense, axis: Axis, scheme: &Fp4Scheme, device: &Device) -> Packed {
-    let data = tensor_data(dense);
+fn on_device(data: TensorData, axis: Axis, scheme: &Fp4Scheme, device: &Device) -> Packed {
     let dtype = data.dtype();
     let tensor = Tensor::<2>::from_data(data, (device, dtype));
     burn_fp4_ops::quantize(tensor, axis as usize, scheme)
@@ -147,7 +163,7 @@ fn ints<B: Backend>(tensor: IntTensor<B>) -> TensorData {
     read_sync(B::int_into_data(tensor)).expect("host memory")
 }
 
-/// The Burn devices of this build, and the dtypes they have.
+/// The Burn devices of this build, and the dtypes they have: a row for every device.
 pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     vec![
         ("flex", Device::flex(), vec![DType::F32, DType::F16, DType::BF16]),

@@ -72,7 +72,7 @@ impl Dense {
         }
     }
 
-    /// What the host engine makes of every 16 neighbours along an axis.
+    /// The Hadamard transform by the host engine, of every 16 neighbours along an axis.
     pub fn hadamard(&self, view: View, transform: Hadamard, inverse: bool) -> Self {
         fn of<T: HostElement>(
             values: &[T],

@@ -1,9 +1,13 @@
-//! What the tests share: golden files, inputs, the engines under test, and the comparison of bits.
+//! What the tests share: golden files, inputs, the engines under test, the comparison of bits, and
+//! the reading of the project's own source.
 
 pub mod compare;
 pub mod engines;
 pub mod experts;
 pub mod golden;
+pub mod house;
 pub mod inputs;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod kernels;
 pub mod modules;
 pub mod tensors;

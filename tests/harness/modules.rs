@@ -1,11 +1,13 @@
-//! Modules whose parameters are the same in every run: the generators of devices are shared by threads.
+//! Modules whose parameters are the same in every run: the random numbers of a device are shared by
+//! the threads of a test run.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData};
 
 use crate::inputs::normals;
 
-/// Fills every weight and bias with normal values, scaled as Burn's initializers do; what normalizes stays.
+/// Fills every weight and bias with normal values, scaled as Burn's initializers do; the factors of
+/// normalizations stay.
 pub fn seeded<M: Module>(module: M, seed: u64) -> M {
     module.map(&mut Fill { seed, name: Vec::new() })
 }

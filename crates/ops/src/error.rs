@@ -1,3 +1,5 @@
+//! [`OpsError`]: why an operation on tensors cannot be done.
+
 use burn::tensor::{DType, Device};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::FormatError;

@@ -38,7 +38,7 @@ pub fn quantize_gptq<const D: usize>(
 /// [`quantize_gptq`] of one of several tensors that are multiplied by the same activations.
 ///
 /// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects
-/// values that are not finite: one that does not is for values that are known to be finite, of
+/// values that are not finite: one that does not is for values that are finite for sure, of
 /// others the codes mean nothing. On the host such values are an error in any case.
 ///
 /// # Errors

@@ -41,7 +41,7 @@ pub fn block_hessians<const D: usize>(
 
 /// `X^T X` summed over batches of activations, and their largest magnitude. On hosts in f64; on
 /// other devices in place, products of 1024 activations in f32 and their sum in f64 where the
-/// device has it. What is on several devices is added up by Burn's all-reduce. The products do not
+/// device has it. Sums of several devices are added by Burn's all-reduce. The products do not
 /// depend on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
 /// however batches were divided.
 #[derive(Debug)]
@@ -253,7 +253,7 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     };
     let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
         let data = part.try_into_data().map_err(OpsError::device)?;
-        // Burn reads when data is looked at, through memory that the thread which does so has
+        // Burn reads when data is accessed, through memory that the thread which does so has
         // pinned: gathering is by threads that have none.
         elements(&data).map_err(OpsError::device)?;
         Ok(data)
@@ -261,7 +261,7 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     (0..count).filter_map(added).map(read).collect()
 }
 
-/// Checks that what is computed on several devices can be added up: on hosts always, otherwise by
+/// Checks that tensors of several devices can be summed: on hosts always, otherwise by
 /// NCCL, which connects those of CUDA.
 ///
 /// # Errors
@@ -287,7 +287,7 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
-/// Tiles that are added up and read at a time: 128 MiB.
+/// Tiles that are reduced and read at a time: 128 MiB.
 const PART: usize = 1024;
 
 /// Activations as a matrix, with its rows and channels.

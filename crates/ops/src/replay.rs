@@ -8,7 +8,7 @@ use crate::devices::interpreter::Interpret;
 use crate::error::OpsError;
 
 /// Runs recorded operations on a device, one at a time: between two of them any tensor can be
-/// looked at, or be replaced by another. Nothing is fused, and sums use fixed, not autotuned,
+/// read, or replaced by another. Nothing is fused, and sums use fixed, not autotuned,
 /// kernels: the results are the same in every run, on any device of a kind. Of convolutions, and of
 /// attention that is one operation, Burn may choose another kernel.
 ///

@@ -51,8 +51,8 @@ impl HostDevice for Flex {
     }
 
     /// In memory that an earlier one has left.
-    fn dequantize(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
-        fn dense<T: HostElement + Pod>(
+    fn dense(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
+        fn written<T: HostElement + Pod>(
             packed: PackedView<'_>,
             layout: &Fp4Layout,
             dtype: FloatDType,
@@ -63,9 +63,9 @@ impl HostDevice for Flex {
             TensorData::from_bytes(values, layout.shape.clone(), dtype.into())
         }
         match dtype {
-            FloatDType::F16 => dense::<f16>(packed, layout, dtype),
-            FloatDType::BF16 => dense::<bf16>(packed, layout, dtype),
-            _ => dense::<f32>(packed, layout, FloatDType::F32),
+            FloatDType::F16 => written::<f16>(packed, layout, dtype),
+            FloatDType::BF16 => written::<bf16>(packed, layout, dtype),
+            _ => written::<f32>(packed, layout, FloatDType::F32),
         }
     }
 }

@@ -38,7 +38,7 @@ pub(crate) trait HostDevice: Backend {
     ) -> R;
 
     /// The values of codes and scales in a dtype of the device.
-    fn dequantize(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData;
+    fn dense(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData;
 }
 
 fn with_packed<B: HostDevice, R>(
@@ -110,8 +110,8 @@ impl<B: HostDevice> Fp4Backend for B {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         let device = packed.codes.device();
-        let dequantize = |packed: PackedView<'_>| B::dequantize(packed, &layout, dtype);
-        B::float_from_data(with_packed::<B, _>(packed, &layout, dequantize), &device)
+        let dense = |packed: PackedView<'_>| B::dense(packed, &layout, dtype);
+        B::float_from_data(with_packed::<B, _>(packed, &layout, dense), &device)
     }
 
     fn fp4_matmul(

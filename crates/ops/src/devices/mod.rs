@@ -16,6 +16,11 @@
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
+// Without any device there is nothing to interpret on.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(dead_code, unreachable_code, unused_imports)
+)]
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
@@ -24,16 +29,11 @@ pub(crate) mod cube;
 pub(crate) mod extension;
 #[cfg(feature = "flex")]
 mod flex;
-// Without a device in host memory, only `portable` uses it, and not all.
-#[cfg_attr(not(any(feature = "flex", feature = "ndarray")), allow(dead_code))]
+// Without `flex`, which has every dtype, not all of it is used.
+#[cfg_attr(not(feature = "flex"), allow(dead_code))]
 pub(crate) mod host;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host_device;
-// Without any device there is nothing to interpret on.
-#[cfg_attr(
-    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
-    allow(dead_code, unused_imports)
-)]
 pub(crate) mod interpreter;
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -43,7 +43,6 @@ mod reuse;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
 use burn_router::TensorInterpreter;
 
 use self::interpreter::Interpret;

@@ -1,4 +1,4 @@
-//! Burn's `ndarray` device, which knows f32 only.
+//! Burn's `ndarray` device, which has f32 only.
 //!
 //! Burn 0.22 deprecates this device in favour of `flex`.
 
@@ -51,7 +51,7 @@ impl HostDevice for NdArray {
         }
     }
 
-    fn dequantize(
+    fn dense(
         packed: PackedView<'_>,
         layout: &Fp4Layout,
         _f32_is_its_only_dtype: FloatDType,

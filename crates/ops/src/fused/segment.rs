@@ -63,7 +63,7 @@ impl Segment {
 
     /// Takes what stands between dequantization and what reads the weight, or that.
     fn take_before_end(&mut self, operation: &OperationIr, weight: &TensorIr) -> bool {
-        // Its only reader, so that nobody misses what is not made.
+        // The only reader: no other operation needs the dense weight, which is not made.
         let reads_weight = |tensor: &TensorIr| tensor.id == weight.id && is_last_use(tensor);
         let dequantized = |tensor: &TensorIr| {
             let made = self.dequantize.as_ref().and_then(|dequantize| dequantize.outputs.first());

@@ -84,7 +84,7 @@ impl TrainRecipe {
                 return refuse("a product has one tensor scale for each operand");
             }
             if scheme.search.needs_hessians() {
-                return refuse("there is no time to look at activations");
+                return refuse("a search by activations is too slow for every step");
             }
             if scheme.rounding != Rounding::Nearest {
                 return refuse("`stochastic_rounding` says what is drawn");

@@ -4,10 +4,10 @@ use burn::backend::Backend;
 use burn::backend::tensor::IntTensor;
 use burn::tensor::{FloatDType, IntDType};
 
-use super::floats::F;
+use super::floats::Floats;
 
 /// The bits of non-negative f32 values, in i32.
-pub(super) fn bits<B: Backend>(values: &F<B>) -> IntTensor<B> {
+pub(super) fn bits<B: Backend>(values: &Floats<B>) -> IntTensor<B> {
     let nans = values.is_nan();
     let values = values.or_where(values.is_nan(), 0.0);
     // The exponent field, and the significand scaled to an integer of 24 bits, both exact.
@@ -27,10 +27,10 @@ pub(super) fn bits<B: Backend>(values: &F<B>) -> IntTensor<B> {
 }
 
 /// The f32 values of bits in i32, not negative.
-pub(super) fn from_bits<B: Backend>(bits: IntTensor<B>) -> F<B> {
+pub(super) fn from_bits<B: Backend>(bits: IntTensor<B>) -> Floats<B> {
     let field = B::bitwise_right_shift_scalar(bits.clone(), 23i64.into());
     let mantissa = B::bitwise_and_scalar(bits, i64::from((1 << 23) - 1).into());
-    let float = |ints| F::<B>(B::int_into_float(ints, FloatDType::F32));
+    let float = |ints| Floats::<B>(B::int_into_float(ints, FloatDType::F32));
     let (field, mantissa) = (float(field), float(mantissa));
     let significand = mantissa.add(&field.above(0.0).as_float().times(2f32.powi(23)));
     // 2^(field - 150), and 2^-149 for subnormals; the product is the value, exactly.

@@ -4,7 +4,7 @@ use burn::backend::Backend;
 use burn_fp4_search::formats::{E2M1, ScaleGrid};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
-use super::floats::F;
+use super::floats::Floats;
 use super::scale_grid::{round_to_float, round_to_power_of_two, values};
 use super::tensor_scale::Factors;
 
@@ -13,10 +13,10 @@ pub(super) const SMALLEST_DIVISOR: f32 = 1e-12;
 
 /// Codes and values of the scales for block amaxes `[rows, blocks]`.
 pub(super) fn block_scales<B: Backend>(
-    amax: &F<B>,
+    amax: &Floats<B>,
     factors: &Factors<B>,
     scheme: &Fp4Scheme,
-) -> (F<B>, F<B>) {
+) -> (Floats<B>, Floats<B>) {
     match scheme.format().row().scale_grid() {
         ScaleGrid::Float(grid) => round_to_float(&exact(amax, factors, scheme.rule), &grid),
         ScaleGrid::PowersOfTwo(grid) => {
@@ -28,7 +28,7 @@ pub(super) fn block_scales<B: Backend>(
 }
 
 /// The scales before they are rounded to a grid of floats.
-fn exact<B: Backend>(amax: &F<B>, factors: &Factors<B>, rule: ScaleRule) -> F<B> {
+fn exact<B: Backend>(amax: &Floats<B>, factors: &Factors<B>, rule: ScaleRule) -> Floats<B> {
     let largest = E2M1.max_value();
     match rule {
         ScaleRule::Te => amax.mul(&factors.encode.times(1.0 / largest)),

@@ -6,7 +6,7 @@ use burn::tensor::{FloatDType, Shape};
 use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
 
 use super::bits::from_bits;
-use super::floats::{F, from_rows, rows};
+use super::floats::{Floats, from_rows, rows};
 use super::scale_grid::values;
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
@@ -21,7 +21,7 @@ pub fn dequantize<B: Backend>(
     from_rows(rows, &layout.shape, layout.axis, dtype)
 }
 
-fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> F<B> {
+fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> Floats<B> {
     let [rows, half_cols] = layout.codes_shape();
     let [_, blocks] = layout.scales_shape();
     let int = get_or_init_device_settings::<B>(&packed.codes.device()).int_dtype;
@@ -30,19 +30,19 @@ fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> F
     let high = B::bitwise_right_shift_scalar(bytes, 4i64.into());
     let column = |codes| B::int_reshape(codes, Shape::from(vec![rows, half_cols, 1]));
     let codes = B::int_cat(vec![column(low), column(high)], 2);
-    let codes = F::<B>(B::int_into_float(codes, FloatDType::F32));
+    let codes = Floats::<B>(B::int_into_float(codes, FloatDType::F32));
     let elements = codes.look_up(&E2M1_VALUES).reshape(&[rows, blocks, layout.block_size]);
-    let scales = F::<B>(B::int_into_float(B::int_cast(packed.scales, int), FloatDType::F32));
+    let scales = Floats::<B>(B::int_into_float(B::int_cast(packed.scales, int), FloatDType::F32));
     restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format)
 }
 
 /// `(element x block scale) x tensor scale`, `[rows, cols]`.
 pub(super) fn restore<B: Backend>(
-    elements: &F<B>,
-    scales: &F<B>,
-    tensor_scale: &F<B>,
+    elements: &Floats<B>,
+    scales: &Floats<B>,
+    tensor_scale: &Floats<B>,
     format: Fp4Format,
-) -> F<B> {
+) -> Floats<B> {
     let [rows, blocks, block_size] = elements.shape()[..] else { unreachable!("blocks") };
     let scales = scales.look_up(&values(format)).reshape(&[rows, blocks, 1]);
     let tensor_scale = tensor_scale.reshape(&[tensor_scale.shape()[0], 1, 1]);
@@ -60,7 +60,7 @@ pub(crate) fn squared_error<B: Backend>(
 ) -> FloatTensor<B> {
     let values = rows::<B>(values, layout.axis);
     let difference = dequantize_rows(packed, &layout).sub(&values);
-    let sum = |terms: F<B>| {
+    let sum = |terms: Floats<B>| {
         let of_rows = sum_dim(terms.0, 1, false);
         B::float_reshape(sum_dim(of_rows, 0, false), Shape::from(vec![1]))
     };

@@ -5,27 +5,27 @@ use burn_fp4_search::formats::{E2M1, E2M1_VALUES};
 use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorFactor};
 
 use super::block_scale::SMALLEST_DIVISOR;
-use super::floats::F;
+use super::floats::Floats;
 use super::tensor_scale::{Factors, saturate};
 
 /// Elements divided by their scale, `[rows, blocks, block_size]`.
 pub(super) fn normalize<B: Backend>(
-    values: &F<B>,
-    codes: &F<B>,
-    scales: &F<B>,
+    values: &Floats<B>,
+    codes: &Floats<B>,
+    scales: &Floats<B>,
     factors: &Factors<B>,
     scheme: &Fp4Scheme,
-) -> F<B> {
+) -> Floats<B> {
     let [rows, blocks] = scales.shape()[..] else { unreachable!("scales are a matrix") };
-    let each = |per_block: &F<B>| per_block.reshape(&[rows, blocks, 1]);
+    let each = |per_block: &Floats<B>| per_block.reshape(&[rows, blocks, 1]);
     match scheme.rule {
         ScaleRule::Te | ScaleRule::TeDivision => {
-            let one = F::filled(1.0, scales);
+            let one = Floats::filled(1.0, scales);
             values.mul(&each(&saturate(&one.div(&scales.mul(&factors.decode)))))
         }
         ScaleRule::Gist => {
             let scales = scales.or_where(scales.below(SMALLEST_DIVISOR), SMALLEST_DIVISOR);
-            values.mul(&each(&F::filled(1.0, &scales).mul(&factors.encode).div(&scales)))
+            values.mul(&each(&Floats::filled(1.0, &scales).mul(&factors.encode).div(&scales)))
         }
         ScaleRule::NoTensorScale => values.div(&each(scales)),
         ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
@@ -37,7 +37,7 @@ pub(super) fn normalize<B: Backend>(
 }
 
 /// The E2M1 codes nearest to normalized elements.
-pub(super) fn round_to_e2m1<B: Backend>(normalized: &F<B>, scheme: &Fp4Scheme) -> F<B> {
+pub(super) fn round_to_e2m1<B: Backend>(normalized: &Floats<B>, scheme: &Fp4Scheme) -> Floats<B> {
     let magnitude = normalized.abs();
     let beyond_midpoint = |code: usize| {
         let midpoint = (E2M1_VALUES[code] + E2M1_VALUES[code + 1]) / 2.0;
@@ -50,7 +50,7 @@ pub(super) fn round_to_e2m1<B: Backend>(normalized: &F<B>, scheme: &Fp4Scheme) -
     let mut negative = normalized.below(0.0).as_float();
     if scheme.rule.row().keeps_negative_zero {
         // 1 / -0 is -infinity.
-        let reciprocal = F::constant(1.0, normalized).div(normalized);
+        let reciprocal = Floats::constant(1.0, normalized).div(normalized);
         let negative_zero = reciprocal.below(f32::MIN).as_float();
         negative = negative.add(&negative_zero);
     }

@@ -6,9 +6,9 @@ use burn::backend::{Backend, Scalar, TensorMetadata, get_or_init_device_settings
 use burn::tensor::{BoolDType, FloatDType, IntDType, Shape, Slice, TensorData};
 
 /// A float tensor with the operations used here.
-pub(super) struct F<B: Backend>(pub(super) FloatTensor<B>);
+pub(super) struct Floats<B: Backend>(pub(super) FloatTensor<B>);
 
-impl<B: Backend> Clone for F<B> {
+impl<B: Backend> Clone for Floats<B> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
@@ -17,7 +17,7 @@ impl<B: Backend> Clone for F<B> {
 /// A mask.
 pub(super) struct Mask<B: Backend>(pub(super) BoolTensor<B>);
 
-impl<B: Backend> F<B> {
+impl<B: Backend> Floats<B> {
     pub(super) fn shape(&self) -> Vec<usize> {
         self.0.shape().to_vec()
     }
@@ -127,25 +127,25 @@ impl<B: Backend> F<B> {
 
 impl<B: Backend> Mask<B> {
     /// 1 where set, else 0.
-    pub(super) fn as_float(&self) -> F<B> {
-        F(B::bool_into_float(self.0.clone(), FloatDType::F32))
+    pub(super) fn as_float(&self) -> Floats<B> {
+        Floats(B::bool_into_float(self.0.clone(), FloatDType::F32))
     }
 }
 
 /// The values in f32 with the axis moved last: `[rows, axis]`.
-pub(super) fn rows<B: Backend>(values: FloatTensor<B>, axis: usize) -> F<B> {
+pub(super) fn rows<B: Backend>(values: FloatTensor<B>, axis: usize) -> Floats<B> {
     let shape = values.shape();
     let rank = shape.num_dims();
     let order: Vec<_> = (0..rank).filter(|&dim| dim != axis).chain([axis]).collect();
     let moved = B::float_permute(B::float_cast(values, FloatDType::F32), &order);
     let cols = shape[axis];
     let rows = (0..rank).filter(|&dim| dim != axis).map(|dim| shape[dim]).product();
-    F(moved).reshape(&[rows, cols])
+    Floats(moved).reshape(&[rows, cols])
 }
 
 /// The opposite of [`rows`], rounded to a dtype.
 pub(super) fn from_rows<B: Backend>(
-    rows: F<B>,
+    rows: Floats<B>,
     shape: &[usize],
     axis: usize,
     dtype: FloatDType,

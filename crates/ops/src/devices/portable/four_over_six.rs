@@ -6,19 +6,19 @@ use burn_fp4_search::formats::{E2M1, E2M1_VALUES, ScaleGrid};
 use burn_fp4_search::{Blocks, ErrorMetric, Fp4Scheme};
 
 use super::element::{normalize, round_to_e2m1};
-use super::floats::{F, Mask};
+use super::floats::{Floats, Mask};
 use super::scale_grid::round_to_float;
 use super::tensor_scale::Factors;
 use super::tiles::share_sum;
 
 /// The better of two candidate scales; see [`ScaleSearch::FourOverSix`].
 pub(super) fn four_over_six<B: Backend>(
-    values: &F<B>,
-    amax: &F<B>,
+    values: &Floats<B>,
+    amax: &Floats<B>,
     factors: &Factors<B>,
     scheme: &Fp4Scheme,
     metric: ErrorMetric,
-) -> (F<B>, F<B>) {
+) -> (Floats<B>, Floats<B>) {
     let [rows, blocks] = amax.shape()[..] else { unreachable!("amaxes are a matrix") };
     let grid = match scheme.format().row().scale_grid() {
         ScaleGrid::Float(grid) => grid,
@@ -31,7 +31,7 @@ pub(super) fn four_over_six<B: Backend>(
         let normalized = normalize(values, codes, scales, factors, scheme);
         let elements = round_to_e2m1(&normalized, scheme).look_up(&E2M1_VALUES);
         let scaled = elements.mul(&scales.reshape(&[rows, blocks, 1]));
-        let per_row = |factor: &F<B>| factor.reshape(&[factor.shape()[0], 1, 1]);
+        let per_row = |factor: &Floats<B>| factor.reshape(&[factor.shape()[0], 1, 1]);
         let restored = scaled.mul(&per_row(&factors.amax)).div_by(scheme.largest_code_product());
         let difference = restored.sub(values);
         let terms = match metric {
@@ -39,7 +39,7 @@ pub(super) fn four_over_six<B: Backend>(
             ErrorMetric::Mse => difference.mul(&difference),
         };
         // In element order, then for tiles as a tree over rows: the order decides the last bit.
-        let mut sum = F::filled(0.0, amax);
+        let mut sum = Floats::filled(0.0, amax);
         for index in 0..scheme.block_size {
             sum = sum.add(&terms.slice(2, index, index + 1).reshape(&[rows, blocks]));
         }
@@ -51,6 +51,6 @@ pub(super) fn four_over_six<B: Backend>(
     let [six, four] = candidates;
     let dtype = get_or_init_device_settings::<B>(&amax.0.device()).bool_dtype;
     let better = B::float_lower(errors[1].0.clone(), errors[0].0.clone(), dtype);
-    let choose = |six: F<B>, four: &F<B>| six.or_from(Mask(better.clone()), four);
+    let choose = |six: Floats<B>, four: &Floats<B>| six.or_from(Mask(better.clone()), four);
     (choose(six.0, &four.0), choose(six.1, &four.1))
 }

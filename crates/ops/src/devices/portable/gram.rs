@@ -7,7 +7,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 use burn_fp4_search::GramTiles;
 
-/// Activations whose products are added up in f32.
+/// Activations whose products are summed in f32.
 const GRAM_ROWS: usize = 1024;
 
 /// See [`fp4_add_gram`](crate::Fp4Backend::fp4_add_gram): a column of tiles after the other, with

@@ -9,13 +9,13 @@ use burn_fp4_search::formats::Packed;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, Importance, Rounding, ScaleSearch};
 
-use super::floats::{F, rows};
+use super::floats::{Floats, rows};
 use crate::curvature::Curvature;
 use crate::devices::host::{self, Values};
 use crate::primitive::Fp4Primitive;
 
-/// Whether a scheme asks for what tensor operations lack: a fused multiply-add, or random numbers
-/// by counting.
+/// Whether a scheme needs what tensor operations lack: a fused multiply-add, or random numbers from
+/// a counter.
 pub(super) fn needs_host(scheme: &Fp4Scheme) -> bool {
     !matches!(scheme.search, ScaleSearch::Amax | ScaleSearch::FourOverSix { .. })
         || scheme.rounding != Rounding::Nearest
@@ -62,7 +62,7 @@ pub fn quantize_gptq<B: Backend>(
     curvature: Arc<Curvature>,
 ) -> Fp4Primitive<B> {
     let device = values.device();
-    let F(matrix) = rows::<B>(values, axis);
+    let Floats(matrix) = rows::<B>(values, axis);
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
     let curvature = curvature.on_host().expect("callers look where it was made");

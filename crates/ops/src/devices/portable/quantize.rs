@@ -11,7 +11,7 @@ use super::bits::bits;
 use super::block_scale::block_scales;
 use super::dequantize;
 use super::element::{normalize, round_to_e2m1};
-use super::floats::{F, from_rows, rows};
+use super::floats::{Floats, from_rows, rows};
 use super::four_over_six::four_over_six;
 use super::on_host::{needs_host, quantize_on_host};
 use super::tensor_scale::factors;
@@ -33,23 +33,23 @@ pub fn amax<B: Backend>(values: FloatTensor<B>, axis: usize, by_row: bool) -> Fl
 /// Everything [`quantize`] and [`fake_quantize`] need.
 struct Quantized<B: Backend> {
     /// Element codes, `[rows, blocks, block_size]`.
-    codes: F<B>,
+    codes: Floats<B>,
     /// Scale codes, `[rows, blocks]`.
-    scales: F<B>,
+    scales: Floats<B>,
     /// `[1]` or `[rows]`.
-    tensor_scale: F<B>,
+    tensor_scale: Floats<B>,
 }
 
 /// Codes and scales of a matrix `[rows, cols]`.
 fn quantize_rows<B: Backend>(
-    values: F<B>,
+    values: Floats<B>,
     amax: FloatTensor<B>,
     scheme: &Fp4Scheme,
 ) -> Quantized<B> {
     let [rows, cols] = values.shape()[..] else { unreachable!("rows makes a matrix") };
     let blocks = cols / scheme.block_size;
     let tensor_scales = amax.shape().num_elements();
-    let factors = factors(F(amax).reshape(&[tensor_scales, 1]), scheme);
+    let factors = factors(Floats(amax).reshape(&[tensor_scales, 1]), scheme);
     let values = values.reshape(&[rows, blocks, scheme.block_size]);
     let mut amax = values.abs().max_dim(2).reshape(&[rows, blocks]);
     if scheme.blocks == Blocks::Tile16x16 {
@@ -115,7 +115,7 @@ pub fn fake_quantize<B: Backend>(
     let elements = quantized.codes.look_up(&E2M1_VALUES);
     let tensor_scale = match restore {
         Restore::Values => quantized.tensor_scale,
-        Restore::BlockScaled => F::filled(1.0, &quantized.tensor_scale),
+        Restore::BlockScaled => Floats::filled(1.0, &quantized.tensor_scale),
     };
     let restored =
         dequantize::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());

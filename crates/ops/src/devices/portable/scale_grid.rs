@@ -4,7 +4,7 @@ use burn::backend::Backend;
 use burn_fp4_search::ScaleRule;
 use burn_fp4_search::formats::{E2M1, Fp4Format, Minifloat, ScaleGrid};
 
-use super::floats::F;
+use super::floats::Floats;
 
 /// The exponent of the largest power of two among the elements, 4 of E2M1.
 const LARGEST_ELEMENT_EXPONENT: i32 = 2;
@@ -21,15 +21,18 @@ pub(super) fn values(format: Fp4Format) -> Vec<f32> {
 }
 
 /// The codes and values of a float grid nearest to non-negative values, ties to the even code.
-pub(super) fn round_to_float<B: Backend>(exact: &F<B>, grid: &Minifloat) -> (F<B>, F<B>) {
+pub(super) fn round_to_float<B: Backend>(
+    exact: &Floats<B>,
+    grid: &Minifloat,
+) -> (Floats<B>, Floats<B>) {
     // Adding 2^23 leaves no room for a fraction: the sum is rounded to the nearest even integer.
     const INTEGER: f32 = 8_388_608.0;
     let steps_of_binade = 2f32.powi(grid.mantissa_bits as i32);
     let largest_exponent = (grid.max_code() >> grid.mantissa_bits) as i32 - grid.bias;
     let clamped = exact.or_where(exact.above(grid.max_value()), grid.max_value());
     // The subnormals and the first binade have the same step.
-    let mut step = F::filled(grid.decode(1), exact);
-    let mut binade = F::filled(0.0, exact);
+    let mut step = Floats::filled(grid.decode(1), exact);
+    let mut binade = Floats::filled(0.0, exact);
     for exponent in 2 - grid.bias..=largest_exponent {
         let floor = 2f32.powi(exponent);
         step = step.or_where(clamped.at_least(floor), floor / steps_of_binade);
@@ -43,10 +46,10 @@ pub(super) fn round_to_float<B: Backend>(exact: &F<B>, grid: &Minifloat) -> (F<B
 
 /// The codes of a grid of powers of two from block amaxes; see [`ScaleRule::block_scale`].
 pub(super) fn round_to_power_of_two<B: Backend>(
-    amax: &F<B>,
+    amax: &Floats<B>,
     rule: ScaleRule,
     grid: &Minifloat,
-) -> F<B> {
+) -> Floats<B> {
     // Whether the scale is found from a sixth of the amax, or from the exponent of the amax.
     let measured = match rule {
         ScaleRule::RoundUp => amax.times(1.0 / E2M1.max_value()),
@@ -66,7 +69,7 @@ pub(super) fn round_to_power_of_two<B: Backend>(
     }
     let exponent = exponent.or_where(subnormal.above(0.0), 0.0);
     let up = match rule {
-        ScaleRule::Floor => F::filled(0.0, amax),
+        ScaleRule::Floor => Floats::filled(0.0, amax),
         ScaleRule::Even => significand.at_least(1.75).as_float(),
         ScaleRule::Ceil => significand.above(1.0).as_float(),
         ScaleRule::RoundUp => {

@@ -3,36 +3,36 @@
 use burn::backend::Backend;
 use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorFactor, TensorScaling};
 
-use super::floats::F;
+use super::floats::Floats;
 
 /// The two factors of the tensor scale, and its amax, `[1, 1]` or `[rows, 1]`; see
 /// [`TensorFactor`].
 pub(super) struct Factors<B: Backend> {
-    pub(super) amax: F<B>,
-    pub(super) encode: F<B>,
-    pub(super) decode: F<B>,
+    pub(super) amax: Floats<B>,
+    pub(super) encode: Floats<B>,
+    pub(super) decode: Floats<B>,
 }
 
 /// The factors for the amax of a tensor `[1, 1]`, or of its rows `[rows, 1]`.
-pub(super) fn factors<B: Backend>(amax: F<B>, scheme: &Fp4Scheme) -> Factors<B> {
+pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factors<B> {
     let fixed = match scheme.tensor_scale {
         _ if !scheme.rule.row().tensor_scale => Some(TensorFactor::ONE),
         TensorScaling::Multiplier(_) => Some(TensorFactor::new(scheme, f32::NAN)),
         _ => None,
     };
     if let Some(factor) = fixed {
-        let filled = |value| F::filled(value, &amax);
+        let filled = |value| Floats::filled(value, &amax);
         return Factors {
             encode: filled(factor.encode),
             decode: filled(factor.decode),
             amax: filled(factor.amax),
         };
     }
-    let one = F::filled(1.0, &amax);
+    let one = Floats::filled(1.0, &amax);
     let encode = match scheme.rule {
         ScaleRule::Gist => one.div(&amax).times(scheme.largest_code_product()),
         ScaleRule::Te | ScaleRule::TeDivision => {
-            F::filled(scheme.largest_code_product(), &amax).div(&amax)
+            Floats::filled(scheme.largest_code_product(), &amax).div(&amax)
         }
         ScaleRule::NoTensorScale
         | ScaleRule::Floor
@@ -45,6 +45,6 @@ pub(super) fn factors<B: Backend>(amax: F<B>, scheme: &Fp4Scheme) -> Factors<B> 
 }
 
 /// `min(value, FLT_MAX)` that keeps NaN.
-pub(super) fn saturate<B: Backend>(values: &F<B>) -> F<B> {
+pub(super) fn saturate<B: Backend>(values: &Floats<B>) -> Floats<B> {
     values.or_where(values.above(f32::MAX), f32::MAX)
 }

@@ -44,9 +44,18 @@ pub(crate) fn quantize(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> Packed {
-    each_dtype!(values, values => {
-        host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED)
-    })
+    each_dtype!(values, values => quantize_slice(values, view, amax, scheme, importance))
+}
+
+/// [`quantize`] of values of one dtype, for which alone the engine is compiled.
+pub(crate) fn quantize_slice<T: HostElement>(
+    values: &[T],
+    view: View,
+    amax: &[f32],
+    scheme: &Fp4Scheme,
+    importance: Importance<'_>,
+) -> Packed {
+    host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED)
 }
 
 /// Codes and scales by GPTQ of a matrix whose rows run along the blocked axis.

@@ -11,7 +11,7 @@ use burn_fp4_search::{Fp4Scheme, Importance, Rounding, ScaleSearch};
 
 use super::floats::{Floats, rows};
 use crate::curvature::Curvature;
-use crate::devices::host::{self, Values};
+use crate::devices::host;
 use crate::primitive::Fp4Primitive;
 
 /// Whether a scheme needs what tensor operations lack: a fused multiply-add, or random numbers from
@@ -31,8 +31,8 @@ pub(super) fn quantize_on_host<B: Backend>(
     let device = values.device();
     let view = View::along(&values.shape(), axis);
     let (values, amax) = (read::<B>(values), read::<B>(amax));
-    let values = Values::F32(&values);
-    upload::<B>(host::quantize(values, view, &amax, &scheme, Importance::Uniform), &device)
+    let packed = host::quantize_slice(&values, view, &amax, &scheme, Importance::Uniform);
+    upload::<B>(packed, &device)
 }
 
 /// See [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance): on the host.
@@ -48,7 +48,7 @@ pub fn quantize_by_importance<B: Backend>(
     let view = View::along(&values.shape(), axis);
     let [values, amax, costs] = [values, amax, costs].map(read::<B>);
     let packed = host::with_importance(&costs, &scheme, |importance| {
-        host::quantize(Values::F32(&values), view, &amax, &scheme, importance)
+        host::quantize_slice(&values, view, &amax, &scheme, importance)
     });
     upload::<B>(packed, &device)
 }

@@ -297,6 +297,14 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         Self::from_inner(B::fp4_add_gram(sums, activations, layout, first))
     }
 
+    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_untuned_matmul(left.into_primitive(), right.into_primitive()))
+    }
+
+    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_untuned_sum(values.into_primitive(), axis, mean))
+    }
+
     fn fp4_squared_error(
         values: FloatTensor<Self>,
         packed: Fp4Primitive<Self>,

@@ -1,3 +1,5 @@
+//! [`Curvature`]: what GPTQ derives from a Gram matrix, where the weights are.
+
 use std::fmt;
 
 use burn::tensor::Device;
@@ -5,16 +7,20 @@ use burn::tensor::Device;
 use burn_fp4_search::SearchError;
 use burn_fp4_search::{Curvature as HostCurvature, Damped, Fp4Scheme, Gptq, Gram};
 
-use crate::OpsError;
+#[cfg(feature = "cube")]
+use crate::devices::cube::device::with_kernels;
+use crate::error::OpsError;
 
-/// What GPTQ makes of a Gram matrix, once for all weights of a device that meet the same activations: made on the
-/// device if that has kernels, otherwise on the host, by all its cores.
+/// What GPTQ derives from a Gram matrix, once for all weights of a device that are multiplied by
+/// the same activations: computed on the device if that has kernels, otherwise on the host, by all
+/// its cores.
 pub struct Curvature {
     device: Device,
-    there: There,
+    place: Place,
 }
 
-enum There {
+/// Where it was computed, and what came out.
+enum Place {
     Host(HostCurvature),
     #[cfg(feature = "cube")]
     Cube(Box<(Damped, burn_fp4_cubecl::Curvature)>),
@@ -35,8 +41,8 @@ impl Curvature {
     /// Factorizes the Gram matrix for weights on a device, packed in blocks of this size.
     ///
     /// # Errors
-    /// [`OpsError::Search`] if the Gram matrix is singular and not damped, if the damping is not usable, or if blocks
-    /// do not divide the channels; [`OpsError::Device`] if the device fails.
+    /// [`OpsError::Search`] if the Gram matrix is singular and not damped, if the damping is not
+    /// usable, or if blocks do not divide the channels; [`OpsError::Device`] if the device fails.
     pub fn new(
         gram: &Gram,
         options: &Gptq,
@@ -45,23 +51,21 @@ impl Curvature {
     ) -> Result<Self, OpsError> {
         let device = device.clone().inner();
         #[cfg(feature = "cube")]
-        if let burn::backend::DispatchDevice::Cube(cube) = device.as_dispatch()
-            && crate::cube::has_kernels(cube)
-        {
+        if let Some(cube) = with_kernels(&device) {
             let damped = options.damped(gram, block_size)?;
             // What its kernels refuse is left to the host.
-            if let Some(there) = on_cube(cube, gram, &damped)? {
-                return Ok(Self { device, there: There::Cube(Box::new((damped, there))) });
+            if let Some(curvature) = on_cube(&cube, gram, &damped)? {
+                return Ok(Self { device, place: Place::Cube(Box::new((damped, curvature))) });
             }
         }
-        Ok(Self { device, there: There::Host(options.curvature(gram, block_size)?) })
+        Ok(Self { device, place: Place::Host(options.curvature(gram, block_size)?) })
     }
 
     fn damped(&self) -> &Damped {
-        match &self.there {
-            There::Host(curvature) => curvature.damped(),
+        match &self.place {
+            Place::Host(curvature) => curvature.damped(),
             #[cfg(feature = "cube")]
-            There::Cube(curvature) => &curvature.0,
+            Place::Cube(curvature) => &curvature.0,
         }
     }
 
@@ -98,19 +102,19 @@ impl Curvature {
 
     /// If it was made on the host.
     pub(crate) fn on_host(&self) -> Option<&HostCurvature> {
-        match &self.there {
-            There::Host(curvature) => Some(curvature),
+        match &self.place {
+            Place::Host(curvature) => Some(curvature),
             #[cfg(feature = "cube")]
-            There::Cube(..) => None,
+            Place::Cube(..) => None,
         }
     }
 
     /// If it was made on its device.
     #[cfg(feature = "cube")]
     pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::Curvature> {
-        match &self.there {
-            There::Host(_) => None,
-            There::Cube(curvature) => Some(&curvature.1),
+        match &self.place {
+            Place::Host(_) => None,
+            Place::Cube(curvature) => Some(&curvature.1),
         }
     }
 }

@@ -1,3 +1,5 @@
+//! [`OpsError`]: why an operation on tensors cannot be done.
+
 use burn::tensor::{DType, Device};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::FormatError;
@@ -64,7 +66,7 @@ pub enum OpsError {
         /// The amax.
         found: f32,
     },
-    /// The axes of a product do not meet.
+    /// The contracted axes of a product differ, or the weight is blocked along the other one.
     #[error(
         "cannot multiply an input with {input} values in its last axis by a weight with {weight} \
          in its first, blocked along axis {axis}: both must be K, and blocks run along axis 0"
@@ -95,7 +97,7 @@ pub enum OpsError {
         /// Its own.
         found: DType,
     },
-    /// A shape is not what the others ask for.
+    /// A shape does not fit the others.
     #[error("{what}: expected shape {expected:?}, found {found:?}")]
     Shape {
         /// Which tensor.
@@ -128,7 +130,7 @@ pub enum OpsError {
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]
     Registration(String),
-    /// A device failed, or devices cannot add up what they have.
+    /// A device failed, or devices cannot sum over each other.
     #[error("device: {0}")]
     Device(String),
 }

@@ -1,3 +1,5 @@
+//! GPTQ: rounding errors are compensated by the weights that are still to be rounded.
+
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
@@ -5,9 +7,14 @@ use burn::tensor::Tensor;
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite};
 
-use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
+use crate::curvature::Curvature;
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::{Fp4Layout, check_dtype};
+use crate::quantize::checked_amax;
+use crate::tensor::Fp4Tensor;
 
-/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is made up for by the weights
+/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is compensated by the weights
 /// that are still to be rounded. The search of the scheme is not used.
 ///
 /// # Errors
@@ -28,10 +35,10 @@ pub fn quantize_gptq<const D: usize>(
     quantize_by_curvature(values, axis, &scheme, &Arc::new(curvature))
 }
 
-/// [`quantize_gptq`] of one of several tensors that meet the same activations.
+/// [`quantize_gptq`] of one of several tensors that are multiplied by the same activations.
 ///
 /// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects
-/// values that are not finite: one that does not is for values that are known to be finite, of
+/// values that are not finite: one that does not is for values that are finite for sure, of
 /// others the codes mean nothing. On the host such values are an error in any case.
 ///
 /// # Errors

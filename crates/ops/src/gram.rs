@@ -9,8 +9,12 @@ use burn_fp4_search::formats::check_length;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{BlockHessians, Gram, GramTiles};
 
+use crate::devices::extension::Fp4Backend;
+use crate::devices::is_host;
+use crate::error::OpsError;
 use crate::importance::read;
-use crate::{Fp4Backend, OpsError, check_dtype};
+use crate::layout::check_dtype;
+use crate::quantize;
 
 /// `X^T X` of activations `[.., channels]`; see [`GramSum`].
 ///
@@ -35,10 +39,10 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed up over batches of activations, and their largest magnitude: in f64 on hosts, on
-/// other devices there, products of 1024 activations in f32 and their sum in f64 where the device
-/// has it. What is on several devices is added up by Burn's all-reduce. The products do not depend
-/// on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
+/// `X^T X` summed over batches of activations, and their largest magnitude. On hosts in f64; on
+/// other devices in place, products of 1024 activations in f32 and their sum in f64 where the
+/// device has it. Sums of several devices are added by Burn's all-reduce. The products do not
+/// depend on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
 /// however batches were divided.
 #[derive(Debug)]
 pub struct GramSum {
@@ -207,7 +211,7 @@ impl DeviceSum {
         if rows == 0 {
             return Ok(());
         }
-        let amax = crate::amax(x.clone())?;
+        let amax = quantize::amax(x.clone())?;
         self.amax.inplace(|largest| largest.max_pair(amax));
         let of_rows = Dispatch::fp4_amax(x.clone().into_dispatch(), 1, true);
         let tokens = Tensor::<1>::from_dispatch(of_rows).greater_elem(0.0).int().sum();
@@ -249,7 +253,7 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     };
     let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
         let data = part.try_into_data().map_err(OpsError::device)?;
-        // Burn reads when data is looked at, through memory that the thread which does so has
+        // Burn reads when data is accessed, through memory that the thread which does so has
         // pinned: gathering is by threads that have none.
         elements(&data).map_err(OpsError::device)?;
         Ok(data)
@@ -257,7 +261,7 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     (0..count).filter_map(added).map(read).collect()
 }
 
-/// Checks that what is computed on several devices can be added up: on hosts always, otherwise by
+/// Checks that tensors of several devices can be summed: on hosts always, otherwise by
 /// NCCL, which connects those of CUDA.
 ///
 /// # Errors
@@ -266,7 +270,8 @@ pub fn check_addable(devices: &[Device]) -> Result<(), OpsError> {
     let others: Vec<_> = devices.iter().filter(|device| !is_host(device)).collect();
     match others.iter().find(|device| !has_collectives(device)) {
         Some(device) if others.len() > 1 => Err(OpsError::Device(format!(
-            "{device:?} cannot add up tensors with other devices: that takes CUDA and its library NCCL"
+            "{device:?} cannot add up tensors with other devices: that takes CUDA and its library \
+             NCCL"
         ))),
         _ => Ok(()),
     }
@@ -282,19 +287,7 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
-/// Whether tensors are in the memory of the host.
-fn is_host(device: &Device) -> bool {
-    let plain = device.clone().inner();
-    match plain.as_dispatch() {
-        #[cfg(feature = "flex")]
-        burn::backend::DispatchDevice::Flex(_) => true,
-        #[cfg(feature = "ndarray")]
-        burn::backend::DispatchDevice::NdArray(_) => true,
-        _ => false,
-    }
-}
-
-/// Tiles that are added up and read at a time: 128 MiB.
+/// Tiles that are reduced and read at a time: 128 MiB.
 const PART: usize = 1024;
 
 /// Activations as a matrix, with its rows and channels.

@@ -1,4 +1,4 @@
-//! Quantization that knows the activations a weight meets.
+//! Quantization by the activations that a weight is multiplied by, and by the best tensor scale.
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -6,18 +6,22 @@ use burn_fp4_search::{
     Fp4Scheme, Importance, TensorScaling, check_tensor_scale, tensor_scale_candidates,
 };
 
-use crate::layout::check_len;
-use crate::{Fp4Backend, Fp4Layout, Fp4Tensor, OpsError, check_dtype, checked_amax};
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::{Fp4Layout, check_dtype, check_len};
+use crate::quantize::{self, checked_amax, quantize_with_amax};
+use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
 /// [`ScaleSearch::Sse`](crate::ScaleSearch::Sse), by block for the searches that need activations.
 ///
-/// [`Joint`](crate::ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor is; the others on
-/// its device, if that has kernels.
+/// [`Joint`](crate::ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor
+/// is; the others on its device, if that has kernels.
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of importance,
-/// or if it is for another number of channels; [`OpsError::TooLarge`] for too many Hessians.
+/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of
+/// importance, or if it is for another number of channels; [`OpsError::TooLarge`] for too many
+/// Hessians.
 pub fn quantize_by_importance<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -38,7 +42,7 @@ pub fn quantize_by_importance<const D: usize>(
         .into_dispatch()
     };
     let [costs, bounds] = match importance {
-        Importance::Uniform => return Ok(crate::quantize_with_amax(values, layout, scheme, amax)),
+        Importance::Uniform => return Ok(quantize_with_amax(values, layout, scheme, amax)),
         Importance::Channels(weights) => [upload(weights), upload(&[0.0])],
         Importance::Blocks(hessians) => {
             check_len(&[hessians.values().len()])?;
@@ -57,24 +61,26 @@ pub fn quantize_by_importance<const D: usize>(
 }
 
 /// [`quantize`](crate::quantize) with the tensor scale, of
-/// [those worth trying](burn_fp4_search::tensor_scale_candidates), that leaves the smallest squared error.
+/// [those worth trying](burn_fp4_search::tensor_scale_candidates), that leaves the smallest squared
+/// error.
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme has no tensor scale to choose.
+/// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme has no tensor scale to
+/// choose.
 pub fn quantize_with_best_tensor_scale<const D: usize>(
     values: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     check_tensor_scale(scheme)?;
-    let amax = read(crate::amax(values.clone())?)?[0];
+    let amax = read(quantize::amax(values.clone())?)?[0];
     if !amax.is_finite() {
         return Err(OpsError::NonFinite { found: amax });
     }
     let with = |amax| scheme.with_tensor_scale(TensorScaling::Amax(amax));
     let candidates: Vec<_> = tensor_scale_candidates(amax).collect();
     let errors = candidates.iter().map(|&amax| {
-        let packed = crate::quantize(values.clone(), axis, &with(amax))?;
+        let packed = quantize::quantize(values.clone(), axis, &with(amax))?;
         packed.squared_error(values.clone())
     });
     let errors = read(Tensor::cat(errors.collect::<Result<Vec<_>, _>>()?, 0))?;
@@ -84,9 +90,10 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
             best = candidate;
         }
     }
-    crate::quantize(values, axis, &with(candidates[best]))
+    quantize::quantize(values, axis, &with(candidates[best]))
 }
 
+/// The values on the host, in f32.
 pub(crate) fn read<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, OpsError> {
     let data = tensor.cast(DType::F32).try_into_data().map_err(OpsError::device)?;
     data.try_into_vec().map_err(OpsError::device)

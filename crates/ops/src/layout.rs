@@ -1,11 +1,13 @@
-use burn::tensor::Shape;
+//! [`Fp4Layout`]: shapes, blocked axis and format of a quantized tensor; which tensors have one.
+
+use burn::tensor::{DType, Shape, Tensor};
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 
-use crate::OpsError;
+use crate::error::OpsError;
 
-/// What a quantized tensor is, apart from its bits: the one place where shapes are computed.
+/// What a quantized tensor is, apart from its bits. All shapes are computed here.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Fp4Layout {
     /// What the bits mean.
@@ -35,21 +37,15 @@ impl Fp4Layout {
     /// Format, block size and axis in one number; see [`from_tag`](Self::from_tag).
     #[cfg(feature = "cube")]
     pub(crate) fn tag(&self) -> u64 {
-        let format = match self.format {
-            Fp4Format::NvFp4 => 0,
-            Fp4Format::MxFp4 => 1,
-        };
+        let format = Fp4Format::ALL.iter().position(|format| *format == self.format);
+        let format = format.expect("one of all") as u64;
         format | (self.block_size as u64) << 8 | (self.axis as u64) << 32
     }
 
     /// The layout of a shape that a [`tag`](Self::tag) tells.
     #[cfg(feature = "cube")]
     pub(crate) fn from_tag(tag: u64, shape: Vec<usize>) -> Option<Self> {
-        let format = match tag & 0xFF {
-            0 => Fp4Format::NvFp4,
-            1 => Fp4Format::MxFp4,
-            _ => return None,
-        };
+        let format = *Fp4Format::ALL.get((tag & 0xFF) as usize)?;
         let (block_size, axis) = ((tag >> 8 & 0xFF_FFFF) as usize, (tag >> 32) as usize);
         Some(Self { format, block_size, shape, axis })
     }
@@ -117,6 +113,15 @@ impl Fp4Layout {
 }
 
 /// # Errors
+/// [`OpsError::DType`] unless f32, f16 or bf16.
+pub(crate) fn check_dtype<const D: usize>(values: &Tensor<D>) -> Result<(), OpsError> {
+    match values.dtype() {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        found => Err(OpsError::DType { found }),
+    }
+}
+
+/// # Errors
 /// [`OpsError::TooLarge`] beyond [`View::MAX_LEN`].
 pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
     let expected = View::MAX_LEN;
@@ -143,7 +148,7 @@ pub(crate) fn product_shape(left: &Shape, right: &Shape) -> Shape {
     shape.into()
 }
 
-/// Shape of what remains of an axis that is summed up.
+/// Shape of a sum along an axis.
 #[cfg(feature = "cube")]
 pub(crate) fn reduced_shape(values: &Shape, axis: usize) -> Shape {
     let mut shape = values.to_vec();

@@ -6,7 +6,7 @@
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use burn_fp4_search::modelopt;
 
-use crate::OpsError;
+use crate::error::OpsError;
 
 /// The scale of every block in f32, in the shape of `amax`.
 ///
@@ -27,11 +27,12 @@ pub fn compute_fp4_scales<const D: usize>(
     Ok(Tensor::from_data(TensorData::new(scales, shape), (&device, DType::F32)))
 }
 
-/// The values `[.., 2 x K]` of packed codes u8 `[.., K]`, given the scales `[.., 2 x K / block_size]`
-/// of any float dtype.
+/// The values `[.., 2 x K]` of packed codes u8 `[.., K]`, given the scales
+/// `[.., 2 x K / block_size]` of any float dtype.
 ///
 /// # Errors
-/// [`OpsError::Format`] if the scales do not cover the codes, [`OpsError::Device`] if a device fails.
+/// [`OpsError::Format`] if the scales do not cover the codes, [`OpsError::Device`] if a device
+/// fails.
 pub fn fp4_dequantize<const D: usize>(
     packed: Tensor<D, Int>,
     scales: Tensor<D>,

@@ -1,9 +1,18 @@
+//! [`Products`]: whether layers multiply by a packed weight straight from its codes, or why not.
+
 use core::fmt;
 
 use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 
-use crate::Fp4Layout;
+#[cfg(feature = "cube")]
+use crate::devices::cube::device::{kernel_dtype, with_kernels};
+#[cfg(feature = "cube")]
+use crate::devices::cube::product::PlannedProduct;
+use crate::devices::is_host;
+#[cfg(feature = "cube")]
+use crate::fused::is_active;
+use crate::layout::Fp4Layout;
 
 /// Whether layers multiply by a packed weight straight from its codes.
 ///
@@ -84,8 +93,8 @@ impl fmt::Display for Products {
             }
             Self::Lookups => write!(
                 f,
-                "rows are looked up from the codes, products dequantize the weight: on Cube devices \
-                 burn_fp4::init() has them run from the codes too"
+                "rows are looked up from the codes, products dequantize the weight: on Cube \
+                 devices burn_fp4::init() has them run from the codes too"
             ),
             Self::Dequantized(why) => write!(f, "dequantized for every product: {why}"),
         }
@@ -136,22 +145,17 @@ pub fn products(layout: &Fp4Layout, dtype: DType, device: &Device) -> Products {
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
         return Products::Dequantized(Why::DType { dtype });
     }
-    match device.clone().inner().as_dispatch() {
-        #[cfg(feature = "flex")]
-        burn::backend::DispatchDevice::Flex(_) => Products::Dequantized(Why::Host),
-        #[cfg(feature = "ndarray")]
-        burn::backend::DispatchDevice::NdArray(_) => Products::Dequantized(Why::Host),
-        #[cfg(feature = "cube")]
-        burn::backend::DispatchDevice::Cube(cube) if crate::cube::has_kernels(cube) => {
-            if crate::fused::is_active(device) {
-                planned(layout, dtype, cube)
-            } else {
-                Products::Dequantized(Why::NotInitialized)
-            }
-        }
-        #[allow(unreachable_patterns)]
-        _ => Products::Dequantized(Why::Device),
+    if is_host(device) {
+        return Products::Dequantized(Why::Host);
     }
+    #[cfg(feature = "cube")]
+    if let Some(cube) = with_kernels(device) {
+        return match is_active(device) {
+            true => planned(layout, dtype, &cube),
+            false => Products::Dequantized(Why::NotInitialized),
+        };
+    }
+    Products::Dequantized(Why::Device)
 }
 
 /// What the plans of kernels say.
@@ -160,10 +164,10 @@ fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -
     // More rows than any plan tells apart, few enough for every weight.
     const MANY: usize = 1024;
     let capability = burn_fp4_cubecl::Capability::of(&device.client());
-    let dtype = crate::cube::kernel_dtype(dtype);
+    let dtype = kernel_dtype(dtype);
     let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
     let from_codes =
-        |rows: &usize| crate::fused::planned(*rows, &contracted, dtype, &capability).is_some();
+        |rows: &usize| PlannedProduct::new(*rows, &contracted, dtype, &capability).is_some();
     let most = match from_codes(&MANY) {
         true => None,
         false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),

@@ -1,8 +1,13 @@
+//! [`Fp4Tensor`]: codes and scales of a tensor on any device.
+
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transaction};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive, OpsError};
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::{Fp4Layout, check_dtype};
+use crate::primitive::{Fp4Primitive, tensor_data};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -101,7 +106,7 @@ impl<const D: usize> Fp4Tensor<D> {
         self.codes.clone()
     }
 
-    /// The block scales, u8 `[rows, axis / block_size]`: E4M3 (NVFP4) or E8M0 (MXFP4).
+    /// The block scales, u8 `[rows, axis / block_size]`: codes of what the format says.
     pub fn scales(&self) -> Tensor<2, Int> {
         self.scales.clone()
     }
@@ -149,7 +154,7 @@ impl<const D: usize> Fp4Tensor<D> {
 
     /// The values, computed in f32 and rounded once to a dtype.
     pub fn dequantize_to(&self, dtype: FloatDType) -> Tensor<D> {
-        self.settle();
+        self.drain_stream();
         let layout = self.layout.clone();
         let packed = self.to_primitive();
         // Engines write the dtypes they read; any other is made from f32.
@@ -161,11 +166,11 @@ impl<const D: usize> Fp4Tensor<D> {
         if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
     }
 
-    /// Sends the operations that wait for this device on their way, so that dequantization and the
-    /// product that reads it follow each other in the stream, as the fuser needs them.
-    pub(crate) fn settle(&self) {
+    /// Launches the operations that wait in the stream of the device, so that dequantization and
+    /// the product that reads it follow each other there, as the fuser needs them.
+    pub(crate) fn drain_stream(&self) {
         #[cfg(feature = "cube")]
-        crate::fused::settle(&self.codes.device());
+        crate::fused::drain_if_active(&self.codes.device());
     }
 
     /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of
@@ -175,7 +180,7 @@ impl<const D: usize> Fp4Tensor<D> {
     /// [`OpsError::Shape`] if the values have another shape, [`OpsError::DType`] if they are not
     /// f32, f16 or bf16.
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
-        crate::check_dtype(&values)?;
+        check_dtype(&values)?;
         check_shape("values", &self.dims(), &values.dims())?;
         Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(
             values.without_autodiff().into_dispatch(),
@@ -240,15 +245,11 @@ impl<const D: usize> Fp4Tensor<D> {
         let found = [packed.rows, packed.cols];
         check_shape("packed matrix", &[layout.rows(), shape[axis]], &found)?;
         packed.validate()?;
-        let bits: Vec<_> =
-            packed.tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
-        let count = bits.len();
-        let codes = TensorData::new(packed.codes, layout.codes_shape());
-        let scales = TensorData::new(packed.scales, layout.scales_shape());
+        let [codes, scales, tensor_scale] = tensor_data(packed);
         Ok(Self {
             codes: Tensor::from_data(codes, (device, DType::U8)),
             scales: Tensor::from_data(scales, (device, DType::U8)),
-            tensor_scale: Tensor::from_data(TensorData::new(bits, [count]), (device, DType::I32)),
+            tensor_scale: Tensor::from_data(tensor_scale, (device, DType::I32)),
             layout,
         })
     }

@@ -1,8 +1,9 @@
-//! Recorded operations that add up, by kernels that depend on nothing but the problem.
+//! Recorded products, sums and normalizations by fixed, not autotuned, kernels, so that statistics
+//! are identical in every run and for any number of equal GPUs.
 //!
-//! Devices that look for the fastest kernel find another one now and then, and two devices of a
-//! kind not always the same. Kernels differ in the order in which they add up, so that the inputs
-//! of layers, and then the codes of their weights, would be different from run to run.
+//! Autotuning may choose another kernel in another run, or on another device of the same kind.
+//! Kernels differ in the order of their sums, so that the inputs of layers, and then the codes of
+//! their weights, would be different from run to run.
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -13,10 +14,10 @@ use burn_ir::{
 };
 use burn_router::TensorInterpreter;
 
-use crate::Fp4Backend;
+use crate::devices::extension::Fp4Backend;
 
-/// Runs a product, a sum, a mean or a normalization by such kernels. Whether it is one of these:
-/// convolutions and attention as one operation are not.
+/// Runs a product, a sum, a mean or a normalization by fixed kernels, and says whether it is one of
+/// these: convolutions and attention as one operation are not.
 pub(crate) fn run<B: BackendIr + Fp4Backend>(
     interpreter: &mut TensorInterpreter<B>,
     operation: &OperationIr,

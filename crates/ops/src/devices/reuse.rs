@@ -1,7 +1,7 @@
 //! Memory of a dense weight, kept for the next one.
 //!
-//! A host that dequantizes a weight for every product would otherwise get fresh pages from the system each time,
-//! and touching these costs more than writing the values.
+//! A host that dequantizes a weight for every product would otherwise get fresh pages from the
+//! system each time, and touching these costs more than writing the values.
 
 use core::mem::MaybeUninit;
 use std::sync::{Mutex, PoisonError};

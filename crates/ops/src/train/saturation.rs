@@ -1,24 +1,16 @@
-//! Elements beyond the largest code, and what they and the tensor scale have to do with each other.
+//! The gradients of fake quantization that depend on which elements lie beyond the largest code.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{FloatDType, IntDType};
 use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::formats::E2M1;
 use burn_fp4_search::host::Restore;
-use serde::{Deserialize, Serialize};
 
-use crate::{Fp4Backend, Fp4Layout, Fp4Primitive};
-
-/// The gradient of an element beyond the largest code of its block, which fake quantization cuts off.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Saturated {
-    /// That of its quantized value, as for any other.
-    #[default]
-    PassThrough,
-    /// Zero: to change the element changes nothing.
-    Zero,
-}
+use crate::devices::extension::Fp4Backend;
+use crate::layout::Fp4Layout;
+use crate::primitive::Fp4Primitive;
+use crate::saturated::Saturated;
 
 /// Which elements are larger in magnitude than 6 times the scale of their block.
 pub(crate) fn beyond<B: Fp4Backend>(
@@ -29,8 +21,8 @@ pub(crate) fn beyond<B: Fp4Backend>(
 ) -> BoolTensor<B> {
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
     let packed = B::fp4_quantize(values.clone(), amax, axis, scheme);
-    // Two codes of 7 a byte.
-    let sixes = 0x77i64.into();
+    // The code of 6, twice in a byte.
+    let sixes = (i64::from(E2M1.max_code()) * 0x11).into();
     let codes = B::int_full(packed.codes.shape(), sixes, &packed.codes.device(), IntDType::U8);
     let largest = B::fp4_dequantize(Fp4Primitive { codes, ..packed }, layout, FloatDType::F32);
     let magnitudes = B::float_abs(B::float_cast(values, FloatDType::F32));
@@ -38,9 +30,9 @@ pub(crate) fn beyond<B: Fp4Backend>(
     B::float_greater(magnitudes, largest, dtype)
 }
 
-/// The gradient of the amax that a tensor scale is made from, by the rule of learned step sizes (Esser et al.,
-/// "Learned step size quantization", ICLR 2020): codes and block scales stay, and the rounding error of an
-/// element that does not saturate moves with the element.
+/// The gradient of the amax that a tensor scale is made from, by the rule of learned step sizes
+/// (Esser et al., "Learned step size quantization", ICLR 2020): codes and block scales stay, and
+/// the rounding error of an element that does not saturate moves with the element.
 pub(crate) fn amax_gradient<B: Fp4Backend>(
     grad: FloatTensor<B>,
     values: FloatTensor<B>,

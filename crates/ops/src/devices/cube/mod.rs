@@ -1,93 +1,39 @@
-//! The CubeCL kernels on Burn's Cube devices.
+//! Burn's Cube devices: the kernels on CUDA and on CubeCL's CPU runtime, tensor operations on
+//! others.
+
+pub(crate) mod device;
+pub(crate) mod packed;
+pub(crate) mod product;
+mod untuned;
 
 use std::sync::Arc;
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Shape, TensorData};
-use burn_backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::kernel::matmul::init_matmul_output;
-use burn_cubecl::kernel::reduce::{KernelReduceStrategy, reduce_dim};
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype, Hessians, Packed, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
-use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{Fp4Scheme, GramTiles, Hadamard, ScaleSearch};
-use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
-use cubek::matmul::launch::launch_ref;
-use cubek::matmul::multi_level::Strategy as MultiLevel;
-use cubek::matmul::multi_level::components::tile::TileMatmulKind;
-use cubek::matmul::multi_level::routines::batch::simple::SimpleArgs;
-use cubek::matmul::routine::BlueprintStrategy;
-use cubek::matmul::strategy::Strategy;
-use cubek::reduce::components::instructions::ReduceOperationConfig;
-use cubek::std::InputBinding;
 
-use crate::layout::amax_shape;
-use crate::{Curvature, Fp4Backend, Fp4Layout, Fp4Primitive, Saturated, fused, portable};
+use self::device::{beside, contiguous, has_kernels, kernel_dtype};
+use self::packed::{handles, scheme_of};
+use self::product::PlannedProduct;
+use super::extension::Fp4Backend;
+use super::portable;
+use crate::curvature::Curvature;
+use crate::layout::{Fp4Layout, amax_shape};
+use crate::primitive::Fp4Primitive;
+use crate::saturated::Saturated;
 
 const CHECKED: &str = "callers check scheme and layout";
-
-/// Whether the kernels give the reference's bits on a device.
-///
-/// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the
-/// work, one rounding each.
-pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
-    matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
-}
-
-pub(crate) fn kernel_dtype(dtype: DType) -> Dtype {
-    match dtype {
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::Bf16,
-        _ => Dtype::F32,
-    }
-}
-
-/// The values in contiguous memory, and how the axis lies in them.
-///
-/// A transposed matrix is used as it is; anything else that is strided is copied.
-fn contiguous(values: CubeTensor, axis: usize) -> (CubeTensor, View) {
-    let shape = values.meta.shape().clone();
-    let transposed = shape.num_dims() == 2
-        && !values.is_contiguous()
-        && !values.meta.is_tiled()
-        && values.meta.strides()[..] == [1, shape[0]];
-    if transposed {
-        return (values, View::along(&[shape[1], shape[0]], 1 - axis));
-    }
-    (into_contiguous(values), View::along(&shape, axis))
-}
-
-/// A result next to the tensor it was made from.
-pub(crate) fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
-    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
-}
-
-/// The parts of a packed tensor in contiguous memory.
-pub(crate) fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
-    let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
-    let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
-        .map(|tensor| into_contiguous(tensor).handle);
-    Packed { codes, scales, tensor_scale, tensor_scales }
-}
-
-/// The scheme of a packed tensor as far as its layout tells: what its values are does not depend on
-/// how they were chosen.
-fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
-    let scheme = match layout.format {
-        Fp4Format::NvFp4 => Fp4Scheme::nvfp4(),
-        Fp4Format::MxFp4 => Fp4Scheme::mxfp4(),
-    };
-    scheme.with_block_size(layout.block_size)
-}
 
 /// Codes and scales by one of the kernels that make them.
 fn quantize(
@@ -197,7 +143,7 @@ impl Fp4Backend for CubeBackend {
         scheme: Fp4Scheme,
         curvature: Arc<Curvature>,
     ) -> Fp4Primitive<Self> {
-        let Some(curvature_there) = curvature.on_cube() else {
+        let Some(on_device) = curvature.on_cube() else {
             return portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature);
         };
         let channels = curvature.channels();
@@ -218,7 +164,7 @@ impl Fp4Backend for CubeBackend {
         quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
             let values = values.handle.clone();
             let options = curvature.options();
-            quantize_gptq(client, device, values, amax, curvature_there, options, &problem)
+            quantize_gptq(client, device, values, amax, on_device, options, &problem)
         })
     }
 
@@ -248,13 +194,13 @@ impl Fp4Backend for CubeBackend {
         let (inputs, dtype) = (input.meta.shape()[0], input.dtype);
         let device = Capability::of(&input.client);
         let planned = has_kernels(&input.device)
-            .then(|| fused::planned(inputs, &layout, kernel_dtype(dtype), &device))
+            .then(|| PlannedProduct::new(inputs, &layout, kernel_dtype(dtype), &device))
             .flatten();
-        let Some((product, plan)) = planned else {
+        let Some(product) = planned else {
             return portable::matmul::<Self>(input, weight, layout);
         };
         let input = into_contiguous(input);
-        let output = fused::multiply(&input, handles(weight), None, &product, plan, &device);
+        let output = product.run(&input, handles(weight), None, &device);
         beside(&input, output, Shape::new([inputs, layout.shape[1]]), dtype)
     }
 
@@ -336,36 +282,11 @@ impl Fp4Backend for CubeBackend {
     }
 
     fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
-        let output = init_matmul_output(&left, &right, left.dtype);
-        if output.meta.shape().num_elements() == 0 {
-            return output;
-        }
-        let dtype = dtype_to_storage_type(left.dtype);
-        let operand = |tensor: &CubeTensor| InputBinding::new(tensor.clone().binding(), dtype);
-        let run = |strategy: &Strategy| {
-            let global = MatmulGlobalElems { lhs: dtype, rhs: dtype, out: dtype };
-            let to = output.clone().binding();
-            let mut dtypes = MatmulElems::from_globals(&global);
-            launch_ref(strategy, &left.client, operand(&left), operand(&right), to, &mut dtypes)
-        };
-        let by_planes = SimpleArgs { multi_rows: true, tile_matmul: TileMatmulKind::Mma };
-        // What is fast on GPUs; what most devices with matrix instructions have; what needs none;
-        // what takes anything.
-        let strategies = [
-            MultiLevel::SimpleCyclicMma(BlueprintStrategy::Inferred(by_planes)),
-            MultiLevel::SimpleCyclicCmma(Default::default()),
-            MultiLevel::SimpleUnit(Default::default()),
-            MultiLevel::Naive,
-        ];
-        let ran = strategies.into_iter().any(|strategy| run(&strategy.into()).is_ok());
-        assert!(ran, "the last takes anything");
-        output
+        untuned::matmul(left, right)
     }
 
     fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
-        let operation = if mean { ReduceOperationConfig::Mean } else { ReduceOperationConfig::Sum };
-        reduce_dim(values, None, axis, KernelReduceStrategy::Unspecified, operation)
-            .expect("the axis was checked")
+        untuned::sum(values, axis, mean)
     }
 
     fn fp4_squared_error(

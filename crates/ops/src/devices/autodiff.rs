@@ -1,0 +1,315 @@
+//! Gradients: they pass straight through fake quantization, back through the Hadamard transform,
+//! and through a product as its recipe says; nothing else here has one.
+
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
+use burn::tensor::FloatDType;
+use burn_fp4_search::host::Restore;
+use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
+
+use super::extension::Fp4Backend;
+use crate::curvature::Curvature;
+use crate::layout::Fp4Layout;
+use crate::primitive::Fp4Primitive;
+use crate::saturated::Saturated;
+use crate::train::recipe::TrainRecipe;
+use crate::train::{gradient, saturation};
+
+/// The same integers, seen by the inner backend.
+fn inner<B: Fp4Backend, C: CheckpointStrategy>(
+    packed: Fp4Primitive<Autodiff<B, C>>,
+) -> Fp4Primitive<B> {
+    Fp4Primitive { codes: packed.codes, scales: packed.scales, tensor_scale: packed.tensor_scale }
+}
+
+/// The same integers, seen by the backend with gradients.
+fn outer<B: Fp4Backend, C: CheckpointStrategy>(
+    packed: Fp4Primitive<B>,
+) -> Fp4Primitive<Autodiff<B, C>> {
+    Fp4Primitive { codes: packed.codes, scales: packed.scales, tensor_scale: packed.tensor_scale }
+}
+
+/// The gradient of the input of a product with a packed weight.
+#[derive(Debug)]
+struct ByTransposed;
+
+impl<B: Fp4Backend> Backward<B, 1> for ByTransposed {
+    type State = (Fp4Primitive<B>, Fp4Layout);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (weight, layout) = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            let weight = B::fp4_dequantize(weight, layout, grad.dtype().into());
+            B::float_matmul(grad, B::float_swap_dims(weight, 0, 1))
+        });
+    }
+}
+
+/// What the gradients of saturating elements and of the amax are made from.
+#[derive(Debug, Clone)]
+struct Forward<B: Fp4Backend> {
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+    saturated: Saturated,
+}
+
+/// The gradients of the values and of the amax of fake quantization.
+#[derive(Debug)]
+struct StraightThrough;
+
+impl<B: Fp4Backend> Backward<B, 2> for StraightThrough {
+    type State = Option<Forward<B>>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let forward = ops.state;
+        let again = forward.clone();
+        binary::<B, _, _>(
+            ops.parents,
+            ops.node,
+            grads,
+            |grad| match forward {
+                Some(Forward { values, amax, axis, scheme, saturated: Saturated::Zero }) => {
+                    let beyond = saturation::beyond::<B>(values, amax, axis, scheme);
+                    B::float_mask_fill(grad, beyond, 0f32.into())
+                }
+                _ => grad,
+            },
+            |grad| {
+                let Forward { values, amax, axis, scheme, .. } =
+                    again.expect("kept for a tracked amax");
+                saturation::amax_gradient::<B>(grad, values, amax, axis, scheme)
+            },
+        );
+    }
+}
+
+/// The gradient of an orthogonal transform, which is its inverse.
+#[derive(Debug)]
+struct Orthogonal;
+
+impl<B: Fp4Backend> Backward<B, 1> for Orthogonal {
+    type State = (usize, Hadamard, bool);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (axis, hadamard, inverse) = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::fp4_hadamard(grad, axis, hadamard, !inverse)
+        });
+    }
+}
+
+/// The gradients of a product whose operands are quantized.
+#[derive(Debug)]
+struct Product;
+
+impl<B: Fp4Backend> Backward<B, 2> for Product {
+    type State = (Option<NodeId>, Option<NodeId>, TrainRecipe, Draw);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let (input, weight, recipe, draw) = ops.state;
+        let mut output = |node: Option<NodeId>| {
+            node.map(|node| checkpointer.retrieve_node_output::<FloatTensor<B>>(node))
+        };
+        let (input, weight) = (output(input), output(weight));
+        binary::<B, _, _>(
+            ops.parents,
+            ops.node,
+            grads,
+            |grad| {
+                let weight = weight.expect("kept for a tracked input");
+                gradient::input_gradient::<B>(grad, weight, &recipe, draw)
+            },
+            |grad| {
+                let input = input.expect("kept for a tracked weight");
+                gradient::weight_gradient::<B>(grad, input, &recipe, draw)
+            },
+        );
+    }
+}
+
+impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
+    fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_amax(values.into_primitive(), axis, by_row))
+    }
+
+    fn fp4_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        outer(B::fp4_quantize(values.into_primitive(), amax.into_primitive(), axis, scheme))
+    }
+
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        costs: FloatTensor<Self>,
+        bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        let (values, amax) = (values.into_primitive(), amax.into_primitive());
+        let (costs, bounds) = (costs.into_primitive(), bounds.into_primitive());
+        outer(B::fp4_quantize_by_importance(values, amax, costs, bounds, axis, scheme))
+    }
+
+    fn fp4_quantize_gptq(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+        curvature: Arc<Curvature>,
+    ) -> Fp4Primitive<Self> {
+        let (values, amax) = (values.into_primitive(), amax.into_primitive());
+        outer(B::fp4_quantize_gptq(values, amax, axis, scheme, curvature))
+    }
+
+    fn fp4_dequantize(
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_dequantize(inner(packed), layout, dtype))
+    }
+
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let weight = inner::<B, C>(weight);
+        let (input, node) = input.into_parts();
+        let output = B::fp4_matmul(input, weight.clone(), layout.clone());
+        match ByTransposed.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish((weight, layout), output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn fp4_fake_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+        restore: Restore,
+        saturated: Saturated,
+    ) -> FloatTensor<Self> {
+        let (amax_tracked, amax_node) = (amax.is_tracked(), amax.node());
+        let amax = amax.into_primitive();
+        let (values, node) = values.into_parts();
+        let output = B::fp4_fake_quantize(
+            values.clone(),
+            amax.clone(),
+            axis,
+            scheme,
+            restore,
+            Saturated::PassThrough,
+        );
+        match StraightThrough.prepare::<C>([node, amax_node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => {
+                let kept = (amax_tracked || saturated == Saturated::Zero).then_some(Forward {
+                    values,
+                    amax,
+                    axis,
+                    scheme,
+                    saturated,
+                });
+                prepared.finish(kept, output)
+            }
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        let (values, node) = values.into_parts();
+        let output = B::fp4_hadamard(values, axis, hadamard, inverse);
+        match Orthogonal.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish((axis, hadamard, inverse), output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn fp4_train_product(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        recipe: TrainRecipe,
+        draw: Draw,
+    ) -> FloatTensor<Self> {
+        let (input_tracked, weight_tracked) = (input.is_tracked(), weight.is_tracked());
+        let nodes = [input.node(), weight.node()];
+        match Product.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(mut prepared) => {
+                let kept_input = weight_tracked.then(|| prepared.checkpoint(&input));
+                let kept_weight = input_tracked.then(|| prepared.checkpoint(&weight));
+                let (input, weight) = (input.into_primitive(), weight.into_primitive());
+                let output = B::fp4_train_product(input, weight, recipe, draw);
+                prepared.finish((kept_input, kept_weight, recipe, draw), output)
+            }
+            OpsKind::UnTracked(prepared) => {
+                let (input, weight) = (input.into_primitive(), weight.into_primitive());
+                prepared.finish(B::fp4_train_product(input, weight, recipe, draw))
+            }
+        }
+    }
+
+    fn fp4_add_gram(
+        sums: FloatTensor<Self>,
+        activations: FloatTensor<Self>,
+        layout: GramTiles,
+        first: usize,
+    ) -> FloatTensor<Self> {
+        let (sums, activations) = (sums.into_primitive(), activations.into_primitive());
+        Self::from_inner(B::fp4_add_gram(sums, activations, layout, first))
+    }
+
+    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_untuned_matmul(left.into_primitive(), right.into_primitive()))
+    }
+
+    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_untuned_sum(values.into_primitive(), axis, mean))
+    }
+
+    fn fp4_squared_error(
+        values: FloatTensor<Self>,
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_squared_error(values.into_primitive(), inner(packed), layout))
+    }
+}

@@ -1,0 +1,85 @@
+//! The devices: what a backend has to do, and a file for each that does it in its own way.
+//!
+//! | file             | what it holds                                                            |
+//! |------------------|--------------------------------------------------------------------------|
+//! | `extension.rs`   | what a backend has to do, and the list of those that do                  |
+//! | `host.rs`        | the host engine on the values of tensors                                 |
+//! | `host_device.rs` | the same for every device in host memory: `flex.rs`, `ndarray.rs`        |
+//! | `reuse.rs`       | memory of a dequantized weight, kept for the next one                    |
+//! | `cube/`          | the kernels on CUDA and CubeCL's CPU runtime                             |
+//! | `portable/`      | the same bits from tensor operations, for any other device               |
+//! | `autodiff.rs`    | gradients                                                                |
+//! | `interpreter.rs` | recorded operations, on any of them                                      |
+//!
+//! A device in host memory is a file that implements `HostDevice`, a line in the attribute of
+//! [`Fp4Backend`](crate::Fp4Backend), and an arm in each function of this file.
+
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+// Without any device there is nothing to interpret on.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(dead_code, unreachable_code, unused_imports)
+)]
+
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
+pub(crate) mod extension;
+#[cfg(feature = "flex")]
+mod flex;
+// Without `flex`, which has every dtype, not all of it is used.
+#[cfg_attr(not(feature = "flex"), allow(dead_code))]
+pub(crate) mod host;
+#[cfg(any(feature = "flex", feature = "ndarray"))]
+mod host_device;
+pub(crate) mod interpreter;
+#[cfg(feature = "ndarray")]
+mod ndarray;
+pub mod portable;
+#[cfg(feature = "flex")]
+mod reuse;
+
+use burn::backend::DispatchDevice;
+use burn::tensor::Device;
+use burn_router::TensorInterpreter;
+
+use self::interpreter::Interpret;
+use crate::error::OpsError;
+
+/// Whether tensors of a device are in host memory.
+pub(crate) fn is_host(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => true,
+        _ => false,
+    }
+}
+
+/// Runs recorded operations on a device that is not differentiated.
+///
+/// # Errors
+/// [`OpsError::Device`] if the device cannot run recorded operations.
+pub(crate) fn interpreter(device: &Device) -> Result<Box<dyn Interpret>, OpsError> {
+    Ok(match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(device) => {
+            Box::new(TensorInterpreter::<burn::backend::Flex>::new(*device))
+        }
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(device) => {
+            Box::new(TensorInterpreter::<burn::backend::NdArray>::new(*device))
+        }
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => {
+            Box::new(TensorInterpreter::<burn::backend::Cube>::new(device.clone()))
+        }
+        #[allow(unreachable_patterns)]
+        other => {
+            return Err(OpsError::Device(format!("{other:?} does not replay operations")));
+        }
+    })
+}

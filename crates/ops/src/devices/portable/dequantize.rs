@@ -1,0 +1,70 @@
+//! The values of codes and scales by tensor operations, and how far they are from others.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
+use burn::tensor::{FloatDType, Shape};
+use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
+
+use super::bits::from_bits;
+use super::floats::{Floats, from_rows, rows};
+use super::scale_grid::values;
+use crate::layout::Fp4Layout;
+use crate::primitive::Fp4Primitive;
+
+/// See [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).
+pub fn dequantize<B: Backend>(
+    packed: Fp4Primitive<B>,
+    layout: Fp4Layout,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let rows = dequantize_rows(packed, &layout);
+    from_rows(rows, &layout.shape, layout.axis, dtype)
+}
+
+fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> Floats<B> {
+    let [rows, half_cols] = layout.codes_shape();
+    let [_, blocks] = layout.scales_shape();
+    let int = get_or_init_device_settings::<B>(&packed.codes.device()).int_dtype;
+    let bytes = B::int_cast(packed.codes, int);
+    let low = B::bitwise_and_scalar(bytes.clone(), 15i64.into());
+    let high = B::bitwise_right_shift_scalar(bytes, 4i64.into());
+    let column = |codes| B::int_reshape(codes, Shape::from(vec![rows, half_cols, 1]));
+    let codes = B::int_cat(vec![column(low), column(high)], 2);
+    let codes = Floats::<B>(B::int_into_float(codes, FloatDType::F32));
+    let elements = codes.look_up(&E2M1_VALUES).reshape(&[rows, blocks, layout.block_size]);
+    let scales = Floats::<B>(B::int_into_float(B::int_cast(packed.scales, int), FloatDType::F32));
+    restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format)
+}
+
+/// `(element x block scale) x tensor scale`, `[rows, cols]`.
+pub(super) fn restore<B: Backend>(
+    elements: &Floats<B>,
+    scales: &Floats<B>,
+    tensor_scale: &Floats<B>,
+    format: Fp4Format,
+) -> Floats<B> {
+    let [rows, blocks, block_size] = elements.shape()[..] else { unreachable!("blocks") };
+    let scales = scales.look_up(&values(format)).reshape(&[rows, blocks, 1]);
+    let tensor_scale = tensor_scale.reshape(&[tensor_scale.shape()[0], 1, 1]);
+    elements.mul(&scales).mul(&tensor_scale).reshape(&[rows, blocks * block_size])
+}
+
+/// See [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error), with the
+/// [`fp4_untuned_sum`](crate::Fp4Backend::fp4_untuned_sum) of the device, so that reports show the
+/// same in every run.
+pub(crate) fn squared_error<B: Backend>(
+    values: FloatTensor<B>,
+    packed: Fp4Primitive<B>,
+    layout: Fp4Layout,
+    sum_dim: fn(FloatTensor<B>, usize, bool) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let values = rows::<B>(values, layout.axis);
+    let difference = dequantize_rows(packed, &layout).sub(&values);
+    let sum = |terms: Floats<B>| {
+        let of_rows = sum_dim(terms.0, 1, false);
+        B::float_reshape(sum_dim(of_rows, 0, false), Shape::from(vec![1]))
+    };
+    let error = sum(difference.mul(&difference));
+    let energy = sum(values.mul(&values));
+    B::float_cat(vec![error, energy], 0)
+}

@@ -1,0 +1,28 @@
+//! The bits of the reference quantizer from tensor operations alone, for devices without code of
+//! their own, and as a second opinion on those that have it.
+//!
+//! Only comparisons, selections and single-rounded f32 arithmetic are used, so a backend whose f32
+//! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input.
+//! Searches that sum by fused multiply-adds, from [`ScaleSearch::Sse`](crate::ScaleSearch::Sse) on,
+//! and stochastic rounding read the values back and run on the host.
+
+mod bits;
+mod block_scale;
+mod composed;
+pub(crate) mod dequantize;
+mod element;
+mod floats;
+mod four_over_six;
+pub(crate) mod gram;
+pub(crate) mod hadamard;
+pub(crate) mod on_host;
+pub(crate) mod quantize;
+mod scale_grid;
+mod tensor_scale;
+mod tiles;
+
+pub use composed::{add_gram, matmul, squared_error};
+pub use dequantize::dequantize;
+pub use hadamard::hadamard;
+pub use on_host::{quantize_by_importance, quantize_gptq};
+pub use quantize::{amax, fake_quantize, quantize};

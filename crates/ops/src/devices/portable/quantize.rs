@@ -1,0 +1,123 @@
+//! Quantization by tensor operations.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, IntDType};
+use burn_fp4_search::formats::E2M1_VALUES;
+use burn_fp4_search::host::Restore;
+use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
+
+use super::bits::bits;
+use super::block_scale::block_scales;
+use super::dequantize;
+use super::element::{normalize, round_to_e2m1};
+use super::floats::{Floats, from_rows, rows};
+use super::four_over_six::four_over_six;
+use super::on_host::{needs_host, quantize_on_host};
+use super::tensor_scale::factors;
+use super::tiles::share_amax;
+use crate::layout::Fp4Layout;
+use crate::primitive::Fp4Primitive;
+
+/// Largest magnitude in f32: `[1]`, or `[rows]`.
+pub fn amax<B: Backend>(values: FloatTensor<B>, axis: usize, by_row: bool) -> FloatTensor<B> {
+    let magnitudes = rows::<B>(values, axis).abs();
+    let [rows, cols] = magnitudes.shape()[..] else { unreachable!("rows makes a matrix") };
+    if by_row {
+        magnitudes.max_dim(1).reshape(&[rows]).0
+    } else {
+        magnitudes.reshape(&[1, rows * cols]).max_dim(1).reshape(&[1]).0
+    }
+}
+
+/// Everything [`quantize`] and [`fake_quantize`] need.
+struct Quantized<B: Backend> {
+    /// Element codes, `[rows, blocks, block_size]`.
+    codes: Floats<B>,
+    /// Scale codes, `[rows, blocks]`.
+    scales: Floats<B>,
+    /// `[1]` or `[rows]`.
+    tensor_scale: Floats<B>,
+}
+
+/// Codes and scales of a matrix `[rows, cols]`.
+fn quantize_rows<B: Backend>(
+    values: Floats<B>,
+    amax: FloatTensor<B>,
+    scheme: &Fp4Scheme,
+) -> Quantized<B> {
+    let [rows, cols] = values.shape()[..] else { unreachable!("rows makes a matrix") };
+    let blocks = cols / scheme.block_size;
+    let tensor_scales = amax.shape().num_elements();
+    let factors = factors(Floats(amax).reshape(&[tensor_scales, 1]), scheme);
+    let values = values.reshape(&[rows, blocks, scheme.block_size]);
+    let mut amax = values.abs().max_dim(2).reshape(&[rows, blocks]);
+    if scheme.blocks == Blocks::Tile16x16 {
+        amax = share_amax(&amax);
+    }
+    let (codes, scales) = match scheme.search {
+        ScaleSearch::Amax => block_scales(&amax, &factors, scheme),
+        ScaleSearch::FourOverSix { error, .. } => {
+            four_over_six(&values, &amax, &factors, scheme, error)
+        }
+        search => unreachable!("{search:?} is done on the host"),
+    };
+    let normalized = normalize(&values, &codes, &scales, &factors, scheme);
+    Quantized {
+        codes: round_to_e2m1(&normalized, scheme),
+        scales: codes,
+        tensor_scale: factors.decode.reshape(&[tensor_scales]),
+    }
+}
+
+/// Codes and scales; see [`fp4_quantize`](crate::Fp4Backend::fp4_quantize).
+pub fn quantize<B: Backend>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+) -> Fp4Primitive<B> {
+    if needs_host(&scheme) {
+        return quantize_on_host::<B>(values, amax, axis, scheme);
+    }
+    let values = rows::<B>(values, axis);
+    let [rows, cols] = values.shape()[..] else { unreachable!("rows makes a matrix") };
+    let quantized = quantize_rows(values, amax, &scheme);
+    let pairs = quantized.codes.reshape(&[rows, cols / 2, 2]);
+    let bytes = pairs.slice(2, 0, 1).add(&pairs.slice(2, 1, 2).times(16.0));
+    Fp4Primitive {
+        codes: bytes.reshape(&[rows, cols / 2]).to_int(IntDType::U8),
+        scales: quantized.scales.to_int(IntDType::U8),
+        tensor_scale: bits(&quantized.tensor_scale),
+    }
+}
+
+/// See [`fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize).
+pub fn fake_quantize<B: Backend>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
+    axis: usize,
+    scheme: Fp4Scheme,
+    restore: Restore,
+) -> FloatTensor<B> {
+    let (shape, dtype) = (values.shape().to_vec(), FloatDType::from(values.dtype()));
+    if needs_host(&scheme) {
+        let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
+        let mut packed = quantize_on_host::<B>(values, amax, axis, scheme);
+        if restore == Restore::BlockScaled {
+            let (shape, device) = (packed.tensor_scale.shape(), packed.tensor_scale.device());
+            let one = i64::from(1.0f32.to_bits());
+            packed.tensor_scale = B::int_full(shape, one.into(), &device, IntDType::I32);
+        }
+        return dequantize::dequantize::<B>(packed, layout, dtype);
+    }
+    let quantized = quantize_rows(rows::<B>(values, axis), amax, &scheme);
+    let elements = quantized.codes.look_up(&E2M1_VALUES);
+    let tensor_scale = match restore {
+        Restore::Values => quantized.tensor_scale,
+        Restore::BlockScaled => Floats::filled(1.0, &quantized.tensor_scale),
+    };
+    let restored =
+        dequantize::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());
+    from_rows(restored, &shape, axis, dtype)
+}

@@ -1,0 +1,95 @@
+//! Block scales on the grid of a format, by tensor operations: all is derived from its row.
+
+use burn::backend::Backend;
+use burn_fp4_search::ScaleRule;
+use burn_fp4_search::formats::{E2M1, Fp4Format, Minifloat, ScaleGrid};
+
+use super::floats::Floats;
+
+/// The exponent of the largest power of two among the elements, 4 of E2M1.
+const LARGEST_ELEMENT_EXPONENT: i32 = 2;
+
+/// The exponent field of 1 in f32.
+const F32_BIAS: i32 = 127;
+
+/// The value of every scale code of a format.
+pub(super) fn values(format: Fp4Format) -> Vec<f32> {
+    let grid = match format.row().scale_grid() {
+        ScaleGrid::Float(grid) | ScaleGrid::PowersOfTwo(grid) => grid,
+    };
+    (0..=255).map(|code| grid.decode(code)).collect()
+}
+
+/// The codes and values of a float grid nearest to non-negative values, ties to the even code.
+pub(super) fn round_to_float<B: Backend>(
+    exact: &Floats<B>,
+    grid: &Minifloat,
+) -> (Floats<B>, Floats<B>) {
+    // Adding 2^23 leaves no room for a fraction: the sum is rounded to the nearest even integer.
+    const INTEGER: f32 = 8_388_608.0;
+    let steps_of_binade = 2f32.powi(grid.mantissa_bits as i32);
+    let largest_exponent = (grid.max_code() >> grid.mantissa_bits) as i32 - grid.bias;
+    let clamped = exact.or_where(exact.above(grid.max_value()), grid.max_value());
+    // The subnormals and the first binade have the same step.
+    let mut step = Floats::filled(grid.decode(1), exact);
+    let mut binade = Floats::filled(0.0, exact);
+    for exponent in 2 - grid.bias..=largest_exponent {
+        let floor = 2f32.powi(exponent);
+        step = step.or_where(clamped.at_least(floor), floor / steps_of_binade);
+        binade = binade.add(&clamped.at_least(floor).as_float());
+    }
+    let steps = clamped.div(&step).plus(INTEGER).plus(-INTEGER);
+    let nan = f32::from(grid.encode(f32::NAN));
+    let code = steps.add(&binade.times(steps_of_binade)).or_where(exact.is_nan(), nan);
+    (code, steps.mul(&step))
+}
+
+/// The codes of a grid of powers of two from block amaxes; see [`ScaleRule::block_scale`].
+pub(super) fn round_to_power_of_two<B: Backend>(
+    amax: &Floats<B>,
+    rule: ScaleRule,
+    grid: &Minifloat,
+) -> Floats<B> {
+    // Whether the scale is found from a sixth of the amax, or from the exponent of the amax.
+    let measured = match rule {
+        ScaleRule::RoundUp => amax.times(1.0 / E2M1.max_value()),
+        _ => amax.clone(),
+    };
+    // The significand in [1, 2) and the biased exponent, by halving; both 0 for a subnormal.
+    let large = measured.at_least(1.0).as_float();
+    let mut significand = measured.or_from(measured.below(1.0), &measured.times(2f32.powi(126)));
+    let mut exponent = large.times(126.0).plus(1.0);
+    let subnormal = significand.below(1.0).as_float();
+    for bits in [64, 32, 16, 8, 4, 2, 1] {
+        let power = 2f32.powi(bits);
+        let over = significand.at_least(power).as_float();
+        exponent = exponent.add(&over.times(bits as f32));
+        let divided = significand.div_by(power);
+        significand = significand.or_from(significand.at_least(power), &divided);
+    }
+    let exponent = exponent.or_where(subnormal.above(0.0), 0.0);
+    let up = match rule {
+        ScaleRule::Floor => Floats::filled(0.0, amax),
+        ScaleRule::Even => significand.at_least(1.75).as_float(),
+        ScaleRule::Ceil => significand.above(1.0).as_float(),
+        ScaleRule::RoundUp => {
+            // A subnormal was multiplied by 2^126: above 1/2 it lies above 2^-127.
+            let above = significand.above(0.5).as_float().mul(&subnormal);
+            significand.above(1.0).as_float().add(&above)
+        }
+        ScaleRule::Te | ScaleRule::TeDivision | ScaleRule::Gist | ScaleRule::NoTensorScale => {
+            unreachable!("{rule} rounds to a grid of floats")
+        }
+    };
+    let code = exponent.add(&up);
+    let rebiased = grid.bias - F32_BIAS;
+    let code = match rule {
+        ScaleRule::RoundUp if rebiased == 0 => code,
+        ScaleRule::RoundUp => code.plus(rebiased as f32),
+        _ => code.plus((rebiased - LARGEST_ELEMENT_EXPONENT) as f32),
+    };
+    let (largest, nan) = (f32::from(grid.max_code()), f32::from(grid.encode(f32::NAN)));
+    let code = code.or_where(code.below(0.0), 0.0);
+    let code = code.or_where(code.above(largest), largest);
+    code.or_where(amax.is_nan(), nan).or_where(amax.above(f32::MAX), nan)
+}

@@ -1,0 +1,50 @@
+//! The tensor scale as the two factors that rules use.
+
+use burn::backend::Backend;
+use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorFactor, TensorScaling};
+
+use super::floats::Floats;
+
+/// The two factors of the tensor scale, and its amax, `[1, 1]` or `[rows, 1]`; see
+/// [`TensorFactor`].
+pub(super) struct Factors<B: Backend> {
+    pub(super) amax: Floats<B>,
+    pub(super) encode: Floats<B>,
+    pub(super) decode: Floats<B>,
+}
+
+/// The factors for the amax of a tensor `[1, 1]`, or of its rows `[rows, 1]`.
+pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factors<B> {
+    let fixed = match scheme.tensor_scale {
+        _ if !scheme.rule.row().tensor_scale => Some(TensorFactor::ONE),
+        TensorScaling::Multiplier(_) => Some(TensorFactor::new(scheme, f32::NAN)),
+        _ => None,
+    };
+    if let Some(factor) = fixed {
+        let filled = |value| Floats::filled(value, &amax);
+        return Factors {
+            encode: filled(factor.encode),
+            decode: filled(factor.decode),
+            amax: filled(factor.amax),
+        };
+    }
+    let one = Floats::filled(1.0, &amax);
+    let encode = match scheme.rule {
+        ScaleRule::Gist => one.div(&amax).times(scheme.largest_code_product()),
+        ScaleRule::Te | ScaleRule::TeDivision => {
+            Floats::filled(scheme.largest_code_product(), &amax).div(&amax)
+        }
+        ScaleRule::NoTensorScale
+        | ScaleRule::Floor
+        | ScaleRule::Even
+        | ScaleRule::RoundUp
+        | ScaleRule::Ceil => unreachable!("the factors of these rules are fixed"),
+    };
+    let encode = saturate(&encode).or_where(encode.equals(0.0), 1.0);
+    Factors { decode: one.div(&encode), amax, encode }
+}
+
+/// `min(value, FLT_MAX)` that keeps NaN.
+pub(super) fn saturate<B: Backend>(values: &Floats<B>) -> Floats<B> {
+    values.or_where(values.above(f32::MAX), f32::MAX)
+}

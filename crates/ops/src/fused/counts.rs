@@ -1,0 +1,27 @@
+//! How often products and lookups ran straight from the codes.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// How often products with packed weights and lookups of their rows ran, since the program started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FusedProducts {
+    /// Products straight from the codes.
+    pub fused: u64,
+    /// Lookups of rows straight from the codes.
+    pub lookups: u64,
+    /// Recognized, but dequantized first: a dense product is faster, or a plan refused.
+    pub dense: u64,
+}
+
+pub(super) static FUSED: AtomicU64 = AtomicU64::new(0);
+pub(super) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
+pub(super) static DENSE: AtomicU64 = AtomicU64::new(0);
+
+/// How often products with packed weights and lookups of their rows ran, since the program started.
+pub fn fused_products() -> FusedProducts {
+    FusedProducts {
+        fused: FUSED.load(Ordering::Relaxed),
+        lookups: LOOKUPS.load(Ordering::Relaxed),
+        dense: DENSE.load(Ordering::Relaxed),
+    }
+}

@@ -1,0 +1,54 @@
+//! Products with a packed weight and lookups of its rows, straight from the codes.
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::check_dtype;
+use crate::tensor::Fp4Tensor;
+
+/// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
+///
+/// A weight `[N, K]` quantized along its last axis is used through
+/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex` and `ndarray` multiply straight
+/// from the codes, Cube devices after [`init`](crate::init). On an autodiff device the gradient of
+/// the input flows.
+///
+/// # Errors
+/// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the
+/// weight is quantized along the other axis or K differs.
+pub fn matmul<const D: usize>(
+    input: Tensor<D>,
+    weight: &Fp4Tensor<2>,
+) -> Result<Tensor<D>, OpsError> {
+    check_dtype(&input)?;
+    let [expected, outputs] = weight.dims();
+    let mut shape = input.dims();
+    let found = core::mem::replace(&mut shape[D - 1], outputs);
+    if weight.axis() != 0 || found != expected {
+        return Err(OpsError::Contraction { input: found, weight: expected, axis: weight.axis() });
+    }
+    let rows = input.shape().num_elements().checked_div(found).unwrap_or(0);
+    let input = input.reshape([rows, found]);
+    weight.drain_stream();
+    let layout = weight.layout().clone();
+    let product = Dispatch::fp4_matmul(input.into_dispatch(), weight.to_primitive(), layout);
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
+}
+
+/// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
+/// Burn's [`embedding`](burn::tensor::module::embedding) of the dequantized weight, bit for bit.
+/// Only these rows are decoded; the values are not part of an autodiff graph.
+///
+/// # Errors
+/// As [`Fp4Tensor::select_rows`].
+pub fn embedding(
+    weight: &Fp4Tensor<2>,
+    indices: Tensor<2, Int>,
+    dtype: FloatDType,
+) -> Result<Tensor<3>, OpsError> {
+    let ([batch, length], [_, cols]) = (indices.dims(), weight.dims());
+    let rows = weight.select_rows(indices.reshape([batch * length]))?;
+    Ok(rows.dequantize_to(dtype).reshape([batch, length, cols]))
+}

@@ -1,0 +1,102 @@
+//! [`Fp4Primitive`]: the triple of codes, block scales and tensor scale as a backend sees it.
+
+#[cfg(feature = "cube")]
+use std::sync::Arc;
+
+#[cfg(feature = "cube")]
+use burn::backend::fusion::custom::TensorSpec;
+use burn::backend::tensor::IntTensor;
+use burn::backend::{Backend, ExtensionType};
+#[cfg(feature = "cube")]
+use burn::tensor::DType;
+use burn::tensor::{IntDType, TensorData};
+#[cfg(feature = "cube")]
+use burn_fp4_search::Fp4Scheme;
+use burn_fp4_search::formats::Packed;
+
+#[cfg(feature = "cube")]
+use crate::curvature::Curvature;
+#[cfg(feature = "cube")]
+use crate::layout::Fp4Layout;
+
+/// A quantized tensor as a backend sees it.
+#[derive(Debug, Clone, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "cube"))]
+pub struct Fp4Primitive<B: Backend> {
+    /// u8, `[rows, axis / 2]`.
+    pub codes: IntTensor<B>,
+    /// u8, `[rows, axis / block_size]`.
+    pub scales: IntTensor<B>,
+    /// The bits of the f32 tensor scale in i32, `[1]` or `[rows]`: as integers, so that nothing
+    /// that casts or trains the floats of a module can touch them.
+    pub tensor_scale: IntTensor<B>,
+}
+
+impl<B: Backend> Fp4Primitive<B> {
+    /// A matrix in host memory as tensors, each made of its data in a dtype by `upload`.
+    pub(crate) fn from_packed(
+        packed: Packed,
+        upload: impl Fn(TensorData, IntDType) -> IntTensor<B>,
+    ) -> Self {
+        let [codes, scales, tensor_scale] = tensor_data(packed);
+        Self {
+            codes: upload(codes, IntDType::U8),
+            scales: upload(scales, IntDType::U8),
+            tensor_scale: upload(tensor_scale, IntDType::I32),
+        }
+    }
+}
+
+/// Codes, block scales and the bits of the tensor scale in the shapes and dtypes of an
+/// [`Fp4Primitive`].
+pub(crate) fn tensor_data(packed: Packed) -> [TensorData; 3] {
+    let tensor_scale = packed.tensor_scale.as_slice();
+    let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
+    let (count, blocks) = (bits.len(), packed.blocks());
+    [
+        TensorData::new(packed.codes, [packed.rows, packed.cols / 2]),
+        TensorData::new(packed.scales, [packed.rows, blocks]),
+        TensorData::new(bits, [count]),
+    ]
+}
+
+/// Shapes and dtypes of a quantized tensor, known before it is computed.
+#[cfg(feature = "cube")]
+pub(crate) fn packed_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+) -> Fp4PrimitiveMetadata {
+    let layout = Fp4Layout::new(&values.shape, *axis, scheme).expect("callers check the scheme");
+    Fp4PrimitiveMetadata {
+        codes: TensorSpec::new(layout.codes_shape().into(), DType::U8),
+        scales: TensorSpec::new(layout.scales_shape().into(), DType::U8),
+        tensor_scale: TensorSpec::new(amax.shape.clone(), DType::I32),
+    }
+}
+
+/// The same for [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance).
+#[cfg(feature = "cube")]
+pub(crate) fn packed_by_importance_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    _costs: &TensorSpec,
+    _bounds: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+) -> Fp4PrimitiveMetadata {
+    packed_metadata(values, amax, axis, scheme)
+}
+
+/// The same for [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq).
+#[cfg(feature = "cube")]
+pub(crate) fn packed_by_gptq_metadata(
+    values: &TensorSpec,
+    amax: &TensorSpec,
+    axis: &usize,
+    scheme: &Fp4Scheme,
+    _curvature: &Arc<Curvature>,
+) -> Fp4PrimitiveMetadata {
+    packed_metadata(values, amax, axis, scheme)
+}

@@ -1,0 +1,108 @@
+//! Quantization of a tensor, and its amax, on any device.
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Tensor};
+use burn_fp4_search::{Fp4Scheme, Importance, NonFinite, TensorScaling};
+
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::{Fp4Layout, check_dtype, check_len};
+use crate::tensor::Fp4Tensor;
+
+/// Quantizes a tensor along an axis.
+///
+/// The values may be f32, f16 or bf16. They are not part of an autodiff graph afterwards.
+///
+/// # Errors
+/// - [`OpsError::Axis`]: the tensor has no such axis.
+/// - [`OpsError::DType`]: another dtype.
+/// - [`OpsError::TooLarge`]: 2^32 - 2^24 values or more.
+/// - [`OpsError::Indivisible`]: blocks do not divide the axis.
+/// - [`OpsError::Search`]: the scheme is inconsistent, or its search needs activations
+///   ([`quantize_by_importance`](crate::quantize_by_importance)).
+/// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
+///   [`FollowReference`](NonFinite::FollowReference).
+/// - [`OpsError::Device`]: the device failed to hand back the amax.
+pub fn quantize<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    let values = values.without_autodiff();
+    let layout = check_uniform(&values, axis, scheme)?;
+    let amax = checked_amax(&values, axis, scheme)?;
+    Ok(quantize_with_amax(values, layout, scheme, amax))
+}
+
+/// [`quantize`] with everything checked and the amax at hand.
+pub(crate) fn quantize_with_amax<const D: usize>(
+    values: Tensor<D>,
+    layout: Fp4Layout,
+    scheme: &Fp4Scheme,
+    amax: Tensor<1>,
+) -> Fp4Tensor<D> {
+    let packed =
+        Dispatch::fp4_quantize(values.into_dispatch(), amax.into_dispatch(), layout.axis, *scheme);
+    Fp4Tensor::from_primitive(packed, layout)
+}
+
+/// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.
+///
+/// # Errors
+/// [`OpsError::DType`] if the values are not f32, f16 or bf16, [`OpsError::TooLarge`] for
+/// 2^32 - 2^24 of them or more.
+pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
+    check_dtype(&values)?;
+    check_len(&values.dims())?;
+    let values = values.without_autodiff().into_dispatch();
+    Ok(Tensor::from_dispatch(Dispatch::fp4_amax(values, 0, false)))
+}
+
+/// The amax that the tensor scale of a scheme is made from, on the device.
+///
+/// # Errors
+/// [`OpsError::NonFinite`] if the scheme rejects NaN and infinity and there is one.
+pub(crate) fn checked_amax<const D: usize>(
+    values: &Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Tensor<1>, OpsError> {
+    let by_row = scheme.tensor_scale == TensorScaling::Row && scheme.rule.row().tensor_scale;
+    let measure = |by_row| {
+        let values = values.clone().into_dispatch();
+        Tensor::<1>::from_dispatch(Dispatch::fp4_amax(values, axis, by_row))
+    };
+    let constant = |value: f32| Tensor::from_data([value], (&values.device(), DType::F32));
+    let from_values = scheme.rule.row().tensor_scale
+        && matches!(scheme.tensor_scale, TensorScaling::Tensor | TensorScaling::Row);
+    let measured = (from_values || scheme.non_finite == NonFinite::Reject).then(|| measure(by_row));
+    if scheme.non_finite == NonFinite::Reject
+        && let Some(measured) = &measured
+    {
+        let data = measured.clone().try_into_data().map_err(OpsError::device)?;
+        if let Some(found) = data.iter::<f32>().find(|amax| !amax.is_finite()) {
+            return Err(OpsError::NonFinite { found });
+        }
+    }
+    Ok(match (scheme.tensor_scale, measured) {
+        (TensorScaling::Amax(amax), _) => constant(amax),
+        (_, Some(measured)) if from_values => measured,
+        // The rule has no tensor scale, or its multiplier is given.
+        _ => constant(1.0),
+    })
+}
+
+/// The layout of values that are quantized without activations.
+///
+/// # Errors
+/// As [`quantize`], but for values that are not finite.
+pub(crate) fn check_uniform<const D: usize>(
+    values: &Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Fp4Layout, OpsError> {
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_dtype(values)?;
+    Importance::Uniform.check(scheme, layout.shape[axis])?;
+    Ok(layout)
+}

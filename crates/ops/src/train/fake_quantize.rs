@@ -1,0 +1,98 @@
+//! Fake quantization: what a tensor is after quantization, in its own dtype.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+use burn_fp4_search::host::Restore;
+use burn_fp4_search::{Fp4Scheme, NonFinite, SearchError, TensorScaling};
+
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::quantize::{check_uniform, checked_amax};
+use crate::saturated::Saturated;
+
+/// Rounds every value to what [`quantize`](crate::quantize) and
+/// [`dequantize`](crate::Fp4Tensor::dequantize) make of it, in the dtype of the input.
+///
+/// On an autodiff device the gradient passes straight through.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize).
+pub fn fake_quantize<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<Tensor<D>, OpsError> {
+    check_uniform(&values, axis, scheme)?;
+    let amax = checked_amax(&values.clone().without_autodiff(), axis, scheme)?;
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, Saturated::PassThrough))
+}
+
+/// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a
+/// calibrated activation has it, or a scale that is learned.
+///
+/// Nothing is read back, and NaN and infinity give what the references give. On an autodiff device
+/// the gradient of the values passes straight through, unless they saturate and `saturated` says
+/// otherwise; that of the amax is the one of learned step sizes (Esser et al., ICLR 2020) with
+/// codes and block scales as they are.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the scheme has no tensor scale or says
+/// itself what it is made from; [`OpsError::Shape`] if the amax is not one value.
+pub fn fake_quantize_with_amax<const D: usize>(
+    values: Tensor<D>,
+    amax: Tensor<1>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Result<Tensor<D>, OpsError> {
+    check_uniform(&values, axis, scheme)?;
+    let refuse = |reason| {
+        let (rule, choice) = (scheme.rule, "an amax beside the scheme");
+        Err(SearchError::Scheme { rule, choice, reason }.into())
+    };
+    if !scheme.rule.row().tensor_scale {
+        return refuse("it has no tensor scale");
+    }
+    if scheme.tensor_scale != TensorScaling::Tensor {
+        return refuse("the scheme says otherwise what its tensor scale is made from");
+    }
+    let (expected, found) = (vec![1], amax.dims().to_vec());
+    if expected != found {
+        return Err(OpsError::Shape { what: "amax", expected, found });
+    }
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
+}
+
+/// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what
+/// the references give. Elements that saturate have the gradient that `saturated` says.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize), but for values that are not finite.
+pub fn fake_quantize_for_training<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Result<Tensor<D>, OpsError> {
+    check_uniform(&values, axis, scheme)?;
+    let follow = scheme.with_non_finite(NonFinite::FollowReference);
+    let amax = checked_amax(&values.clone().without_autodiff(), axis, &follow)?;
+    Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
+}
+
+fn fake_quantize_unchecked<const D: usize>(
+    values: Tensor<D>,
+    amax: Tensor<1>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    saturated: Saturated,
+) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::fp4_fake_quantize(
+        values.into_dispatch(),
+        amax.into_dispatch(),
+        axis,
+        *scheme,
+        Restore::Values,
+        saturated,
+    ))
+}

@@ -1,0 +1,50 @@
+//! A product for a layer that is trained, of any rank.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+use burn_fp4_search::Draw;
+
+use super::recipe::TrainRecipe;
+use crate::devices::extension::Fp4Backend;
+use crate::error::OpsError;
+use crate::layout::{check_dtype, check_len};
+
+/// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product
+/// and, on an autodiff device, of those for both gradients quantized as a recipe says; see
+/// [`TrainRecipe`].
+///
+/// Gradients are rounded by random numbers of this draw: another one for every layer and step.
+///
+/// # Errors
+/// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe,
+/// [`OpsError::Contraction`] if K differs, [`OpsError::DType`] unless f32, f16 or bf16,
+/// [`OpsError::Operands`] if both have not the same, [`OpsError::TooLarge`] as
+/// [`quantize`](crate::quantize).
+pub fn train_product<const D: usize>(
+    input: Tensor<D>,
+    weight: Tensor<2>,
+    recipe: &TrainRecipe,
+    draw: Draw,
+) -> Result<Tensor<D>, OpsError> {
+    recipe.validate()?;
+    let mut shape = input.dims();
+    let [channels, outputs] = weight.dims();
+    let found = shape[D - 1];
+    if found != channels {
+        return Err(OpsError::Contraction { input: found, weight: channels, axis: 0 });
+    }
+    check_dtype(&input)?;
+    if weight.dtype() != input.dtype() {
+        let (expected, found) = (input.dtype(), weight.dtype());
+        return Err(OpsError::Operands { what: "weight", expected, found });
+    }
+    let rows = shape[..D - 1].iter().product();
+    shape[D - 1] = outputs;
+    for shape in [[rows, channels], [channels, outputs], [rows, outputs]] {
+        // Padded to whole blocks.
+        check_len(&shape.map(|dim: usize| dim.next_multiple_of(32)))?;
+    }
+    let input = input.reshape([rows, channels]).into_dispatch();
+    let product = Dispatch::fp4_train_product(input, weight.into_dispatch(), *recipe, draw);
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
+}

@@ -173,7 +173,7 @@ impl Fp4Config {
     }
 
     /// Chooses scales and codes by a method: sets the search of the scheme,
-    /// [`gptq`](Self#structfield.gptq) and [`sse`](Self#structfield.sse), and nothing else. The
+    /// [`gptq`](field@Self::gptq) and [`sse`](field@Self::sse), and nothing else. The
     /// rule and the blocks of the scheme stay, and so do schemes of [overrides](Self::with), which
     /// have searches of their own.
     ///

@@ -52,6 +52,8 @@ pub(crate) fn lazy_zeros<const D: usize>(
 /// Whether a parameter is trained once its module is. Burn tells by training it.
 #[cfg(feature = "autodiff")]
 fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    use burn::module::Module;
+
     param.clone().map(|value| value.without_autodiff()).train().base().is_require_grad()
 }
 

@@ -1,9 +1,10 @@
 //! Which parameters of a module are quantized, and how.
 
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated};
 use serde::{Deserialize, Serialize};
 
-use crate::Calibration;
+use crate::statistics::Calibration;
 
 /// What to do with a selected weight whose blocked axis holds no whole number of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -17,8 +18,8 @@ pub enum Indivisible {
 }
 
 /// What to do with a part of a configuration that nothing uses: a pattern, an added container or an
-/// override that fits no parameter, a group of siblings that is nowhere complete, a calibration
-/// that no method reads.
+/// override that fits no parameter, a group of siblings of which nowhere two are selected, a
+/// calibration that no method reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unused {
@@ -27,6 +28,22 @@ pub enum Unused {
     Error,
     /// A line in the report.
     Report,
+}
+
+/// What a search by squared error ([`Sse`](burn_fp4_ops::ScaleSearch::Sse)) takes into account
+/// besides the weight. Weights whose scheme has another search, and GPTQ, do not look at it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SseVariant {
+    /// Nothing: the tensor scale is made from the amax, and the errors of all channels count alike.
+    #[default]
+    Plain,
+    /// The tensor scale, of 16, that leaves the smallest squared error
+    /// ([`Method::SseTensorScale`]): for schemes whose tensor scale is that of the tensor's amax.
+    TensorScale,
+    /// Statistics of inputs: the squared error of an element is multiplied by the sum of squares of
+    /// the inputs of its channel ([`Method::SseWeighted`]).
+    Weighted,
 }
 
 /// A scheme for some of the weights.
@@ -73,17 +90,17 @@ pub struct Fp4Config {
     /// Container types whose weights of rank 2 or more are quantized: those of
     /// [`CONTAINERS`](Self::CONTAINERS).
     pub containers: Vec<Container>,
-    /// If not empty, only paths that match one of these.
+    /// If not empty, only paths that match one of these patterns are quantized.
     pub include: Vec<String>,
-    /// No path that matches one of these.
+    /// Paths that match one of these patterns stay dense.
     pub exclude: Vec<String>,
     /// Layers at the start that stay dense. A layer is an element of the outermost list (`Vec` or
     /// array) on a parameter's path; in a module without lists, each selected weight is a layer.
     pub keep_first: usize,
     /// Layers at the end that stay dense.
     pub keep_last: usize,
-    /// Names of sibling modules whose weights share one tensor scale, as kernels that fuse them
-    /// ask.
+    /// Names of sibling modules whose weights share one tensor scale, as kernels need it that fuse
+    /// their products.
     pub share_scale: Vec<Vec<String>>,
     /// What to do with a weight that blocks do not divide.
     pub indivisible: Indivisible,
@@ -91,6 +108,8 @@ pub struct Fp4Config {
     pub unused: Unused,
     /// Whether calibrated weights are quantized by GPTQ instead of the scheme's search.
     pub gptq: Option<Gptq>,
+    /// What searches by squared error take into account.
+    pub sse: SseVariant,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
@@ -138,21 +157,64 @@ impl Fp4Config {
             indivisible: Indivisible::Error,
             unused: Unused::Error,
             gptq: None,
+            sse: SseVariant::Plain,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
             calibration: Calibration::new(),
         }
     }
 
-    /// This configuration with statistics of the inputs of layers, which GPTQ and the searches by
-    /// Hessian need. A weight without statistics gets the scales with the smallest squared error
-    /// instead, and the report says so; if no selected weight has any, that is an error.
+    /// This configuration with statistics of the inputs of layers, which the methods need that are
+    /// [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated). A weight without statistics
+    /// falls back to [`Method::Sse`], and the report says so; if no selected weight has any, that
+    /// is an error.
     pub fn with_calibration(&self, calibration: &Calibration) -> Self {
         Self { calibration: calibration.clone(), ..self.clone() }
     }
 
-    /// Quantizes calibrated weights ([`with_calibration`](Self::with_calibration)) by GPTQ. Weights
-    /// have to be finite then, whatever the scheme says.
+    /// Chooses scales and codes by a method: sets the search of the scheme,
+    /// [`gptq`](field@Self::gptq) and [`sse`](field@Self::sse), and nothing else. The
+    /// rule and the blocks of the scheme stay, and so do schemes of [overrides](Self::with), which
+    /// have searches of their own.
+    ///
+    /// Methods that are [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated) need statistics
+    /// of inputs: [`with_calibration`](Self::with_calibration), or
+    /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential). A method that does
+    /// not go with the scheme is an error once a module is quantized:
+    /// [`Fp4Error::Scheme`](crate::Fp4Error::Scheme).
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method};
+    ///
+    /// let config = Fp4Config::nvfp4().method(Method::SseTensorScale);
+    /// let by_name = Fp4Config::nvfp4().method("sse-tensor-scale".parse()?);
+    /// assert_eq!(config, by_name);
+    /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
+    /// ```
+    pub fn method(mut self, method: Method) -> Self {
+        let searched = method.scheme(self.scheme.format(), self.scheme.block_size);
+        self.scheme.search = searched.search;
+        self.gptq = method.gptq();
+        self.sse = match method {
+            Method::SseTensorScale => SseVariant::TensorScale,
+            Method::SseWeighted => SseVariant::Weighted,
+            Method::Amax
+            | Method::FourOverSix
+            | Method::Sse
+            | Method::Hessian
+            | Method::CoordinateDescent
+            | Method::AdmmPublished
+            | Method::Admm
+            | Method::Joint
+            | Method::GptqTextbook
+            | Method::Gptq => SseVariant::Plain,
+        };
+        self
+    }
+
+    /// The options of [`Method::Gptq`] and [`Method::GptqTextbook`]: quantizes calibrated weights
+    /// ([`with_calibration`](Self::with_calibration)) by GPTQ with these, whatever search the
+    /// scheme has. Weights have to be finite then, whatever the scheme says.
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
         self
@@ -231,5 +293,38 @@ impl Fp4Config {
     pub fn indivisible(mut self, indivisible: Indivisible) -> Self {
         self.indivisible = indivisible;
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_ops::ScaleSearch;
+
+    use super::*;
+
+    #[test]
+    fn a_method_sets_all_that_it_says_and_nothing_else() {
+        let base = Fp4Config::nvfp4().exclude("head.*").method(Method::SseWeighted);
+        for method in Method::ALL {
+            let config = base.clone().method(method);
+            let row = method.scheme(config.scheme.format(), config.scheme.block_size);
+            assert_eq!((config.scheme.search, config.gptq), (row.search, method.gptq()));
+            let variant = match method {
+                Method::SseTensorScale => SseVariant::TensorScale,
+                Method::SseWeighted => SseVariant::Weighted,
+                _ => SseVariant::Plain,
+            };
+            assert_eq!(config.sse, variant);
+            let rest = Fp4Config { gptq: base.gptq, sse: base.sse, ..config };
+            let rest = Fp4Config { scheme: rest.scheme.with_search(ScaleSearch::Sse), ..rest };
+            assert_eq!(rest, base);
+        }
+    }
+
+    #[test]
+    fn configurations_from_before_methods_are_readable() {
+        let mut json = serde_json::to_value(Fp4Config::mxfp4()).unwrap();
+        assert_eq!(json.as_object_mut().unwrap().remove("sse").unwrap(), "plain");
+        assert_eq!(serde_json::from_value::<Fp4Config>(json).unwrap(), Fp4Config::mxfp4());
     }
 }

@@ -5,7 +5,7 @@ use burn::nn::Embedding;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_fp4_ops::embedding;
 
-use crate::PackedWeight;
+use crate::packed_weight::PackedWeight;
 
 /// A table of vectors that are looked up straight from the codes of its weight, once it is
 /// quantized along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`]

@@ -1,5 +1,7 @@
-//! Why a module cannot be quantized or loaded.
+//! [`Fp4Error`]: why a module cannot be quantized or loaded.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use burn_fp4_ops::OpsError;
@@ -21,7 +23,7 @@ pub enum Fp4Error {
     /// The scheme of the configuration is inconsistent.
     #[error("{0}")]
     Scheme(OpsError),
-    /// A device, or what adds up between devices (NCCL), failed.
+    /// A device, or the sum over several devices (NCCL), failed.
     #[error("device: {problem}")]
     Device {
         /// What it says.
@@ -45,7 +47,8 @@ pub enum Fp4Error {
     },
     /// A container's axis is not one of a parameter's.
     #[error(
-        "parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is {rank}"
+        "parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is \
+         {rank}"
     )]
     Axis {
         /// Path of the parameter.
@@ -57,13 +60,16 @@ pub enum Fp4Error {
         /// Rank of the parameter.
         rank: usize,
     },
-    /// No parameter is left to be quantized, which is hardly what was meant.
+    /// The configuration selects no parameter.
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
     /// Parts of the configuration fit nothing in the module.
-    #[error("nothing uses these parts of the configuration (Unused::Report allows it):{}", list(.0))]
+    #[error(
+        "nothing uses these parts of the configuration (Unused::Report allows it):{}", list(.0)
+    )]
     Unused(Vec<String>),
-    /// A method needs statistics of the inputs of layers, and no selected weight has any.
+    /// A method needs statistics of the inputs of layers, and no selected weight has any that it
+    /// can use.
     #[error(
         "{method} needs statistics of inputs, and none of the selected weights has any that it can \
          use: calibrate, and hand the calibration over by `with_calibration`:{}", list(.paths)
@@ -136,7 +142,7 @@ pub enum Fp4Error {
     SharedScale {
         /// A parameter that would share.
         path: String,
-        /// What stands against it.
+        /// Why it cannot.
         reason: &'static str,
     },
     /// A module cannot be calibrated with these batches.
@@ -185,7 +191,7 @@ impl From<OpsError> for Fp4Error {
     }
 }
 
-/// What to do about a problem, where a configuration can.
+/// How a configuration can avoid a problem, if it can.
 fn remedy(problem: &OpsError) -> &'static str {
     match problem {
         OpsError::Indivisible { .. } => {
@@ -197,4 +203,18 @@ fn remedy(problem: &OpsError) -> &'static str {
 
 fn list(names: &[String]) -> String {
     names.iter().map(|name| format!("\n  {name}")).collect()
+}
+
+/// Runs an operation on devices, where one that fails may panic: that must not cost the weights
+/// that were taken out of a module.
+pub(crate) fn caught<R>(run: impl FnOnce() -> Result<R, OpsError>) -> Result<R, OpsError> {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic))))
+}
+
+/// What a panic said.
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let message = panic.downcast_ref::<String>().map(String::as_str);
+    let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+    message.unwrap_or("it panicked").to_owned()
 }

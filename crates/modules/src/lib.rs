@@ -4,56 +4,40 @@
 //! its place, its id and its shape; its [`val`](burn::module::Param::val), which every layer calls
 //! in its forward pass, dequantizes.
 //!
-//! | file             | what it holds                                                             |
-//! |------------------|---------------------------------------------------------------------------|
-//! | `config.rs`      | [`Fp4Config`]: which parameters, how, and what shares a tensor scale      |
-//! | `select.rs`      | one walk over the module that decides about every float parameter         |
-//! | `paths.rs`       | float parameters with their paths, for whatever looks at or replaces them |
-//! | `measure.rs`     | what is measured of weights before the first is quantized: amax, ties     |
-//! | `quantize.rs`    | [`Fp4Module::quantize_fp4`]                                               |
-//! | `pack.rs`        | packed weights in the place of dense ones, one after the other            |
-//! | `packed.rs`      | [`PackedWeight`]: the codes and scales in a parameter's place             |
-//! | `weight.rs`      | one weight, and by what it is quantized                                   |
-//! | `given.rs`       | [`Fp4Module::pack_fp4`]: codes that come from elsewhere                   |
-//! | `lora.rs`        | [`Fp4Module::lora_fp4`]: adapters trained over codes                      |
-//! | `record.rs`      | [`Fp4Module::load_fp4_record`]: records into fresh or quantized modules   |
-//! | `report.rs`      | [`Fp4Report`]: what was done to every parameter, or why not               |
-//! | `calibration.rs` | [`Calibration`]: statistics of the inputs of layers                       |
-//! | `capture.rs`     | forward passes as lists of operations, with the values that they read     |
-//! | `layer_inputs.rs` | where such a list multiplies activations by weights                      |
-//! | `calibrate.rs`   | [`Calibrate`]: runs these operations and gathers the statistics           |
-//! | `cache.rs`       | statistics in files, for calibrations that are interrupted                |
-//! | `calibrated.rs`  | weights quantized layer by layer, or divided among devices                |
-//! | `linear.rs`      | [`Fp4Linear`]: a linear layer straight from codes, on hosts too           |
-//! | `embedding.rs`   | [`Fp4Embedding`]: a table whose rows are looked up from codes             |
-//! | `fake_quant.rs`  | [`FakeQuantWeight`]: weights trained as if they were quantized            |
-//! | `fake_quantize.rs` | [`FakeQuantize`]: activations, in a forward pass                        |
-//! | `train_linear.rs` | [`Fp4TrainLinear`]: a linear layer whose three products are quantized    |
+//! | file                   | what it holds                                                      |
+//! |------------------------|--------------------------------------------------------------------|
+//! | `lib.rs`               | [`Fp4Module`]: what a user calls                                   |
+//! | `config.rs`            | [`Fp4Config`]: which parameters, how, what shares a tensor scale   |
+//! | `report.rs`            | [`Fp4Report`]: what was done to every parameter, or why not        |
+//! | `report_table.rs`      | the report as a table                                              |
+//! | `error.rs`             | [`Fp4Error`]                                                       |
+//! | `statistics.rs`        | [`Calibration`]: statistics of the inputs of layers                |
+//! | `packed_weight.rs`     | [`PackedWeight`]: codes and scales, attached to a parameter        |
+//! | `fake_quant_weight.rs` | [`FakeQuantWeight`]: attached to a weight that is trained          |
+//! | `linear.rs`            | [`Fp4Linear`]: a linear layer straight from codes, on hosts too    |
+//! | `embedding.rs`         | [`Fp4Embedding`]: a table whose rows are looked up from codes      |
+//! | `transfer.rs`          | transfers from devices, and between them                           |
+//! | `walk/`                | the parameters of a module, and the decision about each            |
+//! | `pack/`                | packed weights in the place of dense ones; records of them         |
+//! | `calibration/`         | [`Calibrate`]: the statistics from forward passes; layer by layer  |
+//! | `training/`            | fake quantization, [`Fp4TrainLinear`], adapters over codes         |
+//!
+//! Folders use the files above them; `pack/` uses `walk/`, `calibration/` and `training/` use both.
 
-mod cache;
-mod calibrate;
-mod calibrated;
 mod calibration;
-mod capture;
 mod config;
 mod embedding;
 mod error;
-mod fake_quant;
-mod fake_quantize;
-mod given;
-mod layer_inputs;
+mod fake_quant_weight;
 mod linear;
-mod lora;
-mod measure;
 mod pack;
-mod packed;
-mod paths;
-mod quantize;
-mod record;
+mod packed_weight;
 mod report;
-mod select;
-mod train_linear;
-mod weight;
+mod report_table;
+mod statistics;
+mod training;
+mod transfer;
+mod walk;
 
 use std::path::Path;
 
@@ -62,18 +46,20 @@ use burn::store::ModuleRecord;
 use burn::tensor::Device;
 
 pub use burn_fp4_ops as ops;
-pub use calibrate::{Calibrate, CalibrationOptions, CalibrationProgress};
-pub use calibration::Calibration;
-pub use config::{Container, Fp4Config, Indivisible, Override, Unused};
+pub use burn_fp4_ops::search::Method;
+pub use calibration::calibrate::Calibrate;
+pub use calibration::options::{CalibrationOptions, CalibrationProgress};
+pub use config::{Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
-pub use fake_quant::FakeQuantWeight;
-pub use fake_quantize::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
-pub use given::DenseWeight;
+pub use fake_quant_weight::FakeQuantWeight;
 pub use linear::Fp4Linear;
-pub use packed::PackedWeight;
+pub use pack::given::DenseWeight;
+pub use packed_weight::PackedWeight;
 pub use report::{ChosenBy, Fallback, Fp4Report, Outcome, ParameterReport, Reason};
-pub use train_linear::Fp4TrainLinear;
+pub use statistics::Calibration;
+pub use training::activations::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
+pub use training::train_linear::Fp4TrainLinear;
 
 /// FP4 for every Burn module.
 ///
@@ -96,7 +82,8 @@ pub use train_linear::Fp4TrainLinear;
 /// };
 /// let report = net.quantize_fp4(&Fp4Config::nvfp4())?;
 /// println!("{report}");
-/// let output = net.second.forward(Relu::new().forward(net.first.forward(Tensor::<2>::ones([1, 64], &device))));
+/// let hidden = net.first.forward(Tensor::<2>::ones([1, 64], &device));
+/// let output = net.second.forward(Relu::new().forward(hidden));
 /// assert_eq!(output.dims(), [1, 10]);
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
@@ -104,12 +91,12 @@ pub trait Fp4Module: Module {
     /// Replaces the selected weights by their FP4 codes and scales.
     ///
     /// Everything is checked before anything is changed: that values are finite, and whether
-    /// weights that share an id still share their values, by one transfer from each device. What
-    /// the report says takes one more. Kernels read nothing else back, but GPTQ whether a Gram
-    /// matrix is singular; a search without a kernel reads the weight. Each dense weight is freed
-    /// as soon as its packed form stands. Quantized parameters have no gradient;
-    /// [`Module::materialize`] makes the module dense again, to be trained, saved and loaded as
-    /// before.
+    /// weights that share an id still have the same values. That takes one transfer from each
+    /// device, and the report takes another. Besides these, only GPTQ (whether a Gram matrix is
+    /// singular), the search for a tensor scale and searches without a kernel on the device (the
+    /// weight) read anything back. Each dense weight is freed as soon as it is packed. Quantized
+    /// parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
+    /// trained, saved and loaded as before.
     ///
     /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where
     /// statistics of inputs decide, such as the experts of `[experts, in, out]`, each by its own
@@ -117,17 +104,17 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// [`Fp4Error`], naming the parameter where there is one. The module is then unchanged, unless
-    /// it is [`Fp4Error::Partial`]: a device failed half-way, or GPTQ without damping found inputs
-    /// that leave a channel undetermined. That names the weights that are packed; the rest is as it
-    /// was.
+    /// it is [`Fp4Error::Partial`]: a device failed half-way, or GPTQ without damping found a
+    /// singular Gram matrix. That error names the weights that are packed; the others are as they
+    /// were.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        quantize::quantize(self, config)
+        pack::quantize::quantize(self, config)
     }
 
     /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are
     /// executed: the statistics of the inputs of a layer come from batches that ran through the
-    /// quantized layers before it. For GPTQ and the searches by Hessian, others need no batches;
-    /// `forward` is that of [`Calibrate::run`].
+    /// quantized layers before it. For methods that need statistics of inputs; others run no
+    /// batches. `forward` is that of [`Calibrate::run`].
     ///
     /// A weight that is used several times is quantized when its last inputs are known. All batches
     /// are in flight at a time, whatever memory the options allow.
@@ -141,14 +128,13 @@ pub trait Fp4Module: Module {
         batches: impl IntoIterator<Item = I>,
         forward: impl FnMut(&Self, I) -> O,
     ) -> Result<Fp4Report, Fp4Error> {
-        calibrated::sequential(self, config, options, batches, forward)
+        calibration::sequential::sequential(self, config, options, batches, forward)
     }
 
-    /// Puts codes and scales that come from elsewhere in the place of dense weights: of a
-    /// checkpoint, of a search of one's own. `give` is asked for every float parameter of rank 2 or
-    /// more that nothing is attached to, and answers with a packed weight or with nothing, which
-    /// leaves it dense. A parameter that is not initialized stays so, unless its values are asked
-    /// for.
+    /// Replaces dense weights by codes and scales that come from elsewhere: of a checkpoint, of a
+    /// search of one's own. `give` is called for every float parameter of rank 2 or more that
+    /// nothing is attached to, and returns a packed weight, or `None` to leave it dense. A
+    /// parameter that is not initialized stays so, unless `give` reads its values.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -174,7 +160,7 @@ pub trait Fp4Module: Module {
         &mut self,
         give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
     ) -> Result<Fp4Report, Fp4Error> {
-        given::pack_given(self, give)
+        pack::given::pack_given(self, give)
     }
 
     /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed
@@ -206,7 +192,7 @@ pub trait Fp4Module: Module {
     /// [`Fp4Error::NothingAdapted`] if the group has no weight of rank 2 or the rank is 0;
     /// [`Fp4Error::Attached`] if a parameter has an adapter already. The module is then unchanged.
     fn lora_fp4(&mut self, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
-        lora::attach(self, lora)
+        training::lora::attach(self, lora)
     }
 
     /// Adds the adapters of packed weights to them, and quantizes the sums by the scheme that the
@@ -217,15 +203,15 @@ pub trait Fp4Module: Module {
     /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that
     /// needs statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
     fn merge_lora_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        lora::merge(self, config)
+        training::lora::merge(self, config)
     }
 
     /// Makes the selected weights behave as if they were quantized, while they are trained in full
-    /// precision: gradients pass straight through the rounding. Everything else goes on as before:
+    /// precision: gradients pass straight through the rounding. Everything else works as before:
     /// optimizers, records, [`valid`](Module::valid) and [`train`](Module::train).
     ///
     /// [`Fp4Config::saturated`] and [`Fp4Config::learn_tensor_scale`] say more about gradients. The
-    /// scale search may be `Amax`, `FourOverSix` or `Sse`.
+    /// method may be [`Method::Amax`], [`Method::FourOverSix`] or [`Method::Sse`].
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -248,11 +234,12 @@ pub trait Fp4Module: Module {
     /// ```
     ///
     /// # Errors
-    /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what only
-    /// makes sense once: searches that need activations, GPTQ, calibration, shared tensor scales.
+    /// As [`quantize_fp4`](Self::quantize_fp4), and [`Fp4Error::FakeQuantization`] for what cannot
+    /// be repeated at every step: methods that need activations or search for the tensor scale,
+    /// calibration, shared tensor scales.
     /// The module is then unchanged.
     fn fake_quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        fake_quant::fake_quantize(self, config)
+        training::weights::fake_quantize(self, config)
     }
 
     /// Packs every fake-quantized weight. Outputs stay the same, bit for bit.
@@ -262,7 +249,7 @@ pub trait Fp4Module: Module {
     /// parameter, such as an adapter or a weight that is packed already; [`Fp4Error::Parameter`]
     /// for a weight that is no longer finite. The module is then unchanged.
     fn convert_fp4(&mut self) -> Result<Fp4Report, Fp4Error> {
-        fake_quant::convert(self)
+        training::weights::convert(self)
     }
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which
@@ -275,19 +262,19 @@ pub trait Fp4Module: Module {
     /// # Errors
     /// [`Fp4Error::Record`] if the record does not fit the module. The module is then unchanged.
     fn load_fp4_record(&mut self, record: ModuleRecord) -> Result<(), Fp4Error> {
-        record::load(self, record::from_record(record)?)
+        pack::record::load(self, pack::record::from_record(record)?)
     }
 
     /// [`load_fp4_record`](Self::load_fp4_record) from a file that `save_file` wrote.
     ///
     /// # Errors
-    /// As there, and if the file cannot be read.
+    /// [`Fp4Error::Record`], as there and if the file cannot be read.
     fn load_fp4_file(&mut self, path: impl AsRef<Path>) -> Result<(), Fp4Error> {
-        record::load(self, record::from_file(path.as_ref())?)
+        pack::record::load(self, pack::record::from_file(path.as_ref())?)
     }
 
-    /// Moves a module, without the zeros that [`to_device`](Module::to_device) makes in the place
-    /// of the dense weights once these were looked at, be it to print a layer.
+    /// Moves a module. Other than [`to_device`](Module::to_device) it allocates no zeros in the
+    /// place of dense weights that were looked at before, be it to print a layer.
     fn to_device_fp4(mut self, device: &Device) -> Self {
         self.compact_fp4();
         self.to_device(device)
@@ -299,7 +286,7 @@ pub trait Fp4Module: Module {
     /// A quantized parameter needs one stored value to keep its shape; Burn copies all of them when
     /// it moves a parameter that was used before. Nothing else changes.
     fn compact_fp4(&mut self) {
-        packed::compact(self);
+        pack::compact::compact(self);
     }
 }
 

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn::tensor::module::linear;
 use burn_fp4_ops::matmul;
 
-use crate::PackedWeight;
+use crate::packed_weight::PackedWeight;
 
 /// A linear layer that multiplies straight from the codes of its weight, once it is quantized, on
 /// every device: for hosts (`flex`, `ndarray`), where [`Linear`] dequantizes the whole weight for

@@ -1,9 +1,9 @@
-//! What was done to every parameter, or why not.
+//! [`Fp4Report`]: what was done to every parameter, or why not.
 
 use core::fmt;
 
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Format, Fp4Scheme, Gptq, Products, ScaleSearch};
-use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
 /// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
@@ -105,6 +105,10 @@ pub enum ChosenBy {
     Search(ScaleSearch),
     /// By GPTQ.
     Gptq(Gptq),
+    /// By squared error, with the tensor scale that leaves the smallest.
+    SseTensorScale,
+    /// By squared error, multiplied by the activity of channels.
+    SseWeighted,
 }
 
 impl ChosenBy {
@@ -112,7 +116,17 @@ impl ChosenBy {
     pub fn needs_inputs(&self) -> bool {
         match self {
             Self::Search(search) => search.needs_hessians(),
-            Self::Gptq(_) => true,
+            Self::Gptq(_) | Self::SseWeighted => true,
+            Self::SseTensorScale => false,
+        }
+    }
+
+    /// The search that schemes have in reports: GPTQ begins with the scales of the rule.
+    pub(crate) fn search(&self) -> ScaleSearch {
+        match self {
+            Self::Search(search) => *search,
+            Self::Gptq(_) => ScaleSearch::Amax,
+            Self::SseTensorScale | Self::SseWeighted => ScaleSearch::Sse,
         }
     }
 }
@@ -150,6 +164,8 @@ impl fmt::Display for ChosenBy {
         match self {
             Self::Search(search) => search.fmt(f),
             Self::Gptq(_) => write!(f, "gptq"),
+            Self::SseTensorScale => fmt::Display::fmt(&Method::SseTensorScale, f),
+            Self::SseWeighted => fmt::Display::fmt(&Method::SseWeighted, f),
         }
     }
 }
@@ -314,131 +330,5 @@ impl Fp4Report {
     /// rows of input.
     pub fn multiplies_codes(&self) -> bool {
         self.quantized().all(|parameter| parameter.products() == Some(&Products::FromCodes))
-    }
-}
-
-impl fmt::Display for Fp4Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-            "parameter",
-            "shape",
-            "dtype",
-            "outcome",
-            "bits",
-            "error %",
-            "bytes",
-            "was",
-        ]);
-        for parameter in &self.parameters {
-            let error = parameter.relative_error();
-            let error = error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
-            let (outcome, error) = match &parameter.outcome {
-                Outcome::Quantized {
-                    scheme,
-                    asked,
-                    chosen_by,
-                    fallback,
-                    axis,
-                    shares_scale_with,
-                    ..
-                } => {
-                    let shares = shares_scale_with
-                        .as_ref()
-                        .map_or(String::new(), |group| format!(", one tensor scale for {group}"));
-                    let fallback = fallback
-                        .as_ref()
-                        .map_or(String::new(), |reason| format!(", asked {asked}: {reason}"));
-                    let format = scheme.format();
-                    let outcome = format!(
-                        "{format} {} {chosen_by} / {}, axis {axis}{shares}{fallback}",
-                        scheme.rule, scheme.block_size
-                    );
-                    (outcome, error)
-                }
-                Outcome::Given { format, block_size, axis, .. } => {
-                    (format!("{format} as given / {block_size}, axis {axis}"), error)
-                }
-                Outcome::FakeQuantized { scheme, axis, learned } => {
-                    let learned = if *learned { ", tensor scale learned" } else { "" };
-                    let outcome = format!(
-                        "fake {} {} {} / {}, axis {axis}{learned}",
-                        scheme.format(),
-                        scheme.rule,
-                        scheme.search,
-                        scheme.block_size
-                    );
-                    (outcome, String::new())
-                }
-                Outcome::Kept { reason } => (format!("kept: {reason}"), String::new()),
-            };
-            table.add_row([
-                parameter.path.clone(),
-                format!("{:?}", parameter.shape),
-                parameter.dtype.clone(),
-                outcome,
-                format!("{:.3}", parameter.bits_per_value()),
-                error,
-                parameter.bytes_after.to_string(),
-                parameter.bytes_before.to_string(),
-            ]);
-        }
-        for column in 4..8 {
-            if let Some(column) = table.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        writeln!(f, "{table}")?;
-        let is_fake = |parameter: &&ParameterReport| {
-            matches!(parameter.outcome, Outcome::FakeQuantized { .. })
-        };
-        let fake = self.parameters.iter().filter(is_fake).count();
-        if fake > 0 {
-            write!(f, "{fake} of {} parameters fake-quantized", self.parameters.len())?;
-            return self.notes(f);
-        }
-        write!(
-            f,
-            "{} of {} parameters quantized, {:.3} bits per weight, error {:.3} %, {} bytes of {}",
-            self.quantized().count(),
-            self.parameters.len(),
-            self.bits_per_weight(),
-            100.0 * self.relative_error(),
-            self.bytes_after(),
-            self.bytes_before(),
-        )?;
-        if self.multiplies_codes() {
-            write!(f, ", multiplied straight from the codes")?;
-        }
-        self.notes(f)
-    }
-}
-
-impl Fp4Report {
-    /// Lines below the table: weights whose products are slow, and what nothing uses.
-    fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Weights of which the same is to be said share a line.
-        let mut slow: Vec<(&Products, Vec<&str>)> = Vec::new();
-        for parameter in &self.parameters {
-            match parameter.products() {
-                None | Some(Products::FromCodes) => {}
-                Some(products) => match slow.iter_mut().find(|(known, _)| *known == products) {
-                    Some((_, paths)) => paths.push(&parameter.path),
-                    None => slow.push((products, vec![&parameter.path])),
-                },
-            }
-        }
-        for (products, paths) in slow {
-            match paths[..] {
-                [first, _, ..] => {
-                    write!(f, "\n`{first}` and {} more: {products}", paths.len() - 1)?;
-                }
-                _ => write!(f, "\n`{}`: {products}", paths.concat())?,
-            }
-        }
-        for line in &self.unused {
-            write!(f, "\nnote: {line}")?;
-        }
-        Ok(())
     }
 }

@@ -4,13 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Lora, LoraAdapter, Module, Param, Reparameterization, Reparameterizer};
 use burn::tensor::{FloatDType, Tensor};
-use burn_fp4_ops::{products, quantize};
 
-use crate::measure::read_vectors;
-use crate::packed::{Edit, PackedWeight, edit_next, edit_packed, packed_weights, with_edits};
-use crate::report::{ChosenBy, Fp4Report, Outcome, Reason};
-use crate::select::{Plan, Walk, plans_as};
-use crate::{Fp4Config, Fp4Error};
+use crate::config::Fp4Config;
+use crate::error::Fp4Error;
+use crate::pack::edit::{edit_packed, packed_weights};
+use crate::pack::outcome::PackedWeights;
+use crate::pack::weight::{Choice, quantize_without_inputs};
+use crate::packed_weight::{Edit, PackedWeight, edit_next, with_edits};
+use crate::report::{Fp4Report, Outcome, Reason};
+use crate::walk::parameters::Walk;
+use crate::walk::plan::{WeightPlan, plans_as};
 
 /// See [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
 pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
@@ -27,7 +30,7 @@ pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<Strin
         return Err(Fp4Error::NothingAdapted("the rank is 0, or alpha is not finite"));
     }
     let packed = packed.into_keys().collect();
-    let mut attach = Attach { lora: lora.clone(), packed, adapted: Vec::new() };
+    let mut attach = AttachAdapters { lora: lora.clone(), packed, adapted: Vec::new() };
     let adapted = with_edits(|| module.clone().apply_reparameterization(&mut attach));
     if attach.adapted.is_empty() {
         return Err(Fp4Error::NothingAdapted("its parameter group has no weight of rank 2"));
@@ -37,13 +40,13 @@ pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<Strin
 }
 
 /// Attaches adapters to dense weights as Burn does, and hands them to packed ones.
-struct Attach {
+struct AttachAdapters {
     lora: Lora,
     packed: BTreeSet<String>,
     adapted: Vec<String>,
 }
 
-impl Reparameterizer for &mut Attach {
+impl Reparameterizer for &mut AttachAdapters {
     type Reparam = LoraAdapter;
 
     fn reparameterize<const D: usize>(
@@ -79,27 +82,27 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
     let axes = parameters.iter().map(|one| (*one, adapted[&one.path].layout().axis));
     let plans = plans_as(axes, config)?;
     let mut edits: BTreeMap<String, Edit> = BTreeMap::new();
-    let mut errors = Vec::new();
-    let mut merged = BTreeMap::new();
+    let mut merged = PackedWeights::default();
+    let mut plan_of = BTreeMap::new();
     for (parameter, plan) in parameters.into_iter().zip(plans) {
         let path = &parameter.path;
-        let ChosenBy::Search(search) = plan.asked else { return Err(uncalibrated(&plan, adapted)) };
-        if search.needs_hessians() {
+        if plan.asked.needs_inputs() {
             return Err(uncalibrated(&plan, adapted));
         }
-        let dense = merged_values(&adapted[path], parameter.stored_dtype().into());
-        let tensor = quantize(dense.clone(), plan.layout.axis, &plan.scheme.with_search(search))
-            .map_err(|problem| Fp4Error::at(path, problem))?;
-        let error = tensor.squared_error(dense).map_err(|problem| Fp4Error::at(path, problem))?;
-        errors.push((path.clone(), error));
-        let how = products(tensor.layout(), parameter.stored_dtype(), &tensor.device());
-        merged.insert(path.clone(), (plan, tensor.bytes(), how));
+        let named = |problem| Fp4Error::at(path, problem);
+        let dtype = parameter.stored_dtype();
+        let dense = merged_values(&adapted[path], dtype.into());
+        let WeightPlan { layout, scheme, asked, .. } = &plan;
+        let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
+        let tensor = tensor.map_err(named)?;
+        merged.add(path, &tensor, dtype, Some(dense)).map_err(named)?;
         let quantized = PackedWeight::from(tensor);
         edits.insert(path.clone(), Box::new(move |_| quantized));
+        plan_of.insert(path.clone(), plan);
     }
-    let errors = read_vectors(errors)?;
+    let merged = merged.read()?;
     *module = edit_packed(module.clone(), edits);
-    // Factors that were merged are gone.
+    // The factors of merged adapters are no longer parameters.
     let inside = format!(".{}.", PackedWeight::NAME);
     let gone = |path: &str| {
         path.rsplit_once(&inside).is_some_and(|(weight, _)| merged.contains_key(weight))
@@ -110,31 +113,21 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
             let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
-        Some((plan, bytes, how)) => {
-            let squares = &errors[&parameter.path];
-            let outcome = Outcome::Quantized {
-                scheme: plan.scheme,
-                asked: plan.asked,
-                chosen_by: plan.asked,
-                fallback: None,
-                axis: plan.layout.axis,
-                shares_scale_with: None,
-                squared_error: squares[0].into(),
-                energy: squares[1].into(),
-                products: parameter.products(how, plan.layout.axis),
-            };
-            parameter.report(outcome, bytes + parameter.stored_dtype().size())
+        Some(facts) => {
+            let plan = &plan_of[&parameter.path];
+            let choice = Choice { chosen_by: plan.asked, fallback: None };
+            facts.quantized(parameter, plan, plan.scheme, &choice)
         }
     });
     Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
 }
 
-fn uncalibrated(plan: &Plan, adapted: BTreeMap<String, PackedWeight>) -> Fp4Error {
+fn uncalibrated(plan: &WeightPlan, adapted: BTreeMap<String, PackedWeight>) -> Fp4Error {
     let (method, paths) = (plan.asked.to_string(), adapted.into_keys().collect());
     Fp4Error::Uncalibrated { method, paths }
 }
 
-/// What a weight with an adapter comes to, in some dtype.
+/// The dense values of a packed weight plus the product of its adapter, in some dtype.
 fn merged_values(packed: &PackedWeight, dtype: FloatDType) -> Tensor<2> {
     let device = packed.device();
     let base: Tensor<2> = Tensor::zeros([1, 1], (&device, dtype.into()));

@@ -12,9 +12,12 @@ use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
 use burn_fp4_ops::Fp4Tensor;
 use burn_pack::{HEADER_SIZE, Header, Reader, Writer};
 
-use crate::Fp4Error;
-use crate::packed::{PackedWeight, edit_next, packed_weights, placeholder, with_edits};
-use crate::select::{Kind, Stored, Walk};
+use crate::error::Fp4Error;
+use crate::packed_weight::{PackedWeight, edit_next, with_edits};
+use crate::walk::parameters::{Kind, StoredParameter, Walk};
+
+use super::edit::packed_weights;
+use super::placeholder::placeholder;
 
 /// The tensors of a record, by name.
 pub(crate) type Tensors = BTreeMap<String, burn_pack::Tensor>;
@@ -126,9 +129,9 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
         ));
     }
 
-    // Burn is told to allow for what is missing, so that is checked here: the dense values that
-    // packed ones stand for are not in the record.
-    let mut known: BTreeMap<&str, &Stored> = BTreeMap::new();
+    // Burn is to accept what is missing, so that is checked here: the dense values of packed
+    // weights are not in the record.
+    let mut known: BTreeMap<&str, &StoredParameter> = BTreeMap::new();
     for stored in &walk.stored {
         let part = format!(".{}.", PackedWeight::NAME);
         let of_packed =
@@ -153,7 +156,7 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     entries.iter().try_for_each(|(name, entry)| check_base(name, entry, known[name.as_str()]))?;
 
     let attached = attached.into_keys().collect();
-    let mut attach = Attach { entries, attached, error: None };
+    let mut attach = AttachRecorded { entries, attached, error: None };
     let quantized = with_edits(|| module.clone().apply_reparameterization(&mut attach));
     if let Some(error) = attach.error {
         return Err(error);
@@ -168,7 +171,7 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
 
 /// # Errors
 /// [`Fp4Error::Record`] if a tensor is not what a parameter can hold on its device.
-fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
+fn check(tensor: &burn_pack::Tensor, stored: &StoredParameter) -> Result<(), Fp4Error> {
     let found = tensor.dtype;
     let fits = match stored.kind {
         Kind::Float => found.is_float() || matches!(found, DType::QFloat(_)),
@@ -177,7 +180,7 @@ fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
     };
     let shape = tensor.shape.to_vec();
     if !fits || shape != stored.shape {
-        let Stored { kind, shape: expected, .. } = stored;
+        let StoredParameter { kind, shape: expected, .. } = stored;
         let expected = format!("expected {kind:?} {expected:?}, found {found:?} {shape:?}");
         return Err(problem(&expected, [tensor.name.clone()]));
     }
@@ -191,7 +194,7 @@ fn check(tensor: &burn_pack::Tensor, stored: &Stored) -> Result<(), Fp4Error> {
 /// # Errors
 /// [`Fp4Error::Record`] if the values of a packed weight cannot have the dtype that the record
 /// says.
-fn check_base(path: &str, entry: &Entry, stored: &Stored) -> Result<(), Fp4Error> {
+fn check_base(path: &str, entry: &Entry, stored: &StoredParameter) -> Result<(), Fp4Error> {
     if stored.kind != Kind::Float || !entry.dtype.is_float() {
         let expected = format!("expected {:?}, found {:?}", stored.kind, entry.dtype);
         return Err(problem(&expected, [path.to_owned()]));
@@ -264,14 +267,14 @@ impl Entry {
 }
 
 /// Attaches packed weights to dense parameters, or puts them in the place of others.
-struct Attach {
+struct AttachRecorded {
     entries: BTreeMap<String, Entry>,
     /// Paths of weights that are packed already.
     attached: BTreeSet<String>,
     error: Option<Fp4Error>,
 }
 
-impl Reparameterizer for &mut Attach {
+impl Reparameterizer for &mut AttachRecorded {
     type Reparam = PackedWeight;
 
     fn reparameterize<const D: usize>(

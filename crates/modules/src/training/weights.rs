@@ -1,138 +1,22 @@
-//! [`FakeQuantWeight`]: weights trained as if they were quantized, and packed after that.
+//! Weights trained as if they were quantized, and packed after that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn::module::{
-    Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization, Reparameterizer,
-};
-use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{
-    Fp4Layout, Fp4Scheme, OpsError, Rounding, Saturated, TensorScaling, fake_quantize_for_training,
-    fake_quantize_with_amax,
-};
-use serde::{Deserialize, Serialize};
+use burn::module::{Module, Param, Reparameterization, Reparameterizer};
+use burn::tensor::{DType, Tensor};
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 
-use crate::measure::{measure, read_vectors};
-use crate::pack::{Dense, Source, pack};
-use crate::paths::{TakeFloats, each_float};
+use crate::config::Fp4Config;
+use crate::error::Fp4Error;
+use crate::fake_quant_weight::{AMAX, FakeQuantSettings, FakeQuantWeight};
+use crate::pack::attach::{DenseValues, Source, pack};
+use crate::pack::measure::measure;
 use crate::report::{ChosenBy, Fp4Report, Outcome, Reason};
-use crate::select::{Decision, Plan, Selection, Walk, select};
-use crate::{Fp4Config, Fp4Error};
-
-/// A weight that is trained in full precision and used as if it were quantized.
-///
-/// Attached to a parameter it makes `val()` round the values to those that quantization leaves. The
-/// stored values stay as they are: an optimizer changes them by gradients that pass straight
-/// through the rounding. Where the tensor scale is learned it is a parameter of its own,
-/// `<parameter>.fp4_fake.amax`: the magnitude that the scale is made from.
-#[derive(Debug, Clone)]
-pub struct FakeQuantWeight {
-    settings: FakeQuantSettings,
-    amax: Option<Param<Tensor<1>>>,
-}
-
-/// How a weight is fake-quantized.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct FakeQuantSettings {
-    pub(crate) scheme: Fp4Scheme,
-    pub(crate) axis: usize,
-    pub(crate) saturated: Saturated,
-}
-
-/// What a visitor is told as the type of the container, followed by the settings: a visitor sees
-/// parameters without what is attached to them, and the name would become part of record paths.
-const CONTAINER: &str = "Struct:FakeQuantWeight:";
-
-const AMAX: &str = "amax";
-
-impl FakeQuantWeight {
-    /// How it is quantized.
-    pub fn scheme(&self) -> &Fp4Scheme {
-        &self.settings.scheme
-    }
-
-    /// Axis that its blocks run along.
-    pub fn axis(&self) -> usize {
-        self.settings.axis
-    }
-
-    /// The learned parameter of the tensor scale, if it is learned: `[1]`, of which the magnitude
-    /// counts.
-    pub fn amax(&self) -> Option<&Param<Tensor<1>>> {
-        self.amax.as_ref()
-    }
-
-    fn container(&self) -> String {
-        let settings = serde_json::to_string(&self.settings).expect("plain data");
-        format!("{CONTAINER}{settings}")
-    }
-
-    /// What [`container`](Self::container) tells.
-    pub(crate) fn settings_of(container: &str) -> Option<FakeQuantSettings> {
-        serde_json::from_str(container.strip_prefix(CONTAINER)?).ok()
-    }
-}
-
-impl Reparameterization for FakeQuantWeight {
-    const NAME: &'static str = "fp4_fake";
-
-    /// # Panics
-    /// If the parameter was given another shape since, or a dtype that is not quantized.
-    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        let FakeQuantSettings { scheme, axis, saturated } = &self.settings;
-        let output = match &self.amax {
-            Some(amax) => {
-                let amax = amax.val().cast(DType::F32).abs();
-                fake_quantize_with_amax(base, amax, *axis, scheme, *saturated)
-            }
-            None => fake_quantize_for_training(base, *axis, scheme, *saturated),
-        };
-        output.expect("checked when it was attached")
-    }
-}
-
-impl Module for FakeQuantWeight {
-    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        let container = self.container();
-        visitor.enter_module(AMAX, &container);
-        if let Some(amax) = &self.amax {
-            visitor.visit_float(amax);
-        }
-        visitor.exit_module(AMAX, &container);
-    }
-
-    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let container = self.container();
-        mapper.enter_module(AMAX, &container);
-        let amax = self.amax.map(|amax| mapper.map_float(amax));
-        mapper.exit_module(AMAX, &container);
-        Self { amax, ..self }
-    }
-
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        self.amax.collect_devices(devices)
-    }
-
-    fn to_device(self, device: &Device) -> Self {
-        Self { amax: self.amax.to_device(device), ..self }
-    }
-
-    fn fork(self, device: &Device) -> Self {
-        Self { amax: self.amax.fork(device), ..self }
-    }
-
-    fn valid(&self) -> Self {
-        Self { amax: self.amax.valid(), ..self.clone() }
-    }
-
-    fn train(self) -> Self {
-        Self { amax: self.amax.train(), ..self }
-    }
-
-    fn materialize(self) -> Self {
-        self
-    }
-}
+use crate::transfer::read_vectors;
+use crate::walk::parameters::Walk;
+use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::plan::{Decision, Selection, WeightPlan};
+use crate::walk::select::select;
 
 /// See [`Fp4Module::fake_quantize_fp4`](crate::Fp4Module::fake_quantize_fp4).
 pub(crate) fn fake_quantize<M: Module>(
@@ -142,7 +26,7 @@ pub(crate) fn fake_quantize<M: Module>(
     check(config)?;
     let selection = select(module, config)?;
     for (_, _, plan) in selection.plans() {
-        check_scheme(&plan.scheme, config)?;
+        check_plan(plan, config)?;
     }
     let measured = measure(module, &selection, config.learn_tensor_scale)?;
     let plans = selection.plans().map(|(at, parameter, plan)| {
@@ -150,7 +34,7 @@ pub(crate) fn fake_quantize<M: Module>(
         (parameter.path.as_str(), (plan, tied_to, measured.amax(at)))
     });
     let learned = BTreeMap::new();
-    let mut attach = Attach { config, plans: plans.collect(), learned };
+    let mut attach = AttachFakeQuant { config, plans: plans.collect(), learned };
     *module = module.clone().apply_reparameterization(&mut attach);
     let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
@@ -185,10 +69,14 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 }
 
 /// # Errors
-/// As [`check`], for the scheme of a weight.
-fn check_scheme(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
+/// As [`check`], for the scheme and method of a weight.
+fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
-    if scheme.search.needs_hessians() {
+    let scheme: &Fp4Scheme = &plan.scheme;
+    if plan.asked == ChosenBy::SseTensorScale {
+        return refuse("a search for the tensor scale", "every step would search again");
+    }
+    if plan.asked.needs_inputs() {
         return refuse(
             "the scale search",
             "it needs activations, which change as the model trains",
@@ -208,15 +96,15 @@ fn check_scheme(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> 
     Ok(())
 }
 
-struct Attach<'a> {
+struct AttachFakeQuant<'a> {
     config: &'a Fp4Config,
     /// By path: the plan, the weight that it is tied to, and its amax.
-    plans: BTreeMap<&'a str, (&'a Plan, usize, Option<f32>)>,
+    plans: BTreeMap<&'a str, (&'a WeightPlan, usize, Option<f32>)>,
     /// Tied weights learn one scale.
     learned: BTreeMap<usize, Param<Tensor<1>>>,
 }
 
-impl Reparameterizer for &mut Attach<'_> {
+impl Reparameterizer for &mut AttachFakeQuant<'_> {
     type Reparam = FakeQuantWeight;
 
     fn reparameterize<const D: usize>(
@@ -253,7 +141,7 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
                 let layout = Fp4Layout::new(&parameter.shape.clone().into(), *axis, scheme);
                 let layout = layout.map_err(|problem| Fp4Error::at(&parameter.path, problem))?;
                 let asked = ChosenBy::Search(scheme.search);
-                Decision::Quantize(Plan { layout, shares: None, scheme: *scheme, asked })
+                Decision::Quantize(WeightPlan { layout, shares: None, scheme: *scheme, asked })
             }
             (None, Some(name)) => {
                 return Err(Fp4Error::Attached { path: parameter.path, name: name.clone() });
@@ -274,7 +162,7 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
         selection.plans().map(|(at, parameter, _)| (parameter.path.clone(), at)).collect();
     let mut collect =
         Collect { wanted: &numbers, learned, dense: BTreeMap::new(), amaxes: Vec::new() };
-    each_float(module, &mut collect);
+    visit_parameters(module, &mut collect);
     let mut amaxes = BTreeMap::new();
     for (path, amax) in read_vectors(collect.amaxes)? {
         if !amax[0].is_finite() {
@@ -300,14 +188,15 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
 struct Collect<'a> {
     wanted: &'a BTreeMap<String, usize>,
     learned: BTreeSet<String>,
-    dense: BTreeMap<String, Dense>,
+    dense: BTreeMap<String, DenseValues>,
     amaxes: Vec<(String, Tensor<1>)>,
 }
 
-impl TakeFloats for Collect<'_> {
-    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
+impl VisitParameters for Collect<'_> {
+    fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+        let path = path.join();
         if self.wanted.contains_key(&path) {
-            self.dense.insert(path, Dense::new(param.base().without_autodiff()));
+            self.dense.insert(path, DenseValues::new(param.base().without_autodiff()));
         } else if self.learned.contains(&path) {
             let amax = param.base().without_autodiff().cast(DType::F32).abs().reshape([1]);
             let attached = format!(".{}.{AMAX}", FakeQuantWeight::NAME);

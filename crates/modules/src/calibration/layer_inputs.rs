@@ -10,10 +10,10 @@ use burn_ir::{
     TensorIr,
 };
 
-use crate::Fp4Error;
+use crate::error::Fp4Error;
 
 /// A float parameter in a recording.
-pub(crate) struct Recorded {
+pub(crate) struct RecordedParameter {
     pub(crate) id: TensorId,
     shape: Vec<usize>,
     /// Operations that bring it into another form, in order, each with the last one that reads the
@@ -23,7 +23,7 @@ pub(crate) struct Recorded {
     readers: Vec<usize>,
 }
 
-impl Recorded {
+impl RecordedParameter {
     /// That nothing has read yet.
     pub(crate) fn new(id: TensorId, shape: Vec<usize>) -> Self {
         Self { id, shape, views: Vec::new(), readers: Vec::new() }
@@ -106,7 +106,7 @@ pub(crate) struct WeightUse {
 /// What is multiplied by parameters of rank 2 or more. Notes as well which operations read these.
 pub(crate) fn layer_inputs(
     operations: &[OperationIr],
-    parameters: &mut BTreeMap<String, Recorded>,
+    parameters: &mut BTreeMap<String, RecordedParameter>,
 ) -> Vec<LayerInput> {
     // Weights in the forms that operations bring them into.
     let mut weights: BTreeMap<TensorId, View> = BTreeMap::new();

@@ -30,7 +30,8 @@ use burn_fp4_ops::{Draw, OpsError, TrainRecipe, train_product};
 ///         Fp4TrainLinear::new(linear, recipe, layer as u64)
 ///     })
 ///     .collect::<Result<_, _>>()?;
-/// let output = stack.iter().fold(Tensor::<2>::ones([4, 64], &device), |x, layer| layer.forward(x));
+/// let input = Tensor::<2>::ones([4, 64], &device);
+/// let output = stack.iter().fold(input, |x, layer| layer.forward(x));
 /// let gradients = output.sum().backward();
 /// # assert!(stack[0].weight.grad(&gradients).is_some());
 /// # Ok::<(), burn_fp4_modules::ops::OpsError>(())

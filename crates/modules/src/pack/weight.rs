@@ -1,20 +1,24 @@
-//! One weight: by what it is quantized.
+//! One weight: the method that it is quantized by, and its codes.
 
-use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::Arc;
 
+use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::search::SearchError;
 use burn_fp4_ops::{
     Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError,
     Replay, ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
+    quantize_with_best_tensor_scale,
 };
 use burn_ir::TensorId;
 
-use crate::PackedWeight;
+use crate::packed_weight::PackedWeight;
 use crate::report::{ChosenBy, Fallback};
-use crate::select::Plan;
+use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::plan::WeightPlan;
+
+use super::inputs::Inputs;
 
 /// A dense weight of any rank.
 pub(crate) trait AnyWeight: Send {
@@ -32,8 +36,8 @@ pub(crate) trait AnyWeight: Send {
     fn pack<'a>(
         &self,
         task: &Task<'a>,
-        curvatures: &mut Curvatures<'a>,
-    ) -> Result<(PackedWeight, Method), OpsError>;
+        curvatures: &mut CurvatureCache<'a>,
+    ) -> Result<Quantized, OpsError>;
 
     /// The values of codes and scales, in the dtype of this weight.
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight>;
@@ -63,11 +67,11 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     fn pack<'a>(
         &self,
         task: &Task<'a>,
-        curvatures: &mut Curvatures<'a>,
-    ) -> Result<(PackedWeight, Method), OpsError> {
-        let method = task.method();
-        let packed = quantize_weight(self, task, &method, curvatures)?;
-        Ok((PackedWeight::from(packed), method))
+        curvatures: &mut CurvatureCache<'a>,
+    ) -> Result<Quantized, OpsError> {
+        let choice = task.choice();
+        let packed = quantize_weight(self, task, &choice, curvatures)?;
+        Ok((PackedWeight::from(packed), choice))
     }
 
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight> {
@@ -75,96 +79,80 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     }
 }
 
-/// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such
-/// as the experts of `[experts, in, out]`; a matrix is one slice.
-#[derive(Default, Clone)]
-pub(crate) struct Inputs<'a> {
-    slices: Vec<Option<Cow<'a, Gram>>>,
-}
-
-impl<'a> Inputs<'a> {
-    /// Of nothing yet.
-    pub(crate) fn new(slices: usize) -> Self {
-        Self { slices: vec![None; slices] }
+/// The dense values of weights, by path.
+pub(crate) fn dense_weights<M: Module>(
+    module: &M,
+    wanted: impl Fn(&str) -> bool,
+) -> BTreeMap<String, Box<dyn AnyWeight>> {
+    struct DenseWeights<F> {
+        wanted: F,
+        found: BTreeMap<String, Box<dyn AnyWeight>>,
     }
 
-    /// Adds statistics of a slice to those there are.
-    pub(crate) fn add(&mut self, slice: usize, gram: Cow<'a, Gram>) -> Result<(), SearchError> {
-        match &mut self.slices[slice] {
-            Some(sum) => sum.to_mut().merge(&gram)?,
-            none => *none = Some(gram),
+    impl<F: Fn(&str) -> bool> VisitParameters for DenseWeights<F> {
+        fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+            let path = path.join();
+            if (self.wanted)(&path) {
+                self.found.insert(path, Box::new(param.base().without_autodiff()));
+            }
         }
-        Ok(())
     }
 
-    pub(crate) fn into_owned(self) -> Inputs<'static> {
-        let owned = |gram: Option<Cow<'a, Gram>>| gram.map(|gram| Cow::Owned(gram.into_owned()));
-        Inputs { slices: self.slices.into_iter().map(owned).collect() }
-    }
-
-    /// The Gram matrix of a slice, if inputs other than zeros were seen.
-    pub(crate) fn of(&self, slice: usize) -> Option<&Gram> {
-        let gram = self.slices.get(slice)?.as_deref()?;
-        (gram.tokens() > 0).then_some(gram)
-    }
-
-    /// Those there are.
-    pub(crate) fn grams(&self) -> impl Iterator<Item = &Gram> {
-        self.slices.iter().flatten().map(|gram| &**gram)
-    }
-}
-
-/// Matrices that a weight is made of along its leading axes, if blocks run along one of the last
-/// two.
-pub(crate) fn slices_of(layout: &Fp4Layout) -> usize {
-    let leading = layout.shape.len().saturating_sub(2);
-    if layout.axis < leading { 1 } else { layout.shape[..leading].iter().product() }
+    let mut weights = DenseWeights { wanted, found: BTreeMap::new() };
+    visit_parameters(module, &mut weights);
+    weights.found
 }
 
 /// A weight to be quantized.
 #[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
-    pub(crate) plan: &'a Plan,
+    pub(crate) plan: &'a WeightPlan,
     /// That its tensor scale is made from, if it was measured.
     pub(crate) amax: Option<f32>,
     pub(crate) inputs: Option<&'a Inputs<'a>>,
 }
 
-/// How a weight is quantized, and why not as asked.
+/// A weight, and the method that it was quantized by.
+pub(crate) type Quantized = (PackedWeight, Choice);
+
+/// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Method {
+pub(crate) struct Choice {
     pub(crate) chosen_by: ChosenBy,
     pub(crate) fallback: Option<Fallback>,
 }
 
 impl Task<'_> {
-    /// The scheme, with the amax that is known already.
-    pub(crate) fn scheme(&self) -> Fp4Scheme {
+    /// The scheme, with the amax that is known already unless the method looks for a better one.
+    fn scheme(&self) -> Fp4Scheme {
         // The weight was found finite, or was not to be looked at.
         let scheme = self.plan.scheme.with_non_finite(NonFinite::FollowReference);
         match self.amax {
+            _ if self.plan.asked == ChosenBy::SseTensorScale => scheme,
             Some(amax) if amax.is_finite() => scheme.with_tensor_scale(TensorScaling::Amax(amax)),
             _ => scheme,
         }
     }
 
     /// As asked, where there are the statistics that it takes.
-    pub(crate) fn method(&self) -> Method {
+    pub(crate) fn choice(&self) -> Choice {
         let asked = self.plan.asked;
-        let all = |fallback| Method {
+        let all = |fallback| Choice {
             chosen_by: ChosenBy::Search(ScaleSearch::Sse),
             fallback: Some(fallback),
         };
         if !asked.needs_inputs() {
-            return Method { chosen_by: asked, fallback: None };
+            return Choice { chosen_by: asked, fallback: None };
         }
         let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
         let fits = |gram: &Gram| match asked {
             ChosenBy::Gptq(_) => gram.is_whole(),
             ChosenBy::Search(_) => gram.has_blocks(block_size),
+            // The diagonal is always known.
+            ChosenBy::SseWeighted | ChosenBy::SseTensorScale => true,
         };
-        let slices = slices_of(&self.plan.layout);
+        let slices = self.plan.slices();
         let without: Vec<_> = (0..slices).filter(|&slice| inputs.of(slice).is_none()).collect();
         if without.len() == slices {
             return all(Fallback::NoInputs);
@@ -174,22 +162,22 @@ impl Task<'_> {
         }
         let fallback =
             (!without.is_empty()).then_some(Fallback::Slices { without_inputs: without });
-        Method { chosen_by: asked, fallback }
+        Choice { chosen_by: asked, fallback }
     }
 }
 
 fn quantize_weight<'a, const D: usize>(
     dense: &Tensor<D>,
     task: &Task<'a>,
-    method: &Method,
-    curvatures: &mut Curvatures<'a>,
+    choice: &Choice,
+    curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
-    let slices = slices_of(layout);
-    let inputs = task.inputs.filter(|_| method.chosen_by.needs_inputs());
+    let slices = task.plan.slices();
+    let inputs = task.inputs.filter(|_| choice.chosen_by.needs_inputs());
     let Some(inputs) = inputs.filter(|_| slices > 1) else {
         let gram = inputs.and_then(|inputs| inputs.of(0));
-        return by_method(dense.clone(), layout.axis, &scheme, method, gram, curvatures);
+        return quantize_whole(dense.clone(), layout.axis, &scheme, choice, gram, curvatures);
     };
     // Slices share the tensor scale of the whole, which has none to be shared of a value like this.
     if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
@@ -202,37 +190,67 @@ fn quantize_weight<'a, const D: usize>(
     let of_slice = |slice: usize| {
         let matrix = matrices.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
         let matrix: Tensor<2> = matrix.reshape([rows, cols]);
-        by_method(matrix, axis, &scheme, method, inputs.of(slice), curvatures)
+        quantize_whole(matrix, axis, &scheme, choice, inputs.of(slice), curvatures)
     };
     let packed = (0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?;
     stacked(&packed, layout, scheme.tensor_scale == TensorScaling::Row)
 }
 
-/// Quantizes a weight as a whole; without statistics of its inputs, where these decide, by squared
-/// error.
-fn by_method<'a, const D: usize>(
+/// Quantizes a weight as a whole: by the method chosen, or by the squared error if that takes
+/// statistics of inputs and there are none.
+fn quantize_whole<'a, const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    method: &Method,
+    choice: &Choice,
     gram: Option<&'a Gram>,
-    curvatures: &mut Curvatures<'a>,
+    curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    match (method.chosen_by, gram) {
-        (ChosenBy::Gptq(options), Some(gram)) => {
+    let Some(gram) = gram.filter(|_| choice.chosen_by.needs_inputs()) else {
+        return quantize_without_inputs(dense, axis, scheme, choice.chosen_by);
+    };
+    match choice.chosen_by {
+        ChosenBy::Gptq(options) => {
             let device = dense.device();
             let curvature = curvatures.of(gram, &options, scheme.block_size, &device)?;
             quantize_by_curvature(dense, axis, scheme, &curvature)
         }
-        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
+        ChosenBy::SseWeighted => {
+            let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
+            let scheme = scheme.with_search(ScaleSearch::Sse);
+            quantize_by_importance(dense, axis, &scheme, Importance::Channels(&weights))
+        }
+        ChosenBy::Search(search) => {
             let hessians = gram.blocks(scheme.block_size)?;
             let scheme = scheme.with_search(search);
             quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
         }
-        (ChosenBy::Search(search), _) if !search.needs_hessians() => {
+        ChosenBy::SseTensorScale => unreachable!("it needs no inputs"),
+    }
+}
+
+/// Quantizes a weight as a whole, without statistics of its inputs: methods that take some fall
+/// back to the squared error.
+///
+/// # Errors
+/// [`OpsError`].
+pub(crate) fn quantize_without_inputs<const D: usize>(
+    dense: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    chosen_by: ChosenBy,
+) -> Result<Fp4Tensor<D>, OpsError> {
+    match chosen_by {
+        ChosenBy::SseTensorScale => {
+            let scheme = scheme.with_search(ScaleSearch::Sse);
+            quantize_with_best_tensor_scale(dense, axis, &scheme)
+        }
+        ChosenBy::Search(search) if !search.needs_hessians() => {
             quantize(dense, axis, &scheme.with_search(search))
         }
-        _ => quantize(dense, axis, &scheme.with_search(ScaleSearch::Sse)),
+        ChosenBy::Search(_) | ChosenBy::SseWeighted | ChosenBy::Gptq(_) => {
+            quantize(dense, axis, &scheme.with_search(ScaleSearch::Sse))
+        }
     }
 }
 
@@ -253,14 +271,14 @@ fn stacked<const D: usize>(
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, layout.clone())
 }
 
-/// What GPTQ makes of the Gram matrix that it was asked for last: weights that are multiplied by
-/// the same activations follow each other.
+/// The factors that GPTQ computed last, with the Gram matrix that they are of: weights that are
+/// multiplied by the same activations follow each other.
 #[derive(Default)]
-pub(crate) struct Curvatures<'a> {
+pub(crate) struct CurvatureCache<'a> {
     last: Option<(&'a Gram, Arc<Curvature>)>,
 }
 
-impl<'a> Curvatures<'a> {
+impl<'a> CurvatureCache<'a> {
     fn of(
         &mut self,
         gram: &'a Gram,

@@ -6,14 +6,15 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use burn::module::{Module, Param, Reparameterizer};
-use burn::tensor::{DType, Device, Tensor};
-use burn_fp4_ops::{Products, products};
+use burn::tensor::{Device, Tensor};
 
-use crate::Fp4Error;
-use crate::measure::read_vectors;
-use crate::packed::{PackedWeight, placeholder};
+use crate::error::Fp4Error;
+use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome, Reason};
-use crate::select::{Parameter, Walk};
+use crate::walk::parameters::{Parameter, Walk};
+
+use super::outcome::PackedWeights;
+use super::placeholder::placeholder;
 
 /// A dense parameter for which codes and scales may be given.
 pub struct DenseWeight<'a> {
@@ -63,34 +64,20 @@ pub(crate) fn pack_given<M: Module>(
     let walk = Walk::over(module);
     let parameters: BTreeMap<&str, &Parameter> =
         walk.parameters.iter().map(|one| (one.path.as_str(), one)).collect();
-    let mut attach =
-        Attach { give, parameters, given: BTreeMap::new(), errors: Vec::new(), error: None };
+    let mut attach = AttachGiven { give, parameters, given: PackedWeights::default(), error: None };
     let packed = module.clone().apply_reparameterization(&mut attach);
-    let Attach { given, errors, error, .. } = attach;
+    let AttachGiven { given, error, .. } = attach;
     if let Some(error) = error {
         return Err(error);
     }
     if given.is_empty() {
         return Err(Fp4Error::NothingSelected("\n  no codes were given".to_owned()));
     }
-    let errors = read_vectors(errors)?;
+    let given = given.read()?;
     *module = packed;
     // As they are now: what is not packed may not be initialized.
     let parameters = walk.parameters.iter().map(|parameter| match given.get(&parameter.path) {
-        Some(Given { packed, dtype, products }) => {
-            let squares = errors.get(&parameter.path);
-            let layout = packed.layout();
-            let outcome = Outcome::Given {
-                format: layout.format,
-                block_size: layout.block_size,
-                axis: layout.axis,
-                squared_error: squares.map(|squares| squares[0].into()),
-                energy: squares.map(|squares| squares[1].into()),
-                products: parameter.products(products, layout.axis),
-            };
-            let known = parameter.clone().with_values(&layout.shape, *dtype);
-            known.report(outcome, packed.bytes() + dtype.size())
-        }
+        Some(facts) => facts.given(parameter),
         None => {
             let reason = parameter.attached().unwrap_or(Reason::NotGiven);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
@@ -99,24 +86,15 @@ pub(crate) fn pack_given<M: Module>(
     Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
 }
 
-/// Codes that were given for a parameter.
-struct Given {
-    packed: PackedWeight,
-    /// That `val()` returns.
-    dtype: DType,
-    products: Products,
-}
-
-struct Attach<'a, F> {
+/// Attaches the codes that are given.
+struct AttachGiven<'a, F> {
     give: F,
     parameters: BTreeMap<&'a str, &'a Parameter>,
-    given: BTreeMap<String, Given>,
-    /// Squared errors and energies, still on the device.
-    errors: Vec<(String, Tensor<1>)>,
+    given: PackedWeights,
     error: Option<Fp4Error>,
 }
 
-impl<F> Reparameterizer for &mut Attach<'_, F>
+impl<F> Reparameterizer for &mut AttachGiven<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
@@ -146,7 +124,7 @@ where
 /// A placeholder, and what is attached to it.
 type Attached<const D: usize> = (Param<Tensor<D>>, PackedWeight);
 
-impl<F> Attach<'_, F>
+impl<F> AttachGiven<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
@@ -184,14 +162,9 @@ where
         if weight.device != packed.device() {
             return refuse("device", &weight.device, &packed.device());
         }
-        let tensor = packed.tensor::<D>();
-        if weight.read.get() {
-            let dense = param.base().without_autodiff();
-            let error = tensor.squared_error(dense).map_err(|error| Fp4Error::at(path, error))?;
-            self.errors.push((path.clone(), error));
-        }
-        let products = products(layout, dtype, &packed.device());
-        self.given.insert(path.clone(), Given { packed: packed.clone(), dtype, products });
+        let dense = weight.read.get().then(|| param.base().without_autodiff());
+        let added = self.given.add(path, &packed.tensor::<D>(), dtype, dense);
+        added.map_err(|problem| Fp4Error::at(path, problem))?;
         Ok(Some((placeholder, packed)))
     }
 }

@@ -1,36 +1,56 @@
-//! [`Fp4Module::quantize_fp4`](crate::Fp4Module::quantize_fp4).
+//! Statistics of the inputs of a weight: one Gram matrix for each of its slices.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use burn::module::Module;
+use burn_fp4_ops::Gram;
 use burn_fp4_ops::formats::check_length;
+use burn_fp4_ops::search::SearchError;
 
-use crate::calibrated::divided;
-use crate::measure::{Measured, measure};
-use crate::pack::{Source, pack};
-use crate::report::Fp4Report;
-use crate::select::{Decision, Parameter, Selection, select};
-use crate::weight::{Inputs, Task, slices_of};
-use crate::{Calibration, Fp4Config, Fp4Error};
+use crate::error::Fp4Error;
+use crate::statistics::Calibration;
+use crate::walk::parameters::Parameter;
+use crate::walk::plan::{Decision, Selection};
 
-/// Checks everything, then [packs](pack).
-pub(crate) fn quantize<M: Module>(
-    module: &mut M,
-    config: &Fp4Config,
-) -> Result<Fp4Report, Fp4Error> {
-    let selection = select(module, config)?;
-    // No reference says what GPTQ makes of a value that is not finite.
-    let measured = measure(module, &selection, false)?;
-    let inputs = inputs_by_weight(&selection, &measured, &config.calibration)?;
-    let usable = |at: usize, plan| {
-        let inputs = inputs.get(&measured.tied_to(at));
-        Task { plan, amax: None, inputs }.method().chosen_by.needs_inputs()
-    };
-    selection.check_calibrated(usable)?;
-    let devices = config.calibration.devices();
-    let packed = divided(module, &selection, devices, &inputs, &measured)?;
-    pack(module, &selection, Source { measured, inputs, packed, dense: None })
+use super::measure::Measured;
+
+/// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such
+/// as the experts of `[experts, in, out]`; a matrix is one slice.
+#[derive(Default, Clone)]
+pub(crate) struct Inputs<'a> {
+    slices: Vec<Option<Cow<'a, Gram>>>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Without any statistics.
+    pub(crate) fn new(slices: usize) -> Self {
+        Self { slices: vec![None; slices] }
+    }
+
+    /// Adds statistics of a slice to those there are.
+    pub(crate) fn add(&mut self, slice: usize, gram: Cow<'a, Gram>) -> Result<(), SearchError> {
+        match &mut self.slices[slice] {
+            Some(sum) => sum.to_mut().merge(&gram)?,
+            none => *none = Some(gram),
+        }
+        Ok(())
+    }
+
+    pub(crate) fn into_owned(self) -> Inputs<'static> {
+        let owned = |gram: Option<Cow<'a, Gram>>| gram.map(|gram| Cow::Owned(gram.into_owned()));
+        Inputs { slices: self.slices.into_iter().map(owned).collect() }
+    }
+
+    /// The Gram matrix of a slice, if inputs other than zeros were seen.
+    pub(crate) fn of(&self, slice: usize) -> Option<&Gram> {
+        let gram = self.slices.get(slice)?.as_deref()?;
+        (gram.tokens() > 0).then_some(gram)
+    }
+
+    /// Those there are.
+    pub(crate) fn grams(&self) -> impl Iterator<Item = &Gram> {
+        self.slices.iter().flatten().map(|gram| &**gram)
+    }
 }
 
 /// Statistics of the inputs of weights along the axis that they are quantized along; a tied weight
@@ -40,7 +60,7 @@ pub(crate) fn quantize<M: Module>(
 /// [`Fp4Error::Calibration`] for a path that no parameter has, or an axis or a slice that it does
 /// not have, [`Fp4Error::Parameter`] if the statistics are of another number of inputs than the
 /// weight has.
-fn inputs_by_weight<'a>(
+pub(crate) fn inputs_by_weight<'a>(
     selection: &Selection,
     measured: &Measured,
     calibration: &'a Calibration,
@@ -63,7 +83,7 @@ fn inputs_by_weight<'a>(
         if plan.layout.axis != axis || !plan.asked.needs_inputs() {
             continue;
         }
-        let slices = slices_of(&plan.layout);
+        let slices = plan.slices();
         if slice >= slices {
             return Err(unknown());
         }

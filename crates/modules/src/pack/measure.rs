@@ -1,16 +1,17 @@
-//! What has to be known of weights before the first is quantized: their amax, and which are tied.
+//! What is measured of weights before the first is quantized: their amax, and which are tied.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 
 use burn::module::{Module, Param};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
 
-use crate::Fp4Error;
-use crate::paths::{TakeFloats, each_float};
-use crate::select::{Plan, Selection};
-use crate::weight::slices_of;
+use crate::error::Fp4Error;
+use crate::report::ChosenBy;
+use crate::transfer::read_vectors;
+use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::plan::{Selection, WeightPlan};
 
 /// What was measured of the weights of a [`Selection`], by their numbers there.
 #[derive(Debug, Default)]
@@ -61,18 +62,20 @@ pub(crate) fn measure<M: Module>(
     selection: &Selection,
     reject: bool,
 ) -> Result<Measured, Fp4Error> {
-    let rejects = |plan: &Plan| {
-        let gptq = matches!(plan.asked, crate::ChosenBy::Gptq(_));
-        reject || gptq || plan.scheme.non_finite == NonFinite::Reject
+    let rejects = |plan: &WeightPlan| {
+        // No reference says what these make of a value that is not finite.
+        let finite = matches!(plan.asked, ChosenBy::Gptq(_) | ChosenBy::SseTensorScale);
+        reject || finite || plan.scheme.non_finite == NonFinite::Reject
     };
-    let plans: BTreeMap<usize, &Plan> = selection.plans().map(|(at, _, plan)| (at, plan)).collect();
+    let plans: BTreeMap<usize, &WeightPlan> =
+        selection.plans().map(|(at, _, plan)| (at, plan)).collect();
     let candidates = same_ids(selection);
     let first_of: BTreeMap<usize, usize> = candidates
         .iter()
         .flat_map(|weights| weights.iter().map(|&weight| (weight, weights[0])))
         .collect();
     let wanted = plans.iter().filter(|(at, plan)| {
-        let before = plan.shares.is_some() || slices_of(&plan.layout) > 1;
+        let before = plan.shares.is_some() || plan.slices() > 1;
         (before && from_amax(&plan.scheme)) || rejects(plan) || first_of.contains_key(*at)
     });
     let wanted: BTreeMap<String, usize> =
@@ -80,13 +83,7 @@ pub(crate) fn measure<M: Module>(
     if wanted.is_empty() {
         return Ok(Measured::default());
     }
-    let mut look =
-        Look { wanted: &wanted, first_of, firsts: BTreeMap::new(), found: Vec::new(), error: None };
-    each_float(module, &mut look);
-    if let Some(error) = look.error {
-        return Err(error);
-    }
-    let found = read_vectors(look.found)?;
+    let found = look(module, &wanted, first_of)?;
     let of = |path: &str| (&found[path], plans[&wanted[path]]);
     for path in wanted.keys() {
         let (found, plan) = of(path);
@@ -95,25 +92,8 @@ pub(crate) fn measure<M: Module>(
         }
     }
 
-    let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
-    for path in wanted.keys() {
-        let (found, plan) = of(path);
-        if let (Some(group), true) = (&plan.shares, from_amax(&plan.scheme)) {
-            let largest = groups.entry(group).or_default();
-            // NaN, once there, stays: a maximum of floats would drop it.
-            if found[0].is_nan() || found[0] > *largest {
-                *largest = found[0];
-            }
-        }
-    }
-    let mut amaxes = BTreeMap::new();
-    for (path, &at) in &wanted {
-        let (found, plan) = of(path);
-        if from_amax(&plan.scheme) {
-            let shared = plan.shares.as_deref().map(|group| groups[group]);
-            amaxes.insert(at, shared.unwrap_or(found[0]));
-        }
-    }
+    let weights = wanted.iter().map(|(path, &at)| (at, plans[&at], found[path][0]));
+    let amaxes = scale_amaxes(&weights.collect::<Vec<_>>());
 
     // By weight: its own amax, and whether it is equal to the first of its id.
     let compared: BTreeMap<usize, &[f32]> =
@@ -133,13 +113,48 @@ pub(crate) fn measure<M: Module>(
     Ok(measured)
 }
 
+/// By weight the amax that its tensor scale is made from, if it is: the largest of its group where
+/// it shares the scale. Weights are given by number, plan and amax.
+fn scale_amaxes(weights: &[(usize, &WeightPlan, f32)]) -> BTreeMap<usize, f32> {
+    let scaled = || weights.iter().filter(|(_, plan, _)| from_amax(&plan.scheme));
+    let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
+    for (_, plan, amax) in scaled() {
+        if let Some(group) = &plan.shares {
+            let largest = groups.entry(group).or_default();
+            // NaN, once there, stays: a maximum of floats would drop it.
+            if amax.is_nan() || *amax > *largest {
+                *largest = *amax;
+            }
+        }
+    }
+    let of = |plan: &WeightPlan, amax| plan.shares.as_deref().map_or(amax, |group| groups[group]);
+    scaled().map(|&(at, plan, amax)| (at, of(plan, amax))).collect()
+}
+
+/// By path the amax of weights, and behind it 1 if the values are those of the first of some, 0 if
+/// not.
+fn look<M: Module>(
+    module: &M,
+    wanted: &BTreeMap<String, usize>,
+    first_of: BTreeMap<usize, usize>,
+) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
+    let mut measure =
+        Measure { wanted, first_of, firsts: BTreeMap::new(), found: Vec::new(), error: None };
+    visit_parameters(module, &mut measure);
+    match measure.error {
+        Some(error) => Err(error),
+        None => read_vectors(measure.found),
+    }
+}
+
 /// Weights with the same id that are to be quantized in the same way, two or more at a time.
 fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
     let mut by_id: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for (at, parameter, _) in selection.plans() {
         by_id.entry(parameter.id.val()).or_default().push(at);
     }
-    let plans: BTreeMap<usize, &Plan> = selection.plans().map(|(at, _, plan)| (at, plan)).collect();
+    let plans: BTreeMap<usize, &WeightPlan> =
+        selection.plans().map(|(at, _, plan)| (at, plan)).collect();
     let mut found: Vec<Vec<usize>> = Vec::new();
     for weights in by_id.into_values() {
         let mut alike: Vec<Vec<usize>> = Vec::new();
@@ -182,15 +197,7 @@ fn compare<M: Module>(
         let wanted: BTreeMap<_, _> = weights().map(|at| (path(at), at)).collect();
         let first_of = lists.iter().flat_map(|list| list.iter().map(|&at| (at, list[0])));
         let first_of = first_of.collect();
-        let mut look = Look {
-            wanted: &wanted,
-            first_of,
-            firsts: BTreeMap::new(),
-            found: Vec::new(),
-            error: None,
-        };
-        each_float(module, &mut look);
-        let found = read_vectors(look.found)?;
+        let found = look(module, &wanted, first_of)?;
         lists = lists
             .into_iter()
             .map(|list| {
@@ -206,7 +213,7 @@ fn compare<M: Module>(
 }
 
 /// Measures the amax of weights and compares them with the first of some.
-struct Look<'a> {
+struct Measure<'a> {
     wanted: &'a BTreeMap<String, usize>,
     first_of: BTreeMap<usize, usize>,
     firsts: BTreeMap<usize, Box<dyn Any>>,
@@ -215,8 +222,9 @@ struct Look<'a> {
     error: Option<Fp4Error>,
 }
 
-impl TakeFloats for Look<'_> {
-    fn take<const D: usize>(&mut self, path: String, param: &Param<Tensor<D>>) {
+impl VisitParameters for Measure<'_> {
+    fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+        let path = path.join();
         let Some(&at) = self.wanted.get(&path) else { return };
         let values = param.base().without_autodiff();
         let measured = match amax(values.clone()) {
@@ -246,30 +254,4 @@ fn equal<const D: usize>(left: &Tensor<D>, right: &Tensor<D>) -> Option<Tensor<1
         && left.dtype() == right.dtype()
         && left.device() == right.device();
     alike.then(|| left.clone().equal(right.clone()).all().float().cast(DType::F32))
-}
-
-/// Reads vectors back, in one transfer per device.
-pub(crate) fn read_vectors(
-    vectors: Vec<(String, Tensor<1>)>,
-) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
-    let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
-    for (path, vector) in vectors {
-        let device = vector.device();
-        match by_device.iter_mut().find(|(known, _)| *known == device) {
-            Some((_, vectors)) => vectors.push((path, vector)),
-            None => by_device.push((device, vec![(path, vector)])),
-        }
-    }
-    let mut read = BTreeMap::new();
-    for (_, vectors) in by_device {
-        let (paths, tensors): (Vec<_>, Vec<_>) = vectors.into_iter().unzip();
-        let lengths: Vec<_> = tensors.iter().map(|tensor| tensor.dims()[0]).collect();
-        let data = Tensor::cat(tensors, 0).try_into_data();
-        let data = data.map_err(|error| Fp4Error::Device { problem: format!("{error:?}") })?;
-        let mut values = data.iter::<f32>();
-        for (path, length) in paths.into_iter().zip(lengths) {
-            read.insert(path, values.by_ref().take(length).collect());
-        }
-    }
-    Ok(read)
 }

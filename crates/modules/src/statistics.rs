@@ -1,15 +1,13 @@
-//! Statistics of the inputs of layers, by weight.
+//! [`Calibration`]: statistics of the inputs of layers, by weight.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::{Gram, gram};
 
-use crate::Fp4Error;
-use crate::calibrate::Calibrate;
+use crate::error::Fp4Error;
 
 /// Statistics of the inputs of layers: a Gram matrix `[in, in]` by the path of the weight, the axis
 /// of it that is contracted (0 in `x W`, 1 in `x W^T`), and the slice of it.
@@ -58,14 +56,9 @@ impl fmt::Debug for Calibration {
 }
 
 impl Calibration {
-    /// Of nothing yet.
+    /// Without any statistics.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// Of a module, from forward passes: to be [run](Calibrate::run).
-    pub fn of<M: Module>(model: &M) -> Calibrate<'_, M> {
-        Calibrate::new(model)
     }
 
     /// Adds inputs `[.., in]` of the layer whose weight has this path and this axis of length `in`,
@@ -88,8 +81,8 @@ impl Calibration {
         self.merge([(path, axis, 0)], found)
     }
 
-    /// Adds statistics to those of some slices of weights. Those that share statistics go on
-    /// sharing them.
+    /// Adds statistics to those of some slices of weights. Slices that shared statistics before
+    /// share the sums.
     pub(crate) fn merge<'a>(
         &mut self,
         uses: impl IntoIterator<Item = (&'a str, usize, usize)>,
@@ -101,20 +94,20 @@ impl Calibration {
             *times.entry(of).or_default() += 1;
         }
         // Taken out: statistics that nothing else holds are added to where they are.
-        let mut all: Vec<Shared<'_>> = Vec::new();
+        let mut all: Vec<Sharing<'_>> = Vec::new();
         for ((path, axis, slice), times) in times {
             let known = self.grams.remove(&(path.to_owned(), axis, slice));
             let pointer = |known: &Option<Arc<Gram>>| known.as_ref().map(Arc::as_ptr);
-            let same = |shared: &&mut Shared<'_>| {
+            let same = |shared: &&mut Sharing<'_>| {
                 shared.times == times && pointer(&shared.known) == pointer(&known)
             };
             match all.iter_mut().find(same) {
                 Some(shared) => shared.uses.push((path, axis, slice)),
-                None => all.push(Shared { known, times, uses: vec![(path, axis, slice)] }),
+                None => all.push(Sharing { known, times, uses: vec![(path, axis, slice)] }),
             }
         }
         let mut outcome = Ok(());
-        for Shared { mut known, times, uses } in all {
+        for Sharing { mut known, times, uses } in all {
             for _ in 0..times {
                 let merged = match &mut known {
                     Some(sum) => Arc::make_mut(sum).merge(&found),
@@ -133,12 +126,12 @@ impl Calibration {
         outcome
     }
 
-    /// Takes statistics that were gathered elsewhere, in place of those of slice 0.
+    /// Sets the statistics of slice 0 to those that were gathered elsewhere.
     pub fn insert(&mut self, path: impl Into<String>, axis: usize, gram: Gram) {
         self.insert_slice(path, axis, 0, gram);
     }
 
-    /// Takes statistics that were gathered elsewhere, in place of those of a slice.
+    /// Sets the statistics of a slice to those that were gathered elsewhere.
     pub fn insert_slice(&mut self, path: impl Into<String>, axis: usize, slice: usize, gram: Gram) {
         self.grams.insert((path.into(), axis, slice), Arc::new(gram));
     }
@@ -181,8 +174,8 @@ impl Calibration {
         self.unreached = paths;
     }
 
-    /// The devices that the statistics were gathered on, among which the weights are divided that
-    /// are quantized by them; none where they were gathered elsewhere.
+    /// The devices that the statistics were gathered on; none if they come from elsewhere. Weights
+    /// that are quantized by them are divided among these devices.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
@@ -192,8 +185,8 @@ impl Calibration {
     }
 }
 
-/// Slices of weights that share statistics, and how often others are to be added to these.
-struct Shared<'a> {
+/// Slices of weights that share statistics, and how many times new ones are added to these.
+struct Sharing<'a> {
     known: Option<Arc<Gram>>,
     times: usize,
     uses: Vec<(&'a str, usize, usize)>,

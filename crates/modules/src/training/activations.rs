@@ -1,4 +1,4 @@
-//! [`FakeQuantize`]: activations, in a forward pass.
+//! [`FakeQuantize`]: activations rounded in a forward pass to what quantization leaves of them.
 
 use burn::module::{Flag, Module, Param, RunningState};
 use burn::tensor::{DType, Device, Tensor};
@@ -8,7 +8,7 @@ use burn_fp4_ops::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::Fp4Error;
+use crate::error::Fp4Error;
 
 /// Where the tensor scale of activations comes from; block scales follow the activations either
 /// way.

@@ -5,11 +5,14 @@ use std::fs;
 use std::hash::Hash;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_ops::{Gram, GramTiles};
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn_fp4_ops::{Gram, GramTiles, OpsError};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::Fp4Error;
+use crate::error::Fp4Error;
+use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 
 /// A directory with one file for each input of layers, of one calibration.
 pub(crate) struct Cache {
@@ -17,9 +20,9 @@ pub(crate) struct Cache {
     digest: String,
 }
 
-/// What a file has to hold: the statistics of one input of layers.
+/// The shape of the statistics of one input of layers, which a file has to hold.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Contents {
+pub(crate) struct GramShape {
     pub(crate) slices: usize,
     pub(crate) channels: usize,
     /// Channels of the blocks along the diagonal; all of them if the matrices are whole.
@@ -46,7 +49,7 @@ const CHECKSUM: &str = "checksum";
 /// The header has no more bytes; it is checked before it is parsed.
 const HEADER: usize = 4096;
 
-impl Contents {
+impl GramShape {
     fn layout(&self) -> GramTiles {
         GramTiles::compact(self.channels, self.block_size)
     }
@@ -83,6 +86,20 @@ impl Cache {
         hasher
     }
 
+    /// A [digest](Self::digest) of the float parameters of a module, which are read one after the
+    /// other.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Device`].
+    pub(crate) fn digest_of<M: Module>(module: &M) -> Result<Xxh3, Fp4Error> {
+        let mut parameters = DigestParameters { hasher: Self::digest(), error: None };
+        visit_parameters(module, &mut parameters);
+        match parameters.error {
+            Some(error) => Err(error),
+            None => Ok(parameters.hasher),
+        }
+    }
+
     /// Opens the part of a directory that belongs to a calibration.
     pub(crate) fn open(directory: &Path, digest: &Xxh3) -> Result<Self, Fp4Error> {
         let digest = format!("{:032x}", digest.digest128());
@@ -98,7 +115,7 @@ impl Cache {
     pub(crate) fn load(
         &self,
         number: usize,
-        contents: &Contents,
+        contents: &GramShape,
     ) -> Result<Option<Vec<Gram>>, Fp4Error> {
         let path = self.path(number);
         let length = match fs::metadata(&path) {
@@ -117,7 +134,7 @@ impl Cache {
     fn parse(
         &self,
         number: usize,
-        contents: &Contents,
+        contents: &GramShape,
         bytes: Vec<u8>,
     ) -> Result<Vec<Gram>, String> {
         let length = bytes.first_chunk().map(|length| u64::from_le_bytes(*length));
@@ -165,7 +182,7 @@ impl Cache {
             }
             let mut values = Vec::with_capacity(contents.tiles_len());
             values.extend(tiles.by_ref().take(contents.tiles_len()));
-            let Contents { channels, block_size, .. } = *contents;
+            let GramShape { channels, block_size, .. } = *contents;
             let gram = Gram::from_own_tiles(values, channels, block_size, rows, amax)
                 .and_then(|gram| gram.with_tokens(tokens));
             grams.push(gram.map_err(|error| error.to_string())?);
@@ -177,7 +194,7 @@ impl Cache {
     pub(crate) fn store(
         &self,
         number: usize,
-        contents: &Contents,
+        contents: &GramShape,
         grams: &[Gram],
     ) -> Result<(), Fp4Error> {
         let path = self.path(number);
@@ -217,6 +234,30 @@ impl Cache {
     }
 }
 
+/// Takes down the values of float parameters, one read after the other.
+struct DigestParameters {
+    hasher: Xxh3,
+    error: Option<Fp4Error>,
+}
+
+impl VisitParameters for DigestParameters {
+    fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+        if self.error.is_some() {
+            return;
+        }
+        let path = path.join();
+        match param.val().without_autodiff().try_into_data() {
+            Ok(data) => {
+                (&path, data.dtype(), data.shape().as_slice()).hash(&mut self.hasher);
+                self.hasher.update(data.as_bytes());
+            }
+            Err(error) => {
+                self.error = Some(Fp4Error::at(path, OpsError::Device(format!("{error:?}"))));
+            }
+        }
+    }
+}
+
 /// Words of eight bytes.
 fn words(bytes: &[u8]) -> impl Iterator<Item = [u8; 8]> {
     bytes.chunks_exact(8).map(|word| word.try_into().expect("eight bytes"))
@@ -238,13 +279,13 @@ mod tests {
     use super::*;
 
     /// Statistics of two slices, and the cache that they are stored in.
-    fn stored(name: &str) -> (Cache, Contents, Vec<Gram>, PathBuf) {
+    fn stored(name: &str) -> (Cache, GramShape, Vec<Gram>, PathBuf) {
         let directory =
             std::env::temp_dir().join(format!("burn-fp4-{name}-{}", std::process::id()));
         let cache = Cache::open(&directory, &Cache::digest()).unwrap();
         let x = [[1.0, 2.0, 3.0, 0.0, 0.0, 0.0], [-1.0, 0.5, 0.0, 2.0, 2.0, 8.0]];
         let grams: Vec<_> = x.iter().map(|x| Gram::of(x, 3).unwrap()).collect();
-        let contents = Contents { slices: 2, channels: 3, block_size: 3, rows: 2 };
+        let contents = GramShape { slices: 2, channels: 3, block_size: 3, rows: 2 };
         cache.store(7, &contents, &grams).unwrap();
         (cache, contents, grams, directory)
     }
@@ -281,10 +322,10 @@ mod tests {
             other => panic!("{other:?}"),
         };
         for (contents, said) in [
-            (Contents { rows: 3, ..contents }, "`rows`: expected 3, found 2"),
-            (Contents { channels: 4, block_size: 4, ..contents }, "`tiles`: expected F64"),
-            (Contents { slices: 1, ..contents }, "`tiles`: expected F64"),
-            (Contents { block_size: 1, ..contents }, "`tiles`: expected F64"),
+            (GramShape { rows: 3, ..contents }, "`rows`: expected 3, found 2"),
+            (GramShape { channels: 4, block_size: 4, ..contents }, "`tiles`: expected F64"),
+            (GramShape { slices: 1, ..contents }, "`tiles`: expected F64"),
+            (GramShape { block_size: 1, ..contents }, "`tiles`: expected F64"),
         ] {
             let found = problem(&cache, 7, contents);
             assert!(found.contains(said), "{found}");

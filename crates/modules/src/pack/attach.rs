@@ -2,19 +2,22 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::Tensor;
-use burn_fp4_ops::{OpsError, Products, ScaleSearch, products};
+use burn_fp4_ops::OpsError;
 
-use crate::Fp4Error;
-use crate::measure::{Measured, read_vectors};
-use crate::packed::{PackedWeight, placeholder};
-use crate::paths::{MapFloats, map_floats};
-use crate::report::{ChosenBy, Fp4Report, Outcome};
-use crate::select::{Decision, Plan, Selection};
-use crate::weight::{AnyWeight, Curvatures, Inputs, Method, Task};
+use crate::error::{Fp4Error, caught};
+use crate::packed_weight::PackedWeight;
+use crate::report::{Fp4Report, Outcome};
+use crate::walk::paths::{MapFloats, map_floats};
+use crate::walk::plan::{Decision, Selection, WeightPlan};
+
+use super::inputs::Inputs;
+use super::measure::Measured;
+use super::outcome::PackedWeights;
+use super::placeholder::placeholder;
+use super::weight::{AnyWeight, Choice, CurvatureCache, Quantized, Task};
 
 /// What packed weights are made from; weights are known by the number of the first parameter that
 /// is tied to them.
@@ -23,15 +26,15 @@ pub(crate) struct Source<'a> {
     pub(crate) measured: Measured,
     pub(crate) inputs: BTreeMap<usize, Inputs<'a>>,
     /// What is packed already.
-    pub(crate) packed: BTreeMap<usize, (PackedWeight, Method)>,
+    pub(crate) packed: BTreeMap<usize, Quantized>,
     /// The dense weights by path, if not those that the module stores.
-    pub(crate) dense: Option<BTreeMap<String, Dense>>,
+    pub(crate) dense: Option<BTreeMap<String, DenseValues>>,
 }
 
 /// A dense weight of any rank.
-pub(crate) struct Dense(Box<dyn Any + Send>);
+pub(crate) struct DenseValues(Box<dyn Any + Send>);
 
-impl Dense {
+impl DenseValues {
     pub(crate) fn new<const D: usize>(tensor: Tensor<D>) -> Self {
         Self(Box::new(tensor))
     }
@@ -53,7 +56,7 @@ pub(crate) fn pack<M: Module>(
         .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
         .collect();
     // With the dense weights in a map of their own, each can be freed as soon as it is packed.
-    let mut take = Take {
+    let mut take = TakeDense {
         wanted: plans.keys().map(|path| (*path).to_owned()).collect(),
         taken: BTreeMap::new(),
     };
@@ -62,29 +65,30 @@ pub(crate) fn pack<M: Module>(
         return Err(Fp4Error::Unmapped { path });
     }
     *module = emptied;
-    let mut pack = Pack {
+    let mut attach = AttachQuantized {
         plans,
         taken: take.taken,
         dense,
         measured,
         inputs: &inputs,
-        curvatures: Curvatures::default(),
+        curvatures: CurvatureCache::default(),
         packed,
-        results: BTreeMap::new(),
+        results: PackedWeights::default(),
+        choices: BTreeMap::new(),
         error: None,
     };
-    *module = module.clone().apply_reparameterization(&mut pack);
-    let results = pack.results;
-    let outcome = match pack.error {
-        None => report(selection, &results),
+    *module = module.clone().apply_reparameterization(&mut attach);
+    let AttachQuantized { results, choices, error, .. } = attach;
+    let packed = results.paths();
+    let outcome = match error {
+        None => report(selection, results, &choices),
         Some(error) => Err(error),
     };
-    outcome.map_err(|problem| partial(results.into_keys(), problem))
+    outcome.map_err(|problem| partial(packed, problem))
 }
 
 /// What went wrong after some weights were packed.
-fn partial(packed: impl Iterator<Item = String>, problem: Fp4Error) -> Fp4Error {
-    let packed: Vec<_> = packed.collect();
+fn partial(packed: Vec<String>, problem: Fp4Error) -> Fp4Error {
     match packed.is_empty() {
         true => problem,
         false => Fp4Error::Partial { packed, problem: Box::new(problem) },
@@ -92,12 +96,12 @@ fn partial(packed: impl Iterator<Item = String>, problem: Fp4Error) -> Fp4Error 
 }
 
 /// Takes dense parameters out of a module and leaves placeholders.
-struct Take {
+struct TakeDense {
     wanted: BTreeSet<String>,
     taken: BTreeMap<String, Box<dyn Any + Send>>,
 }
 
-impl MapFloats for Take {
+impl MapFloats for TakeDense {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !self.wanted.remove(path) {
             return param;
@@ -109,28 +113,21 @@ impl MapFloats for Take {
 }
 
 /// Attaches packed weights where dense parameters were taken.
-struct Pack<'a> {
-    plans: BTreeMap<&'a str, (usize, &'a Plan)>,
+struct AttachQuantized<'a> {
+    plans: BTreeMap<&'a str, (usize, &'a WeightPlan)>,
     taken: BTreeMap<String, Box<dyn Any + Send>>,
-    dense: Option<BTreeMap<String, Dense>>,
+    dense: Option<BTreeMap<String, DenseValues>>,
     measured: Measured,
     inputs: &'a BTreeMap<usize, Inputs<'a>>,
-    curvatures: Curvatures<'a>,
-    packed: BTreeMap<usize, (PackedWeight, Method)>,
-    results: BTreeMap<String, Packed>,
+    curvatures: CurvatureCache<'a>,
+    packed: BTreeMap<usize, Quantized>,
+    results: PackedWeights,
+    /// By path: by what weights were quantized.
+    choices: BTreeMap<String, Choice>,
     error: Option<Fp4Error>,
 }
 
-/// What the report says of a packed weight.
-struct Packed {
-    bytes: usize,
-    method: Method,
-    products: Products,
-    /// `[2]`: squared error and energy, still on the device.
-    squared_error: Tensor<1>,
-}
-
-impl Reparameterizer for &mut Pack<'_> {
+impl Reparameterizer for &mut AttachQuantized<'_> {
     type Reparam = PackedWeight;
 
     fn reparameterize<const D: usize>(
@@ -153,21 +150,7 @@ impl Reparameterizer for &mut Pack<'_> {
     }
 }
 
-/// What an operation on devices comes to: one that fails may panic, which must not cost the weights
-/// that were taken.
-pub(crate) fn caught<R>(run: impl FnOnce() -> Result<R, OpsError>) -> Result<R, OpsError> {
-    let result = catch_unwind(AssertUnwindSafe(run));
-    result.unwrap_or_else(|panic| Err(OpsError::Device(message(&*panic))))
-}
-
-/// What a panic said.
-pub(crate) fn message(panic: &(dyn Any + Send)) -> String {
-    let message = panic.downcast_ref::<String>().map(String::as_str);
-    let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-    message.unwrap_or("it panicked").to_owned()
-}
-
-impl Pack<'_> {
+impl AttachQuantized<'_> {
     fn pack<const D: usize>(
         &mut self,
         path: &str,
@@ -176,11 +159,11 @@ impl Pack<'_> {
         let (at, plan) = self.plans[path];
         let stored = || original.base().without_autodiff();
         let dense: Tensor<D> = match self.dense.as_mut().and_then(|dense| dense.remove(path)) {
-            Some(Dense(dense)) => *dense.downcast().expect("read at the same path"),
+            Some(DenseValues(dense)) => *dense.downcast().expect("read at the same path"),
             None => stored(),
         };
         let first = self.measured.tied_to(at);
-        let (packed, method) = match self.packed.get(&first) {
+        let (packed, choice) = match self.packed.get(&first) {
             Some(tied) => tied.clone(),
             None => {
                 let amax = self.measured.amax(at);
@@ -190,47 +173,26 @@ impl Pack<'_> {
             }
         };
         let tensor = packed.tensor::<D>();
-        let squared_error = tensor.squared_error(dense.clone())?;
-        let products = products(tensor.layout(), dense.dtype(), &tensor.device());
-        let result = Packed { bytes: tensor.bytes(), method, products, squared_error };
-        self.results.insert(path.to_owned(), result);
+        self.results.add(path, &tensor, dense.dtype(), Some(dense))?;
+        self.choices.insert(path.to_owned(), choice);
         Ok(packed)
     }
 }
 
 fn report(
     selection: &Selection,
-    results: &BTreeMap<String, Packed>,
+    results: PackedWeights,
+    choices: &BTreeMap<String, Choice>,
 ) -> Result<Fp4Report, Fp4Error> {
-    let errors =
-        results.iter().map(|(path, packed)| (path.clone(), packed.squared_error.clone())).collect();
-    let errors = read_vectors(errors)?;
+    let facts = results.read()?;
     let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
             parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes_now())
         }
         Decision::Quantize(plan) => {
-            let [squared_error, energy] = errors[&parameter.path][..] else {
-                unreachable!("two sums for every weight")
-            };
-            let Packed { bytes, method, products, .. } = &results[&parameter.path];
-            let scheme = match method.chosen_by {
-                ChosenBy::Search(search) => plan.scheme.with_search(search),
-                ChosenBy::Gptq(_) => plan.scheme.with_search(ScaleSearch::Amax),
-            };
-            let outcome = Outcome::Quantized {
-                scheme,
-                asked: plan.asked,
-                chosen_by: method.chosen_by,
-                fallback: method.fallback.clone(),
-                axis: plan.layout.axis,
-                shares_scale_with: plan.shares.clone(),
-                squared_error: squared_error.into(),
-                energy: energy.into(),
-                products: parameter.products(products, plan.layout.axis),
-            };
-            // One stored value stands for the shape.
-            parameter.report(outcome, bytes + parameter.stored_dtype().size())
+            let choice = &choices[&parameter.path];
+            let scheme = plan.scheme.with_search(choice.chosen_by.search());
+            facts[&parameter.path].quantized(parameter, plan, scheme, choice)
         }
     });
     Ok(Fp4Report { parameters: parameters.collect(), unused: selection.unused.clone() })

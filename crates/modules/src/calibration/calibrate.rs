@@ -1,0 +1,73 @@
+//! [`Calibrate`]: statistics of the inputs of layers, from forward passes of a module as it is.
+
+use burn::module::Module;
+
+use crate::error::Fp4Error;
+use crate::statistics::Calibration;
+use crate::walk::select::planned_axes;
+
+use super::batches::RecordedBatches;
+use super::options::CalibrationOptions;
+use super::pipeline::{Pace, Way, run};
+
+impl Calibration {
+    /// Of a module, from forward passes: to be [run](Calibrate::run).
+    pub fn of<M: Module>(model: &M) -> Calibrate<'_, M> {
+        Calibrate::new(model)
+    }
+}
+
+/// A calibration to be [run](Self::run); see [`Calibration::of`].
+pub struct Calibrate<'a, M> {
+    model: &'a M,
+    options: CalibrationOptions<'a>,
+}
+
+impl<'a, M: Module> Calibrate<'a, M> {
+    pub(crate) fn new(model: &'a M) -> Self {
+        Self { model, options: CalibrationOptions::default() }
+    }
+
+    /// Sets what is gathered, on which devices, in how much memory, and who is told.
+    pub fn options(mut self, options: CalibrationOptions<'a>) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Runs the module over batches and sums up the inputs of its layers.
+    ///
+    /// `forward` gets the module and a batch, both on a device that records instead of computing:
+    /// it has to run the module on the batch alone, and cannot read values. The operations then run
+    /// on the device of the module.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Capture`] if the forward pass reads values (its control flow depends on data) or
+    /// fails, or if batches run different layers; [`Fp4Error::Attached`] if something is attached
+    /// to a parameter; [`Fp4Error::Parameter`] naming a weight whose inputs are not finite;
+    /// [`Fp4Error::Device`]; [`Fp4Error::Cache`] for a file of the cache that is not whole or
+    /// belongs to something else; with [`for_config`](CalibrationOptions::for_config) those of
+    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) for a configuration that does not fit the
+    /// module.
+    pub fn run<I: Module, O>(
+        self,
+        batches: impl IntoIterator<Item = I>,
+        mut forward: impl FnMut(&M, I) -> O,
+    ) -> Result<Calibration, Fp4Error> {
+        let Self { model, options } = self;
+        let wanted = options.config.as_ref().map(|config| planned_axes(model, config));
+        let wanted = wanted.transpose()?;
+        let batches = RecordedBatches::new(model, batches, &options.devices, wanted, &mut forward)?;
+        let in_flight = batches.in_flight(options.memory);
+        let mut calibration = Calibration::new();
+        calibration.set_unreached(batches.unreached());
+        calibration.set_devices(batches.devices());
+        let way = Way { in_flight, pace: Pace::Ahead, name: "dense", first: &[] };
+        run(&batches, options, &way, |input, grams| {
+            for (part, gram) in grams.into_iter().enumerate() {
+                calibration.merge(input.uses(part), gram)?;
+            }
+            Ok(Vec::new())
+        })?;
+        Ok(calibration)
+    }
+}

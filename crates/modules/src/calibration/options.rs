@@ -1,0 +1,93 @@
+//! [`CalibrationOptions`]: what is gathered, in how much memory, and where it is kept.
+
+use std::path::PathBuf;
+
+use burn::tensor::Device;
+
+use crate::config::Fp4Config;
+use crate::report::ChosenBy;
+use crate::statistics::Calibration;
+use crate::walk::plan::asked;
+
+/// What is gathered, how much at a time, and where it is kept.
+pub struct CalibrationOptions<'a> {
+    pub(crate) memory: usize,
+    /// What it is gathered for, without a calibration.
+    pub(crate) config: Option<Fp4Config>,
+    pub(crate) devices: Vec<Device>,
+    pub(crate) cache: Option<PathBuf>,
+    pub(crate) progress: Box<dyn FnMut(CalibrationProgress) + 'a>,
+}
+
+/// How far a calibration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CalibrationProgress {
+    /// Inputs of layers whose statistics are complete.
+    pub done: usize,
+    /// All inputs of layers.
+    pub total: usize,
+}
+
+impl Default for CalibrationOptions<'_> {
+    fn default() -> Self {
+        let progress = Box::new(|_| {});
+        Self { memory: 3 << 30, config: None, devices: Vec::new(), cache: None, progress }
+    }
+}
+
+impl<'a> CalibrationOptions<'a> {
+    /// Bytes that the activations of all batches in flight may take on a device at a time: 3 GiB.
+    /// Tensors that batches and the module bring along count, too, but for parameters; those that
+    /// are the same in several batches, such as tables of position encodings, are on every device
+    /// once and count once. What does not fit runs after the rest, from its beginning; at least one
+    /// batch is in flight. The statistics of one input of a layer, f64 `[in, in]` or less for each
+    /// slice of the weight, come on top.
+    pub fn memory(mut self, bytes: usize) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// Gathers what this configuration asks for and no more: inputs of the weights that it selects,
+    /// and of these `X^T X`: all of it for GPTQ, as without this, but only its blocks
+    /// `[in / block_size, block_size, block_size]` for other methods. Of inputs that such blocks do
+    /// not divide all of it is gathered, and of all inputs if the configuration has several
+    /// schemes.
+    pub fn for_config(mut self, config: &Fp4Config) -> Self {
+        self.config = Some(config.with_calibration(&Calibration::new()));
+        self
+    }
+
+    /// The size of the blocks of which Gram matrices consist, unless they are whole.
+    pub(crate) fn blocks(&self) -> Option<usize> {
+        let config = self.config.as_ref().filter(|config| config.overrides.is_empty())?;
+        let only = match asked(config, &config.scheme) {
+            ChosenBy::Search(search) => search.needs_hessians(),
+            ChosenBy::SseWeighted => true,
+            ChosenBy::Gptq(_) | ChosenBy::SseTensorScale => false,
+        };
+        only.then_some(config.scheme.block_size)
+    }
+
+    /// Divides the batches among these devices, each with a copy of the module, and later the
+    /// weights that are quantized by what was found. Without this, or of none, all happens on the
+    /// device of the module.
+    pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
+        self.devices = devices.into_iter().collect();
+        self
+    }
+
+    /// Keeps statistics in files of this directory as soon as they are complete. A calibration that
+    /// was interrupted continues from them if module and batches are the same, bit for bit, and so
+    /// are what is gathered, the configuration of a sequential quantization, and the batches in
+    /// flight.
+    pub fn cache(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.cache = Some(directory.into());
+        self
+    }
+
+    /// Calls `tell` each time the statistics of an input of layers are complete.
+    pub fn on_progress(mut self, tell: impl FnMut(CalibrationProgress) + 'a) -> Self {
+        self.progress = Box::new(tell);
+        self
+    }
+}

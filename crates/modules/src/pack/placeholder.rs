@@ -1,0 +1,129 @@
+//! What a packed parameter stores in the place of its values: one zero, seen in their shape.
+
+use std::ops::Range;
+
+use burn::module::Param;
+use burn::tensor::{DType, Device, Tensor};
+
+/// What a quantized parameter stores in the place of its values: one value, seen in the shape of
+/// the weight, which Burn shows and counts. It is made when it is first asked for.
+///
+/// Everything else about the parameter stays: its id, its mappers, whether it is trained. Its value
+/// has no gradient, since nothing reads it. A record holds one value for it.
+pub(crate) fn placeholder<const D: usize>(
+    param: Param<Tensor<D>>,
+    dtype: DType,
+) -> Param<Tensor<D>> {
+    let device = param.lazy_device();
+    let id = param.id;
+    // Loading zeros into a parameter that is not initialized keeps its shape, mappers and training
+    // without running its initializer.
+    let param = if param.is_initialized() {
+        param
+    } else {
+        let shape = param.lazy_shape().dims();
+        param.transform_for_load(zeros(shape, &device, dtype), id)
+    };
+    let (id, value, mapper) = param.consume();
+    let save = mapper.clone();
+    let param = Param::from_mapped_value(id, value, mapper);
+    lazy_zeros(param.save_mapper(move |values| save.on_save(one_if_placeholder(values))), dtype)
+}
+
+/// Zeros in the place of the values of a parameter, to be made when they are asked for.
+pub(crate) fn lazy_zeros<const D: usize>(
+    param: Param<Tensor<D>>,
+    dtype: DType,
+) -> Param<Tensor<D>> {
+    let (id, device, dims) = (param.id, param.device(), param.dims());
+    let param = param.map(|_| zeros([1; D], &device, dtype));
+    let trained = is_trained(&param);
+    let (_, _, mapper) = param.consume();
+    let init = move |device: &Device, require_grad: bool| {
+        let zeros = zeros(dims, device, dtype);
+        if require_grad { zeros.detach().require_grad() } else { zeros }
+    };
+    let save = mapper.clone();
+    Param::uninitialized(id, init, device, trained, dims.into())
+        .load_mapper(move |values| mapper.on_load(values))
+        .save_mapper(move |values| save.on_save(values))
+}
+
+/// Whether a parameter is trained once its module is. Burn tells by training it.
+#[cfg(feature = "autodiff")]
+fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    use burn::module::Module;
+
+    param.clone().map(|value| value.without_autodiff()).train().base().is_require_grad()
+}
+
+/// Nothing is trained without autodiff; Burn's parameters are made to be.
+#[cfg(not(feature = "autodiff"))]
+fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
+    true
+}
+
+/// Zeros that take no memory to speak of, and that no weight is equal to but one of negative zeros:
+/// all of them are negative, or only the first where a device cannot see one value in another
+/// shape.
+fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
+    // As data: kernels may change the sign of a zero that they compute.
+    let one = || Tensor::<1>::from_data([-0.0f32], (device, dtype)).reshape([1; D]);
+    if is_ndarray(device) {
+        // Zeros that are never touched take no memory.
+        let zeros = Tensor::zeros(dims, (device, dtype));
+        match dims.contains(&0) {
+            true => zeros,
+            false => zeros.slice_assign(first::<D>(), one()),
+        }
+    } else {
+        one().expand(dims)
+    }
+}
+
+/// The first value alone of what [`zeros`] made. Any other value stays whole, also that of a weight
+/// that was packed and is dense again, whatever its values.
+fn one_if_placeholder<const D: usize>(values: Tensor<D>) -> Tensor<D> {
+    let dims: [usize; D] = values.dims();
+    let len: usize = dims.iter().product();
+    if len <= 1 || !values.dtype().is_float() {
+        return values;
+    }
+    // Signs are looked at here, some along the longest axis: kernels may not see that of a zero.
+    let longest = (0..D).max_by_key(|&axis| dims[axis]).unwrap_or(0);
+    let some = values.clone().slice(core::array::from_fn::<_, D, _>(|axis| {
+        if axis == longest { 0..dims[axis].min(SIGNS) } else { 0..1 }
+    }));
+    let some = some.into_data();
+    let negative = |value: f32| value == 0.0 && value.is_sign_negative();
+    let first_is_negative = some.iter::<f32>().next().is_some_and(negative);
+    let others = some.iter::<f32>().skip(1).filter(|&value| negative(value)).count();
+    let all_or_one = others == 0 || others + 1 == some.num_elements();
+    if !first_is_negative || !all_or_one {
+        return values;
+    }
+    let zeros = values.clone().equal_elem(0.0).int().sum().into_scalar::<i64>();
+    if zeros as usize == len { values.slice(first::<D>()) } else { values }
+}
+
+/// Values that tell [`zeros`] from a weight that was masked, whose zeros have the signs of its
+/// values.
+const SIGNS: usize = 64;
+
+/// Where the first value of a tensor is.
+fn first<const D: usize>() -> [Range<usize>; D] {
+    core::array::from_fn(|_| 0..1)
+}
+
+fn is_ndarray(device: &Device) -> bool {
+    #[cfg(feature = "ndarray")]
+    {
+        let plain = device.clone().inner();
+        matches!(plain.as_dispatch(), burn::backend::DispatchDevice::NdArray(_))
+    }
+    #[cfg(not(feature = "ndarray"))]
+    {
+        let _ = device;
+        false
+    }
+}

@@ -1,0 +1,191 @@
+//! Every parameter of a module: what it is, where it is, and what is attached to it.
+
+use burn::module::{Module, Param, ParamId, Reparameterization};
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
+use burn_fp4_ops::{Products, Why};
+
+use crate::fake_quant_weight::{FakeQuantSettings, FakeQuantWeight};
+use crate::packed_weight::PackedWeight;
+use crate::report::{Outcome, ParameterReport, Reason};
+use crate::walk::paths::{ModulePath, REPARAMETERIZATION, VisitParameters, visit_parameters};
+
+/// A float parameter as the walk found it.
+#[derive(Debug, Clone)]
+pub(crate) struct Parameter {
+    pub(crate) path: String,
+    pub(crate) id: ParamId,
+    /// Name of the struct that holds it, such as `Linear`.
+    pub(crate) container: String,
+    pub(crate) shape: Vec<usize>,
+    /// Known after [`Walk::over_values`].
+    pub(crate) dtype: Option<DType>,
+    /// Path of the outermost list it lies in, and where in the list.
+    pub(crate) list: Option<(String, usize)>,
+    /// Name of what is attached to it.
+    pub(crate) reparameterization: Option<String>,
+    /// Whether it belongs to something attached to another parameter.
+    pub(crate) inside_reparameterization: bool,
+    /// How it is fake-quantized.
+    pub(crate) fake_quantized: Option<FakeQuantSettings>,
+    /// Bytes of codes and scales, if it is packed.
+    packed_bytes: usize,
+}
+
+impl Parameter {
+    /// With the shape and dtype that its values are found to have.
+    pub(crate) fn with_values(self, shape: &[usize], dtype: DType) -> Self {
+        Self { shape: shape.to_vec(), dtype: Some(dtype), ..self }
+    }
+
+    /// The dtype of a parameter whose value was looked at.
+    pub(crate) fn stored_dtype(&self) -> DType {
+        self.dtype.unwrap_or(DType::F32)
+    }
+
+    /// Bytes that it takes as it is.
+    pub(crate) fn bytes_now(&self) -> usize {
+        match self.packed_bytes {
+            0 => self.bytes(),
+            // The placeholder stores one value.
+            packed => packed + self.stored_dtype().size(),
+        }
+    }
+
+    /// Bytes of its dense values.
+    pub(crate) fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.stored_dtype().size()
+    }
+
+    /// Why nothing can be attached to it, if something is.
+    pub(crate) fn attached(&self) -> Option<Reason> {
+        if self.inside_reparameterization {
+            return Some(Reason::PartOfReparameterization);
+        }
+        self.reparameterization.as_ref().map(|name| match name == PackedWeight::NAME {
+            true => Reason::AlreadyQuantized,
+            false => Reason::Reparameterized { name: name.clone() },
+        })
+    }
+
+    /// What becomes of products and lookups once it is packed along an axis: layers of this crate
+    /// do what those of Burn cannot, and embeddings look up rows.
+    pub(crate) fn products(&self, by_burn: &Products, axis: usize) -> Products {
+        use Products::Dequantized;
+
+        match (self.container.as_str(), axis, by_burn) {
+            ("Fp4Linear", 0, Dequantized(Why::Host)) => Products::FromCodes,
+            ("Fp4Embedding", 1, Dequantized(Why::Host | Why::NotInitialized)) => Products::Lookups,
+            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(Why::Axis { axis }),
+            _ => by_burn.clone(),
+        }
+    }
+
+    /// What is reported of it.
+    pub(crate) fn report(&self, outcome: Outcome, bytes_after: usize) -> ParameterReport {
+        ParameterReport {
+            path: self.path.clone(),
+            container: self.container.clone(),
+            shape: self.shape.clone(),
+            dtype: format!("{:?}", self.stored_dtype()).to_lowercase(),
+            outcome,
+            bytes_before: self.bytes(),
+            bytes_after,
+        }
+    }
+}
+
+/// What a parameter holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Float,
+    Int,
+    Bool,
+}
+
+/// A parameter of any kind, as a record has to fit it.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredParameter {
+    pub(crate) path: String,
+    pub(crate) kind: Kind,
+    /// That of the stored value, or of the one that it is to be initialized with.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) device: Device,
+}
+/// Every parameter of a module, in its order.
+#[derive(Debug, Default)]
+pub(crate) struct Walk {
+    values: bool,
+    pub(crate) parameters: Vec<Parameter>,
+    /// Parameters of every kind.
+    pub(crate) stored: Vec<StoredParameter>,
+}
+
+impl Walk {
+    /// Looks at names only: a parameter that is not initialized yet stays so.
+    pub(crate) fn over<M: Module>(module: &M) -> Self {
+        let mut walk = Self::default();
+        visit_parameters(module, &mut walk);
+        walk
+    }
+
+    /// Looks at shapes and dtypes, which initializes every parameter.
+    pub(crate) fn over_values<M: Module>(module: &M) -> Self {
+        let mut walk = Self { values: true, ..Self::default() };
+        visit_parameters(module, &mut walk);
+        walk
+    }
+
+    fn store(&mut self, path: &ModulePath, kind: Kind, shape: Shape, device: Device) {
+        self.stored.push(StoredParameter {
+            path: path.join(),
+            kind,
+            shape: shape.to_vec(),
+            device,
+        });
+    }
+}
+
+impl VisitParameters for Walk {
+    fn enter(&mut self, path: &ModulePath, name: &str, container_type: &str) {
+        if container_type == REPARAMETERIZATION && !path.is_attached() {
+            // What is attached to a parameter is visited right after it.
+            let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
+            parameter.reparameterization = Some(name.to_owned());
+        }
+        if let Some(settings) = FakeQuantWeight::settings_of(container_type) {
+            let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
+            parameter.fake_quantized = Some(settings);
+        }
+    }
+
+    fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+        self.store(path, Kind::Float, param.lazy_shape(), param.lazy_device());
+        self.parameters.push(Parameter {
+            path: path.join(),
+            id: param.id,
+            container: path.container().to_owned(),
+            shape: if self.values { param.shape() } else { param.lazy_shape() }.to_vec(),
+            dtype: self.values.then(|| param.dtype()),
+            list: path.outermost_list(),
+            reparameterization: None,
+            inside_reparameterization: path.is_attached(),
+            fake_quantized: None,
+            packed_bytes: 0,
+        });
+    }
+
+    fn int<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D, Int>>) {
+        self.store(path, Kind::Int, param.lazy_shape(), param.lazy_device());
+        // Codes and scales come right after the parameter that they are attached to.
+        if let Some(parameter) = self.parameters.last_mut()
+            && parameter.reparameterization.as_deref() == Some(PackedWeight::NAME)
+            && path.is_attached()
+        {
+            parameter.packed_bytes += param.shape().num_elements() * param.dtype().size();
+        }
+    }
+
+    fn bool<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D, Bool>>) {
+        self.store(path, Kind::Bool, param.lazy_shape(), param.lazy_device());
+    }
+}

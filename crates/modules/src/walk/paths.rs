@@ -1,0 +1,115 @@
+//! Paths of parameters, kept once for everything that visits a module or maps it.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Bool, Int, Tensor};
+
+/// Where a visitor or mapper is in a module: the names of the modules that it is in, outermost
+/// first, with the types of the containers that hold them.
+#[derive(Debug, Default)]
+pub(crate) struct ModulePath {
+    names: Vec<String>,
+    containers: Vec<String>,
+}
+
+impl ModulePath {
+    fn enter(&mut self, name: &str, container_type: &str) {
+        self.names.push(name.to_owned());
+        self.containers.push(container_type.to_owned());
+    }
+
+    fn exit(&mut self) {
+        self.names.pop();
+        self.containers.pop();
+    }
+
+    /// As in Burn's records: `layers.0.weight`.
+    pub(crate) fn join(&self) -> String {
+        self.names.join(".")
+    }
+
+    /// Name of the struct that holds the parameter, such as `Linear`.
+    pub(crate) fn container(&self) -> &str {
+        let container = self.containers.last().map_or("", String::as_str);
+        container.split_once(':').map_or(container, |(_, name)| name)
+    }
+
+    /// Path of the outermost list, and where in it this is.
+    pub(crate) fn outermost_list(&self) -> Option<(String, usize)> {
+        let is_list = |container: &String| matches!(container.as_str(), "Vec" | "Array");
+        let at = self.containers.iter().position(is_list)?;
+        Some((self.names[..at].join("."), self.names[at].parse().ok()?))
+    }
+
+    /// Whether this belongs to something that is attached to a parameter.
+    pub(crate) fn is_attached(&self) -> bool {
+        self.containers.iter().any(|container| container == REPARAMETERIZATION)
+    }
+}
+
+/// What Burn tells visitors and mappers as the container of something attached to a parameter.
+pub(crate) const REPARAMETERIZATION: &str = "Reparameterization";
+
+/// Looks at the parameters of a module, of any rank, in their order.
+pub(crate) trait VisitParameters {
+    /// A module of this name, in a container of this type, is visited next. `path` is that of the
+    /// container.
+    fn enter(&mut self, _path: &ModulePath, _name: &str, _container_type: &str) {}
+
+    fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>);
+
+    fn int<const D: usize>(&mut self, _path: &ModulePath, _param: &Param<Tensor<D, Int>>) {}
+
+    fn bool<const D: usize>(&mut self, _path: &ModulePath, _param: &Param<Tensor<D, Bool>>) {}
+}
+
+/// Shows a visitor every parameter of a module.
+pub(crate) fn visit_parameters<M: Module>(module: &M, visitor: &mut impl VisitParameters) {
+    module.visit(&mut Paths { path: ModulePath::default(), handler: visitor });
+}
+
+/// Replaces float parameters of any rank, one after the other.
+pub(crate) trait MapFloats {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+}
+
+/// Has every float parameter of a module replaced, in its order.
+pub(crate) fn map_floats<M: Module>(module: M, mapper: &mut impl MapFloats) -> M {
+    module.map(&mut Paths { path: ModulePath::default(), handler: mapper })
+}
+
+/// The one visitor and mapper of this crate: keeps the path and hands parameters on.
+struct Paths<'a, T> {
+    path: ModulePath,
+    handler: &'a mut T,
+}
+
+impl<T: VisitParameters> ModuleVisitor for Paths<'_, T> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.handler.enter(&self.path, name, container_type);
+        self.path.enter(name, container_type);
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.handler.float(&self.path, param);
+    }
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.handler.int(&self.path, param);
+    }
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.handler.bool(&self.path, param);
+    }
+}
+
+impl<T: MapFloats> ModuleMapper for Paths<'_, T> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.path.enter(name, container_type);
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.handler.map(&self.path.join(), param)
+    }
+}

@@ -1,0 +1,167 @@
+//! How a parameter is quantized: its layout, scheme and method.
+
+use std::collections::BTreeSet;
+
+use burn::tensor::DType;
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, ScaleSearch};
+
+use crate::config::{Fp4Config, Indivisible, SseVariant, Unused};
+use crate::error::Fp4Error;
+use crate::report::{ChosenBy, Reason};
+use crate::walk::parameters::Parameter;
+use crate::walk::patterns::Patterns;
+
+/// What is to happen to a parameter.
+#[derive(Debug, Clone)]
+pub(crate) enum Decision {
+    Quantize(WeightPlan),
+    Keep(Reason),
+}
+
+/// How a parameter is to be quantized.
+#[derive(Debug, Clone)]
+pub(crate) struct WeightPlan {
+    pub(crate) layout: Fp4Layout,
+    /// The group of parameters whose tensor scale it shares.
+    pub(crate) shares: Option<String>,
+    pub(crate) scheme: Fp4Scheme,
+    /// How its scales and codes are to be chosen.
+    pub(crate) asked: ChosenBy,
+}
+
+impl WeightPlan {
+    /// Matrices that the weight is made of along its leading axes, if blocks run along one of the
+    /// last two; otherwise 1.
+    pub(crate) fn slices(&self) -> usize {
+        let Fp4Layout { shape, axis, .. } = &self.layout;
+        let leading = shape.len().saturating_sub(2);
+        if *axis < leading { 1 } else { shape[..leading].iter().product() }
+    }
+}
+
+/// What is to happen to every float parameter of a module.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Selection {
+    /// In the order of the module.
+    pub(crate) decisions: Vec<(Parameter, Decision)>,
+    /// What of the configuration nothing uses, as lines.
+    pub(crate) unused: Vec<String>,
+}
+
+impl Selection {
+    /// The parameters that are to be quantized, with their numbers in the order of the module.
+    pub(crate) fn plans(&self) -> impl Iterator<Item = (usize, &Parameter, &WeightPlan)> {
+        self.decisions.iter().enumerate().filter_map(|(at, (parameter, decision))| match decision {
+            Decision::Quantize(plan) => Some((at, parameter, plan)),
+            Decision::Keep(_) => None,
+        })
+    }
+
+    /// Whether statistics of inputs decide about the codes of a weight.
+    pub(crate) fn needs_inputs(&self) -> bool {
+        self.plans().any(|(_, _, plan)| plan.asked.needs_inputs())
+    }
+
+    /// # Errors
+    /// [`Fp4Error::Uncalibrated`] if weights need statistics of inputs and none `has` any that it
+    /// can use.
+    pub(crate) fn check_calibrated<'a>(
+        &'a self,
+        has: impl Fn(usize, &'a WeightPlan) -> bool,
+    ) -> Result<(), Fp4Error> {
+        let asking = || self.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+        match asking().next() {
+            Some((_, _, plan)) if !asking().any(|(at, _, plan)| has(at, plan)) => {
+                let method = plan.asked.to_string();
+                let paths = asking().map(|(_, parameter, _)| parameter.path.clone()).collect();
+                Err(Fp4Error::Uncalibrated { method, paths })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// How a configuration chooses the scales and codes of weights with a scheme: by GPTQ if it says
+/// so, otherwise by the search of the scheme.
+pub(crate) fn asked(config: &Fp4Config, scheme: &Fp4Scheme) -> ChosenBy {
+    match (config.gptq, config.sse, scheme.search) {
+        (Some(options), _, _) => ChosenBy::Gptq(options),
+        (None, SseVariant::TensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
+        (None, SseVariant::Weighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
+        (None, _, search) => ChosenBy::Search(search),
+    }
+}
+
+/// How a selected parameter is to be quantized, or why the configuration lets it be skipped.
+pub(crate) fn plan_selected(
+    parameter: &Parameter,
+    scheme: &Fp4Scheme,
+    config: &Fp4Config,
+) -> Result<Result<WeightPlan, Reason>, Fp4Error> {
+    let Parameter { path, container, shape, .. } = parameter;
+    let container = config.containers.iter().find(|known| known.name == *container);
+    let container = container.expect("only parameters of known containers are selected");
+    if container.axis >= shape.len() {
+        return Err(Fp4Error::Axis {
+            path: path.clone(),
+            container: container.name.clone(),
+            axis: container.axis,
+            rank: shape.len(),
+        });
+    }
+    match lay_out(parameter, container.axis, scheme, config) {
+        Ok(plan) => Ok(Ok(plan)),
+        Err(OpsError::Indivisible { axis, length, block_size })
+            if config.indivisible == Indivisible::Skip =>
+        {
+            Ok(Err(Reason::Indivisible { axis, length, block_size }))
+        }
+        Err(problem) => Err(Fp4Error::at(path, problem)),
+    }
+}
+
+/// How a configuration quantizes parameters along these axes, whether it selects them or not.
+///
+/// # Errors
+/// [`Fp4Error::Unused`] for an override that fits none of them, [`Fp4Error::Parameter`].
+pub(crate) fn plans_as<'a>(
+    parameters: impl Iterator<Item = (&'a Parameter, usize)>,
+    config: &Fp4Config,
+) -> Result<Vec<WeightPlan>, Fp4Error> {
+    let patterns = Patterns::new(config)?;
+    let mut plans = Vec::new();
+    let mut used = BTreeSet::new();
+    for (parameter, axis) in parameters {
+        used.extend(patterns.overrides_of(&parameter.path));
+        let scheme = patterns.scheme(&parameter.path, config);
+        scheme.validate().map_err(OpsError::from)?;
+        let plan = lay_out(parameter, axis, &scheme, config);
+        plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);
+    }
+    let unused = config.overrides.iter().enumerate().filter(|(at, _)| !used.contains(at));
+    let unused: Vec<_> =
+        unused.map(|(_, one)| format!("with `{}` fits no weight", one.pattern)).collect();
+    match unused.is_empty() || config.unused == Unused::Report {
+        true => Ok(plans),
+        false => Err(Fp4Error::Unused(unused)),
+    }
+}
+
+/// The plan along an axis.
+///
+/// # Errors
+/// [`OpsError`] for a dtype that is not quantized, or an axis that blocks do not divide.
+fn lay_out(
+    parameter: &Parameter,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    config: &Fp4Config,
+) -> Result<WeightPlan, OpsError> {
+    if let Some(found) = parameter.dtype
+        && !matches!(found, DType::F32 | DType::F16 | DType::BF16)
+    {
+        return Err(OpsError::DType { found });
+    }
+    let layout = Fp4Layout::new(&parameter.shape.clone().into(), axis, scheme)?;
+    Ok(WeightPlan { layout, shares: None, scheme: *scheme, asked: asked(config, scheme) })
+}

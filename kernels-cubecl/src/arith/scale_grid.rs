@@ -211,7 +211,10 @@ pub(crate) fn is_searchable(
         // Beyond, what elements are multiplied with overflows for the smallest scales.
         ScaleGrid::Float(row) => unit.factor <= comptime!(power(BIAS + step(row))),
         // At the ends, scales overflow or have no half.
-        ScaleGrid::PowersOfTwo(row) => unit.base >= 2u32 && unit.base < comptime!(last(row) - 2),
+        ScaleGrid::PowersOfTwo(row) => {
+            let end = comptime!(last(row) - 2);
+            unit.base >= 2u32 && unit.base < end
+        }
     };
     in_range && amax > 0.0f32 && scaled <= f32::reinterpret(0x7F7F_FFFFu32)
 }

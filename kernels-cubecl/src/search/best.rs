@@ -51,7 +51,8 @@ pub(crate) struct Best {
 #[cube]
 pub(crate) fn start(cost: f32, own: u32, #[comptime] grid: ScaleGrid) -> Best {
     let infinity = f32::reinterpret(0x7F80_0000u32);
-    let counts = cost < infinity && is_positive(own, grid);
+    let positive = is_positive(own, grid);
+    let counts = cost < infinity && positive;
     Best { cost: select(counts, cost, infinity), code: own }
 }
 

@@ -1,16 +1,18 @@
+//! The values of codes and scales.
+
 use burn_fp4_search::formats::Fp4Format;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::element::element_value;
-use crate::plan::{Share, UNITS};
-use crate::quantize::extent;
-use crate::scale::scale_value;
-use crate::share::{Extent, place, store_blocks, store_vectors};
-use crate::stage::{Exchange, exchange, packed_place};
-use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
+use crate::arith::element::element_value;
+use crate::arith::scale_grid::scale_value;
+use crate::layout::place::{Extent, extent, place};
+use crate::layout::share::{store_blocks, store_vectors};
+use crate::layout::stage::{Exchange, exchange, packed_place};
+use crate::packed::{PackedHandles, PackedIn};
+use crate::plan::{Capability, Dtype, Operation, Problem, Refusal, Share, UNITS, plan};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
 ///
@@ -21,7 +23,7 @@ use crate::{Capability, Dtype, Operation, Packed, Problem, Refusal, plan};
 pub fn dequantize(
     client: &Client,
     device: &Capability,
-    packed: Packed,
+    packed: PackedHandles,
     problem: &Problem,
 ) -> Result<Handle, Refusal> {
     match problem.dtype {
@@ -34,12 +36,12 @@ pub fn dequantize(
 fn launch<F: Float>(
     client: &Client,
     device: &Capability,
-    packed: Packed,
+    packed: PackedHandles,
     problem: &Problem,
 ) -> Result<Handle, Refusal> {
     let Problem { view, scheme, dtype } = problem;
     let launch = plan(Operation::Dequantize, problem, device)?;
-    let share = launch.share;
+    let (share, by_row) = (launch.share, packed.tensor_scales > 1);
     let values = client.empty(view.len() * dtype.size());
     if launch.items == 0 {
         return Ok(values);
@@ -53,27 +55,23 @@ fn launch<F: Float>(
             CubeDim::new_1d(UNITS),
             share.vector as usize,
             words,
-            BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4 / words),
-            BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
-            BufferArg::from_raw_parts(packed.tensor_scale, packed.tensor_scales),
+            packed.read(problem, words),
             BufferArg::from_raw_parts(values.clone(), view.len() / share.vector as usize),
             extent(problem, &launch),
             scheme.block_size as u32,
             share,
             scheme.format(),
-            packed.tensor_scales > 1,
+            by_row,
         );
     }
     Ok(values)
 }
 
-/// Along a contiguous axis one unit takes eight codes, so that neighbouring units write neighbouring
-/// 16 bytes; along a strided one it takes a share.
+/// Along a contiguous axis one unit takes eight codes, so that neighbouring units write
+/// neighbouring 16 bytes; along a strided one it takes a share.
 #[cube(launch_unchecked)]
 fn dequantize_kernel<F: Float, N: Size, W: Size>(
-    codes: &[Vector<u32, W>],
-    scales: &[u8],
-    tensor_scale: &[u32],
+    packed: &PackedIn<W>,
     values: &mut [Vector<F, N>],
     extent: Extent,
     #[comptime] block_size: u32,
@@ -86,13 +84,15 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         terminate!();
     }
     let block_words = comptime!(block_size / 8);
+    let grid = comptime!(format.row().scale_grid());
     if comptime!(share.along) {
         let block = item / block_words;
         let row = if comptime!(by_row) { block / extent.blocks } else { 0u32.runtime() };
-        let scale = scale_value(u32::cast_from(scales[block as usize]), format);
-        let decode = f32::reinterpret(tensor_scale[row as usize]);
+        let scale = scale_value(u32::cast_from(packed.scales[block as usize]), grid);
+        let decode = f32::reinterpret(packed.tensor_scale[row as usize]);
         let mut elements = Array::<f32>::new(8usize);
-        decode_word(codes[item as usize].extract(0usize), &mut elements, 0u32, scale, decode);
+        let word = packed.codes[item as usize].extract(0usize);
+        decode_word(word, &mut elements, 0u32, scale, decode);
         let lines = comptime!(8 / share.vector);
         store_vectors::<F, N>(&elements, 0u32, values, item * lines, lines, share);
     } else {
@@ -103,8 +103,8 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         #[unroll]
         for row in 0..share.rows {
             let index = source.index + row * extent.blocks;
-            block_codes[row as usize] = codes[index as usize];
-            block_scales[row as usize] = u32::cast_from(scales[index as usize]);
+            block_codes[row as usize] = packed.codes[index as usize];
+            block_scales[row as usize] = u32::cast_from(packed.scales[index as usize]);
         }
         if comptime!(share.staged) {
             exchange::<W>(
@@ -119,8 +119,8 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
         #[unroll]
         for row in 0..share.rows {
             let factor = if comptime!(by_row) { place.row + row } else { 0u32.runtime() };
-            let scale = scale_value(block_scales[row as usize], format);
-            let decode = f32::reinterpret(tensor_scale[factor as usize]);
+            let scale = scale_value(block_scales[row as usize], grid);
+            let decode = f32::reinterpret(packed.tensor_scale[factor as usize]);
             #[unroll]
             for word in 0..block_words {
                 let at = comptime!(row * block_size + word * 8);

@@ -1,5 +1,5 @@
-//! What activations say about the inputs of a layer: `X^T X`, summed in an order that no tuning decides, so that it is
-//! the same on every device of a kind.
+//! `X^T X` of activations, the second moments of a layer's inputs. The order of the sums is fixed,
+//! not autotuned, so that they are the same on every device of a kind.
 
 use core::ops::Range;
 
@@ -10,8 +10,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::plan::{GramPlan, UNITS, plan_gram};
-use crate::{Capability, Dtype, Refusal};
+use crate::plan::{Capability, Dtype, GramPlan, Refusal, UNITS, plan_gram};
 
 /// Activations `[rows, channels]`.
 #[derive(Debug, Clone)]
@@ -25,9 +24,9 @@ pub struct Activations {
 }
 
 /// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout.
-/// Element by element in f64; by matrix instructions 1024 products in f32 and what these come to in f64. Such
-/// instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the products that do not count:
-/// relative to the largest, an error of 2^-24.
+/// Element by element in f64; by matrix instructions 1024 products in f32 and their sum in
+/// f64. Such instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the
+/// products that do not count: relative to the largest, an error of 2^-24.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -81,7 +80,8 @@ impl Sum<'_> {
     fn mma<F: Float>(&self, left: &Handle, right: &Handle) {
         let Self { client, rows, sums, layout, tiles } = self;
         let vectors = layout.channels() / 8;
-        // SAFETY: the lengths are those of activations and tiles; what is beyond the activations is 0.
+        // SAFETY: the lengths are those of activations and tiles; what is beyond the activations is
+        // 0.
         unsafe {
             mma_kernel::launch_unchecked::<F>(
                 client,
@@ -231,8 +231,8 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
     let side = comptime!(STEP * STRIDE);
     let mut shared = Shared::<[Vector<F, X>]>::new_slice(comptime!((4 * side) as usize));
     let written = UNIT_POS / TILE_VECTORS * STRIDE + UNIT_POS % TILE_VECTORS;
-    // Four matrices of eight by eight are read at a time, their rows by eight lanes each: of the left first those of
-    // the next channels, of the right first those of the next rows.
+    // Four matrices of eight by eight are read at a time, their rows by eight lanes each: of the
+    // left first those of the next channels, of the right first those of the next rows.
     let (matrix, line) = (lane / 8, lane % 8);
     let left_read = (matrix / 2 * 8 + line) * STRIDE + plane_row / 8 + matrix % 2;
     let right_read = side + (matrix % 2 * 8 + line) * STRIDE + plane_column / 8 + matrix / 2;
@@ -297,35 +297,48 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
         }
         step += 1u32;
         if step & comptime!(CHUNK / STEP - 1) == 0 || step == steps {
+            add_products::<NC, W>(&mut products, sums, plane_row, plane_column);
+        }
+    }
+}
+
+/// Adds the products of a plane to the sums in f64, and starts again from 0.
+#[cube]
+fn add_products<NC: Size, W: Size>(
+    products: &mut Sequence<Array<Vector<f32, NC>>>,
+    sums: &mut [Vector<f64, W>],
+    plane_row: u32,
+    plane_column: u32,
+) {
+    let lane = UNIT_POS % 32;
+    #[unroll]
+    for left_tile in 0..4u32 {
+        #[unroll]
+        for tile in 0..4u32 {
+            let product = comptime!((left_tile * 4 + tile) as usize);
+            let of_tile = products.index_mut(product);
             #[unroll]
-            for left_tile in 0..4u32 {
+            for half in 0..2u32 {
+                let in_row = plane_row + comptime!(left_tile * 16 + half * 8) + lane / 4;
+                let in_column = plane_column + comptime!(tile * 8) + lane % 4 * 2;
+                let at = CUBE_POS_X * comptime!(SIDE * SIDE) + in_row * SIDE + in_column;
+                let at = (at / 2) as usize;
+                let found = of_tile[comptime!(half as usize)];
+                let mut sum = sums[at];
                 #[unroll]
-                for tile in 0..4u32 {
-                    let product = comptime!((left_tile * 4 + tile) as usize);
-                    let of_tile = products.index_mut(product);
-                    #[unroll]
-                    for half in 0..2u32 {
-                        let in_row = plane_row + comptime!(left_tile * 16 + half * 8) + lane / 4;
-                        let in_column = plane_column + comptime!(tile * 8) + lane % 4 * 2;
-                        let at = CUBE_POS_X * comptime!(SIDE * SIDE) + in_row * SIDE + in_column;
-                        let at = (at / 2) as usize;
-                        let found = of_tile[comptime!(half as usize)];
-                        let mut sum = sums[at];
-                        #[unroll]
-                        for index in 0..2usize {
-                            let product = f64::cast_from(found.extract(index));
-                            sum.insert(index, sum.extract(index) + product);
-                        }
-                        sums[at] = sum;
-                        of_tile[comptime!(half as usize)] = Vector::new(0.0f32);
-                    }
+                for index in 0..2usize {
+                    let product = f64::cast_from(found.extract(index));
+                    sum.insert(index, sum.extract(index) + product);
                 }
+                sums[at] = sum;
+                of_tile[comptime!(half as usize)] = Vector::new(0.0f32);
             }
         }
     }
 }
 
-/// f32 as three bf16 each whose sum they are: the upper half of its bits, the upper half of what is left, and the rest.
+/// f32 as three bf16 each whose sum they are: the upper half of its bits, the upper half of what is
+/// left, and the rest.
 fn split(client: &Client, x: Handle, len: usize) -> [Handle; 3] {
     let parts = [(); 3].map(|()| client.empty(2 * len));
     let [high, middle, low] = parts.each_ref();

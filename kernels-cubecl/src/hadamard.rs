@@ -1,3 +1,5 @@
+//! The transform before a product is quantized, of every 16 neighbours along an axis.
+
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, Hadamard};
 use cubecl::client::Client;
@@ -5,13 +7,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::plan::{Share, UNITS};
-use crate::quantize::extent;
-use crate::share::{Extent, ExtentLaunch, item, load_blocks, place, store_blocks};
-use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
-
-/// Values that are transformed together.
-const SIZE: u32 = Hadamard::SIZE as u32;
+use crate::arith::hadamard::{SIZE, transform};
+use crate::layout::place::{Extent, ExtentLaunch, extent, item, place};
+use crate::layout::share::{load_blocks, store_blocks};
+use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Refusal, Share, UNITS, plan};
 
 /// Transforms every 16 neighbours along an axis, or back, as
 /// [`host::hadamard`](burn_fp4_search::host::hadamard) does.
@@ -27,8 +26,9 @@ pub fn hadamard(
     hadamard: Hadamard,
     inverse: bool,
 ) -> Result<Handle, Refusal> {
-    // Groups are as long as NVFP4's blocks.
-    let problem = Problem { view, dtype, scheme: Fp4Scheme::nvfp4() };
+    // As long as a block of this size.
+    let scheme = Fp4Scheme::default().with_block_size(SIZE as usize);
+    let problem = Problem { view, dtype, scheme };
     let launch = plan(Operation::Hadamard, &problem, device)?;
     let signs = u32::from(hadamard.signs);
     let launch_kernel = match (dtype, launch.share.wide()) {
@@ -90,45 +90,8 @@ fn hadamard_kernel<E: Int, M: Size, F: Float, N: Size>(
         let mut elements = load_blocks::<E, M>(values, &place, &extent, SIZE, share);
         #[unroll]
         for row in 0..share.rows {
-            let start = comptime!(row * SIZE);
-            let mut sums = Array::<f32>::new(comptime!(SIZE as usize));
-            #[unroll]
-            for at in 0..SIZE {
-                // 1/4, with the sign that all terms of a sum share on the way back.
-                let quarter = if comptime!(inverse) {
-                    f32::reinterpret(0x3E80_0000u32 | sign_bit(signs, at))
-                } else {
-                    0.25f32.runtime()
-                };
-                let mut sum = 0.0f32.runtime();
-                #[unroll]
-                for term in 0..SIZE {
-                    let value = elements[comptime!((start + term) as usize)];
-                    let bits = u32::reinterpret(value);
-                    let signed = if comptime!(inverse) {
-                        value
-                    } else {
-                        f32::reinterpret(bits ^ sign_bit(signs, term))
-                    };
-                    if comptime!((term & at).count_ones().is_multiple_of(2)) {
-                        sum = fma(signed, quarter, sum);
-                    } else {
-                        sum = fma(signed, -quarter, sum);
-                    }
-                }
-                sums[comptime!(at as usize)] = sum;
-            }
-            #[unroll]
-            for at in 0..SIZE {
-                elements[comptime!((start + at) as usize)] = sums[comptime!(at as usize)];
-            }
+            transform(&mut elements, comptime!(row * SIZE), signs, inverse);
         }
         store_blocks::<F, N>(&elements, output, &place, &extent, SIZE, share);
     }
-}
-
-/// The sign bit of one of 16 signs.
-#[cube]
-fn sign_bit(signs: u32, #[comptime] index: u32) -> u32 {
-    ((signs >> index) & 1u32) << 31u32
 }

@@ -1,14 +1,16 @@
+//! How far a packed tensor is from its original.
+
 use burn_fp4_search::formats::Fp4Format;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::element::element_value;
-use crate::plan::{Share, UNITS};
-use crate::quantize::extent;
-use crate::scale::scale_value;
-use crate::share::{Extent, widen};
-use crate::{Capability, Launch, Operation, Packed, Problem, Refusal, plan};
+use crate::arith::element::element_value;
+use crate::arith::scale_grid::scale_value;
+use crate::layout::place::{Extent, extent};
+use crate::layout::share::widen;
+use crate::packed::{PackedHandles, PackedIn};
+use crate::plan::{Capability, Launch, Operation, Problem, Refusal, Share, UNITS, plan};
 
 /// Partial sums of squares: `[2, count]` in f32, first the squared differences between a tensor and
 /// its packed form, then the squares of the tensor. Their totals are the two sums.
@@ -20,8 +22,8 @@ pub struct PartialSums {
     pub count: usize,
 }
 
-/// How far a packed tensor is from the one it was made from. Of the scheme, only format and block size
-/// matter.
+/// How far a packed tensor is from the one it was made from. Of the scheme, only format and block
+/// size matter.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -29,7 +31,7 @@ pub fn squared_error(
     client: &Client,
     device: &Capability,
     values: Handle,
-    packed: Packed,
+    packed: PackedHandles,
     problem: &Problem,
 ) -> Result<PartialSums, Refusal> {
     let planned = plan(Operation::SquaredError, problem, device)?;
@@ -43,7 +45,7 @@ pub fn squared_error(
 fn launch<E: Int>(
     client: &Client,
     values: Handle,
-    packed: Packed,
+    packed: PackedHandles,
     problem: &Problem,
     launch: Launch,
 ) -> PartialSums {
@@ -52,6 +54,7 @@ fn launch<E: Int>(
         let sums = client.create_from_slice(f32::as_bytes(&[0.0; 2]));
         return PartialSums { sums, count: 1 };
     }
+    let by_row = packed.tensor_scales > 1;
     let count = launch.items as usize;
     let sums = client.empty(2 * 4 * count);
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
@@ -61,17 +64,15 @@ fn launch<E: Int>(
             launch.count(),
             CubeDim::new_1d(UNITS),
             1,
+            1,
             BufferArg::from_raw_parts(values, view.len()),
-            BufferArg::from_raw_parts(packed.codes, problem.code_bytes() / 4),
-            BufferArg::from_raw_parts(packed.scales, problem.scale_bytes()),
-            BufferArg::from_raw_parts(packed.tensor_scale, packed.tensor_scales),
+            packed.read(problem, 1),
             BufferArg::from_raw_parts(sums.clone(), 2 * count),
             extent(problem, &launch),
-            (view.len() / 8) as u32,
             scheme.block_size as u32,
             launch.share,
             scheme.format(),
-            packed.tensor_scales > 1,
+            by_row,
         );
     }
     PartialSums { sums, count }
@@ -80,14 +81,11 @@ fn launch<E: Int>(
 /// Every unit takes every `extent.items`-th word of eight codes; neighbouring units neighbouring
 /// columns or words.
 #[cube(launch_unchecked)]
-fn squared_error_kernel<E: Int, N: Size>(
+fn squared_error_kernel<E: Int, N: Size, W: Size>(
     values: &[Vector<E, N>],
-    codes: &[u32],
-    scales: &[u8],
-    tensor_scale: &[u32],
+    packed: &PackedIn<W>,
     sums: &mut [f32],
     extent: Extent,
-    words: u32,
     #[comptime] block_size: u32,
     #[comptime] share: Share,
     #[comptime] format: Fp4Format,
@@ -98,7 +96,9 @@ fn squared_error_kernel<E: Int, N: Size>(
         terminate!();
     }
     let block_words = comptime!(block_size / 8);
+    let grid = comptime!(format.row().scale_grid());
     let row_words = extent.blocks * block_words;
+    let words = extent.rows * row_words;
     let mut error = 0.0f32.runtime();
     let mut energy = 0.0f32.runtime();
     let mut at = item;
@@ -109,14 +109,14 @@ fn squared_error_kernel<E: Int, N: Size>(
         let first = (outer * row_words + word) * 8 * extent.inner + column;
         let row = outer * extent.inner + column;
         let factor = if comptime!(by_row) { row } else { 0u32.runtime() };
-        let decode = f32::reinterpret(tensor_scale[factor as usize]);
+        let decode = f32::reinterpret(packed.tensor_scale[factor as usize]);
         let block = row * extent.blocks + word / block_words;
-        let scale = scale_value(u32::cast_from(scales[block as usize]), format);
-        let packed = codes[(row * row_words + word) as usize];
+        let scale = scale_value(u32::cast_from(packed.scales[block as usize]), grid);
+        let word = packed.codes[(row * row_words + word) as usize].extract(0usize);
         #[unroll]
         for index in 0..8u32 {
             let value = widen::<E, N>(values[(first + index * extent.inner) as usize], 0u32, share);
-            let element = element_value(packed << comptime!(28 - 4 * index));
+            let element = element_value(word << comptime!(28 - 4 * index));
             let difference = (element * scale) * decode - value;
             error += difference * difference;
             energy += value * value;

@@ -1,12 +1,15 @@
+//! The largest magnitude of a tensor, or of each of its rows.
+
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::plan::{COLUMN_CHUNK, Share, UNITS};
-use crate::share::widen;
-use crate::{Capability, Dtype, Launch, Operation, Problem, Refusal, plan};
+use crate::layout::share::widen;
+use crate::plan::{
+    COLUMN_CHUNK, Capability, Dtype, Launch, Operation, Problem, Refusal, Share, UNITS, plan,
+};
 
 /// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
 ///
@@ -23,7 +26,7 @@ pub fn amax(
     by_row: bool,
 ) -> Result<Handle, Refusal> {
     // It does not depend on a scheme.
-    let problem = Problem { view, dtype, scheme: Fp4Scheme::nvfp4() };
+    let problem = Problem { view, dtype, scheme: Fp4Scheme::default() };
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
     let planned = plan(operation, &problem, device)?;
     Ok(if planned.share.wide() {

@@ -23,7 +23,8 @@ pub(crate) fn draw(scheme: &Fp4Scheme) -> DrawLaunch {
     DrawLaunch::new(key_low, key_high, step_low, step_high)
 }
 
-/// Four random words for eight elements, 16 bits each; see [`philox`](burn_fp4_search::philox::philox).
+/// Four random words for eight elements, 16 bits each; see
+/// [`philox`](burn_fp4_search::philox::philox).
 #[cube]
 pub(crate) fn random_words(group: u32, draw: &Draw) -> Array<u32> {
     let mut counter = Array::<u32>::new(4usize);
@@ -56,8 +57,8 @@ pub(crate) fn random_bits(words: &Array<u32>, #[comptime] element: u32) -> u32 {
     (word >> comptime!(16 * (element % 2))) & 0xFFFFu32
 }
 
-/// The E2M1 code drawn for an f32, see [`stochastic_code`](burn_fp4_search::stochastic_code), in the highest
-/// four bits of the result; the others are 0. A NaN gives any code.
+/// The E2M1 code drawn for an f32, see [`stochastic_code`](burn_fp4_search::stochastic_code), in
+/// the highest four bits of the result; the others are 0. A NaN gives any code.
 #[cube]
 pub(crate) fn round_stochastically(value: f32, bits: u32) -> u32 {
     let magnitude = min(value.abs(), 6.0f32);

@@ -1,10 +1,26 @@
-//! What GPTQ makes of a Gram matrix; see `curvature.rs` in the search crate.
+//! The factor of GPTQ, from a Gram matrix; see `curvature.rs` in the search crate.
 //!
-//! `H^-1 = U^T U` needs no inverse of H: with H backward in both axes, and L its lower Cholesky factor, U is the
-//! inverse of L, backward again. Both come from one pass over blocks of columns, in place and in f64. Of each block,
-//! with D the lower factor of what is left on the diagonal, `Q = D^-1 [X, I, A^T]` is made of the rows of X, the part
-//! of `L^-1` that is known, and of the column of A below. `Q` holds the next rows of X, and `A - Q^T Q` is what
-//! is left of A and of the rows of X below: no more than one product for every block.
+//! `H^-1 = U^T U` needs no inverse of H: with H backward in both axes, and L its lower Cholesky
+//! factor, U is the inverse of L, backward again. Both come from one pass over panels of 64
+//! columns, in place and in f64:
+//!
+//! ```text
+//!              panel `step`
+//!  +---------+-----+               X: the rows of L^-1 that are known
+//!  |    X    |     |               S: what is left of H on the diagonal of the panel
+//!  +---------+-----+               A: what is left of H below it
+//!  |    X'   |  S  |               B: what is left of H beyond it
+//!  +---------+-----+---------+
+//!  |    X"   |  A  |    B    |
+//!  +---------+-----+---------+
+//! arrange_kernel:                H, backward, in f64
+//! for step in panels:
+//!     diagonal_kernel:           D^-1, where D D^T = S
+//!     panel_kernel:              Q = D^-1 [X', 1, A^T]
+//!     update_kernel:             [X', S] = the first two parts of Q: rows of L^-1
+//!                                [X", A, B] -= (the last part of Q)^T x Q, with A = 0 before
+//! finish_kernel:                 U, backward, in f32, and the costs of errors
+//! ```
 
 use burn_fp4_search::{Damped, Gram};
 use cubecl::bytes::Bytes;
@@ -12,15 +28,16 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::plan::{FactorPlan, UNITS, plan_factor};
-use crate::{Capability, Hessians, Refusal};
+use crate::plan::{Capability, FactorPlan, PANEL, Refusal, UNITS, plan_factor};
+use crate::quantize_by_hessian::Hessians;
 
 /// A [`Curvature`](burn_fp4_search::Curvature) in device memory, f32 but for the order.
 #[derive(Debug, Clone)]
 pub struct Curvature {
     /// [`factor`](burn_fp4_search::Curvature::factor), `[channels, channels]`.
     pub factor: Handle,
-    /// What an error of a channel costs that nothing makes up for: the diagonal of the factor to the power of -2.
+    /// What an error of a channel costs if all channels after it compensate it as well as they can:
+    /// the diagonal of the factor to the power of -2.
     pub costs: Handle,
     /// [`hessian`](burn_fp4_search::Curvature::hessian), `[channels, channels]`.
     pub hessian: Handle,
@@ -46,126 +63,182 @@ pub fn curvature(
 ) -> Result<Curvature, Refusal> {
     let channels = damped.channels();
     let plan = plan_factor(channels, device)?;
-    let side = plan.side();
-    let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
-    let (blocks, size) = (damped.blocks(), damped.blocks().block_size());
-    let of_blocks = damped.order().iter().step_by(size).map(|&channel| (channel / size) as u32);
-    let curvature = Curvature {
-        factor: client.empty(4 * channels * channels),
-        costs: client.empty(4 * channels),
-        hessian: client.empty(4 * channels * channels),
-        blocks: Hessians { values: upload(blocks.values()), bounds: upload(blocks.bounds()) },
-        inverses: upload(damped.inverses()),
-        order: client.create_from_slice(u32::as_bytes(&of_blocks.collect::<Vec<_>>())),
-        definite: client.create_from_slice(u32::as_bytes(&[1])),
-    };
-    if channels == 0 {
-        return Ok(curvature);
-    }
-    let order: Vec<u32> = damped.order().iter().map(|&channel| channel as u32).collect();
-    let square = channels * channels;
-    let work = client.empty(8 * side * side);
-    let panel = client.empty(8 * PANEL as usize * side);
-    let inverse = client.empty(8 * (PANEL * PANEL) as usize);
-    // SAFETY: the lengths are those that memory was just made with.
-    let (of_work, of_panel, of_inverse, definite) = unsafe {
-        (
-            |vector: usize| BufferArg::from_raw_parts(work.clone(), side * side / vector),
-            |vector: usize| {
-                BufferArg::from_raw_parts(panel.clone(), PANEL as usize * side / vector)
-            },
-            || BufferArg::from_raw_parts(inverse.clone(), (PANEL * PANEL) as usize),
-            || BufferArg::from_raw_parts(curvature.definite.clone(), 1),
-        )
-    };
-    let dim = CubeDim::new_1d(UNITS);
-    let rows_of = |side: usize| CubeCount::Static((side as u32).div_ceil(UNITS), side as u32, 1);
-    let sums = gram.to_f32();
-    let tiles = sums.len();
-    // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
-    unsafe {
-        arrange_kernel::launch_unchecked(
+    let curvature = Curvature::empty(client, damped);
+    if channels > 0 {
+        let side = plan.side();
+        let factorization = Factorization {
             client,
-            rows_of(side),
-            dim,
-            BufferArg::from_raw_parts(client.create(Bytes::from_elems(sums)), tiles),
-            BufferArg::from_raw_parts(client.create_from_slice(u32::as_bytes(&order)), channels),
-            of_work(1),
-            BufferArg::from_raw_parts(curvature.hessian.clone(), square),
-            channels as u32,
-            gram.layout().side() as u32,
-            side as u32,
-            damped.added(),
-        );
+            plan,
+            channels,
+            work: client.empty(8 * side * side),
+            panel: client.empty(8 * PANEL as usize * side),
+            inverse: client.empty(8 * (PANEL * PANEL) as usize),
+            into: &curvature,
+        };
+        factorization.arrange(gram, damped);
+        for step in 0..plan.panels {
+            factorization.eliminate(step);
+        }
+        factorization.finish();
     }
-    for step in 0..plan.panels {
-        // SAFETY: as above.
+    Ok(curvature)
+}
+
+impl Curvature {
+    /// What the host has computed, and memory for the rest.
+    fn empty(client: &Client, damped: &Damped) -> Self {
+        let channels = damped.channels();
+        let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+        let (blocks, size) = (damped.blocks(), damped.blocks().block_size());
+        let of_blocks = damped.order().iter().step_by(size).map(|&channel| (channel / size) as u32);
+        Self {
+            factor: client.empty(4 * channels * channels),
+            costs: client.empty(4 * channels),
+            hessian: client.empty(4 * channels * channels),
+            blocks: Hessians { values: upload(blocks.values()), bounds: upload(blocks.bounds()) },
+            inverses: upload(damped.inverses()),
+            order: client.create_from_slice(u32::as_bytes(&of_blocks.collect::<Vec<_>>())),
+            definite: client.create_from_slice(u32::as_bytes(&[1])),
+        }
+    }
+}
+
+/// A factorization under way: its matrices are f64.
+struct Factorization<'a> {
+    client: &'a Client,
+    plan: FactorPlan,
+    channels: usize,
+    /// H and what becomes of it, `[side, side]`.
+    work: Handle,
+    /// Q of a step, `[PANEL, side]`.
+    panel: Handle,
+    /// `D^-1` of a step, `[PANEL, PANEL]`.
+    inverse: Handle,
+    into: &'a Curvature,
+}
+
+impl Factorization<'_> {
+    /// H in vectors of this many values.
+    fn work(&self, vector: usize) -> BufferArg {
+        let side = self.plan.side();
+        // SAFETY: the length it was made with.
+        unsafe { BufferArg::from_raw_parts(self.work.clone(), side * side / vector) }
+    }
+
+    /// Q in vectors of this many values.
+    fn panel(&self, vector: usize) -> BufferArg {
+        let length = PANEL as usize * self.plan.side();
+        // SAFETY: the length it was made with.
+        unsafe { BufferArg::from_raw_parts(self.panel.clone(), length / vector) }
+    }
+
+    fn inverse(&self) -> BufferArg {
+        // SAFETY: the length it was made with.
+        unsafe { BufferArg::from_raw_parts(self.inverse.clone(), (PANEL * PANEL) as usize) }
+    }
+
+    fn definite(&self) -> BufferArg {
+        // SAFETY: the length it was made with.
+        unsafe { BufferArg::from_raw_parts(self.into.definite.clone(), 1) }
+    }
+
+    /// A unit for every value of a square matrix.
+    fn values_of(side: usize) -> CubeCount {
+        CubeCount::Static((side as u32).div_ceil(UNITS), side as u32, 1)
+    }
+
+    /// H in its order, in f32 and, backward in both axes, in f64.
+    fn arrange(&self, gram: &Gram, damped: &Damped) {
+        let Self { client, channels, .. } = *self;
+        let side = self.plan.side();
+        let sums = gram.to_f32();
+        let tiles = sums.len();
+        let order: Vec<u32> = damped.order().iter().map(|&channel| channel as u32).collect();
+        let order = client.create_from_slice(u32::as_bytes(&order));
+        // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
+        unsafe {
+            arrange_kernel::launch_unchecked(
+                client,
+                Self::values_of(side),
+                CubeDim::new_1d(UNITS),
+                BufferArg::from_raw_parts(client.create(Bytes::from_elems(sums)), tiles),
+                BufferArg::from_raw_parts(order, channels),
+                self.work(1),
+                BufferArg::from_raw_parts(self.into.hessian.clone(), channels * channels),
+                channels as u32,
+                gram.layout().side() as u32,
+                side as u32,
+                damped.added(),
+            );
+        }
+    }
+
+    /// Eliminates the columns of a panel.
+    fn eliminate(&self, step: u32) {
+        let Self { client, plan, .. } = *self;
+        let side = plan.side() as u32;
+        let dim = CubeDim::new_1d(UNITS);
+        // SAFETY: the lengths are those that memory was made with.
         unsafe {
             diagonal_kernel::launch_unchecked(
                 client,
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(plan.units),
-                of_work(1),
-                of_inverse(),
-                definite(),
+                self.work(1),
+                self.inverse(),
+                self.definite(),
                 step,
-                side as u32,
+                side,
             );
             panel_kernel::launch_unchecked(
                 client,
                 CubeCount::Static(plan.panels, 1, 1),
                 dim,
-                of_work(1),
-                of_inverse(),
-                of_panel(1),
+                self.work(1),
+                self.inverse(),
+                self.panel(1),
                 step,
-                side as u32,
+                side,
             );
             update_kernel::launch_unchecked(
                 client,
                 CubeCount::Static(plan.panels, plan.panels - step, 1),
                 dim,
                 2,
-                of_work(2),
-                of_panel(2),
+                self.work(2),
+                self.panel(2),
                 step,
-                side as u32,
+                side,
             );
         }
     }
-    // SAFETY: as above.
-    unsafe {
-        finish_kernel::launch_unchecked(
-            client,
-            rows_of(channels),
-            dim,
-            of_work(1),
-            BufferArg::from_raw_parts(curvature.factor.clone(), square),
-            BufferArg::from_raw_parts(curvature.costs.clone(), channels),
-            definite(),
-            channels as u32,
-            side as u32,
-        );
-    }
-    Ok(curvature)
-}
 
-/// Columns that are eliminated at a time.
-pub(crate) const PANEL: u32 = 64;
+    /// U in f32, and the costs of errors.
+    fn finish(&self) {
+        let Self { client, channels, .. } = *self;
+        // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
+        unsafe {
+            finish_kernel::launch_unchecked(
+                client,
+                Self::values_of(channels),
+                CubeDim::new_1d(UNITS),
+                self.work(1),
+                BufferArg::from_raw_parts(self.into.factor.clone(), channels * channels),
+                BufferArg::from_raw_parts(self.into.costs.clone(), channels),
+                self.definite(),
+                channels as u32,
+                self.plan.side() as u32,
+            );
+        }
+    }
+}
 
 /// Units of a cube beside each other, and what each computes of a square of [`PANEL`], both ways.
 const LANES: u32 = 16;
 const OWN: u32 = PANEL / LANES;
 
-impl FactorPlan {
-    /// Rows and columns of the matrix in whole panels.
-    fn side(&self) -> usize {
-        (self.panels * PANEL) as usize
-    }
-}
-
-/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left of the diagonal of
-/// whole panels.
+/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left
+/// of the diagonal of whole panels.
 #[cube(launch_unchecked)]
 fn arrange_kernel(
     gram: &[f32],
@@ -196,7 +269,8 @@ fn arrange_kernel(
     }
 }
 
-/// The inverse of the lower factor of a square on the diagonal, by the same steps as the whole, one column at a time.
+/// The inverse of the lower factor of a square on the diagonal, by the same steps as the whole, one
+/// column at a time.
 #[cube(launch_unchecked)]
 fn diagonal_kernel(work: &[f64], inverse: &mut [f64], definite: &mut [u32], step: u32, side: u32) {
     let first = step * PANEL * (side + 1);
@@ -244,13 +318,14 @@ fn diagonal_kernel(work: &[f64], inverse: &mut [f64], definite: &mut [u32], step
     }
 }
 
-/// Q, a square of each cube: the inverse of a factor times the rows of X, the identity, or the column of A below.
+/// Q, a square of each cube: the inverse of a factor times the rows of X, the identity, or the
+/// column of A below.
 #[cube(launch_unchecked)]
 fn panel_kernel(work: &[f64], inverse: &[f64], panel: &mut [f64], step: u32, side: u32) {
     let square = CUBE_POS_X;
     let row = UNIT_POS / LANES * OWN;
     let col = UNIT_POS % LANES;
-    // Where the first value is that meets a column, and how far the next one.
+    // Where the first value is that a column of D^-1 is multiplied with, and how far the next one.
     let is_below = square > step;
     let rows = step * PANEL * side + square * PANEL + col;
     let column = (square * PANEL + col) * side + step * PANEL;
@@ -290,7 +365,8 @@ fn panel_kernel(work: &[f64], inverse: &[f64], panel: &mut [f64], step: u32, sid
     }
 }
 
-/// `A - Q^T Q` for a square of the rows below, up to the diagonal, and Q itself for those that it was made of.
+/// `A - Q^T Q` for a square of the rows below, up to the diagonal, and Q itself for those that it
+/// was made of.
 #[cube(launch_unchecked)]
 fn update_kernel<V: Size>(
     work: &mut [Vector<f64, V>],

@@ -1,16 +1,14 @@
-//! Products with a packed weight: what they are, how they are computed, and what their kernels share.
+//! Products with a packed weight: what they are, and how they are computed.
 
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::{FormatError, Fp4Format};
 use burn_fp4_search::host::View;
-use cubecl::prelude::*;
 
-use crate::plan::{Conversion, Refusal, Share, UNITS};
-use crate::share::narrow;
-use crate::{Capability, Dtype, Packed};
+use crate::arith::scale_grid::f16_holds_products;
+use crate::plan::{Capability, Dtype, Refusal, Share, UNITS};
 
-/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of `channels`
-/// elements.
+/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
+/// `channels` elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// Rows of the input.
@@ -38,8 +36,9 @@ pub enum ProductPlan {
     Dense,
 }
 
-/// How [`mma`](crate::mma()) is launched: each cube takes some packed rows of the weight and some rows of the input.
-/// Its planes divide these among them, and what is left of them the contracted axis.
+/// How [`mma`](crate::mma()) is launched: each cube takes some packed rows of the weight and some
+/// rows of the input. Its planes divide these among them, and what is left of them the contracted
+/// axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mma {
     /// Cubes.
@@ -70,7 +69,8 @@ impl Mma {
         PLANES / (self.row_planes * self.input_planes)
     }
 
-    /// Whether a plane loads its part of the input with the codes that meet it: a single tile, of its own.
+    /// Whether a plane loads its part of the input with the codes it is multiplied with: a tile of
+    /// its own.
     pub const fn takes_input(&self) -> bool {
         !self.shares_input() && self.input_tiles == 1
     }
@@ -101,8 +101,8 @@ const fn way(row_tiles: u32, input_tiles: u32, row_planes: u32, input_planes: u3
     Mma { cubes: 0, row_tiles, input_tiles, row_planes, input_planes }
 }
 
-/// How [`gemv`](crate::gemv()) is launched: each plane takes some packed rows of the weight and multiplies them
-/// with some rows of the input, all of the contracted axis.
+/// How [`gemv`](crate::gemv()) is launched: each plane takes some packed rows of the weight and
+/// multiplies them with some rows of the input, all of the contracted axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Gemv {
     /// Cubes in two dimensions.
@@ -119,8 +119,8 @@ pub struct Gemv {
     pub share: Share,
 }
 
-/// Rows of an input up to which it is faster to decode the weight again for every eight of them than to write it
-/// down dense; measured on an H200.
+/// Rows of an input up to which it is faster to decode the weight again for every eight of them
+/// than to write it down dense; measured on an H200.
 const MOST_INPUTS: usize = 24;
 
 impl Product {
@@ -149,10 +149,12 @@ impl Product {
         if !device.mma {
             return refuse("the device has none");
         }
-        match (self.dtype, self.format) {
-            (Dtype::F32, _) => return refuse("they would round f32"),
-            (Dtype::F16, Fp4Format::MxFp4) => return refuse("f16 has no room for E8M0 scales"),
-            _ => {}
+        match self.dtype {
+            Dtype::F32 => return refuse("they would round f32"),
+            Dtype::F16 if !f16_holds_products(self.format.row().scale_grid()) => {
+                return refuse("f16 has no room for the block scales");
+            }
+            Dtype::F16 | Dtype::Bf16 => {}
         }
         if !self.channels.is_multiple_of(STEP) {
             return refuse("their steps of 128 do not divide the channels");
@@ -160,7 +162,8 @@ impl Product {
         let cubes = |way: &Mma| {
             self.outputs.div_ceil(way.rows() as usize) * self.inputs.div_ceil(way.inputs() as usize)
         };
-        // Three of four processors have something to do, and twice that where it is a single tile of the input.
+        // Three of four processors have something to do, and twice that where it is a single tile
+        // of the input.
         let enough =
             |way: &Mma| device.cubes as usize / 4 * 3 / 4 * if way.takes_input() { 2 } else { 1 };
         let most = self.inputs.next_power_of_two().max(8) as u32;
@@ -217,70 +220,10 @@ impl Product {
     }
 }
 
-/// Lengths of a product.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(crate) struct ProductExtent {
-    pub(crate) inputs: u32,
-    pub(crate) outputs: u32,
-    /// Chunks of a packed row, of as many codes as a unit or the lanes of a row load at a time.
-    pub(crate) chunks: u32,
-}
-
-/// What the kernels of products are compiled for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct ProductMethod {
-    pub(crate) block_size: u32,
-    pub(crate) format: Fp4Format,
-    pub(crate) dtype: Dtype,
-    /// Whether every packed row has a tensor scale.
-    pub(crate) by_row: bool,
-    pub(crate) bias: bool,
-    pub(crate) conversion: Conversion,
-}
-
-impl ProductMethod {
-    pub(crate) fn new(product: &Product, device: &Capability, weight: &Packed, bias: bool) -> Self {
-        Self {
-            block_size: product.block_size as u32,
-            format: product.format,
-            dtype: product.dtype,
-            by_row: weight.tensor_scales > 1,
-            bias,
-            conversion: Conversion::to(product.dtype, device),
-        }
-    }
-}
-
-/// The output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
-#[cube]
-pub(crate) fn finish<F: Float>(
-    sum: f32,
-    row: u32,
-    tensor_scale: &[u32],
-    bias: &[F],
-    #[comptime] method: ProductMethod,
-) -> F {
-    let factor = if comptime!(method.by_row) { row } else { 0u32.runtime() };
-    let mut value = sum * f32::reinterpret(tensor_scale[factor as usize]);
-    if comptime!(method.bias) {
-        value += f32::cast_from(bias[row as usize]);
-    }
-    narrow::<F>(value, comptime!(method.conversion))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const GPU: Capability = Capability {
-        plane: 32,
-        cubes: 528,
-        max_cubes: u32::MAX,
-        converts_bf16: true,
-        stages: true,
-        mma: true,
-        doubles: true,
-    };
+    use crate::plan::GPU;
 
     fn product(inputs: usize, outputs: usize, channels: usize) -> Product {
         let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);

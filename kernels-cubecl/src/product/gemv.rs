@@ -1,59 +1,87 @@
-use burn_fp4_search::formats::Fp4Format;
+//! A product with few rows of the input, straight from the codes.
+//!
+//! ```text
+//! a plane takes some packed rows and some rows of the input, its units chunks of the channels:
+//!     for chunk in every plane-th chunk of the channels:
+//!         load a chunk of codes and the block scales of every packed row
+//!         for eight codes at a time:
+//!             load the input's values at these channels, for every row of the input
+//!             sums[row][input] += (element x block scale) x value, in f32
+//!     add the sums of the units of the plane; multiply with the tensor scale, add the bias
+//! ```
+
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::element::decode_pair;
-use crate::plan::UNITS;
-use crate::product::{Gemv, Product, ProductExtent, ProductExtentLaunch, ProductMethod, finish};
-use crate::scale::scale_value;
-use crate::share::widen;
-use crate::{Capability, Dtype, Packed, Refusal};
+use super::finish::{Operands, ProductRecipe, Widths, finish, operands};
+use super::plan::{Gemv, Product};
+use crate::arith::element::decode_pair;
+use crate::arith::scale_grid::{scale_value, scaled_element};
+use crate::layout::share::widen;
+use crate::packed::PackedHandles;
+use crate::plan::{Capability, Dtype, Refusal, UNITS};
 
-/// `input x weight^T + bias`, straight from the codes: sums in f32, multiplied with the tensor scale, rounded once.
+/// `input x weight^T + bias`, straight from the codes: sums in f32, multiplied with the tensor
+/// scale, rounded once.
 ///
-/// The input is `[inputs, channels]`, the bias `[outputs]`, both in the dtype of the product; so is the output
-/// `[inputs, outputs]`.
+/// The input is `[inputs, channels]`, the bias `[outputs]`, both in the dtype of the product; so is
+/// the output `[inputs, outputs]`.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn gemv(
     client: &Client,
     device: &Capability,
-    weight: Packed,
+    weight: PackedHandles,
     input: Handle,
     bias: Option<Handle>,
     product: &Product,
 ) -> Result<Handle, Refusal> {
-    let plan = product.gemv(device)?;
-    let launch = match product.dtype {
-        Dtype::F32 => launch::<f32>,
-        Dtype::F16 => launch::<f16>,
-        Dtype::Bf16 => launch::<bf16>,
-    };
-    let method = ProductMethod::new(product, device, &weight, bias.is_some());
-    Ok(launch(client, weight, input, bias, product, method, plan))
+    Ok(product.gemv(device)?.multiply(client, device, weight, input, bias, product))
+}
+
+impl Gemv {
+    /// [`gemv`] by a plan that [`Product::plan`] has made for this product and device.
+    pub fn multiply(
+        self,
+        client: &Client,
+        device: &Capability,
+        weight: PackedHandles,
+        input: Handle,
+        bias: Option<Handle>,
+        product: &Product,
+    ) -> Handle {
+        let launch = match product.dtype {
+            Dtype::F32 => launch::<f32>,
+            Dtype::F16 => launch::<f16>,
+            Dtype::Bf16 => launch::<bf16>,
+        };
+        let recipe = ProductRecipe::new(product, device, &weight, bias.is_some());
+        launch(client, weight, input, bias, product, recipe, self)
+    }
 }
 
 fn launch<F: Float>(
     client: &Client,
-    weight: Packed,
+    weight: PackedHandles,
     input: Handle,
     bias: Option<Handle>,
     product: &Product,
-    method: ProductMethod,
+    recipe: ProductRecipe,
     plan: Gemv,
 ) -> Handle {
-    let Product { inputs, outputs, channels, block_size, .. } = *product;
-    let size = product.dtype.size();
-    let output = client.empty(inputs * outputs * size);
+    let Product { inputs, outputs, block_size, dtype, .. } = *product;
+    let output = client.empty(inputs * outputs * dtype.size());
     if inputs * outputs == 0 {
         return output;
     }
     let chunk = 8 * plan.words as usize;
-    let weight_values = outputs * channels;
-    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not stored.
+    let vector = plan.share.vector as usize;
+    let widths = Widths { codes: chunk, scales: block_size, input: vector, chunk };
+    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // stored.
     unsafe {
         gemv_kernel::launch_unchecked::<F>(
             client,
@@ -61,21 +89,8 @@ fn launch<F: Float>(
             CubeDim::new_1d(UNITS),
             plan.words as usize,
             plan.share.words() as usize,
-            BufferArg::from_raw_parts(weight.codes, weight_values / chunk),
-            BufferArg::from_raw_parts(weight.scales, weight_values / block_size),
-            BufferArg::from_raw_parts(weight.tensor_scale, weight.tensor_scales),
-            BufferArg::from_raw_parts(
-                input.clone(),
-                inputs * channels / plan.share.vector as usize,
-            ),
-            // Where there is none, something that is not read.
-            match bias {
-                Some(bias) => BufferArg::from_raw_parts(bias, outputs),
-                None => BufferArg::from_raw_parts(input, inputs * channels),
-            },
+            operands(weight, input, bias, product, recipe, widths),
             BufferArg::from_raw_parts(output.clone(), inputs * outputs),
-            ProductExtentLaunch::new(inputs as u32, outputs as u32, (channels / chunk) as u32),
-            method,
             plan,
         );
     }
@@ -84,16 +99,13 @@ fn launch<F: Float>(
 
 #[cube(launch_unchecked)]
 fn gemv_kernel<F: Float, W: Size, X: Size>(
-    codes: &[Vector<u32, W>],
-    scales: &[u8],
-    tensor_scale: &[u32],
-    input: &[Vector<u32, X>],
-    bias: &[F],
+    operands: &Operands<F, u8, W, X>,
     output: &mut [F],
-    extent: ProductExtent,
-    #[comptime] method: ProductMethod,
     #[comptime] plan: Gemv,
 ) {
+    let recipe = comptime!(operands.recipe);
+    let grid = comptime!(recipe.grid());
+    let extent = &operands.extent;
     let Gemv { plane, words, rows, inputs, share, .. } = comptime!(plan);
     let planes = comptime!(UNITS / plane);
     let tiles = extent.inputs.div_ceil(inputs);
@@ -102,10 +114,10 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
     let first_row = group * rows;
     let lane = UNIT_POS % plane;
 
-    // Vectors of the input that meet a word of eight codes.
+    // Vectors of the input that are multiplied with a word of eight codes.
     let vectors = comptime!(8 / share.vector);
     let row_vectors = extent.chunks * comptime!(words * vectors);
-    let block_words = comptime!(method.block_size / 8);
+    let block_words = comptime!(recipe.block_size / 8);
     let chunk_blocks = comptime!(if words < block_words { 1 } else { words / block_words });
     let row_blocks = extent.chunks * comptime!(words) / block_words;
 
@@ -121,13 +133,12 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
         #[unroll]
         for row in 0..rows {
             let at = min(first_row + row, extent.outputs - 1);
-            loaded[row as usize] = codes[(at * extent.chunks + chunk) as usize];
+            loaded[row as usize] = operands.codes[(at * extent.chunks + chunk) as usize];
             let block = at * row_blocks + chunk * words / block_words;
             #[unroll]
             for index in 0..chunk_blocks {
-                let code = u32::cast_from(scales[(block + index) as usize]);
-                factors[comptime!((row * chunk_blocks + index) as usize)] =
-                    scale_value(code, method.format);
+                let code = u32::cast_from(operands.scales[(block + index) as usize]);
+                factors[comptime!((row * chunk_blocks + index) as usize)] = scale_value(code, grid);
             }
         }
         #[unroll]
@@ -140,7 +151,7 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
                 #[unroll]
                 for vector in 0..vectors {
                     let place = at * row_vectors + (chunk * words + word) * vectors + vector;
-                    let read = input[place as usize];
+                    let read = operands.input[place as usize];
                     #[unroll]
                     for value in 0..share.vector {
                         let to = comptime!((index * 8 + vector * share.vector + value) as usize);
@@ -161,7 +172,7 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
                     #[unroll]
                     for half in 0..2u32 {
                         let element = f32::cast_from(halves.extract(comptime!(half as usize)));
-                        let weight = scaled(element, factor, comptime!(method.format));
+                        let weight = scaled_element(element, factor, grid);
                         let k = comptime!(pair + 4 * half);
                         #[unroll]
                         for index in 0..inputs {
@@ -189,19 +200,8 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
                 && to < extent.inputs
             {
                 output[(to * extent.outputs + at) as usize] =
-                    finish::<F>(sum, at, tensor_scale, bias, method);
+                    finish::<F, u8, W, X>(operands, sum, at);
             }
         }
-    }
-}
-
-/// `element x block scale`, exactly, given the element times 2^-14.
-#[cube]
-fn scaled(element: f32, scale: f32, #[comptime] format: Fp4Format) -> f32 {
-    if comptime!(format == Fp4Format::NvFp4) {
-        element * (scale * 16384.0f32)
-    } else {
-        // A power of two may be too large for that.
-        (element * 16384.0f32) * scale
     }
 }

@@ -1,4 +1,19 @@
-//! What the steps of some channels ask of others, as a square matrix says: products that are subtracted.
+//! `target -= matrix x steps`: errors, or changes, of some channels are propagated to others.
+//!
+//! ```text
+//! target[c][n] -= sum over k of matrix[k][c] x steps[k][n]
+//!
+//!                steps                     n: rows of the weight, in vectors
+//!        k    +---------+
+//! matrix ..   |         |                  a cube takes 16 x 16 units, a unit some channels c by
+//!   c         +---------+                  some vectors of rows:
+//! +-----+     +---------+
+//! |     |     |  |unit| |                      few channels:  4 x 1 vectors
+//! |     |  c  |  +----+ |  target              many channels: 8 x 2 vectors
+//! +-----+     +---------+
+//! ```
+//!
+//! The sum is in the order of k, each product fused with its addition.
 
 use core::ops::Range;
 
@@ -8,7 +23,7 @@ use cubecl::server::Handle;
 
 use crate::plan::common_power_of_two;
 
-/// Steps of a group of channels, f32 `[group, rows]`.
+/// Errors, or changes of the values, of a group of channels, f32 `[group, rows]`.
 pub(crate) struct Steps<'a> {
     pub(crate) values: &'a Handle,
     /// Channels that there is room for.
@@ -37,8 +52,8 @@ impl Region {
 /// Channels up to which there is little to do, so that it is divided among more units.
 const FEW_CHANNELS: usize = 128;
 
-/// Subtracts what steps ask of the channels of a region: `target` is f32 `[channels, rows]`, `matrix` is f32
-/// `[channels, channels]`.
+/// Subtracts the products of steps with a matrix from the channels of a region: `target` is f32
+/// `[channels, rows]`, `matrix` is f32 `[channels, channels]`.
 pub(crate) fn spread(
     client: &Client,
     target: &Handle,
@@ -60,17 +75,12 @@ pub(crate) fn spread(
     let row_vectors = rows as u32 / vector;
     let row_tiles = row_vectors.div_ceil(SIDE * tile.vectors);
     let channel_tiles = (count as u32).div_ceil(SIDE * tile.channels);
-    let [all, start, count, skipped, skip, first, width, step] = [
-        channels,
-        region.channels.start,
-        count,
-        region.skipped.start,
-        region.skipped.len(),
-        steps.first,
-        steps.from.len(),
-        steps.from.start,
-    ]
-    .map(|length| length as u32);
+    let Region { channels: updated, skipped, fresh } = region;
+    let [start, count, skipped, skip] =
+        [updated.start, count, skipped.start, skipped.len()].map(|length| length as u32);
+    let updated = UpdatedLaunch::new(start, count, skipped, skip);
+    let [all, first, width, step] =
+        [channels, steps.first, steps.from.len(), steps.from.start].map(|length| length as u32);
     // SAFETY: the lengths are those of the matrices; what is beyond them is not stored.
     unsafe {
         spread_kernel::launch_unchecked(
@@ -82,9 +92,9 @@ pub(crate) fn spread(
             BufferArg::from_raw_parts(target.clone(), channels * row_vectors as usize),
             BufferArg::from_raw_parts(matrix.clone(), channels * channels / 4),
             BufferArg::from_raw_parts(steps.values.clone(), steps.group * row_vectors as usize),
-            SpreadLaunch::new(row_vectors, all, start, count, skipped, skip, first, width, step),
+            SpreadLaunch::new(row_vectors, all, updated, first, width, step),
             tile,
-            region.fresh,
+            fresh,
         );
     }
 }
@@ -100,22 +110,28 @@ struct Tile {
     vectors: u32,
 }
 
+/// The channels that are brought up to date.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Updated {
+    /// The first one.
+    start: u32,
+    /// How many there are.
+    count: u32,
+    /// From this one on, this many are left out.
+    skipped: u32,
+    skip: u32,
+}
+
 /// A product of steps with a part of a square matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Spread {
     row_vectors: u32,
     /// Of the square matrix.
     channels: u32,
-    /// The first channel that is brought up to date.
-    start: u32,
-    /// How many are.
-    count: u32,
-    /// From this one on, this many are left out.
-    skipped: u32,
-    skip: u32,
-    /// The first channel that asks something of them.
+    updated: Updated,
+    /// The first channel with a step.
     first: u32,
-    /// How many do.
+    /// How many have one.
     width: u32,
     /// Where their steps begin.
     step: u32,
@@ -136,9 +152,10 @@ fn spread_kernel<V: Size, Q: Size>(
     let cube = CUBE_POS as u32;
     let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;
     let first_vector = cube % row_tiles * comptime!(SIDE * vectors) + UNIT_POS % SIDE;
-    if own < spread.count {
-        let ahead = spread.start + own;
-        let channel = ahead + select(ahead >= spread.skipped, spread.skip, 0u32);
+    if own < spread.updated.count {
+        let ahead = spread.updated.start + own;
+        let skips = ahead >= spread.updated.skipped;
+        let channel = ahead + select(skips, spread.updated.skip, 0u32);
         let mut sums = Array::<Vector<f32, V>>::new(comptime!((channels * vectors) as usize));
         #[unroll]
         for c in 0..channels {

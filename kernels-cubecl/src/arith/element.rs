@@ -2,13 +2,14 @@
 
 use cubecl::prelude::*;
 
-use crate::Dtype;
+use crate::plan::Dtype;
 
-/// What adding to a magnitude below 2^(e + 1) leaves of it: a multiple of 2^(e - 1) in the low bits.
+/// What adding to a magnitude below 2^(e + 1) leaves of it: a multiple of 2^(e - 1) in the low
+/// bits.
 const SHIFT: f32 = 4_194_304.0;
 
-/// Codes of one exponent are evenly spaced, 2^(e - 1) apart for the binade [2^e, 2^(e + 1)); below 1
-/// as in [1, 2). Adding 2^(22 + e) rounds a magnitude to this grid, ties to even.
+/// Codes of one exponent are evenly spaced, 2^(e - 1) apart for the binade [2^e, 2^(e + 1)); below
+/// 1 as in [1, 2). Adding 2^(22 + e) rounds a magnitude to this grid, ties to even.
 #[derive(CubeType)]
 struct OnGrid {
     /// 2^e.
@@ -26,8 +27,8 @@ fn round_to_grid(value: f32) -> OnGrid {
     OnGrid { binade, shifted: fma(binade, SHIFT, magnitude) }
 }
 
-/// The E2M1 code nearest to an f32, ties to even, 6 at most, in the highest four bits of the result;
-/// the other bits mean nothing. The sign bit is kept. A NaN gives any code.
+/// The E2M1 code nearest to an f32, ties to even, 6 at most, in the highest four bits of the
+/// result; the other bits mean nothing. The sign bit is kept. A NaN gives any code.
 #[cube]
 pub(crate) fn round_to_e2m1(value: f32) -> u32 {
     let grid = round_to_grid(value);
@@ -52,8 +53,9 @@ pub(crate) fn element_value(word: u32) -> f32 {
     f32::reinterpret(bits) * f32::reinterpret(0x7E80_0000u32)
 }
 
-/// The elements of the codes in bits 12..16 and 28..32 of a word, for f16 times 2^-14 and for bf16 times 2^-126:
-/// exponent and mantissa of a code are the lowest exponent bits and the highest mantissa bit, subnormals included.
+/// The elements of the codes in bits 12..16 and 28..32 of a word, for f16 times 2^-14 and for bf16
+/// times 2^-126: exponent and mantissa of a code are the lowest exponent bits and the highest
+/// mantissa bit, subnormals included.
 #[cube]
 pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
     let bits = if comptime!(dtype == Dtype::Bf16) {

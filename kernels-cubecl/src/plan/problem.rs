@@ -1,3 +1,5 @@
+//! What is asked for: an operation, and the shape, axis, dtype and scheme of its problem.
+
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
 
@@ -48,4 +50,27 @@ impl Problem {
     pub const fn scale_bytes(&self) -> usize {
         self.view.len() / self.scheme.block_size
     }
+}
+
+/// What is to be launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// Largest magnitude of the tensor.
+    Amax,
+    /// Largest magnitude of each packed row.
+    RowAmax,
+    /// Codes and scales.
+    Quantize,
+    /// Codes and scales by the activations that each block is multiplied with.
+    QuantizeByHessian,
+    /// Codes and scales that compensate each other's rounding errors: GPTQ.
+    Gptq,
+    /// The values of codes and scales, from the dense tensor.
+    FakeQuantize,
+    /// The transform of every 16 neighbours.
+    Hadamard,
+    /// Values of codes and scales.
+    Dequantize,
+    /// Sums of squares.
+    SquaredError,
 }

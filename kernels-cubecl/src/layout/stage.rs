@@ -1,14 +1,30 @@
 //! Exchange between the units of a cube, through its shared memory.
 //!
-//! Along a strided axis what is contiguous in the dense tensor, neighbouring packed rows, lies far apart
-//! in the packed one. So a cube takes a rectangle of shares, [`Share::lanes`] times its rows by
-//! [`Share::spread`] blocks: units next to each other load or store neighbouring rows of the dense
-//! tensor, and after an exchange neighbouring blocks of the packed one.
+//! Along a strided axis, what is contiguous in the dense tensor are neighbouring packed rows, which
+//! lie far apart in the packed tensor. So a cube takes a rectangle of shares, [`Share::lanes`]
+//! times its rows by [`Share::spread`] blocks, and counts its units both ways:
+//!
+//! ```text
+//!  dense: along rows first            packed: along blocks first
+//!              block 0   1   2  ..               block 0   1   2  ..
+//!  row 0      | unit 0 | 4 | 8 |      row 0     | unit 0 | 1 | 2 |
+//!  row 1      | unit 1 | 5 | 9 |      row 1     | unit 3 | 4 | 5 |
+//!  row 2      | unit 2 | 6 | .. |     row 2     | unit 6 | 7 | 8 |
+//!  row 3      | unit 3 | 7 |          row 3     | unit 9 | ..
+//!  neighbours load or store           neighbours load or store
+//!  neighbouring dense values          neighbouring codes
+//!
+//!  quantize:    load dense, choose codes -> exchange (ToStore) -> store packed
+//!  dequantize:  load packed -> exchange (Loaded) -> decode, store dense
+//! ```
+//!
+//! Each unit writes what it holds to its place in one order, and reads what it needs at its place
+//! in the other.
 
 use cubecl::prelude::*;
 
+use super::place::{Extent, Place};
 use crate::plan::Share;
-use crate::share::{Extent, Place};
 
 /// A block of the packed matrix.
 #[derive(CubeType, Clone, Copy)]
@@ -21,8 +37,8 @@ pub(crate) struct PackedPlace {
     pub(crate) index: u32,
 }
 
-/// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged the
-/// one that is its own when units are counted along blocks first.
+/// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged
+/// the one that is its own when units are counted along blocks first.
 #[cube]
 pub(crate) fn packed_place(
     place: &Place,

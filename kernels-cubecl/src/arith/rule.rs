@@ -1,0 +1,229 @@
+//! Scale rules: amax -> block scale, and what elements are multiplied with or divided by.
+
+use burn_fp4_search::formats::Minifloat;
+use burn_fp4_search::{ScaleRule, TensorFactor as HostTensorFactor, TensorScaling};
+use cubecl::prelude::*;
+
+use super::scale_grid::{
+    LARGEST_EXPONENT, float_value, power_code, power_reciprocal, round_to_float,
+};
+use crate::plan::{Problem, Recipe};
+
+/// One sixth in f32, as bits.
+const SIXTH: u32 = 0x3E2A_AAAB;
+
+/// What the torch recipe and qwantize do not let a divisor fall below.
+const SMALLEST: f32 = 1e-12;
+
+/// The block scale of the format of a rule.
+pub(crate) const fn row_of(rule: ScaleRule) -> Minifloat {
+    rule.row().format.row().block_scale
+}
+
+/// A block scale: its code, and what the elements of the block are multiplied with or divided by.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct BlockScale {
+    pub(crate) code: u32,
+    pub(crate) factor: f32,
+}
+
+/// The scales of one block of each row of a share.
+#[derive(CubeType)]
+pub(crate) struct BlockScales {
+    pub(crate) codes: Array<u32>,
+    pub(crate) factors: Array<f32>,
+}
+
+/// `min(value, FLT_MAX)` that keeps NaN.
+#[cube]
+pub(crate) fn saturate(value: f32) -> f32 {
+    let largest = f32::reinterpret(0x7F7F_FFFFu32);
+    select(value > largest, largest, value)
+}
+
+/// The tensor scale, see [`TensorFactor`](burn_fp4_search::TensorFactor).
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct TensorFactor {
+    pub(crate) amax: f32,
+    pub(crate) encode: f32,
+    pub(crate) decode: f32,
+}
+
+/// Where the tensor scale comes from, and what stays the same for every block.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Factors {
+    /// Largest element times largest block scale.
+    pub(crate) range: f32,
+    /// The tensor scale if it is given.
+    pub(crate) amax: f32,
+    pub(crate) encode: f32,
+    pub(crate) decode: f32,
+    /// 1, which the compiler does not know: multiplied by it, a product is rounded before it is
+    /// added.
+    pub(crate) one: f32,
+}
+
+pub(crate) fn factors(problem: &Problem) -> FactorsLaunch {
+    let scheme = &problem.scheme;
+    // A given multiplier is its own factor; the amax in device memory is then not looked at.
+    let given = match scheme.tensor_scale {
+        TensorScaling::Multiplier(_) => HostTensorFactor::new(scheme, f32::NAN),
+        _ => HostTensorFactor::ONE,
+    };
+    let range = scheme.largest_code_product();
+    FactorsLaunch::new(range, given.amax, given.encode, given.decode, 1.0)
+}
+
+/// The tensor scale of a packed row.
+#[cube]
+pub(crate) fn tensor_factor(
+    amax: &[f32],
+    row: u32,
+    factors: &Factors,
+    #[comptime] recipe: Recipe,
+) -> TensorFactor {
+    let rule = comptime!(recipe.rule);
+    if comptime!(recipe.given) {
+        TensorFactor { amax: factors.amax, encode: factors.encode, decode: factors.decode }
+    } else if comptime!(!rule.row().tensor_scale) {
+        let one = 1.0f32.runtime();
+        TensorFactor { amax: one, encode: one, decode: one }
+    } else {
+        let at = if comptime!(recipe.by_row) { row } else { 0u32.runtime() };
+        let amax = amax[at as usize];
+        let range = factors.range;
+        let encode =
+            if comptime!(rule == ScaleRule::Gist) { range * (1.0f32 / amax) } else { range / amax };
+        let encode = select(encode == 0.0f32, 1.0f32, saturate(encode));
+        TensorFactor { amax, encode, decode: 1.0f32 / encode }
+    }
+}
+
+/// TransformerEngine's scale, given what is rounded to the grid.
+#[cube]
+pub(crate) fn te_scale(
+    exact: f32,
+    tensor: &TensorFactor,
+    #[comptime] row: Minifloat,
+) -> BlockScale {
+    let code = round_to_float(exact, row);
+    BlockScale { code, factor: saturate(1.0f32 / (float_value(code, row) * tensor.decode)) }
+}
+
+/// What elements are multiplied with, or divided by, given a scale that is not NaN and its value.
+#[cube]
+pub(crate) fn factor_of(
+    code: u32,
+    value: f32,
+    tensor: &TensorFactor,
+    #[comptime] rule: ScaleRule,
+) -> f32 {
+    match comptime!(rule) {
+        ScaleRule::Te | ScaleRule::TeDivision => saturate(1.0f32 / (value * tensor.decode)),
+        ScaleRule::Gist => tensor.encode / select(value < SMALLEST, SMALLEST, value),
+        ScaleRule::NoTensorScale => value,
+        ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
+            power_of_two_factor(code, rule)
+        }
+    }
+}
+
+/// The reciprocal of a power of two; see `ScaleRule::multiplier` for code 0.
+#[cube]
+fn power_of_two_factor(code: u32, #[comptime] rule: ScaleRule) -> f32 {
+    let factor = power_reciprocal(select(code == 0u32, 1u32, code), comptime!(row_of(rule)));
+    if comptime!(rule == ScaleRule::RoundUp) {
+        select(code == 0u32, 1.0f32, factor)
+    } else {
+        factor
+    }
+}
+
+/// The scale of a block with this amax.
+#[cube]
+pub(crate) fn block_scale(
+    amax: f32,
+    tensor: &TensorFactor,
+    #[comptime] rule: ScaleRule,
+) -> BlockScale {
+    let encode = tensor.encode;
+    let row = comptime!(row_of(rule));
+    match comptime!(rule) {
+        ScaleRule::Te => te_scale(amax * (encode * f32::reinterpret(SIXTH)), tensor, row),
+        ScaleRule::TeDivision => te_scale((amax / 6.0f32) * encode, tensor, row),
+        ScaleRule::Gist => {
+            let code = round_to_float((amax / 6.0f32) * encode, row);
+            BlockScale { code, factor: factor_of(code, float_value(code, row), tensor, rule) }
+        }
+        ScaleRule::NoTensorScale => {
+            let exact = amax / 6.0f32;
+            let code = round_to_float(select(exact < SMALLEST, SMALLEST, exact), row);
+            BlockScale { code, factor: float_value(code, row) }
+        }
+        ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
+            let code = power_code(power_of_two_field(amax, rule), amax, row);
+            BlockScale { code, factor: power_of_two_factor(code, rule) }
+        }
+    }
+}
+
+/// The exponent field of a scale that is a power of two, from the bits of amax.
+#[cube]
+fn power_of_two_field(amax: f32, #[comptime] rule: ScaleRule) -> u32 {
+    let bits = u32::reinterpret(amax);
+    if comptime!(rule == ScaleRule::RoundUp) {
+        let sixth = u32::reinterpret(amax * f32::reinterpret(SIXTH));
+        let exponent = sixth >> 23u32;
+        let mantissa = sixth & 0x7F_FFFFu32;
+        let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
+        exponent + u32::cast_from(mantissa > above)
+    } else {
+        let exponent = if comptime!(rule == ScaleRule::Even) {
+            (bits + 0x20_0000u32) >> 23u32
+        } else if comptime!(rule == ScaleRule::Ceil) {
+            (bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32)
+        } else {
+            bits >> 23u32
+        };
+        select(exponent < LARGEST_EXPONENT, 0u32, exponent - LARGEST_EXPONENT)
+    }
+}
+
+/// All bits, or none where every code of a block is 0: its factor is no number, or so small that it
+/// leaves only zeros and, of infinities, no numbers.
+#[cube]
+pub(crate) fn code_mask(factor: f32, #[comptime] rule: ScaleRule) -> u32 {
+    let numbers = if comptime!(rule == ScaleRule::NoTensorScale) {
+        factor >= 0.0f32
+    } else {
+        factor > 0.0f32
+    };
+    select(numbers, 0xFFFF_FFFFu32, 0u32)
+}
+
+/// What an element is rounded from: -0.0 only if the rule keeps it.
+#[cube]
+pub(crate) fn normalize(
+    element: f32,
+    factor: f32,
+    factors: &Factors,
+    #[comptime] rule: ScaleRule,
+) -> f32 {
+    let normalized = if comptime!(rule == ScaleRule::NoTensorScale) {
+        element / factor
+    } else {
+        element * factor
+    };
+    let normalized = if comptime!(matches!(rule, ScaleRule::Gist | ScaleRule::NoTensorScale)) {
+        // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
+        select(normalized.is_nan(), 0.0f32, normalized)
+    } else {
+        normalized
+    };
+    if comptime!(rule.row().keeps_negative_zero) {
+        normalized
+    } else {
+        // Adds a zero, which turns -0.0 into 0.0 and nothing else.
+        fma(normalized, factors.one, 0.0f32)
+    }
+}

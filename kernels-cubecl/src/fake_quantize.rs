@@ -1,0 +1,156 @@
+//! The values of codes and scales, from the dense tensor in one pass.
+
+use burn_fp4_search::host::Restore;
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use crate::arith::element::{element_value, nearest_element};
+use crate::arith::rule::{Factors, code_mask, normalize, tensor_factor};
+use crate::arith::scale_grid::scale_value;
+use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
+use crate::layout::place::{item, place};
+use crate::layout::share::{load_blocks, store_blocks};
+use crate::plan::{
+    Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, Tile, UNITS, plan,
+};
+use crate::search::choose::choose_scales;
+use crate::search::task::{Task, task};
+
+/// What [`dequantize`](crate::dequantize()) makes of [`quantize`](crate::quantize()), in one pass.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn fake_quantize(
+    client: &Client,
+    device: &Capability,
+    values: Handle,
+    amax: Handle,
+    problem: &Problem,
+    restore: Restore,
+) -> Result<Handle, Refusal> {
+    let launch = plan(Operation::FakeQuantize, problem, device)?;
+    let launch_kernel = match (problem.dtype, launch.share.wide()) {
+        (Dtype::F16, true) => launch_fake_quantize::<u32, f16>,
+        (Dtype::F16, false) => launch_fake_quantize::<u16, f16>,
+        (Dtype::Bf16, true) => launch_fake_quantize::<u32, bf16>,
+        (Dtype::Bf16, false) => launch_fake_quantize::<u16, bf16>,
+        (Dtype::F32, _) => launch_fake_quantize::<u32, f32>,
+    };
+    Ok(launch_kernel(client, values, amax, problem, restore, launch))
+}
+
+fn launch_fake_quantize<E: Int, F: Float>(
+    client: &Client,
+    values: Handle,
+    amax: Handle,
+    problem: &Problem,
+    restore: Restore,
+    launch: Launch,
+) -> Handle {
+    let mut problem = *problem;
+    if launch.share.tile == Tile::Halves {
+        // Each is a block of its own, but for what they exchange.
+        problem.scheme = problem.scheme.with_block_size(problem.scheme.block_size / 2);
+    }
+    let Problem { view, scheme, dtype } = &problem;
+    let output = client.empty(view.len() * dtype.size());
+    if launch.items == 0 {
+        return output;
+    }
+    let vectors = view.len() / launch.share.vector as usize;
+    let recipe = Recipe::of(scheme, false);
+    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
+    unsafe {
+        fake_quantize_kernel::launch_unchecked::<E, F>(
+            client,
+            launch.count(),
+            CubeDim::new_1d(UNITS),
+            launch.share.words() as usize,
+            launch.share.vector as usize,
+            task(values, amax, None, recipe, &problem, &launch),
+            BufferArg::from_raw_parts(output.clone(), vectors),
+            draw(scheme),
+            restore,
+        );
+    }
+    output
+}
+
+#[cube(launch_unchecked)]
+fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
+    task: &Task<E, M>,
+    output: &mut [Vector<F, N>],
+    draw: Draw,
+    #[comptime] restore: Restore,
+) {
+    let (recipe, share) = comptime!((task.recipe, task.share));
+    let block_size = comptime!(recipe.block_size);
+    let item = item(&task.extent);
+    let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
+    let mut elements = load_blocks::<E, M>(task.values, &place, &task.extent, block_size, share);
+    let chosen = choose_scales::<E, M>(task, &elements, &place);
+    #[unroll]
+    for row in 0..share.rows {
+        let value = scale_value(chosen.codes[row as usize], comptime!(recipe.grid()));
+        let decode = if comptime!(restore == Restore::Values) {
+            tensor_factor(task.amax, place.row + row, &task.factors, recipe).decode
+        } else {
+            1.0f32.runtime()
+        };
+        let scale = Scale { factor: chosen.factors[row as usize], value, decode };
+        let group = (place.index + row * task.extent.blocks) * comptime!(block_size / 8);
+        restore_row(&mut elements, row, &scale, group, &task.factors, &draw, recipe);
+    }
+    if item < task.extent.items {
+        store_blocks::<F, N>(&elements, output, &place, &task.extent, block_size, share);
+    }
+}
+
+/// What the elements of a block are multiplied with, and the values of their codes after.
+#[derive(CubeType, Clone, Copy)]
+struct Scale {
+    factor: f32,
+    value: f32,
+    decode: f32,
+}
+
+/// Replaces the elements of the block of a row by the values of their codes. `group` is the number
+/// of its first eight elements, for what is drawn.
+#[cube]
+fn restore_row(
+    elements: &mut Array<f32>,
+    #[comptime] row: u32,
+    scale: &Scale,
+    group: u32,
+    factors: &Factors,
+    draw: &Draw,
+    #[comptime] recipe: Recipe,
+) {
+    let rule = comptime!(recipe.rule);
+    let mask = code_mask(scale.factor, rule);
+    #[unroll]
+    for word in 0..comptime!(recipe.block_size / 8) {
+        let start = comptime!(row * recipe.block_size + word * 8);
+        if comptime!(recipe.stochastic) {
+            let random = random_words(group + word, draw);
+            #[unroll]
+            for element in 0..8u32 {
+                let at = comptime!((start + element) as usize);
+                let normalized = normalize(elements[at], scale.factor, factors, rule);
+                let code = round_stochastically(normalized, random_bits(&random, element));
+                let drawn = element_value(code & mask);
+                elements[at] = (drawn * scale.value) * scale.decode;
+            }
+        } else {
+            #[unroll]
+            for element in 0..8u32 {
+                let at = comptime!((start + element) as usize);
+                let nearest = nearest_element(normalize(elements[at], scale.factor, factors, rule));
+                let nearest = f32::reinterpret(u32::reinterpret(nearest) & mask);
+                elements[at] = (nearest * scale.value) * scale.decode;
+            }
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! The steps of GPTQ, one after the other; see the head of this folder.
+
+use core::ops::Range;
+
+use burn_fp4_search::host::View;
+use burn_fp4_search::{Gptq, ScaleSearch};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::curvature::Curvature;
+use super::spread::{Region, Steps, spread};
+use super::steps::{
+    CodesLaunch, SiteLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel, move_kernel,
+    pack_kernel, round_kernel,
+};
+use crate::arith::rule::factors;
+use crate::packed::PackedHandles;
+use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
+use crate::quantize::quantize_weighted;
+use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
+
+/// Codes and scales of a tensor by [`Gptq`], given the amax of [`amax`](crate::amax()) and a scheme
+/// of [`Damped::scheme`](burn_fp4_search::Damped::scheme).
+///
+/// `values` are f32, `[channels, rows]`, the channels in the order of the curvature, whatever the
+/// problem says of axis and dtype; codes and scales are in the order of the problem.
+///
+/// # Errors
+/// [`Refusal`]; what was launched until then has no effect.
+pub fn quantize_gptq(
+    client: &Client,
+    device: &Capability,
+    values: Handle,
+    amax: Handle,
+    curvature: &Curvature,
+    options: &Gptq,
+    problem: &Problem,
+) -> Result<PackedHandles, Refusal> {
+    let launch = plan(Operation::Gptq, problem, device)?;
+    let packed = PackedHandles::empty(client, problem);
+    let (rows, channels) = (problem.view.packed_rows(), problem.view.axis);
+    if rows * channels == 0 {
+        return Ok(packed);
+    }
+    let f32s = |count: usize| client.empty(4 * count);
+    let size = problem.scheme.block_size;
+    let view = View::along(&[size, rows], 0);
+    let weight = Weight {
+        client,
+        device,
+        curvature,
+        amax,
+        original: values,
+        elements: f32s(channels * rows),
+        scales: client.empty(problem.scale_bytes()),
+        steps: f32s(GROUP.min(channels) * rows),
+        of_block: Problem { view, dtype: Dtype::F32, scheme: problem.scheme },
+        rows,
+        channels,
+        launch,
+    };
+    weight.round()?;
+    if options.sweeps + options.refits > 0 {
+        weight.improve(options)?;
+    }
+    weight.pack(&packed, problem);
+    Ok(packed)
+}
+
+/// Channels that are brought up to date together, so that the rest is by large products.
+const GROUP: usize = 128;
+
+/// A weight while it is quantized.
+struct Weight<'a> {
+    client: &'a Client,
+    device: &'a Capability,
+    curvature: &'a Curvature,
+    amax: Handle,
+    /// f32 `[channels, rows]`.
+    original: Handle,
+    /// E2M1 values of the codes, f32 `[channels, rows]`.
+    elements: Handle,
+    /// `[blocks, rows]`.
+    scales: Handle,
+    /// Errors, or changes, of the channels of a group, f32 `[GROUP, rows]`.
+    steps: Handle,
+    /// The problem of one block of all rows.
+    of_block: Problem,
+    rows: usize,
+    channels: usize,
+    /// Of kernels with a unit for every row.
+    launch: Launch,
+}
+
+/// Launches a kernel with a unit for every row of a weight.
+macro_rules! for_rows {
+    ($weight:expr, $kernel:ident, $($arg:expr),* $(,)?) => {{
+        let launch = &$weight.launch;
+        // SAFETY: see the lengths of the arguments; units beyond the last row do nothing.
+        unsafe {
+            $kernel::launch_unchecked(
+                $weight.client,
+                launch.count(),
+                CubeDim::new_1d(launch.units),
+                $($arg),*
+            )
+        }
+    }};
+}
+
+/// Launches a kernel with a unit for every one of some items.
+macro_rules! for_items {
+    ($weight:expr, $items:expr, $kernel:ident, $($arg:expr),* $(,)?) => {{
+        let cubes = ($items as u32).div_ceil(UNITS);
+        // SAFETY: see the lengths of the arguments; units beyond the last item do nothing.
+        unsafe {
+            $kernel::launch_unchecked(
+                $weight.client,
+                CubeCount::Static(cubes, 1, 1),
+                CubeDim::new_1d(UNITS),
+                $($arg),*
+            )
+        }
+    }};
+}
+
+/// Arguments of kernels.
+impl Weight<'_> {
+    /// Memory from a row of an f32 matrix `[.., width]` on.
+    fn from(matrix: &Handle, row: usize, width: usize) -> Handle {
+        matrix.clone().offset_start((4 * row * width) as u64)
+    }
+
+    /// Memory of as many values.
+    fn values(handle: &Handle, length: usize) -> BufferArg {
+        // SAFETY: every length below is what the memory was made with, or is said to have.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), length) }
+    }
+
+    /// A value for every channel and row.
+    fn matrix(&self, handle: &Handle) -> BufferArg {
+        Self::values(handle, self.channels * self.rows)
+    }
+
+    /// A value for every two channels: the factor, or the Hessian.
+    fn square(&self, handle: &Handle) -> BufferArg {
+        Self::values(handle, self.channels * self.channels)
+    }
+
+    fn codes(&self) -> CodesLaunch {
+        let blocks = self.channels / self.of_block.scheme.block_size;
+        CodesLaunch::new(
+            self.matrix(&self.elements),
+            Self::values(&self.scales, blocks * self.rows),
+            Self::values(&self.steps, GROUP.min(self.channels) * self.rows),
+        )
+    }
+
+    /// Some channels of a group.
+    fn site(&self, channels: Range<usize>, group: usize) -> SiteLaunch {
+        let [rows, all, first, end, group] =
+            [self.rows, self.channels, channels.start, channels.end, group].map(|n| n as u32);
+        let scheme = &self.of_block.scheme;
+        let amax = Self::values(&self.amax, scheme.tensor_scales(self.rows));
+        let recipe = Recipe::of(scheme, false);
+        SiteLaunch::new(amax, rows, all, first, end, group, factors(&self.of_block), recipe)
+    }
+
+    /// The channels of every group.
+    fn groups(&self) -> impl Iterator<Item = Range<usize>> {
+        let channels = self.channels;
+        (0..channels).step_by(GROUP).map(move |group| group..channels.min(group + GROUP))
+    }
+
+    /// The channels of every block of a group.
+    fn blocks(&self, group: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let size = self.of_block.scheme.block_size;
+        group.clone().step_by(size).map(move |block| block..block + size)
+    }
+}
+
+/// Steps of the algorithm.
+impl Weight<'_> {
+    /// Steps 1 to 3: rounds block after block, each error spread over the channels that follow.
+    fn round(&self) -> Result<(), Refusal> {
+        let factor = &self.curvature.factor;
+        let weights = self.client.empty(4 * self.channels * self.rows);
+        let items = self.channels * self.rows;
+        let (from, to) = (self.matrix(&self.original), self.matrix(&weights));
+        for_items!(self, items, copy_kernel, from, to, items as u32);
+        for group in self.groups() {
+            for block in self.blocks(&group) {
+                let sse = self.of_block.scheme.with_search(ScaleSearch::Sse);
+                let chosen = quantize_weighted(
+                    self.client,
+                    self.device,
+                    Self::from(&weights, block.start, self.rows),
+                    self.amax.clone(),
+                    Some(Self::from(&self.curvature.costs, block.start, 1)),
+                    &Problem { scheme: sse, ..self.of_block },
+                )?;
+                for_rows!(
+                    self,
+                    round_kernel,
+                    self.matrix(&weights),
+                    Self::values(&chosen.scales, self.rows),
+                    self.square(factor),
+                    self.codes(),
+                    self.site(block.clone(), group.start),
+                );
+                let others = Region::of(block.end..group.end);
+                self.spread(&weights, factor, block, group.start, others);
+            }
+            let others = Region::of(group.end..self.channels);
+            self.spread(&weights, factor, group.clone(), group.start, others);
+        }
+        Ok(())
+    }
+
+    /// Steps 4 to 6: sweeps over all blocks, with `R = (w - q) H` kept up to date.
+    fn improve(&self, options: &Gptq) -> Result<(), Refusal> {
+        let hessian = &self.curvature.hessian;
+        let residuals = self.client.empty(4 * self.channels * self.rows);
+        for group in self.groups() {
+            let items = group.len() * self.rows;
+            let (original, site) =
+                (self.matrix(&self.original), self.site(group.clone(), group.start));
+            for_items!(self, items, change_kernel, original, self.codes(), site);
+            let region = Region { fresh: group.start == 0, ..Region::of(0..self.channels) };
+            self.spread(&residuals, hessian, group.clone(), group.start, region);
+        }
+        for sweep in 0..options.sweeps.max(options.refits) {
+            if sweep < options.sweeps {
+                self.sweep(&residuals, |block, group| {
+                    self.move_codes(&residuals, block, group);
+                    Ok(())
+                })?;
+            }
+            if sweep < options.refits {
+                self.sweep(&residuals, |block, group| self.choose_anew(&residuals, block, group))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `improve` change one block after the other and brings the residuals up to date.
+    fn sweep(
+        &self,
+        residuals: &Handle,
+        improve: impl Fn(Range<usize>, usize) -> Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        let hessian = &self.curvature.hessian;
+        for group in self.groups() {
+            for block in self.blocks(&group) {
+                improve(block.clone(), group.start)?;
+                // Within the group at once, beyond it together.
+                self.spread(residuals, hessian, block, group.start, Region::of(group.clone()));
+            }
+            let others = Region { skipped: group.clone(), ..Region::of(0..self.channels) };
+            self.spread(residuals, hessian, group.clone(), group.start, others);
+        }
+        Ok(())
+    }
+
+    /// Step 5: moves every code of a block to the one that is best while all others stay.
+    fn move_codes(&self, residuals: &Handle, block: Range<usize>, group: usize) {
+        for_rows!(
+            self,
+            move_kernel,
+            self.matrix(residuals),
+            self.square(&self.curvature.hessian),
+            self.codes(),
+            self.site(block, group),
+        );
+    }
+
+    /// Step 6: searches scale and codes of a block anew for what all other blocks leave to it.
+    fn choose_anew(
+        &self,
+        residuals: &Handle,
+        block: Range<usize>,
+        group: usize,
+    ) -> Result<(), Refusal> {
+        let size = self.of_block.scheme.block_size;
+        let targets = self.client.empty(4 * size * self.rows);
+        for_rows!(
+            self,
+            aim_kernel,
+            self.matrix(residuals),
+            Self::values(&self.curvature.inverses, self.channels * size),
+            Self::values(&targets, size * self.rows),
+            self.codes(),
+            self.site(block.clone(), group),
+        );
+        let Hessians { values, bounds } = &self.curvature.blocks;
+        let hessians = Hessians {
+            values: Self::from(values, block.start, size),
+            bounds: Self::from(bounds, block.start, 1),
+        };
+        let chosen = quantize_by_hessian(
+            self.client,
+            self.device,
+            targets.clone(),
+            self.amax.clone(),
+            hessians,
+            &self.of_block,
+        )?;
+        for_rows!(
+            self,
+            accept_kernel,
+            Self::values(&targets, size * self.rows),
+            Self::values(&chosen.codes, self.of_block.code_bytes() / 4),
+            Self::values(&chosen.scales, self.rows),
+            self.square(&self.curvature.hessian),
+            self.codes(),
+            self.site(block, group),
+        );
+        Ok(())
+    }
+
+    /// Subtracts the products of the steps of some channels of a group with a matrix from others.
+    fn spread(
+        &self,
+        target: &Handle,
+        matrix: &Handle,
+        from: Range<usize>,
+        group: usize,
+        region: Region,
+    ) {
+        let steps = Steps {
+            values: &self.steps,
+            group: GROUP.min(self.channels),
+            from: from.start - group..from.end - group,
+            first: from.start,
+        };
+        spread(self.client, target, matrix, steps, [self.rows, self.channels], region);
+    }
+
+    /// Step 7: codes and scales, their blocks back where they came from.
+    fn pack(&self, packed: &PackedHandles, problem: &Problem) {
+        let blocks = problem.blocks();
+        let words = problem.scheme.block_size / 8;
+        for_items!(
+            self,
+            blocks * self.rows,
+            pack_kernel,
+            words,
+            Self::values(&self.curvature.order, blocks),
+            packed.write(problem, words),
+            self.codes(),
+            self.site(0..self.channels, 0),
+        );
+    }
+}

@@ -1,0 +1,88 @@
+//! A packed tensor in device memory: as the operations take and give it, and as kernels do.
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::plan::{Problem, Recipe};
+
+/// The memory of a packed tensor on a device: what launches take, without a shape of its own.
+#[derive(Debug, Clone)]
+pub struct PackedHandles {
+    /// `[packed_rows, axis / 2]` bytes.
+    pub codes: Handle,
+    /// `[packed_rows, axis / block_size]` bytes.
+    pub scales: Handle,
+    /// Bits of the f32 tensor scale, 1 or `packed_rows`.
+    pub tensor_scale: Handle,
+    /// Which of the two.
+    pub tensor_scales: usize,
+}
+
+impl PackedHandles {
+    /// Memory for what becomes of a problem.
+    pub(crate) fn empty(client: &Client, problem: &Problem) -> Self {
+        let tensor_scales = problem.scheme.tensor_scales(problem.view.packed_rows());
+        Self {
+            codes: client.empty(problem.code_bytes()),
+            scales: client.empty(problem.scale_bytes()),
+            tensor_scale: client.empty(4 * tensor_scales),
+            tensor_scales,
+        }
+    }
+
+    /// What a kernel reads that takes `words` words of eight codes at a time.
+    pub(crate) fn read<W: Size>(self, problem: &Problem, words: usize) -> PackedInLaunch<W> {
+        // SAFETY: the lengths are those of the problem.
+        unsafe {
+            PackedInLaunch::new(
+                BufferArg::from_raw_parts(self.codes, problem.code_bytes() / 4 / words),
+                BufferArg::from_raw_parts(self.scales, problem.scale_bytes()),
+                BufferArg::from_raw_parts(self.tensor_scale, self.tensor_scales),
+            )
+        }
+    }
+
+    /// What a kernel writes that stores `words` words of eight codes at a time.
+    pub(crate) fn write<W: Size>(&self, problem: &Problem, words: usize) -> PackedOutLaunch<W> {
+        let Self { codes, scales, tensor_scale, tensor_scales } = self.clone();
+        // SAFETY: the lengths are those that [`empty`](Self::empty) made it with.
+        unsafe {
+            PackedOutLaunch::new(
+                BufferArg::from_raw_parts(codes, problem.code_bytes() / 4 / words),
+                BufferArg::from_raw_parts(scales, problem.scale_bytes()),
+                BufferArg::from_raw_parts(tensor_scale, tensor_scales),
+            )
+        }
+    }
+}
+
+/// A packed tensor that a kernel reads.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct PackedIn<W: Size> {
+    pub(crate) codes: &'static [Vector<u32, W>],
+    pub(crate) scales: &'static [u8],
+    /// Bits of the tensor scales.
+    pub(crate) tensor_scale: &'static [u32],
+}
+
+/// A packed tensor that a kernel writes.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct PackedOut<W: Size> {
+    pub(crate) codes: &'static mut [Vector<u32, W>],
+    pub(crate) scales: &'static mut [u8],
+    /// Bits of the tensor scales.
+    pub(crate) tensor_scale: &'static mut [u32],
+}
+
+/// Stores the tensor scale of a row: of the first one where there is one for all.
+#[cube]
+pub(crate) fn store_tensor_scale<W: Size>(
+    packed: &mut PackedOut<W>,
+    row: u32,
+    decode: f32,
+    #[comptime] recipe: Recipe,
+) {
+    let at = if comptime!(recipe.by_row) { row } else { 0u32.runtime() };
+    packed.tensor_scale[at as usize] = u32::reinterpret(decode);
+}

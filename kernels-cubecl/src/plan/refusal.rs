@@ -1,0 +1,39 @@
+//! Why an operation is not launched.
+
+use burn_fp4_search::{ScaleSearch, SearchError};
+
+use super::problem::Operation;
+
+/// Why an operation is not launched.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The scheme is inconsistent, or its blocks do not divide the axis.
+    #[error(transparent)]
+    Scheme(#[from] SearchError),
+    /// The operation does not search that way.
+    #[error("there is no kernel for ScaleSearch::{found:?} in {operation:?}")]
+    Search {
+        /// The operation.
+        operation: Operation,
+        /// The search asked for.
+        found: ScaleSearch,
+    },
+    /// The product does not fit matrix instructions.
+    #[error("no matrix instructions: {reason}")]
+    Instructions {
+        /// Why.
+        reason: &'static str,
+    },
+    /// The device does not compute in f64.
+    #[error("the device has no f64")]
+    NoDoubles,
+    /// More values than [`View::MAX_LEN`].
+    #[error("a tensor of {found} values: at most {expected} are quantized as one")]
+    TooLarge {
+        /// Values of the tensor.
+        found: usize,
+        /// Largest number supported.
+        expected: usize,
+    },
+}

@@ -1,0 +1,152 @@
+//! Scales and codes by `r^T H r`.
+//!
+//! A cube takes one block of as many rows as it has units: they share its H, which lies in shared
+//! memory where the device gains by that.
+//!
+//! ```text
+//!           block 0   block 1   ...
+//! rows    +---------+---------+
+//!   0     | cube 0  | cube 1  |     a unit of a cube takes a row of its block;
+//!   ..    | H of 0  | H of 1  |     all read the same H
+//! units-1 +---------+---------+
+//!         | cube n  | ...
+//! ```
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::arith::rule::tensor_factor;
+use crate::layout::place::place_of;
+use crate::layout::share::load_blocks;
+use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
+use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, plan};
+use crate::search::block_hessian::block_hessian;
+use crate::search::hessian::search;
+use crate::search::task::{Task, task};
+
+/// The Hessians of the blocks of a row in device memory.
+#[derive(Debug, Clone)]
+pub struct Hessians {
+    /// f32 `[blocks, block_size, block_size]`, symmetric;
+    /// [`BlockHessians::values`](burn_fp4_search::BlockHessians::values).
+    pub values: Handle,
+    /// f32 `[blocks, block_size]`;
+    /// [`BlockHessians::bounds`](burn_fp4_search::BlockHessians::bounds).
+    pub bounds: Handle,
+}
+
+/// Codes and scales of a tensor by [`Hessian`](burn_fp4_search::ScaleSearch::Hessian) or
+/// [`CoordinateDescent`](burn_fp4_search::ScaleSearch::CoordinateDescent), given the amax of
+/// [`amax`](crate::amax()).
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn quantize_by_hessian(
+    client: &Client,
+    device: &Capability,
+    values: Handle,
+    amax: Handle,
+    hessians: Hessians,
+    problem: &Problem,
+) -> Result<PackedHandles, Refusal> {
+    let launch = plan(Operation::QuantizeByHessian, problem, device)?;
+    let packed = PackedHandles::empty(client, problem);
+    if launch.items > 0 {
+        if launch.share.wide() {
+            run::<u32>(client, values, amax, hessians, problem, launch, &packed);
+        } else {
+            run::<u16>(client, values, amax, hessians, problem, launch, &packed);
+        }
+    }
+    Ok(packed)
+}
+
+fn run<E: Int>(
+    client: &Client,
+    values: Handle,
+    amax: Handle,
+    hessians: Hessians,
+    problem: &Problem,
+    launch: Launch,
+    packed: &PackedHandles,
+) {
+    let size = problem.scheme.block_size;
+    let words = size / 8;
+    let recipe = Recipe::of(&problem.scheme, false);
+    // SAFETY: the lengths are those of the problem; units beyond the last row write nothing.
+    unsafe {
+        hessian_kernel::launch_unchecked::<E>(
+            client,
+            launch.count(),
+            CubeDim::new_1d(launch.units),
+            launch.share.words() as usize,
+            4,
+            words,
+            task(values, amax, Some(hessians.bounds), recipe, problem, &launch),
+            BufferArg::from_raw_parts(hessians.values, problem.view.axis * size / 4),
+            packed.write(problem, words),
+        );
+    }
+}
+
+/// The weights of the task are the bounds of the Hessians.
+#[cube(launch_unchecked)]
+fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
+    task: &Task<E, N>,
+    hessians: &[Vector<f32, H>],
+    packed: &mut PackedOut<W>,
+) {
+    let size = comptime!(task.recipe.block_size);
+    let cube = CUBE_POS as u32;
+    if cube < task.extent.items / CUBE_DIM {
+        let block = cube % task.extent.blocks;
+        let row = cube / task.extent.blocks * CUBE_DIM + UNIT_POS;
+        let vectors = comptime!(size * size / 4);
+        let first = block * vectors;
+        if comptime!(task.share.staged) {
+            let mut shared = Shared::<[Vector<f32, H>]>::new_slice(comptime!(vectors as usize));
+            let mut at = UNIT_POS;
+            while at < vectors {
+                shared[at as usize] = hessians[(first + at) as usize];
+                at += CUBE_DIM;
+            }
+            sync_cube();
+            quantize_row::<E, N, H, W>(task, &shared, 0u32, packed, row, block);
+        } else {
+            quantize_row::<E, N, H, W>(task, hessians, first, packed, row, block);
+        }
+    }
+}
+
+/// A block of a row. `first` is where its H begins.
+#[cube]
+fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
+    task: &Task<E, N>,
+    hessian: &[Vector<f32, H>],
+    first: u32,
+    packed: &mut PackedOut<W>,
+    row: u32,
+    block: u32,
+) {
+    let (recipe, share) = comptime!((task.recipe, task.share));
+    let size = comptime!(recipe.block_size);
+    if row < task.extent.rows {
+        let place = place_of(row, block, &task.extent, size, share);
+        let elements = load_blocks::<E, N>(task.values, &place, &task.extent, size, share);
+        let tensor = tensor_factor(task.amax, row, &task.factors, recipe);
+        let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
+        let hessian = block_hessian::<H>(hessian, first, task.weights, block * size);
+        let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &task.factors, recipe);
+        let mut row_codes = Vector::<u32, W>::empty();
+        #[unroll]
+        for word in 0..comptime!(size / 8) {
+            row_codes.insert(comptime!(word as usize), words[word as usize]);
+        }
+        packed.codes[place.index as usize] = row_codes;
+        packed.scales[place.index as usize] = u8::cast_from(scale);
+        if block == 0u32 && (comptime!(recipe.by_row) || row == 0u32) {
+            store_tensor_scale::<W>(packed, row, tensor.decode, recipe);
+        }
+    }
+}

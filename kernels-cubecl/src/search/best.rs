@@ -1,0 +1,68 @@
+//! Candidates for the scale of a block, and the best so far.
+
+use burn_fp4_search::formats::ScaleGrid;
+use cubecl::prelude::*;
+
+use crate::arith::rule::{BlockScale, TensorFactor, factor_of};
+use crate::arith::scale_grid::{Unit, is_positive, value_in};
+use crate::plan::Recipe;
+
+/// A scale to try.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Candidate {
+    pub(crate) code: u32,
+    /// Its value in the units of the block.
+    pub(crate) value: f32,
+    /// What elements are multiplied with, or divided by.
+    pub(crate) factor: f32,
+}
+
+/// A scale that a search tries.
+#[cube]
+pub(crate) fn candidate(
+    code: u32,
+    unit: &Unit,
+    tensor: &TensorFactor,
+    #[comptime] recipe: Recipe,
+) -> Candidate {
+    let value = value_in(unit, code, comptime!(recipe.grid()));
+    Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(recipe.rule)) }
+}
+
+/// The rule's own scale.
+#[cube]
+pub(crate) fn own_candidate(
+    own: &BlockScale,
+    unit: &Unit,
+    #[comptime] recipe: Recipe,
+) -> Candidate {
+    let value = value_in(unit, own.code, comptime!(recipe.grid()));
+    Candidate { code: own.code, value, factor: own.factor }
+}
+
+/// The best scale so far.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Best {
+    pub(crate) cost: f32,
+    pub(crate) code: u32,
+}
+
+/// What a search starts with: the rule's own scale, if it is one.
+#[cube]
+pub(crate) fn start(cost: f32, own: u32, #[comptime] grid: ScaleGrid) -> Best {
+    let infinity = f32::reinterpret(0x7F80_0000u32);
+    let positive = is_positive(own, grid);
+    let counts = cost < infinity && positive;
+    Best { cost: select(counts, cost, infinity), code: own }
+}
+
+/// Takes a scale, tried after all larger ones, if it is better: of equals the rule's own stays, of
+/// others the smallest.
+#[cube]
+pub(crate) fn improve(best: &mut Best, cost: f32, code: u32, own: u32) {
+    let infinity = f32::reinterpret(0x7F80_0000u32);
+    let equal = cost == best.cost && best.code != own && cost < infinity;
+    let is_better = cost < best.cost || equal;
+    best.cost = select(is_better, cost, best.cost);
+    best.code = select(is_better, code, best.code);
+}

@@ -1,0 +1,11 @@
+//! How the scale of a block is chosen: a file for every method, named as in the search crate.
+
+pub(crate) mod amax;
+pub(crate) mod best;
+pub(crate) mod block_hessian;
+pub(crate) mod choose;
+pub(crate) mod coordinate_descent;
+pub(crate) mod four_over_six;
+pub(crate) mod hessian;
+pub(crate) mod sse;
+pub(crate) mod task;

@@ -1,0 +1,276 @@
+//! The scale with the smallest squared error, of a row's block or of a tile; see
+//! [`ScaleSearch::Sse`](burn_fp4_search::ScaleSearch).
+//!
+//! The scales that are tried, and why no other can be better, are those of `sse.rs` in the search
+//! crate.
+
+use cubecl::prelude::*;
+
+use super::best::{Best, Candidate, candidate, improve, own_candidate, start};
+use super::task::Task;
+use crate::arith::element::nearest_element;
+use crate::arith::rule::{BlockScale, BlockScales, TensorFactor, block_scale, tensor_factor};
+use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, value_in, window};
+use crate::layout::place::{Place, at_row};
+use crate::layout::share::load_blocks;
+use crate::layout::tile::sum_of_tile;
+use crate::plan::{Recipe, Tile};
+
+/// Rounding may move a limit by less than 2^-10; the limits are moved outward by as much.
+const MORE: f32 = 1.0 + 1.0 / 1024.0;
+const LESS: f32 = 1.0 - 1.0 / 1024.0;
+
+/// The scales to try for a block whose amax, in its units, is `scaled`.
+#[cube]
+fn window_of(unit: &Unit, scaled: f32, crest: f32, #[comptime] recipe: Recipe) -> Window {
+    let above = scaled / crest * LESS;
+    let upto = scaled / 3.5f32 * MORE;
+    window(unit, scaled, above, upto, comptime!(recipe.grid()))
+}
+
+/// The scale to try after another. Wraps below 0.
+#[cube]
+fn next(window: &Window, code: u32) -> u32 {
+    code - select(code > window.high + 1u32, 2u32, 1u32)
+}
+
+/// Whether a scale is among those to try, of which one may have wrapped below 0.
+#[cube]
+fn is_left(window: &Window, code: u32) -> bool {
+    code >= window.low && code < 0x8000_0000u32
+}
+
+/// Weight of the largest element of a row, the largest if there are several, and the sum of all.
+#[derive(CubeType, Clone, Copy)]
+struct Weights {
+    largest: f32,
+    total: f32,
+}
+
+#[cube]
+fn weights_of(
+    elements: &Array<f32>,
+    #[comptime] start: u32,
+    largest: f32,
+    weights: &[f32],
+    channel: u32,
+    #[comptime] recipe: Recipe,
+) -> Weights {
+    if comptime!(recipe.weighted) {
+        let mut of_largest = 0.0f32.runtime();
+        let mut total = 0.0f32.runtime();
+        #[unroll]
+        for k in 0..recipe.block_size {
+            let weight = weights[(channel + k) as usize];
+            let is_largest = elements[(start + k) as usize].abs() == largest;
+            of_largest = select(is_largest, max(weight, of_largest), of_largest);
+            total += weight;
+        }
+        Weights { largest: of_largest, total }
+    } else {
+        let total = comptime!(recipe.block_size as f32);
+        Weights { largest: 1.0f32.runtime(), total: total.runtime() }
+    }
+}
+
+#[cube]
+fn crest(weights: &Weights) -> f32 {
+    let crest = 7.0f32 + (weights.total - weights.largest) / (16.0f32 * weights.largest);
+    select(weights.largest > 0.0f32, crest, f32::reinterpret(0x7F80_0000u32))
+}
+
+/// Whether no scale up to one of this value can be better.
+#[cube]
+fn is_hopeless(value: f32, amax: f32, weight: f32, best: &Best) -> bool {
+    let clipped = max(fma(-6.0f32, value, amax), 0.0f32);
+    (weight * clipped) * clipped > best.cost
+}
+
+/// The weighted squared error of a row with a scale, summed in element order.
+#[cube]
+fn cost(
+    elements: &Array<f32>,
+    #[comptime] start: u32,
+    candidate: &Candidate,
+    unit: &Unit,
+    weights: &[f32],
+    channel: u32,
+    #[comptime] recipe: Recipe,
+) -> f32 {
+    let mut cost = 0.0f32.runtime();
+    #[unroll]
+    for k in 0..recipe.block_size {
+        let element = elements[comptime!((start + k) as usize)];
+        let nearest = if comptime!(recipe.divides()) {
+            nearest_element(element / candidate.factor)
+        } else {
+            nearest_element(element * candidate.factor)
+        };
+        let error = fma(-nearest, candidate.value, element * unit.factor);
+        let weighted = if comptime!(recipe.weighted) {
+            weights[(channel + k) as usize] * error
+        } else {
+            error
+        };
+        cost = fma(weighted, error, cost);
+    }
+    cost
+}
+
+/// The scale of the block of a row.
+#[cube]
+fn search_row(
+    elements: &Array<f32>,
+    #[comptime] start_at: u32,
+    largest: f32,
+    tensor: &TensorFactor,
+    weights: &[f32],
+    channel: u32,
+    #[comptime] recipe: Recipe,
+) -> BlockScale {
+    let grid = comptime!(recipe.grid());
+    let own = block_scale(largest, tensor, comptime!(recipe.rule));
+    let unit = unit(largest, tensor.encode, grid);
+    let scaled = largest * unit.factor;
+    let mut chosen_code = own.code;
+    let mut chosen_factor = own.factor;
+    if is_searchable(largest, scaled, &unit, grid) {
+        let tried = own_candidate(&own, &unit, recipe);
+        let own_cost = cost(elements, start_at, &tried, &unit, weights, channel, recipe);
+        let mut best = start(own_cost, own.code, grid);
+        let weight = weights_of(elements, start_at, largest, weights, channel, recipe);
+        let window = window_of(&unit, scaled, crest(&weight), recipe);
+        let mut code = max(window.high, window.odd);
+        while is_left(&window, code) {
+            let tried = candidate(code, &unit, tensor, recipe);
+            let found = cost(elements, start_at, &tried, &unit, weights, channel, recipe);
+            improve(&mut best, found, code, own.code);
+            code = next(&window, code);
+            let value = value_in(&unit, code, grid);
+            let hopeless = is_hopeless(value, scaled, weight.largest, &best);
+            code = select(hopeless, 0xFFFF_FFFFu32, code);
+        }
+        if best.code != own.code {
+            let chosen = candidate(best.code, &unit, tensor, recipe);
+            chosen_code = chosen.code;
+            chosen_factor = chosen.factor;
+        }
+    }
+    BlockScale { code: chosen_code, factor: chosen_factor }
+}
+
+/// The scales of one block of each row of a share, given the largest magnitudes.
+#[cube]
+pub(crate) fn search_sse<E: Int, N: Size>(
+    task: &Task<E, N>,
+    elements: &Array<f32>,
+    largest: &Array<f32>,
+    place: &Place,
+    scales: &mut BlockScales,
+) {
+    let (recipe, share) = comptime!((task.recipe, task.share));
+    let channel = place.block * recipe.block_size;
+    if comptime!(share.tile == Tile::None) {
+        #[unroll]
+        for row in 0..share.rows {
+            let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+            let start = comptime!(row * recipe.block_size);
+            let of_row = largest[row as usize];
+            let found = search_row(elements, start, of_row, &tensor, task.weights, channel, recipe);
+            scales.codes[row as usize] = found.code;
+            scales.factors[row as usize] = found.factor;
+        }
+    } else {
+        let found = search_tile::<E, N>(task, elements, largest[0], place);
+        #[unroll]
+        for row in 0..share.rows {
+            scales.codes[row as usize] = found.code;
+            scales.factors[row as usize] = found.factor;
+        }
+    }
+}
+
+/// The scale of a tile. Units that hold its rows go through the same scales side by side.
+#[cube]
+fn search_tile<E: Int, N: Size>(
+    task: &Task<E, N>,
+    elements: &Array<f32>,
+    largest: f32,
+    place: &Place,
+) -> BlockScale {
+    let (recipe, share) = comptime!((task.recipe, task.share));
+    let grid = comptime!(recipe.grid());
+    let tensor = tensor_factor(task.amax, place.row, &task.factors, recipe);
+    let own = block_scale(largest, &tensor, comptime!(recipe.rule));
+    let unit = unit(largest, tensor.encode, grid);
+    let scaled = largest * unit.factor;
+    // The safe bound for any weights: nothing is left out but what saturates.
+    let rows = task.extent.rows;
+    let rows_of_tile = min(rows - min(place.row / 16 * 16, rows), 16u32);
+    let count = f32::cast_from(rows_of_tile * recipe.block_size);
+    let even = Weights { largest: 1.0f32.runtime(), total: count };
+    let limit =
+        if comptime!(recipe.weighted) { f32::reinterpret(0x7F80_0000u32) } else { crest(&even) };
+    let window = window_of(&unit, scaled, limit, recipe);
+    let searchable = is_searchable(largest, scaled, &unit, grid);
+    let mut code = max(window.high, window.odd);
+    let steps = select(searchable, code + 1u32 - min(window.low, code + 1u32), 0u32);
+    // For the exchange, all units of a plane have to take part.
+    let steps = if comptime!(share.tile == Tile::Exchanged) { plane_max(steps) } else { steps };
+    let tried = own_candidate(&own, &unit, recipe);
+    let own_cost = tile_cost::<E, N>(task, elements, place, &tried, &unit);
+    let mut best = start(own_cost, own.code, grid);
+    for _ in 0..steps {
+        let tried = candidate(code, &unit, &tensor, recipe);
+        let found = tile_cost::<E, N>(task, elements, place, &tried, &unit);
+        if is_left(&window, code) {
+            improve(&mut best, found, code, own.code);
+        }
+        code = next(&window, code);
+    }
+    let mut chosen_code = own.code;
+    let mut chosen_factor = own.factor;
+    if searchable && best.code != own.code {
+        let chosen = candidate(best.code, &unit, &tensor, recipe);
+        chosen_code = chosen.code;
+        chosen_factor = chosen.factor;
+    }
+    BlockScale { code: chosen_code, factor: chosen_factor }
+}
+
+/// The cost of a tile, of which a unit holds some rows or reads all.
+#[cube]
+fn tile_cost<E: Int, N: Size>(
+    task: &Task<E, N>,
+    elements: &Array<f32>,
+    place: &Place,
+    tried: &Candidate,
+    unit: &Unit,
+) -> f32 {
+    let (recipe, share) = comptime!((task.recipe, task.share));
+    let block_size = comptime!(recipe.block_size);
+    let channel = place.block * block_size;
+    let rows = task.extent.rows;
+    let count = comptime!(if share.tile == Tile::Repeated { 16 } else { share.rows });
+    let mut costs = Array::<f32>::new(comptime!(count as usize));
+    if comptime!(share.tile == Tile::Repeated) {
+        #[unroll]
+        for index in 0..16u32 {
+            let row = place.row / 16 * 16 + index;
+            let neighbour = at_row(place, &task.extent, min(row, rows - 1), block_size, share);
+            let elements =
+                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
+            let found = cost(&elements, 0u32, tried, unit, task.weights, channel, recipe);
+            costs[index as usize] = select(row < rows, found, 0.0f32);
+        }
+    } else {
+        #[unroll]
+        for row in 0..share.rows {
+            let start = comptime!(row * block_size);
+            let found = cost(elements, start, tried, unit, task.weights, channel, recipe);
+            costs[row as usize] = select(row < place.rows_left, found, 0.0f32);
+        }
+    }
+    sum_of_tile(&mut costs, count);
+    costs[0]
+}

@@ -1,100 +1,29 @@
-//! GPTQ: every rounding error is made up for by the weights that are still to be rounded.
+//! GPTQ: every rounding error is propagated to the weights that are still to be rounded.
 //!
-//! With `H = X^T X`, what matters is `(w - q)^T H (w - q)` over a whole row, not over its blocks one by
-//! one. Blocks of input channels are taken one after the other. When one is reached, its scales are chosen
-//! for the weights as they are by then; its channels are rounded in turn, each error spread over the
-//! channels that follow, as the Cholesky factor U of `H^-1 = U^T U` says (Frantar et al., arXiv
-//! 2210.17323). Then sweeps go over the blocks again: with `R = (w - q) H` kept up to date, every code may
-//! move to where it is best while all others stay, and every block may choose scale and codes anew.
+//! With `H = X^T X`, the cost is `(w - q)^T H (w - q)` over a whole row, not over its blocks one by
+//! one. Blocks of input channels are taken one after the other:
 //!
-//! Each row is on its own, so rows are done in parallel.
+//! 1. `weighted_scales`: the scales of a block are chosen for the weights as they are by then.
+//! 2. `round_block`: its channels are rounded in turn, each error propagated to the channels that
+//!    follow by the Cholesky factor U of `H^-1 = U^T U` (Frantar et al., arXiv 2210.17323).
+//! 3. `improve`: sweeps go over the blocks again, with `R = (w - q) H` kept up to date. Every code
+//!    may move to its best value while all others stay (`move_codes`), and every block may choose
+//!    scale and codes anew (`choose_anew`).
+//!
+//! Rows are independent of each other, so they are done in parallel.
 
-use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, TensorScale, check_length};
+use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 
-use crate::host::{self, View};
-use crate::{
-    Curvature, Damped, Fp4Scheme, Gram, Importance, ScaleSearch, SearchError, TensorFactor,
-    TensorScaling,
-};
-
-/// In which order blocks of input channels are rounded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum BlockOrder {
-    /// As they lie.
-    Natural,
-    /// Those with the most active channels first, while there are many left to make up for their errors.
-    /// Members of a block stay together.
-    #[default]
-    Activity,
-}
-
-/// The options of GPTQ. The default is what was best on held-out data; its damping the least that is within a quarter
-/// of a percent of the best, over six layers of a language model and two texts.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Gptq {
-    /// What is added to the diagonal of H, as a multiple of its mean: trust in the calibration.
-    pub damping: f64,
-    /// Which block comes first.
-    pub order: BlockOrder,
-    /// Sweeps that improve codes with the scales held.
-    pub sweeps: usize,
-    /// Sweeps that let every block choose its scale and codes anew.
-    pub refits: usize,
-}
-
-impl Default for Gptq {
-    fn default() -> Self {
-        Self { damping: 0.3, order: BlockOrder::Activity, sweeps: 3, refits: 3 }
-    }
-}
+use super::{View, quantize_packed};
+use crate::e2m1::nearest_element;
+use crate::{Curvature, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, SearchError, TensorFactor};
 
 impl Gptq {
-    /// As published: blocks as they lie, no sweeps.
-    pub const TEXTBOOK: Self =
-        Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
-
-    /// Checks the options, and that they go with a scheme.
-    ///
-    /// # Errors
-    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the scheme is
-    /// inconsistent or has tiles.
-    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
-        self.check_damping()?;
-        scheme.with_search(SEARCH).validate()
-    }
-
-    fn check_damping(&self) -> Result<(), SearchError> {
-        if self.damping.is_finite() && self.damping >= 0.0 {
-            return Ok(());
-        }
-        Err(SearchError::Damping { found: self.damping })
-    }
-
-    /// What all weights that meet the same activations are quantized by.
-    ///
-    /// # Errors
-    /// As [`damped`](Self::damped); [`SearchError::Singular`] if H is singular.
-    pub fn curvature(&self, gram: &Gram, block_size: usize) -> Result<Curvature, SearchError> {
-        Curvature::new(gram, self.damped(gram, block_size)?)
-    }
-
-    /// What of the curvature is known before it is factorized.
-    ///
-    /// # Errors
-    /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels or not all of the
-    /// Gram matrix is known; [`SearchError::Singular`] if a block of H is.
-    pub fn damped(&self, gram: &Gram, block_size: usize) -> Result<Damped, SearchError> {
-        self.check_damping()?;
-        Damped::new(*self, gram, block_size)
-    }
-
-    /// Quantizes a weight `[rows, cols]` whose rows meet activations with this Gram matrix.
+    /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
+    /// matrix.
     ///
     /// # Errors
     /// As [`validate`](Self::validate), [`curvature`](Self::curvature) and [`Curvature::quantize`].
@@ -118,7 +47,7 @@ impl Curvature {
     /// Quantizes a weight `[rows, channels]`.
     ///
     /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
-    /// [`host::amax`].
+    /// [`amax`](super::amax).
     ///
     /// # Errors
     /// As [`Gptq::validate`]; lengths that do not fit, or a value that is not finite.
@@ -149,9 +78,6 @@ impl Curvature {
     }
 }
 
-/// How a block is chosen anew, given what all others leave to it.
-pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
-
 /// Channels that are brought up to date together, so that the rest is by large products.
 const GROUP: usize = 128;
 
@@ -163,7 +89,8 @@ struct State<'a> {
     factors: Vec<TensorFactor>,
     rows: usize,
     cols: usize,
-    /// What is to be approximated, `[rows, cols]`; while rounding, with the errors so far spread over it.
+    /// What is to be approximated, `[rows, cols]`; while rounding, with the errors so far
+    /// propagated to it.
     weights: Vec<f32>,
     original: Vec<f32>,
     /// E2M1 values of the codes, `[rows, cols]`.
@@ -209,7 +136,7 @@ impl<'a> State<'a> {
         self.scheme.format().row().block_scale.decode(scale) * of_row(&self.factors, row).decode
     }
 
-    /// Rounds block after block, each error spread over the channels that follow.
+    /// Rounds block after block, each error propagated to the channels that follow.
     fn round(&mut self) -> Result<(), SearchError> {
         let factor = self.curvature.factor();
         let (cols, size) = (self.cols, self.scheme.block_size);
@@ -229,7 +156,8 @@ impl<'a> State<'a> {
         Ok(())
     }
 
-    /// The scales of a block of the weights as they are, for errors that cost what cannot be made up for.
+    /// The scales of a block of the weights as they are, for errors weighted by `1 / U_ii^2`: what
+    /// they cost after the channels that follow have been adapted.
     fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
         let (factor, size) = (self.curvature.factor(), self.scheme.block_size);
         let costs: Vec<f32> = (block..block + size)
@@ -255,12 +183,12 @@ impl<'a> State<'a> {
         importance: Importance<'_>,
     ) -> Result<(Vec<u8>, Vec<u8>), SearchError> {
         let view = View::rows(self.rows, scheme.block_size);
-        let packed = host::quantize_packed(targets, view, scheme, self.amax, importance)?;
+        let packed = quantize_packed(targets, view, scheme, self.amax, importance)?;
         Ok((packed.scales, packed.codes))
     }
 
-    /// Rounds the channels of a block in turn. What their errors ask of the rest of the group is done, what
-    /// they ask beyond it is left in `errors`.
+    /// Rounds the channels of a block in turn. Their errors are propagated to the rest of the
+    /// group, and left in `errors` for the channels beyond it.
     fn round_block(
         &mut self,
         block: usize,
@@ -336,8 +264,9 @@ impl<'a> State<'a> {
         Ok(())
     }
 
-    /// Lets `improve` change one block after the other and brings the residuals up to date. It finds the
-    /// residuals of its block, `[rows, block_size]`, and leaves the changes of the values.
+    /// Lets `improve` change one block after the other and brings the residuals up to date. It
+    /// takes the residuals of its block, `[rows, block_size]`, and writes the changes of the
+    /// values.
     fn sweep(
         &mut self,
         residuals: &mut [f32],
@@ -394,7 +323,7 @@ impl<'a> State<'a> {
                         continue;
                     }
                     let target = elements[i] + residuals[i] * steps[i] / value;
-                    let next = host::nearest_element(target);
+                    let next = nearest_element(target);
                     let change = (next - elements[i]) * value;
                     if change != 0.0 {
                         elements[i] = next;
@@ -408,7 +337,7 @@ impl<'a> State<'a> {
             });
     }
 
-    /// Searches scale and codes of a block anew for what all other blocks leave to it.
+    /// Searches scale and codes of a block anew, given the errors of all other blocks.
     fn choose_anew(
         &mut self,
         block: usize,
@@ -486,18 +415,13 @@ impl<'a> State<'a> {
             cols,
             codes,
             scales,
-            tensor_scale: match self.scheme.tensor_scale {
-                TensorScaling::Row => {
-                    TensorScale::PerRow(self.factors.iter().map(|f| f.decode).collect())
-                }
-                _ => TensorScale::One(self.factors[0].decode),
-            },
+            tensor_scale: self.scheme.tensor_scale.stored(&self.factors),
         }
     }
 }
 
-/// Rows `from ..` of a square matrix `[n, n]`, `width` of them: what one step of as many channels asks of
-/// the others.
+/// Rows `from ..` of a square matrix `[n, n]`, `width` of them: how steps of as many channels
+/// propagate to the others.
 struct Spread<'a> {
     matrix: &'a [f32],
     n: usize,

@@ -1,39 +1,42 @@
-use burn_fp4_formats::{E2M1, Packed, TensorScale, check_length};
+//! **The reference quantizer**, the oracle that every engine is held to bit for bit: slow and
+//! plain. It tries every scale there is, and imports nothing from an engine.
+//!
+//! | file                    | what it chooses for a block                                        |
+//! |-------------------------|--------------------------------------------------------------------|
+//! | `amax.rs`               | the rule's scale                                                   |
+//! | `four_over_six.rs`      | the better of two scales                                           |
+//! | `sse.rs`                | the best scale by squared error                                    |
+//! | `hessian.rs`            | the best scale by `r^T H r`                                        |
+//! | `coordinate_descent.rs` | scale and codes, improved one at a time                            |
+//! | `admm.rs`, `joint.rs`   | scale and codes by ADMM, and the best there are                    |
+//! | `block.rs`, `point.rs`  | a block as these see it: elements, units, a scale with its codes   |
 
-use crate::block::{Block, lowest, top};
-use crate::importance::{BlockHessian, BlockImportance};
-use crate::point::{Point, Target};
+pub(crate) mod admm;
+mod amax;
+mod block;
+pub(crate) mod coordinate_descent;
+mod four_over_six;
+mod hessian;
+pub(crate) mod joint;
+pub(crate) mod point;
+mod sse;
+
+use core::ops::Range;
+
+use burn_fp4_formats::{E2M1, Packed, check_length};
+
+pub use amax::amax;
+use block::{Block, Choice};
+
 use crate::{
-    Draw, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, TensorScaling,
-    admm, coordinate_descent, four_over_six, hessian, joint, sse, stochastic_code,
+    Draw, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, stochastic_code,
 };
 
-/// The amax that the tensor scale is made from: one value, or one per row.
+/// The codes and scales of a row-major `[rows, cols]` matrix whose blocks run along its rows, by
+/// the reference quantizer.
 ///
-/// A NaN among the values makes the result NaN.
-pub fn amax(values: &[f32], cols: usize, scheme: &Fp4Scheme) -> Vec<f32> {
-    match scheme.tensor_scale {
-        TensorScaling::Amax(amax) => vec![amax],
-        TensorScaling::Row => values.chunks(cols.max(1)).map(largest_magnitude).collect(),
-        TensorScaling::Tensor | TensorScaling::Multiplier(_) => vec![largest_magnitude(values)],
-    }
-}
-
-fn largest_magnitude(values: &[f32]) -> f32 {
-    let mut largest = 0.0;
-    for value in values {
-        if value.is_nan() {
-            return f32::NAN;
-        }
-        largest = f32::max(largest, value.abs());
-    }
-    largest
-}
-
-/// **The reference quantizer**: the codes and scales of a row-major `[rows, cols]` matrix whose
-/// blocks run along its rows.
-///
-/// NaN and infinity give what the references give; the callers above reject them unless told not to.
+/// NaN and infinity give what the references give; the callers above reject them unless told not
+/// to.
 ///
 /// # Errors
 /// An inconsistent scheme, a number of columns that the block size does not divide, or a slice that
@@ -79,40 +82,16 @@ pub fn quantize_by_importance(
     check_length("amax", scheme.tensor_scales(rows), amax.len())?;
 
     let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
-    let factor = |row: usize| if factors.len() == 1 { factors[0] } else { factors[row] };
-    let blocks = cols / scheme.block_size;
-    let mut scales = vec![0; rows * blocks];
+    let matrix = Matrix { values, rows, cols, scheme, factors: &factors, importance };
     let mut codes = vec![0; rows * cols / 2];
-    for first in (0..rows).step_by(scheme.tile_rows()) {
-        let tile = first..rows.min(first + scheme.tile_rows());
-        for block in 0..blocks {
-            let elements = |row: usize| {
-                let start = row * cols + block * scheme.block_size;
-                &values[start..start + scheme.block_size]
-            };
-            let tile_rows: Vec<_> = tile.clone().map(elements).collect();
-            let importance = importance.of_block(block, scheme.block_size);
-            let (scale, values) = choose(scheme, &tile_rows, factor(first), importance);
-            for row in tile.clone() {
-                scales[row * blocks + block] = scale;
-                let multiplier = scheme.rule.multiplier(scale, factor(row));
-                for (index, &element) in elements(row).iter().enumerate() {
-                    let at = row * cols + block * scheme.block_size + index;
-                    let code = match (&values, scheme.rounding) {
-                        (None, Rounding::Nearest) => scheme.rule.code(element, scale, multiplier),
-                        (None, Rounding::Stochastic(draw)) => {
-                            let group = at as u32 / Draw::GROUP;
-                            let bits = draw.group(group)[at % Draw::GROUP as usize];
-                            stochastic_code(
-                                scheme.rule.normalized(element, scale, multiplier),
-                                bits,
-                            )
-                        }
-                        // Of zeros the positive one.
-                        (Some(values), _) => E2M1.encode(values[index] + 0.0),
-                    };
-                    codes[at / 2] |= code << (4 * (at % 2));
-                }
+    let mut scales = vec![0; rows * cols / scheme.block_size];
+    for tile in matrix.tiles() {
+        let choice = matrix.choose(&tile);
+        for row in tile.rows.clone() {
+            scales[row * (cols / scheme.block_size) + tile.block] = choice.scale;
+            for col in matrix.cols_of(&tile) {
+                let at = row * cols + col;
+                codes[at / 2] |= matrix.code(&tile, row, col, &choice) << (4 * (at % 2));
             }
         }
     }
@@ -123,73 +102,83 @@ pub fn quantize_by_importance(
         cols,
         codes,
         scales,
-        tensor_scale: match scheme.tensor_scale {
-            TensorScaling::Row => {
-                TensorScale::PerRow(factors.iter().map(|factor| factor.decode).collect())
-            }
-            _ => TensorScale::One(factors[0].decode),
-        },
+        tensor_scale: scheme.tensor_scale.stored(&factors),
     })
 }
 
-/// The scale of a block, given as the rows of its tile (one row unless tiles are 16 x 16), and its E2M1
-/// values where they need not be the nearest.
-fn choose(
-    scheme: &Fp4Scheme,
-    tile: &[&[f32]],
-    factor: TensorFactor,
-    importance: BlockImportance<'_>,
-) -> (u8, Option<Vec<f32>>) {
-    let mut amax = 0.0;
-    for row in tile {
-        let largest = largest_magnitude(row);
-        if largest.is_nan() || largest > amax {
-            amax = largest;
-        }
-    }
-    let block = Block::new(scheme, tile, factor, amax);
-    match (scheme.search, importance) {
-        (ScaleSearch::Amax, _) => (scheme.rule.block_scale(amax, factor), None),
-        (ScaleSearch::FourOverSix { error, .. }, _) => {
-            (four_over_six::choose(scheme, error, tile, amax, factor), None)
-        }
-        (ScaleSearch::Sse, importance) => (sse::choose(&block, importance), None),
-        (ScaleSearch::Hessian, BlockImportance::Hessian(hessian)) => {
-            (hessian::choose(&block, hessian), None)
-        }
-        (ScaleSearch::CoordinateDescent, BlockImportance::Hessian(hessian)) => {
-            coordinate_descent::choose(&block, hessian)
-        }
-        (_, BlockImportance::Hessian(hessian)) => match scheme.block_size {
-            16 => choose_point::<16>(&block, hessian),
-            _ => choose_point::<32>(&block, hessian),
-        },
-        (search, importance) => unreachable!("checked before: {search:?} with {importance:?}"),
-    }
+/// A matrix to quantize.
+struct Matrix<'a> {
+    values: &'a [f32],
+    rows: usize,
+    cols: usize,
+    scheme: &'a Fp4Scheme,
+    /// One, or one per row.
+    factors: &'a [TensorFactor],
+    importance: Importance<'a>,
 }
 
-/// [`admm`] or [`joint`], after coordinate descent has found where to begin.
-fn choose_point<const B: usize>(
-    block: &Block<'_>,
-    hessian: BlockHessian<'_>,
-) -> (u8, Option<Vec<f32>>) {
-    let (scale, elements) = coordinate_descent::choose(block, hessian);
-    let Some(elements) = elements else { return (scale, None) };
-    let own = u32::from(block.scheme.rule.block_scale(block.amax, block.tensor));
-    let (format, base) = (block.scheme.format(), block.unit.base);
-    let scaled = block.scaled(0).try_into().expect("a block");
-    let target = Target { format, base, scaled, hessian };
-    let elements: [f32; B] = elements.try_into().expect("a block");
-    let scale = scale.into();
-    let start = Point { scale, elements, cost: target.cost(scale, &elements) };
-    let operator = admm::Operator::new(hessian.values);
-    let point = match block.scheme.search {
-        ScaleSearch::AdmmPublished => admm::published(&target, &operator, own),
-        ScaleSearch::Admm => admm::improve(&target, &operator, own, start),
-        _ => {
-            let top = top(format, base, block.amax * block.unit.factor);
-            joint::improve(&target, lowest(format, base)..=top, start)
+/// What shares a scale: the blocks with this number in some rows.
+struct Tile {
+    rows: Range<usize>,
+    block: usize,
+}
+
+impl Matrix<'_> {
+    fn tiles(&self) -> impl Iterator<Item = Tile> {
+        let (rows, tile_rows) = (self.rows, self.scheme.tile_rows());
+        let blocks = self.cols / self.scheme.block_size;
+        (0..rows).step_by(tile_rows).flat_map(move |first| {
+            let rows = first..rows.min(first + tile_rows);
+            (0..blocks).map(move |block| Tile { rows: rows.clone(), block })
+        })
+    }
+
+    fn cols_of(&self, tile: &Tile) -> Range<usize> {
+        let first = tile.block * self.scheme.block_size;
+        first..first + self.scheme.block_size
+    }
+
+    fn factor(&self, row: usize) -> TensorFactor {
+        if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
+    }
+
+    /// The scale of a tile, and the values of its codes where they need not be the nearest.
+    fn choose(&self, tile: &Tile) -> Choice {
+        let cols = self.cols_of(tile);
+        let elements = |row: usize| &self.values[row * self.cols..][cols.clone()];
+        let rows: Vec<_> = tile.rows.clone().map(elements).collect();
+        let amax = amax::largest_magnitude(rows.iter().copied().flatten());
+        let block = &Block::new(self.scheme, &rows, self.factor(tile.rows.start), amax);
+        let importance = self.importance.of_block(tile.block, self.scheme.block_size);
+        match self.scheme.search {
+            ScaleSearch::Amax => amax::choose(block),
+            ScaleSearch::FourOverSix { error, .. } => four_over_six::choose(block, error),
+            ScaleSearch::Sse => sse::choose(block, importance),
+            ScaleSearch::Hessian => hessian::choose(block, importance.hessian()),
+            ScaleSearch::CoordinateDescent => {
+                coordinate_descent::choose(block, importance.hessian())
+            }
+            ScaleSearch::Joint => joint::choose(block, importance.hessian()),
+            ScaleSearch::Admm => admm::choose(block, importance.hessian()),
+            ScaleSearch::AdmmPublished => admm::choose_published(block, importance.hessian()),
         }
-    };
-    (point.scale as u8, Some(point.elements.to_vec()))
+    }
+
+    /// The code of an element, given the choice for its tile.
+    fn code(&self, tile: &Tile, row: usize, col: usize, choice: &Choice) -> u8 {
+        let at = row * self.cols + col;
+        if let Some(elements) = &choice.elements {
+            // Of zeros the positive one.
+            return E2M1.encode(elements[col - self.cols_of(tile).start] + 0.0);
+        }
+        let (rule, scale) = (self.scheme.rule, choice.scale);
+        let multiplier = rule.multiplier(scale, self.factor(row));
+        match self.scheme.rounding {
+            Rounding::Nearest => rule.code(self.values[at], scale, multiplier),
+            Rounding::Stochastic(draw) => {
+                let bits = draw.group(at as u32 / Draw::GROUP)[at % Draw::GROUP as usize];
+                stochastic_code(rule.normalized(self.values[at], scale, multiplier), bits)
+            }
+        }
+    }
 }

@@ -1,14 +1,18 @@
-//! A scale and codes of one block, as the methods that improve them one block at a time see them.
+//! A scale and codes of one block, as the methods see them that improve a block on its own.
 
-use burn_fp4_formats::{E2M1, E4M3, E8M0, Fp4Format};
-
+use super::block::{Block, Choice};
+use super::coordinate_descent;
+use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
+use crate::scale_grid::Unit;
 
-/// What a block is to be approximated by, in its units (see [`Unit`](crate::block::Unit)), and what errors
-/// cost.
+/// What a block is to be approximated by, in its units, and what errors cost.
 pub(crate) struct Target<'a, const B: usize> {
-    pub(crate) format: Fp4Format,
-    pub(crate) base: u32,
+    pub(crate) unit: Unit,
+    /// The scale that the rule makes of the amax.
+    pub(crate) own: u8,
+    /// The amax of the block in its units.
+    pub(crate) amax: f32,
     pub(crate) scaled: [f32; B],
     pub(crate) hessian: BlockHessian<'a>,
 }
@@ -16,41 +20,40 @@ pub(crate) struct Target<'a, const B: usize> {
 /// A scale and the E2M1 values of the codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Point<const B: usize> {
-    pub(crate) scale: u32,
+    pub(crate) scale: u8,
     pub(crate) elements: [f32; B],
     /// `r^T H r`.
     pub(crate) cost: f32,
 }
 
+/// Improves the point that coordinate descent ends with.
+pub(super) fn choose<const B: usize>(
+    block: &Block<'_>,
+    hessian: BlockHessian<'_>,
+    improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
+) -> Choice {
+    let Choice { scale, elements: Some(elements) } = coordinate_descent::choose(block, hessian)
+    else {
+        return Choice::nearest(block.rule_scale());
+    };
+    let target = Target {
+        unit: block.unit,
+        own: block.rule_scale(),
+        amax: block.amax * block.unit.factor,
+        scaled: block.scaled(0).try_into().expect("a block"),
+        hessian,
+    };
+    let elements: [f32; B] = elements.try_into().expect("a block");
+    let start = Point { scale, elements, cost: target.cost(scale, &elements) };
+    let point = improve(&target, start);
+    Choice { scale: point.scale, elements: Some(point.elements.to_vec()) }
+}
+
 impl<const B: usize> Target<'_, B> {
-    /// The value of a scale in the units of the block.
-    #[inline(always)]
-    pub(crate) fn value(&self, scale: u32) -> f32 {
-        match self.format {
-            Fp4Format::NvFp4 => E4M3.decode(scale as u8),
-            Fp4Format::MxFp4 => {
-                f32::from_bits(scale.wrapping_sub(self.base).wrapping_add(127) << 23)
-            }
-        }
-    }
-
-    /// The scale, not 0, nearest to a positive value in the units of the block.
-    pub(crate) fn nearest_scale(&self, value: f32) -> u32 {
-        match self.format {
-            Fp4Format::NvFp4 => u32::from(E4M3.encode(value)).max(1),
-            Fp4Format::MxFp4 => {
-                let below = (value.to_bits() >> 23) as i32;
-                // In the middle between powers of two is 1.5.
-                let up = (value.to_bits() >> 22 & 1) as i32;
-                (self.base as i32 + below + up - 127).clamp(0, E8M0.max_code().into()) as u32
-            }
-        }
-    }
-
     /// `r^T H r` of a scale and elements.
     #[inline(always)]
-    pub(crate) fn cost(&self, scale: u32, elements: &[f32; B]) -> f32 {
-        let value = self.value(scale);
+    pub(crate) fn cost(&self, scale: u8, elements: &[f32; B]) -> f32 {
+        let value = self.unit.value(scale);
         let mut errors = [0.0; B];
         for i in 0..B {
             errors[i] = (-elements[i]).mul_add(value, self.scaled[i]);
@@ -65,8 +68,8 @@ impl<const B: usize> Target<'_, B> {
     }
 }
 
-/// A symmetric matrix times a vector: by its rows, so that the compiler adds them up side by side, in four
-/// sums that need not wait for each other.
+/// A symmetric matrix times a vector: by its rows, so that the compiler adds them up side by side,
+/// in four sums that need not wait for each other.
 #[inline(always)]
 pub(crate) fn product<const B: usize>(matrix: &[f32], vector: &[f32; B]) -> [f32; B] {
     let mut sums = [[0.0; B]; 4];
@@ -87,13 +90,5 @@ pub(crate) fn product<const B: usize>(matrix: &[f32], vector: &[f32; B]) -> [f32
 /// The E2M1 values nearest to others.
 #[inline(always)]
 pub(crate) fn nearest<const B: usize>(values: &[f32; B]) -> [f32; B] {
-    values.map(crate::host::nearest_element)
-}
-
-/// The magnitudes and signs an element may have, ascending.
-pub(crate) fn element_values() -> [f32; 15] {
-    core::array::from_fn(|index| {
-        let magnitude = E2M1.decode(index.abs_diff(7) as u8);
-        if index < 7 { -magnitude } else { magnitude }
-    })
+    values.map(nearest_element)
 }

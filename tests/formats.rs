@@ -8,8 +8,8 @@ use burn_fp4_formats::{
 /// The magnitudes of E2M1, from the OCP specification.
 const E2M1_MAGNITUDES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// The magnitudes of E4M3, from the OFP8 specification: multiples of 2^-9 up to 2^-6, then eight to a
-/// binade up to 448.
+/// The magnitudes of E4M3, from the OFP8 specification: multiples of 2^-9 up to 2^-6, then eight to
+/// a binade up to 448.
 fn e4m3_magnitudes() -> Vec<f64> {
     let mut magnitudes: Vec<f64> = (0..8).map(|step| step as f64 / 512.0).collect();
     for binade in -6..=8i32 {

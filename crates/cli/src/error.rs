@@ -1,3 +1,5 @@
+//! What can be wrong, named so that a user can mend it.
+
 use std::path::PathBuf;
 
 use burn_fp4_search::SearchError;

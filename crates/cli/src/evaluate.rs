@@ -1,19 +1,21 @@
+//! `fp4 evaluate`: which methods run on which weights, and what they reach.
+
 use std::path::PathBuf;
 use std::time::Instant;
 
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
-use comfy_table::{CellAlignment, Table, presets};
-use serde::Serialize;
 
 use crate::error::CliError;
+use crate::evaluation::{Evaluation, Figures, Outcome, table};
 use crate::tensors::{Matrix, matrix, read, tensors};
 use crate::{plot, progress};
 
-/// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the layer.
+/// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the
+/// layer.
 ///
-/// For every tensor `<name>.weight` [out, in] the file holds activations `<name>.calibration` [any, in], which
-/// methods may look at, and `<name>.evaluation` [any, in], which they may not.
+/// For every tensor `<name>.weight` [out, in] the file holds activations `<name>.calibration`
+/// [any, in], which methods may use, and `<name>.evaluation` [any, in], which they may not.
 ///
 /// A method that fails on a weight is a row with its error, and all others are evaluated. The exit
 /// code is 0 if none failed and 2 otherwise, also where nothing could be evaluated or drawn.
@@ -22,10 +24,14 @@ pub(crate) struct Arguments {
     /// Weights and activations, f32, f16 or bf16.
     #[arg(value_name = "FILE.safetensors")]
     file: PathBuf,
-    /// Methods, separated by commas, or `all`; without, all but the slow `joint`. They are:
-    /// amax, four-over-six, sse, sse-tensor-scale, sse-weighted, hessian, coordinate-descent, admm-published, admm, joint,
-    /// gptq-textbook, gptq.
-    #[arg(long, value_delimiter = ',', value_parser = parse_method)]
+    // The help lists the methods.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_parser = parse_method,
+        help = METHODS,
+        long_help = methods_and_summaries(),
+    )]
     methods: Vec<Choice>,
     /// Formats, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "nvfp4,mxfp4")]
@@ -33,7 +39,8 @@ pub(crate) struct Arguments {
     /// Block sizes, separated by commas; without, each format's own.
     #[arg(long, value_delimiter = ',')]
     blocks: Vec<usize>,
-    /// Dampings of GPTQ to try, separated by commas: what is added to the diagonal of `X^T X`, as a multiple of its mean.
+    /// Dampings of GPTQ to try, separated by commas: what is added to the diagonal of `X^T X`, as a
+    /// multiple of its mean.
     #[arg(long, value_delimiter = ',')]
     damping: Vec<f64>,
     /// Draw the errors on the evaluation activations, after everything is printed.
@@ -52,75 +59,23 @@ enum Choice {
     One(Method),
 }
 
+/// What `--methods` takes.
+const METHODS: &str = "Methods, separated by commas, or `all`; without, all but the slow `joint`";
+
+/// The same with every method there is.
+fn methods_and_summaries() -> String {
+    let width = Method::ALL.map(|method| method.row().name.len()).into_iter().max().unwrap_or(0);
+    let line = |method: Method| {
+        let row = method.row();
+        format!("\n  {:width$}  {}", row.name, row.summary)
+    };
+    format!("{METHODS}:{}", Method::ALL.map(line).concat())
+}
+
 fn parse_method(name: &str) -> Result<Choice, SearchError> {
     match name {
         "all" => Ok(Choice::All),
         name => name.parse().map(Choice::One),
-    }
-}
-
-/// A method on a weight.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct Evaluation {
-    /// The weight, without `.weight`.
-    pub(crate) name: String,
-    /// The format.
-    pub(crate) format: Fp4Format,
-    /// Elements of a block.
-    pub(crate) block: usize,
-    /// The method.
-    pub(crate) method: Method,
-    /// The damping, where one was asked for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) damping: Option<f64>,
-    /// What came of it.
-    #[serde(flatten)]
-    pub(crate) outcome: Outcome,
-}
-
-/// What a method reaches on a weight, or why it does not.
-#[derive(Debug, Clone, Serialize)]
-#[serde(untagged)]
-pub(crate) enum Outcome {
-    /// It ran.
-    Measured(Figures),
-    /// It did not.
-    Failed {
-        /// What was wrong.
-        error: String,
-    },
-}
-
-/// What a method reaches on a weight.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct Figures {
-    /// `|Wq - W| / |W|`.
-    pub(crate) weight_error_percent: f64,
-    /// `|X (Wq - W)^T| / |X W^T|` of the calibration activations.
-    pub(crate) calibration_error_percent: f64,
-    /// The same of the evaluation activations.
-    pub(crate) evaluation_error_percent: f64,
-    /// `-20 log10` of the weight error.
-    pub(crate) sqnr_db: f64,
-    /// Time to quantize, with what the method asks of the activations.
-    pub(crate) seconds: f64,
-}
-
-impl Evaluation {
-    /// The method, as tables and plots name it.
-    pub(crate) fn label(&self) -> String {
-        match self.damping {
-            Some(damping) => format!("{} {damping}", self.method),
-            None => self.method.to_string(),
-        }
-    }
-
-    /// Why the method failed.
-    fn error(&self) -> Option<&str> {
-        match &self.outcome {
-            Outcome::Measured(_) => None,
-            Outcome::Failed { error } => Some(error),
-        }
     }
 }
 
@@ -183,8 +138,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
 }
 
 impl Arguments {
-    /// Every method with every format and block size it is defined for. What was asked for by name but does
-    /// not go together is said.
+    /// Every method with every format and block size it is defined for. What was asked for by name
+    /// but does not go together is reported.
     fn tasks(&self) -> Result<Vec<Task>, CliError> {
         let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
         let methods: Vec<Method> = if self.methods.is_empty() {
@@ -226,7 +181,10 @@ impl Arguments {
             refused.iter().for_each(|refusal| eprintln!("note: {refusal}"));
         }
         if !self.damping.is_empty() && tasks.iter().all(|task| task.damping.is_none()) {
-            eprintln!("note: --damping is for gptq and gptq-textbook, of which none was asked for");
+            let gptq = Method::ALL.into_iter().filter(|method| method.gptq().is_some());
+            let names: Vec<_> = gptq.map(|method| method.row().name).collect();
+            let names = names.join(" and ");
+            eprintln!("note: --damping is for {names}, of which none was asked for");
         }
         Ok(tasks)
     }
@@ -313,51 +271,4 @@ fn measure(
         sqnr_db: metrics.sqnr_db,
         seconds,
     })
-}
-
-fn table(evaluations: &[Evaluation]) -> Table {
-    let mut header = vec![
-        "name",
-        "format",
-        "block",
-        "method",
-        "weight %",
-        "calibration %",
-        "evaluation %",
-        "SQNR dB",
-        "seconds",
-    ];
-    if evaluations.iter().any(|evaluation| evaluation.error().is_some()) {
-        header.push("error");
-    }
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
-    for evaluation in evaluations {
-        let mut row = vec![
-            evaluation.name.clone(),
-            evaluation.format.to_string(),
-            evaluation.block.to_string(),
-            evaluation.label(),
-        ];
-        match &evaluation.outcome {
-            Outcome::Measured(figures) => row.extend([
-                format!("{:.3}", figures.weight_error_percent),
-                format!("{:.3}", figures.calibration_error_percent),
-                format!("{:.3}", figures.evaluation_error_percent),
-                format!("{:.2}", figures.sqnr_db),
-                format!("{:.3}", figures.seconds),
-            ]),
-            Outcome::Failed { error } => {
-                row.extend(["-"; 5].map(str::to_owned));
-                row.push(error.clone());
-            }
-        }
-        table.add_row(row);
-    }
-    for column in [2, 4, 5, 6, 7, 8] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table
 }

@@ -1,9 +1,11 @@
+//! The errors of evaluations as bars in an SVG file.
+
 use std::path::Path;
 
 use plotters::prelude::*;
 
 use crate::error::CliError;
-use crate::evaluate::{Evaluation, Outcome};
+use crate::evaluation::{Evaluation, Outcome};
 
 /// Height of a bar with its gap, in pixels.
 const BAR: u32 = 24;
@@ -12,8 +14,8 @@ const FRAME: u32 = 80;
 /// Width of the picture.
 const WIDTH: u32 = 900;
 
-/// Draws a panel of horizontal bars for every weight, format and block size: the error of the outputs on the
-/// evaluation activations, one bar a method. A method that failed has no bar.
+/// Draws a panel of horizontal bars for every weight, format and block size: the error of the
+/// outputs on the evaluation activations, one bar a method. A method that failed has no bar.
 pub(crate) fn draw(path: &Path, evaluations: &[Evaluation]) -> Result<(), CliError> {
     if evaluations.iter().all(|evaluation| finite_error(evaluation).is_none()) {
         let of = evaluations.len();

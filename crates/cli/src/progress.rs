@@ -1,3 +1,5 @@
+//! How far long work is, on a terminal or in lines.
+
 use std::thread;
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! Matrices of a safetensors file.
+
 use std::path::Path;
 
 use half::{bf16, f16};

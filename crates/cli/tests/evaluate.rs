@@ -56,8 +56,8 @@ fn evaluate(file: &Path, more: &[&str]) -> Vec<Value> {
 #[test]
 fn every_method_on_every_format_and_block() {
     let found = evaluate(&file("all", &layer()), &["--methods", "all", "--blocks", "16,32"]);
-    // Twelve methods and two formats of two block sizes, less Four Over Six and the tensor scale for MXFP4 and
-    // joint for 32.
+    // Twelve methods and two formats of two block sizes, less Four Over Six and the tensor scale
+    // for MXFP4 and joint for 32.
     assert_eq!(found.len(), 12 * 4 - 2 - 2 - 2);
     let error = |method: &str, format: &str, block: u64, of: &str| {
         let row = found.iter().find(|row| {

@@ -1,11 +1,12 @@
-use crate::{Fp4Format, Packed};
+//! The one definition of the values that codes and scales stand for: the oracle of every engine.
+
+use crate::{E2M1, Fp4Format, Packed};
 
 /// The value of one element: `(element x block scale) x tensor scale` in f32.
 ///
 /// The first product is exact (at most 2 and 4 significant bits); the second rounds once.
 pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale: f32) -> f32 {
-    let row = format.row();
-    (row.element.decode(code) * row.block_scale.decode(block_scale)) * tensor_scale
+    (E2M1.decode(code) * format.row().block_scale.decode(block_scale)) * tensor_scale
 }
 
 impl Packed {

@@ -1,3 +1,5 @@
+//! What is wrong with codes, scales or the name of a format.
+
 use crate::Fp4Format;
 
 /// Checks the length of a buffer.
@@ -63,6 +65,11 @@ pub enum FormatError {
         expected: &'static str,
     },
     /// A name is not a known format.
-    #[error("unknown FP4 format `{0}`: expected `nvfp4` or `mxfp4`")]
+    #[error("unknown FP4 format `{0}`: expected {known}", known = known_formats())]
     UnknownFormat(String),
+}
+
+/// The names of all formats.
+fn known_formats() -> String {
+    Fp4Format::ALL.map(|format| format!("`{format}`")).join(" or ")
 }

@@ -1,17 +1,23 @@
+//! NVFP4 and MXFP4 as rows of facts: everything else about a format is derived from its row.
+//!
+//! The element of an FP4 format is E2M1 by definition ([`E2M1`](crate::E2M1)). What tells formats
+//! apart is the number format of their block scales and whether there is a tensor scale.
+
 use core::fmt;
 use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{E2M1, E4M3, E8M0, FormatError, Minifloat};
+use crate::FormatError;
+use crate::minifloat::{E4M3, E8M0, Minifloat};
 
-/// A 4-bit block floating-point format.
+/// A 4-bit block floating-point format: E2M1 elements, a scale for every block of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fp4Format {
-    /// NVIDIA's: E2M1 elements, an E4M3 scale per block, one f32 per tensor.
+    /// NVIDIA's: an E4M3 scale per block, one f32 per tensor.
     NvFp4,
-    /// OCP Microscaling 1.0: E2M1 elements, an E8M0 scale per block.
+    /// OCP Microscaling 1.0: an E8M0 scale per block.
     MxFp4,
 }
 
@@ -20,9 +26,7 @@ pub enum Fp4Format {
 pub struct FormatRow {
     /// Name in files, tables and on command lines.
     pub name: &'static str,
-    /// What a code means.
-    pub element: Minifloat,
-    /// What a block scale means.
+    /// The number format of a block scale.
     pub block_scale: Minifloat,
     /// Whether a tensor scale multiplies every value. Where not, it is 1.
     pub tensor_scale: bool,
@@ -61,7 +65,6 @@ impl Fp4Format {
         match self {
             Self::NvFp4 => &FormatRow {
                 name: "nvfp4",
-                element: E2M1,
                 block_scale: E4M3,
                 tensor_scale: true,
                 block_size: 16,
@@ -69,7 +72,6 @@ impl Fp4Format {
             },
             Self::MxFp4 => &FormatRow {
                 name: "mxfp4",
-                element: E2M1,
                 block_scale: E8M0,
                 tensor_scale: false,
                 block_size: 32,

@@ -22,11 +22,12 @@
 //! | file              | what it holds                                                        |
 //! |-------------------|----------------------------------------------------------------------|
 //! | `minifloat.rs`    | a number format is one row of facts: [`E2M1`], [`E4M3`], [`E8M0`]     |
-//! | `format.rs`       | [`Fp4Format`]: which element and scales make up NVFP4 and MXFP4       |
+//! | `format.rs`       | [`Fp4Format`]: which block scales make up NVFP4 and MXFP4            |
 //! | `nibbles.rs`      | two codes per byte                                                    |
 //! | `scale_layout.rs` | where the scale of a block lies in memory                             |
 //! | `packed.rs`       | [`Packed`]: a quantized matrix, and its strict validation             |
 //! | `dequantize.rs`   | [`Packed::dequantize`], the oracle every engine is compared with      |
+//! | `error.rs`        | [`FormatError`]: what is wrong with codes and scales                  |
 
 mod dequantize;
 mod error;

@@ -31,7 +31,8 @@ pub struct Minifloat {
     pub nan: Nan,
 }
 
-/// The element of FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX 1.0, section 5.3.3).
+/// The element of every FP4 format, by definition: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+/// (OCP MX 1.0, section 5.3.3).
 pub const E2M1: Minifloat = Minifloat {
     name: "E2M1",
     signed: true,
@@ -112,6 +113,14 @@ impl Minifloat {
         self.decode(self.max_code())
     }
 
+    /// The code that NaN is encoded as: the positive NaN, or 0 where every code is a number.
+    pub const fn nan_code(&self) -> u8 {
+        match self.nan {
+            Nan::None => 0,
+            Nan::AllOnes => self.magnitude_mask(),
+        }
+    }
+
     /// Whether a code is NaN.
     pub const fn is_nan(&self, code: u8) -> bool {
         matches!(self.nan, Nan::AllOnes) && code & self.magnitude_mask() == self.magnitude_mask()
@@ -143,10 +152,7 @@ impl Minifloat {
     /// takes every value at or below its smallest to code 0.
     pub fn encode(&self, value: f32) -> u8 {
         if value.is_nan() {
-            return match self.nan {
-                Nan::None => 0,
-                Nan::AllOnes => self.magnitude_mask(),
-            };
+            return self.nan_code();
         }
         if value.is_sign_negative() && !self.signed {
             return 0;

@@ -1,3 +1,8 @@
+//! Two 4-bit codes in a byte, the even one in the low nibble.
+//!
+//! For readers and writers of files and for plain arithmetic over codes
+//! (`burn_fp4_search::modelopt`); the engines pack whole words.
+
 /// Packs 4-bit codes two to a byte, the even one in the low nibble.
 ///
 /// The upper four bits of each input byte are ignored.

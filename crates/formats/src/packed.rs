@@ -1,3 +1,5 @@
+//! A quantized matrix in host memory, and what makes one valid.
+
 use serde::{Deserialize, Serialize};
 
 use crate::{FormatError, Fp4Format, check_length};

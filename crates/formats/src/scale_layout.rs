@@ -1,6 +1,11 @@
+//! The order of the block scales in memory.
+//!
+//! Everything in this project keeps its scales row by row. The tiled order is for those who hand
+//! them to a block-scaled matrix multiplication of cuBLAS or CUTLASS, and for files in that order.
+
 use serde::{Deserialize, Serialize};
 
-use crate::FormatError;
+use crate::{FormatError, check_length};
 
 /// Where the scale of a block lies in memory, for a `[rows, blocks]` matrix of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -55,7 +60,7 @@ impl ScaleLayout {
         rows: usize,
         blocks: usize,
     ) -> Result<Vec<u8>, FormatError> {
-        check_length(scales, rows * blocks)?;
+        check_length("block scales", rows * blocks, scales.len())?;
         let mut arranged = vec![0; self.len(rows, blocks)];
         for row in 0..rows {
             for block in 0..blocks {
@@ -75,17 +80,9 @@ impl ScaleLayout {
         rows: usize,
         blocks: usize,
     ) -> Result<Vec<u8>, FormatError> {
-        check_length(arranged, self.len(rows, blocks))?;
+        check_length("block scales", self.len(rows, blocks), arranged.len())?;
         let offsets =
             (0..rows).flat_map(|row| (0..blocks).map(move |block| self.offset(row, block, blocks)));
         Ok(offsets.map(|offset| arranged[offset]).collect())
-    }
-}
-
-fn check_length(scales: &[u8], expected: usize) -> Result<(), FormatError> {
-    if scales.len() == expected {
-        Ok(())
-    } else {
-        Err(FormatError::Length { what: "block scales", expected, found: scales.len() })
     }
 }

@@ -1,9 +1,9 @@
 //! The tensor scale as a candidate too: it decides where the grid of block scales lies.
 //!
-//! E4M3 has eight scales in every binade, so a block finds one within 6 % of what it wants; which of them
-//! depends on the tensor scale. The candidates are amaxes up to twice the tensor's, in equal steps of the
-//! logarithm: beyond, the same grid comes again. Larger ones also leave room for scales above the one that
-//! puts the largest element on 6.
+//! NVFP4 has eight block scales in every binade, so one is within 6 % of the best real number;
+//! which of them depends on the tensor scale. The candidates are amaxes up to twice the tensor's,
+//! in equal steps of the logarithm: beyond, the same grid repeats. Larger ones also leave room
+//! for scales above the one that puts the largest element on 6.
 
 use burn_fp4_formats::Packed;
 use rayon::prelude::*;
@@ -33,11 +33,12 @@ pub fn check_tensor_scale(scheme: &Fp4Scheme) -> Result<(), SearchError> {
     Err(SearchError::Scheme { rule: scheme.rule, choice, reason })
 }
 
-/// Quantizes a tensor with the tensor scale that leaves the smallest total cost, and returns it packed.
+/// Quantizes a tensor with the tensor scale that has the smallest total cost, and returns it
+/// packed.
 ///
 /// # Errors
-/// As [`host::quantize_by_importance`], and [`SearchError::Scheme`] if the scheme has no tensor scale to
-/// choose.
+/// As [`host::quantize_by_importance`], and [`SearchError::Scheme`] if the scheme has no tensor
+/// scale to choose.
 pub fn quantize_with_best_tensor_scale<T: HostElement>(
     values: &[T],
     view: View,
@@ -67,15 +68,8 @@ fn total_cost<T: HostElement>(
     importance: Importance<'_>,
 ) -> Result<f64, SearchError> {
     let size = packed.block_size;
-    let packed_view = PackedView {
-        format: packed.format,
-        block_size: size,
-        codes: &packed.codes,
-        scales: &packed.scales,
-        tensor_scale: packed.tensor_scale.as_slice(),
-    };
     if let Importance::Uniform = importance {
-        return Ok(host::squared_error(values, packed_view, view)?[0]);
+        return Ok(host::squared_error(values, PackedView::from(packed), view)?[0]);
     }
     let quantized = packed.dequantize();
     let row_cost = |(row, quantized): (usize, &[f32])| {

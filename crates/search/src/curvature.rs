@@ -1,4 +1,5 @@
-//! What GPTQ makes of a Gram matrix, once for all weights that meet the same activations.
+//! H and the factorization of its inverse that GPTQ needs, made of a Gram matrix once for all
+//! weights that are multiplied by the same activations.
 
 use std::fmt;
 
@@ -7,11 +8,53 @@ use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Mat, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
 
-use crate::gptq::SEARCH;
 use crate::gram::check_blocks;
-use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, SearchError};
+use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, ScaleSearch, SearchError};
 
-/// What of a [`Curvature`] takes little time: all but H as a whole and its factorization. Made by [`Gptq::damped`].
+impl Gptq {
+    /// Checks the options, and that they go with a scheme.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the
+    /// scheme is inconsistent or has tiles.
+    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
+        self.check_damping()?;
+        scheme.with_search(SEARCH).validate()
+    }
+
+    /// What all weights that are multiplied by the same activations are quantized by.
+    ///
+    /// # Errors
+    /// As [`damped`](Self::damped); [`SearchError::Singular`] if H is singular.
+    pub fn curvature(&self, gram: &Gram, block_size: usize) -> Result<Curvature, SearchError> {
+        Curvature::new(gram, self.damped(gram, block_size)?)
+    }
+
+    /// The part of the curvature that needs no factorization of the whole of H.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels
+    /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is.
+    pub fn damped(&self, gram: &Gram, block_size: usize) -> Result<Damped, SearchError> {
+        self.check_damping()?;
+        Damped::new(*self, gram, block_size)
+    }
+
+    /// # Errors
+    /// [`SearchError::Damping`] if the damping is negative or not finite.
+    fn check_damping(&self) -> Result<(), SearchError> {
+        if self.damping.is_finite() && self.damping >= 0.0 {
+            return Ok(());
+        }
+        Err(SearchError::Damping { found: self.damping })
+    }
+}
+
+/// How a block is chosen anew, given the errors of all others.
+pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
+
+/// The part of a [`Curvature`] that takes little time: all but H as a whole and its factorization.
+/// Made by [`Gptq::damped`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Damped {
     options: Gptq,
@@ -90,8 +133,8 @@ impl Damped {
     }
 }
 
-/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as far as
-/// that is needed. Made by [`Gptq::curvature`].
+/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as
+/// far as that is needed. Made by [`Gptq::curvature`].
 #[derive(Clone, PartialEq)]
 pub struct Curvature {
     damped: Damped,
@@ -168,8 +211,8 @@ fn hessian(gram: &Gram, damped: &Damped) -> Vec<f64> {
     hessian
 }
 
-/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular. `backward` is H, backward in both
-/// axes: that has a lower factor L, and U is its inverse, backward again.
+/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular. `backward` is H,
+/// backward in both axes: that has a lower factor L, and U is its inverse, backward again.
 fn inverse_factor(backward: &[f64]) -> Option<Vec<f32>> {
     let n = backward.len().isqrt();
     // Symmetric, so that it does not matter which axis is which.

@@ -1,6 +1,9 @@
+//! Why something cannot be quantized as asked.
+
 use burn_fp4_formats::FormatError;
 
-use crate::{Method, ScaleRule, ScaleSearch};
+use crate::method::{Method, ScaleSearch};
+use crate::rule::ScaleRule;
 
 /// Why something cannot be quantized as asked.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

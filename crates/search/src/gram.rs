@@ -321,7 +321,7 @@ impl Gram {
         Some(self.values[tile * self.layout.tile_len() + at])
     }
 
-    /// [`get`](Self::get) of what is known, as the constructors see to.
+    /// [`get`](Self::get) of an element that the constructors guarantee to be there.
     pub(crate) fn known(&self, row: usize, col: usize) -> f64 {
         self.get(row, col).expect("of a block that is known")
     }

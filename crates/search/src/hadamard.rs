@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::Draw;
 
-/// A transform of every 16 neighbours `x` along an axis: `y_j = sum_i x_i s_i H_ij / 4`, where `s` are signs
-/// and `H_ij` is -1 to the power of the number of bits that i and j share (Sylvester's order).
+/// A transform of every 16 neighbours `x` along an axis: `y_j = sum_i x_i s_i H_ij / 4`, where `s`
+/// are signs and `H_ij` is -1 to the power of the number of bits that i and j share (Sylvester's
+/// order).
 ///
 /// The matrix is orthogonal: transformed both, the operands of a product have the same product.
 /// Source: TransformerEngine's reference quantizer, `with_rht`.

@@ -7,8 +7,8 @@ use crate::{Fp4Scheme, ScaleSearch, SearchError};
 
 /// What an error of a weight costs.
 ///
-/// The rows of a weight `[out, in]` multiply activations `[.., in]`, so the error of an output is made
-/// of the errors of a row, and activations say how.
+/// The rows of a weight `[out, in]` multiply activations `[.., in]`, so the error of an output is a
+/// sum over the errors of a row, weighted by the activations.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Importance<'a> {
     /// Its square.
@@ -32,7 +32,8 @@ impl<'a> Importance<'a> {
         }
     }
 
-    /// Checks that it is what the search of a scheme takes, for rows of `cols` elements, and usable.
+    /// Checks that it is what the search of a scheme takes, for rows of `cols` elements, and
+    /// usable.
     ///
     /// # Errors
     /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
@@ -79,14 +80,35 @@ pub(crate) enum BlockImportance<'a> {
     Hessian(BlockHessian<'a>),
 }
 
-/// A symmetric positive semidefinite matrix for every block of a row: `X^T X` of the activations that
-/// meet the block.
+impl<'a> BlockImportance<'a> {
+    /// The Hessian, for searches that need one: [`Importance::check`] refuses anything else.
+    #[inline(always)]
+    pub(crate) fn hessian(self) -> BlockHessian<'a> {
+        match self {
+            Self::Hessian(hessian) => hessian,
+            Self::Uniform | Self::Channels(_) => unreachable!("checked before: {self:?}"),
+        }
+    }
+
+    /// The weights of the channels, if there are any.
+    #[inline(always)]
+    pub(crate) fn weights(self) -> Option<&'a [f32]> {
+        match self {
+            Self::Channels(weights) => Some(weights),
+            Self::Uniform | Self::Hessian(_) => None,
+        }
+    }
+}
+
+/// A symmetric positive semidefinite matrix for every block of a row: `X^T X` of the activations
+/// that the block is multiplied by.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockHessians {
     block_size: usize,
     /// `[blocks, block_size, block_size]`.
     values: Vec<f32>,
-    /// `[blocks, block_size]`: the square roots of `1 / (H^-1)_ii`, rounded down; 0 where H is singular.
+    /// `[blocks, block_size]`: the square roots of `1 / (H^-1)_ii`, rounded down; 0 where H is
+    /// singular.
     ///
     /// For any errors `r`, `r^T H r >= r_i^2 / (H^-1)_ii`: what makes a search exact without trying
     /// every scale.
@@ -147,8 +169,8 @@ impl BlockHessians {
     /// Takes matrices `[blocks, block_size, block_size]`. What is below the diagonal counts.
     ///
     /// # Errors
-    /// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or not
-    /// symmetric; [`SearchError::Format`] if the length is no multiple of a matrix.
+    /// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or
+    /// not symmetric; [`SearchError::Format`] if the length is no multiple of a matrix.
     pub fn new(mut values: Vec<f32>, block_size: usize) -> Result<Self, SearchError> {
         let square = block_size * block_size;
         if square == 0 || !values.len().is_multiple_of(square) {

@@ -1,65 +1,62 @@
 //! Choosing block scales and codes.
 //!
-//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), how scale and
-//! codes of a block are searched for ([`ScaleSearch`]), what shares a block scale ([`Blocks`]) and where the
-//! tensor scale comes from ([`TensorScaling`]). Searches may know the activations that a weight meets
-//! ([`Importance`]); [`Gptq`] looks beyond blocks.
+//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), how
+//! scale and codes of a block are searched for ([`ScaleSearch`]), what shares a block scale
+//! ([`Blocks`]) and where the tensor scale comes from ([`TensorScaling`]). Searches may use
+//! statistics of the activations that a weight is multiplied by ([`Importance`]); [`Gptq`]
+//! optimizes across blocks.
 //!
-//! | file                    | what it holds                                                        |
-//! |-------------------------|----------------------------------------------------------------------|
-//! | `scheme.rs`             | [`Fp4Scheme`], and which choices go together                         |
-//! | `rule.rs`               | the published rules: amax -> block scale, element -> code            |
-//! | `rounding.rs`           | [`Rounding`]: to the nearest code, or at random                      |
-//! | `philox.rs`             | random numbers by counting                                           |
-//! | `hadamard.rs`           | [`Hadamard`]: the transform before a product is quantized            |
-//! | `tensor_scale.rs`       | amax -> the pair of factors that stand for the tensor scale          |
-//! | `quantize.rs`           | **the reference quantizer**: slow, plain, the oracle for every engine |
-//! | `block.rs`, `point.rs`  | a block as the searches see it: elements, scales, units              |
-//! | `importance.rs`         | [`Importance`]: what an error costs                                  |
-//! | `gram.rs`               | [`Gram`]: what activations say about the inputs of a layer           |
-//! | `tiles.rs`              | [`GramTiles`]: how that is laid out                                  |
-//! | `four_over_six.rs`      | two candidate scales per block, the better one kept                  |
-//! | `sse.rs`                | the best scale by squared error                                      |
-//! | `hessian.rs`            | the best scale by `r^T H r`                                          |
-//! | `coordinate_descent.rs` | scale and codes, improved one at a time                              |
-//! | `admm.rs`               | ADMM, as published and from the best known point                     |
-//! | `joint.rs`              | the best scale and codes of a block there are                        |
-//! | `curvature.rs`          | [`Curvature`]: what GPTQ makes of a Gram matrix                      |
-//! | `gptq.rs`               | [`Gptq`]: errors made up for across blocks                           |
-//! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                  |
-//! | `method.rs`             | [`Method`]: all of these by name                                     |
-//! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original         |
-//! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                        |
-//! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16     |
+//! | file                    | what it holds                                                      |
+//! |-------------------------|--------------------------------------------------------------------|
+//! | `scheme.rs`             | [`Fp4Scheme`], which choices go together, its tensor factors       |
+//! | `rule.rs`               | the published rules: amax -> block scale, element -> code          |
+//! | `method.rs`             | [`Method`] and [`ScaleSearch`]: every method, one row each         |
+//! | `names.rs`              | all of these by name                                               |
+//! | `scale_grid.rs`         | the block scales that a format has                                 |
+//! | `e2m1.rs`               | rounding to elements, in a few operations on bits                  |
+//! | `rounding.rs`           | [`Rounding`]: to the nearest code, or at random                    |
+//! | `philox.rs`             | counter-based random numbers                                       |
+//! | `hadamard.rs`           | [`Hadamard`]: the transform before a product is quantized          |
+//! | `tensor_scale.rs`       | [`TensorScaling`], and the pair of factors of a tensor scale       |
+//! | `tile.rs`               | in which order the rows of a tile are added up                     |
+//! | `reference/`            | **the reference quantizer**: slow and plain, the oracle            |
+//! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16   |
+//! | `importance.rs`         | [`Importance`]: what an error costs                                |
+//! | `gram.rs`               | [`Gram`]: `X^T X` of the inputs of a layer                         |
+//! | `tiles.rs`              | [`GramTiles`]: how that is laid out                                |
+//! | `gptq.rs`               | [`Gptq`]: the options of GPTQ                                      |
+//! | `curvature.rs`          | [`Curvature`]: what GPTQ needs of a Gram matrix                    |
+//! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                |
+//! | `quantize_weight.rs`    | a weight quantized by a [`Method`]                                 |
+//! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original       |
+//! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                      |
+//! | `error.rs`              | [`SearchError`]                                                    |
 
 // The indices of loops over lanes and matrices are those of the formulas.
 #![allow(clippy::needless_range_loop)]
 
-mod admm;
 mod best_tensor_scale;
-mod block;
-mod coordinate_descent;
 mod curvature;
+mod e2m1;
 mod error;
-mod four_over_six;
 mod gptq;
 mod gram;
 mod hadamard;
-mod hessian;
 pub mod host;
 mod importance;
-mod joint;
 mod method;
 mod metrics;
 pub mod modelopt;
+mod names;
 pub mod philox;
-mod point;
-mod quantize;
+mod quantize_weight;
+mod reference;
 mod rounding;
 mod rule;
+mod scale_grid;
 mod scheme;
-mod sse;
 mod tensor_scale;
+mod tile;
 mod tiles;
 
 pub use best_tensor_scale::{
@@ -72,11 +69,12 @@ pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
 pub use hadamard::Hadamard;
 pub use importance::{BlockHessians, Importance};
-pub use method::{Method, MethodRow};
+pub use method::{E4m3Range, ErrorMetric, Method, MethodRow, ScaleSearch};
 pub use metrics::Metrics;
-pub use quantize::{amax, quantize, quantize_by_importance, quantize_with_amax};
+pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
-pub use rule::{RuleRow, ScaleRule};
-pub use scheme::{Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleSearch};
+pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};
+pub use scale_grid::PowerRounding;
+pub use scheme::{Blocks, Fp4Scheme, NonFinite};
 pub use tensor_scale::{TensorFactor, TensorScaling};
 pub use tiles::GramTiles;

@@ -1,3 +1,5 @@
+//! How far a quantized weight is from the original, in its values and in the outputs of its layer.
+
 use burn_fp4_formats::{Packed, check_length};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
@@ -34,8 +36,8 @@ impl Metrics {
     /// difference, so that nothing cancels, its squares summed in f64.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if a length does not fit, [`SearchError::Activation`] naming the first value
-    /// that is not finite.
+    /// [`SearchError::Format`] if a length does not fit, [`SearchError::Activation`] naming the
+    /// first value that is not finite.
     pub fn output_error_percent(
         weight: &[f32],
         packed: &Packed,

@@ -1,19 +1,22 @@
 //! NVIDIA ModelOpt's functions, with its arithmetic and its treatment of special values
 //! (`modelopt.torch.kernels.quantization.gemm`, 0.47).
 //!
-//! Some divisions are multiplications by the reciprocal, as torch and Triton compile them for a GPU.
-//! Triton's are not IEEE, so a scale may still differ in its last bit.
+//! Some divisions are multiplications by the reciprocal, as torch and Triton compile them for a
+//! GPU. Triton's are not IEEE, so a scale may still differ in its last bit.
 
-use burn_fp4_formats::{E2M1, E4M3, FormatError, unpack_nibbles};
+use burn_fp4_formats::{E2M1, FormatError, Fp4Format, Minifloat, unpack_nibbles};
+
+/// The number format of the block scales.
+const SCALE: Minifloat = Fp4Format::NvFp4.row().block_scale;
 
 /// Below this, a scale's amax counts as no amax at all.
 const SMALLEST_SCALE_AMAX: f32 = 1.0 / (1 << 24) as f32;
 
 /// The scale of every block, as f32, from the block amaxes.
 ///
-/// Unquantized it is `amax / 6`. Quantized, it is what E4M3 can represent when the largest amax
-/// (`global_amax`, or the largest in `amax`) maps to `largest_scale` (448, or 256 to leave room for
-/// Four Over Six). Unlike in a checkpoint, a small block scale may become 0.
+/// Unquantized it is `amax / 6`. Quantized, it is what a block scale can represent when the largest
+/// amax (`global_amax`, or the largest in `amax`) maps to `largest_scale` (448, or 256 to leave
+/// room for Four Over Six). Unlike in a checkpoint, a small block scale may become 0.
 pub fn compute_fp4_scales(
     amax: &[f32],
     global_amax: Option<f32>,
@@ -26,11 +29,13 @@ pub fn compute_fp4_scales(
         return unquantized.collect();
     }
     let global_amax = global_amax.unwrap_or_else(|| amax.iter().copied().fold(0.0, f32::max));
-    let scale_amax = global_amax * (E4M3.max_value() / largest_scale) * SIXTH;
+    let scale_amax = global_amax * (SCALE.max_value() / largest_scale) * SIXTH;
     let scale_amax = if scale_amax <= SMALLEST_SCALE_AMAX { 1.0 } else { scale_amax };
-    let to_e4m3 = E4M3.max_value() / scale_amax;
-    let from_e4m3 = scale_amax / E4M3.max_value();
-    unquantized.map(|scale| E4M3.decode(E4M3.encode(scale * to_e4m3)) * from_e4m3).collect()
+    let to_code_range = SCALE.max_value() / scale_amax;
+    let from_code_range = scale_amax / SCALE.max_value();
+    unquantized
+        .map(|scale| SCALE.decode(SCALE.encode(scale * to_code_range)) * from_code_range)
+        .collect()
 }
 
 /// The values of packed codes: `(element x scale) x global_scale`, one scale per `block_size`

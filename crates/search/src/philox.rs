@@ -1,10 +1,11 @@
-//! Random numbers by counting: Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy
-//! as 1, 2, 3", SC 2011). What is drawn for an element depends on a key and a counter alone, not on who draws.
+//! Counter-based random numbers: Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
+//! numbers: as easy as 1, 2, 3", SC 2011). What is drawn for an element depends on a key and a
+//! counter alone, not on the engine or the order.
 
 /// Rounds.
 pub const ROUNDS: u32 = 10;
 
-/// What the first and the third word of the counter are multiplied with.
+/// What the first and the third word of the counter are multiplied by.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 
 /// What the words of the key grow by each round.

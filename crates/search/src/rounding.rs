@@ -12,15 +12,15 @@ pub enum Rounding {
     /// The nearest code, of two the even one.
     #[default]
     Nearest,
-    /// One of the two codes around it, at random: the nearer one is the likelier, so that the mean over many
-    /// draws is the element itself. Scales are rounded to nearest all the same.
+    /// One of the two codes around it, at random: the nearer one is the likelier, so that the mean
+    /// over many draws is the element itself. Scales are rounded to nearest all the same.
     Stochastic(Draw),
 }
 
-/// What random numbers are drawn for a tensor: the same for every engine, device and launch.
+/// Which random numbers are drawn for a tensor: the same for every engine, device and launch.
 ///
-/// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter `(index / 8, 0, step)`, where
-/// `index` counts the elements of the packed matrix.
+/// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter
+/// `(index / 8, 0, step)`, where `index` counts the elements of the packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Draw {
     /// Which sequence.
@@ -59,8 +59,8 @@ impl Draw {
     }
 }
 
-/// The E2M1 code of an element, rounded up in magnitude if `(bits + 1/2) / 2^16` is less than how far it is
-/// on its way from the code below to the code above; a NaN gives 0.
+/// The E2M1 code of an element, rounded up in magnitude if `(bits + 1/2) / 2^16` is less than its
+/// distance from the code below, as a fraction of the step to the code above; a NaN gives 0.
 pub fn stochastic_code(element: f32, bits: u16) -> u8 {
     if element.is_nan() {
         return 0;

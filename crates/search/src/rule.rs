@@ -1,22 +1,23 @@
 //! The published rules for turning the amax of a block into its scale, and an element into a code.
 //!
+//! A rule is a row: a format, how the scale is computed ([`ScaleForm`]) and what an element is
+//! multiplied by ([`Normalization`]). Engines match on these, not on the names of rules.
+//!
 //! All arithmetic is f32, every operation rounded on its own, subnormals kept. A NaN passes through
 //! every comparison below, which is what the references' `min`, `max` and `clamp` do with it.
 
-use core::fmt;
-use core::str::FromStr;
-
-use burn_fp4_formats::{E2M1, E4M3, E8M0, Fp4Format};
+use burn_fp4_formats::{E2M1, Fp4Format};
 use serde::{Deserialize, Serialize};
 
-use crate::{SearchError, TensorFactor};
+use crate::scale_grid::{PowerRounding, SIXTH, power_of_two};
+use crate::tensor_scale::TensorFactor;
 
 /// How the amax of a block becomes its scale. A rule belongs to one format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleRule {
-    /// TransformerEngine 2.14 and later, `NVFP4QuantizerRef`: the scale is `amax * (S / 6)` with the
-    /// sixth rounded to f32 first.
+    /// TransformerEngine 2.14 and later, `NVFP4QuantizerRef`: the scale is `amax * (S / 6)` with
+    /// the sixth rounded to f32 first.
     Te,
     /// TransformerEngine up to 2.13: the scale is `(amax / 6) * S`. Differs from [`Te`](Self::Te)
     /// where `448 * amax / tensor amax` is exactly between two scales, as bf16 data can be.
@@ -48,15 +49,56 @@ pub struct RuleRow {
     pub format: Fp4Format,
     /// Whether a tensor scale takes part.
     pub tensor_scale: bool,
+    /// Whether `S` is `range * (1 / amax)`, rounded twice, instead of `range / amax`.
+    pub inverts_amax: bool,
+    /// How the amax of a block becomes its scale.
+    pub scale: ScaleForm,
+    /// What an element is rounded from.
+    pub normalization: Normalization,
     /// Whether an element that is or becomes -0 keeps its sign (code 8), as the references differ.
     pub keeps_negative_zero: bool,
 }
 
-/// One sixth in f32, 0x3E2AAAAB.
-pub(crate) const SIXTH: f32 = 1.0 / 6.0;
+/// What is rounded to the nearest block scale, or how amax is rounded to a power of two. `S` is
+/// [`TensorFactor::encode`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ScaleForm {
+    /// `amax * (S * (1 / 6))`.
+    TimesSixth,
+    /// `(amax / 6) * S`.
+    DividedBySix,
+    /// `max(amax / 6, 1e-12)`, without a tensor scale.
+    WithoutTensorScale,
+    /// A power of two, without a tensor scale.
+    PowerOfTwo(PowerRounding),
+}
+
+/// What an element is rounded to E2M1 from, given the value `s` of its block scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Normalization {
+    /// `element * min(1 / (s * tensor scale), FLT_MAX)`: with a scale of 0, codes of +-6 that
+    /// dequantize to 0.
+    Reciprocal,
+    /// `element * (S / max(s, 1e-12))`.
+    EncodeOverScale,
+    /// `element / s`.
+    Division,
+    /// `element * (1 / s)` for a power of two, `s` no less than the smallest normal f32, 2^-126.
+    PowerReciprocal,
+    /// The same, but times 1 where the scale is 2^-127, which leaves codes of 0 (torchao's
+    /// round-up).
+    PowerReciprocalOrOne,
+}
+
+impl Normalization {
+    /// Whether elements are divided by the scale instead of multiplied.
+    pub const fn divides(self) -> bool {
+        matches!(self, Self::Division)
+    }
+}
 
 /// What the torch recipe and qwantize do not let a divisor fall below.
-pub(crate) const GIST_SMALLEST_SCALE: f32 = 1e-12;
+pub(crate) const SMALLEST_DIVISOR: f32 = 1e-12;
 
 impl ScaleRule {
     /// Every rule.
@@ -73,88 +115,99 @@ impl ScaleRule {
 
     /// The facts of the rule.
     pub const fn row(self) -> &'static RuleRow {
-        macro_rules! row {
-            ($name:literal, $format:ident, $tensor_scale:literal, $keeps_negative_zero:literal) => {
-                &RuleRow {
-                    name: $name,
-                    format: Fp4Format::$format,
-                    tensor_scale: $tensor_scale,
-                    keeps_negative_zero: $keeps_negative_zero,
-                }
-            };
-        }
-        match self {
-            Self::Te => row!("te", NvFp4, true, false),
-            Self::TeDivision => row!("te-division", NvFp4, true, false),
-            Self::Gist => row!("gist", NvFp4, true, true),
-            Self::NoTensorScale => row!("no-tensor-scale", NvFp4, false, false),
-            Self::Floor => row!("floor", MxFp4, false, true),
-            Self::Even => row!("even", MxFp4, false, true),
-            Self::RoundUp => row!("round-up", MxFp4, false, true),
-            Self::Ceil => row!("ceil", MxFp4, false, true),
-        }
-    }
-
-    /// The code of the scale for a block with this amax.
-    pub fn block_scale(self, amax: f32, factor: TensorFactor) -> u8 {
-        match self {
-            Self::Te => saturating_e4m3(amax * (factor.encode * SIXTH)),
-            Self::TeDivision | Self::Gist => saturating_e4m3((amax / 6.0) * factor.encode),
-            Self::NoTensorScale => {
-                let scale = amax / 6.0;
-                saturating_e4m3(if scale < GIST_SMALLEST_SCALE {
-                    GIST_SMALLEST_SCALE
-                } else {
-                    scale
-                })
-            }
-            Self::Floor | Self::Even | Self::RoundUp | Self::Ceil => self.power_of_two_scale(amax),
-        }
-    }
-
-    /// MXFP4's rules, on the bits of amax: exact where a logarithm would not be.
-    fn power_of_two_scale(self, amax: f32) -> u8 {
-        const MANTISSA: u32 = 0x7F_FFFF;
-        if !amax.is_finite() {
-            return 0xFF;
-        }
-        let bits = amax.to_bits();
-        let exponent = match self {
-            Self::Even => (bits + (1 << 21)) >> 23,
-            Self::Ceil => (bits >> 23) + (bits & MANTISSA != 0) as u32,
-            Self::RoundUp => {
-                // A subnormal sixth lies below 2^-126: it rounds to 2^-127 or up to 2^-126.
-                let sixth = (amax * SIXTH).to_bits();
-                let (exponent, mantissa) = (sixth >> 23, sixth & MANTISSA);
-                let up = if exponent == 0 { mantissa > 0x40_0000 } else { mantissa != 0 };
-                return (exponent + up as u32).min(E8M0.max_code() as u32) as u8;
-            }
-            _ => bits >> 23,
+        const TE: RuleRow = RuleRow {
+            name: "te",
+            format: Fp4Format::NvFp4,
+            tensor_scale: true,
+            inverts_amax: false,
+            scale: ScaleForm::TimesSixth,
+            normalization: Normalization::Reciprocal,
+            keeps_negative_zero: false,
         };
-        exponent.saturating_sub(2).min(E8M0.max_code() as u32) as u8
+        const fn powers(
+            name: &'static str,
+            rounding: PowerRounding,
+            normalization: Normalization,
+        ) -> RuleRow {
+            RuleRow {
+                name,
+                format: Fp4Format::MxFp4,
+                tensor_scale: false,
+                inverts_amax: false,
+                scale: ScaleForm::PowerOfTwo(rounding),
+                normalization,
+                keeps_negative_zero: true,
+            }
+        }
+        match self {
+            Self::Te => &TE,
+            Self::TeDivision => {
+                &RuleRow { name: "te-division", scale: ScaleForm::DividedBySix, ..TE }
+            }
+            Self::Gist => &RuleRow {
+                name: "gist",
+                inverts_amax: true,
+                scale: ScaleForm::DividedBySix,
+                normalization: Normalization::EncodeOverScale,
+                keeps_negative_zero: true,
+                ..TE
+            },
+            Self::NoTensorScale => &RuleRow {
+                name: "no-tensor-scale",
+                tensor_scale: false,
+                scale: ScaleForm::WithoutTensorScale,
+                normalization: Normalization::Division,
+                ..TE
+            },
+            Self::Floor => {
+                const { &powers("floor", PowerRounding::Floor, Normalization::PowerReciprocal) }
+            }
+            Self::Even => {
+                const { &powers("even", PowerRounding::Even, Normalization::PowerReciprocal) }
+            }
+            Self::RoundUp => {
+                const {
+                    let normalization = Normalization::PowerReciprocalOrOne;
+                    &powers("round-up", PowerRounding::RoundUp, normalization)
+                }
+            }
+            Self::Ceil => {
+                const { &powers("ceil", PowerRounding::Ceil, Normalization::PowerReciprocal) }
+            }
+        }
     }
 
-    /// What an element is multiplied with before it is rounded to E2M1.
-    ///
-    /// [`NoTensorScale`](Self::NoTensorScale) divides instead; see [`code`](Self::code).
+    /// The rule that a format is quantized by unless another is asked for: the first of its rules.
+    pub fn of_format(format: Fp4Format) -> Self {
+        let of_format = |rule: &Self| rule.row().format == format;
+        Self::ALL.into_iter().find(of_format).expect("every format has a rule")
+    }
+
+    /// The code of the scale for a block with this amax: of the scales the nearest, at most the
+    /// largest, or a power of two.
+    pub fn block_scale(self, amax: f32, factor: TensorFactor) -> u8 {
+        let row = &self.row().format.row().block_scale;
+        match self.row().scale {
+            ScaleForm::TimesSixth => row.encode(amax * (factor.encode * SIXTH)),
+            ScaleForm::DividedBySix => row.encode((amax / 6.0) * factor.encode),
+            ScaleForm::WithoutTensorScale => row.encode(at_least_smallest(amax / 6.0)),
+            ScaleForm::PowerOfTwo(rounding) => power_of_two(row, amax, rounding),
+        }
+    }
+
+    /// What an element is multiplied by before it is rounded to E2M1; 1 where it is divided instead
+    /// ([`Normalization::Division`]).
     pub fn multiplier(self, block_scale: u8, factor: TensorFactor) -> f32 {
-        match self {
-            Self::Te | Self::TeDivision => {
-                // A scale of 0 gives FLT_MAX: codes of +-6 that dequantize to 0.
-                let multiplier = 1.0 / (E4M3.decode(block_scale) * factor.decode);
-                if multiplier > f32::MAX { f32::MAX } else { multiplier }
+        let decode = |code| self.row().format.row().block_scale.decode(code);
+        match self.row().normalization {
+            Normalization::Reciprocal => reciprocal(decode(block_scale), factor.decode),
+            Normalization::EncodeOverScale => {
+                factor.encode / at_least_smallest(decode(block_scale))
             }
-            Self::Gist => {
-                let scale = E4M3.decode(block_scale);
-                let scale = if scale < GIST_SMALLEST_SCALE { GIST_SMALLEST_SCALE } else { scale };
-                factor.encode / scale
-            }
-            Self::NoTensorScale => 1.0,
-            // Where the scale is 2^-127, torchao's round-up multiplies by 1, which leaves codes of 0;
-            // the other rules divide by no less than the smallest normal f32, 2^-126.
-            Self::RoundUp if block_scale == 0 => 1.0,
-            Self::Floor | Self::Even | Self::RoundUp | Self::Ceil => {
-                1.0 / E8M0.decode(block_scale.max(1))
+            Normalization::Division => 1.0,
+            Normalization::PowerReciprocalOrOne if block_scale == 0 => 1.0,
+            Normalization::PowerReciprocal | Normalization::PowerReciprocalOrOne => {
+                1.0 / decode(block_scale.max(1))
             }
         }
     }
@@ -166,9 +219,10 @@ impl ScaleRule {
 
     /// What an element is rounded from: -0 only if the rule keeps it.
     pub(crate) fn normalized(self, element: f32, block_scale: u8, multiplier: f32) -> f32 {
-        let normalized = match self {
-            Self::NoTensorScale => element / E4M3.decode(block_scale),
-            _ => element * multiplier,
+        let normalized = if self.row().normalization.divides() {
+            element / self.row().format.row().block_scale.decode(block_scale)
+        } else {
+            element * multiplier
         };
         if self.row().keeps_negative_zero || normalized < 0.0 {
             normalized
@@ -178,24 +232,15 @@ impl ScaleRule {
     }
 }
 
-/// The E4M3 code nearest to a non-negative value, 448 at most.
-pub(crate) fn saturating_e4m3(scale: f32) -> u8 {
-    E4M3.encode(scale)
+/// `min(1 / (scale * tensor_scale), FLT_MAX)` that keeps NaN.
+#[inline(always)]
+pub(crate) fn reciprocal(scale: f32, tensor_scale: f32) -> f32 {
+    let multiplier = 1.0 / (scale * tensor_scale);
+    if multiplier > f32::MAX { f32::MAX } else { multiplier }
 }
 
-impl fmt::Display for ScaleRule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.row().name)
-    }
-}
-
-impl FromStr for ScaleRule {
-    type Err = SearchError;
-
-    fn from_str(name: &str) -> Result<Self, SearchError> {
-        Self::ALL
-            .into_iter()
-            .find(|rule| rule.row().name == name)
-            .ok_or_else(|| SearchError::UnknownRule(name.to_owned()))
-    }
+/// `max(scale, 1e-12)` that keeps NaN.
+#[inline(always)]
+pub(crate) fn at_least_smallest(scale: f32) -> f32 {
+    if scale < SMALLEST_DIVISOR { SMALLEST_DIVISOR } else { scale }
 }

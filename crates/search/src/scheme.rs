@@ -1,9 +1,13 @@
-use core::fmt;
+//! Which format, rule, search, rounding and tensor scale a tensor is quantized by, and which of
+//! them go together.
 
-use burn_fp4_formats::{E2M1, E4M3, FormatError, Fp4Format};
+use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
 
-use crate::{Rounding, ScaleRule, SearchError, TensorScaling};
+use crate::method::{E4m3Range, ScaleSearch};
+use crate::rule::{Normalization, ScaleRule};
+use crate::tensor_scale::{TensorFactor, TensorScaling};
+use crate::{Rounding, SearchError};
 
 /// What shares a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -16,102 +20,6 @@ pub enum Blocks {
     /// weight means the same in the forward and the backward pass. Each of the 16 rows stores the
     /// scale of its tile. Tiles at the end may have fewer than 16 rows.
     Tile16x16,
-}
-
-/// How the scale of a block, and with activations its codes, are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ScaleSearch {
-    /// One: what the rule makes of the block's amax.
-    #[default]
-    Amax,
-    /// Two: amax on element 6 or on element 4, the one with the smaller error
-    /// (Four Over Six, arXiv 2512.02010; TransformerEngine >= 2.17).
-    FourOverSix {
-        /// Largest block scale of the first candidate.
-        range: E4m3Range,
-        /// Which error decides.
-        error: ErrorMetric,
-    },
-    /// The scale with the smallest squared error of all there are; with
-    /// [`Importance::Channels`](crate::Importance), weighted.
-    Sse,
-    /// The scale with the smallest `r^T H r` of all there are, where `r` are the errors of the nearest
-    /// codes. Needs [`Importance::Blocks`](crate::Importance), as all below do.
-    Hessian,
-    /// Scale and codes together: for every scale, codes improved one at a time while `r^T H r` falls.
-    CoordinateDescent,
-    /// The scale and codes with the smallest `r^T H r` of all there are, by a search over a tree of codes.
-    /// For blocks of 16; hundreds of times slower.
-    Joint,
-    /// The alternating direction method of multipliers from the best known point, [`Hessian`](Self::Hessian)'s,
-    /// with the best iterate kept.
-    Admm,
-    /// The same as qwantize publishes it: from the rule's scale, with the last iterate kept, which may be
-    /// worse than where it began.
-    AdmmPublished,
-}
-
-impl ScaleSearch {
-    /// Whether it needs the activations that meet each block.
-    pub const fn needs_hessians(self) -> bool {
-        match self {
-            Self::Amax | Self::FourOverSix { .. } | Self::Sse => false,
-            Self::Hessian
-            | Self::CoordinateDescent
-            | Self::Joint
-            | Self::Admm
-            | Self::AdmmPublished => true,
-        }
-    }
-}
-
-impl fmt::Display for ScaleSearch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Amax => "amax",
-            Self::FourOverSix { .. } => "four-over-six",
-            Self::Sse => "sse",
-            Self::Hessian => "hessian",
-            Self::CoordinateDescent => "coordinate-descent",
-            Self::Joint => "joint",
-            Self::Admm => "admm",
-            Self::AdmmPublished => "admm-published",
-        })
-    }
-}
-
-/// The block scale that the amax of the tensor maps to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum E4m3Range {
-    /// 448, the largest E4M3 value. A block holding the amax cannot choose element 4.
-    #[default]
-    #[serde(rename = "448")]
-    E448,
-    /// 256, which leaves room for a scale 1.5 times as large.
-    #[serde(rename = "256")]
-    E256,
-}
-
-impl E4m3Range {
-    /// The value.
-    pub const fn value(self) -> f32 {
-        match self {
-            Self::E448 => E4M3.max_value(),
-            Self::E256 => 256.0,
-        }
-    }
-}
-
-/// How the error of a block is summed up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ErrorMetric {
-    /// Sum of magnitudes.
-    #[default]
-    Mae,
-    /// Sum of squares.
-    Mse,
 }
 
 /// What the user-facing operations do with NaN and infinity.
@@ -232,13 +140,17 @@ impl Fp4Scheme {
         self.rule.row().format
     }
 
-    /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536.
+    /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536 with
+    /// [`E4m3Range::E256`]. Powers of two have no tensor scale, and no range to map an amax to.
     pub fn largest_code_product(&self) -> f32 {
         let range = match self.search {
             ScaleSearch::FourOverSix { range, .. } => range,
             _ => E4m3Range::E448,
         };
-        E2M1.max_value() * range.value()
+        match self.format().row().scale_grid() {
+            ScaleGrid::Float(row) => E2M1.max_value() * range.of(&row),
+            ScaleGrid::PowersOfTwo(_) => 1.0,
+        }
     }
 
     /// Rows that share a block scale.
@@ -280,13 +192,13 @@ impl Fp4Scheme {
             return refuse("Rounding::Stochastic", "searches compare what nearest codes leave");
         }
         if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
-            return refuse("Blocks::Tile16x16", "activations weigh the rows of a tile alike");
+            return refuse("Blocks::Tile16x16", "activations weight the rows of a tile alike");
         }
         if self.search == ScaleSearch::Joint && self.block_size != 16 {
             return refuse("ScaleSearch::Joint", "it is for blocks of 16");
         }
         if matches!(self.search, ScaleSearch::FourOverSix { .. })
-            && !matches!(self.rule, ScaleRule::Te | ScaleRule::TeDivision)
+            && self.rule.row().normalization != Normalization::Reciprocal
         {
             return refuse(
                 "ScaleSearch::FourOverSix",
@@ -306,6 +218,50 @@ impl Fp4Scheme {
             Ok(())
         } else {
             Err(FormatError::Indivisible { cols, block_size: self.block_size }.into())
+        }
+    }
+}
+
+impl TensorFactor {
+    /// The factor for a tensor or row with this amax.
+    ///
+    /// amax 0 and amaxes so small that the quotient overflows give `encode` = FLT_MAX; an infinite
+    /// amax gives 1; NaN gives NaN (TransformerEngine's reference, section "global scales").
+    pub fn new(scheme: &Fp4Scheme, amax: f32) -> Self {
+        if !scheme.rule.row().tensor_scale {
+            return Self::ONE;
+        }
+        let range = scheme.largest_code_product();
+        if let TensorScaling::Multiplier(multiplier) = scheme.tensor_scale {
+            let encode = saturate(1.0 / multiplier);
+            return Self { amax: multiplier * range, encode, decode: multiplier };
+        }
+        let inverts_amax = scheme.rule.row().inverts_amax;
+        let encode = if inverts_amax { range * (1.0 / amax) } else { range / amax };
+        let encode = if encode == 0.0 { 1.0 } else { saturate(encode) };
+        Self { amax, encode, decode: 1.0 / encode }
+    }
+}
+
+/// `min(value, FLT_MAX)` that keeps NaN.
+fn saturate(value: f32) -> f32 {
+    if value > f32::MAX { f32::MAX } else { value }
+}
+
+impl TensorScaling {
+    /// # Errors
+    /// [`SearchError::TensorScale`] if a given value is not finite and positive.
+    fn validate(self) -> Result<(), SearchError> {
+        let (what, found) = match self {
+            Self::Tensor | Self::Row => return Ok(()),
+            Self::Amax(found) => ("amax", found),
+            Self::Multiplier(found) => ("multiplier", found),
+        };
+        // An amax of 0 is what an all-zero tensor has.
+        if found.is_finite() && (found > 0.0 || (found == 0.0 && what == "amax")) {
+            Ok(())
+        } else {
+            Err(SearchError::TensorScale { what, found })
         }
     }
 }

@@ -1,6 +1,7 @@
-use serde::{Deserialize, Serialize};
+//! Where the tensor scale comes from, and the pair of factors that stand for it.
 
-use crate::{Fp4Scheme, ScaleRule, SearchError};
+use burn_fp4_formats::TensorScale;
+use serde::{Deserialize, Serialize};
 
 /// Where the tensor scale comes from, for rules that have one.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
@@ -22,57 +23,25 @@ pub enum TensorScaling {
 pub struct TensorFactor {
     /// Largest magnitude the factor was made for.
     pub amax: f32,
-    /// What block scales are multiplied with before they are rounded ("S_enc").
+    /// What block scales are multiplied by before they are rounded ("S_enc").
     pub encode: f32,
-    /// What dequantization multiplies with: the stored tensor scale ("S_dec").
+    /// What dequantization multiplies by: the stored tensor scale ("S_dec").
     pub decode: f32,
 }
 
 impl TensorFactor {
     /// The factor of a tensor that has none.
     pub const ONE: Self = Self { amax: 1.0, encode: 1.0, decode: 1.0 };
-
-    /// The factor for a tensor or row with this amax.
-    ///
-    /// amax 0 and amaxes so small that the quotient overflows give `encode` = FLT_MAX; an infinite
-    /// amax gives 1; NaN gives NaN (TransformerEngine's reference, section "global scales").
-    pub fn new(scheme: &Fp4Scheme, amax: f32) -> Self {
-        if !scheme.rule.row().tensor_scale {
-            return Self::ONE;
-        }
-        let range = scheme.largest_code_product();
-        if let TensorScaling::Multiplier(multiplier) = scheme.tensor_scale {
-            let encode = saturate(1.0 / multiplier);
-            return Self { amax: multiplier * range, encode, decode: multiplier };
-        }
-        let encode = match scheme.rule {
-            ScaleRule::Gist => range * (1.0 / amax),
-            _ => range / amax,
-        };
-        let encode = if encode == 0.0 { 1.0 } else { saturate(encode) };
-        Self { amax, encode, decode: 1.0 / encode }
-    }
-}
-
-/// `min(value, FLT_MAX)` that keeps NaN.
-fn saturate(value: f32) -> f32 {
-    if value > f32::MAX { f32::MAX } else { value }
 }
 
 impl TensorScaling {
-    /// # Errors
-    /// [`SearchError::TensorScale`] if a given value is not finite and positive.
-    pub(crate) fn validate(self) -> Result<(), SearchError> {
-        let (what, found) = match self {
-            Self::Tensor | Self::Row => return Ok(()),
-            Self::Amax(found) => ("amax", found),
-            Self::Multiplier(found) => ("multiplier", found),
-        };
-        // An amax of 0 is what an all-zero tensor has.
-        if found.is_finite() && (found > 0.0 || (found == 0.0 && what == "amax")) {
-            Ok(())
-        } else {
-            Err(SearchError::TensorScale { what, found })
+    /// The tensor scale that is stored: of the tensor, or of its rows.
+    pub(crate) fn stored(self, factors: &[TensorFactor]) -> TensorScale {
+        match self {
+            Self::Row => TensorScale::PerRow(factors.iter().map(|f| f.decode).collect()),
+            Self::Tensor | Self::Amax(_) | Self::Multiplier(_) => {
+                TensorScale::One(factors[0].decode)
+            }
         }
     }
 }

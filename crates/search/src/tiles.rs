@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-/// `X^T X` as tiles `[side, side]`: those of the upper half, a column of tiles after the other, each from its first
-/// row to the diagonal, so that it is itself a matrix `[rows, side]`; or only those along the diagonal. Channels beyond
-/// the last are 0.
+/// `X^T X` as tiles `[side, side]`: those of the upper half, a column of tiles after the other,
+/// each from its first row to the diagonal, so that it is itself a matrix `[rows, side]`; or only
+/// those along the diagonal. Channels beyond the last are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GramTiles {
     channels: usize,
@@ -16,15 +16,15 @@ impl GramTiles {
     /// Side of the tiles in which devices sum up; those of a whole matrix are no larger elsewhere.
     pub const SIDE: usize = 128;
 
-    /// How devices lay out what holds blocks along the diagonal; one block of all channels is the whole matrix. What
-    /// their tiles have below the diagonal of the matrix does not count.
+    /// How devices lay out what holds blocks along the diagonal; one block of all channels is the
+    /// whole matrix. What their tiles have below the diagonal of the matrix is ignored.
     pub fn of_device(channels: usize, block_size: usize) -> Self {
         let inside = block_size > 0 && Self::SIDE.is_multiple_of(block_size);
         Self { channels, side: Self::SIDE, diagonal: inside || channels <= Self::SIDE }
     }
 
-    /// The same with a tile for every block, or without channels beyond the last if these fit one tile: how a
-    /// [`Gram`](crate::Gram) keeps it, with both halves of tiles on the diagonal.
+    /// The same with a tile for every block, or without channels beyond the last if these fit one
+    /// tile: how a [`Gram`](crate::Gram) keeps it, with both halves of tiles on the diagonal.
     pub fn compact(channels: usize, block_size: usize) -> Self {
         let whole = block_size == channels;
         let side = if whole { channels.clamp(1, Self::SIDE) } else { block_size.max(1) };
@@ -72,7 +72,8 @@ impl GramTiles {
         ((tile - column * (column + 1) / 2) * self.side, column * self.side)
     }
 
-    /// Where the tile is that has an element, and where in it this is; nothing for what is in no tile.
+    /// Where the tile is that has an element, and where in it this is; nothing for what is in no
+    /// tile.
     pub(crate) fn place(&self, row: usize, col: usize) -> Option<(usize, usize)> {
         let (row, col) = (row.min(col), row.max(col));
         let (tile_row, tile_col) = (row / self.side, col / self.side);

@@ -1,15 +1,18 @@
+//! Scales and codes together by coordinate descent on `r^T H r`, of a strip of blocks: the
+//! definition is in `reference/coordinate_descent.rs`.
+
 use super::hessian::{Descent, Line, Lines, cost};
 use super::sse::start;
-use super::strip::{STRIP, Strip, nearest_element};
-use crate::Fp4Scheme;
-use crate::coordinate_descent::SWEEPS;
+use super::strip::{STRIP, Strip};
+use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
+use crate::reference::coordinate_descent::SWEEPS;
+use crate::{Fp4Scheme, ScaleRule};
 
 impl<const B: usize> Strip<B> {
-    /// Takes the scales and codes that coordinate descent ends with, see
-    /// [`coordinate_descent`](crate::coordinate_descent), and returns them.
+    /// Takes the scales and codes that coordinate descent ends with, and returns them.
     #[inline(always)]
-    pub(super) fn search_coordinate_descent(
+    pub(super) fn search_coordinate_descent<const FORMAT: usize>(
         &mut self,
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
@@ -19,46 +22,45 @@ impl<const B: usize> Strip<B> {
             let curvature = hessian.at(i, i);
             if curvature > 0.0 { 1.0 / curvature } else { 0.0 }
         });
-        let mut descent = Descent::new(self, scheme, hessian, n);
+        let mut descent = Descent::new::<FORMAT>(self, hessian, n);
         // The rule's own scale first, then all from the largest down.
         let mut elements = [[0.0; STRIP]; B];
         let own = descent.own;
-        let costs = self.descend(scheme, hessian, &descent, &own, &steps, &mut elements);
-        descent.best = start(scheme, &own, &costs);
+        let by = (scheme.rule, hessian, &steps);
+        let costs = self.descend::<FORMAT>(by, &descent, &own, &mut elements);
+        descent.best = start::<FORMAT>(&own, &costs);
         let mut best_elements = elements;
         while descent.active.contains(&true) {
             let codes = descent.code;
-            let costs = self.descend(scheme, hessian, &descent, &codes, &steps, &mut elements);
+            let costs = self.descend::<FORMAT>(by, &descent, &codes, &mut elements);
             let kept = descent.keep_better(&costs, &descent.active.clone());
             for (best, elements) in best_elements.iter_mut().zip(&elements) {
                 for block in 0..STRIP {
                     best[block] = if kept[block] { elements[block] } else { best[block] };
                 }
             }
-            descent.advance(self, scheme, hessian);
+            descent.advance::<FORMAT>(self, scheme.rule, hessian);
         }
-        self.take_scales(scheme, &descent.best_code);
+        self.take_scales::<FORMAT>(scheme.rule, &descent.best_code);
         self.find_codes(scheme);
         self.take_elements(&best_elements, &descent.units.searchable);
         (descent.best_code, best_elements)
     }
 
-    /// The costs that descent from the nearest elements ends with, and the elements; infinite where it
-    /// cannot be better than the best.
+    /// The costs that descent from the nearest elements ends with, and the elements; infinite where
+    /// it cannot be better than the best. `steps` are the reciprocals of the diagonal of H.
     #[inline(always)]
-    fn descend(
+    fn descend<const FORMAT: usize>(
         &self,
-        scheme: &Fp4Scheme,
-        hessian: BlockHessian<'_>,
+        (rule, hessian, steps): (ScaleRule, BlockHessian<'_>, &[f32; B]),
         descent: &Descent<B>,
         codes: &[u32; STRIP],
-        steps: &[f32; B],
         elements: &mut Lines<B>,
     ) -> Line {
-        let (values, multipliers) = self.scales_of(scheme, codes, &descent.units.base);
-        let nearest = descent.nearest(self, scheme, &multipliers);
+        let (values, multipliers) = self.scales_of::<FORMAT>(rule, codes, &descent.units.base);
+        let nearest = descent.nearest(self, rule, &multipliers);
         let errors = descent.errors(&nearest, &values);
-        // The nearest codes leave the least of every element, so the bound holds for all codes.
+        // The nearest codes have the smallest errors, so the bound holds for all codes.
         let possible = descent.possible(&errors, hessian);
         if !possible.contains(&true) {
             return [f32::INFINITY; STRIP];

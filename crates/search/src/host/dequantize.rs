@@ -1,4 +1,6 @@
-use burn_fp4_formats::{FormatError, Fp4Format, check_length};
+//! From codes and scales to values, and how far these are from the original.
+
+use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
@@ -6,7 +8,8 @@ use super::strip::{Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::SearchError;
 
-/// A quantized tensor in borrowed host memory; see [`Packed`](burn_fp4_formats::Packed).
+/// A quantized tensor in borrowed host memory, as every function of the host engine takes it; see
+/// [`Packed`] for one that owns its memory.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedView<'a> {
     /// What the bits mean.
@@ -19,6 +22,18 @@ pub struct PackedView<'a> {
     pub scales: &'a [u8],
     /// One multiplier, or one per row.
     pub tensor_scale: &'a [f32],
+}
+
+impl<'a> From<&'a Packed> for PackedView<'a> {
+    fn from(packed: &'a Packed) -> Self {
+        Self {
+            format: packed.format,
+            block_size: packed.block_size,
+            codes: &packed.codes,
+            scales: &packed.scales,
+            tensor_scale: packed.tensor_scale.as_slice(),
+        }
+    }
 }
 
 impl PackedView<'_> {
@@ -120,11 +135,11 @@ struct Slab<'a> {
     first: usize,
 }
 
-/// What becomes of dequantized strips. A trait rather than a closure, because only a function can ask
-/// to be compiled for the instruction set of its caller.
+/// What becomes of dequantized strips. A trait rather than a closure, because only a function can
+/// be `inline(always)`, and so be compiled for the instruction set of its caller.
 trait Sink<const B: usize> {
-    /// Takes `n` blocks of the slab, the first starting at value `start`; they follow each other, or
-    /// are columns next to each other.
+    /// Takes `n` blocks of the slab, the first starting at value `start`; they follow each other,
+    /// or are columns next to each other.
     fn take(&mut self, strip: &Strip<B>, start: usize, n: usize);
 }
 

@@ -1,3 +1,5 @@
+//! The float types that the host engine reads and writes.
+
 use burn_fp4_formats::{bf16, f16};
 use half::slice::HalfFloatSliceExt;
 

@@ -11,7 +11,8 @@ use pulp::{
 };
 
 use super::PackedView;
-use super::strip::{scale_values, twice_element};
+use super::scale_grid::scale_values;
+use crate::e2m1::twice_element;
 
 /// Channels that are decoded together: two codes of each of 16 bytes.
 pub(super) const GROUP: usize = 32;
@@ -38,7 +39,8 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
         }
     }
 
-    /// `element x block scale` of a group: of every byte the lower code first, all of these before the others.
+    /// `element x block scale` of a group: of every byte the lower code first, all of these before
+    /// the others.
     #[inline(always)]
     pub(super) fn decode<S: Simd>(
         &self,
@@ -79,8 +81,8 @@ const TWICE: [f32; 16] = {
     values
 };
 
-/// The elements of 16 bytes, the lower codes first, times a factor for each half of the bytes: looked up in a register
-/// where an instruction set can.
+/// The elements of 16 bytes, the lower codes first, times a factor for each half of the bytes:
+/// looked up in a register where an instruction set can.
 #[inline(always)]
 fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], decoded: &mut [f32]) {
     let (even, odd) = decoded.split_at_mut(GROUP / 2);
@@ -145,7 +147,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let codes: Vec<u8> = (0..=255).collect();
             let tensor_scale = [1.0];
-            for format in [Fp4Format::NvFp4, Fp4Format::MxFp4] {
+            for format in Fp4Format::ALL {
                 let values = scale_values(format);
                 for scale in 0..=255u8 {
                     let scales = [scale, scale.wrapping_add(1)];

@@ -1,3 +1,5 @@
+//! The Hadamard transform along any axis, with SIMD and threads.
+
 use burn_fp4_formats::{FormatError, check_length};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
@@ -10,9 +12,9 @@ const SIZE: usize = Hadamard::SIZE;
 /// Columns that are transformed together.
 const COLUMNS: usize = 64;
 
-/// Transforms every 16 neighbours along an axis, or back: `y = x T` or, as the inverse of an orthogonal matrix
-/// is its transpose, `x = y T^T`. Each sum is made in f32 by fused multiply-adds in the order of the terms, and
-/// rounded once.
+/// Transforms every 16 neighbours along an axis, or back: `y = x T` or, as the inverse of an
+/// orthogonal matrix is its transpose, `x = y T^T`. Each sum is made in f32 by fused multiply-adds
+/// in the order of the terms, and rounded once.
 ///
 /// # Errors
 /// [`SearchError::Format`] if 16 does not divide the axis, or for an output of another length.

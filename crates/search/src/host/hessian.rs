@@ -1,6 +1,10 @@
+//! The scales with the smallest `r^T H r` of the nearest codes, of a strip of blocks: the
+//! definition, and why the search may stop early, are in `reference/hessian.rs`.
+
+use super::scale_grid::Scales;
 use super::sse::{is_better, start};
-use super::strip::{STRIP, Strip, Units, nearest_element};
-use crate::block::{lowest, top};
+use super::strip::{STRIP, Strip, Units};
+use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
 use crate::{Fp4Scheme, ScaleRule};
 
@@ -10,8 +14,8 @@ pub(super) type Line = [f32; STRIP];
 /// Values of every element of a strip.
 pub(super) type Lines<const B: usize> = [Line; B];
 
-/// A search over scales by `r^T H r`, from the first that leaves only zeros down to where no smaller one
-/// can be better.
+/// A search over scales by `r^T H r`, from the smallest that rounds every element to zero down to
+/// where no smaller one can be better.
 pub(super) struct Descent<const B: usize> {
     pub(super) units: Units,
     /// The elements in the units of their block.
@@ -27,42 +31,42 @@ pub(super) struct Descent<const B: usize> {
 }
 
 impl<const B: usize> Strip<B> {
-    /// The scales with the smallest `r^T H r` of the nearest codes; see [`hessian`](crate::hessian).
+    /// Chooses the scales of the first `n` blocks.
     #[inline(always)]
-    pub(super) fn search_hessian(
+    pub(super) fn search_hessian<const FORMAT: usize>(
         &mut self,
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
     ) {
-        let mut descent = Descent::new(self, scheme, hessian, n);
-        let (values, _) = self.scales_of(scheme, &descent.own, &descent.units.base);
-        let nearest = descent.nearest(self, scheme, &self.multipliers);
+        let mut descent = Descent::new::<FORMAT>(self, hessian, n);
+        let (values, _) = self.scales_of::<FORMAT>(scheme.rule, &descent.own, &descent.units.base);
+        let nearest = descent.nearest(self, scheme.rule, &self.multipliers);
         let costs = cost(&descent.errors(&nearest, &values), hessian);
-        descent.best = start(scheme, &descent.own, &costs);
+        descent.best = start::<FORMAT>(&descent.own, &costs);
         while descent.active.contains(&true) {
-            let (values, multipliers) = self.scales_of(scheme, &descent.code, &descent.units.base);
-            let errors = descent.errors(&descent.nearest(self, scheme, &multipliers), &values);
+            let (values, multipliers) =
+                self.scales_of::<FORMAT>(scheme.rule, &descent.code, &descent.units.base);
+            let errors = descent.errors(&descent.nearest(self, scheme.rule, &multipliers), &values);
             let possible = descent.possible(&errors, hessian);
             if possible.contains(&true) {
                 let costs = cost(&errors, hessian);
                 descent.keep_better(&costs, &possible);
             }
-            descent.advance(self, scheme, hessian);
+            descent.advance::<FORMAT>(self, scheme.rule, hessian);
         }
-        self.take_scales(scheme, &descent.best_code);
+        self.take_scales::<FORMAT>(scheme.rule, &descent.best_code);
     }
 }
 
 impl<const B: usize> Descent<B> {
     #[inline(always)]
-    pub(super) fn new(
+    pub(super) fn new<const FORMAT: usize>(
         strip: &Strip<B>,
-        scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
     ) -> Self {
-        let units = strip.units(scheme, n);
+        let units = strip.units::<FORMAT>(n);
         let mut scaled = [[0.0; STRIP]; B];
         let mut bounded = [[0.0; STRIP]; B];
         for k in 0..B {
@@ -74,7 +78,7 @@ impl<const B: usize> Descent<B> {
         }
         let code = core::array::from_fn(|block| {
             let amax = strip.amax[block] * units.factor[block];
-            top(scheme.format(), units.base[block], amax)
+            Scales::<FORMAT>::zeros(units.base[block], amax)
         });
         let own = strip.scales.map(u32::from);
         let (active, best) = (units.searchable, [f32::INFINITY; STRIP]);
@@ -86,17 +90,17 @@ impl<const B: usize> Descent<B> {
     pub(super) fn nearest(
         &self,
         strip: &Strip<B>,
-        scheme: &Fp4Scheme,
+        rule: ScaleRule,
         multipliers: &Line,
     ) -> Lines<B> {
-        if scheme.rule == ScaleRule::NoTensorScale {
+        if rule.row().normalization.divides() {
             nearest_by(strip, multipliers, |x, scale| x / scale)
         } else {
             nearest_by(strip, multipliers, |x, multiplier| x * multiplier)
         }
     }
 
-    /// What E2M1 values leave of the elements, in the units of their block.
+    /// The errors of E2M1 values, in the units of their block.
     #[inline(always)]
     pub(super) fn errors(&self, elements: &Lines<B>, values: &Line) -> Lines<B> {
         let mut errors = [[0.0; STRIP]; B];
@@ -109,7 +113,7 @@ impl<const B: usize> Descent<B> {
         errors
     }
 
-    /// Which blocks a scale that leaves at least these errors may improve.
+    /// Which blocks a scale with at least these errors may improve.
     #[inline(always)]
     pub(super) fn possible(&self, errors: &Lines<B>, hessian: BlockHessian<'_>) -> [bool; STRIP] {
         let mut largest = [0.0f32; STRIP];
@@ -140,18 +144,18 @@ impl<const B: usize> Descent<B> {
 
     /// Goes on to the next smaller scale, or ends where none can be better.
     #[inline(always)]
-    pub(super) fn advance(
+    pub(super) fn advance<const FORMAT: usize>(
         &mut self,
         strip: &Strip<B>,
-        scheme: &Fp4Scheme,
+        rule: ScaleRule,
         hessian: BlockHessian<'_>,
     ) {
         for block in 0..STRIP {
-            let lowest = lowest(scheme.format(), self.units.base[block]) as i32;
+            let lowest = Scales::<FORMAT>::lowest(self.units.base[block]) as i32;
             self.code[block] = self.code[block].wrapping_sub(1);
             self.active[block] &= self.code[block] as i32 >= lowest;
         }
-        let (values, _) = strip.scales_of(scheme, &self.code, &self.units.base);
+        let (values, _) = strip.scales_of::<FORMAT>(rule, &self.code, &self.units.base);
         let mut clipped = [0.0f32; STRIP];
         for (bounded, &bound) in self.bounded.iter().zip(hessian.bounds) {
             for block in 0..STRIP {

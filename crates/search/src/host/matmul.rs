@@ -1,3 +1,5 @@
+//! The product of an input and a packed weight, decoded on the way.
+
 use core::array::from_fn;
 
 use burn_fp4_formats::check_length;
@@ -8,23 +10,23 @@ use super::group::{GROUP, PackedRow};
 use super::{HostElement, PackedView, View};
 use crate::SearchError;
 
-/// Packed rows that are decoded, and multiplied with rows of the input, at a time.
+/// Packed rows that are decoded, and multiplied by rows of the input, at a time.
 const ROWS: usize = 4;
-/// Rows of the input that they are multiplied with at a time.
+/// Rows of the input that they are multiplied by at a time.
 const INPUTS: usize = 4;
-/// Packed rows that are decoded before the input is looked at again.
+/// Packed rows that are decoded before the input is read again.
 const DECODED: usize = 4 * ROWS;
-/// Packed rows that are decoded side by side where the input is looked at once.
+/// Packed rows that are decoded side by side where the input is read once.
 const TOGETHER: usize = 2;
 /// Packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
 
-/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of `channels`
-/// elements, without its dense values: `[inputs, outputs]`, sums in f32, rounded once.
+/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
+/// `channels` elements, without its dense values: `[inputs, outputs]`, sums in f32, rounded once.
 ///
 /// # Errors
-/// A block size that the format does not allow or the channels are not a multiple of, or a slice of the wrong
-/// length.
+/// A block size that the format does not allow or the channels are not a multiple of, or a slice of
+/// the wrong length.
 pub fn matmul<T: HostElement>(
     input: &[T],
     weight: PackedView<'_>,
@@ -41,7 +43,7 @@ pub fn matmul<T: HostElement>(
     let input = Interleaved::new(input, inputs, channels);
     // A row for each of the weight: the tasks write contiguous memory.
     let mut products = vec![0.0; outputs * inputs];
-    // Where the input is looked at once, nothing of what is decoded is kept.
+    // Where the input is read once, nothing of what is decoded is kept.
     let rows = if inputs <= INPUTS { 0 } else { DECODED };
     let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
     tasks.for_each_init(
@@ -58,8 +60,8 @@ pub fn matmul<T: HostElement>(
     Ok(())
 }
 
-/// An input in f32, in the order in which codes are decoded: of every 32 channels first the even ones. Zeros
-/// complete the last.
+/// An input in f32, in the order in which codes are decoded: of every 32 channels first the even
+/// ones. Zeros complete the last.
 struct Interleaved {
     values: Vec<f32>,
     rows: usize,
@@ -124,7 +126,7 @@ impl Products<'_> {
         }
     }
 
-    /// Of so few rows of the input that nothing decoded is looked at again.
+    /// Of so few rows of the input that nothing decoded is read again.
     #[inline(always)]
     fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
         let Self { input, weight, channels, first, products, .. } = self;
@@ -254,7 +256,8 @@ mod tests {
 
     use super::*;
 
-    /// Also where the last group is not whole, and the last rows of the weight are fewer than are decoded together.
+    /// Also where the last group is not whole, and the last rows of the weight are fewer than are
+    /// decoded together.
     #[test]
     fn sums_do_not_depend_on_how_many_rows_there_are() {
         const INPUT_ROWS: usize = 9;

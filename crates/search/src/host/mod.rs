@@ -2,29 +2,54 @@
 //! threads, along any axis, without materializing anything but its output.
 //!
 //! Values pass through a strip of 32 blocks that stays in the first-level cache; only how a strip
-//! is read and written knows along which axis the blocks run.
+//! is read and written knows along which axis the blocks run. Each search has a file with the name
+//! of its file in `reference/`.
+//!
+//! | file                      | what it holds                                                    |
+//! |---------------------------|------------------------------------------------------------------|
+//! | `quantize.rs`             | from a tensor to strips, from strips to codes and scales         |
+//! | `dequantize.rs`           | back, and the squared error                                      |
+//! | `fake_quantize.rs`        | both in one call                                                 |
+//! | `strip.rs`, `tile.rs`     | the strip, and tiles of 16 of its blocks                         |
+//! | `amax.rs`                 | amax, and the rule's scales and multipliers                      |
+//! | `scale_grid.rs`           | the arithmetic of block scales                                   |
+//! | `codes.rs`                | rounding to codes, and decoding them                             |
+//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a strip    |
+//! | `admm.rs`, `joint.rs`, `point.rs` | searches one block at a time                             |
+//! | `gptq.rs`                 | GPTQ, whose errors propagate from block to block                 |
+//! | `matmul.rs`, `group.rs`   | products with packed weights, decoded in groups                  |
+//! | `hadamard.rs`             | the Hadamard transform                                           |
+//! | `element.rs`, `view.rs`   | f32, bf16 and f16; along which axis blocks run                   |
 
+mod admm;
+mod amax;
+mod codes;
 mod coordinate_descent;
 mod dequantize;
 mod element;
+mod fake_quantize;
+mod four_over_six;
+mod gptq;
 mod group;
 mod hadamard;
 mod hessian;
+mod joint;
 mod matmul;
 mod point;
 mod quantize;
+mod scale_grid;
 mod sse;
 mod strip;
+mod tile;
 mod view;
 
+pub use amax::amax;
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
+pub use fake_quantize::{Restore, fake_quantize};
 pub use hadamard::hadamard;
 pub use matmul::matmul;
-pub use quantize::{
-    Restore, amax, fake_quantize, quantize, quantize_by_importance, quantize_packed,
-};
-pub(crate) use strip::nearest_element;
+pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;
 
 /// Values per parallel task: large enough to amortize a task, small enough to balance two cores.

@@ -1,55 +1,60 @@
-//! Methods that improve one block at a time, after coordinate descent has found where to begin.
+//! Methods that improve one block at a time, by the functions of the reference, after coordinate
+//! descent has found where to begin.
 
 use super::hessian::Lines;
+use super::scale_grid::Scales;
 use super::strip::{STRIP, Strip};
-use crate::block::{lowest, top};
+use crate::Fp4Scheme;
 use crate::importance::BlockHessian;
-use crate::point::{Point, Target};
-use crate::{Fp4Scheme, ScaleSearch, admm, joint};
+use crate::reference::point::{Point, Target};
+
+/// From where a block is improved.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    /// From the scale and codes that coordinate descent ends with.
+    CoordinateDescent,
+    /// From the rule's scale alone.
+    Rule,
+}
 
 impl<const B: usize> Strip<B> {
-    /// The scales and codes of [`admm`](crate::admm) or [`joint`](crate::joint).
+    /// Takes the scales and codes that `improve` ends with.
     #[inline(always)]
-    pub(super) fn search_points(
+    pub(super) fn improve_points<const FORMAT: usize>(
         &mut self,
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
+        start: Start,
+        improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
     ) {
-        let own = self.scales.map(u32::from);
-        let units = self.units(scheme, n);
-        let mut elements: Lines<B> = [[0.0; STRIP]; B];
-        let mut scales = own;
-        if scheme.search == ScaleSearch::AdmmPublished {
-            self.find_codes(scheme);
-        } else {
-            (scales, elements) = self.search_coordinate_descent(scheme, hessian, n);
-        }
-        let operator = admm::Operator::<B>::new(hessian.values);
+        let own = self.scales;
+        let units = self.units::<FORMAT>(n);
+        let (mut scales, mut elements): ([u32; STRIP], Lines<B>) = match start {
+            Start::CoordinateDescent => {
+                self.search_coordinate_descent::<FORMAT>(scheme, hessian, n)
+            }
+            Start::Rule => (own.map(u32::from), [[0.0; STRIP]; B]),
+        };
         for block in (0..n).filter(|&block| units.searchable[block]) {
-            let scaled =
-                core::array::from_fn(|k| self.values()[k * STRIP + block] * units.factor[block]);
-            let base = units.base[block];
-            let target = Target { format: scheme.format(), base, scaled, hessian };
-            let start = elements.each_ref().map(|line| line[block]);
-            let cost = target.cost(scales[block], &start);
-            let start = Point { scale: scales[block], elements: start, cost };
-            let point = match scheme.search {
-                ScaleSearch::AdmmPublished => admm::published(&target, &operator, own[block]),
-                ScaleSearch::Admm => admm::improve(&target, &operator, own[block], start),
-                _ => {
-                    let amax = self.amax[block] * units.factor[block];
-                    let format = scheme.format();
-                    let all = lowest(format, base)..=top(format, base, amax);
-                    joint::improve(&target, all, start)
-                }
+            let target = Target {
+                unit: Scales::<FORMAT>::unit(self.amax[block], self.encode[block]),
+                own: own[block],
+                amax: self.amax[block] * units.factor[block],
+                scaled: core::array::from_fn(|k| {
+                    self.values()[k * STRIP + block] * units.factor[block]
+                }),
+                hessian,
             };
-            scales[block] = point.scale;
+            let (scale, start) = (scales[block] as u8, elements.each_ref().map(|line| line[block]));
+            let cost = target.cost(scale, &start);
+            let point = improve(&target, Point { scale, elements: start, cost });
+            scales[block] = point.scale.into();
             for (line, element) in elements.iter_mut().zip(point.elements) {
                 line[block] = element;
             }
         }
-        self.take_scales(scheme, &scales);
+        self.take_scales::<FORMAT>(scheme.rule, &scales);
         self.find_codes(scheme);
         self.take_elements(&elements, &units.searchable);
     }

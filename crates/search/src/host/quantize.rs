@@ -1,62 +1,18 @@
+//! Quantization of a tensor along any axis: which blocks make a strip, and who works on it.
+
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
+use super::amax::larger;
+use super::scale_grid::{ByFormat, by_format};
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, SEARCH_TASK, TASK, View};
 use crate::importance::BlockImportance;
-use crate::{
-    Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, TensorScaling,
-};
+use crate::{Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor};
 use burn_fp4_formats::{Packed, TensorScale, check_length};
 
-/// The amax that the tensor scale is made from: one value, or one per packed row.
-///
-/// A NaN among the values makes the result NaN.
-pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
-    match scheme.tensor_scale {
-        TensorScaling::Amax(amax) => vec![amax],
-        TensorScaling::Row if scheme.rule.row().tensor_scale => row_amax(values, view),
-        _ => {
-            let largest = values
-                .par_chunks(TASK)
-                .map(|values| Arch::new().dispatch(LargestMagnitude { values }))
-                .max();
-            vec![T::from_bits(largest.unwrap_or_default()).to_f32()]
-        }
-    }
-}
-
-fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
-    if view.is_empty() {
-        return vec![0.0; view.packed_rows()];
-    }
-    let slabs = values.par_chunks(view.axis * view.inner);
-    let largest = slabs.flat_map_iter(|slab| {
-        let mut largest = vec![T::Bits::default(); view.inner];
-        for line in slab.chunks_exact(view.inner) {
-            for (largest, value) in largest.iter_mut().zip(line) {
-                *largest = value.magnitude().max(*largest);
-            }
-        }
-        largest.into_iter().map(|bits| T::from_bits(bits).to_f32())
-    });
-    largest.collect()
-}
-
-struct LargestMagnitude<'a, T> {
-    values: &'a [T],
-}
-
-impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
-    type Output = T::Bits;
-
-    #[inline(always)]
-    fn call(self) -> T::Bits {
-        self.values.iter().fold(T::Bits::default(), |largest, value| value.magnitude().max(largest))
-    }
-}
-
-/// Quantizes a tensor into packed rows, given the amax of [`amax`], and returns its tensor scale.
+/// Quantizes a tensor into packed rows, given the amax of [`amax`](super::amax), and returns its
+/// tensor scale.
 ///
 /// `codes` takes `[packed_rows, axis / 2]` bytes and `scales` `[packed_rows, axis / block_size]`.
 /// The result is bit for bit that of [`quantize_with_amax`](crate::quantize_with_amax).
@@ -115,10 +71,7 @@ pub fn quantize_by_importance<T: HostElement>(
                 }
             });
     }
-    Ok(match scheme.tensor_scale {
-        TensorScaling::Row => TensorScale::PerRow(factors.iter().map(|f| f.decode).collect()),
-        _ => TensorScale::One(factors[0].decode),
-    })
+    Ok(scheme.tensor_scale.stored(&factors))
 }
 
 /// [`quantize_by_importance`] into memory of its own.
@@ -203,10 +156,19 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
 
     #[inline(always)]
     fn call(self) {
+        by_format(self.task.scheme.format(), self)
+    }
+}
+
+impl<T: HostElement, const B: usize> ByFormat for Quantize<'_, T, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FORMAT: usize>(self) {
         if self.task.view.inner == 1 && self.task.scheme.search == ScaleSearch::Amax {
-            self.along_rows();
+            self.along_rows::<FORMAT>();
         } else {
-            self.across_rows();
+            self.across_rows::<FORMAT>();
         }
     }
 }
@@ -214,7 +176,7 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
 impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
     /// The blocked axis is contiguous: a strip is 32 blocks of one row.
     #[inline(always)]
-    fn along_rows(self) {
+    fn along_rows<const FORMAT: usize>(self) {
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
         let tile_rows = scheme.tile_rows();
@@ -255,7 +217,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                     } else {
                         strip.find_amax();
                     }
-                    strip.find_scales(scheme);
+                    strip.find_scales::<FORMAT>(scheme.rule);
                     if let Rounding::Stochastic(draw) = scheme.rounding {
                         for block in 0..n {
                             let at = (first + row) * view.axis + (start + block) * B;
@@ -271,10 +233,10 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
         }
     }
 
-    /// The blocked axis is strided, or a search looks at neighbouring rows: a strip is one block of each of
-    /// 32 of them.
+    /// The blocked axis is strided, or a search compares neighbouring rows: a strip is one block of
+    /// each of 32 of them.
     #[inline(always)]
-    fn across_rows(self) {
+    fn across_rows<const FORMAT: usize>(self) {
         let Rows { view, scheme, importance, first, .. } = self.task;
         let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
@@ -298,7 +260,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                         strip.draw(index, (first + at + index) * view.axis + block * B, draw);
                     }
                 }
-                strip.choose(scheme, importance, n);
+                strip.choose::<FORMAT>(scheme, importance, n);
                 for index in 0..n {
                     self.scales[(at + index) * blocks + block] = strip.scales[index];
                     let start = ((at + index) * view.axis + block * B) / 2;
@@ -312,125 +274,38 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
 impl<const B: usize> Strip<B> {
     /// Chooses scales and codes of the first `n` blocks from amax and values.
     #[inline(always)]
-    fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
-        self.find_scales(scheme);
-        match (scheme.search, importance) {
-            (ScaleSearch::Amax, _) => {}
-            (ScaleSearch::FourOverSix { error, .. }, _) => {
-                self.search_four_over_six(scheme, error, n);
+    fn choose<const FORMAT: usize>(
+        &mut self,
+        scheme: &Fp4Scheme,
+        importance: BlockImportance<'_>,
+        n: usize,
+    ) {
+        self.find_scales::<FORMAT>(scheme.rule);
+        match scheme.search {
+            ScaleSearch::Amax => {}
+            ScaleSearch::FourOverSix { error, .. } => {
+                self.search_four_over_six::<FORMAT>(scheme, error, n);
             }
-            (ScaleSearch::Sse, BlockImportance::Channels(weights)) => {
-                self.search_sse(scheme, Some(weights), n);
-            }
-            (ScaleSearch::Sse, _) => self.search_sse(scheme, None, n),
-            (ScaleSearch::Hessian, BlockImportance::Hessian(hessian)) => {
-                self.search_hessian(scheme, hessian, n);
-            }
-            (ScaleSearch::CoordinateDescent, BlockImportance::Hessian(hessian)) => {
-                self.search_coordinate_descent(scheme, hessian, n);
+            // Where all weights are 1 at compile time, nothing is multiplied by them.
+            ScaleSearch::Sse => match importance.weights() {
+                Some(weights) => self.search_sse::<FORMAT>(scheme, Some(weights), n),
+                None => self.search_sse::<FORMAT>(scheme, None, n),
+            },
+            ScaleSearch::Hessian => self.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
+            ScaleSearch::CoordinateDescent => {
+                self.search_coordinate_descent::<FORMAT>(scheme, importance.hessian(), n);
                 return;
             }
-            (
-                ScaleSearch::Joint | ScaleSearch::Admm | ScaleSearch::AdmmPublished,
-                BlockImportance::Hessian(hessian),
-            ) => return self.search_points(scheme, hessian, n),
-            (search, importance) => unreachable!("checked before: {search:?} with {importance:?}"),
+            ScaleSearch::Joint => {
+                return self.search_joint::<FORMAT>(scheme, importance.hessian(), n);
+            }
+            ScaleSearch::Admm => {
+                return self.search_admm::<FORMAT>(scheme, importance.hessian(), n);
+            }
+            ScaleSearch::AdmmPublished => {
+                return self.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
+            }
         }
         self.find_codes(scheme);
     }
-
-    /// Reads `n` columns from `column` on of a `[B, inner]` slab, one block each.
-    #[inline(always)]
-    pub(super) fn read_columns<T: HostElement>(
-        &mut self,
-        slab: &[T],
-        inner: usize,
-        column: usize,
-        n: usize,
-    ) {
-        for (k, line) in self.values_mut().chunks_exact_mut(STRIP).enumerate() {
-            let source = &slab[k * inner + column..][..n];
-            // A whole line, of known length, is a few instructions instead of a call.
-            if n == STRIP {
-                T::read(&source[..STRIP], &mut line[..STRIP]);
-            } else {
-                T::read(source, &mut line[..n]);
-            }
-        }
-    }
-
-    /// Writes the first `n` blocks as columns of a `[B, inner]` slab.
-    #[inline(always)]
-    pub(super) fn write_columns<T: HostElement>(
-        &self,
-        slab: &mut [T],
-        inner: usize,
-        column: usize,
-        n: usize,
-    ) {
-        for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
-            let target = &mut slab[k * inner + column..][..n];
-            if n == STRIP {
-                T::write(&line[..STRIP], &mut target[..STRIP]);
-            } else {
-                T::write(&line[..n], target);
-            }
-        }
-    }
-
-    /// Gives the blocks of each group of 16 neighbouring rows the largest amax among them.
-    #[inline(always)]
-    fn share_amax(&mut self, n: usize) {
-        for tile in self.amax[..n].chunks_mut(16) {
-            let largest = tile.iter().fold(0.0, |largest, &amax| larger(largest, amax));
-            tile.fill(largest);
-        }
-    }
-}
-
-/// The larger of two magnitudes; NaN if one is.
-#[inline(always)]
-fn larger(a: f32, b: f32) -> f32 {
-    f32::from_bits(a.to_bits().max(b.to_bits()))
-}
-
-/// How far fake quantization goes back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Restore {
-    /// To values: `(element x block scale) x tensor scale`.
-    #[default]
-    Values,
-    /// To `element x block scale`, which bf16 and even shorter floats hold exactly: what a product of
-    /// quantized matrices multiplies, before it is multiplied with both tensor scales.
-    BlockScaled,
-}
-
-/// Writes what [`dequantize`](super::dequantize) makes of [`quantize`], without the packed form.
-///
-/// # Errors
-/// As [`quantize`].
-pub fn fake_quantize<T: HostElement>(
-    values: &[T],
-    view: View,
-    scheme: &Fp4Scheme,
-    amax: &[f32],
-    restore: Restore,
-    output: &mut [T],
-) -> Result<(), SearchError> {
-    scheme.check_columns(view.axis)?;
-    check_length("values", view.len(), values.len())?;
-    check_length("output", view.len(), output.len())?;
-    check_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
-    let packed = quantize_packed(values, view, scheme, amax, Importance::Uniform)?;
-    let packed = super::PackedView {
-        format: packed.format,
-        block_size: packed.block_size,
-        codes: &packed.codes,
-        scales: &packed.scales,
-        tensor_scale: match restore {
-            Restore::Values => packed.tensor_scale.as_slice(),
-            Restore::BlockScaled => &[1.0],
-        },
-    };
-    super::dequantize(packed, view, output)
 }

@@ -1,15 +1,24 @@
-use super::strip::{STRIP, Strip, e4m3_value, multiplier, nearest_magnitude, power_of_two};
-use crate::sse::{Window, crest};
-use crate::{Fp4Scheme, ScaleRule};
-use burn_fp4_formats::Fp4Format;
+//! The scales with the smallest squared error, of a strip of blocks: the definition, and why a
+//! window of scales is enough, are in `reference/sse.rs`.
+
+use super::scale_grid::{Scales, Window};
+use super::strip::{STRIP, Strip};
+use super::tile::sum_tiles;
+use crate::Fp4Scheme;
+use crate::e2m1::nearest_magnitude;
 
 impl<const B: usize> Strip<B> {
-    /// The scales with the smallest squared error, of the first `n` blocks or of their tiles; see
-    /// [`sse`](crate::sse). `weights` are those of the elements of a block.
+    /// Chooses the scales of the first `n` blocks or of their tiles. `weights` are those of the
+    /// elements of a block.
     #[inline(always)]
-    pub(super) fn search_sse(&mut self, scheme: &Fp4Scheme, weights: Option<&[f32]>, n: usize) {
+    pub(super) fn search_sse<const FORMAT: usize>(
+        &mut self,
+        scheme: &Fp4Scheme,
+        weights: Option<&[f32]>,
+        n: usize,
+    ) {
         let tiles = scheme.tile_rows() > 1;
-        let units = self.units(scheme, n);
+        let units = self.units::<FORMAT>(n);
         let mut weight = [1.0; STRIP];
         let mut total = [B as f32; STRIP];
         if let Some(weights) = weights {
@@ -24,20 +33,20 @@ impl<const B: usize> Strip<B> {
         for block in 0..STRIP {
             let crest = crest(weight[block], total[block]);
             let amax = self.amax[block] * units.factor[block];
-            windows[block] = Window::new(scheme.format(), units.base[block], amax, crest);
+            windows[block] = Scales::<FORMAT>::window(units.base[block], amax, crest);
             code[block] = windows[block].first();
             active[block] &= code[block] >= windows[block].low;
         }
         let own = self.scales.map(u32::from);
-        let (values, multipliers) = self.scales_of(scheme, &own, &units.base);
+        let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &own, &units.base);
         let mut costs = self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
         if tiles {
             sum_tiles(&mut costs, n);
         }
-        let mut best = start(scheme, &own, &costs);
+        let mut best = start::<FORMAT>(&own, &costs);
         let mut best_code = own;
         while active.contains(&true) {
-            let (values, multipliers) = self.scales_of(scheme, &code, &units.base);
+            let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &code, &units.base);
             let mut costs =
                 self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
             if tiles {
@@ -49,10 +58,7 @@ impl<const B: usize> Strip<B> {
                 best[block] = if better { costs[block] } else { best[block] };
                 best_code[block] = if better { code[block] } else { best_code[block] };
                 let next = windows[block].next(code[block]);
-                let value = match scheme.format() {
-                    Fp4Format::NvFp4 => e4m3_value(next),
-                    Fp4Format::MxFp4 => power_of_two(next, units.base[block]),
-                };
+                let value = Scales::<FORMAT>::value(next, units.base[block]);
                 let amax = self.amax[block] * units.factor[block];
                 let clipped = (-6.0f32).mul_add(value, amax).max(0.0);
                 let hopeless = (weight[block] * clipped) * clipped > best[block];
@@ -62,7 +68,7 @@ impl<const B: usize> Strip<B> {
                 code[block] = next;
             }
         }
-        self.take_scales(scheme, &best_code);
+        self.take_scales::<FORMAT>(scheme.rule, &best_code);
     }
 
     /// Weight of the element of largest magnitude, the largest if there are several, and their sum.
@@ -89,7 +95,7 @@ impl<const B: usize> Strip<B> {
         factors: &[f32; STRIP],
         weights: Option<&[f32]>,
     ) -> [f32; STRIP] {
-        if scheme.rule == ScaleRule::NoTensorScale {
+        if scheme.rule.row().normalization.divides() {
             self.sum_errors(values, multipliers, factors, weights, |x, scale| x / scale)
         } else {
             self.sum_errors(values, multipliers, factors, weights, |x, multiplier| x * multiplier)
@@ -118,56 +124,26 @@ impl<const B: usize> Strip<B> {
         }
         costs
     }
+}
 
-    /// Values, in the units of the blocks, and multipliers of scales.
-    #[inline(always)]
-    pub(super) fn scales_of(
-        &self,
-        scheme: &Fp4Scheme,
-        codes: &[u32; STRIP],
-        bases: &[u32; STRIP],
-    ) -> ([f32; STRIP], [f32; STRIP]) {
-        let mut values = [0.0; STRIP];
-        let mut multipliers = [0.0; STRIP];
-        for block in 0..STRIP {
-            let (encode, decode) = (self.encode[block], self.decode[block]);
-            values[block] = match scheme.format() {
-                Fp4Format::NvFp4 => e4m3_value(codes[block]),
-                Fp4Format::MxFp4 => power_of_two(codes[block], bases[block]),
-            };
-            multipliers[block] =
-                multiplier(scheme.rule, codes[block], values[block], encode, decode);
-        }
-        (values, multipliers)
-    }
-
-    /// Sets the scales and what follows from them.
-    #[inline(always)]
-    pub(super) fn take_scales(&mut self, scheme: &Fp4Scheme, codes: &[u32; STRIP]) {
-        let kept = self.multipliers;
-        let (_, multipliers) = self.scales_of(scheme, codes, &[0; STRIP]);
-        for block in 0..STRIP {
-            let code = codes[block] as u8;
-            // What the rule chose, it also knows how to multiply with.
-            let changed = code != self.scales[block];
-            self.multipliers[block] = if changed { multipliers[block] } else { kept[block] };
-            self.scales[block] = code;
-        }
-    }
+/// `amax / scale` beyond which twice the scale is better: 7 + sum of the other weights / (16 weight
+/// of the largest element).
+#[inline(always)]
+pub(super) fn crest(largest: f32, total: f32) -> f32 {
+    if largest > 0.0 { 7.0 + (total - largest) / (16.0 * largest) } else { f32::INFINITY }
 }
 
 /// The costs of the rules' own scales, infinite where a block has none that counts.
 #[inline(always)]
-pub(super) fn start(scheme: &Fp4Scheme, own: &[u32; STRIP], costs: &[f32; STRIP]) -> [f32; STRIP] {
-    let zero_counts = scheme.format() == Fp4Format::MxFp4;
+pub(super) fn start<const FORMAT: usize>(own: &[u32; STRIP], costs: &[f32; STRIP]) -> [f32; STRIP] {
     core::array::from_fn(|block| {
-        let counts = (zero_counts | (own[block] > 0)) & (costs[block] < f32::INFINITY);
+        let counts = !Scales::<FORMAT>::is_zero(own[block]) & (costs[block] < f32::INFINITY);
         if counts { costs[block] } else { f32::INFINITY }
     })
 }
 
-/// Whether a scale, tried after all larger ones, takes the place of the best: of equals the rule's own
-/// stays, of others the smallest, as in the reference.
+/// Whether a scale, tried after all larger ones, takes the place of the best: of equals the rule's
+/// own stays, of others the smallest, as in the reference.
 #[inline(always)]
 pub(super) fn is_better(cost: f32, best: f32, best_code: u32, own: u32) -> bool {
     (cost < best) | ((cost == best) & (best_code != own) & (cost < f32::INFINITY))
@@ -183,15 +159,5 @@ fn share_weights(weight: &mut [f32; STRIP], total: &mut [f32; STRIP], n: usize) 
         let sum: f32 = total[rows.clone()].iter().sum();
         weight[start..start + 16].fill(least);
         total[start..start + 16].fill(sum);
-    }
-}
-
-/// Replaces the costs of the first `n` rows by those of their tiles.
-#[inline(always)]
-pub(super) fn sum_tiles(costs: &mut [f32; STRIP], n: usize) {
-    costs[n..].fill(0.0);
-    for tile in costs.chunks_exact_mut(16) {
-        let rows = *tile.first_chunk().expect("sixteen rows");
-        tile.fill(crate::four_over_six::sum_rows(rows));
     }
 }

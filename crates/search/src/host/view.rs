@@ -1,4 +1,6 @@
-/// How the blocked axis lies in a dense tensor: value (o, k, i) stands at `(o * axis + k) * inner + i`.
+//! Along which axis of a dense tensor blocks run.
+
+/// How the blocked axis lies in a dense tensor: value (o, k, i) is at `(o * axis + k) * inner + i`.
 ///
 /// Quantized, the axis is moved last: row `o * inner + i` of the packed matrix holds the `axis`
 /// values of (o, _, i).
@@ -13,8 +15,8 @@ pub struct View {
 }
 
 impl View {
-    /// Most values of a tensor that is quantized as one, fewer than 2^32 - 2^24: kernels address them
-    /// by 32 bits, with room for the strides of their grids, and every device keeps to that.
+    /// Most values of a tensor that is quantized as one, fewer than 2^32 - 2^24: kernels address
+    /// them by 32 bits, with room for the strides of their grids, and every device keeps to that.
     pub const MAX_LEN: usize = u32::MAX as usize - (1 << 24);
 
     /// A row-major matrix whose blocks run along its rows.

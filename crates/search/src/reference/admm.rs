@@ -1,17 +1,44 @@
-//! The alternating direction method of multipliers: between what `r^T H r` asks for, codes or not, and what
-//! codes there are.
+//! The alternating direction method of multipliers: alternates between the minimum of `r^T H r`,
+//! whether or not it is made of codes, and the nearest codes.
 //!
 //! With `w = x / s`, H scaled to largest eigenvalue 1 and penalty 1, it alternates
-//! `q = (H + I)^-1 (H w + z - u)`, `z = nearest(q + u)`, `u = u + q - z`; then the scale moves to where it is
-//! best for z. [`published`] is that, from the rule's scale, with its last iterate (qwantize's
-//! `nvfp4_admm`). [`improve`] runs it from there and from a better point, and keeps the best it has seen.
+//! `q = (H + I)^-1 (H w + z - u)`, `z = nearest(q + u)`, `u = u + q - z`; then the scale moves to
+//! where it is best for z. [`published`] is that, from the rule's scale, with its last iterate
+//! (qwantize's `nvfp4_admm`). [`improve`] runs it from there and from a better point, and keeps the
+//! best it has seen.
 
-use crate::point::{Point, Target, nearest, product};
+use super::block::{Block, Choice};
+use super::point::{self, Point, Target, nearest, product};
+use crate::importance::BlockHessian;
 
 /// Times the scale moves.
 const OUTER: usize = 3;
 /// Steps for a scale.
 const INNER: usize = 10;
+
+/// ADMM from the best known point.
+pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
+    fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
+        let operator = Operator::<B>::new(hessian.values);
+        point::choose(block, hessian, |target, start| improve(target, &operator, start))
+    }
+    match hessian.size {
+        16 => of_size::<16>(block, hessian),
+        _ => of_size::<32>(block, hessian),
+    }
+}
+
+/// ADMM as published.
+pub(super) fn choose_published(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
+    fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
+        let operator = Operator::<B>::new(hessian.values);
+        point::choose(block, hessian, |target, _| published(target, &operator))
+    }
+    match hessian.size {
+        16 => of_size::<16>(block, hessian),
+        _ => of_size::<32>(block, hessian),
+    }
+}
 
 /// H over its largest eigenvalue, and the inverse of that plus the identity.
 pub(crate) struct Operator<const B: usize> {
@@ -70,14 +97,13 @@ fn inverse_plus_identity<const B: usize>(matrix: &[[f32; B]; B]) -> [[f32; B]; B
     right.map(|row| row.map(|x| x as f32))
 }
 
-/// The last iterate from a scale.
+/// The last iterate from the rule's scale.
 #[inline(always)]
 pub(crate) fn published<const B: usize>(
     target: &Target<'_, B>,
     operator: &Operator<B>,
-    scale: u32,
 ) -> Point<B> {
-    let mut last = Point { scale, elements: [0.0; B], cost: 0.0 };
+    let mut last = Point { scale: target.own, elements: [0.0; B], cost: 0.0 };
     for _ in 0..OUTER {
         let Some((elements, next)) = steps(target, operator, last.scale) else { break };
         last.elements = elements;
@@ -88,13 +114,12 @@ pub(crate) fn published<const B: usize>(
     last
 }
 
-/// The best of a point and of all iterates from its scale and from another. Steps depend on their scale alone, so those
-/// for a scale are taken once.
+/// The best of a point and of all iterates from its scale and from the rule's. Steps depend on
+/// their scale alone, so those for a scale are taken once.
 #[inline(always)]
 pub(crate) fn improve<const B: usize>(
     target: &Target<'_, B>,
     operator: &Operator<B>,
-    own: u32,
     start: Point<B>,
 ) -> Point<B> {
     let mut best = start;
@@ -104,9 +129,9 @@ pub(crate) fn improve<const B: usize>(
             best = Point { scale, elements, cost };
         }
     };
-    let mut taken = [0; 2 * OUTER];
+    let mut taken = [0u8; 2 * OUTER];
     let mut count = 0;
-    for mut scale in [own, start.scale] {
+    for mut scale in [target.own, start.scale] {
         for _ in 0..OUTER {
             if taken[..count].contains(&scale) {
                 break;
@@ -123,15 +148,15 @@ pub(crate) fn improve<const B: usize>(
     best
 }
 
-/// The elements that the steps for a scale end with, and the scale that is best for these, if it is another. Nothing
-/// for a scale of 0.
+/// The elements that the steps for a scale end with, and the scale that is best for these, if it is
+/// another. Nothing for a scale of 0.
 #[inline(always)]
 fn steps<const B: usize>(
     target: &Target<'_, B>,
     operator: &Operator<B>,
-    scale: u32,
-) -> Option<([f32; B], Option<u32>)> {
-    let value = target.value(scale);
+    scale: u8,
+) -> Option<([f32; B], Option<u8>)> {
+    let value = target.unit.value(scale);
     if value == 0.0 {
         return None;
     }
@@ -162,6 +187,6 @@ fn steps<const B: usize>(
     if !(numerator > 0.0 && denominator > 1e-12) {
         return Some((elements, None));
     }
-    let next = target.nearest_scale(numerator / denominator);
+    let next = target.unit.nearest(numerator / denominator);
     Some((elements, (next != scale).then_some(next)))
 }

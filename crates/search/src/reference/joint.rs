@@ -1,16 +1,27 @@
-//! The best scale and codes of a block under `r^T H r`, of all there are: for every scale, the point of the
-//! lattice of codes that is closest in the metric of H, by sphere decoding.
+//! The best scale and codes of a block under `r^T H r`, of all there are: for every scale, the
+//! point of the lattice of codes that is closest in the metric of H, by sphere decoding.
 //!
-//! With `H = R^T R` and R upper triangular, the cost is a sum of squares, one for each element and those
-//! after it. Elements are chosen from the last to the first, each trying its values from the best outward
-//! (Schnorr and Euchner), and a branch ends where the sum exceeds the best known, that of coordinate descent
-//! or of any other scale.
+//! With `H = R^T R` and R upper triangular, the cost is a sum of squares, one for each element and
+//! those after it. Elements are chosen from the last to the first, each trying its values from the
+//! best outward (Schnorr and Euchner), and a branch ends where the sum exceeds the best known, that
+//! of coordinate descent or of any other scale.
 
-use crate::point::{Point, Target, element_values};
+use burn_fp4_formats::E2M1;
 
-/// Branches looked at in a block before the best so far is kept. Blocks of ordinary weights need a few
-/// thousand.
+use super::block::{Block, Choice};
+use super::point::{self, Point, Target};
+use crate::importance::BlockHessian;
+
+/// Branches searched in a block before the best so far is kept. Blocks of ordinary weights need a
+/// few thousand.
 const BRANCHES: usize = 1 << 20;
+
+/// The best scale and codes of a block of 16, the size that [`Fp4Scheme::validate`] asks for.
+///
+/// [`Fp4Scheme::validate`]: crate::Fp4Scheme::validate
+pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
+    point::choose::<16>(block, hessian, improve)
+}
 
 struct Search<const B: usize> {
     /// R over its diagonal, and the squares of that.
@@ -26,11 +37,7 @@ struct Search<const B: usize> {
 }
 
 /// The best scale and codes, at least as good as the start.
-pub(crate) fn improve<const B: usize>(
-    target: &Target<'_, B>,
-    scales: core::ops::RangeInclusive<u32>,
-    start: Point<B>,
-) -> Point<B> {
+pub(crate) fn improve<const B: usize>(target: &Target<'_, B>, start: Point<B>) -> Point<B> {
     let Some(factor) = cholesky::<B>(target.hessian.values) else { return start };
     let ratios = core::array::from_fn(|i| core::array::from_fn(|j| factor[i][j] / factor[i][i]));
     let mut best = start;
@@ -45,8 +52,8 @@ pub(crate) fn improve<const B: usize>(
         found: None,
         branches: 0,
     };
-    for scale in scales {
-        search.scale = target.value(scale).into();
+    for scale in target.unit.lowest()..=target.unit.zeros(target.amax) {
+        search.scale = target.unit.value(scale).into();
         search.found = None;
         search.descend(B, 0.0);
         if let Some(found) = search.found {
@@ -117,4 +124,12 @@ fn cholesky<const B: usize>(hessian: &[f32]) -> Option<[[f64; B]; B]> {
         }
     }
     Some(factor)
+}
+
+/// The magnitudes and signs an element may have, ascending.
+fn element_values() -> [f32; 15] {
+    core::array::from_fn(|index| {
+        let magnitude = E2M1.decode(index.abs_diff(7) as u8);
+        if index < 7 { -magnitude } else { magnitude }
+    })
 }

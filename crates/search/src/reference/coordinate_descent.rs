@@ -1,48 +1,45 @@
-//! Scale and codes of a block together: for every scale the nearest codes, improved one at a time while
-//! `r^T H r` falls.
+//! Scale and codes of a block together: for every scale the nearest codes, improved one at a time
+//! while `r^T H r` falls.
 //!
-//! With all others held, the best value of element i is `x_i + (H r)_i / H_ii` less its own error; its
-//! code is the nearest. Never worse than [`hessian`](crate::hessian) on any block: each scale keeps its
-//! nearest codes unless others are better.
+//! With all others held, the best value of element i is `x_i + (H r)_i / H_ii` less its own error;
+//! its code is the nearest. Never worse than [`hessian`](super::hessian) on any block: each scale
+//! keeps its nearest codes unless others are better.
 
 use burn_fp4_formats::E2M1;
 
-use crate::block::{Block, top};
+use super::block::{Block, Choice};
 use crate::importance::BlockHessian;
 
 /// Passes over the elements of a block at most; most need two.
 pub(crate) const SWEEPS: usize = 8;
 
-/// The reference: the rule's own scale unless another is better, of several such the smallest; none
-/// beyond the first that rounds all elements to zero. Returns the scale and the E2M1 values of the codes,
-/// unless there was nothing to search for.
-pub(crate) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> (u8, Option<Vec<f32>>) {
+/// The rule's own scale unless another is better, of several such the smallest; none beyond the
+/// first that rounds all elements to zero. Without values if there was nothing to search for.
+pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     let descend = |scale| descend(block, hessian, scale, block.nearest(0, scale));
     let (cost, scale) = block.start(|scale| descend(scale).0);
     if !block.unit.searchable {
-        return (scale, None);
+        return Choice::nearest(scale);
     }
-    let (_, values) = descend(scale);
-    let mut best = (cost, scale, values);
-    let top = top(block.scheme.format(), block.unit.base, block.amax * block.unit.factor);
-    for scale in block.scales().take_while(|&scale| u32::from(scale) <= top) {
+    let mut best = (cost, scale, descend(scale).1);
+    for scale in block.unit.lowest()..=block.unit.zeros(block.amax * block.unit.factor) {
         let (cost, values) = descend(scale);
         if cost < best.0 {
             best = (cost, scale, values);
         }
     }
-    (best.1, Some(best.2))
+    Choice { scale: best.1, elements: Some(best.2) }
 }
 
 /// The cost and the values that descent from the nearest ones ends with.
-pub(crate) fn descend(
+fn descend(
     block: &Block<'_>,
     hessian: BlockHessian<'_>,
     scale: u8,
     nearest: Vec<f32>,
 ) -> (f32, Vec<f32>) {
     let n = hessian.size;
-    let value = block.value(scale);
+    let value = block.unit.value(scale);
     let reciprocal = 1.0 / value;
     let errors = block.errors(0, scale, &nearest);
     let nearest_cost = hessian.cost(&errors);

@@ -1,0 +1,229 @@
+//! The amax of tensors and blocks, and the scales and multipliers that a rule makes of it.
+
+use pulp::{Arch, NullaryFnOnce};
+use rayon::prelude::*;
+
+use super::scale_grid::Scales;
+use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
+use super::{HostElement, TASK, View};
+use crate::rule::{Normalization, ScaleForm, at_least_smallest, reciprocal};
+use crate::scale_grid::SIXTH;
+use crate::{Fp4Scheme, ScaleRule, TensorFactor, TensorScaling};
+
+/// The amax that the tensor scale is made from: one value, or one per packed row.
+///
+/// A NaN among the values makes the result NaN.
+pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
+    match scheme.tensor_scale {
+        TensorScaling::Amax(amax) => vec![amax],
+        TensorScaling::Row if scheme.rule.row().tensor_scale => row_amax(values, view),
+        _ => {
+            let largest = values
+                .par_chunks(TASK)
+                .map(|values| Arch::new().dispatch(LargestMagnitude { values }))
+                .max();
+            vec![T::from_bits(largest.unwrap_or_default()).to_f32()]
+        }
+    }
+}
+
+fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
+    if view.is_empty() {
+        return vec![0.0; view.packed_rows()];
+    }
+    let slabs = values.par_chunks(view.axis * view.inner);
+    let largest = slabs.flat_map_iter(|slab| {
+        let mut largest = vec![T::Bits::default(); view.inner];
+        for line in slab.chunks_exact(view.inner) {
+            for (largest, value) in largest.iter_mut().zip(line) {
+                *largest = value.magnitude().max(*largest);
+            }
+        }
+        largest.into_iter().map(|bits| T::from_bits(bits).to_f32())
+    });
+    largest.collect()
+}
+
+struct LargestMagnitude<'a, T> {
+    values: &'a [T],
+}
+
+impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
+    type Output = T::Bits;
+
+    #[inline(always)]
+    fn call(self) -> T::Bits {
+        self.values.iter().fold(T::Bits::default(), |largest, value| value.magnitude().max(largest))
+    }
+}
+
+impl<const B: usize> Strip<B> {
+    /// Fills `amax` from the values.
+    ///
+    /// As integers magnitudes order like the floats, and NaN comes out on top.
+    #[inline(always)]
+    pub(super) fn find_amax(&mut self) {
+        let magnitude = |value: f32| value.to_bits() & 0x7FFF_FFFF;
+        let mut largest = [0; STRIP];
+        match self.order {
+            // The larger of neighbours, again and again: a loop over blocks would be vectorized by
+            // gathering their values from all over the strip.
+            Order::Along => {
+                let mut magnitudes = [0; STRIP * MAX_BLOCK];
+                for (magnitude_bits, &value) in magnitudes.iter_mut().zip(self.values()) {
+                    *magnitude_bits = magnitude(value);
+                }
+                let sixteens = match B {
+                    16 => *magnitudes.first_chunk().expect("a strip of blocks of 16"),
+                    _ => larger_of_pairs::<{ STRIP * 16 }>(&magnitudes),
+                };
+                let eights = larger_of_pairs::<{ STRIP * 8 }>(&sixteens);
+                let fours = larger_of_pairs::<{ STRIP * 4 }>(&eights);
+                let twos = larger_of_pairs::<{ STRIP * 2 }>(&fours);
+                largest = larger_of_pairs(&twos);
+            }
+            Order::Across => {
+                for line in self.values().chunks_exact(STRIP) {
+                    for (largest, &value) in largest.iter_mut().zip(line) {
+                        *largest = magnitude(value).max(*largest);
+                    }
+                }
+            }
+        }
+        self.amax = largest.map(f32::from_bits);
+    }
+
+    /// Gives the blocks of each group of 16 neighbouring rows the largest amax among them.
+    #[inline(always)]
+    pub(super) fn share_amax(&mut self, n: usize) {
+        for tile in self.amax[..n].chunks_mut(16) {
+            let largest = tile.iter().fold(0.0, |largest, &amax| larger(largest, amax));
+            tile.fill(largest);
+        }
+    }
+
+    /// Fills `scales` and the multipliers from `amax`, as the rule has it.
+    #[inline(always)]
+    pub(super) fn find_scales<const FORMAT: usize>(&mut self, rule: ScaleRule) {
+        match rule.row().scale {
+            ScaleForm::TimesSixth => {
+                self.round_scales::<FORMAT>(rule, |amax, encode| amax * (encode * SIXTH));
+            }
+            ScaleForm::DividedBySix => {
+                self.round_scales::<FORMAT>(rule, |amax, encode| (amax / 6.0) * encode);
+            }
+            ScaleForm::WithoutTensorScale => {
+                self.round_scales::<FORMAT>(rule, |amax, _| at_least_smallest(amax / 6.0));
+            }
+            // A few integer operations for a block, and what the rule makes of the ends of f32.
+            ScaleForm::PowerOfTwo(rounding) => {
+                for block in 0..STRIP {
+                    let scale = Scales::<FORMAT>::power_of_two(self.amax[block], rounding);
+                    self.scales[block] = scale;
+                    self.multipliers[block] = rule.multiplier(scale, TensorFactor::ONE);
+                }
+            }
+        }
+    }
+
+    /// The nearest scales, given what is rounded to them, and the multipliers that follow.
+    #[inline(always)]
+    fn round_scales<const FORMAT: usize>(
+        &mut self,
+        rule: ScaleRule,
+        exact: impl Fn(f32, f32) -> f32,
+    ) {
+        let mut values = [0.0; STRIP];
+        for block in 0..STRIP {
+            let exact = exact(self.amax[block], self.encode[block]);
+            (self.scales[block], values[block]) = Scales::<FORMAT>::round(exact);
+        }
+        self.multipliers =
+            self.multipliers_of::<FORMAT>(rule, &self.scales.map(u32::from), &values);
+    }
+
+    /// What the elements of each block are multiplied by, or divided by, given scales and their
+    /// values, without the tensor scale.
+    #[inline(always)]
+    pub(super) fn multipliers_of<const FORMAT: usize>(
+        &self,
+        rule: ScaleRule,
+        codes: &[u32; STRIP],
+        values: &[f32; STRIP],
+    ) -> [f32; STRIP] {
+        let mut multipliers = [0.0; STRIP];
+        match rule.row().normalization {
+            Normalization::Reciprocal => {
+                for block in 0..STRIP {
+                    multipliers[block] = reciprocal(values[block], self.decode[block]);
+                }
+            }
+            Normalization::EncodeOverScale => {
+                for block in 0..STRIP {
+                    multipliers[block] = self.encode[block] / at_least_smallest(values[block]);
+                }
+            }
+            Normalization::Division => multipliers = *values,
+            Normalization::PowerReciprocal => {
+                for block in 0..STRIP {
+                    multipliers[block] = Scales::<FORMAT>::reciprocal_power(codes[block]);
+                }
+            }
+            Normalization::PowerReciprocalOrOne => {
+                for block in 0..STRIP {
+                    let reciprocal = Scales::<FORMAT>::reciprocal_power(codes[block]);
+                    multipliers[block] = if codes[block] == 0 { 1.0 } else { reciprocal };
+                }
+            }
+        }
+        multipliers
+    }
+
+    /// The values of scales in the units of the blocks, and the multipliers.
+    #[inline(always)]
+    pub(super) fn scales_of<const FORMAT: usize>(
+        &self,
+        rule: ScaleRule,
+        codes: &[u32; STRIP],
+        bases: &[u32; STRIP],
+    ) -> ([f32; STRIP], [f32; STRIP]) {
+        let mut values = [0.0; STRIP];
+        for block in 0..STRIP {
+            values[block] = Scales::<FORMAT>::value(codes[block], bases[block]);
+        }
+        (values, self.multipliers_of::<FORMAT>(rule, codes, &values))
+    }
+
+    /// Sets the scales and what follows from them.
+    #[inline(always)]
+    pub(super) fn take_scales<const FORMAT: usize>(
+        &mut self,
+        rule: ScaleRule,
+        codes: &[u32; STRIP],
+    ) {
+        let kept = self.multipliers;
+        let (_, multipliers) = self.scales_of::<FORMAT>(rule, codes, &[0; STRIP]);
+        for block in 0..STRIP {
+            let code = codes[block] as u8;
+            // What the rule chose, it also knows how to multiply by.
+            let changed = code != self.scales[block];
+            self.multipliers[block] = if changed { multipliers[block] } else { kept[block] };
+            self.scales[block] = code;
+        }
+    }
+}
+
+/// The larger of two magnitudes; NaN if one is.
+#[inline(always)]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    f32::from_bits(a.to_bits().max(b.to_bits()))
+}
+
+#[inline(always)]
+fn larger_of_pairs<const N: usize>(values: &[u32]) -> [u32; N] {
+    let mut larger = [0; N];
+    for (larger, pair) in larger.iter_mut().zip(values.chunks_exact(2)) {
+        *larger = pair[0].max(pair[1]);
+    }
+    larger
+}

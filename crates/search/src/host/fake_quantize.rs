@@ -1,0 +1,42 @@
+//! Quantization and back in one call.
+
+use burn_fp4_formats::check_length;
+
+use super::{HostElement, PackedView, View, dequantize, quantize_packed};
+use crate::{Fp4Scheme, Importance, SearchError};
+
+/// What fake quantization dequantizes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Restore {
+    /// To values: `(element x block scale) x tensor scale`.
+    #[default]
+    Values,
+    /// To `element x block scale`, which bf16 and even shorter floats hold exactly: what a product
+    /// of quantized matrices multiplies, before it is multiplied by both tensor scales.
+    BlockScaled,
+}
+
+/// Writes what [`dequantize`] makes of what [`quantize`](super::quantize) makes of the values.
+///
+/// # Errors
+/// As [`quantize`](super::quantize).
+pub fn fake_quantize<T: HostElement>(
+    values: &[T],
+    view: View,
+    scheme: &Fp4Scheme,
+    amax: &[f32],
+    restore: Restore,
+    output: &mut [T],
+) -> Result<(), SearchError> {
+    scheme.check_columns(view.axis)?;
+    check_length("values", view.len(), values.len())?;
+    check_length("output", view.len(), output.len())?;
+    check_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
+    let packed = quantize_packed(values, view, scheme, amax, Importance::Uniform)?;
+    let packed = PackedView::from(&packed);
+    let packed = match restore {
+        Restore::Values => packed,
+        Restore::BlockScaled => PackedView { tensor_scale: &[1.0], ..packed },
+    };
+    dequantize(packed, view, output)
+}

@@ -1,0 +1,456 @@
+//! GPTQ: every rounding error is propagated to the weights that are still to be rounded.
+//!
+//! With `H = X^T X`, the cost is `(w - q)^T H (w - q)` over a whole row, not over its blocks one by
+//! one. Blocks of input channels are taken one after the other:
+//!
+//! 1. `weighted_scales`: the scales of a block are chosen for the weights as they are by then.
+//! 2. `round_block`: its channels are rounded in turn, each error propagated to the channels that
+//!    follow by the Cholesky factor U of `H^-1 = U^T U` (Frantar et al., arXiv 2210.17323).
+//! 3. `improve`: sweeps go over the blocks again, with `R = (w - q) H` kept up to date. Every code
+//!    may move to its best value while all others stay (`move_codes`), and every block may choose
+//!    scale and codes anew (`choose_anew`).
+//!
+//! Rows are independent of each other, so they are done in parallel.
+
+use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::{View, quantize_packed};
+use crate::e2m1::nearest_element;
+use crate::{Curvature, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, SearchError, TensorFactor};
+
+impl Gptq {
+    /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
+    /// matrix.
+    ///
+    /// # Errors
+    /// As [`validate`](Self::validate), [`curvature`](Self::curvature) and [`Curvature::quantize`].
+    pub fn quantize(
+        &self,
+        values: &[f32],
+        rows: usize,
+        cols: usize,
+        scheme: &Fp4Scheme,
+        amax: &[f32],
+        gram: &Gram,
+    ) -> Result<Packed, SearchError> {
+        self.validate(scheme)?;
+        scheme.check_columns(cols)?;
+        check_length("channels of the Gram matrix", cols, gram.channels())?;
+        self.curvature(gram, scheme.block_size)?.quantize(values, rows, scheme, amax)
+    }
+}
+
+impl Curvature {
+    /// Quantizes a weight `[rows, channels]`.
+    ///
+    /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
+    /// [`amax`](super::amax).
+    ///
+    /// # Errors
+    /// As [`Gptq::validate`]; lengths that do not fit, or a value that is not finite.
+    pub fn quantize(
+        &self,
+        values: &[f32],
+        rows: usize,
+        scheme: &Fp4Scheme,
+        amax: &[f32],
+    ) -> Result<Packed, SearchError> {
+        let (damped, cols) = (self.damped(), self.damped().channels());
+        let scheme = damped.scheme(scheme)?;
+        check_length("values", rows * cols, values.len())?;
+        check_length("amax", scheme.tensor_scales(rows), amax.len())?;
+        if let Some(&found) = values.iter().find(|value| !value.is_finite()) {
+            return Err(SearchError::NonFinite { found });
+        }
+        if rows * cols == 0 {
+            let by_rule = scheme.with_search(ScaleSearch::Amax);
+            return crate::quantize_with_amax(values, rows, cols, &by_rule, amax);
+        }
+        let mut state = State::new(values, rows, &scheme, amax, self);
+        state.round()?;
+        if damped.options().sweeps + damped.options().refits > 0 {
+            state.improve()?;
+        }
+        Ok(state.packed())
+    }
+}
+
+/// Channels that are brought up to date together, so that the rest is by large products.
+const GROUP: usize = 128;
+
+/// A weight on its way, its channels in the order in which they are rounded.
+struct State<'a> {
+    curvature: &'a Curvature,
+    scheme: &'a Fp4Scheme,
+    amax: &'a [f32],
+    factors: Vec<TensorFactor>,
+    rows: usize,
+    cols: usize,
+    /// What is to be approximated, `[rows, cols]`; while rounding, with the errors so far
+    /// propagated to it.
+    weights: Vec<f32>,
+    original: Vec<f32>,
+    /// E2M1 values of the codes, `[rows, cols]`.
+    elements: Vec<f32>,
+    /// `[rows, blocks]`.
+    scales: Vec<u8>,
+}
+
+/// The factor of a row, where there may be one for all.
+fn of_row(factors: &[TensorFactor], row: usize) -> TensorFactor {
+    if factors.len() == 1 { factors[0] } else { factors[row] }
+}
+
+impl<'a> State<'a> {
+    fn new(
+        values: &[f32],
+        rows: usize,
+        scheme: &'a Fp4Scheme,
+        amax: &'a [f32],
+        curvature: &'a Curvature,
+    ) -> Self {
+        let cols = curvature.damped().channels();
+        let weights: Vec<f32> = values
+            .chunks_exact(cols)
+            .flat_map(|row| curvature.damped().order().iter().map(|&channel| row[channel]))
+            .collect();
+        Self {
+            curvature,
+            scheme,
+            amax,
+            factors: amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect(),
+            rows,
+            cols,
+            original: weights.clone(),
+            weights,
+            elements: vec![0.0; rows * cols],
+            scales: vec![0; rows * cols / scheme.block_size],
+        }
+    }
+
+    /// What a scale multiplies elements with in a row.
+    fn scale_value(&self, row: usize, scale: u8) -> f32 {
+        self.scheme.format().row().block_scale.decode(scale) * of_row(&self.factors, row).decode
+    }
+
+    /// Rounds block after block, each error propagated to the channels that follow.
+    fn round(&mut self) -> Result<(), SearchError> {
+        let factor = self.curvature.factor();
+        let (cols, size) = (self.cols, self.scheme.block_size);
+        let mut errors = vec![0.0; self.rows * GROUP.min(cols)];
+        for group in (0..cols).step_by(GROUP) {
+            let width = GROUP.min(cols - group);
+            for block in (group..group + width).step_by(size) {
+                let scales = self.weighted_scales(block)?;
+                self.round_block(block, group, width, &scales, &mut errors);
+            }
+            let rest = group + width;
+            if rest < cols {
+                let spread = Spread { matrix: factor, n: cols, from: group, width };
+                spread.subtract(&mut self.weights, rest..cols, &errors);
+            }
+        }
+        Ok(())
+    }
+
+    /// The scales of a block of the weights as they are, for errors weighted by `1 / U_ii^2`: what
+    /// they cost after the channels that follow have been adapted.
+    fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
+        let (factor, size) = (self.curvature.factor(), self.scheme.block_size);
+        let costs: Vec<f32> = (block..block + size)
+            .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
+            .collect();
+        let scheme = self.scheme.with_search(ScaleSearch::Sse);
+        let importance = Importance::Channels(&costs);
+        let (scales, _) = self.choose(&self.columns(&self.weights, block), &scheme, importance)?;
+        Ok(scales)
+    }
+
+    /// A block of columns, `[rows, block_size]`.
+    fn columns(&self, matrix: &[f32], block: usize) -> Vec<f32> {
+        let size = self.scheme.block_size;
+        matrix.chunks_exact(self.cols).flat_map(|row| &row[block..block + size]).copied().collect()
+    }
+
+    /// Scales and packed codes of a block of columns `[rows, block_size]`.
+    fn choose(
+        &self,
+        targets: &[f32],
+        scheme: &Fp4Scheme,
+        importance: Importance<'_>,
+    ) -> Result<(Vec<u8>, Vec<u8>), SearchError> {
+        let view = View::rows(self.rows, scheme.block_size);
+        let packed = quantize_packed(targets, view, scheme, self.amax, importance)?;
+        Ok((packed.scales, packed.codes))
+    }
+
+    /// Rounds the channels of a block in turn. Their errors are propagated to the rest of the
+    /// group, and left in `errors` for the channels beyond it.
+    fn round_block(
+        &mut self,
+        block: usize,
+        group: usize,
+        width: usize,
+        scales: &[u8],
+        errors: &mut [f32],
+    ) {
+        let factor = self.curvature.factor();
+        let (cols, size, scheme) = (self.cols, self.scheme.block_size, self.scheme);
+        let stride = GROUP.min(cols);
+        let factors = &self.factors;
+        self.scales[block / size * self.rows..][..self.rows].copy_from_slice(scales);
+        self.weights
+            .par_chunks_exact_mut(cols)
+            .zip(self.elements.par_chunks_exact_mut(cols))
+            .zip(errors.par_chunks_exact_mut(stride))
+            .zip(scales)
+            .enumerate()
+            .for_each(|(row, (((weights, elements), errors), &scale))| {
+                let tensor = of_row(factors, row);
+                let value = scheme.format().row().block_scale.decode(scale) * tensor.decode;
+                let multiplier = scheme.rule.multiplier(scale, tensor);
+                for channel in block..block + size {
+                    let weight = weights[channel];
+                    let code = scheme.rule.code(weight, scale, multiplier);
+                    let element = E2M1.decode(code);
+                    elements[channel] = element;
+                    let spread = &factor[channel * cols..][..cols];
+                    let error = (weight - element * value) / spread[channel];
+                    errors[channel - group] = error;
+                    let rest = channel + 1..group + width;
+                    for (weight, &share) in weights[rest.clone()].iter_mut().zip(&spread[rest]) {
+                        *weight -= error * share;
+                    }
+                }
+            });
+    }
+
+    /// Sweeps over all blocks, with `R = (w - q) H` kept up to date.
+    fn improve(&mut self) -> Result<(), SearchError> {
+        let (hessian, options) = (self.curvature.hessian(), self.curvature.damped().options());
+        let (rows, cols) = (self.rows, self.cols);
+        let mut left = self.original.clone();
+        for (row, (left, elements)) in
+            left.chunks_exact_mut(cols).zip(self.elements.chunks_exact(cols)).enumerate()
+        {
+            for (channel, (left, element)) in left.iter_mut().zip(elements).enumerate() {
+                let block = channel / self.scheme.block_size;
+                *left -= element * self.scale_value(row, self.scales[block * rows + row]);
+            }
+        }
+        let mut residuals = vec![0.0; rows * cols];
+        matmul(
+            MatMut::from_row_major_slice_mut(&mut residuals, rows, cols),
+            Accum::Replace,
+            MatRef::from_row_major_slice(&left, rows, cols),
+            MatRef::from_row_major_slice(hessian, cols, cols),
+            1.0,
+            Par::rayon(0),
+        );
+        for sweep in 0..options.sweeps.max(options.refits) {
+            if sweep < options.sweeps {
+                self.sweep(&mut residuals, |state, block, residuals, changes| {
+                    state.move_codes(block, residuals, changes);
+                    Ok(())
+                })?;
+            }
+            if sweep < options.refits {
+                self.sweep(&mut residuals, Self::choose_anew)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `improve` change one block after the other and brings the residuals up to date. It
+    /// takes the residuals of its block, `[rows, block_size]`, and writes the changes of the
+    /// values.
+    fn sweep(
+        &mut self,
+        residuals: &mut [f32],
+        improve: impl Fn(&mut Self, usize, &[f32], &mut [f32]) -> Result<(), SearchError>,
+    ) -> Result<(), SearchError> {
+        let hessian = self.curvature.hessian();
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let stride = GROUP.min(cols);
+        let mut changes = vec![0.0; rows * stride];
+        let mut of_block = vec![0.0; rows * size];
+        for group in (0..cols).step_by(GROUP) {
+            let width = GROUP.min(cols - group);
+            changes.fill(0.0);
+            for block in (group..group + width).step_by(size) {
+                let current = self.columns(residuals, block);
+                improve(self, block, &current, &mut of_block)?;
+                for (changes, of_block) in
+                    changes.chunks_exact_mut(stride).zip(of_block.chunks_exact(size))
+                {
+                    changes[block - group..][..size].copy_from_slice(of_block);
+                }
+                // Within the group at once, beyond it together.
+                let spread = Spread { matrix: hessian, n: cols, from: block, width: size };
+                spread.subtract(residuals, group..group + width, &of_block);
+            }
+            let spread = Spread { matrix: hessian, n: cols, from: group, width };
+            spread.subtract(residuals, 0..group, &changes);
+            spread.subtract(residuals, group + width..cols, &changes);
+        }
+        Ok(())
+    }
+
+    /// Moves every code of a block to the one that is best while all others stay.
+    fn move_codes(&mut self, block: usize, residuals: &[f32], changes: &mut [f32]) {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let block_hessian = self.curvature.damped().blocks().block(block / size).values;
+        let steps: Vec<f32> = (0..size).map(|i| 1.0 / block_hessian[i * (size + 1)]).collect();
+        let values: Vec<f32> = self.scales[block / size * rows..][..rows]
+            .iter()
+            .enumerate()
+            .map(|(row, &scale)| self.scale_value(row, scale))
+            .collect();
+        self.elements
+            .par_chunks_exact_mut(cols)
+            .zip(residuals.par_chunks_exact(size))
+            .zip(changes.par_chunks_exact_mut(size))
+            .zip(values)
+            .for_each(|(((elements, residuals), changes), value)| {
+                let elements = &mut elements[block..block + size];
+                let mut residuals = residuals.to_vec();
+                for i in 0..size {
+                    changes[i] = 0.0;
+                    if value == 0.0 {
+                        continue;
+                    }
+                    let target = elements[i] + residuals[i] * steps[i] / value;
+                    let next = nearest_element(target);
+                    let change = (next - elements[i]) * value;
+                    if change != 0.0 {
+                        elements[i] = next;
+                        changes[i] = change;
+                        let row = &block_hessian[i * size..][..size];
+                        for (residual, curvature) in residuals.iter_mut().zip(row) {
+                            *residual -= change * curvature;
+                        }
+                    }
+                }
+            });
+    }
+
+    /// Searches scale and codes of a block anew, given the errors of all other blocks.
+    fn choose_anew(
+        &mut self,
+        block: usize,
+        residuals: &[f32],
+        changes: &mut [f32],
+    ) -> Result<(), SearchError> {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let inverse = &self.curvature.damped().inverses()[block * size..][..size * size];
+        let hessians = self.curvature.damped().blocks().only(block / size);
+        let now: Vec<f32> = (0..rows)
+            .flat_map(|row| {
+                let value = self.scale_value(row, self.scales[block / size * rows + row]);
+                let elements = &self.elements[row * cols + block..][..size];
+                elements.iter().map(move |element| element * value)
+            })
+            .collect();
+        // Where the cost, a quadratic form around the target, would be 0.
+        let mut targets = now.clone();
+        matmul(
+            MatMut::from_row_major_slice_mut(&mut targets, rows, size),
+            Accum::Add,
+            MatRef::from_row_major_slice(residuals, rows, size),
+            MatRef::from_row_major_slice(inverse, size, size),
+            1.0,
+            Par::Seq,
+        );
+        let (scales, codes) = self.choose(&targets, self.scheme, Importance::Blocks(&hessians))?;
+        let values: Vec<f32> =
+            scales.iter().enumerate().map(|(row, &scale)| self.scale_value(row, scale)).collect();
+        let mut of_block = self.scales[block / size * rows..][..rows].to_vec();
+        self.elements
+            .par_chunks_exact_mut(cols)
+            .zip(changes.par_chunks_exact_mut(size))
+            .zip(&mut of_block)
+            .enumerate()
+            .for_each(|(row, ((elements, changes), scale))| {
+                let of_row = row * size..(row + 1) * size;
+                let (target, now) = (&targets[of_row.clone()], &now[of_row]);
+                let element = |i: usize| {
+                    E2M1_VALUES[usize::from(codes[(row * size + i) / 2] >> (4 * (i % 2)) & 0xF)]
+                };
+                let next: Vec<f32> = (0..size).map(|i| element(i) * values[row]).collect();
+                changes.fill(0.0);
+                if distance(hessians.values(), target, &next)
+                    < distance(hessians.values(), target, now)
+                {
+                    *scale = scales[row];
+                    for i in 0..size {
+                        elements[block + i] = element(i);
+                        changes[i] = next[i] - now[i];
+                    }
+                }
+            });
+        self.scales[block / size * rows..][..rows].copy_from_slice(&of_block);
+        Ok(())
+    }
+
+    /// Codes and scales, their channels back where they came from.
+    fn packed(&self) -> Packed {
+        let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
+        let blocks = cols / size;
+        let mut codes = vec![0; rows * cols / 2];
+        let mut scales = vec![0; rows * blocks];
+        for row in 0..rows {
+            for (channel, &target) in self.curvature.damped().order().iter().enumerate() {
+                let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
+                codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
+                scales[row * blocks + target / size] = self.scales[channel / size * rows + row];
+            }
+        }
+        Packed {
+            format: self.scheme.format(),
+            block_size: size,
+            rows,
+            cols,
+            codes,
+            scales,
+            tensor_scale: self.scheme.tensor_scale.stored(&self.factors),
+        }
+    }
+}
+
+/// Rows `from ..` of a square matrix `[n, n]`, `width` of them: how steps of as many channels
+/// propagate to the others.
+struct Spread<'a> {
+    matrix: &'a [f32],
+    n: usize,
+    from: usize,
+    width: usize,
+}
+
+impl Spread<'_> {
+    /// Subtracts the product of the first `width` columns of `steps` with it from some columns of
+    /// `target [rows, n]`.
+    fn subtract(&self, target: &mut [f32], cols: core::ops::Range<usize>, steps: &[f32]) {
+        let rows = target.len() / self.n;
+        let target = MatMut::from_row_major_slice_mut(target, rows, self.n);
+        let matrix = MatRef::from_row_major_slice(self.matrix, self.n, self.n);
+        let steps = MatRef::from_row_major_slice(steps, rows, steps.len() / rows);
+        matmul(
+            target.subcols_mut(cols.start, cols.len()),
+            Accum::Add,
+            steps.subcols(0, self.width),
+            matrix.submatrix(self.from, cols.start, self.width, cols.len()),
+            -1.0,
+            Par::rayon(0),
+        );
+    }
+}
+
+/// `(a - b)^T H (a - b)`.
+fn distance(hessian: &[f32], a: &[f32], b: &[f32]) -> f32 {
+    let errors: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
+    let rows = hessian.chunks_exact(errors.len()).zip(&errors);
+    rows.map(|(row, error)| row.iter().zip(&errors).map(|(h, e)| h * e).sum::<f32>() * error).sum()
+}

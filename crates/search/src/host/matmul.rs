@@ -41,6 +41,21 @@ pub fn matmul<T: HostElement>(
         return Ok(());
     }
     let input = Interleaved::new(input, inputs, channels);
+    let products = multiply(&input, weight, [outputs, channels]);
+    output.par_chunks_mut(outputs).enumerate().for_each(|(row, output)| {
+        let values: Vec<_> = products.iter().skip(row).step_by(inputs).copied().collect();
+        T::write(&values, output);
+    });
+    Ok(())
+}
+
+/// `weight x input^T`, `[outputs, inputs]`. Not generic, so that it is compiled once.
+fn multiply(
+    input: &Interleaved,
+    weight: PackedView<'_>,
+    [outputs, channels]: [usize; 2],
+) -> Vec<f32> {
+    let inputs = input.rows;
     // A row for each of the weight: the tasks write contiguous memory.
     let mut products = vec![0.0; outputs * inputs];
     // Where the input is read once, nothing of what is decoded is kept.
@@ -49,15 +64,11 @@ pub fn matmul<T: HostElement>(
     tasks.for_each_init(
         || vec![0.0; rows * input.len],
         |decoded, (task, products)| {
-            let (input, first) = (&input, task * TASK_ROWS);
+            let first = task * TASK_ROWS;
             Arch::new().dispatch(Products { input, weight, channels, first, decoded, products });
         },
     );
-    output.par_chunks_mut(outputs).enumerate().for_each(|(row, output)| {
-        let values: Vec<_> = products.iter().skip(row).step_by(inputs).copied().collect();
-        T::write(&values, output);
-    });
-    Ok(())
+    products
 }
 
 /// An input in f32, in the order in which codes are decoded: of every 32 channels first the even

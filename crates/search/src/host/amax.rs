@@ -3,7 +3,7 @@
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
-use super::scale_grid::Scales;
+use super::scale_grid::{ByFormat, Scales, by_format};
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::rule::{Normalization, ScaleForm, at_least_smallest, reciprocal};
@@ -57,6 +57,20 @@ impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
     }
 }
 
+struct FindScales<'a, const B: usize> {
+    strip: &'a mut Strip<B>,
+    rule: ScaleRule,
+}
+
+impl<const B: usize> ByFormat for FindScales<'_, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FORMAT: usize>(self) {
+        self.strip.find_scales_of::<FORMAT>(self.rule);
+    }
+}
+
 impl<const B: usize> Strip<B> {
     /// Fills `amax` from the values.
     ///
@@ -104,7 +118,13 @@ impl<const B: usize> Strip<B> {
 
     /// Fills `scales` and the multipliers from `amax`, as the rule has it.
     #[inline(always)]
-    pub(super) fn find_scales<const FORMAT: usize>(&mut self, rule: ScaleRule) {
+    pub(super) fn find_scales(&mut self, rule: ScaleRule) {
+        by_format(rule.row().format, FindScales { strip: self, rule });
+    }
+
+    /// [`find_scales`](Self::find_scales) for a rule of this format.
+    #[inline(always)]
+    pub(super) fn find_scales_of<const FORMAT: usize>(&mut self, rule: ScaleRule) {
         match rule.row().scale {
             ScaleForm::TimesSixth => {
                 self.round_scales::<FORMAT>(rule, |amax, encode| amax * (encode * SIXTH));

@@ -1,5 +1,4 @@
-//! Methods that improve one block at a time, by the functions of the reference, after coordinate
-//! descent has found where to begin.
+//! Methods that improve one block at a time, by the functions of the reference.
 
 use super::hessian::Lines;
 use super::scale_grid::Scales;
@@ -8,34 +7,23 @@ use crate::Fp4Scheme;
 use crate::importance::BlockHessian;
 use crate::reference::point::{Point, Target};
 
-/// From where a block is improved.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Start {
-    /// From the scale and codes that coordinate descent ends with.
-    CoordinateDescent,
-    /// From the rule's scale alone.
-    Rule,
-}
+/// Scales and elements of the blocks of a strip.
+pub(super) type Points<const B: usize> = ([u32; STRIP], Lines<B>);
 
 impl<const B: usize> Strip<B> {
-    /// Takes the scales and codes that `improve` ends with.
+    /// Takes the scales and codes that `improve` ends with, given the rule's own scales and from
+    /// where to start.
     #[inline(always)]
     pub(super) fn improve_points<const FORMAT: usize>(
         &mut self,
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
-        start: Start,
+        own: [u8; STRIP],
+        (mut scales, mut elements): Points<B>,
         improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
     ) {
-        let own = self.scales;
         let units = self.units::<FORMAT>(n);
-        let (mut scales, mut elements): ([u32; STRIP], Lines<B>) = match start {
-            Start::CoordinateDescent => {
-                self.search_coordinate_descent::<FORMAT>(scheme, hessian, n)
-            }
-            Start::Rule => (own.map(u32::from), [[0.0; STRIP]; B]),
-        };
         for block in (0..n).filter(|&block| units.searchable[block]) {
             let target = Target {
                 unit: Scales::<FORMAT>::unit(self.amax[block], self.encode[block]),

@@ -156,19 +156,10 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
 
     #[inline(always)]
     fn call(self) {
-        by_format(self.task.scheme.format(), self)
-    }
-}
-
-impl<T: HostElement, const B: usize> ByFormat for Quantize<'_, T, B> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<const FORMAT: usize>(self) {
         if self.task.view.inner == 1 && self.task.scheme.search == ScaleSearch::Amax {
-            self.along_rows::<FORMAT>();
+            self.along_rows();
         } else {
-            self.across_rows::<FORMAT>();
+            self.across_rows();
         }
     }
 }
@@ -176,7 +167,7 @@ impl<T: HostElement, const B: usize> ByFormat for Quantize<'_, T, B> {
 impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
     /// The blocked axis is contiguous: a strip is 32 blocks of one row.
     #[inline(always)]
-    fn along_rows<const FORMAT: usize>(self) {
+    fn along_rows(self) {
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
         let tile_rows = scheme.tile_rows();
@@ -217,7 +208,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                     } else {
                         strip.find_amax();
                     }
-                    strip.find_scales::<FORMAT>(scheme.rule);
+                    strip.find_scales(scheme.rule);
                     if let Rounding::Stochastic(draw) = scheme.rounding {
                         for block in 0..n {
                             let at = (first + row) * view.axis + (start + block) * B;
@@ -236,7 +227,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
     /// The blocked axis is strided, or a search compares neighbouring rows: a strip is one block of
     /// each of 32 of them.
     #[inline(always)]
-    fn across_rows<const FORMAT: usize>(self) {
+    fn across_rows(self) {
         let Rows { view, scheme, importance, first, .. } = self.task;
         let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
@@ -260,7 +251,12 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                         strip.draw(index, (first + at + index) * view.axis + block * B, draw);
                     }
                 }
-                strip.choose::<FORMAT>(scheme, importance, n);
+                if scheme.search == ScaleSearch::Amax {
+                    strip.find_scales(scheme.rule);
+                    strip.find_codes(scheme);
+                } else {
+                    search(&mut strip, scheme, importance, n);
+                }
                 for index in 0..n {
                     self.scales[(at + index) * blocks + block] = strip.scales[index];
                     let start = ((at + index) * view.axis + block * B) / 2;
@@ -271,41 +267,67 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
     }
 }
 
-impl<const B: usize> Strip<B> {
-    /// Chooses scales and codes of the first `n` blocks from amax and values.
+/// Chooses scales and codes of the first `n` blocks of a strip by a search. Compiled on its own, once
+/// for all types of values.
+#[inline(never)]
+fn search<const B: usize>(
+    strip: &mut Strip<B>,
+    scheme: &Fp4Scheme,
+    importance: BlockImportance<'_>,
+    n: usize,
+) {
+    Arch::new().dispatch(Search { strip, scheme, importance, n });
+}
+
+struct Search<'a, const B: usize> {
+    strip: &'a mut Strip<B>,
+    scheme: &'a Fp4Scheme,
+    importance: BlockImportance<'a>,
+    n: usize,
+}
+
+impl<const B: usize> NullaryFnOnce for Search<'_, B> {
+    type Output = ();
+
     #[inline(always)]
-    fn choose<const FORMAT: usize>(
-        &mut self,
-        scheme: &Fp4Scheme,
-        importance: BlockImportance<'_>,
-        n: usize,
-    ) {
-        self.find_scales::<FORMAT>(scheme.rule);
+    fn call(self) {
+        by_format(self.scheme.format(), self)
+    }
+}
+
+impl<const B: usize> ByFormat for Search<'_, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FORMAT: usize>(self) {
+        let Self { strip, scheme, importance, n } = self;
+        strip.find_scales_of::<FORMAT>(scheme.rule);
+        let own = strip.scales;
         match scheme.search {
             ScaleSearch::Amax => {}
             ScaleSearch::FourOverSix { error, .. } => {
-                self.search_four_over_six::<FORMAT>(scheme, error, n);
+                strip.search_four_over_six::<FORMAT>(scheme, error, n);
             }
             // Where all weights are 1 at compile time, nothing is multiplied by them.
             ScaleSearch::Sse => match importance.weights() {
-                Some(weights) => self.search_sse::<FORMAT>(scheme, Some(weights), n),
-                None => self.search_sse::<FORMAT>(scheme, None, n),
+                Some(weights) => strip.search_sse::<FORMAT>(scheme, Some(weights), n),
+                None => strip.search_sse::<FORMAT>(scheme, None, n),
             },
-            ScaleSearch::Hessian => self.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
-            ScaleSearch::CoordinateDescent => {
-                self.search_coordinate_descent::<FORMAT>(scheme, importance.hessian(), n);
+            ScaleSearch::Hessian => strip.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
+            ScaleSearch::AdmmPublished => {
+                return strip.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
+            }
+            ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
+                let hessian = importance.hessian();
+                let start = strip.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
+                if scheme.search == ScaleSearch::Admm {
+                    strip.search_admm::<FORMAT>(scheme, hessian, n, own, start);
+                } else if scheme.search == ScaleSearch::Joint {
+                    strip.search_joint::<FORMAT>(scheme, hessian, n, own, start);
+                }
                 return;
             }
-            ScaleSearch::Joint => {
-                return self.search_joint::<FORMAT>(scheme, importance.hessian(), n);
-            }
-            ScaleSearch::Admm => {
-                return self.search_admm::<FORMAT>(scheme, importance.hessian(), n);
-            }
-            ScaleSearch::AdmmPublished => {
-                return self.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
-            }
         }
-        self.find_codes(scheme);
+        strip.find_codes(scheme);
     }
 }

@@ -12,6 +12,7 @@
 //! | `fake_quantize.rs`        | both in one call                                                 |
 //! | `strip.rs`, `tile.rs`     | the strip, and tiles of 16 of its blocks                         |
 //! | `amax.rs`                 | amax, and the rule's scales and multipliers                      |
+//! | `choose.rs`               | a strip's search, by the scheme                                  |
 //! | `scale_grid.rs`           | the arithmetic of block scales                                   |
 //! | `codes.rs`                | rounding to codes, and decoding them                             |
 //! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a strip    |
@@ -23,6 +24,7 @@
 
 mod admm;
 mod amax;
+mod choose;
 mod codes;
 mod coordinate_descent;
 mod dequantize;

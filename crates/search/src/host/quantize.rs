@@ -4,10 +4,9 @@ use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
 use super::amax::larger;
-use super::scale_grid::{ByFormat, by_format};
+use super::choose::Choose;
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, SEARCH_TASK, TASK, View};
-use crate::importance::BlockImportance;
 use crate::{Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor};
 use burn_fp4_formats::{Packed, TensorScale, check_length};
 
@@ -151,7 +150,10 @@ struct Quantize<'a, T, const B: usize> {
     scales: &'a mut [u8],
 }
 
-impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
+impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B>
+where
+    Strip<B>: Choose,
+{
     type Output = ();
 
     #[inline(always)]
@@ -164,7 +166,10 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B> {
     }
 }
 
-impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
+impl<T: HostElement, const B: usize> Quantize<'_, T, B>
+where
+    Strip<B>: Choose,
+{
     /// The blocked axis is contiguous: a strip is 32 blocks of one row.
     #[inline(always)]
     fn along_rows(self) {
@@ -255,7 +260,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                     strip.find_scales(scheme.rule);
                     strip.find_codes(scheme);
                 } else {
-                    search(&mut strip, scheme, importance, n);
+                    strip.choose(scheme, importance, n);
                 }
                 for index in 0..n {
                     self.scales[(at + index) * blocks + block] = strip.scales[index];
@@ -264,70 +269,5 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B> {
                 }
             }
         }
-    }
-}
-
-/// Chooses scales and codes of the first `n` blocks of a strip by a search. Compiled on its own, once
-/// for all types of values.
-#[inline(never)]
-fn search<const B: usize>(
-    strip: &mut Strip<B>,
-    scheme: &Fp4Scheme,
-    importance: BlockImportance<'_>,
-    n: usize,
-) {
-    Arch::new().dispatch(Search { strip, scheme, importance, n });
-}
-
-struct Search<'a, const B: usize> {
-    strip: &'a mut Strip<B>,
-    scheme: &'a Fp4Scheme,
-    importance: BlockImportance<'a>,
-    n: usize,
-}
-
-impl<const B: usize> NullaryFnOnce for Search<'_, B> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        by_format(self.scheme.format(), self)
-    }
-}
-
-impl<const B: usize> ByFormat for Search<'_, B> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<const FORMAT: usize>(self) {
-        let Self { strip, scheme, importance, n } = self;
-        strip.find_scales_of::<FORMAT>(scheme.rule);
-        let own = strip.scales;
-        match scheme.search {
-            ScaleSearch::Amax => {}
-            ScaleSearch::FourOverSix { error, .. } => {
-                strip.search_four_over_six::<FORMAT>(scheme, error, n);
-            }
-            // Where all weights are 1 at compile time, nothing is multiplied by them.
-            ScaleSearch::Sse => match importance.weights() {
-                Some(weights) => strip.search_sse::<FORMAT>(scheme, Some(weights), n),
-                None => strip.search_sse::<FORMAT>(scheme, None, n),
-            },
-            ScaleSearch::Hessian => strip.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
-            ScaleSearch::AdmmPublished => {
-                return strip.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
-            }
-            ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
-                let hessian = importance.hessian();
-                let start = strip.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
-                if scheme.search == ScaleSearch::Admm {
-                    strip.search_admm::<FORMAT>(scheme, hessian, n, own, start);
-                } else if scheme.search == ScaleSearch::Joint {
-                    strip.search_joint::<FORMAT>(scheme, hessian, n, own, start);
-                }
-                return;
-            }
-        }
-        strip.find_codes(scheme);
     }
 }

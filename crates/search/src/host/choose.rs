@@ -1,0 +1,84 @@
+//! Scales and codes of a strip, by the search of a scheme.
+//!
+//! A generic function is compiled in every crate that calls it. Searches are long, and are compiled
+//! for each block size, format and instruction set, but once and in this crate: for that they start
+//! from functions that are not generic, [`Choose::choose`] of the strips of both block sizes.
+
+use pulp::{Arch, NullaryFnOnce};
+
+use super::scale_grid::{ByFormat, by_format};
+use super::strip::Strip;
+use crate::importance::BlockImportance;
+use crate::{Fp4Scheme, ScaleSearch};
+
+/// A strip whose blocks have one of the sizes that there are.
+pub(super) trait Choose {
+    /// Chooses scales and codes of the first `n` blocks by a search.
+    fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize);
+}
+
+impl Choose for Strip<16> {
+    fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
+        Arch::new().dispatch(Search { strip: self, scheme, importance, n });
+    }
+}
+
+impl Choose for Strip<32> {
+    fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
+        Arch::new().dispatch(Search { strip: self, scheme, importance, n });
+    }
+}
+
+/// The search of the first `n` blocks of a strip.
+struct Search<'a, const B: usize> {
+    strip: &'a mut Strip<B>,
+    scheme: &'a Fp4Scheme,
+    importance: BlockImportance<'a>,
+    n: usize,
+}
+
+impl<const B: usize> NullaryFnOnce for Search<'_, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        by_format(self.scheme.format(), self)
+    }
+}
+
+impl<const B: usize> ByFormat for Search<'_, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FORMAT: usize>(self) {
+        let Self { strip, scheme, importance, n } = self;
+        strip.find_scales_of::<FORMAT>(scheme.rule);
+        let own = strip.scales;
+        match scheme.search {
+            ScaleSearch::Amax => {}
+            ScaleSearch::FourOverSix { error, .. } => {
+                strip.search_four_over_six::<FORMAT>(scheme, error, n);
+            }
+            // Where all weights are 1 at compile time, nothing is multiplied by them.
+            ScaleSearch::Sse => match importance.weights() {
+                Some(weights) => strip.search_sse::<FORMAT>(scheme, Some(weights), n),
+                None => strip.search_sse::<FORMAT>(scheme, None, n),
+            },
+            ScaleSearch::Hessian => strip.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
+            ScaleSearch::AdmmPublished => {
+                return strip.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
+            }
+            ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
+                let hessian = importance.hessian();
+                let start = strip.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
+                if scheme.search == ScaleSearch::Admm {
+                    strip.search_admm::<FORMAT>(scheme, hessian, n, own, start);
+                } else if scheme.search == ScaleSearch::Joint {
+                    strip.search_joint::<FORMAT>(scheme, hessian, n, own, start);
+                }
+                return;
+            }
+        }
+        strip.find_codes(scheme);
+    }
+}

@@ -654,7 +654,8 @@ fn products_of_activations_are_added_up_in_tiles() {
     }
 }
 
-/// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one of these.
+/// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one
+/// of these.
 #[test]
 fn a_gram_matrix_is_factorized_as_on_the_host() {
     let Device { client, capability } = Device::new();

@@ -7,7 +7,7 @@ use crate::importance::BlockHessian;
 use crate::reference::admm::{Operator, improve, published};
 
 impl<const B: usize> Strip<B> {
-    /// Takes the scales and codes of ADMM from the best known point, where coordinate descent ended.
+    /// Takes the scales and codes of ADMM from the best known point, that of coordinate descent.
     #[inline(always)]
     pub(super) fn search_admm<const FORMAT: usize>(
         &mut self,

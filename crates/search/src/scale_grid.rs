@@ -60,7 +60,8 @@ pub(crate) fn power_of_two(row: &Minifloat, amax: f32, rounding: PowerRounding) 
             // A subnormal sixth lies below 2^-126: it rounds to 2^-127 or up to 2^-126.
             let sixth = (amax * SIXTH).to_bits();
             let (exponent, mantissa) = (field(sixth), sixth & MANTISSA);
-            let up = if exponent == 0 { mantissa > (MANTISSA + 1) / 2 } else { mantissa != 0 };
+            let up =
+                if exponent == 0 { mantissa > 1 << (F32_MANTISSA_BITS - 1) } else { mantissa != 0 };
             return (exponent + u32::from(up)).min(row.max_code().into()) as u8;
         }
     };

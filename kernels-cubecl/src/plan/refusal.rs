@@ -28,7 +28,7 @@ pub enum Refusal {
     /// The device does not compute in f64.
     #[error("the device has no f64")]
     NoDoubles,
-    /// More values than [`View::MAX_LEN`].
+    /// More values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
         /// Values of the tensor.

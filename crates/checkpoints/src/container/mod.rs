@@ -133,45 +133,51 @@ impl Container {
     fn add_shards(&mut self, index: &Path) -> Result<Vec<Entry>, CheckpointError> {
         let weight_map = safetensors::read_index(index)?;
         let mut shards: HashMap<&str, usize> = HashMap::new();
-        let mut found = HashMap::new();
+        let mut found = Vec::with_capacity(weight_map.len());
         for (_, shard) in &weight_map {
-            if shards.contains_key(shard.as_str()) {
-                continue;
-            }
-            shards.insert(shard, self.files.len());
-            for entry in self.add_safetensors(self.root.join(shard))? {
-                let path = &self.files[entry.file].path;
-                if let Some(twice) = found.insert(entry.name.clone(), entry) {
-                    return Err(CheckpointError::tensor(
-                        path,
-                        &twice.name,
-                        TensorProblem::Duplicate,
-                    ));
-                }
+            if !shards.contains_key(shard.as_str()) {
+                shards.insert(shard, self.files.len());
+                found.extend(self.add_safetensors(self.root.join(shard))?);
             }
         }
-        let mut entries = Vec::new();
-        for (name, shard) in &weight_map {
-            match found.remove(name) {
-                Some(entry) if Some(&entry.file) == shards.get(shard.as_str()) => {
-                    entries.push(entry);
-                }
+        let order = self.order(index, &weight_map, &shards, &found)?;
+        let mut found: Vec<Option<Entry>> = found.into_iter().map(Some).collect();
+        Ok(order.into_iter().filter_map(|at| found[at].take()).collect())
+    }
+
+    /// Where the tensors of the index are among those of the shards: each once, in its shard.
+    fn order(
+        &self,
+        index: &Path,
+        weight_map: &[(String, String)],
+        shards: &HashMap<&str, usize>,
+        found: &[Entry],
+    ) -> Result<Vec<usize>, CheckpointError> {
+        let wrong = |entry: &Entry, problem| {
+            CheckpointError::tensor(&self.files[entry.file].path, &entry.name, problem)
+        };
+        let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(found.len());
+        for (at, entry) in found.iter().enumerate() {
+            if by_name.insert(&entry.name, at).is_some() {
+                return Err(wrong(entry, TensorProblem::Duplicate));
+            }
+        }
+        let mut order = Vec::with_capacity(weight_map.len());
+        for (name, shard) in weight_map {
+            match by_name.remove(name.as_str()) {
+                Some(at) if shards.get(shard.as_str()) == Some(&found[at].file) => order.push(at),
                 _ => {
                     let problem = TensorProblem::NotThere { expected: shard.clone() };
                     return Err(CheckpointError::tensor(index, name, problem));
                 }
             }
         }
-        // The smallest name, so that the error is the same every time.
-        if let Some(entry) = found.into_values().min_by(|a, b| a.name.cmp(&b.name)) {
+        // The first, so that the error is the same every time.
+        if let Some(at) = by_name.into_values().min() {
             let problem = TensorProblem::NotThere { expected: INDEX.to_owned() };
-            return Err(CheckpointError::tensor(
-                &self.files[entry.file].path,
-                &entry.name,
-                problem,
-            ));
+            return Err(wrong(&found[at], problem));
         }
-        Ok(entries)
+        Ok(order)
     }
 
     fn add_safetensors(&mut self, path: PathBuf) -> Result<Vec<Entry>, CheckpointError> {
@@ -183,6 +189,7 @@ impl Container {
     }
 
     fn index(&mut self, entries: Vec<Entry>) -> Result<(), CheckpointError> {
+        self.by_name.reserve(entries.len());
         for (at, entry) in entries.iter().enumerate() {
             if self.by_name.insert(entry.name.clone(), at).is_some() {
                 let path = &self.files[entry.file].path;

@@ -21,11 +21,11 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The name of the only file of a folder.
 pub(crate) const SINGLE: &str = "model.safetensors";
 
+/// `__metadata__`.
+type Texts = Vec<(String, String)>;
+
 /// Reads the header; checks every offset.
-pub(super) fn read(
-    path: &Path,
-    map: &Mapped,
-) -> Result<(Vec<Entry>, Vec<(String, String)>), CheckpointError> {
+pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Texts), CheckpointError> {
     let (header, data) = split(path, map.bytes())?;
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "header", source };
     let header: Header = serde_json::from_slice(header).map_err(json)?;

@@ -548,6 +548,19 @@ fn raw_file(
     fs::write(path, bytes).expect("written");
 }
 
+/// The file is of this dialect, and has these weights.
+fn check(dialect: &str, path: &Path, expected: &[(&str, &Packed)]) {
+    let checkpoint = Checkpoint::open(path).expect(dialect);
+    assert_eq!(checkpoint.dialect(), dialect);
+    let model = checkpoint.model().expect(dialect);
+    for (name, packed) in expected {
+        let weight = model.weights.iter().find(|w| w.name == *name).expect(name);
+        let Value::Fp4(fp4) = &weight.value else { panic!("{dialect} {name}") };
+        assert_eq!(&fp4.to_packed(), &[(*packed).clone()], "{dialect} {name}");
+    }
+    assert_eq!(model.weights.len(), expected.len(), "{dialect}");
+}
+
 #[test]
 fn dialects_that_are_only_read() {
     let folder = folder("read");
@@ -559,23 +572,6 @@ fn dialects_that_are_only_read() {
         ScaleLayout::Tiled128x4.arrange(&packed.scales, 48, packed.blocks()).expect("scales")
     };
     let swapped: Vec<u8> = nv.codes.iter().map(|byte| byte.rotate_left(4)).collect();
-    let check = |dialect: &str, path: &Path, expected: &[(&str, &Packed)]| {
-        let checkpoint = Checkpoint::open(path).expect(dialect);
-        assert_eq!(checkpoint.dialect(), dialect);
-        let model = checkpoint.model().expect(dialect);
-        for (name, packed) in expected {
-            let weight = model.weights.iter().find(|w| w.name == *name).expect(name);
-            let Value::Fp4(fp4) = &weight.value else { panic!("{dialect} {name}") };
-            assert_eq!(&fp4.to_packed(), &[(*packed).clone()], "{dialect} {name}");
-        }
-        assert_eq!(model.weights.len(), expected.len(), "{dialect}");
-    };
-    let named = |name: &str, config: &str| {
-        let path = folder.join(name);
-        fs::create_dir(&path).expect("a folder");
-        fs::write(path.join("config.json"), config).expect("a config");
-        path
-    };
 
     let comfy = folder.join("comfy.safetensors");
     let layers = r#"{"format_version": "1.0", "layers": {"x": {"format": "nvfp4"}}}"#;
@@ -612,7 +608,21 @@ fn dialects_that_are_only_read() {
         ],
     );
     check("torchao", &ao, &[("x.weight", &nv), ("y.weight", &mx)]);
+}
 
+#[test]
+fn dialects_that_are_only_read_with_a_config() {
+    let folder = folder("read-config");
+    let random = &mut Random(6);
+    let nv = random.packed(Fp4Format::NvFp4, 48, 160, 0.017);
+    let mx = random.packed(Fp4Format::MxFp4, 48, 160, 1.0);
+    let g = 0.017_f32.to_le_bytes().to_vec();
+    let named = |name: &str, config: &str| {
+        let path = folder.join(name);
+        fs::create_dir(&path).expect("a folder");
+        fs::write(path.join("config.json"), config).expect("a config");
+        path
+    };
     let deepseek = r#"{"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "fp4"}"#;
     let path = named("deepseek", deepseek);
     raw_file(
@@ -1014,5 +1024,26 @@ fn interop() {
             let read = ours.join(format!("{dialect}.read"));
             written.model().expect(dialect).write(read, "plain", &decode).expect(dialect);
         }
+    }
+}
+
+#[test]
+fn what_multiplies_the_input_is_carried_or_refused() {
+    let folder = folder("awq");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
+    for weight in source.weights.iter_mut().filter(|weight| weight.is_quantized()) {
+        let scale = Tensor::new("s", Dtype::BF16, vec![128], vec![0x3F; 256]).expect("a shape");
+        weight.pre_quant_scale = Some(scale);
+    }
+    let path = folder.join("modelopt");
+    source.write(&path, "modelopt", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("modelopt");
+    let algorithm = checkpoint.container().quantization().and_then(|c| c.get("quant_algo"));
+    assert_eq!(algorithm.and_then(Json::as_str), Some("NVFP4_AWQ"));
+    let read = checkpoint.model().expect("weights");
+    assert_eq!(read.weights.iter().filter(|weight| weight.pre_quant_scale.is_some()).count(), 2);
+    for dialect in ["compressed-tensors", "gguf", "mlx", "miles"] {
+        let refused = read.write(folder.join("refused"), dialect, &WriteOptions::default());
+        assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
     }
 }

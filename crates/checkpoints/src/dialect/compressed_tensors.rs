@@ -189,28 +189,26 @@ impl Write for CompressedTensors {
         if weight.pre_quant_scale.is_some() {
             return Err(cannot("a scale before quantization"));
         }
-        if let Value::Plain(tensor) = &weight.value {
-            let cache = CACHE_SCALES.iter().find_map(|(here, there)| {
-                Some(format!("{}{here}", weight.name.strip_suffix(there)?))
-            });
-            return Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)]);
-        }
-        let Some(module) = weight.name.strip_suffix(".weight") else {
-            return Err(cannot("a quantized parameter that is not the `weight` of a module"));
-        };
-        let one = |name: &str, numbers: &Numbers<'_>| {
-            let bytes = numbers.bytes().to_vec();
-            NewTensor::bytes(format!("{module}.{name}"), Dtype::F32, [numbers.len()], bytes)
+        let module = || {
+            let what = "a quantized parameter that is not the `weight` of a module";
+            weight.name.strip_suffix(".weight").ok_or_else(|| cannot(what))
         };
         match &weight.value {
-            Value::Plain(_) => Ok(Vec::new()),
+            Value::Plain(tensor) => {
+                let cache = CACHE_SCALES.iter().find_map(|(here, there)| {
+                    Some(format!("{}{here}", weight.name.strip_suffix(there)?))
+                });
+                Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)])
+            }
             Value::Fp8(fp8) => {
+                let module = module()?;
                 let mut tensors = fp8_tensors(module, fp8);
                 let input = weight.input_scale.as_ref().map(TensorScale::multipliers);
-                tensors.extend(input.map(|numbers| one("input_scale", &numbers)));
+                tensors.extend(input.map(|numbers| scale(module, "input_scale", &numbers)));
                 Ok(tensors)
             }
             Value::Fp4(fp4) => {
+                let module = module()?;
                 if fp4.shape.len() != 2 {
                     return Err(cannot("stacked matrices"));
                 }
@@ -219,11 +217,11 @@ impl Write for CompressedTensors {
                 }
                 let mut tensors = fp4_tensors(module, fp4);
                 if fp4.format == Fp4Format::NvFp4 {
-                    let one_each = TensorScale::Divisor(Numbers::new(&[1.0]));
-                    let scale = fp4.tensor_scale.as_ref().unwrap_or(&one_each);
-                    tensors.push(one("weight_global_scale", &scale.divisors()));
+                    let one = TensorScale::Divisor(Numbers::new(&[1.0]));
+                    let global = fp4.tensor_scale.as_ref().unwrap_or(&one).divisors();
+                    tensors.push(scale(module, "weight_global_scale", &global));
                     let input = weight.input_scale.as_ref().map(TensorScale::divisors);
-                    tensors.extend(input.map(|numbers| one("input_global_scale", &numbers)));
+                    tensors.extend(input.map(|n| scale(module, "input_global_scale", &n)));
                 }
                 Ok(tensors)
             }
@@ -242,6 +240,12 @@ impl Write for CompressedTensors {
         };
         Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config)] })
     }
+}
+
+/// A scale of shape `[1]`.
+fn scale<'w>(module: &str, name: &str, numbers: &Numbers<'_>) -> NewTensor<'w> {
+    let bytes = numbers.bytes().to_vec();
+    NewTensor::bytes(format!("{module}.{name}"), Dtype::F32, [numbers.len()], bytes)
 }
 
 fn fp4_tensors<'w>(module: &str, fp4: &'w Fp4Weight<'_>) -> Vec<NewTensor<'w>> {

@@ -6,7 +6,7 @@
 //! | exact | `lm_head` | the module | all |
 //! | prefix star | `model.layers.1*` | names that start so; the star crosses dots, | ModelOpt |
 //! |  |  | so `model.layers.10` too |  |
-//! | glob (`fnmatch`) | `*.mlp.gate` | `*` any text, `?` a character, `[ab]` either | all but miles |
+//! | glob (`fnmatch`) | `*.mlp.gate` | `*` any text, `?` one character, `[ab]` a or b | ModelOpt |
 //! | regular expression | `re:.*gate$` | names, from their start on | compressed-tensors, Quark |
 //! | container | `model.layers.0.` | the modules within | miles |
 //! | unmarked | `model.layers.*.mlp` | a regular expression, from the start on | transformers |

@@ -11,7 +11,7 @@
 //! | dialect | codes | block scales (s) | tensor scale (g) | value |
 //! |---|---|---|---|---|
 //! | modelopt, miles | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
-//! | compressed-tensors | `weight_packed` | `weight_scale` | `weight_global_scale` | `x * (s / g)` |
+//! | compressed-tensors | `weight_packed` | `weight_scale` | `weight_global_scale` | `x * (s/g)` |
 //! | gpt-oss | `X_blocks` | `X_scales` | none | `x * s` |
 //! | gguf | `weight` | in its records | `scale` | `(x * s) * g` |
 //! | mlx | `weight` | `scales` | none | `x * s` |

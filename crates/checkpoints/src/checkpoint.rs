@@ -1,0 +1,73 @@
+//! A checkpoint: the files, and the dialect they are written in.
+
+use std::path::Path;
+
+use crate::container::{Container, Metadata};
+use crate::dialect::{self, Dialect};
+use crate::error::CheckpointError;
+use crate::weight::{Model, Weight};
+
+/// An open checkpoint.
+pub struct Checkpoint {
+    container: Container,
+    dialect: &'static dyn Dialect,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint in the dialect that its configs and metadata name.
+    ///
+    /// # Errors
+    /// As [`Container::open`]; a dialect that is unknown, or several that are named.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let container = Container::open(path)?;
+        let dialect = dialect::detect(&container)?;
+        Ok(Self { container, dialect })
+    }
+
+    /// Opens a checkpoint in the dialect of this name, whatever it says itself.
+    ///
+    /// # Errors
+    /// As [`Container::open`]; an unknown name.
+    pub fn open_as(path: impl AsRef<Path>, dialect: &str) -> Result<Self, CheckpointError> {
+        let dialect = dialect::named(dialect)?;
+        Ok(Self { container: Container::open(path)?, dialect })
+    }
+
+    /// The dialect it is read in.
+    pub fn dialect(&self) -> &'static str {
+        self.dialect.name()
+    }
+
+    /// The files.
+    pub fn container(&self) -> &Container {
+        &self.container
+    }
+
+    /// The weights, and nothing around them.
+    ///
+    /// # Errors
+    /// As [`Dialect::read`].
+    pub fn weights(&self) -> Result<Vec<Weight<'_>>, CheckpointError> {
+        self.dialect.read(&self.container).map(|(weights, _)| weights)
+    }
+
+    /// All that another dialect needs to write the checkpoint. No data is copied.
+    ///
+    /// # Errors
+    /// As [`Dialect::read`].
+    pub fn model(&self) -> Result<Model<'_>, CheckpointError> {
+        let (weights, quantization) = self.dialect.read(&self.container)?;
+        let gguf = match self.container.metadata() {
+            Some(Metadata::Gguf(metadata)) => Some(metadata.clone()),
+            Some(Metadata::Safetensors(_)) | None => None,
+        };
+        Ok(Model {
+            weights,
+            files: self.container.file_names(),
+            config: self.container.config().cloned(),
+            quantization,
+            gguf,
+            sidecars: self.container.sidecars().to_vec(),
+        })
+    }
+}

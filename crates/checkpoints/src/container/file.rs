@@ -1,0 +1,41 @@
+//! Files: mapped into memory, or read with a bound.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use memmap2::Mmap;
+
+use super::MAX_TEXT;
+use crate::error::CheckpointError;
+
+/// A file in memory. The pages are read when they are touched.
+#[derive(Debug)]
+pub(crate) struct Mapped(Mmap);
+
+impl Mapped {
+    pub(crate) fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let file = File::open(path).map_err(CheckpointError::io(path))?;
+        // SAFETY: the map is only read. That the file keeps its length and bytes while it is
+        // mapped is asked of the caller, in the documentation of `Container::open`.
+        let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::io(path))?;
+        Ok(Self(map))
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// Reads a text of at most [`MAX_TEXT`] bytes.
+pub(super) fn read_text(path: &Path) -> Result<Vec<u8>, CheckpointError> {
+    let file = File::open(path).map_err(CheckpointError::io(path))?;
+    let found = file.metadata().map_err(CheckpointError::io(path))?.len();
+    if found > MAX_TEXT {
+        let expected = "a text of at most 100,000,000 bytes";
+        return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
+    }
+    let mut text = Vec::with_capacity(found as usize);
+    file.take(MAX_TEXT).read_to_end(&mut text).map_err(CheckpointError::io(path))?;
+    Ok(text)
+}

@@ -1,0 +1,305 @@
+//! GGUF, version 3: key-value pairs, tensor infos, and the tensors at aligned offsets.
+//!
+//! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+use std::ops::Range;
+use std::path::Path;
+
+use super::{Entry, Mapped};
+use crate::dtype::DataType;
+use crate::error::{CheckpointError, TensorProblem};
+
+const MAGIC: &[u8; 4] = b"GGUF";
+const VERSION: u32 = 3;
+const ALIGNMENT: u64 = 32;
+/// `GGML_MAX_DIMS`.
+const MAX_AXES: u32 = 4;
+
+/// The key-value pairs of a file, as its bytes.
+///
+/// They are kept whole, so that a file that is written again has what its readers need, whether
+/// this project knows the keys or not.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Metadata {
+    pairs: u64,
+    bytes: Vec<u8>,
+    alignment: u64,
+    architecture: Option<String>,
+}
+
+impl Metadata {
+    /// The pairs that every file has: `general.architecture`.
+    pub fn new(architecture: &str) -> Self {
+        let mut bytes = Vec::new();
+        text(&mut bytes, "general.architecture");
+        bytes.extend(Kind::String.id().to_le_bytes());
+        text(&mut bytes, architecture);
+        let architecture = Some(architecture.to_owned());
+        Self { pairs: 1, bytes, alignment: ALIGNMENT, architecture }
+    }
+
+    /// `general.architecture`.
+    pub fn architecture(&self) -> Option<&str> {
+        self.architecture.as_deref()
+    }
+}
+
+/// The type of a value (`enum gguf_metadata_value_type`).
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Fixed(usize),
+    String,
+    Array,
+}
+
+impl Kind {
+    fn of(id: u32) -> Option<Self> {
+        Some(match id {
+            0 | 1 | 7 => Self::Fixed(1),
+            2 | 3 => Self::Fixed(2),
+            4..=6 => Self::Fixed(4),
+            8 => Self::String,
+            9 => Self::Array,
+            10..=12 => Self::Fixed(8),
+            _ => return None,
+        })
+    }
+
+    const fn id(self) -> u32 {
+        match self {
+            Self::String => 8,
+            Self::Array => 9,
+            Self::Fixed(_) => 4,
+        }
+    }
+
+    /// Fewest bytes of a value.
+    const fn least(self) -> u64 {
+        match self {
+            Self::Fixed(bytes) => bytes as u64,
+            Self::String => 8,
+            Self::Array => 12,
+        }
+    }
+}
+
+/// Reads a file from the front; no read leaves it.
+struct Cursor<'a> {
+    path: &'a Path,
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn wrong(&self, expected: &'static str, found: u64) -> CheckpointError {
+        CheckpointError::Header { path: self.path.to_owned(), expected, found }
+    }
+
+    fn take(&mut self, length: u64) -> Result<&'a [u8], CheckpointError> {
+        let rest = &self.bytes[self.at..];
+        if length > rest.len() as u64 {
+            return Err(self.wrong("a header that ends within the file", length));
+        }
+        self.at += length as usize;
+        Ok(&rest[..length as usize])
+    }
+
+    fn u32(&mut self) -> Result<u32, CheckpointError> {
+        let bytes = self.take(4)?;
+        Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+    }
+
+    fn u64(&mut self) -> Result<u64, CheckpointError> {
+        Ok(u64::from(self.u32()?) | u64::from(self.u32()?) << 32)
+    }
+
+    fn text(&mut self) -> Result<String, CheckpointError> {
+        let length = self.u64()?;
+        let bytes = self.take(length)?;
+        let text = std::str::from_utf8(bytes);
+        text.map(str::to_owned).map_err(|e| self.wrong("UTF-8", e.valid_up_to() as u64))
+    }
+
+    /// A count of things that take at least `least` bytes each.
+    fn count(&mut self, least: u64) -> Result<u64, CheckpointError> {
+        let count = self.u64()?;
+        let rest = (self.bytes.len() - self.at) as u64;
+        if count.checked_mul(least).is_none_or(|bytes| bytes > rest) {
+            return Err(self.wrong("a count that fits into the file", count));
+        }
+        Ok(count)
+    }
+
+    fn skip(&mut self, kind: Kind) -> Result<(), CheckpointError> {
+        match kind {
+            Kind::Fixed(bytes) => self.take(bytes as u64).map(|_| ()),
+            Kind::String => {
+                let length = self.u64()?;
+                self.take(length).map(|_| ())
+            }
+            Kind::Array => {
+                let id = self.u32()?;
+                // ggml has no arrays of arrays.
+                let Some(kind) = Kind::of(id).filter(|kind| *kind != Kind::Array) else {
+                    return Err(self.wrong("the type of an array's values", id.into()));
+                };
+                let count = self.count(kind.least())?;
+                match kind {
+                    Kind::Fixed(bytes) => self.take(count * bytes as u64).map(|_| ()),
+                    Kind::String | Kind::Array => (0..count).try_for_each(|_| self.skip(kind)),
+                }
+            }
+        }
+    }
+}
+
+/// Reads the header; checks every offset.
+pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Metadata), CheckpointError> {
+    let mut cursor = Cursor { path, bytes: map.bytes(), at: 0 };
+    let magic = cursor.u32()?;
+    if magic != u32::from_le_bytes(*MAGIC) {
+        return Err(cursor.wrong("the magic GGUF", magic.into()));
+    }
+    let version = cursor.u32()?;
+    if version != VERSION {
+        return Err(cursor.wrong("GGUF version 3", version.into()));
+    }
+    let tensors = cursor.u64()?;
+    // A tensor info takes at least the length of a name, a count of axes, a type and an offset;
+    // so many that the file cannot hold them are refused before anything is made of them.
+    if tensors > map.bytes().len() as u64 / 24 {
+        return Err(cursor.wrong("a count of tensors that fits into the file", tensors));
+    }
+    let metadata = read_pairs(&mut cursor)?;
+    let infos: Result<Vec<_>, _> = (0..tensors).map(|_| read_info(&mut cursor)).collect();
+    let start = (cursor.at as u64).next_multiple_of(metadata.alignment);
+    let entries = place(path, infos?, start, map.bytes().len() as u64, metadata.alignment)?;
+    Ok((entries, metadata))
+}
+
+fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
+    let pairs = cursor.count(8 + 4 + 1)?;
+    let begin = cursor.at;
+    let mut alignment = ALIGNMENT;
+    let mut architecture = None;
+    for _ in 0..pairs {
+        let key = cursor.text()?;
+        let id = cursor.u32()?;
+        let Some(kind) = Kind::of(id) else {
+            return Err(cursor.wrong("the type of a value", id.into()));
+        };
+        let value: Range<usize> = {
+            let begin = cursor.at;
+            cursor.skip(kind)?;
+            begin..cursor.at
+        };
+        let mut value = Cursor { path: cursor.path, bytes: &cursor.bytes[value], at: 0 };
+        match (key.as_str(), kind) {
+            ("general.alignment", Kind::Fixed(4)) => alignment = u64::from(value.u32()?),
+            ("general.architecture", Kind::String) => architecture = Some(value.text()?),
+            _ => {}
+        }
+    }
+    if !alignment.is_power_of_two() || alignment > 1 << 20 {
+        return Err(cursor.wrong("an alignment that is a power of two up to 2^20", alignment));
+    }
+    let bytes = cursor.bytes[begin..cursor.at].to_vec();
+    Ok(Metadata { pairs, bytes, alignment, architecture })
+}
+
+/// A tensor as the header describes it: name, axes (the contiguous one first), type, offset.
+struct Info {
+    name: String,
+    axes: Vec<u64>,
+    id: u32,
+    offset: u64,
+}
+
+fn read_info(cursor: &mut Cursor<'_>) -> Result<Info, CheckpointError> {
+    let name = cursor.text()?;
+    let count = cursor.u32()?;
+    if count > MAX_AXES {
+        return Err(cursor.wrong("at most 4 axes", count.into()));
+    }
+    let axes: Result<Vec<u64>, _> = (0..count).map(|_| cursor.u64()).collect();
+    Ok(Info { name, axes: axes?, id: cursor.u32()?, offset: cursor.u64()? })
+}
+
+/// Checks types, sizes and offsets, and that no two tensors overlap.
+fn place(
+    path: &Path,
+    infos: Vec<Info>,
+    start: u64,
+    file: u64,
+    alignment: u64,
+) -> Result<Vec<Entry>, CheckpointError> {
+    let limit = file.saturating_sub(start);
+    let mut entries = Vec::with_capacity(infos.len());
+    for info in infos {
+        let wrong = |problem| CheckpointError::tensor(path, &info.name, problem);
+        let Some(dtype) = DataType::of_ggml(info.id) else {
+            return Err(wrong(TensorProblem::UnknownDtype { found: info.id.to_string() }));
+        };
+        let axes = info.axes.iter().rev().map(|&axis| usize::try_from(axis).ok());
+        let shape: Option<Vec<usize>> = axes.collect();
+        let sized = shape.and_then(|shape| Some((dtype.bytes(&shape)? as u64, shape)));
+        let Some((bytes, shape)) = sized else {
+            return Err(wrong(TensorProblem::Size { found: info.axes }));
+        };
+        let begin = info.offset;
+        let end = begin.saturating_add(bytes);
+        if end > limit || !begin.is_multiple_of(alignment) {
+            let expected = "an aligned offset and an end";
+            return Err(wrong(TensorProblem::Offsets { begin, end, expected, limit }));
+        }
+        let [begin, end] = [begin, end].map(|offset| (start + offset) as usize);
+        entries.push(Entry { name: info.name, dtype, shape, file: 0, begin, end });
+    }
+    let mut order: Vec<&Entry> = entries.iter().collect();
+    order.sort_by_key(|entry| (entry.begin, entry.end));
+    for pair in order.windows(2) {
+        if pair[1].begin < pair[0].end {
+            let (begin, end) = (pair[1].begin as u64 - start, pair[1].end as u64 - start);
+            let expected = "an offset behind the tensor before";
+            let problem = TensorProblem::Offsets { begin, end, expected, limit };
+            return Err(CheckpointError::tensor(path, &pair[1].name, problem));
+        }
+    }
+    Ok(entries)
+}
+
+fn text(bytes: &mut Vec<u8>, text: &str) {
+    bytes.extend((text.len() as u64).to_le_bytes());
+    bytes.extend(text.as_bytes());
+}
+
+/// The header of a file of these tensors (name, number of the type, shape, bytes), the offset of
+/// each in the file, and the length of the file.
+pub(crate) fn layout(
+    tensors: &[(&str, u32, &[usize], u64)],
+    metadata: &Metadata,
+) -> (Vec<u8>, Vec<u64>, u64) {
+    let alignment = metadata.alignment;
+    let mut header = MAGIC.to_vec();
+    header.extend(VERSION.to_le_bytes());
+    header.extend((tensors.len() as u64).to_le_bytes());
+    header.extend(metadata.pairs.to_le_bytes());
+    header.extend(&metadata.bytes);
+    let mut offsets = Vec::with_capacity(tensors.len());
+    let mut end = 0;
+    for (name, id, shape, bytes) in tensors {
+        text(&mut header, name);
+        header.extend((shape.len() as u32).to_le_bytes());
+        for &axis in shape.iter().rev() {
+            header.extend((axis as u64).to_le_bytes());
+        }
+        header.extend(id.to_le_bytes());
+        header.extend(u64::to_le_bytes(end));
+        offsets.push(end);
+        end = (end + bytes).next_multiple_of(alignment);
+    }
+    header.resize((header.len() as u64).next_multiple_of(alignment) as usize, 0);
+    let start = header.len() as u64;
+    offsets.iter_mut().for_each(|offset| *offset += start);
+    (header, offsets, start + end)
+}

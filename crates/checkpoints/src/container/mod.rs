@@ -1,0 +1,340 @@
+//! The files of a checkpoint, opened by memory map: names, shapes and bytes, without a meaning.
+//!
+//! Nothing here reads a tensor's bytes, and what is allocated is bounded by the headers, whose
+//! lengths are checked first: opening takes as long as reading the headers does.
+
+mod file;
+pub(crate) mod gguf;
+pub(crate) mod safetensors;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use self::safetensors::{INDEX, SINGLE};
+use crate::dtype::DataType;
+use crate::error::{CheckpointError, TensorProblem};
+use crate::json::Json;
+use crate::tensor::Tensor;
+pub(crate) use file::Mapped;
+use file::read_text;
+
+/// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
+const MAX_TEXT: u64 = 100_000_000;
+
+pub(crate) const CONFIG: &str = "config.json";
+pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
+
+/// One tensor of a file: where its bytes are.
+#[derive(Debug, Clone)]
+pub(crate) struct Entry {
+    pub(crate) name: String,
+    pub(crate) dtype: DataType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) file: usize,
+    /// Offsets in the file, checked to lie in it.
+    pub(crate) begin: usize,
+    pub(crate) end: usize,
+}
+
+/// What a file says about itself.
+#[derive(Debug)]
+pub enum Metadata {
+    /// `__metadata__` of a safetensors file.
+    Safetensors(Vec<(String, String)>),
+    /// The key-value pairs of a GGUF file.
+    Gguf(gguf::Metadata),
+}
+
+/// A file of a checkpoint.
+#[derive(Debug)]
+pub(crate) struct File {
+    pub(crate) path: PathBuf,
+    pub(crate) map: Mapped,
+    pub(crate) metadata: Metadata,
+}
+
+/// The files of a checkpoint.
+#[derive(Debug)]
+pub struct Container {
+    root: PathBuf,
+    files: Vec<File>,
+    entries: Vec<Entry>,
+    by_name: HashMap<String, usize>,
+    config: Option<Json>,
+    quant_config: Option<Json>,
+    sidecars: Vec<PathBuf>,
+}
+
+impl Container {
+    /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
+    /// `model.safetensors.index.json`, or with a single safetensors file.
+    ///
+    /// A file stands for itself: configs beside it are only read if the folder is opened.
+    ///
+    /// The files must not change while they are open: they are mapped, not copied.
+    ///
+    /// # Errors
+    /// What cannot be read, and the first thing wrong in a header: lengths, dtypes, offsets that
+    /// overlap or leave the file, an index that does not fit the shards.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let path = path.as_ref();
+        let metadata = std::fs::metadata(path).map_err(CheckpointError::io(path))?;
+        if metadata.is_dir() { Self::open_folder(path) } else { Self::open_file(path) }
+    }
+
+    fn open_file(path: &Path) -> Result<Self, CheckpointError> {
+        let mut container = Self::empty(path);
+        let entries = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("safetensors") => container.add_safetensors(path.to_owned())?,
+            Some("gguf") => {
+                let map = Mapped::open(path)?;
+                let (entries, metadata) = gguf::read(path, &map)?;
+                let metadata = Metadata::Gguf(metadata);
+                container.files.push(File { path: path.to_owned(), map, metadata });
+                entries
+            }
+            _ => {
+                let expected = "a folder, or a file that ends in .safetensors or .gguf";
+                return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
+            }
+        };
+        container.index(entries)?;
+        Ok(container)
+    }
+
+    fn open_folder(root: &Path) -> Result<Self, CheckpointError> {
+        let mut container = Self::empty(root);
+        let index = root.join(INDEX);
+        let entries = if index.is_file() {
+            container.add_shards(&index)?
+        } else {
+            container.add_safetensors(single_file(root)?)?
+        };
+        container.index(entries)?;
+        container.config = optional_json(&root.join(CONFIG))?;
+        container.quant_config = optional_json(&root.join(QUANT_CONFIG))?;
+        container.sidecars = container.find_sidecars()?;
+        Ok(container)
+    }
+
+    fn empty(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+            files: Vec::new(),
+            entries: Vec::new(),
+            by_name: HashMap::new(),
+            config: None,
+            quant_config: None,
+            sidecars: Vec::new(),
+        }
+    }
+
+    /// Opens the shards that an index names; the tensors come in the order of the index.
+    fn add_shards(&mut self, index: &Path) -> Result<Vec<Entry>, CheckpointError> {
+        let weight_map = safetensors::read_index(index)?;
+        let mut shards: HashMap<&str, usize> = HashMap::new();
+        let mut found = Vec::with_capacity(weight_map.len());
+        for (_, shard) in &weight_map {
+            if !shards.contains_key(shard.as_str()) {
+                shards.insert(shard, self.files.len());
+                found.extend(self.add_safetensors(self.root.join(shard))?);
+            }
+        }
+        let order = self.order(index, &weight_map, &shards, &found)?;
+        let mut found: Vec<Option<Entry>> = found.into_iter().map(Some).collect();
+        Ok(order.into_iter().filter_map(|at| found[at].take()).collect())
+    }
+
+    /// Where the tensors of the index are among those of the shards: each once, in its shard.
+    fn order(
+        &self,
+        index: &Path,
+        weight_map: &[(String, String)],
+        shards: &HashMap<&str, usize>,
+        found: &[Entry],
+    ) -> Result<Vec<usize>, CheckpointError> {
+        let wrong = |entry: &Entry, problem| {
+            CheckpointError::tensor(&self.files[entry.file].path, &entry.name, problem)
+        };
+        let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(found.len());
+        for (at, entry) in found.iter().enumerate() {
+            if by_name.insert(&entry.name, at).is_some() {
+                return Err(wrong(entry, TensorProblem::Duplicate));
+            }
+        }
+        let mut order = Vec::with_capacity(weight_map.len());
+        for (name, shard) in weight_map {
+            match by_name.remove(name.as_str()) {
+                Some(at) if shards.get(shard.as_str()) == Some(&found[at].file) => order.push(at),
+                _ => {
+                    let problem = TensorProblem::NotThere { expected: shard.clone() };
+                    return Err(CheckpointError::tensor(index, name, problem));
+                }
+            }
+        }
+        // The first, so that the error is the same every time.
+        if let Some(at) = by_name.into_values().min() {
+            let problem = TensorProblem::NotThere { expected: INDEX.to_owned() };
+            return Err(wrong(&found[at], problem));
+        }
+        Ok(order)
+    }
+
+    fn add_safetensors(&mut self, path: PathBuf) -> Result<Vec<Entry>, CheckpointError> {
+        let map = Mapped::open(&path)?;
+        let (mut entries, metadata) = safetensors::read(&path, &map)?;
+        entries.iter_mut().for_each(|entry| entry.file = self.files.len());
+        self.files.push(File { path, map, metadata: Metadata::Safetensors(metadata) });
+        Ok(entries)
+    }
+
+    fn index(&mut self, entries: Vec<Entry>) -> Result<(), CheckpointError> {
+        self.by_name.reserve(entries.len());
+        for (at, entry) in entries.iter().enumerate() {
+            if self.by_name.insert(entry.name.clone(), at).is_some() {
+                let path = &self.files[entry.file].path;
+                return Err(CheckpointError::tensor(path, &entry.name, TensorProblem::Duplicate));
+            }
+        }
+        self.entries = entries;
+        Ok(())
+    }
+
+    /// The files of the folder that are copied as they are: tokenizer, chat template, and so on.
+    fn find_sidecars(&self) -> Result<Vec<PathBuf>, CheckpointError> {
+        let io = CheckpointError::io;
+        let mut sidecars = Vec::new();
+        for entry in std::fs::read_dir(&self.root).map_err(io(&self.root))? {
+            let path = entry.map_err(io(&self.root))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name);
+            let weights = [".safetensors", ".gguf", ".bin", ".pt", ".pth"];
+            if path.is_file() && !ours && !weights.iter().any(|end| name.ends_with(end)) {
+                sidecars.push(path);
+            }
+        }
+        sidecars.sort();
+        Ok(sidecars)
+    }
+
+    /// The path it was opened at.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// How many tensors there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The tensors, in the order of the index or of the header.
+    pub fn tensors(&self) -> impl Iterator<Item = Tensor<'_>> {
+        (0..self.len()).map(|at| self.tensor(at))
+    }
+
+    /// The tensor of a name.
+    pub fn get(&self, name: &str) -> Option<Tensor<'_>> {
+        self.position(name).map(|at| self.tensor(at))
+    }
+
+    pub(crate) fn position(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
+    /// The file of a tensor, by its place among [`file_names`](Self::file_names).
+    pub(crate) fn file_of(&self, at: usize) -> usize {
+        self.entries[at].file
+    }
+
+    pub(crate) fn tensor(&self, at: usize) -> Tensor<'_> {
+        let entry = &self.entries[at];
+        let file = &self.files[entry.file];
+        Tensor {
+            name: entry.name.as_str().into(),
+            file: &file.path,
+            dtype: entry.dtype,
+            shape: entry.shape.as_slice().into(),
+            bytes: file.map.bytes()[entry.begin..entry.end].into(),
+        }
+    }
+
+    /// The names of the files with tensors.
+    pub fn file_names(&self) -> Vec<String> {
+        let name =
+            |file: &File| file.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        self.files.iter().filter_map(name).collect()
+    }
+
+    /// What the first file says about itself, if there is one.
+    pub fn metadata(&self) -> Option<&Metadata> {
+        self.files.first().map(|file| &file.metadata)
+    }
+
+    /// A field of the first safetensors file's `__metadata__`.
+    pub fn metadata_text(&self, key: &str) -> Option<&str> {
+        match self.metadata()? {
+            Metadata::Safetensors(fields) => {
+                fields.iter().find(|(name, _)| name == key).map(|(_, text)| text.as_str())
+            }
+            Metadata::Gguf(_) => None,
+        }
+    }
+
+    /// `config.json` of the folder.
+    pub fn config(&self) -> Option<&Json> {
+        self.config.as_ref()
+    }
+
+    /// `hf_quant_config.json` of the folder.
+    pub fn quant_config(&self) -> Option<&Json> {
+        self.quant_config.as_ref()
+    }
+
+    /// `quantization_config` of `config.json`, or of its `text_config`, where multimodal models
+    /// have it.
+    pub fn quantization(&self) -> Option<&Json> {
+        let config = self.config()?;
+        let key = "quantization_config";
+        config.get(key).or_else(|| config.at(&["text_config", key])).filter(|q| **q != Json::Null)
+    }
+
+    /// The files beside the tensors that a copy of the checkpoint needs.
+    pub fn sidecars(&self) -> &[PathBuf] {
+        &self.sidecars
+    }
+}
+
+fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
+    let model = root.join(SINGLE);
+    if model.is_file() {
+        return Ok(model);
+    }
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(root).map_err(CheckpointError::io(root))? {
+        let path = entry.map_err(CheckpointError::io(root))?.path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            found.push(path);
+        }
+    }
+    match found.len() {
+        1 => Ok(found.remove(0)),
+        _ => Err(CheckpointError::NotACheckpoint {
+            path: root.to_owned(),
+            expected: "model.safetensors, model.safetensors.index.json, or one safetensors file",
+        }),
+    }
+}
+
+fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let parsed = Json::parse(&read_text(path)?);
+    let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
+    parsed.map(Some).map_err(json)
+}

@@ -1,0 +1,236 @@
+//! safetensors: 8 bytes of header length, a JSON header, the tensors without holes; and the index
+//! that names the shard of every tensor.
+//!
+//! The format: <https://github.com/huggingface/safetensors#format>. The index:
+//! `model.safetensors.index.json` of huggingface_hub (`serialization/_base.py`).
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+
+use super::file::read_text;
+use super::{Entry, MAX_TEXT, Mapped};
+use crate::dtype::{DataType, Dtype};
+use crate::error::{CheckpointError, TensorProblem};
+use crate::json::Json;
+
+/// The name of the index of a folder.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+/// The name of the only file of a folder.
+pub(crate) const SINGLE: &str = "model.safetensors";
+
+/// `__metadata__`.
+type Texts = Vec<(String, String)>;
+
+/// Reads the header; checks every offset.
+pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Texts), CheckpointError> {
+    let (header, data) = split(path, map.bytes())?;
+    let json = |source| CheckpointError::Json { path: path.to_owned(), what: "header", source };
+    let header: Header = serde_json::from_slice(header).map_err(json)?;
+    let start = (map.bytes().len() - data.len()) as u64;
+    let mut entries = Vec::with_capacity(header.tensors.len());
+    for (name, raw) in header.tensors {
+        let entry = raw
+            .check(data.len() as u64)
+            .map_err(|problem| CheckpointError::tensor(path, &name, problem));
+        let (dtype, shape) = entry?;
+        // Within the data, so within an address space.
+        let [begin, end] = raw.data_offsets.map(|offset| (start + offset) as usize);
+        entries.push(Entry { name, dtype, shape, file: 0, begin, end });
+    }
+    check_cover(path, &entries, start, data.len() as u64)?;
+    Ok((entries, header.metadata))
+}
+
+/// The JSON text and the data behind it.
+fn split<'a>(path: &Path, bytes: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), CheckpointError> {
+    let wrong =
+        |expected, found| CheckpointError::Header { path: path.to_owned(), expected, found };
+    let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(wrong("8 bytes of header length", bytes.len() as u64));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > MAX_TEXT {
+        return Err(wrong("a header of at most 100,000,000 bytes", length));
+    }
+    if length > rest.len() as u64 {
+        return Err(wrong("a header that ends within the file", length));
+    }
+    Ok(rest.split_at(length as usize))
+}
+
+/// The tensors must cover the data, without holes and overlaps.
+fn check_cover(
+    path: &Path,
+    entries: &[Entry],
+    start: u64,
+    limit: u64,
+) -> Result<(), CheckpointError> {
+    let mut order: Vec<&Entry> = entries.iter().collect();
+    order.sort_by_key(|entry| (entry.begin, entry.end));
+    let mut covered = start;
+    for entry in &order {
+        if entry.begin as u64 != covered {
+            let (begin, end) = (entry.begin as u64 - start, entry.end as u64 - start);
+            let expected = "the byte after the tensor before";
+            let problem = TensorProblem::Offsets { begin, end, expected, limit };
+            return Err(CheckpointError::tensor(path, &entry.name, problem));
+        }
+        covered = entry.end as u64;
+    }
+    if covered != start + limit {
+        let expected = "tensors that cover the data; it has more bytes than these";
+        let found = covered - start;
+        return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
+    }
+    Ok(())
+}
+
+struct Header {
+    metadata: Vec<(String, String)>,
+    tensors: Vec<(String, RawEntry)>,
+}
+
+#[derive(Deserialize)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+impl RawEntry {
+    fn check(&self, limit: u64) -> Result<(DataType, Vec<usize>), TensorProblem> {
+        let Some(dtype) = DataType::named(&self.dtype) else {
+            return Err(TensorProblem::UnknownDtype { found: self.dtype.clone() });
+        };
+        let shape: Option<Vec<usize>> =
+            self.shape.iter().map(|&axis| usize::try_from(axis).ok()).collect();
+        let sized = shape.and_then(|shape| Some((dtype.bytes(&shape)?, shape)));
+        let Some((bytes, shape)) = sized else {
+            return Err(TensorProblem::Size { found: self.shape.clone() });
+        };
+        let [begin, end] = self.data_offsets;
+        if begin > end || end > limit {
+            let expected = "a range";
+            return Err(TensorProblem::Offsets { begin, end, expected, limit });
+        }
+        if end - begin != bytes as u64 {
+            return Err(TensorProblem::Bytes { expected: bytes as u64, found: end - begin });
+        }
+        Ok((dtype, shape))
+    }
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct HeaderVisitor;
+
+        impl<'de> Visitor<'de> for HeaderVisitor {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Header, A::Error> {
+                let mut header = Header { metadata: Vec::new(), tensors: Vec::new() };
+                while let Some(name) = access.next_key::<String>()? {
+                    let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
+                    if name == "__metadata__" {
+                        let fields: Json = access.next_value()?;
+                        header.metadata = texts(fields).ok_or_else(|| {
+                            A::Error::custom("`__metadata__`: expected an object of texts")
+                        })?;
+                    } else {
+                        let raw = access.next_value().map_err(named)?;
+                        header.tensors.push((name, raw));
+                    }
+                }
+                Ok(header)
+            }
+        }
+
+        deserializer.deserialize_map(HeaderVisitor)
+    }
+}
+
+/// The fields of an object whose values are texts.
+fn texts(json: Json) -> Option<Vec<(String, String)>> {
+    let Json::Object(fields) = json else { return None };
+    let text = |(key, value)| match value {
+        Json::String(text) => Some((key, text)),
+        _ => None,
+    };
+    fields.into_iter().map(text).collect()
+}
+
+/// The name of the shard of every tensor, in the order of the index.
+pub(super) fn read_index(path: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
+    let text = read_text(path)?;
+    let json = |source| CheckpointError::Json { path: path.to_owned(), what: "index", source };
+    let index = Json::parse(&text).map_err(json)?;
+    let wrong = |found: String, expected| CheckpointError::Field {
+        path: path.to_owned(),
+        field: "weight_map".to_owned(),
+        expected,
+        found,
+    };
+    let Json::Object(fields) = index else {
+        return Err(wrong("no object".to_owned(), "an object of texts"));
+    };
+    let map = fields.into_iter().rfind(|(key, _)| key == "weight_map");
+    let Some(weight_map) = map.and_then(|(_, map)| texts(map)) else {
+        return Err(wrong("something else".to_owned(), "an object of texts"));
+    };
+    for (_, shard) in &weight_map {
+        // A name, not a path: an index must not lead out of its folder.
+        let plain = !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
+        if !plain {
+            return Err(wrong(shard.clone(), "names of safetensors files in the same folder"));
+        }
+    }
+    Ok(weight_map)
+}
+
+/// The header of a file of these tensors, and the offset of each in the file.
+///
+/// Larger dtypes come first, then the names, as the `safetensors` library orders them, so that
+/// equal tensors make equal files.
+pub(crate) fn layout(
+    tensors: &[(&str, Dtype, &[usize], u64)],
+    metadata: &[(String, String)],
+) -> (Vec<u8>, Vec<u64>, u64) {
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_by(|&a, &b| {
+        let (a, b) = (&tensors[a], &tensors[b]);
+        b.1.cmp(&a.1).then(a.0.cmp(b.0))
+    });
+    let mut fields = Vec::with_capacity(tensors.len() + 1);
+    if !metadata.is_empty() {
+        let texts = metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into()));
+        fields.push(("__metadata__".to_owned(), Json::Object(texts.collect())));
+    }
+    let mut offsets = vec![0; tensors.len()];
+    let mut end = 0;
+    for at in order {
+        let (name, dtype, shape, bytes) = tensors[at];
+        offsets[at] = end;
+        let begin = end;
+        end += bytes;
+        let entry = Json::object([
+            ("dtype", dtype.to_string().as_str().into()),
+            ("shape", Json::Array(shape.iter().map(|&axis| (axis as u64).into()).collect())),
+            ("data_offsets", Json::Array(vec![begin.into(), end.into()])),
+        ]);
+        fields.push((name.to_owned(), entry));
+    }
+    let mut text = Json::Object(fields).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut text);
+    let start = header.len() as u64;
+    offsets.iter_mut().for_each(|offset| *offset += start);
+    (header, offsets, start + end)
+}

@@ -1,0 +1,357 @@
+//! compressed-tensors (llm-compressor, vLLM): `X.weight_packed` with `X.weight_scale` and, for
+//! NVFP4, `X.weight_global_scale`.
+//!
+//! | tensor | dtype | shape | meaning |
+//! |---|---|---|---|
+//! | `X.weight_packed` | U8 | `[N, K/2]` | codes, low nibble first |
+//! | `X.weight_scale` | F8_E4M3 | `[N, K/16]` | block scales of `nvfp4-pack-quantized` |
+//! | `X.weight_scale` | U8 | `[N, K/32]` | E8M0 block scales of `mxfp4-pack-quantized` |
+//! | `X.weight_global_scale` | F32 | `[1]` | tensor scale, a **divisor** |
+//! | `X.input_global_scale` | F32 | `[1]` | of the input, a **divisor** |
+//!
+//! The scales are of shape `[1]`: with `[]` torch divides the block scales in bf16, and one value
+//! in seven changes. The scales of the cache stand beside the attention's layers,
+//! `self_attn.k_scale`; here they have ModelOpt's names, `self_attn.k_proj.k_scale`.
+//!
+//! Sources: `compressors/{nvfp4,mxfp4}/base.py`, `quantization/quant_{scheme,args,config}.py`,
+//! `entrypoints/convert/converters/modelopt_nvfp4.py` of compressed-tensors 0.20.
+
+use burn_fp4_formats::Fp4Format;
+
+use super::parts::{self, Parts, Reader};
+use super::scheme::{self, Scheme};
+use super::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use crate::container::{CONFIG, Container};
+use crate::dtype::{DataType, Dtype};
+use crate::error::{CheckpointError, TensorProblem};
+use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
+use crate::fp8::{Fp8Weight, Granularity};
+use crate::json::Json;
+use crate::patterns::{Pattern, Syntax};
+use crate::tensor::{NewTensor, Tensor};
+use crate::weight::{Model, Quantization, Value, Weight};
+
+/// The checkpoints of compressed-tensors.
+pub(super) struct CompressedTensors;
+
+/// The values of `format` whose weights are understood.
+const FORMATS: [&str; 8] = [
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "dense",
+    "compressed",
+];
+
+/// The names of a scale of the cache: here, and in ModelOpt.
+const CACHE_SCALES: [(&str, &str); 2] = [
+    (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
+    (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
+];
+
+impl Dialect for CompressedTensors {
+    fn name(&self) -> &'static str {
+        "compressed-tensors"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        quant_method(container, self.name()).then_some("quant_method of config.json")
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let config = container.quantization();
+        let block = check_config(container, config)?;
+        let companions = [".weight_scale", ".weight_global_scale", ".weight_packed"];
+        let mut weights = parts::read(container, &companions, |reader, tensor| {
+            read_weight(reader, tensor, block)
+        })?;
+        for weight in &mut weights {
+            for (here, there) in CACHE_SCALES {
+                if let Some(layer) = weight.name.strip_suffix(here) {
+                    weight.name = format!("{layer}{there}");
+                }
+            }
+        }
+        let ignore = config.and_then(|config| config.get("ignore")).and_then(Json::as_array);
+        let ignore = ignore.unwrap_or_default().iter().filter_map(Json::as_str);
+        let quantization = Quantization {
+            dialect: self.name(),
+            ignore: ignore.map(|text| Pattern::parse(text, Syntax::Regex)).collect(),
+            kv_cache: config
+                .and_then(|c| c.get("kv_cache_scheme"))
+                .filter(|s| **s != Json::Null)
+                .cloned(),
+            producer: None,
+            quant_config: None,
+        };
+        Ok((weights, quantization))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        Some(&Self)
+    }
+}
+
+/// Refuses transforms and formats that are not understood; the size of FP8's blocks.
+fn check_config(
+    container: &Container,
+    config: Option<&Json>,
+) -> Result<[usize; 2], CheckpointError> {
+    let path = || container.root().join(CONFIG);
+    let mut block = [128, 128];
+    let Some(config) = config else { return Ok(block) };
+    let transforms = config.get("transform_config").filter(|t| **t != Json::Null);
+    if let Some(groups) = transforms.and_then(|t| t.get("config_groups")).and_then(Json::as_object)
+        && !groups.is_empty()
+    {
+        let kind =
+            |group: &Json| group.get("type").and_then(Json::as_str).unwrap_or("?").to_owned();
+        let kinds: Vec<String> = groups.iter().map(|(_, group)| kind(group)).collect();
+        let what = format!("transform_config ({})", kinds.join(", "));
+        let because = "its layers compute on transformed inputs";
+        return Err(CheckpointError::Refused { path: path(), what, because });
+    }
+    let groups = config.get("config_groups").and_then(Json::as_object).unwrap_or_default();
+    let formats = groups.iter().map(|(_, group)| group.get("format"));
+    for format in formats.chain([config.get("format")]).flatten().filter(|f| **f != Json::Null) {
+        if !format.as_str().is_some_and(|format| FORMATS.contains(&format)) {
+            return Err(CheckpointError::Field {
+                path: path(),
+                field: "format".to_owned(),
+                expected: "a format of FP4 or FP8",
+                found: format.to_string(),
+            });
+        }
+    }
+    for (_, group) in groups {
+        let structure = group.at(&["weights", "block_structure"]).and_then(Json::as_array);
+        let sizes = structure.map(|s| s.iter().map(Json::as_u64).collect::<Vec<_>>());
+        if let Some([Some(rows), Some(cols)]) = sizes.as_deref() {
+            block = [*rows as usize, *cols as usize];
+        }
+    }
+    Ok(block)
+}
+
+fn read_weight<'a>(
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+    block: [usize; 2],
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    if let Some(module) = tensor.name.strip_suffix(".weight_packed") {
+        let scales = reader.need(tensor, &format!("{module}.weight_scale"))?;
+        let zero = format!("{module}.weight_zero_point");
+        if reader.has(&zero) {
+            let because = "FP4 has no zero point";
+            return Err(CheckpointError::Refused {
+                path: tensor.file.to_owned(),
+                what: zero,
+                because,
+            });
+        }
+        let global = format!("{module}.weight_global_scale");
+        let stated = reader.numbers(&global)?;
+        if scales.is(&[Dtype::F8_E4M3]) && stated.is_none() {
+            let problem = TensorProblem::Missing { companion: global };
+            return Err(CheckpointError::tensor(tensor.file, &tensor.name, problem));
+        }
+        let tensor_scale = stated.map(TensorScale::Divisor);
+        let codes = tensor.clone();
+        let parts = Parts { codes, scales, tensor_scale, order: Order::ScalesFirst };
+        let format = parts.format()?;
+        let value = Value::Fp4(parts.rows(format)?);
+        let mut weight = Weight::new(format!("{module}.weight"), 0, value);
+        let input = reader.numbers(&format!("{module}.input_global_scale"))?;
+        weight.input_scale = input.map(TensorScale::Divisor);
+        return Ok(Some(weight));
+    }
+    let Some(module) = tensor.name.strip_suffix(".weight") else { return Ok(None) };
+    let Some(scales) = reader.take(&format!("{module}.weight_scale")) else { return Ok(None) };
+    let value = Value::Fp8(Fp8Weight::new(tensor.clone(), scales, block)?);
+    let mut weight = Weight::new(&*tensor.name, 0, value);
+    let input = reader.numbers(&format!("{module}.input_scale"))?;
+    weight.input_scale = input.map(TensorScale::Multiplier);
+    Ok(Some(weight))
+}
+
+impl Write for CompressedTensors {
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        let cannot = |what| {
+            let (dialect, weight) = (self.name(), weight.name.clone());
+            CheckpointError::CannotHold { dialect, weight, what }
+        };
+        if weight.pre_quant_scale.is_some() {
+            return Err(cannot("a scale before quantization"));
+        }
+        let module = || {
+            let what = "a quantized parameter that is not the `weight` of a module";
+            weight.name.strip_suffix(".weight").ok_or_else(|| cannot(what))
+        };
+        match &weight.value {
+            Value::Plain(tensor) => {
+                let cache = CACHE_SCALES.iter().find_map(|(here, there)| {
+                    Some(format!("{}{here}", weight.name.strip_suffix(there)?))
+                });
+                Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)])
+            }
+            Value::Fp8(fp8) => {
+                let module = module()?;
+                let mut tensors = fp8_tensors(module, fp8);
+                let input = weight.input_scale.as_ref().map(TensorScale::multipliers);
+                tensors.extend(input.map(|numbers| scale(module, "input_scale", &numbers)));
+                Ok(tensors)
+            }
+            Value::Fp4(fp4) => {
+                let module = module()?;
+                if fp4.shape.len() != 2 {
+                    return Err(cannot("stacked matrices"));
+                }
+                if fp4.block_size != fp4.format.row().block_size {
+                    return Err(cannot("blocks of another size"));
+                }
+                let mut tensors = fp4_tensors(module, fp4);
+                if fp4.format == Fp4Format::NvFp4 {
+                    let one = TensorScale::Divisor(Numbers::new(&[1.0]));
+                    let global = fp4.tensor_scale.as_ref().unwrap_or(&one).divisors();
+                    tensors.push(scale(module, "weight_global_scale", &global));
+                    let input = weight.input_scale.as_ref().map(TensorScale::divisors);
+                    tensors.extend(input.map(|n| scale(module, "input_global_scale", &n)));
+                }
+                Ok(tensors)
+            }
+        }
+    }
+
+    fn holds(&self) -> Holds {
+        Holds { tensor_scale: Stated::Divisor, input_scale: true }
+    }
+
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let metadata = scheme::torch_metadata();
+        let config = match &model.config {
+            Some(config) if model.quantization.dialect == self.name() => config.clone(),
+            _ => scheme::with_quantization(model, quantization_config(model)?),
+        };
+        Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config)] })
+    }
+}
+
+/// A scale of shape `[1]`.
+fn scale<'w>(module: &str, name: &str, numbers: &Numbers<'_>) -> NewTensor<'w> {
+    let bytes = numbers.bytes().to_vec();
+    NewTensor::bytes(format!("{module}.{name}"), Dtype::F32, [numbers.len()], bytes)
+}
+
+fn fp4_tensors<'w>(module: &str, fp4: &'w Fp4Weight<'_>) -> Vec<NewTensor<'w>> {
+    let dtype = DataType::Plain(match fp4.format {
+        Fp4Format::NvFp4 => Dtype::F8_E4M3,
+        Fp4Format::MxFp4 => Dtype::U8,
+    });
+    let (packed, scale) = (format!("{module}.weight_packed"), format!("{module}.weight_scale"));
+    let (codes, scales) = (fp4.codes_shape(), fp4.scales_shape());
+    vec![
+        NewTensor::made(packed, DataType::Plain(Dtype::U8), codes, move || Ok(fp4.plain_codes())),
+        NewTensor::made(scale, dtype, scales, move || Ok(fp4.plain_scales())),
+    ]
+}
+
+fn fp8_tensors<'w>(module: &str, fp8: &'w Fp8Weight<'_>) -> Vec<NewTensor<'w>> {
+    let mut scales = NewTensor::copy(format!("{module}.weight_scale"), &fp8.scales);
+    match fp8.granularity {
+        Granularity::Tensor if scales.shape.is_empty() => scales.shape = vec![1],
+        Granularity::Row if scales.shape.len() < fp8.values.shape.len() => scales.shape.push(1),
+        Granularity::Tensor | Granularity::Row | Granularity::Block { .. } => {}
+    }
+    vec![NewTensor::copy(format!("{module}.weight"), &fp8.values), scales]
+}
+
+/// `format` of a group, its weights and its input (`quant_scheme.py`).
+fn group(scheme: Scheme) -> (&'static str, Json, Json) {
+    let args = |bits: u64, strategy: &str, dynamic: Json| {
+        Json::object([
+            ("num_bits", bits.into()),
+            ("type", "float".into()),
+            ("strategy", strategy.into()),
+            ("symmetric", true.into()),
+            ("dynamic", dynamic),
+        ])
+    };
+    let grouped = |bits, strategy, size: u64, scale: &str, dynamic| {
+        let mut args = args(bits, strategy, dynamic);
+        args.set("group_size", size.into());
+        args.set("scale_dtype", scale.into());
+        args
+    };
+    let no = Json::from(false);
+    match scheme {
+        Scheme::Fp4 { format: Fp4Format::NvFp4, activations, .. } => {
+            let args = |dynamic| grouped(4, "tensor_group", 16, "torch.float8_e4m3fn", dynamic);
+            let input = if activations { args("local".into()) } else { Json::Null };
+            ("nvfp4-pack-quantized", args(no), input)
+        }
+        Scheme::Fp4 { format: Fp4Format::MxFp4, .. } => {
+            ("mxfp4-pack-quantized", grouped(4, "group", 32, "torch.uint8", no), Json::Null)
+        }
+        Scheme::MxFp8 => {
+            ("mxfp8-quantized", grouped(8, "group", 32, "torch.uint8", no), Json::Null)
+        }
+        Scheme::Fp8 { granularity, activations } => {
+            let mut weights = match granularity {
+                Granularity::Tensor => args(8, "tensor", no.clone()),
+                Granularity::Row => args(8, "channel", no.clone()),
+                Granularity::Block { .. } => args(8, "block", no.clone()),
+            };
+            if let Granularity::Block { rows, cols } = granularity {
+                let sizes = [rows, cols].map(|size| (size as u64).into());
+                weights.set("block_structure", Json::Array(sizes.into()));
+            }
+            let input = if activations { args(8, "tensor", no) } else { Json::Null };
+            ("float-quantized", weights, input)
+        }
+    }
+}
+
+fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
+    let schemes = scheme::schemes(model);
+    let mut groups = Vec::new();
+    let mut formats = Vec::new();
+    for (at, (scheme, modules)) in schemes.iter().enumerate() {
+        let (format, weights, input) = group(*scheme);
+        let targets = match schemes.len() {
+            1 => Json::strings(["Linear"]),
+            _ => Json::strings(modules.iter().copied()),
+        };
+        formats.push(format);
+        let group = Json::object([
+            ("targets", targets),
+            ("weights", weights),
+            ("input_activations", input),
+            ("output_activations", Json::Null),
+            ("format", format.into()),
+        ]);
+        groups.push((format!("group_{at}"), group));
+    }
+    formats.dedup();
+    let format = match formats[..] {
+        [] => "dense",
+        [one] => one,
+        _ => "mixed-precision",
+    };
+    // ModelOpt's object is the same three fields; a bare name of it has no counterpart.
+    let kv_cache = model.quantization.kv_cache.clone();
+    let kv_cache = kv_cache.filter(|scheme| scheme.as_object().is_some()).unwrap_or(Json::Null);
+    Ok(Json::object([
+        ("config_groups", Json::Object(groups)),
+        ("format", format.into()),
+        ("ignore", Json::strings(scheme::ignore_list(model, Syntax::Regex)?)),
+        ("kv_cache_scheme", kv_cache),
+        ("quant_method", "compressed-tensors".into()),
+        ("quantization_status", "compressed".into()),
+    ]))
+}

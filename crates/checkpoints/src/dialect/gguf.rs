@@ -1,0 +1,162 @@
+//! GGUF: records of NVFP4 or MXFP4 with codes and block scales, and a tensor scale beside them.
+//!
+//! | tensor | type | shape | meaning |
+//! |---|---|---|---|
+//! | `X.weight` | NVFP4 or MXFP4 | `[.., N, K]` | records; NVFP4 asks for K in multiples of 64 |
+//! | `X.scale` | F32 | `[1]` or `[E]` | tensor scale, a multiplier |
+//! | `X.input_scale` | F32 | `[1]` or `[E]` | of the input, a multiplier |
+//!
+//! What is written keeps the source's names and numbers: a Hugging Face model's tensors are not
+//! renamed, nor are the rows of its rotary attention permuted as llama.cpp's converter does, so
+//! that llama.cpp runs only what came from GGUF.
+//!
+//! Sources: `gguf-py/gguf/quants.py`, `ggml-common.h` and `convert_hf_to_gguf.py` of llama.cpp.
+
+use burn_fp4_formats::Fp4Format;
+
+use super::parts::{self, Reader};
+use super::{Dialect, Frame, Write};
+use crate::container::gguf::Metadata as Pairs;
+use crate::container::{Container, Metadata};
+use crate::dtype::{DataType, Dtype, GGML_MXFP4, GGML_NVFP4};
+use crate::error::{CheckpointError, TensorProblem};
+use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
+use crate::json::Json;
+use crate::storage::{Storage, records};
+use crate::tensor::{NewTensor, Tensor};
+use crate::weight::{Model, Quantization, Value, Weight};
+
+/// GGUF files.
+pub(super) struct Gguf;
+
+/// `GGML_MAX_DIMS`.
+const MAX_AXES: usize = 4;
+
+impl Dialect for Gguf {
+    fn name(&self) -> &'static str {
+        "gguf"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        matches!(container.metadata(), Some(Metadata::Gguf(_))).then_some("the file's format")
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let weights = parts::read(container, &[], read_weight)?;
+        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        Some(&Self)
+    }
+}
+
+fn read_weight<'a>(
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    let format = match tensor.dtype {
+        DataType::Ggml(row) if row.id == GGML_NVFP4.id => Fp4Format::NvFp4,
+        DataType::Ggml(row) if row.id == GGML_MXFP4.id => Fp4Format::MxFp4,
+        DataType::Ggml(_) | DataType::Plain(_) => return Ok(None),
+    };
+    if tensor.shape.len() < 2 || tensor.shape.contains(&0) {
+        return Err(tensor.wrong_shape("[.., rows, cols] without an axis of 0"));
+    }
+    let module = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
+    let stated = reader.numbers(&format!("{module}.scale"))?;
+    let stacked: usize = tensor.shape[..tensor.shape.len() - 2].iter().product();
+    if let Some(found) = stated.as_ref().map(Numbers::len).filter(|n| *n != 1 && *n != stacked) {
+        let (expected, what) = (stacked, "tensor scales");
+        let problem = burn_fp4_formats::FormatError::Length { what, expected, found };
+        return Err(tensor.error(TensorProblem::Format(problem)));
+    }
+    let fp4 = Fp4Weight {
+        format,
+        block_size: format.row().block_size,
+        shape: tensor.shape.to_vec(),
+        transposed: false,
+        storage: Storage::Records,
+        codes: tensor.bytes.clone(),
+        scales: Vec::new().into(),
+        tensor_scale: stated.map(TensorScale::Multiplier),
+        order: Order::ElementFirst,
+    };
+    let mut weight = Weight::new(&*tensor.name, 0, Value::Fp4(fp4));
+    let input = reader.numbers(&format!("{module}.input_scale"))?;
+    weight.input_scale = input.map(TensorScale::Multiplier);
+    Ok(Some(weight))
+}
+
+impl Write for Gguf {
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        let cannot = |what| {
+            let (dialect, weight) = ("gguf", weight.name.clone());
+            CheckpointError::CannotHold { dialect, weight, what }
+        };
+        let fp4 = match &weight.value {
+            Value::Plain(tensor) => {
+                if tensor.dtype.ggml().is_none() {
+                    return Err(cannot("a dtype that ggml does not have"));
+                }
+                if tensor.shape.len() > MAX_AXES {
+                    return Err(cannot("more than four axes"));
+                }
+                let mut copy = NewTensor::copy(&weight.name, tensor);
+                if copy.shape.is_empty() {
+                    copy.shape = vec![1];
+                }
+                return Ok(vec![copy]);
+            }
+            Value::Fp8(_) => return Err(cannot("FP8")),
+            Value::Fp4(fp4) => fp4,
+        };
+        if weight.pre_quant_scale.is_some() {
+            return Err(cannot("a scale before quantization"));
+        }
+        if fp4.block_size != fp4.format.row().block_size || fp4.shape.len() > MAX_AXES {
+            return Err(cannot("blocks of another size, or more than four axes"));
+        }
+        let row = match fp4.format {
+            Fp4Format::NvFp4 => &GGML_NVFP4,
+            Fp4Format::MxFp4 => &GGML_MXFP4,
+        };
+        if !fp4.cols().is_multiple_of(row.block) {
+            return Err(cannot("NVFP4 whose columns are no multiple of 64"));
+        }
+        let name = weight.name.clone();
+        let make = move || {
+            if fp4.storage == Storage::Records {
+                return Ok((&*fp4.codes).into());
+            }
+            let scales = fp4.plain_scales();
+            // ggml strips the sign and reads NaN as 0.
+            if fp4.format == Fp4Format::NvFp4 && scales.iter().any(|&scale| scale >= 0x7F) {
+                let what = "a block scale that is NaN or negative";
+                let weight = name.clone();
+                return Err(CheckpointError::CannotHold { dialect: "gguf", weight, what });
+            }
+            Ok(records(fp4.format, &fp4.plain_codes(), &scales).into())
+        };
+        let module = weight.module();
+        let mut tensors =
+            vec![NewTensor::made(&weight.name, DataType::Ggml(row), fp4.shape.clone(), make)];
+        let scales = [("scale", &fp4.tensor_scale), ("input_scale", &weight.input_scale)];
+        for (end, scale) in scales {
+            if let Some(numbers) = scale.as_ref().map(TensorScale::multipliers) {
+                let (shape, bytes) = ([numbers.len()], numbers.bytes().to_vec());
+                tensors.push(NewTensor::bytes(format!("{module}.{end}"), Dtype::F32, shape, bytes));
+            }
+        }
+        Ok(tensors)
+    }
+
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let kind = model.config.as_ref().and_then(|config| config.get("model_type"));
+        let kind = kind.and_then(Json::as_str).unwrap_or("unknown");
+        Ok(Frame::Gguf(model.gguf.clone().unwrap_or_else(|| Pairs::new(kind))))
+    }
+}

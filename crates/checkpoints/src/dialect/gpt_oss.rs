@@ -1,0 +1,132 @@
+//! gpt-oss: the stacked experts in MXFP4, everything else as it was.
+//!
+//! | tensor | dtype | shape | meaning |
+//! |---|---|---|---|
+//! | `experts.X_blocks` | U8 | `[E, N, K/32, 16]` | codes, low nibble first |
+//! | `experts.X_scales` | U8 | `[E, N, K/32]` | E8M0 block scales |
+//!
+//! The model's parameter is `[E, K, N]`. OpenAI's own release ends the names in `.blocks` and
+//! `.scales`.
+//!
+//! Sources: `gpt_oss/torch/weights.py` of openai/gpt-oss, `integrations/mxfp4.py` of transformers.
+
+use burn_fp4_formats::Fp4Format;
+
+use super::parts::{self, Parts, Reader};
+use super::scheme::{ignore_list, torch_metadata, with_quantization};
+use super::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use crate::container::{CONFIG, Container};
+use crate::dtype::{DataType, Dtype};
+use crate::error::CheckpointError;
+use crate::fp4::Order;
+use crate::json::Json;
+use crate::patterns::{Pattern, Syntax};
+use crate::tensor::{NewTensor, Tensor};
+use crate::weight::{Model, Quantization, Value, Weight};
+
+/// gpt-oss, in transformers' names and OpenAI's.
+pub(super) struct GptOss;
+
+/// Bytes of the codes of a block of 32.
+const BLOCK_BYTES: usize = 16;
+
+impl Dialect for GptOss {
+    fn name(&self) -> &'static str {
+        "gpt-oss"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        quant_method(container, "mxfp4").then_some("quant_method of config.json")
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let weights = parts::read(container, &["_blocks", "_scales", ".blocks"], read_weight)?;
+        let ignore = container.quantization().and_then(|c| c.get("modules_to_not_convert"));
+        let ignore = ignore.and_then(Json::as_array).unwrap_or_default();
+        let ignore = ignore.iter().filter_map(Json::as_str);
+        let ignore = ignore.map(|text| Pattern::parse(text, Syntax::Unmarked)).collect();
+        let dialect = self.name();
+        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        Some(&Self)
+    }
+}
+
+fn read_weight<'a>(
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    let found = [("_blocks", "_scales"), (".blocks", ".scales")].into_iter().find_map(|(b, s)| {
+        let name = tensor.name.strip_suffix(b)?;
+        Some((name, format!("{name}{s}")))
+    });
+    let Some((name, scales)) = found else { return Ok(None) };
+    let scales = reader.need(tensor, &scales)?;
+    let [front @ .., blocks, BLOCK_BYTES] = &tensor.shape[..] else {
+        return Err(tensor.wrong_shape("[.., rows, blocks, 16]"));
+    };
+    let mut codes = tensor.clone();
+    codes.shape = [front, &[blocks * BLOCK_BYTES]].concat().into();
+    let parts = Parts { codes, scales, tensor_scale: None, order: Order::default() };
+    let mut weight = parts.rows(Fp4Format::MxFp4)?;
+    weight.transposed = true;
+    Ok(Some(Weight::new(name, 0, Value::Fp4(weight))))
+}
+
+impl Write for GptOss {
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        let cannot = |what| {
+            let (dialect, weight) = (self.name(), weight.name.clone());
+            Err(CheckpointError::CannotHold { dialect, weight, what })
+        };
+        let fp4 = match &weight.value {
+            Value::Plain(tensor) => return Ok(vec![NewTensor::copy(&weight.name, tensor)]),
+            Value::Fp8(_) => return cannot("FP8"),
+            Value::Fp4(fp4) => fp4,
+        };
+        if fp4.format != Fp4Format::MxFp4 || fp4.block_size != 2 * BLOCK_BYTES {
+            return cannot("FP4 other than MXFP4 in blocks of 32");
+        }
+        if fp4.shape.len() != 3 || weight.name.ends_with(".weight") {
+            return cannot("quantized layers other than stacked experts");
+        }
+        if weight.pre_quant_scale.is_some() {
+            return cannot("a scale before quantization");
+        }
+        let scales = fp4.scales_shape();
+        let blocks = [&scales[..], &[BLOCK_BYTES]].concat();
+        let bytes = DataType::Plain(Dtype::U8);
+        let name = &weight.name;
+        Ok(vec![
+            NewTensor::made(format!("{name}_blocks"), bytes, blocks, move || Ok(fp4.plain_codes())),
+            NewTensor::made(
+                format!("{name}_scales"),
+                bytes,
+                scales,
+                move || Ok(fp4.plain_scales()),
+            ),
+        ])
+    }
+
+    fn holds(&self) -> Holds {
+        Holds { tensor_scale: Stated::Folded, input_scale: false }
+    }
+
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let config = match &model.config {
+            Some(config) if model.quantization.dialect == self.name() => config.clone(),
+            _ => {
+                let modules = Json::strings(ignore_list(model, Syntax::Unmarked)?);
+                let fields =
+                    [("modules_to_not_convert", modules), ("quant_method", "mxfp4".into())];
+                with_quantization(model, Json::object(fields))
+            }
+        };
+        Ok(Frame::Folder { metadata: torch_metadata(), configs: vec![(CONFIG, config)] })
+    }
+}

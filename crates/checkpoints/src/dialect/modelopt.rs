@@ -1,0 +1,382 @@
+//! NVIDIA ModelOpt: `X.weight` with `X.weight_scale` and, for NVFP4, `X.weight_scale_2`.
+//!
+//! | tensor | dtype | shape | meaning |
+//! |---|---|---|---|
+//! | `X.weight` | U8 | `[N, K/2]` | codes, low nibble first |
+//! | `X.weight_scale` | F8_E4M3, or U8 | `[N, K/16]`, or `[N, K/32]` | block scales, E4M3 or E8M0 |
+//! | `X.weight_scale_2` | F32 | `[]`, or one a matrix | tensor scale, a multiplier |
+//! | `X.input_scale` | F32 | `[]` | of the input, a multiplier |
+//! | `X.pre_quant_scale` | of the model | `[K]` | multiplies the input (AWQ) |
+//!
+//! A parameter that is not called `weight` puts its name before the scales:
+//! `experts.gate_up_proj_weight_scale`. The stacked experts of Llama 4 and gpt-oss are transposed:
+//! codes `[E, K/2, N]`, scales `[E, K/16, N]`.
+//!
+//! Sources: `quant_utils.py`, `unified_export_hf.py`, `convert_hf_config.py` and `moe_utils.py` in
+//! `modelopt/torch/export`.
+
+use burn_fp4_formats::Fp4Format;
+
+use super::parts::{self, Parts, Reader};
+use super::scheme::{self, Scheme};
+use super::{Dialect, Frame, Write, quant_method};
+use crate::container::{CONFIG, Container, QUANT_CONFIG};
+use crate::dtype::{DataType, Dtype};
+use crate::error::CheckpointError;
+use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
+use crate::fp8::{Fp8Weight, Granularity};
+use crate::json::Json;
+use crate::patterns::{Pattern, Syntax};
+use crate::storage::transpose;
+use crate::tensor::{NewTensor, Tensor};
+use crate::weight::{Model, Quantization, Value, Weight};
+
+/// ModelOpt's exported Hugging Face checkpoints.
+pub(super) struct ModelOpt;
+
+/// Blocks of FP8_PB_WO.
+const FP8_BLOCK: [usize; 2] = [128, 128];
+
+/// The values of `quant_algo` whose weights are understood.
+const ALGORITHMS: [&str; 12] = [
+    "NVFP4",
+    "W4A16_NVFP4",
+    "NVFP4_AWQ",
+    "W4A8_NVFP4_FP8",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
+    "MXFP8",
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "FP8_PB_REAL",
+    "MIXED_PRECISION",
+];
+
+impl Dialect for ModelOpt {
+    fn name(&self) -> &'static str {
+        "modelopt"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        if quant_method(container, "modelopt") {
+            return Some("quant_method of config.json");
+        }
+        container.quant_config().map(|_| QUANT_CONFIG)
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let quantization = quantization(container, self.name())?;
+        let companions = ["weight_scale", "weight_scale_2"];
+        let weights = parts::read(container, &companions, read_weight)?;
+        Ok((weights, quantization))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        Some(&Self)
+    }
+}
+
+/// What the configs say; refuses algorithms that are not understood.
+pub(super) fn quantization(
+    container: &Container,
+    dialect: &'static str,
+) -> Result<Quantization, CheckpointError> {
+    let config = container.quantization();
+    let export = container.quant_config().and_then(|export| export.get("quantization"));
+    for (source, field, file) in
+        [(config, "ignore", CONFIG), (export, "exclude_modules", QUANT_CONFIG)]
+    {
+        let Some(source) = source else { continue };
+        if let Some(algorithm) = source.get("quant_algo").and_then(Json::as_str) {
+            check_algorithm(container, file, algorithm)?;
+        }
+        for item in source.get(field).and_then(Json::as_array).unwrap_or_default() {
+            if item.as_str().is_none() {
+                return Err(CheckpointError::Field {
+                    path: container.root().join(file),
+                    field: field.to_owned(),
+                    expected: "texts",
+                    found: item.to_string(),
+                });
+            }
+        }
+    }
+    let list = config.and_then(|config| config.get("ignore"));
+    let list = list.or_else(|| export?.get("exclude_modules"));
+    let texts = list.and_then(Json::as_array).unwrap_or_default().iter().filter_map(Json::as_str);
+    let field = |name| config.and_then(|config| config.get(name)).cloned();
+    let exported = |name| container.quant_config().and_then(|export| export.get(name)).cloned();
+    Ok(Quantization {
+        dialect,
+        ignore: texts.map(|text| Pattern::parse(text, Syntax::Glob)).collect(),
+        kv_cache: field("kv_cache_scheme").or_else(|| export?.get("kv_cache_quant_algo").cloned()),
+        producer: field("producer").or_else(|| exported("producer")),
+        quant_config: container.quant_config().cloned(),
+    })
+}
+
+fn check_algorithm(
+    container: &Container,
+    file: &str,
+    algorithm: &str,
+) -> Result<(), CheckpointError> {
+    let path = container.root().join(file);
+    if algorithm.eq_ignore_ascii_case("NVFP4_SVD") {
+        let because = "the low-rank part of its weights would be lost";
+        return Err(CheckpointError::Refused { path, what: algorithm.to_owned(), because });
+    }
+    if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) {
+        return Ok(());
+    }
+    let (field, found) = ("quant_algo".to_owned(), algorithm.to_owned());
+    Err(CheckpointError::Field { path, field, expected: "an algorithm of FP4 or FP8", found })
+}
+
+/// The name that the scales of a parameter start with.
+fn base(name: &str) -> String {
+    if name == "weight" || name.ends_with(".weight") {
+        name.to_owned()
+    } else {
+        format!("{name}_weight")
+    }
+}
+
+/// The name of a scale of the layer's input.
+fn of_input(name: &str, scale: &str) -> String {
+    match name.strip_suffix("weight") {
+        Some(module) if module.is_empty() || module.ends_with('.') => format!("{module}{scale}"),
+        _ => format!("{name}_{scale}"),
+    }
+}
+
+fn read_weight<'a>(
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    let name = &*tensor.name;
+    let base = base(name);
+    let Some(scales) = reader.take(&format!("{base}_scale")) else { return Ok(None) };
+    let value = if tensor.is(&[Dtype::U8, Dtype::I8, Dtype::F4]) {
+        let second = format!("{base}_scale_2");
+        let stated = reader.numbers(&second)?;
+        let nvfp4 = scales.is(&[Dtype::F8_E4M3]);
+        if nvfp4 && stated.is_none() {
+            reader.need(tensor, &second)?;
+        }
+        let tensor_scale = stated.map(TensorScale::Multiplier);
+        let codes = tensor.clone();
+        let parts = Parts { codes, scales, tensor_scale, order: Order::ScalesFirst };
+        let format = parts.format()?;
+        Value::Fp4(parts.rows_or_columns(format)?)
+    } else {
+        Value::Fp8(Fp8Weight::new(tensor.clone(), scales, FP8_BLOCK)?)
+    };
+    let mut weight = Weight::new(name, 0, value);
+    let input = reader.numbers(&of_input(name, "input_scale"))?;
+    weight.input_scale = input.map(TensorScale::Multiplier);
+    weight.pre_quant_scale = reader.take(&of_input(name, "pre_quant_scale"));
+    Ok(Some(weight))
+}
+
+impl Write for ModelOpt {
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        tensors(weight)
+    }
+
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let metadata = scheme::torch_metadata();
+        if model.quantization.dialect == self.name() {
+            let config = model.config.clone().map(|config| (CONFIG, config));
+            let export = model.quantization.quant_config.clone();
+            let export = export.map(|export| (QUANT_CONFIG, export));
+            return Ok(Frame::Folder {
+                metadata,
+                configs: config.into_iter().chain(export).collect(),
+            });
+        }
+        let (config, export) = configs(model)?;
+        let config = scheme::with_quantization(model, config);
+        Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config), (QUANT_CONFIG, export)] })
+    }
+}
+
+/// The tensors of a weight: codes, block scales, tensor scale, input scale.
+pub(super) fn tensors<'w>(weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+    let name = &weight.name;
+    let base = base(name);
+    let mut tensors = match &weight.value {
+        Value::Plain(tensor) => return Ok(vec![NewTensor::copy(name, tensor)]),
+        Value::Fp8(fp8) => {
+            let mut scales = NewTensor::copy(format!("{base}_scale"), &fp8.scales);
+            if fp8.granularity == Granularity::Tensor && scales.shape == [1] {
+                scales.shape = Vec::new();
+            }
+            vec![NewTensor::copy(name, &fp8.values), scales]
+        }
+        Value::Fp4(fp4) => fp4_tensors(name, &base, fp4),
+    };
+    tensors.extend(weight.input_scale.as_ref().map(|scale| input_scale(name, scale)));
+    if let Some(scale) = &weight.pre_quant_scale {
+        tensors.push(NewTensor::copy(of_input(name, "pre_quant_scale"), scale));
+    }
+    Ok(tensors)
+}
+
+/// The scale of the layer's input.
+pub(super) fn input_scale<'w>(name: &str, scale: &TensorScale<'_>) -> NewTensor<'w> {
+    let (shape, bytes) = (scalar(scale.stated()), scale.multipliers().bytes().to_vec());
+    NewTensor::bytes(of_input(name, "input_scale"), Dtype::F32, shape, bytes)
+}
+
+/// `[]` for one number.
+fn scalar(numbers: &Numbers<'_>) -> Vec<usize> {
+    if numbers.len() == 1 { Vec::new() } else { vec![numbers.len()] }
+}
+
+fn fp4_tensors<'w>(name: &str, base: &str, fp4: &'w Fp4Weight<'_>) -> Vec<NewTensor<'w>> {
+    let dtype = match fp4.format {
+        Fp4Format::NvFp4 => Dtype::F8_E4M3,
+        Fp4Format::MxFp4 => Dtype::U8,
+    };
+    let columns = fp4.transposed && fp4.shape.len() == 3;
+    let turn = move |bytes: &[u8], last: usize| match columns {
+        true => transpose(bytes, fp4.stacked(), fp4.rows(), last),
+        false => bytes.to_vec(),
+    };
+    let shape = move |mut shape: Vec<usize>| {
+        if columns {
+            shape.swap(1, 2);
+        }
+        shape
+    };
+    let codes = move || Ok(turn(&fp4.plain_codes(), fp4.cols() / 2).into());
+    let scales = move || Ok(turn(&fp4.plain_scales(), fp4.cols() / fp4.block_size).into());
+    let (codes_shape, scales_shape) = (shape(fp4.codes_shape()), shape(fp4.scales_shape()));
+    let mut tensors = vec![
+        NewTensor::made(name, DataType::Plain(Dtype::U8), codes_shape, codes),
+        NewTensor::made(format!("{base}_scale"), DataType::Plain(dtype), scales_shape, scales),
+    ];
+    // NVFP4 is never without, even if the source has none: then it is 1.
+    let multipliers = fp4.tensor_scale.as_ref().map(|scale| scale.multipliers().into_owned());
+    let multipliers = match fp4.format {
+        Fp4Format::NvFp4 => Some(multipliers.unwrap_or_else(|| Numbers::new(&[1.0]))),
+        Fp4Format::MxFp4 => None,
+    };
+    if let Some(numbers) = multipliers {
+        let (shape, bytes) = (scalar(&numbers), numbers.bytes().to_vec());
+        tensors.push(NewTensor::bytes(format!("{base}_scale_2"), Dtype::F32, shape, bytes));
+    }
+    tensors
+}
+
+/// `quant_algo` of a scheme, and its `group_size`.
+fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
+    match scheme {
+        Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, smoothed: true, .. } => {
+            ("NVFP4_AWQ", Some(block_size))
+        }
+        Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, activations: true, .. } => {
+            ("NVFP4", Some(block_size))
+        }
+        Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, .. } => {
+            ("W4A16_NVFP4", Some(block_size))
+        }
+        Scheme::Fp4 { format: Fp4Format::MxFp4, .. } => ("mxfp4", None),
+        Scheme::MxFp8 => ("MXFP8", Some(32)),
+        Scheme::Fp8 { granularity: Granularity::Tensor, .. } => ("FP8", None),
+        Scheme::Fp8 { granularity: Granularity::Row, .. } => ("FP8_PER_CHANNEL_PER_TOKEN", None),
+        Scheme::Fp8 { granularity: Granularity::Block { .. }, .. } => ("FP8_PB_WO", None),
+    }
+}
+
+/// `weights` and `input_activations` of a config group, for the algorithms that have one
+/// (`convert_hf_config.py`).
+fn group(scheme: Scheme) -> Option<Vec<(String, Json)>> {
+    let bits = |bits: u64, group_size: Option<usize>| {
+        let mut spec = Json::object([
+            ("dynamic", false.into()),
+            ("num_bits", bits.into()),
+            ("type", "float".into()),
+        ]);
+        if let Some(size) = group_size {
+            spec.set("group_size", (size as u64).into());
+        }
+        spec
+    };
+    let (weights, activations) = match scheme {
+        Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, activations, .. } => {
+            (bits(4, Some(block_size)), activations.then(|| bits(4, Some(block_size))))
+        }
+        Scheme::Fp8 { granularity: Granularity::Tensor, .. } => {
+            (bits(8, None), Some(bits(8, None)))
+        }
+        Scheme::MxFp8 => (bits(8, Some(32)), Some(bits(8, Some(32)))),
+        Scheme::Fp4 { .. } | Scheme::Fp8 { .. } => return None,
+    };
+    let activations = activations.map(|spec| ("input_activations".to_owned(), spec));
+    Some(activations.into_iter().chain([("weights".to_owned(), weights)]).collect())
+}
+
+/// `quantization_config` of `config.json`, and `hf_quant_config.json`.
+fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
+    let schemes = scheme::schemes(model);
+    let ignore = Json::strings(scheme::ignore_list(model, Syntax::Glob)?);
+    let mut config = Json::Object(Vec::new());
+    let mut export = Json::Object(Vec::new());
+    let mut groups = Json::Object(Vec::new());
+    let mut layers = Vec::new();
+    let mixed = schemes.len() > 1;
+    for (at, (scheme, modules)) in schemes.iter().enumerate() {
+        let (name, group_size) = algorithm(*scheme);
+        for module in modules.iter().filter(|_| mixed) {
+            let mut layer = Json::object([("quant_algo", name.into())]);
+            if let Some(size) = group_size {
+                layer.set("group_size", (size as u64).into());
+            }
+            layers.push(((*module).to_owned(), layer));
+        }
+        if let Some(mut fields) = group(*scheme) {
+            let targets = match mixed {
+                true => Json::strings(modules.iter().copied()),
+                false => Json::strings(["Linear"]),
+            };
+            fields.push(("targets".to_owned(), targets));
+            groups.set(&format!("group_{at}"), Json::Object(fields));
+        }
+    }
+    let layers = Json::Object(layers);
+    let single = schemes.first().map(|(scheme, _)| algorithm(*scheme));
+    let algorithm = if mixed { Some(("MIXED_PRECISION", None)) } else { single };
+    if groups != Json::Object(Vec::new()) {
+        config.set("config_groups", groups);
+    }
+    if mixed {
+        config.set("quantized_layers", layers.clone());
+    }
+    config.set("ignore", ignore.clone());
+    if let Some((name, group_size)) = algorithm {
+        config.set("quant_algo", name.into());
+        export.set("quant_algo", name.into());
+        if let Some(size) = group_size {
+            export.set("group_size", (size as u64).into());
+        }
+    }
+    if let Some(scheme) = &model.quantization.kv_cache {
+        config.set("kv_cache_scheme", scheme.clone());
+        let name = scheme.as_str().map_or(Json::from("FP8"), Json::from);
+        export.set("kv_cache_quant_algo", name);
+    }
+    export.set("exclude_modules", ignore);
+    if mixed {
+        export.set("quantized_layers", layers);
+    }
+    let producer = model.quantization.producer.clone();
+    let producer = producer.unwrap_or_else(|| Json::object([("name", "modelopt".into())]));
+    config.set("producer", producer.clone());
+    config.set("quant_method", "modelopt".into());
+    Ok((config, Json::object([("producer", producer), ("quantization", export)])))
+}

@@ -1,0 +1,229 @@
+//! What the dialects share: taking the parts of a weight out of a container, and putting them
+//! together with every shape checked.
+
+use burn_fp4_formats::{FormatError, Fp4Format, ScaleLayout};
+
+use crate::container::Container;
+use crate::dtype::Dtype;
+use crate::error::{CheckpointError, TensorProblem};
+use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
+use crate::storage::Storage;
+use crate::tensor::Tensor;
+use crate::weight::{Value, Weight};
+
+/// Takes tensors out of a container, each once.
+pub(super) struct Reader<'a> {
+    container: &'a Container,
+    taken: Vec<bool>,
+}
+
+impl<'a> Reader<'a> {
+    /// The tensor of a name, if it is there and no other weight has it.
+    pub(super) fn take(&mut self, name: &str) -> Option<Tensor<'a>> {
+        let at = self.container.position(name)?;
+        let free = !std::mem::replace(&mut self.taken[at], true);
+        free.then(|| self.container.tensor(at))
+    }
+
+    /// The tensor without which `of` means nothing.
+    pub(super) fn need(
+        &mut self,
+        of: &Tensor<'a>,
+        name: &str,
+    ) -> Result<Tensor<'a>, CheckpointError> {
+        let missing = || of.error(TensorProblem::Missing { companion: name.to_owned() });
+        self.take(name).ok_or_else(missing)
+    }
+
+    /// Whether a tensor is there.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.container.position(name).is_some()
+    }
+
+    /// The numbers of a scale, if it is there.
+    pub(super) fn numbers(&mut self, name: &str) -> Result<Option<Numbers<'a>>, CheckpointError> {
+        self.take(name).map(Numbers::of).transpose()
+    }
+}
+
+/// A weight, if the tensor stands for one.
+type MaybeWeight<'a> = Result<Option<Weight<'a>>, CheckpointError>;
+
+/// The weights of a container. `main` makes a weight of the tensor that stands for it and takes
+/// the others; what nobody takes is a weight of its own.
+///
+/// A tensor whose name ends in one of `companions` belongs to a weight: alone it is an error.
+pub(super) fn read<'a>(
+    container: &'a Container,
+    companions: &[&str],
+    mut main: impl FnMut(&mut Reader<'a>, &Tensor<'a>) -> MaybeWeight<'a>,
+) -> Result<Vec<Weight<'a>>, CheckpointError> {
+    let mut reader = Reader { container, taken: vec![false; container.len()] };
+    let mut found: Vec<Option<Weight<'a>>> = Vec::new();
+    for (at, tensor) in container.tensors().enumerate() {
+        let mut weight = main(&mut reader, &tensor)?;
+        if let Some(weight) = &mut weight {
+            weight.file = container.file_of(at);
+            reader.taken[at] = true;
+        }
+        found.push(weight);
+    }
+    let mut weights = Vec::new();
+    for (at, weight) in found.into_iter().enumerate() {
+        match weight {
+            Some(weight) => weights.push(weight),
+            None if reader.taken[at] => {}
+            None => {
+                let tensor = container.tensor(at);
+                if let Some(end) = companions.iter().find(|end| tensor.name.ends_with(**end)) {
+                    let companion = format!("the weight of its `{end}`");
+                    return Err(tensor.error(TensorProblem::Missing { companion }));
+                }
+                let (name, file) = (tensor.name.to_string(), container.file_of(at));
+                weights.push(Weight::new(name, file, Value::Plain(tensor)));
+            }
+        }
+    }
+    Ok(weights)
+}
+
+/// The parts of an FP4 weight.
+pub(super) struct Parts<'a> {
+    pub(super) codes: Tensor<'a>,
+    pub(super) scales: Tensor<'a>,
+    pub(super) tensor_scale: Option<TensorScale<'a>>,
+    pub(super) order: Order,
+}
+
+impl<'a> Parts<'a> {
+    /// NVFP4 if the block scales are E4M3, MXFP4 if they are E8M0. Plain bytes are the former if
+    /// there is a tensor scale: MXFP4 has none.
+    pub(super) fn format(&self) -> Result<Fp4Format, CheckpointError> {
+        match (self.scales.plain(), &self.tensor_scale) {
+            (Some(Dtype::F8_E4M3), _) => Ok(Fp4Format::NvFp4),
+            (Some(Dtype::U8 | Dtype::I8), Some(_)) => Ok(Fp4Format::NvFp4),
+            (Some(Dtype::F8_E8M0 | Dtype::U8 | Dtype::I8), None) => Ok(Fp4Format::MxFp4),
+            (Some(Dtype::F8_E8M0), Some(_)) => {
+                Err(self.scales.wrong_dtype("F8_E4M3, as there is a tensor scale"))
+            }
+            _ => Err(self.scales.wrong_dtype("F8_E4M3, F8_E8M0, U8 or I8")),
+        }
+    }
+
+    /// Codes and scales row by row.
+    pub(super) fn rows(self, format: Fp4Format) -> Result<Fp4Weight<'a>, CheckpointError> {
+        let codes = self.codes.shape.to_vec();
+        let [stack @ .., rows, last] = &codes[..] else {
+            return Err(self.codes.wrong_shape("[.., rows, cols / 2]"));
+        };
+        let cols = self.cols(*last)?;
+        let [scales_stack @ .., scales_rows, blocks] = &self.scales.shape[..] else {
+            return Err(self.scales.wrong_shape("[.., rows, blocks]"));
+        };
+        if (stack, rows) != (scales_stack, scales_rows) {
+            return Err(self.scales.wrong_shape(format!("{stack:?} + [{rows}, blocks]")));
+        }
+        let block_size = self.block_size(format, cols, *blocks)?;
+        let shape = [stack, &[*rows, cols]].concat();
+        self.build(format, block_size, shape, Storage::Rows)
+    }
+
+    /// Stacked codes and scales either row by row or transposed: the shapes say which, as eight
+    /// or sixteen codes to a scale can only lie along one axis.
+    pub(super) fn rows_or_columns(
+        self,
+        format: Fp4Format,
+    ) -> Result<Fp4Weight<'a>, CheckpointError> {
+        let (codes, scales) = (self.codes.shape.to_vec(), self.scales.shape.to_vec());
+        let ([stack, half, rows], [scales_stack, blocks, scales_rows]) = (&codes[..], &scales[..])
+        else {
+            return self.rows(format);
+        };
+        if half == blocks || rows != scales_rows || stack != scales_stack {
+            return self.rows(format);
+        }
+        let cols = self.cols(*half)?;
+        let block_size = self.block_size(format, cols, *blocks)?;
+        let shape = vec![*stack, *rows, cols];
+        let mut weight = self.build(format, block_size, shape, Storage::Columns)?;
+        weight.transposed = true;
+        Ok(weight)
+    }
+
+    /// Codes row by row, scales in tiles of 128x4, padded with zeros.
+    pub(super) fn tiled(
+        self,
+        format: Fp4Format,
+        high_first: bool,
+    ) -> Result<Fp4Weight<'a>, CheckpointError> {
+        let [rows, last] = self.codes.shape[..] else {
+            return Err(self.codes.wrong_shape("[rows, cols / 2]"));
+        };
+        let cols = self.cols(last)?;
+        let block_size = format.row().block_size;
+        let expected = ScaleLayout::Tiled128x4.len(rows, cols.div_ceil(block_size));
+        if self.scales.len() != expected {
+            return Err(self.scales.wrong_shape(format!("{expected} scales in tiles of 128x4")));
+        }
+        self.build(format, block_size, vec![rows, cols], Storage::Tiled { high_first })
+    }
+
+    /// Codes of the last axis of the codes' shape.
+    fn cols(&self, last: usize) -> Result<usize, CheckpointError> {
+        match self.codes.plain() {
+            Some(Dtype::U8 | Dtype::I8) => Ok(2 * last),
+            // The shape counts elements.
+            Some(Dtype::F4) => Ok(last),
+            Some(Dtype::U32) => Ok(8 * last),
+            _ => Err(self.codes.wrong_dtype("U8, I8, F4 or U32")),
+        }
+    }
+
+    fn block_size(
+        &self,
+        format: Fp4Format,
+        cols: usize,
+        blocks: usize,
+    ) -> Result<usize, CheckpointError> {
+        let sizes = format.row().block_sizes;
+        let fits = |size: &&usize| **size * blocks == cols;
+        sizes.iter().find(fits).copied().ok_or_else(|| {
+            let expected = format!("[.., {cols} / {sizes:?}]");
+            self.scales.wrong_shape(expected)
+        })
+    }
+
+    fn build(
+        self,
+        format: Fp4Format,
+        block_size: usize,
+        shape: Vec<usize>,
+        storage: Storage,
+    ) -> Result<Fp4Weight<'a>, CheckpointError> {
+        if shape.contains(&0) {
+            return Err(self.codes.wrong_shape("no axis of 0"));
+        }
+        let cols = shape[shape.len() - 1];
+        if !cols.is_multiple_of(block_size) {
+            return Err(self.codes.error(FormatError::Indivisible { cols, block_size }));
+        }
+        let weight = Fp4Weight {
+            format,
+            block_size,
+            shape,
+            transposed: false,
+            storage,
+            codes: self.codes.bytes,
+            scales: self.scales.bytes,
+            tensor_scale: self.tensor_scale,
+            order: self.order,
+        };
+        let found = weight.tensor_scale.as_ref().map_or(1, |scale| scale.stated().len());
+        if found != 1 && found != weight.stacked() {
+            let expected = weight.stacked();
+            let problem = FormatError::Length { what: "tensor scales", expected, found };
+            return Err(CheckpointError::tensor(self.codes.file, &self.codes.name, problem));
+        }
+        Ok(weight)
+    }
+}

@@ -1,0 +1,75 @@
+//! Checkpoints without quantization: every tensor is a weight.
+
+use super::{Dialect, Frame, Write};
+use crate::container::{CONFIG, Container};
+use crate::error::CheckpointError;
+use crate::tensor::NewTensor;
+use crate::weight::{Model, Quantization, Value, Weight};
+
+/// No quantization; also what a checkpoint is that says nothing about one.
+pub(super) struct Plain;
+
+/// Ends of names that only some dialect can explain.
+const QUANTIZED: [&str; 8] = [
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_packed",
+    ".weight_scale_inv",
+    "_blocks",
+    ".qweight",
+    "._weight_qdata",
+    ".scales",
+];
+
+impl Dialect for Plain {
+    fn name(&self) -> &'static str {
+        "plain"
+    }
+
+    fn evidence(&self, _: &Container) -> Option<&'static str> {
+        None
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let quantized = |name: &str| QUANTIZED.iter().any(|end| name.ends_with(end));
+        if let Some(tensor) = container.tensors().find(|tensor| quantized(&tensor.name)) {
+            return Err(CheckpointError::NoDialect {
+                path: container.root().to_owned(),
+                tensor: tensor.name.into_owned(),
+                dialects: super::DIALECTS.iter().map(|dialect| dialect.name()).collect(),
+            });
+        }
+        let weights = super::parts::read(container, &[], |_, _| Ok(None))?;
+        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        Some(&Self)
+    }
+}
+
+impl Write for Plain {
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        match &weight.value {
+            Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
+            Value::Fp8(_) | Value::Fp4(_) => {
+                let what = "quantized weights; decode them";
+                let (dialect, weight) = (self.name(), weight.name.clone());
+                Err(CheckpointError::CannotHold { dialect, weight, what })
+            }
+        }
+    }
+
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let mut configs = Vec::new();
+        if let Some(mut config) = model.config.clone() {
+            config.remove("quantization_config");
+            config.remove("quantization");
+            configs.push((CONFIG, config));
+        }
+        Ok(Frame::Folder { metadata: super::scheme::torch_metadata(), configs })
+    }
+}

@@ -1,0 +1,91 @@
+//! AMD Quark: ModelOpt's shapes, its own config.
+//!
+//! | tensor | dtype | shape | meaning |
+//! |---|---|---|---|
+//! | `X.weight` | U8 | `[N, K/2]` | codes, low nibble first |
+//! | `X.weight_scale` | U8 or F8_E4M3 | `[N, K/32]` or `[N, K/16]` | E8M0 or E4M3 block scales |
+//! | `X.weight_scale_2` | F32 | `[]` | tensor scale of NVFP4 |
+//! | `X.input_scale_2` | F32 | `[]` | of the input |
+//!
+//! Sources: `quantization/quark/schemes/quark_ocp_mx.py` of vLLM, Quark's `export` documentation.
+
+use super::parts::{self, Parts, Reader};
+use super::{Dialect, Write, quant_method};
+use crate::container::{CONFIG, Container};
+use crate::dtype::Dtype;
+use crate::error::CheckpointError;
+use crate::fp4::{Order, TensorScale};
+use crate::fp8::Fp8Weight;
+use crate::json::Json;
+use crate::patterns::{Pattern, Syntax};
+use crate::tensor::Tensor;
+use crate::weight::{Quantization, Value, Weight};
+
+/// AMD Quark's exported Hugging Face checkpoints.
+pub(super) struct Quark;
+
+impl Dialect for Quark {
+    fn name(&self) -> &'static str {
+        "quark"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        quant_method(container, "quark").then_some("quant_method of config.json")
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let config = container.quantization();
+        refuse_rotations(container, config)?;
+        let companions = [".weight_scale", ".weight_scale_2"];
+        let weights = parts::read(container, &companions, read_weight)?;
+        let ignore = config.and_then(|config| config.get("exclude")).and_then(Json::as_array);
+        let ignore = ignore.unwrap_or_default().iter().filter_map(Json::as_str);
+        let ignore = ignore.map(|text| Pattern::parse(text, Syntax::Both)).collect();
+        let dialect = self.name();
+        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        None
+    }
+}
+
+/// Rotations leave layers that compute on rotated inputs.
+fn refuse_rotations(container: &Container, config: Option<&Json>) -> Result<(), CheckpointError> {
+    let algorithms = config.and_then(|config| config.get("algo_config"));
+    for algorithm in algorithms.and_then(Json::as_array).unwrap_or_default() {
+        let name = algorithm.get("name").and_then(Json::as_str).unwrap_or_default();
+        if name.contains("rot") {
+            return Err(CheckpointError::Refused {
+                path: container.root().join(CONFIG),
+                what: format!("algo_config `{name}`"),
+                because: "its layers compute on rotated inputs",
+            });
+        }
+    }
+    Ok(())
+}
+
+fn read_weight<'a>(
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    let Some(module) = tensor.name.strip_suffix(".weight") else { return Ok(None) };
+    let Some(scales) = reader.take(&format!("{module}.weight_scale")) else { return Ok(None) };
+    let (value, input) = if tensor.is(&[Dtype::U8, Dtype::I8, Dtype::F4]) {
+        let stated = reader.numbers(&format!("{module}.weight_scale_2"))?;
+        let (codes, tensor_scale) = (tensor.clone(), stated.map(TensorScale::Multiplier));
+        let parts = Parts { codes, scales, tensor_scale, order: Order::ScalesFirst };
+        let format = parts.format()?;
+        (Value::Fp4(parts.rows(format)?), "input_scale_2")
+    } else {
+        (Value::Fp8(Fp8Weight::new(tensor.clone(), scales, [128, 128])?), "input_scale")
+    };
+    let mut weight = Weight::new(&*tensor.name, 0, value);
+    let input = reader.numbers(&format!("{module}.{input}"))?;
+    weight.input_scale = input.map(TensorScale::Multiplier);
+    Ok(Some(weight))
+}

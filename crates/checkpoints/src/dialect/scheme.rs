@@ -1,0 +1,128 @@
+//! How the weights of a model are quantized, in groups: what configs are written from.
+
+use burn_fp4_formats::Fp4Format;
+
+use crate::dtype::Dtype;
+use crate::error::CheckpointError;
+use crate::fp8::Granularity;
+use crate::json::Json;
+use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::weight::{Model, Value, Weight};
+
+/// How a weight and its input are quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scheme {
+    /// FP4.
+    Fp4 {
+        format: Fp4Format,
+        block_size: usize,
+        /// Whether the input is quantized to FP4 with a scale that the file has.
+        activations: bool,
+        /// Whether the input is multiplied before it is quantized (AWQ).
+        smoothed: bool,
+    },
+    /// FP8 with float scales.
+    Fp8 { granularity: Granularity, activations: bool },
+    /// MXFP8: a power of two for every 32 numbers of a row.
+    MxFp8,
+}
+
+/// How a weight is quantized.
+pub(super) fn scheme(weight: &Weight<'_>) -> Option<Scheme> {
+    let activations = weight.input_scale.is_some();
+    match &weight.value {
+        Value::Plain(_) => None,
+        Value::Fp4(fp4) => Some(Scheme::Fp4 {
+            format: fp4.format,
+            block_size: fp4.block_size,
+            activations,
+            smoothed: weight.pre_quant_scale.is_some(),
+        }),
+        Value::Fp8(fp8) => Some(match fp8.granularity {
+            Granularity::Block { rows: 1, .. } if fp8.scales.is(&[Dtype::U8, Dtype::F8_E8M0]) => {
+                Scheme::MxFp8
+            }
+            granularity => Scheme::Fp8 { granularity, activations },
+        }),
+    }
+}
+
+/// The schemes of a model in the order in which they appear, with the modules of each.
+pub(super) fn schemes<'m>(model: &'m Model<'_>) -> Vec<(Scheme, Vec<&'m str>)> {
+    let mut groups: Vec<(Scheme, Vec<&str>)> = Vec::new();
+    for weight in &model.weights {
+        let Some(scheme) = scheme(weight) else { continue };
+        match groups.iter_mut().find(|(known, _)| *known == scheme) {
+            Some((_, modules)) => modules.push(weight.module()),
+            None => groups.push((scheme, vec![weight.module()])),
+        }
+    }
+    groups
+}
+
+/// Whether a weight could be a layer's matrix that is left as it is: a float matrix `X.weight`.
+pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
+    let floats = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64];
+    match &weight.value {
+        Value::Plain(tensor) => {
+            weight.name.ends_with(".weight") && tensor.shape.len() >= 2 && tensor.is(&floats)
+        }
+        Value::Fp8(_) | Value::Fp4(_) => false,
+    }
+}
+
+/// The ignore list of a model in another syntax.
+///
+/// A pattern stays one where it can be said and hits no quantized module; otherwise the modules
+/// that it hits are listed. Dense matrices that no pattern hits are added, so that no reader
+/// takes them for quantized ones.
+pub(super) fn ignore_list(
+    model: &Model<'_>,
+    syntax: Syntax,
+) -> Result<Vec<String>, CheckpointError> {
+    let patterns: Result<Vec<(&Pattern, Matcher)>, CheckpointError> =
+        model.quantization.ignore.iter().map(|pattern| Ok((pattern, pattern.matcher()?))).collect();
+    let patterns = patterns?;
+    let quantized: Vec<&str> =
+        model.weights.iter().filter(|w| w.is_quantized()).map(Weight::module).collect();
+    let mut list: Vec<String> = Vec::new();
+    let mut kept: Vec<&Matcher> = Vec::new();
+    for (pattern, matcher) in &patterns {
+        let misses = !quantized.iter().any(|module| matcher.matches(module));
+        if let Some(text) = pattern.write(syntax).filter(|_| misses) {
+            list.push(text);
+            kept.push(matcher);
+        }
+    }
+    for weight in model.weights.iter().filter(|weight| is_dense_matrix(weight)) {
+        let module = weight.module();
+        if !kept.iter().any(|matcher| matcher.matches(module)) {
+            list.push(module.to_owned());
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    list.retain(|text| seen.insert(text.clone()));
+    Ok(list)
+}
+
+/// `config.json` with the quantization in its place; what else it says stays.
+pub(super) fn with_quantization(model: &Model<'_>, quantization: Json) -> Json {
+    let key = "quantization_config";
+    let mut config = model.config.clone().unwrap_or_else(|| Json::Object(Vec::new()));
+    // MLX has its own field for it.
+    config.remove("quantization");
+    let nested = config.at(&["text_config", key]).is_some() && config.get(key).is_none();
+    match config.get("text_config").cloned().filter(|_| nested) {
+        Some(mut text_config) => {
+            text_config.set(key, quantization);
+            config.set("text_config", text_config);
+        }
+        None => config.set(key, quantization),
+    }
+    config
+}
+
+/// `__metadata__` as transformers writes it.
+pub(super) fn torch_metadata() -> Vec<(String, String)> {
+    vec![("format".to_owned(), "pt".to_owned())]
+}

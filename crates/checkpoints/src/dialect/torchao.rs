@@ -1,0 +1,104 @@
+//! torchao: the parts of a tensor subclass under names of their own, and what they are as JSON in
+//! the file's metadata.
+//!
+//! | tensor | dtype | meaning |
+//! |---|---|---|
+//! | `m._weight_qdata` | U8 | codes `[N, K/2]`, low nibble first |
+//! | `m._weight_scale` | F8_E4M3, F8_E8M0 | block scales, in tiles if `is_swizzled_scales` |
+//! | `m._weight_per_tensor_scale` | F32 | tensor scale, a multiplier; may be missing |
+//!
+//! `__metadata__` has `tensor_names`, a list, and for each name its `_type` and `_data`.
+//!
+//! Sources: `prototype/safetensors/safetensors_support.py`, `prototype/mx_formats/nvfp4_tensor.py`.
+
+use burn_fp4_formats::Fp4Format;
+
+use super::parts::{self, Parts, Reader};
+use super::{Dialect, Write, quant_method};
+use crate::container::Container;
+use crate::error::CheckpointError;
+use crate::fp4::{Order, TensorScale};
+use crate::fp8::Fp8Weight;
+use crate::json::Json;
+use crate::tensor::Tensor;
+use crate::weight::{Quantization, Value, Weight};
+
+/// torchao's safetensors files.
+pub(super) struct TorchAo;
+
+const QDATA: &str = "_qdata";
+
+impl Dialect for TorchAo {
+    fn name(&self) -> &'static str {
+        "torchao"
+    }
+
+    fn evidence(&self, container: &Container) -> Option<&'static str> {
+        if quant_method(container, self.name()) {
+            return Some("quant_method of config.json");
+        }
+        container.metadata_text("tensor_names").map(|_| "tensor_names of the metadata")
+    }
+
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+        let weights = parts::read(container, &[QDATA], |reader, tensor| {
+            read_weight(container, reader, tensor)
+        })?;
+        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
+    }
+
+    fn writer(&self) -> Option<&'static dyn Write> {
+        None
+    }
+}
+
+fn read_weight<'a>(
+    container: &Container,
+    reader: &mut Reader<'a>,
+    tensor: &Tensor<'a>,
+) -> Result<Option<Weight<'a>>, CheckpointError> {
+    let Some(stem) = tensor.name.strip_suffix(QDATA) else { return Ok(None) };
+    let Some((module, parameter)) = stem.rsplit_once("._") else { return Ok(None) };
+    let name = format!("{module}.{parameter}");
+    let field = |expected, found: &str| CheckpointError::Field {
+        path: tensor.file.to_owned(),
+        field: name.clone(),
+        expected,
+        found: found.to_owned(),
+    };
+    let Some(text) = container.metadata_text(&name) else {
+        return Err(field("what the tensor is, in the metadata", "nothing"));
+    };
+    let facts = Json::parse(text.as_bytes()).map_err(|source| {
+        let path = tensor.file.to_owned();
+        CheckpointError::Json { path, what: "metadata of a tensor", source }
+    })?;
+    let kind = facts.get("_type").and_then(Json::as_str).unwrap_or_default();
+    let element = facts.at(&["_data", "elem_dtype", "_data"]).and_then(Json::as_str);
+    let format = match (kind, element) {
+        ("NVFP4Tensor", _) => Some(Fp4Format::NvFp4),
+        ("MXTensor", Some(element)) if element.contains("float4") => Some(Fp4Format::MxFp4),
+        ("MXTensor" | "Float8Tensor", _) => None,
+        _ => return Err(field("NVFP4Tensor, MXTensor or Float8Tensor", kind)),
+    };
+    let scales = reader.need(tensor, &format!("{stem}_scale"))?;
+    let Some(format) = format else {
+        let value = Value::Fp8(Fp8Weight::new(tensor.clone(), scales, [128, 128])?);
+        return Ok(Some(Weight::new(name, 0, value)));
+    };
+    let stated = reader.numbers(&format!("{stem}_per_tensor_scale"))?;
+    let (codes, tensor_scale) = (tensor.clone(), stated.map(TensorScale::Multiplier));
+    let parts = Parts { codes, scales, tensor_scale, order: Order::ScalesFirst };
+    let swizzled = facts.at(&["_data", "is_swizzled_scales"]).and_then(Json::as_bool);
+    let value = match swizzled {
+        Some(true) => parts.tiled(format, false)?,
+        _ => parts.rows(format)?,
+    };
+    let mut weight = Weight::new(name, 0, Value::Fp4(value));
+    let input = reader.numbers(&format!("{stem}_act_per_tensor_scale"))?;
+    weight.input_scale = input.map(TensorScale::Multiplier);
+    Ok(Some(weight))
+}

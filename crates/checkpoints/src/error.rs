@@ -1,0 +1,233 @@
+//! What can be wrong with a checkpoint: which file, which tensor, what was expected and found.
+
+use std::path::{Path, PathBuf};
+
+use burn_fp4_formats::FormatError;
+
+/// Why a checkpoint cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The file system refused.
+    #[error("{}: {source}", .path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it said.
+        source: std::io::Error,
+    },
+    /// The path holds no checkpoint.
+    #[error("{}: expected {expected}", .path.display())]
+    NotACheckpoint {
+        /// The path.
+        path: PathBuf,
+        /// What would have been one.
+        expected: &'static str,
+    },
+    /// The header of a file is not of its format.
+    #[error("{}: header: expected {expected}, found {found}", .path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What the format asks for.
+        expected: &'static str,
+        /// The number found there.
+        found: u64,
+    },
+    /// A text is not the JSON that it should be.
+    #[error("{}: {what}: {source}", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Which text of the file.
+        what: &'static str,
+        /// Where and why; it names the tensor or field.
+        source: serde_json::Error,
+    },
+    /// A field of a config or of a file's metadata is missing, or says something unknown.
+    #[error("{}: `{field}`: expected {expected}, found {found}", .path.display())]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        field: String,
+        /// What is understood there.
+        expected: &'static str,
+        /// What is there.
+        found: String,
+    },
+    /// Something is wrong with one tensor.
+    #[error("{}: tensor `{tensor}`: {problem}", .file.display())]
+    Tensor {
+        /// The file (shard) of the tensor.
+        file: PathBuf,
+        /// Its name in the file.
+        tensor: String,
+        /// What is wrong.
+        problem: TensorProblem,
+    },
+    /// Nothing says which dialect the checkpoint is written in.
+    #[error(
+        "{}: nothing says what `{tensor}` is: name the dialect, one of {}",
+        .path.display(), .dialects.join(", ")
+    )]
+    NoDialect {
+        /// The checkpoint.
+        path: PathBuf,
+        /// A tensor that only a dialect can explain.
+        tensor: String,
+        /// The dialects to choose from.
+        dialects: Vec<&'static str>,
+    },
+    /// The checkpoint says that it is written in more than one dialect.
+    #[error(
+        "{}: several dialects: {}: name the one to read it as",
+        .path.display(), .claims.join("; ")
+    )]
+    Ambiguous {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Each dialect with what speaks for it.
+        claims: Vec<String>,
+    },
+    /// The dialect is not one of those known.
+    #[error("unknown dialect `{name}`: expected one of {}", .dialects.join(", "))]
+    UnknownDialect {
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        dialects: Vec<&'static str>,
+    },
+    /// The checkpoint needs something that is refused.
+    #[error("{}: {what}: not supported, because {because}", .path.display())]
+    Refused {
+        /// The file that says so.
+        path: PathBuf,
+        /// What the checkpoint needs, in its own words.
+        what: String,
+        /// Why it is not read.
+        because: &'static str,
+    },
+    /// The dialect is read, not written.
+    #[error("the dialect `{dialect}` is read only; written are {}", .dialects.join(", "))]
+    ReadOnly {
+        /// The dialect asked for.
+        dialect: &'static str,
+        /// The dialects that are written.
+        dialects: Vec<&'static str>,
+    },
+    /// A dialect has no place for a weight.
+    #[error("`{weight}`: the dialect `{dialect}` cannot hold {what}")]
+    CannotHold {
+        /// The dialect to be written.
+        dialect: &'static str,
+        /// The weight.
+        weight: String,
+        /// What it has no place for.
+        what: &'static str,
+    },
+    /// Two tensors to be written have the same name.
+    #[error("two tensors would be named `{name}`")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// The target exists.
+    #[error("{}: exists; a checkpoint is only written where nothing is", .path.display())]
+    Exists {
+        /// The target.
+        path: PathBuf,
+    },
+    /// A pattern of an ignore list is not understood.
+    #[error("pattern `{pattern}`: {source}")]
+    Pattern {
+        /// The pattern as the file has it.
+        pattern: String,
+        /// Why.
+        source: Box<regex::Error>,
+    },
+}
+
+/// What is wrong with a tensor.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorProblem {
+    /// The type of the numbers is not known.
+    #[error("unknown dtype `{found}`")]
+    UnknownDtype {
+        /// Its name or number in the file.
+        found: String,
+    },
+    /// The type of the numbers is another.
+    #[error("expected dtype {expected}, found {found}")]
+    Dtype {
+        /// What can be there.
+        expected: &'static str,
+        /// What is there.
+        found: String,
+    },
+    /// The shape is another.
+    #[error("expected shape {expected}, found {found:?}")]
+    Shape {
+        /// The shape that the other tensors of the weight ask for.
+        expected: String,
+        /// The shape in the file.
+        found: Vec<usize>,
+    },
+    /// The shape is larger than an address space, or not a whole number of bytes or records.
+    #[error("the shape {found:?} is not a whole number of bytes that a machine can address")]
+    Size {
+        /// The shape in the file.
+        found: Vec<u64>,
+    },
+    /// The bytes are not as many as the shape asks for.
+    #[error("the shape takes {expected} bytes, found {found}")]
+    Bytes {
+        /// What dtype and shape take.
+        expected: u64,
+        /// What the offsets say.
+        found: u64,
+    },
+    /// The bytes lie outside the file, overlap others, or leave a hole.
+    #[error("bytes {begin}..{end}: expected {expected} within {limit} bytes of data")]
+    Offsets {
+        /// Offset of the first byte, from the start of the data.
+        begin: u64,
+        /// Offset behind the last byte.
+        end: u64,
+        /// What the format asks for.
+        expected: &'static str,
+        /// Bytes of data in the file.
+        limit: u64,
+    },
+    /// Its name stands twice in a file, or in two files.
+    #[error("it is there twice")]
+    Duplicate,
+    /// The index names it, its file does not have it, or the other way round.
+    #[error("expected in {expected}, but it is not there")]
+    NotThere {
+        /// The file that should have or name it.
+        expected: String,
+    },
+    /// A tensor without which this one means nothing is missing.
+    #[error("it needs `{companion}`, which is missing")]
+    Missing {
+        /// Name of the missing tensor.
+        companion: String,
+    },
+    /// The codes and scales are no matrix of the format.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+}
+
+impl CheckpointError {
+    /// An error of the file system, of `path`.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::Io { path: path.to_owned(), source }
+    }
+
+    /// An error about the tensor `tensor` of `file`.
+    pub(crate) fn tensor(file: &Path, tensor: &str, problem: impl Into<TensorProblem>) -> Self {
+        Self::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), problem: problem.into() }
+    }
+}

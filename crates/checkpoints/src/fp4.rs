@@ -1,0 +1,289 @@
+//! A weight in FP4: codes, block scales and tensor scale as the file states them.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use burn_fp4_formats::{self as formats, Fp4Format, Packed};
+
+use crate::dtype::Dtype;
+use crate::error::{CheckpointError, TensorProblem};
+use crate::storage::{Geometry, Storage};
+use crate::tensor::Tensor;
+
+/// The f32 by which a weight is scaled, or one for each of its stacked matrices, **as the file
+/// states it**.
+///
+/// A file is written again byte for byte only from its own number: 1 / (1 / d) differs from d for
+/// one f32 in six.
+#[derive(Debug, Clone, PartialEq)]
+pub enum TensorScale<'a> {
+    /// It multiplies (amax / 2688): ModelOpt, GGUF, torchao.
+    Multiplier(Numbers<'a>),
+    /// It divides (2688 / amax): compressed-tensors.
+    Divisor(Numbers<'a>),
+}
+
+/// f32 numbers, little-endian, read when they are asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Numbers<'a>(Cow<'a, [u8]>);
+
+impl<'a> Numbers<'a> {
+    /// Numbers of a file.
+    ///
+    /// # Errors
+    /// [`TensorProblem::Dtype`] if they are not f32.
+    pub fn of(tensor: Tensor<'a>) -> Result<Self, CheckpointError> {
+        match tensor.is(&[Dtype::F32]) {
+            true => Ok(Self(tensor.bytes)),
+            false => Err(tensor.wrong_dtype("F32")),
+        }
+    }
+
+    /// Numbers made in memory.
+    pub fn new(numbers: &[f32]) -> Self {
+        Self(numbers.iter().flat_map(|number| number.to_le_bytes()).collect())
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len() / 4
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The numbers.
+    pub fn to_vec(&self) -> Vec<f32> {
+        self.0.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    }
+
+    /// Their bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn reciprocals(&self) -> Self {
+        let reciprocals: Vec<f32> = self.to_vec().into_iter().map(|number| 1.0 / number).collect();
+        Self::new(&reciprocals)
+    }
+}
+
+impl<'a> TensorScale<'a> {
+    /// The numbers as the file states them.
+    pub fn stated(&self) -> &Numbers<'a> {
+        match self {
+            Self::Multiplier(numbers) | Self::Divisor(numbers) => numbers,
+        }
+    }
+
+    /// As multipliers; a divisor's reciprocal, rounded once.
+    pub fn multipliers(&self) -> Cow<'_, Numbers<'a>> {
+        match self {
+            Self::Multiplier(numbers) => Cow::Borrowed(numbers),
+            Self::Divisor(numbers) => Cow::Owned(numbers.reciprocals()),
+        }
+    }
+
+    /// As divisors; a multiplier's reciprocal, rounded once (`modelopt_nvfp4.py` of
+    /// compressed-tensors converts so).
+    pub fn divisors(&self) -> Cow<'_, Numbers<'a>> {
+        match self {
+            Self::Divisor(numbers) => Cow::Borrowed(numbers),
+            Self::Multiplier(numbers) => Cow::Owned(numbers.reciprocals()),
+        }
+    }
+}
+
+/// In which order a dialect multiplies. The f32 result differs by 1 ulp at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    /// (element x block scale) x tensor scale: this project's, and ggml's, which multiplies the
+    /// product of matrices.
+    #[default]
+    ElementFirst,
+    /// element x (block scale x tensor scale), or element x (block scale / divisor): ModelOpt,
+    /// compressed-tensors, torchao, ComfyUI.
+    ScalesFirst,
+}
+
+/// A weight in FP4. Its bytes are the file's until they are asked for in another layout.
+#[derive(Debug, Clone)]
+pub struct Fp4Weight<'a> {
+    /// What the bits mean.
+    pub format: Fp4Format,
+    /// Numbers that share a block scale.
+    pub block_size: usize,
+    /// `[rows, cols]`, or `[stack, rows, cols]` of stacked matrices (experts). Blocks run along
+    /// `cols`, the axis of the layer's input.
+    pub shape: Vec<usize>,
+    /// Whether the model's parameter is `[.., cols, rows]`: the experts of Llama 4 and gpt-oss.
+    pub transposed: bool,
+    /// In which order the bytes lie.
+    pub storage: Storage,
+    /// The codes of the file, or its records.
+    pub codes: Cow<'a, [u8]>,
+    /// The block scales of the file; empty if the records have them.
+    pub scales: Cow<'a, [u8]>,
+    /// The tensor scale, if the file has one.
+    pub tensor_scale: Option<TensorScale<'a>>,
+    /// The order of the dialect's products.
+    pub order: Order,
+}
+
+impl Fp4Weight<'_> {
+    /// The weight of a quantized matrix, or of several that are stacked.
+    ///
+    /// # Errors
+    /// Matrices of different formats or shapes, or that are not valid.
+    pub fn stack(name: &str, matrices: &[Packed]) -> Result<Fp4Weight<'static>, CheckpointError> {
+        let wrong = |problem: TensorProblem| CheckpointError::tensor(Path::new(""), name, problem);
+        let Some(first) = matrices.first() else {
+            return Err(wrong(TensorProblem::Shape { expected: "matrices".into(), found: vec![] }));
+        };
+        let mut multipliers = Vec::new();
+        for matrix in matrices {
+            matrix.validate().map_err(|error| wrong(error.into()))?;
+            let facts = |m: &Packed| (m.format, m.block_size, m.rows, m.cols);
+            let formats::TensorScale::One(multiplier) = &matrix.tensor_scale else {
+                let (expected, found) = ("one tensor scale a matrix", matrix.rows);
+                let what = TensorProblem::Shape { expected: expected.into(), found: vec![found] };
+                return Err(wrong(what));
+            };
+            if facts(matrix) != facts(first) {
+                let expected = format!("[{}, {}]", first.rows, first.cols);
+                let found = vec![matrix.rows, matrix.cols];
+                return Err(wrong(TensorProblem::Shape { expected, found }));
+            }
+            multipliers.push(*multiplier);
+        }
+        let mut shape = vec![first.rows, first.cols];
+        if matrices.len() > 1 {
+            shape.insert(0, matrices.len());
+        }
+        let scaled = first.format.row().tensor_scale;
+        Ok(Fp4Weight {
+            format: first.format,
+            block_size: first.block_size,
+            shape,
+            transposed: false,
+            storage: Storage::Rows,
+            codes: matrices.iter().flat_map(|m| &m.codes).copied().collect(),
+            scales: matrices.iter().flat_map(|m| &m.scales).copied().collect(),
+            tensor_scale: scaled.then(|| TensorScale::Multiplier(Numbers::new(&multipliers))),
+            order: Order::ElementFirst,
+        })
+    }
+
+    /// Stacked matrices: 1 if it is a single one.
+    pub fn stacked(&self) -> usize {
+        self.shape[..self.shape.len() - 2].iter().product()
+    }
+
+    /// Rows of a matrix.
+    pub fn rows(&self) -> usize {
+        self.shape[self.shape.len() - 2]
+    }
+
+    /// Columns of a matrix, the axis of the blocks.
+    pub fn cols(&self) -> usize {
+        self.shape[self.shape.len() - 1]
+    }
+
+    /// `[.., rows, cols / 2]`.
+    pub fn codes_shape(&self) -> Vec<usize> {
+        self.last_axis(self.cols() / 2)
+    }
+
+    /// `[.., rows, cols / block_size]`.
+    pub fn scales_shape(&self) -> Vec<usize> {
+        self.last_axis(self.cols() / self.block_size)
+    }
+
+    fn last_axis(&self, last: usize) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        *shape.last_mut().expect("a weight has at least two axes") = last;
+        shape
+    }
+
+    /// The codes, row-major, two a byte, the even one in the low nibble.
+    pub fn plain_codes(&self) -> Cow<'_, [u8]> {
+        self.storage.codes(self.geometry(), &self.codes)
+    }
+
+    /// The block scales, row-major.
+    pub fn plain_scales(&self) -> Cow<'_, [u8]> {
+        self.storage.scales(self.geometry(), &self.codes, &self.scales)
+    }
+
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            format: self.format,
+            block_size: self.block_size,
+            stacked: self.stacked(),
+            rows: self.rows(),
+            cols: self.cols(),
+        }
+    }
+
+    /// The multiplier of every stacked matrix.
+    pub fn multipliers(&self) -> Vec<f32> {
+        let stated = self.tensor_scale.as_ref().map(|scale| scale.multipliers().to_vec());
+        spread(stated.unwrap_or_else(|| vec![1.0]), self.stacked())
+    }
+
+    /// The matrices as the rest of the project knows them: [`Packed::validate`] is for the caller,
+    /// who knows whether the values are to be trusted.
+    pub fn to_packed(&self) -> Vec<Packed> {
+        let (rows, cols) = (self.rows(), self.cols());
+        let (codes, scales) = (self.plain_codes(), self.plain_scales());
+        let codes = codes.chunks_exact(rows * cols / 2);
+        let scales = scales.chunks_exact(rows * cols / self.block_size);
+        let matrix = |((codes, scales), multiplier): ((&[u8], &[u8]), f32)| Packed {
+            format: self.format,
+            block_size: self.block_size,
+            rows,
+            cols,
+            codes: codes.to_vec(),
+            scales: scales.to_vec(),
+            tensor_scale: formats::TensorScale::One(multiplier),
+        };
+        codes.zip(scales).zip(self.multipliers()).map(matrix).collect()
+    }
+
+    /// The values as the dialect computes them, f32, `[.., rows, cols]`.
+    ///
+    /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
+    /// most.
+    pub fn dequantize(&self) -> Vec<f32> {
+        let row = self.format.row();
+        let (codes, scales) = (self.plain_codes(), self.plain_scales());
+        let matrix = self.rows() * self.cols();
+        let stated = self.tensor_scale.as_ref().map(|scale| scale.stated().to_vec());
+        let stated = stated.map(|stated| spread(stated, self.stacked()));
+        let value = |at: usize| {
+            let code = codes[at / 2] >> (4 * (at % 2)) & 0xF;
+            let element = row.element.decode(code);
+            let scale = row.block_scale.decode(scales[at / self.block_size]);
+            let number = stated.as_ref().map(|stated| stated[at / matrix]);
+            match (&self.tensor_scale, number) {
+                (None, _) | (_, None) => element * scale,
+                (Some(TensorScale::Divisor(_)), Some(divisor)) => element * (scale / divisor),
+                (Some(TensorScale::Multiplier(_)), Some(multiplier)) => match self.order {
+                    Order::ElementFirst => (element * scale) * multiplier,
+                    Order::ScalesFirst => element * (scale * multiplier),
+                },
+            }
+        };
+        (0..self.stacked() * matrix).map(value).collect()
+    }
+}
+
+/// One number for all becomes one for each.
+fn spread(numbers: Vec<f32>, count: usize) -> Vec<f32> {
+    match numbers[..] {
+        [one] => vec![one; count],
+        _ => numbers,
+    }
+}

@@ -1,0 +1,222 @@
+//! JSON whose objects keep the order of their fields, so that a config that is written again
+//! differs only where something changed.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+use serde_json::Number;
+
+/// A JSON value.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Json {
+    /// `null`
+    Null,
+    /// `true` or `false`
+    Bool(bool),
+    /// A number.
+    Number(Number),
+    /// A text.
+    String(String),
+    /// `[...]`
+    Array(Vec<Json>),
+    /// `{...}`, its fields in their order. Of a field that stands twice the last counts.
+    Object(Vec<(String, Json)>),
+}
+
+impl Json {
+    /// An object of these fields.
+    pub fn object<const N: usize>(fields: [(&str, Json); N]) -> Self {
+        Self::Object(fields.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+    }
+
+    /// An array of texts.
+    pub fn strings<S: Into<String>>(items: impl IntoIterator<Item = S>) -> Self {
+        Self::Array(items.into_iter().map(|item| Self::String(item.into())).collect())
+    }
+
+    /// Reads a text.
+    ///
+    /// # Errors
+    /// What is no JSON, or nested deeper than 128.
+    pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(text)
+    }
+
+    /// Writes it as Python's `json.dump(value, indent=2)` does, without a newline at the end.
+    pub fn pretty(&self) -> String {
+        serde_json::to_string_pretty(self).expect("every JSON value can be written")
+    }
+
+    /// The field of an object.
+    pub fn get(&self, key: &str) -> Option<&Json> {
+        self.as_object()?.iter().rfind(|(name, _)| name == key).map(|(_, value)| value)
+    }
+
+    /// The field of an object in an object and so on.
+    pub fn at(&self, path: &[&str]) -> Option<&Json> {
+        path.iter().try_fold(self, |value, key| value.get(key))
+    }
+
+    /// Puts a field in its place, or at the end of the object.
+    ///
+    /// What is no object becomes one.
+    pub fn set(&mut self, key: &str, value: Json) {
+        if !matches!(self, Self::Object(_)) {
+            *self = Self::Object(Vec::new());
+        }
+        let Self::Object(fields) = self else { return };
+        match fields.iter_mut().rfind(|(name, _)| name == key) {
+            Some((_, old)) => *old = value,
+            None => fields.push((key.to_owned(), value)),
+        }
+    }
+
+    /// Takes a field out of an object.
+    pub fn remove(&mut self, key: &str) {
+        if let Self::Object(fields) = self {
+            fields.retain(|(name, _)| name != key);
+        }
+    }
+
+    /// The text, if it is one.
+    pub fn as_str(&self) -> Option<&str> {
+        match self {
+            Self::String(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The number, if it is a whole one.
+    pub fn as_u64(&self) -> Option<u64> {
+        match self {
+            Self::Number(number) => number.as_u64(),
+            _ => None,
+        }
+    }
+
+    /// The truth, if it is one.
+    pub fn as_bool(&self) -> Option<bool> {
+        match self {
+            Self::Bool(truth) => Some(*truth),
+            _ => None,
+        }
+    }
+
+    /// The items, if it is an array.
+    pub fn as_array(&self) -> Option<&[Json]> {
+        match self {
+            Self::Array(items) => Some(items),
+            _ => None,
+        }
+    }
+
+    /// The fields, if it is an object.
+    pub fn as_object(&self) -> Option<&[(String, Json)]> {
+        match self {
+            Self::Object(fields) => Some(fields),
+            _ => None,
+        }
+    }
+}
+
+impl From<&str> for Json {
+    fn from(text: &str) -> Self {
+        Self::String(text.to_owned())
+    }
+}
+
+impl From<bool> for Json {
+    fn from(truth: bool) -> Self {
+        Self::Bool(truth)
+    }
+}
+
+impl From<u64> for Json {
+    fn from(number: u64) -> Self {
+        Self::Number(number.into())
+    }
+}
+
+impl fmt::Display for Json {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&serde_json::to_string(self).expect("every JSON value can be written"))
+    }
+}
+
+impl Serialize for Json {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Null => serializer.serialize_unit(),
+            Self::Bool(truth) => serializer.serialize_bool(*truth),
+            Self::Number(number) => number.serialize(serializer),
+            Self::String(text) => serializer.serialize_str(text),
+            Self::Array(items) => {
+                let mut array = serializer.serialize_seq(Some(items.len()))?;
+                items.iter().try_for_each(|item| array.serialize_element(item))?;
+                array.end()
+            }
+            Self::Object(fields) => {
+                let mut object = serializer.serialize_map(Some(fields.len()))?;
+                fields.iter().try_for_each(|(key, value)| object.serialize_entry(key, value))?;
+                object.end()
+            }
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Json {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(JsonVisitor)
+    }
+}
+
+struct JsonVisitor;
+
+impl<'de> Visitor<'de> for JsonVisitor {
+    type Value = Json;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Json, E> {
+        Ok(Json::Null)
+    }
+
+    fn visit_bool<E>(self, truth: bool) -> Result<Json, E> {
+        Ok(Json::Bool(truth))
+    }
+
+    fn visit_u64<E>(self, number: u64) -> Result<Json, E> {
+        Ok(Json::Number(number.into()))
+    }
+
+    fn visit_i64<E>(self, number: i64) -> Result<Json, E> {
+        Ok(Json::Number(number.into()))
+    }
+
+    fn visit_f64<E>(self, number: f64) -> Result<Json, E> {
+        Ok(Number::from_f64(number).map_or(Json::Null, Json::Number))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Json, E> {
+        Ok(Json::String(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) = access.next_element()? {
+            items.push(item);
+        }
+        Ok(Json::Array(items))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
+        let mut fields = Vec::new();
+        while let Some(field) = access.next_entry()? {
+            fields.push(field);
+        }
+        Ok(Json::Object(fields))
+    }
+}

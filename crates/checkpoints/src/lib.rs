@@ -1,0 +1,79 @@
+//! Checkpoints of the world: read, converted and written.
+//!
+//! ```text
+//! file or folder --container--> tensors --dialect--> weights --dialect--> tensors --> new files
+//!  (memory map)     (names, shapes, bytes)   (dense, FP8, FP4 with scales as stated)
+//! ```
+//!
+//! A checkpoint is a *container* (which bytes are which tensor) in a *dialect* (which tensors are
+//! a weight, and what its scales mean):
+//!
+//! | dialect | codes | block scales (s) | tensor scale (g) | value |
+//! |---|---|---|---|---|
+//! | modelopt, miles | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
+//! | compressed-tensors | `weight_packed` | `weight_scale` | `weight_global_scale` | `x * (s/g)` |
+//! | gpt-oss | `X_blocks` | `X_scales` | none | `x * s` |
+//! | gguf | `weight` | in its records | `scale` | `(x * s) * g` |
+//! | mlx | `weight` | `scales` | none | `x * s` |
+//! | deepseek, read only | `weight` | `scale` | none | `x * s` |
+//! | quark, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
+//! | torchao, read only | `qdata` | `scale` | `per_tensor_scale` | `x * (s * g)` |
+//! | comfyui, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
+//! | fp-quant | refused |  | its layers transform their input |  |
+//!
+//! ```no_run
+//! # fn main() -> Result<(), burn_fp4_checkpoints::CheckpointError> {
+//! use burn_fp4_checkpoints::{Checkpoint, WriteOptions};
+//!
+//! let checkpoint = Checkpoint::open("Qwen3-8B-NVFP4")?;
+//! let report =
+//!     checkpoint.model()?.write("out", "compressed-tensors", &WriteOptions::default())?;
+//! println!("{} tensor scales were inverted", report.inverted);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `container/` | [`Container`]: safetensors files and folders, GGUF; headers checked first |
+//! | `tensor.rs` | [`Tensor`], a view; `dtype.rs`: what its numbers are |
+//! | `weight.rs` | [`Weight`], [`Model`]: what tensors are put together to |
+//! | `fp4.rs` | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: in which order bytes lie |
+//! | `fp8.rs` | [`Fp8Weight`], and its values |
+//! | `dialect/` | one file a dialect, and [`DIALECTS`] |
+//! | `patterns.rs` | [`Pattern`]: lists of modules in everyone's syntax |
+//! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
+//! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
+//! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing |
+//! | `json.rs` | [`Json`] that keeps the order of fields |
+//! | `error.rs` | [`CheckpointError`] |
+
+pub mod cast;
+mod checkpoint;
+mod container;
+pub mod dialect;
+mod dtype;
+mod error;
+mod fp4;
+mod fp8;
+mod json;
+mod patterns;
+mod storage;
+mod tensor;
+mod weight;
+mod write;
+
+pub use checkpoint::Checkpoint;
+pub use container::gguf::Metadata as GgufMetadata;
+pub use container::{Container, Metadata};
+pub use dialect::{DIALECTS, Dialect};
+pub use dtype::{DataType, Dtype, GgmlRow};
+pub use error::{CheckpointError, TensorProblem};
+pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
+pub use fp8::{Fp8Weight, Granularity};
+pub use json::Json;
+pub use patterns::{Matcher, Pattern, Syntax};
+pub use storage::Storage;
+pub use tensor::{Data, NewTensor, Tensor};
+pub use weight::{Model, Quantization, Value, Weight};
+pub use write::{Shards, WriteOptions, WriteReport};

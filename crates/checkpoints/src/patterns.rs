@@ -1,0 +1,293 @@
+//! Lists of modules that are not quantized, and of those that are: how each producer writes a
+//! pattern, and the same pattern in another's words.
+//!
+//! | syntax | example | matches | who |
+//! |---|---|---|---|
+//! | exact | `lm_head` | the module | all |
+//! | prefix star | `model.layers.1*` | names that start so; the star crosses dots, | ModelOpt |
+//! |  |  | so `model.layers.10` too |  |
+//! | glob (`fnmatch`) | `*.mlp.gate` | `*` any text, `?` one character, `[ab]` a or b | ModelOpt |
+//! | regular expression | `re:.*gate$` | names, from their start on | compressed-tensors, Quark |
+//! | container | `model.layers.0.` | the modules within | miles |
+//! | unmarked | `model.layers.*.mlp` | a regular expression, from the start on | transformers |
+//!
+//! Sources: `convert_hf_config.py` of ModelOpt, `utils/match.py` of compressed-tensors
+//! (`re.match`), `tools/convert_hf_to_nvfp4.py` of miles, `should_convert_module` of transformers.
+
+use std::fmt;
+
+use regex::Regex;
+
+use crate::error::CheckpointError;
+
+/// A pattern of module names.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Pattern {
+    /// The module of this name.
+    Exact(String),
+    /// Modules whose name starts so, whatever follows.
+    PrefixStar(String),
+    /// `fnmatch`: `*`, `?`, `[...]`.
+    Glob(String),
+    /// A regular expression that is matched from the start of the name on.
+    Regex(String),
+    /// The modules within the one of this name.
+    Within(String),
+}
+
+/// How a producer writes patterns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Syntax {
+    /// Exact names, prefix stars and globs: ModelOpt.
+    Glob,
+    /// Exact names and `re:`: compressed-tensors.
+    Regex,
+    /// Exact names, `re:` and globs: Quark.
+    Both,
+    /// Exact names, and containers by a dot at the end: miles.
+    Names,
+    /// Regular expressions without a mark, which names without operators are too: transformers'
+    /// `modules_to_not_convert`.
+    Unmarked,
+}
+
+impl Pattern {
+    /// What a producer's text means.
+    pub fn parse(text: &str, syntax: Syntax) -> Self {
+        let owned = text.to_owned();
+        match (text.strip_prefix("re:"), syntax) {
+            (None, Syntax::Unmarked) if text.contains(['*', '\\', '[', '(', '|', '$', '^']) => {
+                return Self::Regex(owned);
+            }
+            (_, Syntax::Unmarked) => return Self::PrefixStar(owned),
+            (Some(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+                return Self::Regex(regex.to_owned());
+            }
+            (Some(_), Syntax::Glob) | (None, Syntax::Regex) => return Self::Exact(owned),
+            (None, Syntax::Glob | Syntax::Both | Syntax::Names) => {}
+        }
+        if let Some(container) = text.strip_suffix('.') {
+            return Self::Within(container.to_owned());
+        }
+        let wild = ['*', '?', '['];
+        match text.strip_suffix('*') {
+            Some(prefix) if !prefix.contains(wild) => Self::PrefixStar(prefix.to_owned()),
+            _ if text.contains(wild) => Self::Glob(owned),
+            _ => Self::Exact(owned),
+        }
+    }
+
+    /// The pattern as a producer writes it, if it can.
+    pub fn write(&self, syntax: Syntax) -> Option<String> {
+        match (self, syntax) {
+            (Self::Exact(name), _) => Some(name.clone()),
+            (Self::PrefixStar(prefix), Syntax::Unmarked) => Some(prefix.clone()),
+            (_, Syntax::Unmarked) => Some(self.regex()),
+            (Self::PrefixStar(prefix), Syntax::Glob | Syntax::Both) => Some(format!("{prefix}*")),
+            (Self::Within(name), Syntax::Glob | Syntax::Both) => Some(format!("{name}.*")),
+            (Self::Within(name), Syntax::Names) => Some(format!("{name}.")),
+            (Self::Glob(glob), Syntax::Glob | Syntax::Both) => Some(glob.clone()),
+            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+                Some(format!("re:{regex}"))
+            }
+            (_, Syntax::Regex | Syntax::Names) => Some(format!("re:{}", self.regex())),
+            (Self::Regex(regex), Syntax::Glob) => star_of(regex),
+        }
+    }
+
+    /// The regular expression of the pattern, to be matched from the start of a name on.
+    fn regex(&self) -> String {
+        match self {
+            Self::Exact(name) => format!("{}$", regex::escape(name)),
+            Self::PrefixStar(prefix) => format!("{}.*", regex::escape(prefix)),
+            Self::Within(name) => format!("{}\\..*", regex::escape(name)),
+            Self::Glob(glob) => format!("{}$", regex_of_glob(glob)),
+            Self::Regex(regex) => regex.clone(),
+        }
+    }
+
+    /// Makes it ready to match names.
+    ///
+    /// # Errors
+    /// A regular expression that is none, or asks for what finite automata cannot do (look-around,
+    /// back references).
+    pub fn matcher(&self) -> Result<Matcher, CheckpointError> {
+        match self {
+            Self::Exact(name) => Ok(Matcher(Kind::Exact(name.clone()))),
+            Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
+            Self::Within(name) => Ok(Matcher(Kind::Prefix(format!("{name}.")))),
+            Self::Glob(_) | Self::Regex(_) => {
+                let regex = Regex::new(&format!("^(?s:{})", self.regex()));
+                regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
+                    let source = Box::new(source);
+                    CheckpointError::Pattern { pattern: self.to_string(), source }
+                })
+            }
+        }
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exact(name) => f.write_str(name),
+            Self::PrefixStar(prefix) => write!(f, "{prefix}*"),
+            Self::Within(name) => write!(f, "{name}."),
+            Self::Glob(glob) => f.write_str(glob),
+            Self::Regex(regex) => write!(f, "re:{regex}"),
+        }
+    }
+}
+
+/// A [`Pattern`] that is ready to match names.
+#[derive(Debug)]
+pub struct Matcher(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    Exact(String),
+    Prefix(String),
+    Regex(Regex),
+}
+
+impl Matcher {
+    /// Whether the pattern matches a name.
+    pub fn matches(&self, name: &str) -> bool {
+        match &self.0 {
+            Kind::Exact(exact) => exact == name,
+            Kind::Prefix(prefix) => name.starts_with(prefix.as_str()),
+            Kind::Regex(regex) => regex.is_match(name),
+        }
+    }
+}
+
+/// The prefix star of a regular expression that is a literal and `.*`.
+fn star_of(regex: &str) -> Option<String> {
+    let regex = regex.strip_prefix('^').unwrap_or(regex);
+    let body = regex.strip_suffix('$').unwrap_or(regex);
+    let (leading, body) = match body.strip_prefix(".*") {
+        Some(body) => ("*", body),
+        None => ("", body),
+    };
+    let (body, trailing) = match body.strip_suffix(".*") {
+        Some(body) => (body, "*"),
+        // Without an end the expression matches whatever follows.
+        None if !regex.ends_with('$') => (body, "*"),
+        None => (body, ""),
+    };
+    let mut literal = String::new();
+    let mut chars = body.chars();
+    while let Some(char) = chars.next() {
+        match char {
+            '\\' => match chars.next()? {
+                escaped if escaped.is_ascii_punctuation() => literal.push(escaped),
+                _ => return None,
+            },
+            '.' if chars.as_str().starts_with('*') => {
+                chars.next();
+                literal.push('*');
+            }
+            // Unescaped it matches any character; a glob has `?` for that.
+            '.' => literal.push('?'),
+            other if other.is_alphanumeric() || other == '_' || other == '-' => literal.push(other),
+            _ => return None,
+        }
+    }
+    Some(format!("{leading}{literal}{trailing}"))
+}
+
+/// `fnmatch.translate` of Python.
+fn regex_of_glob(glob: &str) -> String {
+    let mut regex = String::new();
+    let mut rest = glob;
+    while let Some(char) = rest.chars().next() {
+        rest = &rest[char.len_utf8()..];
+        match char {
+            '*' => regex.push_str(".*"),
+            '?' => regex.push('.'),
+            '[' => match choice(rest) {
+                Some((class, after)) => {
+                    regex.push_str(&class);
+                    rest = after;
+                }
+                None => regex.push_str("\\["),
+            },
+            other => regex.push_str(&regex::escape(other.encode_utf8(&mut [0; 4]))),
+        }
+    }
+    regex
+}
+
+/// The class of `abc]...` or `!abc]...`, and what follows.
+fn choice(rest: &str) -> Option<(String, &str)> {
+    let (negated, body) = match rest.strip_prefix('!') {
+        Some(body) => (true, body),
+        None => (false, rest),
+    };
+    // A bracket that closes at once is a character of the choice.
+    let first = body.chars().next()?.len_utf8();
+    let end = first + body[first..].find(']')?;
+    let mut class = String::from(if negated { "[^" } else { "[" });
+    for char in body[..end].chars() {
+        if matches!(char, '\\' | '[' | ']' | '^' | '&' | '~') {
+            class.push('\\');
+        }
+        class.push(char);
+    }
+    class.push(']');
+    Some((class, &body[end + 1..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(text: &str, syntax: Syntax, hits: &[&str], misses: &[&str]) {
+        let pattern = Pattern::parse(text, syntax);
+        let others = [Syntax::Glob, Syntax::Regex, Syntax::Both, Syntax::Names];
+        let same =
+            others.iter().filter_map(|&other| Some(Pattern::parse(&pattern.write(other)?, other)));
+        for pattern in [pattern.clone()].into_iter().chain(same) {
+            let matcher = pattern.matcher().expect("a pattern");
+            for hit in hits {
+                assert!(matcher.matches(hit), "{text} as {pattern:?}: {hit}");
+            }
+            for miss in misses {
+                assert!(!matcher.matches(miss), "{text} as {pattern:?}: {miss}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_pattern_means_the_same_in_every_syntax() {
+        check("lm_head", Syntax::Glob, &["lm_head"], &["lm_heads", "x.lm_head"]);
+        check(
+            "model.layers.1*",
+            Syntax::Glob,
+            &["model.layers.1", "model.layers.10.mlp"],
+            &["model.layers.2", "modelxlayers.1"],
+        );
+        check("*.gate", Syntax::Glob, &["a.b.gate"], &["a.gate_proj", "gate"]);
+        check("a?[bc]", Syntax::Both, &["axb", "a.c"], &["axd", "axbb"]);
+        check("a[!bc]*d", Syntax::Glob, &["axd", "axyd"], &["abd"]);
+        check("re:.*mlp.gate$", Syntax::Regex, &["m.mlp.gate"], &["m.mlp.gate_proj"]);
+        check("re:vision.*", Syntax::Regex, &["vision_tower.x"], &["a.vision"]);
+        check("re:.*(a|b)_proj", Syntax::Regex, &["x.a_proj", "x.b_proj.y"], &["c_proj"]);
+        check(
+            "model.layers.*.self_attn",
+            Syntax::Unmarked,
+            &["model.layers.3.self_attn.q_proj"],
+            &["model.layers.3.mlp"],
+        );
+        check("model.layers.0.", Syntax::Names, &["model.layers.0.mlp"], &["model.layers.00"]);
+    }
+
+    #[test]
+    fn what_a_glob_cannot_say_is_not_written() {
+        let regex = Pattern::parse("re:.*(a|b)_proj", Syntax::Regex);
+        assert_eq!(regex.write(Syntax::Glob), None);
+        assert_eq!(regex.write(Syntax::Both).as_deref(), Some("re:.*(a|b)_proj"));
+        let look = Pattern::Regex("(?!a)b".to_owned());
+        assert!(matches!(look.matcher(), Err(CheckpointError::Pattern { .. })));
+    }
+}

@@ -1,0 +1,157 @@
+//! A named tensor of a file, and one that is to be written.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use crate::dtype::{DataType, Dtype};
+use crate::error::{CheckpointError, TensorProblem};
+
+/// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor<'a> {
+    /// Its name in the file.
+    pub name: Cow<'a, str>,
+    /// The file; empty if it was made in memory.
+    pub file: &'a Path,
+    /// What its numbers are.
+    pub dtype: DataType,
+    /// Its shape, row-major: the last axis is contiguous.
+    pub shape: Cow<'a, [usize]>,
+    /// Its numbers, little-endian.
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl<'a> Tensor<'a> {
+    /// A tensor made in memory.
+    ///
+    /// # Errors
+    /// [`TensorProblem::Bytes`] if the bytes are not as many as the shape takes.
+    pub fn new(
+        name: impl Into<Cow<'a, str>>,
+        dtype: Dtype,
+        shape: impl Into<Cow<'a, [usize]>>,
+        bytes: impl Into<Cow<'a, [u8]>>,
+    ) -> Result<Self, CheckpointError> {
+        let (name, shape, bytes) = (name.into(), shape.into(), bytes.into());
+        let (dtype, file) = (DataType::Plain(dtype), Path::new(""));
+        let tensor = Self { name, file, dtype, shape, bytes };
+        match dtype.bytes(&tensor.shape) {
+            Some(expected) if expected == tensor.bytes.len() => Ok(tensor),
+            Some(expected) => {
+                let (expected, found) = (expected as u64, tensor.bytes.len() as u64);
+                Err(tensor.error(TensorProblem::Bytes { expected, found }))
+            }
+            None => {
+                let found = tensor.shape.iter().map(|&axis| axis as u64).collect();
+                Err(tensor.error(TensorProblem::Size { found }))
+            }
+        }
+    }
+
+    /// The dtype, if it is a plain one.
+    pub fn plain(&self) -> Option<Dtype> {
+        match self.dtype {
+            DataType::Plain(dtype) => Some(dtype),
+            DataType::Ggml(_) => None,
+        }
+    }
+
+    /// Whether its numbers are of one of these dtypes.
+    pub fn is(&self, dtypes: &[Dtype]) -> bool {
+        self.plain().is_some_and(|dtype| dtypes.contains(&dtype))
+    }
+
+    /// How many numbers it has.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it has no number.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its numbers, if they are f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// [`TensorProblem::Dtype`] if they are others.
+    pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
+        use half::{bf16, f16};
+        let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        match self.dtype {
+            DataType::Plain(Dtype::F32) => {
+                let numbers = self.bytes.chunks_exact(4);
+                Ok(numbers.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+            }
+            DataType::Plain(Dtype::F16) => {
+                Ok(pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect())
+            }
+            DataType::Plain(Dtype::BF16) => {
+                Ok(pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect())
+            }
+            _ => Err(self.wrong_dtype("F32, F16 or BF16")),
+        }
+    }
+
+    pub(crate) fn error(&self, problem: impl Into<TensorProblem>) -> CheckpointError {
+        CheckpointError::tensor(self.file, &self.name, problem)
+    }
+
+    pub(crate) fn wrong_dtype(&self, expected: &'static str) -> CheckpointError {
+        self.error(TensorProblem::Dtype { expected, found: self.dtype.to_string() })
+    }
+
+    pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> CheckpointError {
+        let (expected, found) = (expected.into(), self.shape.to_vec());
+        self.error(TensorProblem::Shape { expected, found })
+    }
+}
+
+/// A tensor that a dialect writes.
+pub struct NewTensor<'w> {
+    /// Its name in the file.
+    pub name: String,
+    /// What its numbers are.
+    pub dtype: DataType,
+    /// Its shape, row-major.
+    pub shape: Vec<usize>,
+    /// Its bytes, or how to make them.
+    pub data: Data<'w>,
+}
+
+/// The bytes of a tensor that is to be written.
+pub enum Data<'w> {
+    /// As they are.
+    Bytes(Cow<'w, [u8]>),
+    /// Made when they are written, so that planning a file touches no data.
+    Made(Box<dyn Fn() -> Result<Cow<'w, [u8]>, CheckpointError> + 'w>),
+}
+
+impl<'w> NewTensor<'w> {
+    /// A tensor whose bytes are at hand.
+    pub fn bytes(
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<usize>>,
+        bytes: impl Into<Cow<'w, [u8]>>,
+    ) -> Self {
+        let (name, shape, data) = (name.into(), shape.into(), Data::Bytes(bytes.into()));
+        Self { name, dtype: DataType::Plain(dtype), shape, data }
+    }
+
+    /// A tensor whose bytes are made when they are written.
+    pub fn made(
+        name: impl Into<String>,
+        dtype: DataType,
+        shape: impl Into<Vec<usize>>,
+        make: impl Fn() -> Result<Cow<'w, [u8]>, CheckpointError> + 'w,
+    ) -> Self {
+        Self { name: name.into(), dtype, shape: shape.into(), data: Data::Made(Box::new(make)) }
+    }
+
+    /// A tensor of another name, as it is.
+    pub fn copy(name: impl Into<String>, tensor: &'w Tensor<'_>) -> Self {
+        let (shape, data) = (tensor.shape.to_vec(), Data::Bytes(Cow::Borrowed(&*tensor.bytes)));
+        Self { name: name.into(), dtype: tensor.dtype, shape, data }
+    }
+}

@@ -1,0 +1,229 @@
+//! Which tensors go into which file, and where in it, before anything is written.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use super::{Shards, Target, WriteReport};
+use crate::container::{gguf, safetensors};
+use crate::dialect::Frame;
+use crate::dtype::DataType;
+use crate::error::CheckpointError;
+use crate::fp4::{Fp4Weight, Numbers, TensorScale};
+use crate::fp8::Fp8Weight;
+use crate::json::Json;
+use crate::tensor::{NewTensor, Tensor};
+use crate::weight::{Model, Value, Weight};
+
+/// The files to be written.
+pub(super) struct Plan {
+    pub(super) files: Vec<PlannedFile>,
+    /// Names and texts of the configs and the index. None: a GGUF file stands alone.
+    pub(super) texts: Option<Vec<(String, String)>>,
+    pub(super) report: WriteReport,
+}
+
+/// A file to be written.
+pub(super) struct PlannedFile {
+    /// Its name in the folder.
+    pub(super) name: String,
+    pub(super) header: Vec<u8>,
+    /// The weights in it, by their place in the model.
+    pub(super) weights: Vec<usize>,
+    /// Offset and bytes of each of their tensors, in the order in which the dialect gives them.
+    pub(super) places: Vec<(u64, u64)>,
+    pub(super) length: u64,
+}
+
+/// A tensor without its bytes.
+struct Spec {
+    name: String,
+    dtype: DataType,
+    shape: Vec<usize>,
+    bytes: u64,
+}
+
+/// The files: names, and the weights in each.
+type Assignment = Vec<(String, Vec<usize>)>;
+
+impl Plan {
+    pub(super) fn new(model: &Model<'_>, target: &Target<'_>) -> Result<Self, CheckpointError> {
+        let mut report = WriteReport::default();
+        let mut specs = Vec::with_capacity(model.weights.len());
+        let mut skeletons = Vec::with_capacity(model.weights.len());
+        for weight in &model.weights {
+            let prepared = target.prepare(weight, &mut report)?;
+            specs.push(specs_of(&prepared, target)?);
+            skeletons.push(skeleton(&prepared));
+        }
+        let all = || specs.iter().flatten();
+        let mut names = HashSet::new();
+        if let Some(twice) = all().find(|spec| !names.insert(&spec.name)) {
+            return Err(CheckpointError::DuplicateName { name: twice.name.clone() });
+        }
+        let options = target.options;
+        let changed = [options.decode_fp4, options.decode_fp8].iter().any(Option::is_some)
+            || options.cast.is_some();
+        let mut quantization = model.quantization.clone();
+        if changed {
+            quantization.dialect = "";
+        }
+        let outline = Model {
+            weights: skeletons,
+            files: model.files.clone(),
+            config: model.config.clone(),
+            quantization,
+            gguf: model.gguf.clone(),
+            sidecars: Vec::new(),
+        };
+        (report.tensors, report.bytes) = (all().count(), all().map(|spec| spec.bytes).sum());
+        let mut plan = Self { files: Vec::new(), texts: None, report };
+        match target.writer.frame(&outline)? {
+            Frame::Gguf(metadata) => plan.gguf(&specs, &metadata),
+            Frame::Folder { metadata, configs } => {
+                let files = assign(model, &specs, options.shards);
+                plan.folder(target, &specs, files, &metadata, configs)?;
+            }
+        }
+        plan.report.files = plan.files.len();
+        Ok(plan)
+    }
+
+    fn gguf(&mut self, specs: &[Vec<Spec>], metadata: &gguf::Metadata) {
+        let tensors: Vec<_> = specs
+            .iter()
+            .flatten()
+            // Every dtype was checked to be one of ggml's when the specs were made.
+            .filter_map(|s| Some((s.name.as_str(), s.dtype.ggml()?, s.shape.as_slice(), s.bytes)))
+            .collect();
+        let (header, offsets, length) = gguf::layout(&tensors, metadata);
+        let places = offsets.into_iter().zip(tensors.iter().map(|tensor| tensor.3)).collect();
+        let weights = (0..specs.len()).collect();
+        self.files.push(PlannedFile { name: String::new(), header, weights, places, length });
+    }
+
+    fn folder(
+        &mut self,
+        target: &Target<'_>,
+        specs: &[Vec<Spec>],
+        files: Assignment,
+        metadata: &[(String, String)],
+        configs: Vec<(&'static str, Json)>,
+    ) -> Result<(), CheckpointError> {
+        let mut shards = Vec::new();
+        for (name, weights) in files {
+            let mut tensors = Vec::new();
+            for spec in weights.iter().flat_map(|&at| &specs[at]) {
+                let DataType::Plain(dtype) = spec.dtype else {
+                    let (dialect, weight) = (target.dialect.name(), spec.name.clone());
+                    let what = "records of ggml";
+                    return Err(CheckpointError::CannotHold { dialect, weight, what });
+                };
+                tensors.push((spec.name.as_str(), dtype, spec.shape.as_slice(), spec.bytes));
+                shards.push((spec.name.clone(), name.clone()));
+            }
+            let (header, offsets, length) = safetensors::layout(&tensors, metadata);
+            let places = offsets.into_iter().zip(tensors.iter().map(|tensor| tensor.3)).collect();
+            self.files.push(PlannedFile { name, header, weights, places, length });
+        }
+        let configs = configs.into_iter().map(|(name, json)| (name.to_owned(), json.pretty()));
+        let mut texts: Vec<(String, String)> = configs.collect();
+        if !matches!(&self.files[..], [one] if one.name == safetensors::SINGLE) {
+            // In the order of the weights, whichever file they are in.
+            let order = specs.iter().flatten().map(|spec| spec.name.as_str());
+            let order: HashMap<_, _> = order.zip(0_usize..).collect();
+            shards.sort_by_key(|(name, _)| order.get(name.as_str()).copied());
+            let index = target.writer.index(shards, self.report.bytes);
+            texts.push((safetensors::INDEX.to_owned(), index.pretty()));
+        }
+        self.texts = Some(texts);
+        Ok(())
+    }
+}
+
+fn specs_of(weight: &Weight<'_>, target: &Target<'_>) -> Result<Vec<Spec>, CheckpointError> {
+    let tensors = target.writer.tensors(weight)?;
+    let spec = |tensor: NewTensor<'_>| {
+        let bytes = tensor.dtype.bytes(&tensor.shape).ok_or_else(|| {
+            let (dialect, weight) = (target.dialect.name(), weight.name.clone());
+            let what = "a shape that is not a whole number of bytes";
+            CheckpointError::CannotHold { dialect, weight, what }
+        })?;
+        let (name, dtype, shape) = (tensor.name, tensor.dtype, tensor.shape);
+        Ok(Spec { name, dtype, shape, bytes: bytes as u64 })
+    };
+    tensors.into_iter().map(spec).collect()
+}
+
+/// The weight without its bytes: what configs are written from.
+fn skeleton(weight: &Weight<'_>) -> Weight<'static> {
+    let bare = |tensor: &Tensor<'_>| Tensor {
+        name: tensor.name.clone().into_owned().into(),
+        file: Path::new(""),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone().into_owned().into(),
+        bytes: (&[]).into(),
+    };
+    let one = || TensorScale::Multiplier(Numbers::new(&[1.0]));
+    let value = match &weight.value {
+        Value::Plain(tensor) => Value::Plain(bare(tensor)),
+        Value::Fp8(fp8) => Value::Fp8(Fp8Weight {
+            values: bare(&fp8.values),
+            scales: bare(&fp8.scales),
+            granularity: fp8.granularity,
+        }),
+        Value::Fp4(fp4) => Value::Fp4(Fp4Weight {
+            format: fp4.format,
+            block_size: fp4.block_size,
+            shape: fp4.shape.clone(),
+            transposed: fp4.transposed,
+            storage: fp4.storage,
+            codes: (&[]).into(),
+            scales: (&[]).into(),
+            tensor_scale: fp4.tensor_scale.as_ref().map(|_| one()),
+            order: fp4.order,
+        }),
+    };
+    Weight {
+        name: weight.name.clone(),
+        file: weight.file,
+        value,
+        input_scale: weight.input_scale.as_ref().map(|_| one()),
+        pre_quant_scale: weight.pre_quant_scale.as_ref().map(bare),
+    }
+}
+
+fn assign(model: &Model<'_>, specs: &[Vec<Spec>], shards: Shards) -> Assignment {
+    let named = |name: &String| name.ends_with(".safetensors");
+    let known = model.files.iter().all(named)
+        && model.weights.iter().all(|weight| weight.file < model.files.len());
+    match shards {
+        Shards::AsRead if known => {
+            let mut files: Assignment =
+                model.files.iter().map(|name| (name.clone(), Vec::new())).collect();
+            for (at, weight) in model.weights.iter().enumerate() {
+                files[weight.file].1.push(at);
+            }
+            files
+        }
+        Shards::AsRead => vec![(safetensors::SINGLE.to_owned(), (0..specs.len()).collect())],
+        Shards::Size(limit) => {
+            let mut files: Vec<Vec<usize>> = vec![Vec::new()];
+            let mut filled = 0;
+            for (at, tensors) in specs.iter().enumerate() {
+                let bytes: u64 = tensors.iter().map(|spec| spec.bytes).sum();
+                if filled > 0 && filled + bytes > limit {
+                    files.push(Vec::new());
+                    filled = 0;
+                }
+                files.last_mut().expect("there is a first file").push(at);
+                filled += bytes;
+            }
+            let count = files.len();
+            let name = |at: usize| match count {
+                1 => safetensors::SINGLE.to_owned(),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", at + 1),
+            };
+            files.into_iter().enumerate().map(|(at, weights)| (name(at), weights)).collect()
+        }
+    }
+}

@@ -1,0 +1,1049 @@
+//! Checkpoints: what other projects wrote is read and written again byte for byte, dialects keep
+//! codes and block scales, and hostile files are refused with an error that names the tensor.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fs;
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use burn_fp4_checkpoints::cast::{cast, fold};
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity, Json, Model,
+    Numbers, Pattern, Quantization, Shards, Storage, Syntax, Tensor, TensorProblem, TensorScale,
+    Value, Weight, WriteOptions,
+};
+use burn_fp4_formats::TensorScale as Scale;
+use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
+
+/// Counts what the thread allocates: the readers run on the caller's.
+struct Counting;
+
+thread_local! {
+    static NOW: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+fn count(bytes: isize) {
+    // A thread that ends has no counter left.
+    let _ = NOW.try_with(|now| {
+        now.set(now.get() + bytes);
+        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(now.get())));
+    });
+}
+
+// SAFETY: every call goes to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Most bytes at a time that `work` allocates.
+fn peak<T>(work: impl FnOnce() -> T) -> (T, isize) {
+    let before = NOW.get();
+    PEAK.set(before);
+    let result = work();
+    (result, PEAK.get() - before)
+}
+
+/// An empty folder.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("checkpoints").join(name);
+    if path.exists() {
+        fs::remove_dir_all(&path).expect("an old folder");
+    }
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+fn golden() -> PathBuf {
+    let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
+    std::env::var_os("FP4_GOLDEN").map_or_else(own, PathBuf::from).join("miles_moe")
+}
+
+/// Names and bytes of all files of a folder, or of a file.
+fn bytes_of(path: &Path) -> BTreeMap<String, Vec<u8>> {
+    let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+    if path.is_file() {
+        return [("file".to_owned(), fs::read(path).expect("a file"))].into();
+    }
+    let files = fs::read_dir(path).expect("a folder").map(|entry| entry.expect("an entry").path());
+    files.map(|path| (name(&path), fs::read(&path).expect("a file"))).collect()
+}
+
+fn assert_same_files(left: &Path, right: &Path) {
+    let (left, right) = (bytes_of(left), bytes_of(right));
+    assert_eq!(left.keys().collect::<Vec<_>>(), right.keys().collect::<Vec<_>>());
+    for (name, bytes) in &left {
+        assert!(bytes == &right[name], "{name} differs");
+    }
+}
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+
+    fn packed(&mut self, format: Fp4Format, rows: usize, cols: usize, g: f32) -> Packed {
+        let block_size = format.row().block_size;
+        let scale = |random: &mut Self| match format {
+            // Every finite, positive E4M3 code; powers of two that casts keep.
+            Fp4Format::NvFp4 => random.below(0x7F) as u8,
+            Fp4Format::MxFp4 => 120 + random.below(15) as u8,
+        };
+        Packed {
+            format,
+            block_size,
+            rows,
+            cols,
+            codes: (0..rows * cols / 2).map(|_| self.next() as u8).collect(),
+            scales: (0..rows * cols / block_size).map(|_| scale(self)).collect(),
+            tensor_scale: Scale::One(g),
+        }
+    }
+}
+
+fn dense(name: &str, shape: &[usize], random: &mut Random) -> Weight<'static> {
+    let bytes: Vec<u8> = (0..shape.iter().product())
+        .flat_map(|_| (0x3F00 + random.below(256) as u16).to_le_bytes())
+        .collect();
+    let tensor = Tensor::new(name.to_owned(), Dtype::BF16, shape.to_vec(), bytes).expect("a shape");
+    Weight::new(name, 0, Value::Plain(tensor))
+}
+
+fn scalar(name: &str, value: f32) -> Weight<'static> {
+    let bytes = value.to_le_bytes().to_vec();
+    let tensor = Tensor::new(name.to_owned(), Dtype::F32, vec![], bytes).expect("a scalar");
+    Weight::new(name, 0, Value::Plain(tensor))
+}
+
+fn fp4(name: &str, matrices: &[Packed]) -> Weight<'static> {
+    Weight::new(name, 0, Value::Fp4(Fp4Weight::stack(name, matrices).expect("valid matrices")))
+}
+
+/// A small language model: two quantized layers, and what is not quantized.
+fn model(format: Fp4Format, scales: [f32; 2], input: Option<f32>) -> Model<'static> {
+    let random = &mut Random(7);
+    let mut weights = vec![
+        dense("model.embed_tokens.weight", &[32, 64], random),
+        dense("model.layers.0.input_layernorm.weight", &[64], random),
+        dense("model.layers.0.mlp.gate.weight", &[2, 64], random),
+    ];
+    for (name, g) in [("k_proj", scales[0]), ("v_proj", scales[1])] {
+        let g = if format.row().tensor_scale { g } else { 1.0 };
+        let name = format!("model.layers.0.self_attn.{name}.weight");
+        let mut weight = fp4(&name, &[random.packed(format, 24, 128, g)]);
+        weight.input_scale = input.map(|scale| TensorScale::Multiplier(Numbers::new(&[scale])));
+        weights.push(weight);
+    }
+    weights.push(dense("lm_head.weight", &[32, 64], random));
+    let config = br#"{"model_type": "toy", "odd_field": {"z": 1, "a": [1.5, null]}, "layers": 1}"#;
+    let ignore = ["lm_head", "model.layers.0.mlp.gate*"];
+    Model {
+        weights,
+        config: Some(Json::parse(config).expect("JSON")),
+        quantization: Quantization {
+            ignore: ignore.map(|text| Pattern::parse(text, Syntax::Glob)).into(),
+            ..Quantization::default()
+        },
+        ..Model::default()
+    }
+}
+
+/// Stacked experts, as gpt-oss has them.
+fn experts(format: Fp4Format) -> Model<'static> {
+    let random = &mut Random(11);
+    let name = "model.layers.0.mlp.experts.gate_up_proj";
+    let g = if format.row().tensor_scale { 0.125 } else { 1.0 };
+    let matrices: Vec<Packed> = (0..3).map(|_| random.packed(format, 16, 64, g)).collect();
+    let mut stacked = fp4(name, &matrices);
+    if let Value::Fp4(fp4) = &mut stacked.value {
+        fp4.transposed = true;
+    }
+    let bias = dense("model.layers.0.mlp.experts.gate_up_proj_bias", &[3, 16], random);
+    let router = dense("model.layers.0.mlp.router.weight", &[3, 64], random);
+    let config = Json::parse(br#"{"model_type": "gpt_oss"}"#).expect("JSON");
+    Model { weights: vec![router, stacked, bias], config: Some(config), ..Model::default() }
+}
+
+/// The models that each written dialect can hold.
+fn writable() -> Vec<(&'static str, Model<'static>)> {
+    let (nv, mx) = (Fp4Format::NvFp4, Fp4Format::MxFp4);
+    let odd = [0.001_234_5, 0.017];
+    vec![
+        ("modelopt", model(nv, odd, Some(0.03))),
+        ("modelopt", model(nv, odd, None)),
+        ("modelopt", model(mx, odd, None)),
+        ("modelopt", mixed()),
+        ("modelopt", experts(mx)),
+        ("modelopt", experts(nv)),
+        ("miles", model(nv, odd, Some(1.0))),
+        ("compressed-tensors", model(nv, odd, Some(0.03))),
+        ("compressed-tensors", model(nv, odd, None)),
+        ("compressed-tensors", model(mx, odd, None)),
+        ("compressed-tensors", mixed()),
+        ("gpt-oss", experts(mx)),
+        ("gguf", model(nv, odd, Some(0.03))),
+        ("gguf", model(mx, odd, None)),
+        ("gguf", experts(nv)),
+        ("mlx", model(nv, [1.0, 1.0], None)),
+        ("mlx", model(mx, odd, None)),
+    ]
+}
+
+/// NVFP4, MXFP4, and FP8 of every granularity side by side.
+fn mixed() -> Model<'static> {
+    let random = &mut Random(3);
+    let mut mixed = model(Fp4Format::NvFp4, [0.25, 0.011], None);
+    mixed.weights.push(fp4("a.up.weight", &[random.packed(Fp4Format::MxFp4, 8, 64, 1.0)]));
+    let shapes: [(&str, &[usize], Dtype); 4] = [
+        ("a.tensor.weight", &[], Dtype::F32),
+        ("a.row.weight", &[130, 1], Dtype::F32),
+        ("a.block.weight", &[2, 2], Dtype::F32),
+        ("a.mx.weight", &[130, 5], Dtype::U8),
+    ];
+    for (name, shape, dtype) in shapes {
+        let values: Vec<u8> = (0..130 * 160).map(|_| random.below(0x7F) as u8).collect();
+        let values = Tensor::new(name, Dtype::F8_E4M3, vec![130, 160], values).expect("a shape");
+        let count: usize = shape.iter().product();
+        let scales: Vec<u8> = match dtype {
+            Dtype::U8 => (0..count).map(|_| 120 + random.below(8) as u8).collect(),
+            _ => (0..count).flat_map(|at| (0.5 + at as f32).to_le_bytes()).collect(),
+        };
+        let scales = Tensor::new("scale", dtype, shape.to_vec(), scales).expect("a shape");
+        let fp8 = Fp8Weight::new(values, scales, [128, 128]).expect("FP8");
+        mixed.weights.push(Weight::new(name, 0, Value::Fp8(fp8)));
+    }
+    mixed
+}
+
+fn path_of(folder: &Path, dialect: &str) -> PathBuf {
+    folder.join(if dialect == "gguf" { "model.gguf" } else { dialect })
+}
+
+/// Codes, block scales and multipliers.
+type Parts = (Vec<u8>, Vec<u8>, Vec<f32>);
+
+fn fp4_weights(model: &Model<'_>) -> BTreeMap<String, Parts> {
+    let parts = |weight: &Weight<'_>| match &weight.value {
+        Value::Fp4(fp4) => Some((
+            weight.name.clone(),
+            (fp4.plain_codes().to_vec(), fp4.plain_scales().to_vec(), fp4.multipliers()),
+        )),
+        Value::Plain(_) | Value::Fp8(_) => None,
+    };
+    model.weights.iter().filter_map(parts).collect()
+}
+
+#[test]
+fn what_miles_wrote_is_written_again_byte_for_byte() {
+    let checkpoint = Checkpoint::open_as(golden(), "miles").expect("the golden files");
+    let model = checkpoint.model().expect("weights");
+    let quantized = fp4_weights(&model);
+    assert_eq!((model.weights.len(), quantized.len()), (63, 16));
+    let folder = folder("miles_moe");
+    let out = folder.join("out");
+    let report = model.write(&out, "miles", &WriteOptions::default()).expect("written");
+    assert_same_files(&golden(), &out);
+    assert_eq!((report.files, report.bytes), (2, 241_408));
+    assert_eq!((report.inverted, report.cast.blocks), (0, 0));
+
+    // It says that it is ModelOpt's, and is the same there.
+    let detected = Checkpoint::open(golden()).expect("the golden files");
+    assert_eq!(detected.dialect(), "modelopt");
+    let out = folder.join("modelopt");
+    detected
+        .model()
+        .expect("weights")
+        .write(&out, "modelopt", &WriteOptions::default())
+        .expect("written");
+    let (ours, theirs) = (bytes_of(&out), bytes_of(&golden()));
+    for name in ["model-00001.safetensors", "config.json", "hf_quant_config.json"] {
+        assert!(ours[name] == theirs[name], "{name}");
+    }
+}
+
+#[test]
+fn every_dialect_reads_what_it_writes_and_writes_it_again() {
+    let folder = folder("round");
+    for (at, (dialect, model)) in writable().into_iter().enumerate() {
+        let folder = folder.join(at.to_string());
+        fs::create_dir(&folder).expect("a folder");
+        let path = path_of(&folder, dialect);
+        model.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+        let checkpoint = match dialect {
+            "miles" => Checkpoint::open_as(&path, dialect),
+            _ => Checkpoint::open(&path),
+        };
+        let checkpoint = checkpoint.expect(dialect);
+        assert_eq!(checkpoint.dialect(), dialect);
+        let read = checkpoint.model().expect(dialect);
+        let (given, found) = (fp4_weights(&model), fp4_weights(&read));
+        for (name, (codes, scales, multipliers)) in &given {
+            assert!(&found[name].0 == codes && &found[name].1 == scales, "{dialect} {name}");
+            // A divisor is a reciprocal.
+            if dialect != "compressed-tensors" {
+                assert_eq!(&found[name].2, multipliers, "{dialect} {name}");
+            }
+        }
+        assert_eq!(read.weights.len(), model.weights.len());
+        let names = |model: &Model<'_>| {
+            let mut names: Vec<String> = model.weights.iter().map(|w| w.name.clone()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names(&read), names(&model), "{dialect}");
+        let again = folder.join(if dialect == "gguf" { "again.gguf" } else { "again" });
+        read.write(&again, dialect, &WriteOptions::default()).expect(dialect);
+        assert_same_files(&path, &again);
+    }
+}
+
+#[test]
+fn safetensors_files_are_those_of_the_library() {
+    let folder = folder("library");
+    let path = folder.join("out");
+    mixed().write(&path, "modelopt", &WriteOptions::default()).expect("written");
+    let bytes = fs::read(path.join("model.safetensors")).expect("a file");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a safetensors file");
+    let metadata = Some([("format".to_owned(), "pt".to_owned())].into());
+    assert!(safetensors::serialize(file.tensors(), metadata).expect("tensors") == bytes);
+}
+
+#[test]
+fn dialects_keep_codes_and_block_scales() {
+    let folder = folder("convert");
+    for (format, scales) in [
+        (Fp4Format::NvFp4, [0.001_234_5, 0.017]),
+        (Fp4Format::NvFp4, [1.0, 1.0]),
+        (Fp4Format::MxFp4, [1.0, 1.0]),
+    ] {
+        let source = model(format, scales, None);
+        let given = fp4_weights(&source);
+        let first = folder.join(format!("{format}-{}", scales[0]));
+        fs::create_dir(&first).expect("a folder");
+        let exact = scales == [1.0, 1.0];
+        let mut chain = vec!["modelopt", "compressed-tensors", "gguf", "compressed-tensors"];
+        chain.extend(exact.then_some("mlx"));
+        chain.push("modelopt");
+        let mut path = PathBuf::new();
+        for (step, dialect) in chain.into_iter().enumerate() {
+            let next = match dialect {
+                "gguf" => first.join(format!("{step}.gguf")),
+                _ => first.join(step.to_string()),
+            };
+            let report = if step == 0 {
+                source.write(&next, dialect, &WriteOptions::default())
+            } else {
+                let checkpoint = Checkpoint::open(&path).expect("the last step");
+                checkpoint.model().expect("weights").write(&next, dialect, &WriteOptions::default())
+            };
+            let report = report.expect(dialect);
+            let scaled = format == Fp4Format::NvFp4;
+            let inverts =
+                scaled && (dialect == "compressed-tensors" || (step > 0 && dialect == "gguf"));
+            if dialect != "modelopt" && dialect != "mlx" {
+                assert_eq!(report.inverted, if inverts { 2 } else { 0 }, "{dialect} at {step}");
+            }
+            assert_eq!(report.folded.changed_values, 0);
+            path = next;
+            let checkpoint = Checkpoint::open(&path).expect(dialect);
+            let found = fp4_weights(&checkpoint.model().expect(dialect));
+            for (name, (codes, scales, multipliers)) in &given {
+                assert!(&found[name].0 == codes, "{dialect} {name}");
+                assert!(&found[name].1 == scales, "{dialect} {name}");
+                let close = (found[name].2[0] / multipliers[0] - 1.0).abs() < 1e-6;
+                assert!(close, "{dialect} {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_scale_is_folded_exactly_or_only_if_that_is_allowed() {
+    let folder = folder("fold");
+    let odd = model(Fp4Format::NvFp4, [0.017, 1.0], None);
+    let refused = odd.write(folder.join("refused"), "mlx", &WriteOptions::default());
+    assert!(matches!(
+        &refused,
+        Err(CheckpointError::CannotHold { weight, .. }) if weight.ends_with("k_proj.weight")
+    ));
+    let options = WriteOptions { inexact: true, ..WriteOptions::default() };
+    let report = odd.write(folder.join("allowed"), "mlx", &options).expect("allowed");
+    assert!(report.folded.changed_values > 0);
+    assert!(report.folded.changed_blocks < report.folded.blocks);
+
+    // 448 / 2, 2^-6 x 2^-1: both are E4M3.
+    let mut packed = Random(1).packed(Fp4Format::NvFp4, 1, 32, 0.5);
+    packed.scales = vec![0x7E, 0x08];
+    let weight = Fp4Weight::stack("w", &[packed]).expect("valid");
+    let (folded, report) = fold("w", &weight).expect("valid");
+    assert_eq!((report.changed_values, &folded.plain_scales()[..]), (0, &[0x76, 0x04][..]));
+    assert_eq!(folded.dequantize(), weight.dequantize());
+}
+
+#[test]
+fn configs_keep_what_is_not_ours_and_translate_ignore_lists() {
+    let folder = folder("configs");
+    let path = folder.join("ct");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
+    source.weights.push(scalar("model.layers.0.self_attn.k_proj.k_scale", 0.75));
+    // It hits quantized modules, so that what else it hits is listed.
+    source.quantization.ignore.push(Pattern::parse("model.layers.0*", Syntax::Glob));
+    fs::write(folder.join("tokenizer.json"), "{}").expect("a file");
+    source.sidecars.push(folder.join("tokenizer.json"));
+    source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
+    let config = Json::parse(&fs::read(path.join("config.json")).expect("a config")).expect("JSON");
+    assert_eq!(config.at(&["odd_field", "a"]).expect("kept").to_string(), "[1.5,null]");
+    let keys: Vec<&str> =
+        config.as_object().expect("object").iter().map(|(k, _)| k.as_str()).collect();
+    assert_eq!(keys, ["model_type", "odd_field", "layers", "quantization_config"]);
+    let ignore = config.at(&["quantization_config", "ignore"]).expect("a list").to_string();
+    assert_eq!(
+        ignore,
+        r#"["lm_head","re:model\\.layers\\.0\\.mlp\\.gate.*","model.embed_tokens"]"#
+    );
+    assert_eq!(fs::read(path.join("tokenizer.json")).expect("a sidecar"), b"{}");
+
+    let checkpoint = Checkpoint::open(&path).expect("compressed-tensors");
+    assert!(checkpoint.container().get("model.layers.0.self_attn.k_scale").is_some());
+    let model = checkpoint.model().expect("weights");
+    let back = folder.join("modelopt");
+    let report = model.write(&back, "modelopt", &WriteOptions::default()).expect("written");
+    assert_eq!((report.inverted, report.inverted_inexactly), (2, 0));
+    let checkpoint = Checkpoint::open(&back).expect("modelopt");
+    assert!(checkpoint.container().get("model.layers.0.self_attn.k_proj.k_scale").is_some());
+    let input = checkpoint.container().get("model.layers.0.self_attn.k_proj.input_scale");
+    assert_eq!(input.expect("carried").to_f32().expect("f32"), [0.5]);
+    let config = checkpoint.container().quantization().expect("a config");
+    let ignore = config.get("ignore").expect("a list").to_string();
+    assert_eq!(ignore, r#"["lm_head","model.layers.0.mlp.gate*","model.embed_tokens"]"#);
+    assert_eq!(config.get("quant_algo").and_then(Json::as_str), Some("NVFP4"));
+}
+
+#[test]
+fn files_are_filled_up_to_a_size_and_published_whole() {
+    let folder = folder("shards");
+    let source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
+    let path = folder.join("out");
+    let options = WriteOptions { shards: Shards::Size(5000), ..WriteOptions::default() };
+    let report = source.write(&path, "modelopt", &options).expect("written");
+    assert_eq!(report.files, 3);
+    assert!(path.join("model-00003-of-00003.safetensors").is_file());
+    let checkpoint = Checkpoint::open(&path).expect("shards");
+    let read = checkpoint.model().expect("weights");
+    assert_eq!(fp4_weights(&read), fp4_weights(&source));
+    // The same again, from the shards, as they are and in one file.
+    read.write(folder.join("again"), "modelopt", &WriteOptions::default()).expect("written");
+    assert_same_files(&path, &folder.join("again"));
+    let one = WriteOptions { shards: Shards::Size(u64::MAX), ..WriteOptions::default() };
+    assert_eq!(read.write(folder.join("one"), "modelopt", &one).expect("written").files, 1);
+    assert!(!folder.join("one/model.safetensors.index.json").exists());
+
+    let exists = source.write(&path, "modelopt", &options);
+    assert!(matches!(exists, Err(CheckpointError::Exists { .. })));
+    // NaN is found while the file is written, and nothing is left behind.
+    let mut bad = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    if let Value::Fp4(fp4) = &mut bad.weights[3].value {
+        fp4.scales.to_mut()[0] = 0x7F;
+    }
+    let failed = bad.write(folder.join("bad.gguf"), "gguf", &WriteOptions::default());
+    assert!(matches!(failed, Err(CheckpointError::CannotHold { .. })));
+    let left: Vec<String> = bytes_of_names(&folder);
+    assert_eq!(left, ["again", "one", "out"]);
+}
+
+fn bytes_of_names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    let mut names: Vec<String> =
+        entries.map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_dialect_is_what_the_files_say() {
+    let folder = folder("detect");
+    let open = |name: &str| Checkpoint::open(folder.join(name)).map(|c| c.dialect());
+    let ct = folder.join("ct");
+    let source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.write(&ct, "compressed-tensors", &WriteOptions::default()).expect("written");
+    assert_eq!(open("ct").ok(), Some("compressed-tensors"));
+
+    fs::write(ct.join("hf_quant_config.json"), r#"{"quantization": {}}"#).expect("a file");
+    let error = Checkpoint::open(&ct).err().expect("two claims").to_string();
+    assert!(error.contains("modelopt (hf_quant_config.json)"), "{error}");
+    assert!(Checkpoint::open_as(&ct, "compressed-tensors").is_ok());
+    assert!(matches!(Checkpoint::open_as(&ct, "x"), Err(CheckpointError::UnknownDialect { .. })));
+    fs::remove_file(ct.join("hf_quant_config.json")).expect("removed");
+
+    // A file alone says nothing.
+    let alone = Checkpoint::open(ct.join("model.safetensors")).expect("a file");
+    assert!(matches!(alone.model(), Err(CheckpointError::NoDialect { .. })));
+    let config = |text: &str| fs::write(ct.join("config.json"), text).expect("a config");
+    for (text, word) in [
+        (r#"{"quantization_config": {"quant_method": "awq"}}"#, "awq"),
+        (r#"{"quantization_config": {"quant_method": "fp_quant"}}"#, "Hadamard"),
+        (
+            r#"{"quantization_config": {"quant_method": "compressed-tensors",
+               "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}}"#,
+            "hadamard",
+        ),
+        (
+            r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}"#,
+            "NVFP4_SVD",
+        ),
+        (r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4"}}"#, "INT4"),
+        ("{", "config.json"),
+    ] {
+        config(text);
+        let error = Checkpoint::open(&ct).and_then(|c| c.model().map(|_| ())).err();
+        let error = error.expect(text).to_string().to_lowercase();
+        assert!(error.contains(&word.to_lowercase()), "{text}: {error}");
+    }
+    let unwritten = source.write(folder.join("x"), "quark", &WriteOptions::default());
+    assert!(matches!(unwritten, Err(CheckpointError::ReadOnly { .. })));
+    assert_eq!(DIALECTS.iter().filter(|dialect| dialect.writer().is_some()).count(), 7);
+}
+
+/// A safetensors file of raw tensors.
+fn raw_file(
+    path: &Path,
+    metadata: &[(&str, &str)],
+    tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)],
+) {
+    let view = |(name, dtype, shape, bytes): &'_ (&str, Dtype, Vec<usize>, Vec<u8>)| {
+        let (dtype, shape) = (*dtype, shape.clone());
+        let bytes: &'static [u8] = bytes.clone().leak();
+        (
+            (*name).to_owned(),
+            safetensors::tensor::TensorView::new(dtype, shape, bytes).expect("a view"),
+        )
+    };
+    let metadata = metadata.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    let bytes = safetensors::serialize(tensors.iter().map(view), Some(metadata)).expect("a file");
+    fs::write(path, bytes).expect("written");
+}
+
+/// The file is of this dialect, and has these weights.
+fn check(dialect: &str, path: &Path, expected: &[(&str, &Packed)]) {
+    let checkpoint = Checkpoint::open(path).expect(dialect);
+    assert_eq!(checkpoint.dialect(), dialect);
+    let model = checkpoint.model().expect(dialect);
+    for (name, packed) in expected {
+        let weight = model.weights.iter().find(|w| w.name == *name).expect(name);
+        let Value::Fp4(fp4) = &weight.value else { panic!("{dialect} {name}") };
+        assert_eq!(&fp4.to_packed(), &[(*packed).clone()], "{dialect} {name}");
+    }
+    assert_eq!(model.weights.len(), expected.len(), "{dialect}");
+}
+
+#[test]
+fn dialects_that_are_only_read() {
+    let folder = folder("read");
+    let random = &mut Random(5);
+    let nv = random.packed(Fp4Format::NvFp4, 48, 160, 0.017);
+    let mx = random.packed(Fp4Format::MxFp4, 48, 160, 1.0);
+    let g = 0.017_f32.to_le_bytes().to_vec();
+    let tiles = |packed: &Packed| {
+        ScaleLayout::Tiled128x4.arrange(&packed.scales, 48, packed.blocks()).expect("scales")
+    };
+    let swapped: Vec<u8> = nv.codes.iter().map(|byte| byte.rotate_left(4)).collect();
+
+    let comfy = folder.join("comfy.safetensors");
+    let layers = r#"{"format_version": "1.0", "layers": {"x": {"format": "nvfp4"}}}"#;
+    raw_file(
+        &comfy,
+        &[("_quantization_metadata", layers)],
+        &[
+            ("x.weight", Dtype::U8, vec![48, 80], swapped),
+            ("x.weight_scale", Dtype::F8_E4M3, vec![128, 12], tiles(&nv)),
+            ("x.weight_scale_2", Dtype::F32, vec![], g.clone()),
+        ],
+    );
+    check("comfyui", &comfy, &[("x.weight", &nv)]);
+
+    let ao = folder.join("ao.safetensors");
+    let facts =
+        r#"{"_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": true}}"#;
+    let mx_facts = r#"{"_type": "MXTensor", "_data": {"is_swizzled_scales": false,
+        "elem_dtype": {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}}}"#;
+    let metadata = [
+        ("tensor_names", r#"["x.weight", "y.weight"]"#),
+        ("x.weight", facts),
+        ("y.weight", mx_facts),
+    ];
+    raw_file(
+        &ao,
+        &metadata,
+        &[
+            ("x._weight_qdata", Dtype::U8, vec![48, 80], nv.codes.clone()),
+            ("x._weight_scale", Dtype::F8_E4M3, vec![128, 12], tiles(&nv)),
+            ("x._weight_per_tensor_scale", Dtype::F32, vec![], g.clone()),
+            ("y._weight_qdata", Dtype::U8, vec![48, 80], mx.codes.clone()),
+            ("y._weight_scale", Dtype::F8_E8M0, vec![48, 5], mx.scales.clone()),
+        ],
+    );
+    check("torchao", &ao, &[("x.weight", &nv), ("y.weight", &mx)]);
+}
+
+#[test]
+fn dialects_that_are_only_read_with_a_config() {
+    let folder = folder("read-config");
+    let random = &mut Random(6);
+    let nv = random.packed(Fp4Format::NvFp4, 48, 160, 0.017);
+    let mx = random.packed(Fp4Format::MxFp4, 48, 160, 1.0);
+    let g = 0.017_f32.to_le_bytes().to_vec();
+    let named = |name: &str, config: &str| {
+        let path = folder.join(name);
+        fs::create_dir(&path).expect("a folder");
+        fs::write(path.join("config.json"), config).expect("a config");
+        path
+    };
+    let deepseek = r#"{"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "fp4"}"#;
+    let path = named("deepseek", deepseek);
+    raw_file(
+        &path.join("model.safetensors"),
+        &[],
+        &[
+            ("e.w1.weight", Dtype::I8, vec![48, 80], mx.codes.clone()),
+            ("e.w1.scale", Dtype::F8_E8M0, vec![48, 5], mx.scales.clone()),
+        ],
+    );
+    check("deepseek", &path, &[("e.w1.weight", &mx)]);
+
+    let path = named("quark", r#"{"quantization_config": {"quant_method": "quark"}}"#);
+    raw_file(
+        &path.join("model.safetensors"),
+        &[],
+        &[
+            ("x.weight", Dtype::U8, vec![48, 80], mx.codes.clone()),
+            ("x.weight_scale", Dtype::U8, vec![48, 5], mx.scales.clone()),
+            ("y.weight", Dtype::F4, vec![48, 160], nv.codes.clone()),
+            ("y.weight_scale", Dtype::F8_E4M3, vec![48, 10], nv.scales.clone()),
+            ("y.weight_scale_2", Dtype::F32, vec![1], g),
+        ],
+    );
+    check("quark", &path, &[("x.weight", &mx), ("y.weight", &nv)]);
+}
+
+#[test]
+fn records_of_ggml_hold_the_codes_in_halves() {
+    let folder = folder("records");
+    let path = folder.join("x.gguf");
+    // Elements 0..16 of every block are the codes 0..16: byte j holds j and j + 8.
+    let codes: Vec<u8> = (0..32).map(|at| (2 * at % 16) | (2 * at % 16 + 1) << 4).collect();
+    let scales = vec![1, 2, 3, 4];
+    let (format, tensor_scale) = (Fp4Format::NvFp4, Scale::One(0.5));
+    let packed = Packed { format, block_size: 16, rows: 1, cols: 64, codes, scales, tensor_scale };
+    let weights = vec![fp4("x.weight", std::slice::from_ref(&packed))];
+    let model = Model { weights, ..Model::default() };
+    model.write(&path, "gguf", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("gguf");
+    let record = checkpoint.container().get("x.weight").expect("a tensor").bytes.into_owned();
+    assert_eq!(record[..4], [1, 2, 3, 4]);
+    assert_eq!(record[4..12], [0x80, 0x91, 0xA2, 0xB3, 0xC4, 0xD5, 0xE6, 0xF7]);
+    let read = checkpoint.model().expect("weights");
+    let Value::Fp4(fp4) = &read.weights[0].value else { panic!("FP4") };
+    assert_eq!(fp4.storage, Storage::Records);
+    assert_eq!(fp4.to_packed(), [packed]);
+}
+
+#[test]
+fn casts_are_exact_or_counted() {
+    let random = &mut Random(9);
+    let packed = random.packed(Fp4Format::MxFp4, 16, 128, 1.0);
+    let weight = Fp4Weight::stack("w", std::slice::from_ref(&packed)).expect("valid");
+    let (nv, report) = cast("w", &weight, Fp4Format::NvFp4).expect("a cast");
+    assert_eq!((report.blocks, report.changed_values), (128, 0));
+    assert_eq!(nv.dequantize(), weight.dequantize());
+    assert_eq!(nv.plain_codes(), weight.plain_codes());
+    // ModelOpt's rule: the largest block scale is 2^8.
+    let top = packed.scales.iter().max().expect("scales");
+    assert_eq!(nv.multipliers(), [(2.0_f32).powi(i32::from(*top) - 127 - 8)]);
+    assert_eq!(nv.plain_scales().iter().max(), Some(&0x78));
+
+    let (back, report) = cast("w", &nv, Fp4Format::MxFp4).expect("a cast");
+    assert_eq!(report.changed_values, 0);
+    assert_eq!(back.dequantize(), weight.dequantize());
+
+    // 2^18 apart: E4M3 does not reach the small block, whose values are lost and counted.
+    let mut far = packed.clone();
+    far.codes.fill(0x22);
+    far.scales.fill(127);
+    far.scales[0] = 127 - 18;
+    let weight = Fp4Weight::stack("w", &[far]).expect("valid");
+    let (nv, report) = cast("w", &weight, Fp4Format::NvFp4).expect("a cast");
+    assert_eq!((report.changed_blocks, report.changed_values), (0, 0));
+    assert_eq!(nv.plain_codes()[..16], [0x11; 16], "1 x 2^-18 is 0.5 x 2^-17");
+    assert_eq!(nv.dequantize(), weight.dequantize());
+
+    // Scales that are no powers of two have no exact counterpart; the nearest is no worse than
+    // the rule of OCP (the power of two below the largest value, over 4).
+    let packed = random.packed(Fp4Format::NvFp4, 16, 128, 0.017);
+    let weight = Fp4Weight::stack("w", &[packed]).expect("valid");
+    let (mx, report) = cast("w", &weight, Fp4Format::MxFp4).expect("a cast");
+    assert!(report.changed_values > 0);
+    let (values, cast_values) = (weight.dequantize(), mx.dequantize());
+    for (values, found) in values.chunks(32).zip(cast_values.chunks(32)) {
+        let amax = values.iter().fold(0.0_f32, |amax, value| amax.max(value.abs()));
+        if amax == 0.0 {
+            continue;
+        }
+        let scale = 2.0_f32.powi(amax.log2().floor() as i32 - 2);
+        let ocp = values.iter().map(|value| E2M1.decode(E2M1.encode(value / scale)) * scale);
+        let error = |found: f32, value: &f32| f64::from(found - value).powi(2);
+        let theirs: f64 = ocp.zip(values).map(|(found, value)| error(found, value)).sum();
+        let ours: f64 = found.iter().zip(values).map(|(found, value)| error(*found, value)).sum();
+        assert!(ours <= theirs * 1.000_001);
+    }
+    let nan = Packed {
+        scales: vec![E8M0.max_code() + 1; 64],
+        ..random.packed(Fp4Format::MxFp4, 16, 128, 1.0)
+    };
+    let mut weight =
+        Fp4Weight::stack("w", &[random.packed(Fp4Format::MxFp4, 16, 128, 1.0)]).expect("valid");
+    weight.scales = nan.scales.into();
+    assert!(cast("w", &weight, Fp4Format::NvFp4).is_err());
+}
+
+#[test]
+fn fp8_is_decoded_by_its_granularity() {
+    let fp8 = |scales: &[f32], shape: &[usize]| {
+        // 0x38 is 1 in E4M3.
+        let values = Tensor::new("x", Dtype::F8_E4M3, vec![3, 4], vec![0x38; 12]).expect("values");
+        let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let scales = Tensor::new("s", Dtype::F32, shape.to_vec(), bytes).expect("scales");
+        Fp8Weight::new(values, scales, [2, 2]).expect("FP8")
+    };
+    assert_eq!(fp8(&[2.0], &[]).to_f32().expect("f32"), [2.0; 12]);
+    let rows = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0];
+    assert_eq!(fp8(&[1.0, 2.0, 3.0], &[3, 1]).to_f32().expect("f32"), rows);
+    let blocks = [1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0];
+    let block = fp8(&[1.0, 2.0, 3.0, 4.0], &[2, 2]);
+    assert_eq!(block.granularity, Granularity::Block { rows: 2, cols: 2 });
+    assert_eq!(block.to_f32().expect("f32"), blocks);
+    assert_eq!(block.decode(Dtype::BF16).expect("bf16").to_f32().expect("f32"), blocks);
+
+    let folder = folder("fp8");
+    let options = WriteOptions { decode_fp8: Some(Dtype::BF16), ..WriteOptions::default() };
+    let report = mixed().write(folder.join("out.gguf"), "gguf", &options).expect("decoded");
+    assert_eq!(report.decoded, 4);
+    let both = WriteOptions { decode_fp4: Some(Dtype::F32), ..options };
+    mixed().write(folder.join("out"), "plain", &both).expect("decoded");
+    assert_eq!(Checkpoint::open(folder.join("out")).expect("plain").dialect(), "plain");
+}
+
+/// Flips, copies, cuts and overwrites bytes, more often near the front, where headers are.
+fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..=random.below(4) {
+        if bytes.is_empty() {
+            return;
+        }
+        let reach = [16, 64, 512, 4096, bytes.len()][random.below(5)].min(bytes.len());
+        let at = random.below(reach);
+        match random.below(8) {
+            0 => bytes[at] ^= 1 << random.below(8),
+            1 => bytes[at] = random.next() as u8,
+            2 => bytes.truncate(at),
+            3 => {
+                bytes.remove(at);
+            }
+            4 => bytes.insert(at, random.next() as u8),
+            5 => {
+                let digit = bytes[at..].iter().position(u8::is_ascii_digit);
+                if let Some(digit) = digit {
+                    bytes[at + digit] = b'0' + random.below(10) as u8;
+                }
+            }
+            6 => {
+                let end = (at + 8).min(bytes.len());
+                let number = [u64::MAX, 1 << 63, 1 << 32, 0, random.next()][random.below(5)];
+                bytes[at..end].copy_from_slice(&number.to_le_bytes()[..end - at]);
+            }
+            _ => {
+                let from = random.below(bytes.len());
+                let length = random.below(40).min(bytes.len() - from.max(at));
+                bytes.copy_within(from..from + length, at);
+            }
+        }
+    }
+}
+
+/// Reads all there is, as a caller would.
+fn read_everything(path: &Path, dialect: &str) -> Result<usize, CheckpointError> {
+    let checkpoint = match dialect {
+        "" => Checkpoint::open(path)?,
+        named => Checkpoint::open_as(path, named)?,
+    };
+    let model = checkpoint.model()?;
+    let mut bytes = 0;
+    for weight in &model.weights {
+        if let Value::Fp4(fp4) = &weight.value {
+            bytes += fp4.plain_codes().len();
+            bytes += fp4.plain_scales().len() + fp4.multipliers().len();
+        }
+    }
+    for pattern in &model.quantization.ignore {
+        pattern.matcher()?;
+    }
+    Ok(bytes)
+}
+
+#[test]
+fn mutated_files_are_errors_and_nothing_worse() {
+    let mutations: usize = std::env::var("BURN_FP4_MUTATIONS")
+        .ok()
+        .and_then(|count| count.parse().ok())
+        .unwrap_or(300);
+    let folder = folder("mutations");
+    let mut sources: Vec<(String, PathBuf)> = vec![(String::new(), golden())];
+    for (at, (dialect, model)) in writable().into_iter().enumerate() {
+        let path = folder.join(format!("{at}{}", if dialect == "gguf" { ".gguf" } else { "" }));
+        let options = WriteOptions { shards: Shards::Size(6000), ..WriteOptions::default() };
+        model.write(&path, dialect, &options).expect(dialect);
+        sources.push((String::new(), path));
+    }
+    // Read-only dialects see the same files under their own rules.
+    let first = sources[1].1.clone();
+    sources.extend(["quark", "torchao", "comfyui"].map(|name| (name.to_owned(), first.clone())));
+    let mut accepted = 0;
+    for (source, (dialect, path)) in sources.iter().enumerate() {
+        let random = &mut Random(source as u64);
+        let files = bytes_of(path);
+        let names: Vec<&String> = files.keys().collect();
+        let copy = folder.join(if path.is_file() { "mutant.gguf" } else { "mutant" });
+        if !path.is_file() {
+            let _ = fs::remove_dir_all(&copy);
+            fs::create_dir(&copy).expect("a folder");
+        }
+        let place = |name: &str| if path.is_file() { copy.clone() } else { copy.join(name) };
+        files.iter().for_each(|(name, bytes)| fs::write(place(name), bytes).expect("written"));
+        for round in 0..mutations {
+            let name = names[random.below(names.len())];
+            let mut bytes = files[name].clone();
+            mutate(&mut bytes, random);
+            fs::write(place(name), &bytes).expect("written");
+            let total: usize = files.values().map(Vec::len).sum::<usize>() + bytes.len();
+            let run =
+                || std::panic::catch_unwind(AssertUnwindSafe(|| read_everything(&copy, dialect)));
+            let (result, peak) = peak(run);
+            let what = format!("{path:?} as `{dialect}`, round {round}, {name}");
+            let result = result.unwrap_or_else(|_| panic!("{what} panicked"));
+            assert!(peak as usize <= total + (16 << 20), "{what} allocated {peak} bytes");
+            accepted += usize::from(result.is_ok());
+            if let Err(CheckpointError::Tensor { tensor, problem, .. }) = &result {
+                let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
+                assert!(text.contains(tensor.as_str()), "{what}: {problem:?}");
+            }
+            fs::write(place(name), &files[name]).expect("written");
+        }
+    }
+    println!("{accepted} of {} mutants are valid checkpoints", mutations * sources.len());
+}
+
+#[test]
+fn broken_headers_name_the_tensor() {
+    let folder = folder("broken");
+    let path = folder.join("x.safetensors");
+    let write = |header: &str, data: usize| {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        fs::write(&path, bytes).expect("written");
+        match Checkpoint::open(&path) {
+            Err(CheckpointError::Tensor { tensor, problem, .. }) => {
+                assert_eq!(tensor, "x");
+                Ok(problem)
+            }
+            Err(other) => Err(other.to_string()),
+            Ok(_) => Err("read".to_owned()),
+        }
+    };
+    let entry = |dtype: &str, shape: &str, begin: u64, end: u64| {
+        format!(r#"{{"x":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{begin},{end}]}}}}"#)
+    };
+    assert_eq!(write(&entry("F32", "[2]", 0, 8), 8), Err("read".to_owned()));
+    assert!(matches!(write(&entry("F3", "[2]", 0, 8), 8), Ok(TensorProblem::UnknownDtype { .. })));
+    assert!(matches!(write(&entry("F32", "[3]", 0, 8), 8), Ok(TensorProblem::Bytes { .. })));
+    assert!(matches!(write(&entry("F32", "[2]", 0, 8), 4), Ok(TensorProblem::Offsets { .. })));
+    assert!(matches!(write(&entry("F32", "[2]", 8, 0), 8), Ok(TensorProblem::Offsets { .. })));
+    assert!(matches!(write(&entry("F32", "[1]", 4, 8), 8), Ok(TensorProblem::Offsets { .. })));
+    assert!(matches!(write(&entry("F4", "[3]", 0, 2), 2), Ok(TensorProblem::Size { .. })));
+    let huge = "[4294967296,4294967296,0]";
+    assert!(matches!(write(&entry("F32", huge, 0, 0), 0), Ok(TensorProblem::Size { .. })));
+    let twice = entry("U8", "[1]", 0, 1);
+    let twice = format!(
+        "{},{}",
+        twice.trim_end_matches('}').to_owned() + "}",
+        &entry("U8", "[1]", 1, 2)[1..]
+    );
+    assert!(matches!(write(&twice, 2), Ok(TensorProblem::Duplicate)));
+    let text = write(r#"{"x":{"dtype":"U8","shape":[1]}}"#, 1).expect_err("a missing field");
+    assert!(text.contains("tensor `x`") && text.contains("data_offsets"), "{text}");
+    assert!(write(&entry("U8", "[1]", 0, 1), 2).expect_err("unused bytes").contains("cover"));
+    fs::write(&path, u64::MAX.to_le_bytes()).expect("written");
+    assert!(matches!(Checkpoint::open(&path), Err(CheckpointError::Header { .. })));
+
+    // An index that leads out of its folder.
+    fs::create_dir(folder.join("index")).expect("a folder");
+    let index = r#"{"weight_map": {"x": "../x.safetensors"}}"#;
+    fs::write(folder.join("index/model.safetensors.index.json"), index).expect("written");
+    let out = Checkpoint::open(folder.join("index"));
+    assert!(matches!(out, Err(CheckpointError::Field { .. })));
+}
+
+/// A header of a shard, and a hole where the data would be.
+fn sparse_shard(path: &Path, shard: usize, layers: usize, rows: usize, cols: usize) -> Vec<String> {
+    let mut fields = Vec::new();
+    let mut offset = 0;
+    let mut names = Vec::new();
+    let mut add = |name: String, dtype: &str, shape: String, bytes: usize| {
+        let end = offset + bytes;
+        fields.push(format!(
+            r#""{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{offset},{end}]}}"#
+        ));
+        offset = end;
+        names.push(name);
+    };
+    for layer in 0..layers {
+        let module = format!("model.layers.{shard}.mlp.experts.{layer}.up_proj");
+        add(format!("{module}.weight_scale_2"), "F32", "[]".into(), 4);
+        add(format!("{module}.input_scale"), "F32", "[]".into(), 4);
+        add(
+            format!("{module}.weight_scale"),
+            "F8_E4M3",
+            format!("[{rows},{}]", cols / 16),
+            rows * cols / 16,
+        );
+        add(format!("{module}.weight"), "U8", format!("[{rows},{}]", cols / 2), rows * cols / 2);
+    }
+    let header = format!("{{{}}}", fields.join(","));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    fs::write(path, &bytes).expect("written");
+    let file = fs::OpenOptions::new().write(true).open(path).expect("a file");
+    file.set_len((bytes.len() + offset) as u64).expect("a sparse file");
+    names
+}
+
+#[test]
+fn twenty_gigabytes_open_in_half_a_second() {
+    const SHARDS: usize = 5;
+    const LAYERS: usize = 3600;
+    let folder = folder("sparse");
+    let mut weight_map = Vec::new();
+    for shard in 0..SHARDS {
+        let name = format!("model-{shard:05}.safetensors");
+        let names = sparse_shard(&folder.join(&name), shard, LAYERS, 1024, 2048);
+        weight_map.extend(names.into_iter().map(|tensor| (tensor, Json::String(name.clone()))));
+    }
+    let index = Json::object([("weight_map", Json::Object(weight_map))]);
+    fs::write(folder.join("model.safetensors.index.json"), index.pretty()).expect("written");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(folder.join("config.json"), config).expect("written");
+    let start = Instant::now();
+    let checkpoint = Checkpoint::open(&folder).expect("shards");
+    let model = checkpoint.model().expect("weights");
+    let seconds = start.elapsed().as_secs_f64();
+    assert_eq!(model.weights.len(), SHARDS * LAYERS);
+    let bytes: u64 = (0..SHARDS)
+        .map(|shard| {
+            fs::metadata(folder.join(format!("model-{shard:05}.safetensors")))
+                .expect("a file")
+                .len()
+        })
+        .sum();
+    println!("{} weights of {:.1} GB in {seconds:.3} s", model.weights.len(), bytes as f64 / 1e9);
+    assert!(bytes > 20_000_000_000);
+    // Four times the limit, for machines that do other things at the same time.
+    assert!(seconds < 2.0, "{seconds} s");
+    fs::remove_dir_all(&folder).expect("removed");
+}
+
+/// Reads what other projects wrote, and writes it in every dialect that can hold it, for
+/// `tests/interop/compare.py`.
+#[test]
+#[ignore = "run by tests/interop/run.sh, which installs the other projects"]
+fn interop() {
+    let root = PathBuf::from(std::env::var_os("FP4_INTEROP").expect("the folder of run.sh"));
+    let decode = WriteOptions {
+        decode_fp4: Some(Dtype::F32),
+        decode_fp8: Some(Dtype::F32),
+        ..WriteOptions::default()
+    };
+    fs::create_dir_all(root.join("read")).expect("a folder");
+    for case in bytes_of_names(&root.join("theirs")) {
+        if case.ends_with(".values") {
+            continue;
+        }
+        let theirs = root.join("theirs").join(&case);
+        let file = theirs.join("model.gguf");
+        let checkpoint = Checkpoint::open(if file.is_file() { &file } else { &theirs });
+        let checkpoint = checkpoint.expect(&case);
+        let model = checkpoint.model().expect(&case);
+        model.write(root.join("read").join(&case), "plain", &decode).expect(&case);
+        let ours = root.join("ours").join(&case);
+        fs::create_dir_all(&ours).expect("a folder");
+        for dialect in ["modelopt", "compressed-tensors", "gpt-oss", "gguf", "mlx"] {
+            let path = ours.join(if dialect == "gguf" { "gguf.gguf" } else { dialect });
+            let options = WriteOptions { inexact: true, ..WriteOptions::default() };
+            match model.write(&path, dialect, &options) {
+                Ok(report) => println!("{case} -> {dialect}: {report:?}"),
+                Err(CheckpointError::CannotHold { weight, what, .. }) => {
+                    println!("{case} -> {dialect}: no place for {what} (`{weight}`)");
+                    continue;
+                }
+                Err(other) => panic!("{case} -> {dialect}: {other}"),
+            }
+            let written = Checkpoint::open(&path).expect(dialect);
+            assert_eq!(written.dialect(), dialect);
+            let read = ours.join(format!("{dialect}.read"));
+            written.model().expect(dialect).write(read, "plain", &decode).expect(dialect);
+        }
+    }
+}
+
+#[test]
+fn what_multiplies_the_input_is_carried_or_refused() {
+    let folder = folder("awq");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
+    for weight in source.weights.iter_mut().filter(|weight| weight.is_quantized()) {
+        let scale = Tensor::new("s", Dtype::BF16, vec![128], vec![0x3F; 256]).expect("a shape");
+        weight.pre_quant_scale = Some(scale);
+    }
+    let path = folder.join("modelopt");
+    source.write(&path, "modelopt", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("modelopt");
+    let algorithm = checkpoint.container().quantization().and_then(|c| c.get("quant_algo"));
+    assert_eq!(algorithm.and_then(Json::as_str), Some("NVFP4_AWQ"));
+    let read = checkpoint.model().expect("weights");
+    assert_eq!(read.weights.iter().filter(|weight| weight.pre_quant_scale.is_some()).count(), 2);
+    for dialect in ["compressed-tensors", "gguf", "mlx", "miles"] {
+        let refused = read.write(folder.join("refused"), dialect, &WriteOptions::default());
+        assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
+    }
+}

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Our checkpoints, read by others, and theirs by us: run it after a dialect changed.
+#
+#   tests/interop/run.sh [folder]      default: ${XDG_CACHE_HOME:-~/.cache}/burn-fp4-interop
+#
+# The folder gets a virtual environment with the packages of requirements.txt (4 GB, most of it
+# torch) and the files. CARGO_ARGS chooses the package whose test target `checkpoints` is run.
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+work="${1:-${XDG_CACHE_HOME:-$HOME/.cache}/burn-fp4-interop}"
+mkdir -p "$work"
+work="$(cd "$work" && pwd)"
+if [ ! -x "$work/venv/bin/python" ]; then
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/pip" install --quiet --requirement "$here/requirements.txt"
+fi
+rm -rf "$work/theirs" "$work/read" "$work/ours"
+export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
+"$work/venv/bin/python" "$here/theirs.py" "$work"
+cd "$here/../.."
+# shellcheck disable=SC2086
+FP4_INTEROP="$work" cargo test ${CARGO_ARGS:---package tests} --locked --test checkpoints -- \
+    --ignored --exact interop --nocapture
+"$work/venv/bin/python" "$here/compare.py" "$work"

@@ -12,8 +12,9 @@ use tests::house::tokens::{mask, tokens, without_tests};
 use tests::house::{Breach, File, assert_kept, files, root};
 
 /// The crates, each allowed to depend on those before it.
-const RANKS: [&str; 7] = [
+const RANKS: [&str; 8] = [
     "burn-fp4-formats",
+    "burn-fp4-checkpoints",
     "burn-fp4-search",
     "burn-fp4-cubecl",
     "burn-fp4-ops",

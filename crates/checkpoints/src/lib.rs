@@ -1,4 +1,4 @@
-//! Checkpoints of the world: read, converted and written.
+//! FP4 checkpoints of other projects: read, converted and written.
 //!
 //! ```text
 //! file or folder --container--> tensors --dialect--> weights --dialect--> tensors --> new files

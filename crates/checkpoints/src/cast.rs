@@ -112,7 +112,7 @@ fn values(
     let row = weight.format.row();
     let value = |at: usize| {
         let scale = row.block_scale.decode(scales[at / weight.block_size]);
-        f64::from(row.element.decode(code(codes, at))) * f64::from(scale) * g
+        f64::from(E2M1.decode(code(codes, at))) * f64::from(scale) * g
     };
     run.map(value).collect()
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use burn_fp4_formats::{self as formats, Fp4Format, Packed};
+use burn_fp4_formats::{self as formats, E2M1, Fp4Format, Packed};
 
 use crate::dtype::Dtype;
 use crate::error::{CheckpointError, TensorProblem};
@@ -264,7 +264,7 @@ impl Fp4Weight<'_> {
         let stated = stated.map(|stated| spread(stated, self.stacked()));
         let value = |at: usize| {
             let code = codes[at / 2] >> (4 * (at % 2)) & 0xF;
-            let element = row.element.decode(code);
+            let element = E2M1.decode(code);
             let scale = row.block_scale.decode(scales[at / self.block_size]);
             let number = stated.as_ref().map(|stated| stated[at / matrix]);
             match (&self.tensor_scale, number) {

@@ -40,11 +40,11 @@
 //! | `weight.rs` | [`Weight`], [`Model`]: what tensors are put together to |
 //! | `fp4.rs` | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: in which order bytes lie |
 //! | `fp8.rs` | [`Fp8Weight`], and its values |
-//! | `dialect/` | one file a dialect, and [`DIALECTS`] |
+//! | `dialect/` | [`Dialect`], one file for each, and [`DIALECTS`] |
 //! | `patterns.rs` | [`Pattern`]: lists of modules in everyone's syntax |
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
 //! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
-//! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing |
+//! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
 

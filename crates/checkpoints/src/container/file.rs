@@ -6,8 +6,10 @@ use std::path::Path;
 
 use memmap2::Mmap;
 
-use super::MAX_TEXT;
 use crate::error::CheckpointError;
+
+/// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
+pub(super) const MAX_TEXT: u64 = 100_000_000;
 
 /// A file in memory. The pages are read when they are touched.
 #[derive(Debug)]

@@ -5,7 +5,8 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::{Entry, Mapped};
+use super::entry::Entry;
+use super::file::Mapped;
 use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 

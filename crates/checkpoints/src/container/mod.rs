@@ -3,6 +3,7 @@
 //! Nothing here reads a tensor's bytes, and what is allocated is bounded by the headers, whose
 //! lengths are checked first: opening takes as long as reading the headers does.
 
+mod entry;
 mod file;
 pub(crate) mod gguf;
 pub(crate) mod safetensors;
@@ -10,31 +11,15 @@ pub(crate) mod safetensors;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use self::entry::Entry;
+use self::file::{Mapped, read_text};
 use self::safetensors::{INDEX, SINGLE};
-use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::Json;
 use crate::tensor::Tensor;
-pub(crate) use file::Mapped;
-use file::read_text;
-
-/// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
-const MAX_TEXT: u64 = 100_000_000;
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
-
-/// One tensor of a file: where its bytes are.
-#[derive(Debug, Clone)]
-pub(crate) struct Entry {
-    pub(crate) name: String,
-    pub(crate) dtype: DataType,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) file: usize,
-    /// Offsets in the file, checked to lie in it.
-    pub(crate) begin: usize,
-    pub(crate) end: usize,
-}
 
 /// What a file says about itself.
 #[derive(Debug)]

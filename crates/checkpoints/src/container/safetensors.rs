@@ -10,8 +10,8 @@ use std::path::Path;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use super::file::read_text;
-use super::{Entry, MAX_TEXT, Mapped};
+use super::entry::Entry;
+use super::file::{MAX_TEXT, Mapped, read_text};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::Json;

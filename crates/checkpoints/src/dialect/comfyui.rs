@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
-use super::{Dialect, Write};
+use super::traits::{Dialect, Write};
 use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Numbers, Order, TensorScale};

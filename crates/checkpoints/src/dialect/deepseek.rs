@@ -12,7 +12,7 @@
 //! Sources: `inference/convert.py` and `inference/model.py` of deepseek-ai's releases.
 
 use super::parts::{self, Parts, Reader};
-use super::{Dialect, Write, quant_method};
+use super::traits::{Dialect, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;

@@ -3,7 +3,7 @@
 //!
 //! Source: `integrations/fp_quant.py` of transformers; IST-DASLab/FP-Quant.
 
-use super::{Dialect, Write, quant_method};
+use super::traits::{Dialect, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::weight::{Quantization, Weight};

@@ -15,7 +15,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Reader};
-use super::{Dialect, Frame, Write};
+use super::traits::{Dialect, Frame, Write};
 use crate::container::gguf::Metadata as Pairs;
 use crate::container::{Container, Metadata};
 use crate::dtype::{DataType, Dtype, GGML_MXFP4, GGML_NVFP4};

@@ -12,7 +12,8 @@ use std::collections::BTreeSet;
 
 use burn_fp4_formats::Fp4Format;
 
-use super::{Dialect, Frame, Write, modelopt, scheme, total_size, weight_map};
+use super::traits::{Dialect, Frame, Write, total_size, weight_map};
+use super::{modelopt, scheme};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::error::CheckpointError;
 use crate::fp4::{Numbers, TensorScale};

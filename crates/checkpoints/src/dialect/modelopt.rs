@@ -19,7 +19,7 @@ use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
 use super::scheme::{self, Scheme};
-use super::{Dialect, Frame, Write, quant_method};
+use super::traits::{Dialect, Frame, Write, quant_method};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;

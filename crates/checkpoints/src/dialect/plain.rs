@@ -1,13 +1,23 @@
 //! Checkpoints without quantization: every tensor is a weight.
 
-use super::{Dialect, Frame, Write};
+use super::parts;
+use super::scheme::torch_metadata;
+use super::traits::{Dialect, Frame, Write};
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Value, Weight};
 
 /// No quantization; also what a checkpoint is that says nothing about one.
-pub(super) struct Plain;
+pub(super) struct Plain {
+    /// The names of the dialects, one of which a quantized checkpoint has to be read in.
+    pub(super) dialects: fn() -> Vec<&'static str>,
+}
+
+/// How it is written.
+struct Writer;
+
+const NAME: &str = "plain";
 
 /// Ends of names that only some dialect can explain.
 const QUANTIZED: [&str; 8] = [
@@ -23,7 +33,7 @@ const QUANTIZED: [&str; 8] = [
 
 impl Dialect for Plain {
     fn name(&self) -> &'static str {
-        "plain"
+        NAME
     }
 
     fn evidence(&self, _: &Container) -> Option<&'static str> {
@@ -39,25 +49,25 @@ impl Dialect for Plain {
             return Err(CheckpointError::NoDialect {
                 path: container.root().to_owned(),
                 tensor: tensor.name.into_owned(),
-                dialects: super::DIALECTS.iter().map(|dialect| dialect.name()).collect(),
+                dialects: (self.dialects)(),
             });
         }
-        let weights = super::parts::read(container, &[], |_, _| Ok(None))?;
+        let weights = parts::read(container, &[], |_, _| Ok(None))?;
         Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {
-        Some(&Self)
+        Some(&Writer)
     }
 }
 
-impl Write for Plain {
+impl Write for Writer {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         match &weight.value {
             Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
             Value::Fp8(_) | Value::Fp4(_) => {
                 let what = "quantized weights; decode them";
-                let (dialect, weight) = (self.name(), weight.name.clone());
+                let (dialect, weight) = (NAME, weight.name.clone());
                 Err(CheckpointError::CannotHold { dialect, weight, what })
             }
         }
@@ -70,6 +80,6 @@ impl Write for Plain {
             config.remove("quantization");
             configs.push((CONFIG, config));
         }
-        Ok(Frame::Folder { metadata: super::scheme::torch_metadata(), configs })
+        Ok(Frame::Folder { metadata: torch_metadata(), configs })
     }
 }

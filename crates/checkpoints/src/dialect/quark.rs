@@ -10,7 +10,7 @@
 //! Sources: `quantization/quark/schemes/quark_ocp_mx.py` of vLLM, Quark's `export` documentation.
 
 use super::parts::{self, Parts, Reader};
-use super::{Dialect, Write, quant_method};
+use super::traits::{Dialect, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;

@@ -14,7 +14,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
-use super::{Dialect, Write, quant_method};
+use super::traits::{Dialect, Write, quant_method};
 use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};

@@ -3,7 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use super::{Shards, Target, WriteReport};
+use super::options::Shards;
+use super::report::WriteReport;
+use super::target::Target;
 use crate::container::{gguf, safetensors};
 use crate::dialect::Frame;
 use crate::dtype::DataType;

@@ -6,7 +6,8 @@ use std::io::{Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::plan::{Plan, PlannedFile};
-use super::{Target, WriteReport};
+use super::report::WriteReport;
+use super::target::Target;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::tensor::{Data, NewTensor};
 use crate::weight::Model;

@@ -1,0 +1,104 @@
+//! What every dialect answers: how it is recognized, how it is read, and how it is written.
+
+use crate::container::{Container, gguf::Metadata};
+use crate::error::CheckpointError;
+use crate::json::Json;
+use crate::tensor::NewTensor;
+use crate::weight::{Model, Quantization, Weight};
+
+/// How a producer lays out FP4 checkpoints.
+pub trait Dialect: Sync {
+    /// Its name in errors and on command lines.
+    fn name(&self) -> &'static str;
+
+    /// What in the configs or the metadata says that a checkpoint is of this dialect.
+    fn evidence(&self, container: &Container) -> Option<&'static str>;
+
+    /// Puts the tensors together into weights. No tensor is left out.
+    ///
+    /// # Errors
+    /// Tensors that are missing or do not fit each other, and what is refused by name.
+    fn read<'a>(
+        &self,
+        container: &'a Container,
+    ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError>;
+
+    /// The other direction, if there is one.
+    fn writer(&self) -> Option<&'static dyn Write>;
+}
+
+/// How a dialect is written.
+pub trait Write: Sync {
+    /// The tensors of a weight, in the order of the index.
+    ///
+    /// # Errors
+    /// [`CheckpointError::CannotHold`] if the dialect has no place for it.
+    fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError>;
+
+    /// Which scales it has a place for.
+    fn holds(&self) -> Holds {
+        Holds { tensor_scale: Stated::Multiplier, input_scale: true }
+    }
+
+    /// The files and metadata around the tensors.
+    ///
+    /// # Errors
+    /// [`CheckpointError::CannotHold`] if the dialect has no words for it, or a pattern that
+    /// cannot be matched.
+    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError>;
+
+    /// The text of the index, of the shard of every tensor and the bytes of all of them.
+    fn index(&self, mut shards: Vec<(String, String)>, total: u64) -> Json {
+        // As `save_pretrained` of transformers: sorted.
+        shards.sort();
+        Json::object([("metadata", total_size(total)), ("weight_map", weight_map(shards))])
+    }
+}
+
+/// Which scales a dialect has a place for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Holds {
+    /// How it states the tensor scale.
+    pub tensor_scale: Stated,
+    /// Whether it has the scale of a layer's input. Where not, it is left out, and counted.
+    pub input_scale: bool,
+}
+
+/// How a dialect states a tensor scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stated {
+    /// As what multiplies.
+    Multiplier,
+    /// As what divides.
+    Divisor,
+    /// Not at all: it is folded into the block scales.
+    Folded,
+}
+
+/// What surrounds the tensors.
+#[derive(Debug)]
+pub enum Frame {
+    /// A folder of safetensors files.
+    Folder {
+        /// `__metadata__` of every file.
+        metadata: Vec<(String, String)>,
+        /// Names and contents of the configs.
+        configs: Vec<(&'static str, Json)>,
+    },
+    /// One GGUF file.
+    Gguf(Metadata),
+}
+
+pub(super) fn total_size(total: u64) -> Json {
+    Json::object([("total_size", total.into())])
+}
+
+pub(super) fn weight_map(shards: Vec<(String, String)>) -> Json {
+    Json::Object(shards.into_iter().map(|(name, shard)| (name, Json::String(shard))).collect())
+}
+
+/// Whether `quantization_config.quant_method` is this one.
+pub(super) fn quant_method(container: &Container, method: &str) -> bool {
+    let found = container.quantization().and_then(|config| config.get("quant_method"));
+    found.and_then(Json::as_str) == Some(method)
+}

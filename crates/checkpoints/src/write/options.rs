@@ -1,0 +1,37 @@
+//! What a caller chooses: how tensors are spread over files, and what is cast or decoded.
+
+use burn_fp4_formats::Fp4Format;
+
+use crate::dtype::Dtype;
+
+/// How tensors are spread over files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shards {
+    /// As in the source: each weight in the file of its name. What came from no safetensors file
+    /// goes into one.
+    AsRead,
+    /// New files of at most so many bytes of data, unless a single weight has more.
+    Size(u64),
+}
+
+/// What is done to the weights on the way.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// How tensors are spread over files.
+    pub shards: Shards,
+    /// FP4 of another format is cast to this one.
+    pub cast: Option<Fp4Format>,
+    /// FP8 is decoded to this dtype (F32 or BF16).
+    pub decode_fp8: Option<Dtype>,
+    /// FP4 is decoded to this dtype (F32 or BF16).
+    pub decode_fp4: Option<Dtype>,
+    /// Whether a tensor scale may be folded into the block scales where that changes values.
+    pub inexact: bool,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        let (cast, decode_fp8, decode_fp4, inexact) = (None, None, None, false);
+        Self { shards: Shards::AsRead, cast, decode_fp8, decode_fp4, inexact }
+    }
+}

@@ -1,0 +1,140 @@
+//! Weights as the target gets them: cast or decoded as asked, and without the scales for which its
+//! dialect has no place.
+
+use std::borrow::Cow;
+
+use burn_fp4_formats::bf16;
+
+use super::options::WriteOptions;
+use super::report::WriteReport;
+use crate::cast;
+use crate::dialect::{Dialect, Stated, Write};
+use crate::dtype::Dtype;
+use crate::error::CheckpointError;
+use crate::fp4::{Fp4Weight, Numbers, TensorScale};
+use crate::storage::transpose;
+use crate::tensor::Tensor;
+use crate::weight::{Value, Weight};
+
+/// What is written: the dialect, and what is done on the way.
+pub(super) struct Target<'t> {
+    pub(super) dialect: &'static dyn Dialect,
+    pub(super) writer: &'static dyn Write,
+    pub(super) options: &'t WriteOptions,
+}
+
+impl Target<'_> {
+    /// The weight as the dialect gets it.
+    pub(super) fn prepare<'w>(
+        &self,
+        weight: &'w Weight<'_>,
+        report: &mut WriteReport,
+    ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
+        let mut prepared: Cow<'w, Weight<'w>> = Cow::Borrowed(weight);
+        match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
+            (Value::Fp8(fp8), Some(dtype), _) => {
+                report.decoded += 1;
+                return Ok(Cow::Owned(decoded(weight, fp8.decode(dtype)?)));
+            }
+            (Value::Fp4(fp4), _, Some(dtype)) => {
+                report.decoded += 1;
+                return Ok(Cow::Owned(decoded(weight, decode_fp4(&weight.name, fp4, dtype)?)));
+            }
+            (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {}
+        }
+        if let (Value::Fp4(fp4), Some(format)) = (&weight.value, self.options.cast)
+            && fp4.format != format
+        {
+            let (cast, counted) = cast::cast(&weight.name, fp4, format)?;
+            report.cast.add(counted);
+            prepared.to_mut().value = Value::Fp4(cast);
+        }
+        let holds = self.writer.holds();
+        if prepared.input_scale.is_some() && prepared.is_quantized() && !holds.input_scale {
+            report.input_scales_left_out += 1;
+            prepared.to_mut().input_scale = None;
+        }
+        let folded = match &prepared.value {
+            Value::Fp4(fp4) => self.tensor_scale(&weight.name, fp4, holds.tensor_scale, report)?,
+            Value::Plain(_) | Value::Fp8(_) => None,
+        };
+        if let Some(folded) = folded {
+            prepared.to_mut().value = Value::Fp4(folded);
+        }
+        Ok(prepared)
+    }
+
+    /// Folds a tensor scale where the dialect has no place for it; counts what is inverted.
+    fn tensor_scale(
+        &self,
+        name: &str,
+        fp4: &Fp4Weight<'_>,
+        stated: Stated,
+        report: &mut WriteReport,
+    ) -> Result<Option<Fp4Weight<'static>>, CheckpointError> {
+        let Some(scale) = &fp4.tensor_scale else { return Ok(None) };
+        match (scale, stated) {
+            (TensorScale::Multiplier(_), Stated::Multiplier) => Ok(None),
+            (TensorScale::Divisor(_), Stated::Divisor) => Ok(None),
+            (TensorScale::Multiplier(numbers), Stated::Divisor)
+            | (TensorScale::Divisor(numbers), Stated::Multiplier) => {
+                count_inverted(numbers, report);
+                Ok(None)
+            }
+            (_, Stated::Folded) => {
+                let (folded, counted) = cast::fold(name, fp4)?;
+                if counted.changed_values > 0 && !self.options.inexact {
+                    let (dialect, weight) = (self.dialect.name(), name.to_owned());
+                    let what = "a tensor scale that is not folded exactly; allow it to be inexact";
+                    return Err(CheckpointError::CannotHold { dialect, weight, what });
+                }
+                report.folded.add(counted);
+                Ok(Some(folded))
+            }
+        }
+    }
+}
+
+fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {
+    for number in numbers.to_vec() {
+        report.inverted += 1;
+        let again = 1.0 / (1.0 / number);
+        report.inverted_inexactly += u64::from(again.to_bits() != number.to_bits());
+    }
+}
+
+/// The weight with floats for its value. The layer's input is no longer quantized.
+fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Weight<'w> {
+    Weight::new(weight.name.clone(), weight.file, Value::Plain(tensor))
+}
+
+/// The values as the model's parameter has them.
+fn decode_fp4(
+    name: &str,
+    fp4: &Fp4Weight<'_>,
+    dtype: Dtype,
+) -> Result<Tensor<'static>, CheckpointError> {
+    let values = fp4.dequantize();
+    let mut shape = fp4.shape.clone();
+    let values = if fp4.transposed {
+        let axes = shape.len();
+        shape.swap(axes - 2, axes - 1);
+        transpose(&values, fp4.stacked(), fp4.rows(), fp4.cols())
+    } else {
+        values
+    };
+    let bytes: Vec<u8> = match dtype {
+        Dtype::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        Dtype::BF16 => {
+            values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
+        }
+        _ => {
+            return Err(CheckpointError::CannotHold {
+                dialect: "decoding",
+                weight: name.to_owned(),
+                what: "dtypes other than F32 and BF16",
+            });
+        }
+    };
+    Tensor::new(name.to_owned(), dtype, shape, bytes)
+}

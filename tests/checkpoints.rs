@@ -951,7 +951,7 @@ fn sparse_shard(path: &Path, shard: usize, layers: usize, rows: usize, cols: usi
 }
 
 #[test]
-fn twenty_gigabytes_open_in_half_a_second() {
+fn twenty_gigabytes_are_opened_and_listed_without_being_read() {
     const SHARDS: usize = 5;
     const LAYERS: usize = 3600;
     let folder = folder("sparse");
@@ -966,10 +966,14 @@ fn twenty_gigabytes_open_in_half_a_second() {
     let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
     fs::write(folder.join("config.json"), config).expect("written");
     let start = Instant::now();
-    let checkpoint = Checkpoint::open(&folder).expect("shards");
-    let model = checkpoint.model().expect("weights");
+    let (weights, allocated) = peak(|| {
+        let checkpoint = Checkpoint::open(&folder).expect("shards");
+        checkpoint.model().expect("weights").weights.len()
+    });
     let seconds = start.elapsed().as_secs_f64();
-    assert_eq!(model.weights.len(), SHARDS * LAYERS);
+    assert_eq!(weights, SHARDS * LAYERS);
+    // Names, shapes and places of 72 000 tensors; none of their data.
+    assert!(allocated < 200 << 20, "{allocated} bytes");
     let bytes: u64 = (0..SHARDS)
         .map(|shard| {
             fs::metadata(folder.join(format!("model-{shard:05}.safetensors")))
@@ -977,10 +981,8 @@ fn twenty_gigabytes_open_in_half_a_second() {
                 .len()
         })
         .sum();
-    println!("{} weights of {:.1} GB in {seconds:.3} s", model.weights.len(), bytes as f64 / 1e9);
+    println!("{weights} weights of {:.1} GB in {seconds:.3} s", bytes as f64 / 1e9);
     assert!(bytes > 20_000_000_000);
-    // Four times the limit, for machines that do other things at the same time.
-    assert!(seconds < 2.0, "{seconds} s");
     fs::remove_dir_all(&folder).expect("removed");
 }
 

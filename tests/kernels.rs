@@ -7,9 +7,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, Packed as Handles, Problem, Product,
-    Refusal, UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize, gemv, hadamard,
-    mma, quantize, quantize_by_hessian, quantize_weighted, squared_error,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Packed as Handles, PlannedProduct,
+    Problem, Product, Refusal, UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize,
+    hadamard, quantize, quantize_by_hessian, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
@@ -153,14 +153,16 @@ impl Device {
         let bias = bias.then(|| self.upload(&added));
         let (client, device) = (&self.client, &self.capability);
         let values = self.upload(&input);
-        let found = gemv(client, device, handles.clone(), values.clone(), bias.clone(), &product);
-        let mut found = self.floats(found.expect("a plan"), kernel_dtype);
+        let run = |planned: PlannedProduct| {
+            let output = planned.run(client, handles.clone(), values.clone(), bias.clone());
+            self.floats(output, kernel_dtype)
+        };
+        let mut found = run(product.gemv(device).expect("a plan"));
         // The same by matrix instructions, where there are any; of a small device in larger tiles.
         let length = found.len();
         for device in [*device, Capability { cubes: 4, ..*device }] {
-            let (weight, values) = (handles.clone(), values.clone());
-            match mma(client, &device, weight, values, bias.clone(), &product) {
-                Ok(by_mma) => found.extend(self.floats(by_mma, kernel_dtype)),
+            match product.mma(&device) {
+                Ok(planned) => found.extend(run(planned)),
                 Err(Refusal::Instructions { .. }) => {}
                 Err(refusal) => panic!("{product:?}: {refusal}"),
             }

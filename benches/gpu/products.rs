@@ -5,7 +5,7 @@ use std::cell::Cell;
 use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, gemv, mma, quantize};
+use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, quantize};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -62,14 +62,12 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                     let name = format!("{name}, {kernel}");
                     figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
                 };
-                if inputs <= 8 {
-                    row("gemv", &|| {
-                        drop(gemv(client, &device, turned(), input.clone(), None, &product));
-                    });
+                let gemv = product.gemv(&device).ok().filter(|_| inputs <= 8);
+                let mma = product.mma(&device).ok();
+                for (kernel, planned) in [("gemv", gemv), ("mma", mma)] {
+                    let Some(planned) = planned else { continue };
+                    row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None)));
                 }
-                row("mma", &|| {
-                    drop(mma(client, &device, turned(), input.clone(), None, &product));
-                });
             }
         }
     }

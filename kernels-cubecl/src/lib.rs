@@ -57,7 +57,7 @@ pub use packed::{PackedHandles, PackedHandles as Packed};
 pub use plan::{
     Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, Tile, UNITS, plan,
 };
-pub use product::{Gemv, Mma, Product, ProductPlan, gemv, mma};
+pub use product::{PlannedProduct, Product};
 pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};
 pub use squared_error::{PartialSums, squared_error};

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cube")]
 use crate::devices::cube::device::{kernel_dtype, with_kernels};
 #[cfg(feature = "cube")]
-use crate::devices::cube::product::PlannedProduct;
+use crate::devices::cube::product;
 use crate::devices::is_host;
 #[cfg(feature = "cube")]
 use crate::fused::is_active;
@@ -167,7 +167,7 @@ fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -
     let dtype = kernel_dtype(dtype);
     let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
     let from_codes =
-        |rows: &usize| PlannedProduct::new(*rows, &contracted, dtype, &capability).is_some();
+        |rows: &usize| product::planned(*rows, &contracted, dtype, &capability).is_some();
     let most = match from_codes(&MANY) {
         true => None,
         false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),

@@ -22,18 +22,13 @@ pub(crate) struct ProductRecipe {
 }
 
 impl ProductRecipe {
-    pub(crate) fn new(
-        product: &Product,
-        device: &Capability,
-        weight: &PackedHandles,
-        bias: bool,
-    ) -> Self {
+    pub(crate) fn new(product: &Product, device: &Capability, factors: &Factors) -> Self {
         Self {
             block_size: product.block_size as u32,
             format: product.format,
             dtype: product.dtype,
-            by_row: weight.tensor_scales > 1,
-            bias,
+            by_row: factors.weight.tensor_scales > 1,
+            bias: factors.bias.is_some(),
             conversion: Conversion::to(product.dtype, device),
         }
     }
@@ -80,15 +75,21 @@ pub(crate) struct Widths {
     pub(crate) chunk: usize,
 }
 
+/// What is multiplied and added.
+pub(super) struct Factors {
+    pub(super) weight: PackedHandles,
+    pub(super) input: Handle,
+    pub(super) bias: Option<Handle>,
+}
+
 /// The operands of a launch.
-pub(crate) fn operands<F: Float, S: Int, W: Size, X: Size>(
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
+pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
+    factors: Factors,
     product: &Product,
     recipe: ProductRecipe,
     widths: Widths,
 ) -> OperandsLaunch<F, S, W, X> {
+    let Factors { weight, input, bias } = factors;
     let Product { inputs, outputs, channels, .. } = *product;
     let weight_values = outputs * channels;
     // SAFETY: the lengths are those of the product.

@@ -13,70 +13,24 @@
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use half::{bf16, f16};
+use half::f16;
 
-use super::finish::{Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
 use super::plan::{Gemv, Product};
 use crate::arith::element::decode_pair;
 use crate::arith::scale_grid::{scale_value, scaled_element};
 use crate::layout::share::widen;
-use crate::packed::PackedHandles;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::plan::{Dtype, UNITS};
 
-/// `input x weight^T + bias`, straight from the codes: sums in f32, multiplied with the tensor
-/// scale, rounded once.
-///
-/// The input is `[inputs, channels]`, the bias `[outputs]`, both in the dtype of the product; so is
-/// the output `[inputs, outputs]`.
-///
-/// # Errors
-/// [`Refusal`]; nothing is launched then.
-pub fn gemv(
+pub(super) fn launch<F: Float>(
     client: &Client,
-    device: &Capability,
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
-    product: &Product,
-) -> Result<Handle, Refusal> {
-    Ok(product.gemv(device)?.multiply(client, device, weight, input, bias, product))
-}
-
-impl Gemv {
-    /// [`gemv`] by a plan that [`Product::plan`] has made for this product and device.
-    pub fn multiply(
-        self,
-        client: &Client,
-        device: &Capability,
-        weight: PackedHandles,
-        input: Handle,
-        bias: Option<Handle>,
-        product: &Product,
-    ) -> Handle {
-        let launch = match product.dtype {
-            Dtype::F32 => launch::<f32>,
-            Dtype::F16 => launch::<f16>,
-            Dtype::Bf16 => launch::<bf16>,
-        };
-        let recipe = ProductRecipe::new(product, device, &weight, bias.is_some());
-        launch(client, weight, input, bias, product, recipe, self)
-    }
-}
-
-fn launch<F: Float>(
-    client: &Client,
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
+    factors: Factors,
+    output: Handle,
     product: &Product,
     recipe: ProductRecipe,
     plan: Gemv,
-) -> Handle {
-    let Product { inputs, outputs, block_size, dtype, .. } = *product;
-    let output = client.empty(inputs * outputs * dtype.size());
-    if inputs * outputs == 0 {
-        return output;
-    }
+) {
+    let Product { inputs, outputs, block_size, .. } = *product;
     let chunk = 8 * plan.words as usize;
     let vector = plan.share.vector as usize;
     let widths = Widths { codes: chunk, scales: block_size, input: vector, chunk };
@@ -89,12 +43,11 @@ fn launch<F: Float>(
             CubeDim::new_1d(UNITS),
             plan.words as usize,
             plan.share.words() as usize,
-            operands(weight, input, bias, product, recipe, widths),
-            BufferArg::from_raw_parts(output.clone(), inputs * outputs),
+            operands(factors, product, recipe, widths),
+            BufferArg::from_raw_parts(output, inputs * outputs),
             plan,
         );
     }
-    output
 }
 
 #[cube(launch_unchecked)]

@@ -40,74 +40,25 @@ use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use half::{bf16, f16};
 
-use super::finish::{Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
 use super::plan::{Mma, PLANES, Product, STEP};
 use crate::arith::element::decode_pair;
 use crate::arith::scale_grid::{
     decodes_pairs, element_shift, product_scale, product_scale_pair, sum_shift,
 };
-use crate::packed::PackedHandles;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::plan::UNITS;
 
-/// `input x weight^T + bias` by matrix instructions, the weight decoded in registers: exact
-/// products of `element x block scale`, sums in f32, multiplied with the tensor scale, rounded
-/// once.
-///
-/// As [`gemv`](crate::gemv()), for f16 and bf16.
-///
-/// # Errors
-/// [`Refusal`]; nothing is launched then.
-pub fn mma(
+/// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
+pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
-    device: &Capability,
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
-    product: &Product,
-) -> Result<Handle, Refusal> {
-    Ok(product.mma(device)?.multiply(client, device, weight, input, bias, product))
-}
-
-impl Mma {
-    /// [`mma`] by a plan that [`Product::plan`] has made for this product and device.
-    pub fn multiply(
-        self,
-        client: &Client,
-        device: &Capability,
-        weight: PackedHandles,
-        input: Handle,
-        bias: Option<Handle>,
-        product: &Product,
-    ) -> Handle {
-        // The scales that a lane needs of a packed row are loaded as one word. There is no plan for
-        // f32.
-        let launch = match (product.dtype, product.block_size) {
-            (Dtype::Bf16, 16) => launch::<bf16, u16>,
-            (Dtype::Bf16, _) => launch::<bf16, u8>,
-            (Dtype::F16 | Dtype::F32, 16) => launch::<f16, u16>,
-            (Dtype::F16 | Dtype::F32, _) => launch::<f16, u8>,
-        };
-        let recipe = ProductRecipe::new(product, device, &weight, bias.is_some());
-        launch(client, weight, input, bias, product, recipe, self)
-    }
-}
-
-fn launch<F: Float, S: Int>(
-    client: &Client,
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
+    factors: Factors,
+    output: Handle,
     product: &Product,
     recipe: ProductRecipe,
     plan: Mma,
-) -> Handle {
-    let Product { inputs, outputs, dtype, .. } = *product;
-    let output = client.empty(inputs * outputs * dtype.size());
-    if inputs * outputs == 0 {
-        return output;
-    }
+) {
+    let Product { inputs, outputs, .. } = *product;
     let widths = Widths { codes: 32, scales: 32, input: 8, chunk: STEP };
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
     // stored.
@@ -118,12 +69,11 @@ fn launch<F: Float, S: Int>(
             CubeDim::new_1d(UNITS),
             4,
             4,
-            operands(weight, input, bias, product, recipe, widths),
-            BufferArg::from_raw_parts(output.clone(), inputs * outputs),
+            operands(factors, product, recipe, widths),
+            BufferArg::from_raw_parts(output, inputs * outputs),
             plan,
         );
     }
-    output
 }
 
 /// Vectors of eight values of the input in a step.

@@ -2,9 +2,8 @@
 
 mod finish;
 mod gemv;
+mod launch;
 mod mma;
 mod plan;
 
-pub use gemv::gemv;
-pub use mma::mma;
-pub use plan::{Gemv, Mma, Product, ProductPlan};
+pub use plan::{PlannedProduct, Product};

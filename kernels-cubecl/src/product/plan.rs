@@ -25,22 +25,29 @@ pub struct Product {
     pub dtype: Dtype,
 }
 
-/// How a product is computed.
+/// A product straight from the codes, and how it is launched on the device that it was planned for:
+/// by [`Product::plan`].
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ProductPlan {
-    /// Straight from the codes, by multiplications and additions.
-    Gemv(Gemv),
-    /// Straight from the codes, by matrix instructions.
-    Mma(Mma),
-    /// The weight is dequantized first, and the product left to a dense one.
-    Dense,
+pub struct PlannedProduct {
+    pub(super) product: Product,
+    pub(super) device: Capability,
+    pub(super) kernel: Kernel,
 }
 
-/// How [`mma`](crate::mma()) is launched: each cube takes some packed rows of the weight and some
+/// Which kernel a product is computed by, and how it is launched.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kernel {
+    /// By multiplications and additions.
+    Gemv(Gemv),
+    /// By matrix instructions.
+    Mma(Mma),
+}
+
+/// How the kernel of `mma.rs` is launched: each cube takes some packed rows of the weight and some
 /// rows of the input. Its planes divide these among them, and what is left of them the contracted
 /// axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Mma {
+pub(super) struct Mma {
     /// Cubes.
     pub cubes: u32,
     /// Tiles of 16 packed rows of a plane.
@@ -55,37 +62,37 @@ pub struct Mma {
 
 impl Mma {
     /// Packed rows of a cube.
-    pub const fn rows(&self) -> u32 {
+    pub(super) const fn rows(&self) -> u32 {
         16 * self.row_tiles * self.row_planes
     }
 
     /// Rows of the input of a cube.
-    pub const fn inputs(&self) -> u32 {
+    pub(super) const fn inputs(&self) -> u32 {
         8 * self.input_tiles * self.input_planes
     }
 
     /// Planes that divide the contracted axis.
-    pub const fn depth(&self) -> u32 {
+    pub(super) const fn depth(&self) -> u32 {
         PLANES / (self.row_planes * self.input_planes)
     }
 
     /// Whether a plane loads its part of the input with the codes it is multiplied with: a tile of
     /// its own.
-    pub const fn takes_input(&self) -> bool {
+    pub(super) const fn takes_input(&self) -> bool {
         !self.shares_input() && self.input_tiles == 1
     }
 
     /// Whether planes have the same rows of the input, which come through shared memory then.
-    pub const fn shares_input(&self) -> bool {
+    pub(super) const fn shares_input(&self) -> bool {
         self.row_planes > 1
     }
 }
 
 /// Planes of a cube.
-pub(crate) const PLANES: u32 = UNITS / 32;
+pub(super) const PLANES: u32 = UNITS / 32;
 
 /// Channels that a plane takes at a time.
-pub(crate) const STEP: usize = 128;
+pub(super) const STEP: usize = 128;
 
 /// The ways of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
 const WAYS: [Mma; 6] = [
@@ -101,10 +108,10 @@ const fn way(row_tiles: u32, input_tiles: u32, row_planes: u32, input_planes: u3
     Mma { cubes: 0, row_tiles, input_tiles, row_planes, input_planes }
 }
 
-/// How [`gemv`](crate::gemv()) is launched: each plane takes some packed rows of the weight and
+/// How the kernel of `gemv.rs` is launched: each plane takes some packed rows of the weight and
 /// multiplies them with some rows of the input, all of the contracted axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Gemv {
+pub(super) struct Gemv {
     /// Cubes in two dimensions.
     pub cubes: [u32; 2],
     /// Units of a plane.
@@ -124,26 +131,39 @@ pub struct Gemv {
 const MOST_INPUTS: usize = 24;
 
 impl Product {
-    /// How the product is computed on a device.
+    /// The product straight from the codes, by the kernel that is faster on a device; none where it
+    /// is faster still to dequantize the weight and to leave the product to a dense one.
     ///
     /// # Errors
     /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
-    pub fn plan(&self, device: &Capability) -> Result<ProductPlan, Refusal> {
+    pub fn plan(&self, device: &Capability) -> Result<Option<PlannedProduct>, Refusal> {
         match self.mma(device) {
-            Ok(mma) => Ok(ProductPlan::Mma(mma)),
-            Err(Refusal::Instructions { .. }) if self.inputs > MOST_INPUTS => {
-                Ok(ProductPlan::Dense)
-            }
-            Err(Refusal::Instructions { .. }) => self.gemv(device).map(ProductPlan::Gemv),
-            Err(refusal) => Err(refusal),
+            Err(Refusal::Instructions { .. }) if self.inputs > MOST_INPUTS => Ok(None),
+            Err(Refusal::Instructions { .. }) => self.gemv(device).map(Some),
+            planned => planned.map(Some),
         }
     }
 
-    /// How it is computed by matrix instructions.
+    /// The product by matrix instructions, which decode the weight in registers: exact products of
+    /// `element x block scale`, sums in f32, for f16 and bf16.
     ///
     /// # Errors
     /// As [`plan`](Self::plan), and [`Refusal::Instructions`] where they do not fit.
-    pub fn mma(&self, device: &Capability) -> Result<Mma, Refusal> {
+    pub fn mma(&self, device: &Capability) -> Result<PlannedProduct, Refusal> {
+        let kernel = Kernel::Mma(self.mma_launch(device)?);
+        Ok(PlannedProduct { product: *self, device: *device, kernel })
+    }
+
+    /// The product by multiplications and additions in f32.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn gemv(&self, device: &Capability) -> Result<PlannedProduct, Refusal> {
+        let kernel = Kernel::Gemv(self.gemv_launch(device)?);
+        Ok(PlannedProduct { product: *self, device: *device, kernel })
+    }
+
+    fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
         self.check()?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
         if !device.mma {
@@ -176,11 +196,7 @@ impl Product {
         }
     }
 
-    /// How it is computed straight from the codes without them.
-    ///
-    /// # Errors
-    /// As [`plan`](Self::plan).
-    pub fn gemv(&self, device: &Capability) -> Result<Gemv, Refusal> {
+    fn gemv_launch(&self, device: &Capability) -> Result<Gemv, Refusal> {
         self.check()?;
         let widest = 16 / self.dtype.size() as u32;
         let inputs = self.inputs.next_power_of_two().min(8) as u32;
@@ -203,7 +219,7 @@ impl Product {
         })
     }
 
-    pub(crate) fn check(&self) -> Result<(), Refusal> {
+    fn check(&self) -> Result<(), Refusal> {
         let Self { inputs, outputs, channels: cols, block_size, .. } = *self;
         self.format.check_block_size(block_size).map_err(SearchError::from)?;
         if !cols.is_multiple_of(block_size) {
@@ -231,7 +247,7 @@ mod tests {
     }
 
     fn gemv(inputs: usize, outputs: usize, channels: usize) -> (Gemv, [u32; 4]) {
-        let gemv = product(inputs, outputs, channels).gemv(&GPU).unwrap();
+        let gemv = product(inputs, outputs, channels).gemv_launch(&GPU).unwrap();
         (gemv, [gemv.cubes[0], gemv.words, gemv.rows, gemv.inputs])
     }
 
@@ -240,15 +256,19 @@ mod tests {
         assert_eq!(gemv(1, 8192, 8192).1, [256, 4, 4, 1]);
         let (odd, numbers) = gemv(9, 10, 48);
         assert_eq!(numbers, [4, 2, 1, 8]);
-        assert_eq!(product(9, 10, 48).plan(&GPU), Ok(ProductPlan::Gemv(odd)));
-        assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(ProductPlan::Dense));
+        let planned = product(9, 10, 48).plan(&GPU).unwrap().expect("few rows");
+        assert_eq!(planned.kernel, Kernel::Gemv(odd));
+        assert_eq!(product(65, 8192, 48).plan(&GPU), Ok(None));
     }
 
     #[test]
     fn matrix_instructions_keep_the_processors_busy() {
-        let of = |inputs, outputs| match product(inputs, outputs, 8192).plan(&GPU).unwrap() {
-            ProductPlan::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
-            other => panic!("{other:?}"),
+        let of = |inputs, outputs| {
+            let planned = product(inputs, outputs, 8192).plan(&GPU).unwrap();
+            match planned.expect("it has matrix instructions").kernel {
+                Kernel::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
+                other => panic!("{other:?}"),
+            }
         };
         assert_eq!(of(1, 8192), (256, 32, 8, 8));
         assert_eq!(of(1, 4096), (256, 16, 8, 8));

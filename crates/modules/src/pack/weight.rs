@@ -206,26 +206,23 @@ fn quantize_whole<'a, const D: usize>(
     gram: Option<&'a Gram>,
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let Some(gram) = gram.filter(|_| choice.chosen_by.needs_inputs()) else {
-        return quantize_without_inputs(dense, axis, scheme, choice.chosen_by);
-    };
-    match choice.chosen_by {
-        ChosenBy::Gptq(options) => {
+    match (choice.chosen_by, gram) {
+        (ChosenBy::Gptq(options), Some(gram)) => {
             let device = dense.device();
             let curvature = curvatures.of(gram, &options, scheme.block_size, &device)?;
             quantize_by_curvature(dense, axis, scheme, &curvature)
         }
-        ChosenBy::SseWeighted => {
+        (ChosenBy::SseWeighted, Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
             let scheme = scheme.with_search(ScaleSearch::Sse);
             quantize_by_importance(dense, axis, &scheme, Importance::Channels(&weights))
         }
-        ChosenBy::Search(search) => {
+        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
             let hessians = gram.blocks(scheme.block_size)?;
             let scheme = scheme.with_search(search);
             quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
         }
-        ChosenBy::SseTensorScale => unreachable!("it needs no inputs"),
+        (chosen_by, _) => quantize_without_inputs(dense, axis, scheme, chosen_by),
     }
 }
 

@@ -8,7 +8,7 @@ use burn::tensor::FloatDType;
 use burn_cubecl::fusion::{FallbackOperation, FusedOperation};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::Capability;
+use burn_fp4_cubecl::{Capability, PlannedProduct};
 
 use super::counts::{DENSE, FUSED, LOOKUPS};
 use super::multiplication::Multiplication;
@@ -16,7 +16,7 @@ use super::segment::{End, Segment};
 use super::streams::{Streams, float, int, layout, now, packed, scalar};
 use crate::devices::cube::device::{beside, kernel_dtype};
 use crate::devices::cube::packed::handles;
-use crate::devices::cube::product::PlannedProduct;
+use crate::devices::cube::product;
 use crate::devices::extension::Fp4Backend;
 use crate::primitive::Fp4Primitive;
 
@@ -85,11 +85,11 @@ impl FusedProduct {
         let input = float(context, &matmul.lhs);
         let bias = with_bias.map(|add| float(context, &add.rhs).handle);
         let weight = handles(packed(context, dequantize));
-        let output = product.run(&input, weight, bias, &device);
+        let output = product.run(&input.client, weight, input.handle.clone(), bias);
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let mut output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
         if let Some(adapter) = &self.segment.adapter {
-            let adapted = adapter.multiply(input, product.channels(), context);
+            let adapted = adapter.multiply(input, product.product().channels, context);
             let adapted = CubeBackend::float_reshape(adapted, made.shape.clone());
             output = CubeBackend::float_add(output, adapted);
         }
@@ -128,7 +128,7 @@ impl FusedProduct {
         if !one_weight || !same_dtype {
             return None;
         }
-        PlannedProduct::new(inputs, &layout, kernel_dtype(output.dtype), device)
+        product::planned(inputs, &layout, kernel_dtype(output.dtype), device)
     }
 
     /// Dequantizes the rows that are looked up and no others, and says what counts it, unless
@@ -166,8 +166,8 @@ fn adds_bias(context: &Streams, add: &BinaryOpIr, product: &PlannedProduct) -> b
     else {
         return false;
     };
-    bias.shape.last() == Some(&product.outputs())
-        && bias.shape.num_elements() == product.outputs()
+    bias.shape.last() == Some(&product.product().outputs)
+        && bias.shape.num_elements() == product.product().outputs
         && bias.dtype == output.dtype
         && sum.shape == output.shape
 }

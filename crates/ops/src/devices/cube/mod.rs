@@ -25,7 +25,7 @@ use burn_fp4_search::{Fp4Scheme, GramTiles, Hadamard, ScaleSearch};
 
 use self::device::{beside, contiguous, has_kernels, kernel_dtype};
 use self::packed::{handles, scheme_of};
-use self::product::PlannedProduct;
+use self::product::planned;
 use super::extension::Fp4Backend;
 use super::portable;
 use crate::curvature::Curvature;
@@ -193,14 +193,14 @@ impl Fp4Backend for CubeBackend {
     ) -> FloatTensor<Self> {
         let (inputs, dtype) = (input.meta.shape()[0], input.dtype);
         let device = Capability::of(&input.client);
-        let planned = has_kernels(&input.device)
-            .then(|| PlannedProduct::new(inputs, &layout, kernel_dtype(dtype), &device))
+        let product = has_kernels(&input.device)
+            .then(|| planned(inputs, &layout, kernel_dtype(dtype), &device))
             .flatten();
-        let Some(product) = planned else {
+        let Some(product) = product else {
             return portable::matmul::<Self>(input, weight, layout);
         };
         let input = into_contiguous(input);
-        let output = product.run(&input, handles(weight), None, &device);
+        let output = product.run(&input.client, handles(weight), input.handle.clone(), None);
         beside(&input, output, Shape::new([inputs, layout.shape[1]]), dtype)
     }
 

@@ -1,7 +1,10 @@
 //! Scale rules: amax -> block scale, and what elements are multiplied with or divided by.
 
 use burn_fp4_search::formats::Minifloat;
-use burn_fp4_search::{ScaleRule, TensorFactor as HostTensorFactor, TensorScaling};
+use burn_fp4_search::{
+    Normalization, PowerRounding, ScaleForm, ScaleRule, TensorFactor as HostTensorFactor,
+    TensorScaling,
+};
 use cubecl::prelude::*;
 
 use super::scale_grid::{
@@ -93,21 +96,22 @@ pub(crate) fn tensor_factor(
         let amax = amax[at as usize];
         let range = factors.range;
         let encode =
-            if comptime!(rule == ScaleRule::Gist) { range * (1.0f32 / amax) } else { range / amax };
+            if comptime!(rule.row().inverts_amax) { range * (1.0f32 / amax) } else { range / amax };
         let encode = select(encode == 0.0f32, 1.0f32, saturate(encode));
         TensorFactor { amax, encode, decode: 1.0f32 / encode }
     }
 }
 
-/// TransformerEngine's scale, given what is rounded to the grid.
+/// The scale of a grid of floats that is nearest to what a rule asks for.
 #[cube]
-pub(crate) fn te_scale(
+pub(crate) fn nearest_scale(
     exact: f32,
     tensor: &TensorFactor,
-    #[comptime] row: Minifloat,
+    #[comptime] rule: ScaleRule,
 ) -> BlockScale {
+    let row = comptime!(row_of(rule));
     let code = round_to_float(exact, row);
-    BlockScale { code, factor: saturate(1.0f32 / (float_value(code, row) * tensor.decode)) }
+    BlockScale { code, factor: factor_of(code, float_value(code, row), tensor, rule) }
 }
 
 /// What elements are multiplied with, or divided by, given a scale that is not NaN and its value.
@@ -118,25 +122,22 @@ pub(crate) fn factor_of(
     tensor: &TensorFactor,
     #[comptime] rule: ScaleRule,
 ) -> f32 {
-    match comptime!(rule) {
-        ScaleRule::Te | ScaleRule::TeDivision => saturate(1.0f32 / (value * tensor.decode)),
-        ScaleRule::Gist => tensor.encode / select(value < SMALLEST, SMALLEST, value),
-        ScaleRule::NoTensorScale => value,
-        ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
-            power_of_two_factor(code, rule)
+    match comptime!(rule.row().normalization) {
+        Normalization::Reciprocal => saturate(1.0f32 / (value * tensor.decode)),
+        Normalization::EncodeOverScale => tensor.encode / select(value < SMALLEST, SMALLEST, value),
+        Normalization::Division => value,
+        Normalization::PowerReciprocal => power_of_two_factor(code, rule),
+        Normalization::PowerReciprocalOrOne => {
+            select(code == 0u32, 1.0f32, power_of_two_factor(code, rule))
         }
     }
 }
 
-/// The reciprocal of a power of two; see `ScaleRule::multiplier` for code 0.
+/// The reciprocal of a power of two, of code 0 as of code 1: the reciprocal of 2^-127 is no normal
+/// number everywhere.
 #[cube]
 fn power_of_two_factor(code: u32, #[comptime] rule: ScaleRule) -> f32 {
-    let factor = power_reciprocal(select(code == 0u32, 1u32, code), comptime!(row_of(rule)));
-    if comptime!(rule == ScaleRule::RoundUp) {
-        select(code == 0u32, 1.0f32, factor)
-    } else {
-        factor
-    }
+    power_reciprocal(select(code == 0u32, 1u32, code), comptime!(row_of(rule)))
 }
 
 /// The scale of a block with this amax.
@@ -147,40 +148,38 @@ pub(crate) fn block_scale(
     #[comptime] rule: ScaleRule,
 ) -> BlockScale {
     let encode = tensor.encode;
-    let row = comptime!(row_of(rule));
-    match comptime!(rule) {
-        ScaleRule::Te => te_scale(amax * (encode * f32::reinterpret(SIXTH)), tensor, row),
-        ScaleRule::TeDivision => te_scale((amax / 6.0f32) * encode, tensor, row),
-        ScaleRule::Gist => {
-            let code = round_to_float((amax / 6.0f32) * encode, row);
-            BlockScale { code, factor: factor_of(code, float_value(code, row), tensor, rule) }
+    match comptime!(rule.row().scale) {
+        ScaleForm::TimesSixth => {
+            nearest_scale(amax * (encode * f32::reinterpret(SIXTH)), tensor, rule)
         }
-        ScaleRule::NoTensorScale => {
+        ScaleForm::DividedBySix => nearest_scale((amax / 6.0f32) * encode, tensor, rule),
+        ScaleForm::WithoutTensorScale => {
             let exact = amax / 6.0f32;
-            let code = round_to_float(select(exact < SMALLEST, SMALLEST, exact), row);
-            BlockScale { code, factor: float_value(code, row) }
+            nearest_scale(select(exact < SMALLEST, SMALLEST, exact), tensor, rule)
         }
-        ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
-            let code = power_code(power_of_two_field(amax, rule), amax, row);
-            BlockScale { code, factor: power_of_two_factor(code, rule) }
+        ScaleForm::PowerOfTwo(rounding) => {
+            let row = comptime!(row_of(rule));
+            let code = power_code(power_of_two_field(amax, rounding), amax, row);
+            // Such rules look at the code of a scale, not at its value.
+            BlockScale { code, factor: factor_of(code, amax, tensor, rule) }
         }
     }
 }
 
 /// The exponent field of a scale that is a power of two, from the bits of amax.
 #[cube]
-fn power_of_two_field(amax: f32, #[comptime] rule: ScaleRule) -> u32 {
+fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     let bits = u32::reinterpret(amax);
-    if comptime!(rule == ScaleRule::RoundUp) {
+    if comptime!(rounding == PowerRounding::RoundUp) {
         let sixth = u32::reinterpret(amax * f32::reinterpret(SIXTH));
         let exponent = sixth >> 23u32;
         let mantissa = sixth & 0x7F_FFFFu32;
         let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
         exponent + u32::cast_from(mantissa > above)
     } else {
-        let exponent = if comptime!(rule == ScaleRule::Even) {
+        let exponent = if comptime!(rounding == PowerRounding::Even) {
             (bits + 0x20_0000u32) >> 23u32
-        } else if comptime!(rule == ScaleRule::Ceil) {
+        } else if comptime!(rounding == PowerRounding::Ceil) {
             (bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32)
         } else {
             bits >> 23u32
@@ -193,7 +192,7 @@ fn power_of_two_field(amax: f32, #[comptime] rule: ScaleRule) -> u32 {
 /// leaves only zeros and, of infinities, no numbers.
 #[cube]
 pub(crate) fn code_mask(factor: f32, #[comptime] rule: ScaleRule) -> u32 {
-    let numbers = if comptime!(rule == ScaleRule::NoTensorScale) {
+    let numbers = if comptime!(rule.row().normalization.divides()) {
         factor >= 0.0f32
     } else {
         factor > 0.0f32
@@ -209,12 +208,13 @@ pub(crate) fn normalize(
     factors: &Factors,
     #[comptime] rule: ScaleRule,
 ) -> f32 {
-    let normalized = if comptime!(rule == ScaleRule::NoTensorScale) {
-        element / factor
-    } else {
-        element * factor
-    };
-    let normalized = if comptime!(matches!(rule, ScaleRule::Gist | ScaleRule::NoTensorScale)) {
+    let normalization = comptime!(rule.row().normalization);
+    let normalized =
+        if comptime!(normalization.divides()) { element / factor } else { element * factor };
+    let normalized = if comptime!(matches!(
+        normalization,
+        Normalization::EncodeOverScale | Normalization::Division
+    )) {
         // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
         select(normalized.is_nan(), 0.0f32, normalized)
     } else {

@@ -27,7 +27,7 @@ impl Recipe {
 
     /// Whether elements are divided by their factor.
     pub(crate) fn divides(&self) -> bool {
-        self.rule == ScaleRule::NoTensorScale
+        self.rule.row().normalization.divides()
     }
 
     pub(crate) fn of(scheme: &Fp4Scheme, weighted: bool) -> Self {

@@ -1,14 +1,13 @@
 //! The better of two scales: amax on element 6, or on element 4; see
 //! [`ScaleSearch::FourOverSix`](burn_fp4_search::ScaleSearch).
 
-use burn_fp4_search::formats::Minifloat;
-use burn_fp4_search::{ErrorMetric, ScaleSearch};
+use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
 use cubecl::prelude::*;
 
 use super::task::Task;
 use crate::arith::element::nearest_element;
 use crate::arith::rule::{
-    BlockScale, BlockScales, Factors, TensorFactor, normalize, row_of, te_scale, tensor_factor,
+    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize, tensor_factor,
 };
 use crate::arith::scale_grid::scale_value;
 use crate::layout::place::{Place, at_row};
@@ -27,7 +26,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
 ) {
     let (recipe, share) = comptime!((task.recipe, task.share));
     let block_size = comptime!(recipe.block_size);
-    let row_of_grid = comptime!(row_of(recipe.rule));
+    let rule = comptime!(recipe.rule);
     // Of the rows of the unit, or of all rows of the tile if it looks at them alone.
     let count = comptime!(if share.tile == Tile::Repeated { 16 } else { share.rows });
     let mut on_six = Array::<f32>::new(comptime!(count as usize));
@@ -41,7 +40,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
             let neighbour = at_row(place, &task.extent, min(row, last), block_size, share);
             let elements =
                 load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
-            let both = candidates(largest[0], &tensor, row_of_grid);
+            let both = candidates(largest[0], &tensor, rule);
             let six = error(&elements, 0u32, &both.on_six, &tensor, &task.factors, recipe);
             let four = error(&elements, 0u32, &both.on_four, &tensor, &task.factors, recipe);
             on_six[index as usize] = select(row < task.extent.rows, six, 0.0f32);
@@ -51,7 +50,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
         #[unroll]
         for row in 0..share.rows {
             let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
-            let both = candidates(largest[row as usize], &tensor, row_of_grid);
+            let both = candidates(largest[row as usize], &tensor, rule);
             let start = comptime!(row * block_size);
             let six = error(elements, start, &both.on_six, &tensor, &task.factors, recipe);
             let four = error(elements, start, &both.on_four, &tensor, &task.factors, recipe);
@@ -66,7 +65,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     #[unroll]
     for row in 0..share.rows {
         let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
-        let both = candidates(largest[row as usize], &tensor, row_of_grid);
+        let both = candidates(largest[row as usize], &tensor, rule);
         let take_four = on_four[row as usize] < on_six[row as usize];
         scales.codes[row as usize] = select(take_four, both.on_four.code, both.on_six.code);
         scales.factors[row as usize] = select(take_four, both.on_four.factor, both.on_six.factor);
@@ -82,11 +81,11 @@ struct Candidates {
 
 /// Both come from the division form, whatever the rule.
 #[cube]
-fn candidates(largest: f32, tensor: &TensorFactor, #[comptime] row: Minifloat) -> Candidates {
+fn candidates(largest: f32, tensor: &TensorFactor, #[comptime] rule: ScaleRule) -> Candidates {
     let exact = (largest / 6.0f32) * tensor.encode;
     Candidates {
-        on_six: te_scale(exact, tensor, row),
-        on_four: te_scale(exact * 1.5f32, tensor, row),
+        on_six: nearest_scale(exact, tensor, rule),
+        on_four: nearest_scale(exact * 1.5f32, tensor, rule),
     }
 }
 

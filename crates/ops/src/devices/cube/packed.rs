@@ -19,6 +19,5 @@ pub(crate) fn handles(packed: Fp4Primitive<CubeBackend>) -> Packed {
 /// A scheme of the format of a packed tensor: what its values are does not depend on how they were
 /// chosen.
 pub(super) fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
-    let rule = ScaleRule::ALL.into_iter().find(|rule| rule.row().format == layout.format);
-    Fp4Scheme::of(rule.expect("every format has a rule")).with_block_size(layout.block_size)
+    Fp4Scheme::of(ScaleRule::of_format(layout.format)).with_block_size(layout.block_size)
 }

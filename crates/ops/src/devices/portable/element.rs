@@ -2,7 +2,7 @@
 
 use burn::backend::Backend;
 use burn_fp4_search::formats::{E2M1, E2M1_VALUES};
-use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorFactor};
+use burn_fp4_search::{Fp4Scheme, Normalization, TensorFactor};
 
 use super::block_scale::SMALLEST_DIVISOR;
 use super::floats::Floats;
@@ -18,17 +18,17 @@ pub(super) fn normalize<B: Backend>(
 ) -> Floats<B> {
     let [rows, blocks] = scales.shape()[..] else { unreachable!("scales are a matrix") };
     let each = |per_block: &Floats<B>| per_block.reshape(&[rows, blocks, 1]);
-    match scheme.rule {
-        ScaleRule::Te | ScaleRule::TeDivision => {
+    match scheme.rule.row().normalization {
+        Normalization::Reciprocal => {
             let one = Floats::filled(1.0, scales);
             values.mul(&each(&saturate(&one.div(&scales.mul(&factors.decode)))))
         }
-        ScaleRule::Gist => {
+        Normalization::EncodeOverScale => {
             let scales = scales.or_where(scales.below(SMALLEST_DIVISOR), SMALLEST_DIVISOR);
             values.mul(&each(&Floats::filled(1.0, &scales).mul(&factors.encode).div(&scales)))
         }
-        ScaleRule::NoTensorScale => values.div(&each(scales)),
-        ScaleRule::Floor | ScaleRule::Even | ScaleRule::RoundUp | ScaleRule::Ceil => {
+        Normalization::Division => values.div(&each(scales)),
+        Normalization::PowerReciprocal | Normalization::PowerReciprocalOrOne => {
             let multiplier = |code| scheme.rule.multiplier(code, TensorFactor::ONE);
             let table: Vec<_> = (0..=255).map(multiplier).collect();
             values.mul(&each(&codes.look_up(&table)))

@@ -1,7 +1,7 @@
 //! Block scales on the grid of a format, by tensor operations: all is derived from its row.
 
 use burn::backend::Backend;
-use burn_fp4_search::ScaleRule;
+use burn_fp4_search::PowerRounding;
 use burn_fp4_search::formats::{E2M1, Fp4Format, Minifloat, ScaleGrid};
 
 use super::floats::Floats;
@@ -44,15 +44,16 @@ pub(super) fn round_to_float<B: Backend>(
     (code, steps.mul(&step))
 }
 
-/// The codes of a grid of powers of two from block amaxes; see [`ScaleRule::block_scale`].
+/// The codes of a grid of powers of two from block amaxes; see
+/// [`ScaleRule::block_scale`](burn_fp4_search::ScaleRule::block_scale).
 pub(super) fn round_to_power_of_two<B: Backend>(
     amax: &Floats<B>,
-    rule: ScaleRule,
+    rounding: PowerRounding,
     grid: &Minifloat,
 ) -> Floats<B> {
     // Whether the scale is found from a sixth of the amax, or from the exponent of the amax.
-    let measured = match rule {
-        ScaleRule::RoundUp => amax.times(1.0 / E2M1.max_value()),
+    let measured = match rounding {
+        PowerRounding::RoundUp => amax.times(1.0 / E2M1.max_value()),
         _ => amax.clone(),
     };
     // The significand in [1, 2) and the biased exponent, by halving; both 0 for a subnormal.
@@ -68,24 +69,21 @@ pub(super) fn round_to_power_of_two<B: Backend>(
         significand = significand.or_from(significand.at_least(power), &divided);
     }
     let exponent = exponent.or_where(subnormal.above(0.0), 0.0);
-    let up = match rule {
-        ScaleRule::Floor => Floats::filled(0.0, amax),
-        ScaleRule::Even => significand.at_least(1.75).as_float(),
-        ScaleRule::Ceil => significand.above(1.0).as_float(),
-        ScaleRule::RoundUp => {
+    let up = match rounding {
+        PowerRounding::Floor => Floats::filled(0.0, amax),
+        PowerRounding::Even => significand.at_least(1.75).as_float(),
+        PowerRounding::Ceil => significand.above(1.0).as_float(),
+        PowerRounding::RoundUp => {
             // A subnormal was multiplied by 2^126: above 1/2 it lies above 2^-127.
             let above = significand.above(0.5).as_float().mul(&subnormal);
             significand.above(1.0).as_float().add(&above)
         }
-        ScaleRule::Te | ScaleRule::TeDivision | ScaleRule::Gist | ScaleRule::NoTensorScale => {
-            unreachable!("{rule} rounds to a grid of floats")
-        }
     };
     let code = exponent.add(&up);
     let rebiased = grid.bias - F32_BIAS;
-    let code = match rule {
-        ScaleRule::RoundUp if rebiased == 0 => code,
-        ScaleRule::RoundUp => code.plus(rebiased as f32),
+    let code = match rounding {
+        PowerRounding::RoundUp if rebiased == 0 => code,
+        PowerRounding::RoundUp => code.plus(rebiased as f32),
         _ => code.plus((rebiased - LARGEST_ELEMENT_EXPONENT) as f32),
     };
     let (largest, nan) = (f32::from(grid.max_code()), f32::from(grid.encode(f32::NAN)));

@@ -1,7 +1,7 @@
 //! The tensor scale as the two factors that rules use.
 
 use burn::backend::Backend;
-use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorFactor, TensorScaling};
+use burn_fp4_search::{Fp4Scheme, TensorFactor, TensorScaling};
 
 use super::floats::Floats;
 
@@ -29,16 +29,10 @@ pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factor
         };
     }
     let one = Floats::filled(1.0, &amax);
-    let encode = match scheme.rule {
-        ScaleRule::Gist => one.div(&amax).times(scheme.largest_code_product()),
-        ScaleRule::Te | ScaleRule::TeDivision => {
-            Floats::filled(scheme.largest_code_product(), &amax).div(&amax)
-        }
-        ScaleRule::NoTensorScale
-        | ScaleRule::Floor
-        | ScaleRule::Even
-        | ScaleRule::RoundUp
-        | ScaleRule::Ceil => unreachable!("the factors of these rules are fixed"),
+    let range = scheme.largest_code_product();
+    let encode = match scheme.rule.row().inverts_amax {
+        true => one.div(&amax).times(range),
+        false => Floats::filled(range, &amax).div(&amax),
     };
     let encode = saturate(&encode).or_where(encode.equals(0.0), 1.0);
     Factors { decode: one.div(&encode), amax, encode }

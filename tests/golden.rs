@@ -1,6 +1,6 @@
 //! Codes and scales equal to those of the other projects, byte for byte, from every engine.
 
-use burn_fp4_formats::{E2M1, E4M3, E8M0, Fp4Format, Packed, unpack_nibbles};
+use burn_fp4_formats::{E2M1, Packed, unpack_nibbles};
 use burn_fp4_search::{
     Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
     modelopt,
@@ -148,10 +148,7 @@ fn compare_with_qwantize(
     scales: &[f32],
     quants: &[f32],
 ) -> usize {
-    let row = match packed.format {
-        Fp4Format::NvFp4 => E4M3,
-        Fp4Format::MxFp4 => E8M0,
-    };
+    let row = packed.format.row().block_scale;
     for (index, (&code, &expected)) in packed.scales.iter().zip(scales).enumerate() {
         assert_eq!(row.decode(code), expected, "{what}: scale {index}");
     }

@@ -8,7 +8,7 @@ use tests::house::arrows::{Arrow, Crate};
 use tests::house::circles::circles;
 use tests::house::functions::functions;
 use tests::house::lines::{COLUMNS, has_header, named_paths, wide_lines};
-use tests::house::tokens::{mask, tokens, without_tests};
+use tests::house::tokens::{Token, mask, tokens, without_tests};
 use tests::house::{Breach, File, assert_kept, files, root};
 
 /// The crates, each allowed to depend on those before it.
@@ -38,6 +38,9 @@ const FORMATS_ARE_NAMED_IN: [&str; 11] = [
     "crates/search/src/modelopt.rs",
     "crates/search/src/rule.rs",
 ];
+
+/// The files that may name a scale rule; any other asks its row.
+const RULES_ARE_NAMED_IN: [&str; 2] = ["crates/search/src/rule.rs", "crates/search/src/scheme.rs"];
 
 /// The folders of the engines that have a file for each method.
 const METHODS_ARE_IN: [&str; 3] =
@@ -173,30 +176,48 @@ fn the_oracle_uses_no_engine() {
 
 #[test]
 fn formats_are_named_where_their_facts_are() {
+    named_only_in(&FORMATS_ARE_NAMED_IN, "the format's row", |tokens, at| {
+        names_a_format(tokens[at].text)
+    });
+}
+
+#[test]
+fn rules_are_named_where_their_facts_are() {
+    let names = ScaleRule::ALL.map(|rule| format!("{rule:?}"));
+    named_only_in(&RULES_ARE_NAMED_IN, "the rule's row", |tokens, at| {
+        let is = |at: usize, text: &str| tokens.get(at).is_some_and(|token| token.text == text);
+        let variant = tokens.get(at + 3).map_or("", |token| token.text);
+        is(at, "ScaleRule") && is(at + 1, ":") && is(at + 2, ":") && names.contains(&variant.into())
+    });
+}
+
+/// Fails where a name is used outside of the files and folders listed, and where a listed one uses
+/// none.
+fn named_only_in(list: &[&str], source: &str, is_name: impl Fn(&[Token<'_>], usize) -> bool) {
     let mut broken = Vec::new();
     let mut naming = BTreeSet::new();
     for file in sources() {
         let masked = mask(&file.text);
         let tokens = without_tests(&tokens(&masked));
-        for token in tokens.iter().filter(|token| names_a_format(token.text)) {
+        for at in (0..tokens.len()).filter(|&at| is_name(&tokens, at)) {
             // A folder stands for all files in it.
             let is_listed = |listed: &&&str| match listed.ends_with('/') {
                 true => file.path.starts_with(**listed),
                 false => file.path == **listed,
             };
-            if let Some(listed) = FORMATS_ARE_NAMED_IN.iter().find(is_listed) {
+            if let Some(listed) = list.iter().find(is_listed) {
                 naming.insert(*listed);
             } else {
-                let what = format!("`{}`: ask the format's row instead of its name", token.text);
-                broken.push(breach(&file.path, token.line, what));
+                let what = format!("`{}`: ask {source} instead of its name", tokens[at].text);
+                broken.push(breach(&file.path, tokens[at].line, what));
             }
         }
     }
-    for listed in FORMATS_ARE_NAMED_IN.iter().filter(|listed| !naming.contains(*listed)) {
-        let what = "names no format: take it from the list in tests/house.rs".to_owned();
+    for listed in list.iter().filter(|listed| !naming.contains(*listed)) {
+        let what = "uses no such name: take it from the list in tests/house.rs".to_owned();
         broken.push(breach(listed, 1, what));
     }
-    assert_kept("formats are named where their facts are", broken);
+    assert_kept(&format!("names are used where {source} is"), broken);
 }
 
 /// `NvFp4`, `E4M3` and their like, and constants that begin so.

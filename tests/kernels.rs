@@ -7,9 +7,10 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, Packed as Handles, PlannedProduct,
-    Problem, Product, Refusal, UNITS, add_gram, amax, cubecl, curvature, dequantize, fake_quantize,
-    hadamard, quantize, quantize_by_hessian, quantize_weighted, squared_error,
+    Activations, Capability, Dtype as KernelDtype, Hessians, PackedHandles as Handles,
+    PlannedProduct, Problem, Product, Refusal, UNITS, add_gram, amax, cubecl, curvature,
+    dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_weighted,
+    squared_error,
 };
 use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
@@ -155,7 +156,7 @@ impl Device {
         let values = self.upload(&input);
         let run = |planned: PlannedProduct| {
             let output = planned.run(client, handles.clone(), values.clone(), bias.clone());
-            self.floats(output, kernel_dtype)
+            self.floats(output.expect("memory of these lengths"), kernel_dtype)
         };
         let mut found = run(product.gemv(device).expect("a plan"));
         // The same by matrix instructions, where there are any; of a small device in larger tiles.
@@ -401,6 +402,45 @@ fn special_values_follow_the_reference() {
     schemes().into_iter().for_each(|scheme| {
         device.check("zeros", &zeros, 0, scheme);
     });
+}
+
+/// Kernels are launched unchecked: what they would read beyond the end is refused.
+#[test]
+fn memory_that_is_too_short_is_refused() {
+    let device = Device::new();
+    let (client, capability) = (&device.client, &device.capability);
+    let scheme = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let problem = Problem { view: View::rows(4, 64), dtype: KernelDtype::F32, scheme };
+    let bytes = |count: usize| client.create_from_slice(&vec![0; count]);
+    let (values, rows) = (|| bytes(4 * 4 * 64), || bytes(4 * 4));
+    let memory = |what, expected, found| Refusal::Memory { what, expected, found };
+    let refused = |result: Result<Handles, Refusal>| result.map(drop).unwrap_err();
+    let found = quantize(client, capability, bytes(1020), rows(), &problem);
+    assert_eq!(refused(found), memory("values", 1024, 1020));
+    let found = quantize(client, capability, values(), bytes(12), &problem);
+    assert_eq!(refused(found), memory("amax", 16, 12));
+    let packed = |codes, scales, tensor_scales| Handles {
+        codes: bytes(codes),
+        scales: bytes(scales),
+        tensor_scale: rows(),
+        tensor_scales,
+    };
+    for (packed, expected) in [
+        (packed(127, 16, 4), memory("codes", 128, 127)),
+        (packed(128, 15, 4), memory("scales", 16, 15)),
+        (packed(128, 16, 5), Refusal::TensorScales { expected: 4, found: 5 }),
+    ] {
+        let found = dequantize(client, capability, packed, &problem).map(drop);
+        assert_eq!(found, Err(expected));
+    }
+    let (inputs, outputs, channels) = (2, 4, 64);
+    let (format, block_size, dtype) = (scheme.format(), 16, KernelDtype::F32);
+    let product = Product { inputs, outputs, channels, format, block_size, dtype };
+    let product = product.gemv(capability).expect("a plan");
+    let found = product.run(client, packed(128, 16, 4), bytes(511), None).map(drop);
+    assert_eq!(found, Err(memory("input", 512, 511)));
+    let found = product.run(client, packed(128, 16, 4), bytes(512), Some(bytes(12))).map(drop);
+    assert_eq!(found, Err(memory("bias", 16, 12)));
 }
 
 #[test]
@@ -682,15 +722,15 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
         let gram = Gram::from_values(&sums, channels, channels, rows, amax).unwrap();
         let expected = options.curvature(&gram, 16).unwrap();
         let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
-        assert_eq!(client.read_one_unchecked(found.definite)[0], 1);
-        assert_bits("H", &floats(found.hessian), expected.hessian());
-        let factor = floats(found.factor);
+        assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 1);
+        assert_bits("H", &floats(found.hessian().clone()), expected.hessian());
+        let factor = floats(found.factor().clone());
         let largest = factor.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
         for (at, (found, expected)) in factor.iter().zip(expected.factor()).enumerate() {
             let far = (found - expected).abs();
             assert!(far <= 1e-6 * largest, "{channels} {at}: {found} {expected}");
         }
-        let costs = floats(found.costs);
+        let costs = floats(found.costs().clone());
         for (channel, cost) in costs.iter().enumerate() {
             let expected = expected.factor()[channel * (channels + 1)].powi(-2);
             assert!((cost - expected).abs() <= 1e-5 * expected, "{cost} {expected}");
@@ -703,5 +743,5 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     assert_eq!(undamped.curvature(&gram, 16), Err(SearchError::Singular));
     let damped = undamped.damped(&gram, 16).unwrap();
     let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
-    assert_eq!(client.read_one_unchecked(found.definite)[0], 0);
+    assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
 }

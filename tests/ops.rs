@@ -429,12 +429,10 @@ fn wrong_scales_are_refused_where_they_are_read(
     let (codes, scales, bits) = parts_of(packed);
     let [_, blocks] = scales.dims();
     let host = packed.to_packed().unwrap();
-    let (nan, negative) = match scheme.format() {
-        Fp4Format::NvFp4 => (0x7F, Some(0xB8)),
-        Fp4Format::MxFp4 => (0xFF, None),
-    };
-    for (code, problem) in [(nan, "NaN")].into_iter().chain(negative.map(|code| (code, "negative")))
-    {
+    let scale = scheme.format().row().block_scale;
+    let one = scale.encode(1.0);
+    let negative = scale.signed.then_some((scale.sign_bit() | one, "negative"));
+    for (code, problem) in [(scale.nan_code(), "NaN")].into_iter().chain(negative) {
         let mut bytes = host.scales.clone();
         bytes[blocks + 1] = code;
         let bytes = TensorData::new(bytes, scales.dims());
@@ -455,7 +453,7 @@ fn wrong_scales_are_refused_where_they_are_read(
         assert!(found, "{name}: {error}");
     }
     let taken = with_scale(2.0).is_ok();
-    assert_eq!(taken, scheme.format() == Fp4Format::NvFp4, "{name}: MXFP4 has no tensor scale");
+    assert_eq!(taken, scheme.format().row().tensor_scale, "{name}");
 }
 
 /// Valid though pointless: a format without a tensor scale, with one of 1 for each row.

@@ -1,6 +1,6 @@
 //! The searches against brute force in f64, and against what other projects found.
 
-use burn_fp4_formats::{E2M1, E4M3, Fp4Format, Packed};
+use burn_fp4_formats::{E2M1, Fp4Format, Packed, ScaleGrid};
 use burn_fp4_search::host::{self, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Fp4Scheme, Gptq, Gram, Importance, Method, ScaleRule,
@@ -55,11 +55,11 @@ fn host_packed(
 
 /// The value of every scale of a format around an amax, times the tensor scale.
 fn all_scales(format: Fp4Format, amax: f64, tensor_scale: f64) -> Vec<f64> {
-    match format {
-        Fp4Format::NvFp4 => {
-            (1..=126).map(|code| f64::from(E4M3.decode(code)) * tensor_scale).collect()
+    match format.row().scale_grid() {
+        ScaleGrid::Float(row) => {
+            (1..=row.max_code()).map(|code| f64::from(row.decode(code)) * tensor_scale).collect()
         }
-        Fp4Format::MxFp4 => {
+        ScaleGrid::PowersOfTwo(_) => {
             let exponent = amax.log2().floor() as i32;
             (exponent - 10..exponent + 6).map(|exponent| 2f64.powi(exponent)).collect()
         }

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, Packed, Problem, Product, amax, quantize};
+use burn_fp4_cubecl::{Capability, Dtype, PackedHandles, Problem, Product, amax, quantize};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -29,7 +29,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
             let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };
             let bytes = problem.code_bytes() + problem.scale_bytes();
             let dense = client.create_from_slice(bf16::as_bytes(&floats(outputs * channels)));
-            let pack = || -> Packed {
+            let pack = || -> PackedHandles {
                 let largest = amax(client, &device, dense.clone(), problem.view, dtype, false);
                 let largest = largest.expect("a plan");
                 quantize(client, &device, dense.clone(), largest, &problem).expect("a plan")

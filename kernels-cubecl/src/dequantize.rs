@@ -41,6 +41,7 @@ fn launch<F: Float>(
 ) -> Result<Handle, Refusal> {
     let Problem { view, scheme, dtype } = problem;
     let launch = plan(Operation::Dequantize, problem, device)?;
+    problem.check_packed(&packed)?;
     let (share, by_row) = (launch.share, packed.tensor_scales > 1);
     let values = client.empty(view.len() * dtype.size());
     if launch.items == 0 {

@@ -31,6 +31,8 @@ pub fn fake_quantize(
     restore: Restore,
 ) -> Result<Handle, Refusal> {
     let launch = plan(Operation::FakeQuantize, problem, device)?;
+    problem.check_values(&values)?;
+    problem.check_amax(&amax)?;
     let launch_kernel = match (problem.dtype, launch.share.wide()) {
         (Dtype::F16, true) => launch_fake_quantize::<u32, f16>,
         (Dtype::F16, false) => launch_fake_quantize::<u16, f16>,

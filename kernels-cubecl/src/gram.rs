@@ -10,6 +10,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, GramPlan, Refusal, UNITS, plan_gram};
 
 /// Activations `[rows, channels]`.
@@ -23,7 +24,8 @@ pub struct Activations {
     pub rows: usize,
 }
 
-/// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout.
+/// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout
+/// of devices ([`GramTiles::of_device`]).
 /// Element by element in f64; by matrix instructions 1024 products in f32 and their sum in
 /// f64. Such instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the
 /// products that do not count: relative to the largest, an error of 2^-24.
@@ -41,6 +43,15 @@ pub fn add_gram(
     let Activations { values: x, dtype, rows } = activations.clone();
     let channels = layout.channels();
     let plan = plan_gram(rows, channels, dtype, device)?;
+    let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
+    if layout.side() != GramTiles::SIDE {
+        return mismatch("the side of a tile", GramTiles::SIDE, layout.side());
+    }
+    if tiles.end > layout.count() {
+        return mismatch("tiles", layout.count(), tiles.end);
+    }
+    check_memory("activations", &x, rows * channels * dtype.size())?;
+    check_memory("sums", &sums, 8 * tiles.len() * TILE)?;
     if rows * tiles.len() == 0 {
         return Ok(());
     }

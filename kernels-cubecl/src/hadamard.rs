@@ -30,6 +30,7 @@ pub fn hadamard(
     let scheme = Fp4Scheme::default().with_block_size(SIZE as usize);
     let problem = Problem { view, dtype, scheme };
     let launch = plan(Operation::Hadamard, &problem, device)?;
+    problem.check_values(&values)?;
     let signs = u32::from(hadamard.signs);
     let launch_kernel = match (dtype, launch.share.wide()) {
         (Dtype::F16, true) => launch_hadamard::<u32, f16>,

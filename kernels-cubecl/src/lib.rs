@@ -2,7 +2,8 @@
 //!
 //! Each operation takes handles of contiguous device memory, a [`Problem`], a client and what its
 //! device can do ([`Capability`]); [`plan`] decides whether and how it is launched. Nothing panics
-//! on a worker thread: what a kernel cannot do is a [`Refusal`].
+//! on a worker thread: what a kernel cannot do is a [`Refusal`], and so is memory that is shorter
+//! than it would read. What the memory holds is the caller's word: there are no dtypes in handles.
 //!
 //! Every file here is an operation, its launch and its kernel; a folder holds what operations share
 //! or a family of them. A folder uses only those above it in the second table.
@@ -24,6 +25,7 @@
 //! | `arith/`    | elements, the grid of block scales, scale rules, random bits, transform    |
 //! | `layout/`   | which values are a unit's, how they are loaded, exchanged and stored       |
 //! | `packed.rs` | [`PackedHandles`]: codes, block scales and tensor scale in device memory   |
+//! | `memory.rs` | whether device memory is as long as an operation reads                     |
 //! | `search/`   | how the scale of a block is chosen, a file per method                      |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `product/`  | products with a packed weight: with few rows, and by matrix instructions   |
@@ -38,6 +40,7 @@ mod gptq;
 mod gram;
 mod hadamard;
 mod layout;
+mod memory;
 mod packed;
 mod plan;
 mod product;
@@ -53,7 +56,7 @@ pub use fake_quantize::fake_quantize;
 pub use gptq::{Curvature, curvature, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
-pub use packed::{PackedHandles, PackedHandles as Packed};
+pub use packed::PackedHandles;
 pub use plan::{
     Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, Tile, UNITS, plan,
 };

@@ -1,5 +1,6 @@
 //! Codes and scales of a tensor.
 
+use burn_fp4_search::ScaleSearch;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -10,6 +11,7 @@ use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stoc
 use crate::layout::place::{item, place};
 use crate::layout::share::load_blocks;
 use crate::layout::stage::{Exchange, exchange, packed_place};
+use crate::memory::check_memory;
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
 use crate::search::choose::choose_scales;
@@ -17,7 +19,8 @@ use crate::search::task::{Task, task};
 
 /// Codes and scales of a tensor, given the amax of [`amax`](crate::amax()) in device memory.
 ///
-/// The tensor is read once, whichever axis the blocks run along.
+/// `values` are the dense tensor of the problem, contiguous; `amax` is f32, one for every tensor
+/// scale. The tensor is read once, whichever axis the blocks run along.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -45,6 +48,15 @@ pub fn quantize_weighted(
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
     let launch = plan(Operation::Quantize, problem, device)?;
+    problem.check_values(&values)?;
+    problem.check_amax(&amax)?;
+    if let Some(weights) = &weights {
+        if problem.scheme.search != ScaleSearch::Sse {
+            let (operation, found) = (Operation::Quantize, problem.scheme.search);
+            return Err(Refusal::Search { operation, found });
+        }
+        check_memory("weights", weights, 4 * problem.view.axis)?;
+    }
     Ok(if launch.share.wide() {
         launch_quantize::<u32>(client, values, amax, weights, problem, launch)
     } else {

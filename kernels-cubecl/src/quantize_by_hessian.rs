@@ -19,6 +19,7 @@ use cubecl::server::Handle;
 use crate::arith::rule::tensor_factor;
 use crate::layout::place::place_of;
 use crate::layout::share::load_blocks;
+use crate::memory::check_memory;
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, plan};
 use crate::search::block_hessian::block_hessian;
@@ -51,6 +52,11 @@ pub fn quantize_by_hessian(
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
     let launch = plan(Operation::QuantizeByHessian, problem, device)?;
+    problem.check_values(&values)?;
+    problem.check_amax(&amax)?;
+    let of_row = 4 * problem.view.axis;
+    check_memory("the Hessians' bounds", &hessians.bounds, of_row)?;
+    check_memory("the Hessians", &hessians.values, of_row * problem.scheme.block_size)?;
     let packed = PackedHandles::empty(client, problem);
     if launch.items > 0 {
         if launch.share.wide() {

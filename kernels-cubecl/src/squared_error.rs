@@ -35,6 +35,8 @@ pub fn squared_error(
     problem: &Problem,
 ) -> Result<PartialSums, Refusal> {
     let planned = plan(Operation::SquaredError, problem, device)?;
+    problem.check_values(&values)?;
+    problem.check_packed(&packed)?;
     Ok(if planned.share.wide() {
         launch::<u32>(client, values, packed, problem, planned)
     } else {

@@ -13,7 +13,7 @@ use crate::plan::{
 
 /// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
 ///
-/// `values` holds the tensor contiguously; the result holds 1 or `packed_rows` values.
+/// `values` holds the tensor contiguously; the result holds 1 or `packed_rows` f32.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -29,6 +29,7 @@ pub fn amax(
     let problem = Problem { view, dtype, scheme: Fp4Scheme::default() };
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
     let planned = plan(operation, &problem, device)?;
+    problem.check_values(&values)?;
     Ok(if planned.share.wide() {
         launch::<u32>(client, values, view, by_row, planned, device.plane)
     } else {

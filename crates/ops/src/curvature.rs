@@ -131,7 +131,7 @@ fn on_cube(
     let Ok(curvature) = burn_fp4_cubecl::curvature(&client, &capability, gram, damped) else {
         return Ok(None);
     };
-    let definite = client.read_one(curvature.definite.clone()).map_err(OpsError::device)?;
+    let definite = client.read_one(curvature.definite().clone()).map_err(OpsError::device)?;
     if definite.iter().all(|byte| *byte == 0) {
         return Err(SearchError::Singular.into());
     }

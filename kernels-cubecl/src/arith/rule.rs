@@ -170,22 +170,26 @@ pub(crate) fn block_scale(
 #[cube]
 fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     let bits = u32::reinterpret(amax);
-    if comptime!(rounding == PowerRounding::RoundUp) {
-        let sixth = u32::reinterpret(amax * f32::reinterpret(SIXTH));
-        let exponent = sixth >> 23u32;
-        let mantissa = sixth & 0x7F_FFFFu32;
-        let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
-        exponent + u32::cast_from(mantissa > above)
-    } else {
-        let exponent = if comptime!(rounding == PowerRounding::Even) {
-            (bits + 0x20_0000u32) >> 23u32
-        } else if comptime!(rounding == PowerRounding::Ceil) {
-            (bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32)
-        } else {
-            bits >> 23u32
-        };
-        select(exponent < LARGEST_EXPONENT, 0u32, exponent - LARGEST_EXPONENT)
+    match comptime!(rounding) {
+        PowerRounding::Floor => below_largest(bits >> 23u32),
+        PowerRounding::Even => below_largest((bits + 0x20_0000u32) >> 23u32),
+        PowerRounding::Ceil => {
+            below_largest((bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32))
+        }
+        PowerRounding::RoundUp => {
+            let sixth = u32::reinterpret(amax * f32::reinterpret(SIXTH));
+            let exponent = sixth >> 23u32;
+            let mantissa = sixth & 0x7F_FFFFu32;
+            let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
+            exponent + u32::cast_from(mantissa > above)
+        }
     }
+}
+
+/// The exponent field of amax over the largest power of two among the elements.
+#[cube]
+fn below_largest(exponent: u32) -> u32 {
+    select(exponent < LARGEST_EXPONENT, 0u32, exponent - LARGEST_EXPONENT)
 }
 
 /// All bits, or none where every code of a block is 0: its factor is no number, or so small that it
@@ -211,14 +215,14 @@ pub(crate) fn normalize(
     let normalization = comptime!(rule.row().normalization);
     let normalized =
         if comptime!(normalization.divides()) { element / factor } else { element * factor };
-    let normalized = if comptime!(matches!(
-        normalization,
-        Normalization::EncodeOverScale | Normalization::Division
-    )) {
+    let normalized = match comptime!(normalization) {
         // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
-        select(normalized.is_nan(), 0.0f32, normalized)
-    } else {
-        normalized
+        Normalization::EncodeOverScale | Normalization::Division => {
+            select(normalized.is_nan(), 0.0f32, normalized)
+        }
+        Normalization::Reciprocal
+        | Normalization::PowerReciprocal
+        | Normalization::PowerReciprocalOrOne => normalized,
     };
     if comptime!(rule.row().keeps_negative_zero) {
         normalized

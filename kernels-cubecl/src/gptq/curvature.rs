@@ -34,27 +34,27 @@ use crate::quantize_by_hessian::Hessians;
 /// A [`Curvature`](burn_fp4_search::Curvature) in device memory, f32 but for the order.
 #[derive(Debug, Clone)]
 pub struct Curvature {
-    /// [`factor`](burn_fp4_search::Curvature::factor), `[channels, channels]`.
-    pub factor: Handle,
-    /// What an error of a channel costs if all channels after it compensate it as well as they can:
-    /// the diagonal of the factor to the power of -2.
-    pub costs: Handle,
-    /// [`hessian`](burn_fp4_search::Curvature::hessian), `[channels, channels]`.
-    pub hessian: Handle,
+    /// Channels of the weight.
+    pub(super) channels: usize,
+    /// Channels of a block.
+    pub(super) block_size: usize,
+    pub(super) factor: Handle,
+    pub(super) costs: Handle,
+    pub(super) hessian: Handle,
     /// [`blocks`](burn_fp4_search::Damped::blocks).
-    pub blocks: Hessians,
+    pub(super) blocks: Hessians,
     /// [`inverses`](burn_fp4_search::Damped::inverses).
-    pub inverses: Handle,
+    pub(super) inverses: Handle,
     /// Where each block stands in a packed row, u32.
-    pub order: Handle,
-    /// u32: 1, or 0 if H is singular; the rest means nothing then.
-    pub definite: Handle,
+    pub(super) order: Handle,
+    definite: Handle,
 }
 
 /// Factorizes H in f64, on the device, given the Gram matrix in f32: as devices sum it.
 ///
 /// # Errors
-/// [`Refusal`]; nothing is launched then.
+/// [`Refusal`], also where the damping is of another Gram matrix or of one that is kept in blocks;
+/// nothing is launched then.
 pub fn curvature(
     client: &Client,
     device: &Capability,
@@ -63,6 +63,11 @@ pub fn curvature(
 ) -> Result<Curvature, Refusal> {
     let channels = damped.channels();
     let plan = plan_factor(channels, device)?;
+    let found = if gram.is_whole() { gram.channels() } else { 0 };
+    if found != channels {
+        let what = "channels of a whole Gram matrix";
+        return Err(Refusal::Mismatch { what, expected: channels, found });
+    }
     let curvature = Curvature::empty(client, damped);
     if channels > 0 {
         let side = plan.side();
@@ -85,6 +90,27 @@ pub fn curvature(
 }
 
 impl Curvature {
+    /// [`factor`](burn_fp4_search::Curvature::factor), f32 `[channels, channels]`.
+    pub fn factor(&self) -> &Handle {
+        &self.factor
+    }
+
+    /// f32 `[channels]`: what an error of a channel costs if all channels after it compensate it as
+    /// well as they can, the diagonal of the factor to the power of -2.
+    pub fn costs(&self) -> &Handle {
+        &self.costs
+    }
+
+    /// [`hessian`](burn_fp4_search::Curvature::hessian), f32 `[channels, channels]`.
+    pub fn hessian(&self) -> &Handle {
+        &self.hessian
+    }
+
+    /// u32: 1, or 0 if H is singular; the rest means nothing then.
+    pub fn definite(&self) -> &Handle {
+        &self.definite
+    }
+
     /// What the host has computed, and memory for the rest.
     fn empty(client: &Client, damped: &Damped) -> Self {
         let channels = damped.channels();
@@ -92,6 +118,8 @@ impl Curvature {
         let (blocks, size) = (damped.blocks(), damped.blocks().block_size());
         let of_blocks = damped.order().iter().step_by(size).map(|&channel| (channel / size) as u32);
         Self {
+            channels,
+            block_size: size,
             factor: client.empty(4 * channels * channels),
             costs: client.empty(4 * channels),
             hessian: client.empty(4 * channels * channels),

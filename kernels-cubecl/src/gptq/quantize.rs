@@ -15,6 +15,7 @@ use super::steps::{
     pack_kernel, round_kernel,
 };
 use crate::arith::rule::factors;
+use crate::memory::check_memory;
 use crate::packed::PackedHandles;
 use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
 use crate::quantize::quantize_weighted;
@@ -38,8 +39,18 @@ pub fn quantize_gptq(
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
     let launch = plan(Operation::Gptq, problem, device)?;
-    let packed = PackedHandles::empty(client, problem);
     let (rows, channels) = (problem.view.packed_rows(), problem.view.axis);
+    for (what, expected, found) in [
+        ("channels of the curvature", channels, curvature.channels),
+        ("block size of the curvature", problem.scheme.block_size, curvature.block_size),
+    ] {
+        if found != expected {
+            return Err(Refusal::Mismatch { what, expected, found });
+        }
+    }
+    check_memory("values", &values, 4 * rows * channels)?;
+    problem.check_amax(&amax)?;
+    let packed = PackedHandles::empty(client, problem);
     if rows * channels == 0 {
         return Ok(packed);
     }

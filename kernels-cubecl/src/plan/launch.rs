@@ -63,6 +63,10 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     let Problem { view, scheme, .. } = problem;
     if !matches!(operation, Operation::Amax | Operation::RowAmax) {
         scheme.check_columns(view.axis)?;
+    }
+    // Values of codes and scales are the same however these were chosen.
+    let reads_codes = matches!(operation, Operation::Dequantize | Operation::SquaredError);
+    if !reads_codes && !matches!(operation, Operation::Amax | Operation::RowAmax) {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
         let fits = match scheme.search {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,

@@ -28,6 +28,34 @@ pub enum Refusal {
     /// The device does not compute in f64.
     #[error("the device has no f64")]
     NoDoubles,
+    /// Memory that is shorter than the operation reads.
+    #[error("{what} is {found} bytes of memory, not {expected}")]
+    Memory {
+        /// The argument.
+        what: &'static str,
+        /// Bytes of what it is to hold.
+        expected: usize,
+        /// Bytes of the memory.
+        found: u64,
+    },
+    /// A number of tensor scales that is neither 1 nor that of the packed rows.
+    #[error("{found} tensor scales of {expected} packed rows")]
+    TensorScales {
+        /// Packed rows.
+        expected: usize,
+        /// Tensor scales.
+        found: usize,
+    },
+    /// Two arguments that do not belong together.
+    #[error("{what}: {found}, not {expected}")]
+    Mismatch {
+        /// What they have to have in common.
+        what: &'static str,
+        /// That of the one.
+        expected: usize,
+        /// That of the other.
+        found: usize,
+    },
     /// More values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {

@@ -7,8 +7,9 @@ use half::{bf16, f16};
 use super::finish::{Factors, ProductRecipe};
 use super::plan::{Kernel, PlannedProduct, Product};
 use super::{gemv, mma};
+use crate::memory::check_memory;
 use crate::packed::PackedHandles;
-use crate::plan::Dtype;
+use crate::plan::{Dtype, Refusal};
 
 impl PlannedProduct {
     /// The product that was planned.
@@ -20,25 +21,35 @@ impl PlannedProduct {
     ///
     /// The input is `[inputs, channels]`, the bias `[outputs]`, both in the dtype of the product;
     /// so is the output `[inputs, outputs]`. The client is of the device that was planned for.
+    ///
+    /// # Errors
+    /// [`Refusal::Memory`] and [`Refusal::TensorScales`]; nothing is launched then.
     pub fn run(
         &self,
         client: &Client,
         weight: PackedHandles,
         input: Handle,
         bias: Option<Handle>,
-    ) -> Handle {
+    ) -> Result<Handle, Refusal> {
         let Self { product, device, kernel } = self;
-        let length = product.inputs * product.outputs;
-        let output = client.empty(length * product.dtype.size());
-        if length == 0 {
-            return output;
+        let Product { inputs, outputs, channels, block_size, dtype, .. } = *product;
+        check_memory("codes", &weight.codes, outputs * channels / 2)?;
+        check_memory("scales", &weight.scales, outputs * channels / block_size)?;
+        weight.check_tensor_scales(outputs)?;
+        check_memory("input", &input, inputs * channels * dtype.size())?;
+        if let Some(bias) = &bias {
+            check_memory("bias", bias, outputs * dtype.size())?;
+        }
+        let output = client.empty(inputs * outputs * dtype.size());
+        if inputs * outputs == 0 {
+            return Ok(output);
         }
         let factors = Factors { weight, input, bias };
         let recipe = ProductRecipe::new(product, device, &factors);
         let made = output.clone();
         match *kernel {
             Kernel::Gemv(plan) => {
-                let launch = match product.dtype {
+                let launch = match dtype {
                     Dtype::F32 => gemv::launch::<f32>,
                     Dtype::F16 => gemv::launch::<f16>,
                     Dtype::Bf16 => gemv::launch::<bf16>,
@@ -47,7 +58,7 @@ impl PlannedProduct {
             }
             Kernel::Mma(plan) => {
                 // f32 has no such plan.
-                let launch = match (product.dtype == Dtype::Bf16, product.block_size) {
+                let launch = match (dtype == Dtype::Bf16, block_size) {
                     (true, 16) => mma::launch::<bf16, u16>,
                     (true, _) => mma::launch::<bf16, u8>,
                     (false, 16) => mma::launch::<f16, u16>,
@@ -56,6 +67,6 @@ impl PlannedProduct {
                 launch(client, factors, made, product, recipe, plan);
             }
         }
-        output
+        Ok(output)
     }
 }

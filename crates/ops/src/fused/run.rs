@@ -86,6 +86,7 @@ impl FusedProduct {
         let bias = with_bias.map(|add| float(context, &add.rhs).handle);
         let weight = handles(packed(context, dequantize));
         let output = product.run(&input.client, weight, input.handle.clone(), bias);
+        let output = output.expect("tensors have the lengths of their shapes");
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let mut output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
         if let Some(adapter) = &self.segment.adapter {

@@ -43,7 +43,7 @@ impl View {
 
     /// Values of the tensor.
     pub const fn len(&self) -> usize {
-        self.outer * self.axis * self.inner
+        self.outer.saturating_mul(self.axis).saturating_mul(self.inner)
     }
 
     /// Whether there is nothing in it.

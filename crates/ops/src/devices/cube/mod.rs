@@ -17,7 +17,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, Packed, Problem, Refusal,
+    Activations, Capability, Dtype, Hessians, PackedHandles, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{Restore, View};
@@ -41,7 +41,13 @@ fn quantize(
     amax: CubeTensor,
     axis: usize,
     scheme: Fp4Scheme,
-    launch: impl FnOnce(&Client, &Capability, Handle, Handle, &Problem) -> Result<Packed, Refusal>,
+    launch: impl FnOnce(
+        &Client,
+        &Capability,
+        Handle,
+        Handle,
+        &Problem,
+    ) -> Result<PackedHandles, Refusal>,
 ) -> Fp4Primitive<CubeBackend> {
     let shape = values.meta.shape().clone();
     let (values, view) = contiguous(values, axis);
@@ -58,7 +64,7 @@ fn quantize_on(
     axis: usize,
     shape: &Shape,
     scheme: Fp4Scheme,
-    launch: impl FnOnce(&Client, &Capability, Handle) -> Result<Packed, Refusal>,
+    launch: impl FnOnce(&Client, &Capability, Handle) -> Result<PackedHandles, Refusal>,
 ) -> Fp4Primitive<CubeBackend> {
     let layout = Fp4Layout::new(shape, axis, &scheme).expect(CHECKED);
     let amax = into_contiguous(amax);
@@ -200,7 +206,9 @@ impl Fp4Backend for CubeBackend {
             return portable::matmul::<Self>(input, weight, layout);
         };
         let input = into_contiguous(input);
-        let output = product.run(&input.client, handles(weight), input.handle.clone(), None);
+        let weight = handles(weight);
+        let output = product.run(&input.client, weight, input.handle.clone(), None);
+        let output = output.expect(CHECKED);
         beside(&input, output, Shape::new([inputs, layout.shape[1]]), dtype)
     }
 

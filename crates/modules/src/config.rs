@@ -175,7 +175,7 @@ impl Fp4Config {
     /// Chooses scales and codes by a method: sets the search of the scheme,
     /// [`gptq`](field@Self::gptq) and [`sse`](field@Self::sse), and nothing else. The
     /// rule and the blocks of the scheme stay, and so do schemes of [overrides](Self::with), which
-    /// have searches of their own.
+    /// have searches of their own, but GPTQ takes the place of all of them.
     ///
     /// Methods that are [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated) need statistics
     /// of inputs: [`with_calibration`](Self::with_calibration), or

@@ -205,11 +205,11 @@ fn list(names: &[String]) -> String {
     names.iter().map(|name| format!("\n  {name}")).collect()
 }
 
-/// Runs an operation on devices, where one that fails may panic: that must not cost the weights
-/// that were taken out of a module.
-pub(crate) fn caught<R>(run: impl FnOnce() -> Result<R, OpsError>) -> Result<R, OpsError> {
+/// Runs operations on devices, where one that fails may panic: that must neither cost the weights
+/// that were taken out of a module nor the program.
+pub(crate) fn caught<R, E: From<OpsError>>(run: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
     let result = catch_unwind(AssertUnwindSafe(run));
-    result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic))))
+    result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic)).into()))
 }
 
 /// What a panic said.

@@ -205,30 +205,30 @@ impl DeviceSum {
         self.amax.device()
     }
 
-    /// Adds activations `[rows, channels]`.
+    /// Adds activations `[rows, channels]`, as many rows at a time as a kernel takes.
     fn add(&mut self, x: Tensor<2>) -> Result<(), OpsError> {
         let [rows, channels] = x.dims();
-        if rows == 0 {
-            return Ok(());
+        let most = (View::MAX_LEN / channels.max(1)).max(1);
+        for start in (0..rows).step_by(most) {
+            self.add_rows(x.clone().slice_dim(0, start..rows.min(start + most)))?;
         }
+        Ok(())
+    }
+
+    fn add_rows(&mut self, x: Tensor<2>) -> Result<(), OpsError> {
         let amax = quantize::amax(x.clone())?;
         self.amax.inplace(|largest| largest.max_pair(amax));
         let of_rows = Dispatch::fp4_amax(x.clone().into_dispatch(), 1, true);
         let tokens = Tensor::<1>::from_dispatch(of_rows).greater_elem(0.0).int().sum();
         self.tokens.inplace(|sum| sum + tokens);
-        // As many as a kernel takes.
-        let most = (View::MAX_LEN / channels.max(1)).max(1);
-        for start in (0..rows).step_by(most) {
-            let x = x.clone().slice_dim(0, start..rows.min(start + most));
-            let mut first = 0;
-            for part in &mut self.parts {
-                let tiles = part.dims()[0];
-                part.inplace(|sums| {
-                    let (sums, x) = (sums.into_dispatch(), x.clone().into_dispatch());
-                    Tensor::from_dispatch(Dispatch::fp4_add_gram(sums, x, self.layout, first))
-                });
-                first += tiles;
-            }
+        let mut first = 0;
+        for part in &mut self.parts {
+            let tiles = part.dims()[0];
+            part.inplace(|sums| {
+                let (sums, x) = (sums.into_dispatch(), x.clone().into_dispatch());
+                Tensor::from_dispatch(Dispatch::fp4_add_gram(sums, x, self.layout, first))
+            });
+            first += tiles;
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use burn::module::Module;
 use burn_fp4_ops::{FetchedGram, Gram, OpsError};
 
-use crate::error::Fp4Error;
+use crate::error::{Fp4Error, caught};
 
 use super::batches::{RecordedBatches, Replacement};
 use super::cache::{Cache, GramShape};
@@ -72,7 +72,7 @@ pub(crate) fn run<M: Module>(
     };
     let chunks = batches.recordings().chunks(in_flight).collect();
     let pipeline = Pipeline { batches, chunks, blocks, cache, progress: options.progress, seen };
-    pipeline.run(way.pace, way.first)
+    caught(|| pipeline.run(way.pace, way.first))
 }
 
 /// A run of batches.

@@ -159,7 +159,7 @@ fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quant
             done.map_err(|error| OpsError::Device(error.to_string()))?;
             Ok(weight)
         });
-        quantized.insert(number, weight.map_err(|problem| Fp4Error::at(path, problem))?);
+        quantized.insert(number, weight.map_err(|problem: OpsError| Fp4Error::at(path, problem))?);
     }
     Ok(quantized)
 }

@@ -30,16 +30,16 @@ pub(super) fn matmul(left: CubeTensor, right: CubeTensor) -> CubeTensor {
         launch_ref(strategy, &left.client, operand(&left), operand(&right), to, &mut dtypes)
     };
     let by_planes = SimpleArgs { multi_rows: true, tile_matmul: TileMatmulKind::Mma };
-    // What is fast on GPUs; what most devices with matrix instructions have; what needs none;
-    // what takes anything.
+    // What is fast on GPUs; what most devices with matrix instructions have; what needs none.
     let strategies = [
         MultiLevel::SimpleCyclicMma(BlueprintStrategy::Inferred(by_planes)),
         MultiLevel::SimpleCyclicCmma(Default::default()),
         MultiLevel::SimpleUnit(Default::default()),
-        MultiLevel::Naive,
     ];
     let ran = strategies.into_iter().any(|strategy| run(&strategy.into()).is_ok());
-    assert!(ran, "the last takes anything");
+    if !ran {
+        run(&MultiLevel::Naive.into()).expect("it takes any matrices");
+    }
     output
 }
 

@@ -174,6 +174,16 @@ pub enum TensorProblem {
         /// The shape in the file.
         found: Vec<usize>,
     },
+    /// A matrix of a stack is not like the others.
+    #[error("{what}: expected {expected}, as the matrix before it has, found {found}")]
+    Unlike {
+        /// Which of its facts.
+        what: &'static str,
+        /// What the matrix before it has.
+        expected: String,
+        /// What it has.
+        found: String,
+    },
     /// The shape is larger than an address space, or not a whole number of bytes or records.
     #[error("the shape {found:?} is not a whole number of bytes that a machine can address")]
     Size {

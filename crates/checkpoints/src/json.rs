@@ -1,9 +1,10 @@
 //! JSON whose objects keep the order of their fields, so that a config that is written again
 //! differs only where something changed.
 
+use std::cell::Cell;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 use serde_json::Number;
 
@@ -38,9 +39,14 @@ impl Json {
     /// Reads a text.
     ///
     /// # Errors
-    /// What is no JSON, or nested deeper than 128.
+    /// What is no JSON, nested deeper than 128, or of so many values that they would take several
+    /// times the memory of their text.
     pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
-        serde_json::from_slice(text)
+        let left = Cell::new(text.len() / BYTES_OF_A_VALUE + FREE_VALUES);
+        let mut deserializer = serde_json::Deserializer::from_slice(text);
+        let json = Values { left: &left }.deserialize(&mut deserializer)?;
+        deserializer.end()?;
+        Ok(json)
     }
 
     /// Writes it as Python's `json.dump(value, indent=2)` does, without a newline at the end.
@@ -165,15 +171,31 @@ impl Serialize for Json {
     }
 }
 
-impl<'de> Deserialize<'de> for Json {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(JsonVisitor)
+/// Bytes of text, on average, that a value takes in configs, or more.
+const BYTES_OF_A_VALUE: usize = 16;
+
+/// So many values are read however short their text is.
+const FREE_VALUES: usize = 1 << 16;
+
+/// Reads a value, and counts it.
+#[derive(Clone, Copy)]
+struct Values<'l> {
+    left: &'l Cell<usize>,
+}
+
+impl<'de> DeserializeSeed<'de> for Values<'_> {
+    type Value = Json;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Json, D::Error> {
+        match self.left.get().checked_sub(1) {
+            Some(left) => self.left.set(left),
+            None => return Err(D::Error::custom("too many values for the length of the text")),
+        }
+        deserializer.deserialize_any(self)
     }
 }
 
-struct JsonVisitor;
-
-impl<'de> Visitor<'de> for JsonVisitor {
+impl<'de> Visitor<'de> for Values<'_> {
     type Value = Json;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -206,7 +228,7 @@ impl<'de> Visitor<'de> for JsonVisitor {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
         let mut items = Vec::new();
-        while let Some(item) = access.next_element()? {
+        while let Some(item) = access.next_element_seed(self)? {
             items.push(item);
         }
         Ok(Json::Array(items))
@@ -214,8 +236,8 @@ impl<'de> Visitor<'de> for JsonVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
         let mut fields = Vec::new();
-        while let Some(field) = access.next_entry()? {
-            fields.push(field);
+        while let Some(key) = access.next_key()? {
+            fields.push((key, access.next_value_seed(self)?));
         }
         Ok(Json::Object(fields))
     }

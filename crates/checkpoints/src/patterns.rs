@@ -16,9 +16,14 @@
 
 use std::fmt;
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 
 use crate::error::CheckpointError;
+use crate::json::Json;
+
+/// Most bytes of a compiled expression, of which a file may have many: names of modules take a
+/// few thousand, `a{9999}` some million.
+const MOST: usize = 1 << 20;
 
 /// A pattern of module names.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,6 +82,12 @@ impl Pattern {
         }
     }
 
+    /// The texts of a list in a config; what is no text is left out.
+    pub(crate) fn list(list: Option<&Json>, syntax: Syntax) -> Vec<Self> {
+        let texts = list.and_then(Json::as_array).unwrap_or_default();
+        texts.iter().filter_map(Json::as_str).map(|text| Self::parse(text, syntax)).collect()
+    }
+
     /// The pattern as a producer writes it, if it can.
     pub fn write(&self, syntax: Syntax) -> Option<String> {
         match (self, syntax) {
@@ -117,7 +128,10 @@ impl Pattern {
             Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
             Self::Within(name) => Ok(Matcher(Kind::Prefix(format!("{name}.")))),
             Self::Glob(_) | Self::Regex(_) => {
-                let regex = Regex::new(&format!("^(?s:{})", self.regex()));
+                let regex = RegexBuilder::new(&format!("^(?s:{})", self.regex()))
+                    .size_limit(MOST)
+                    .dfa_size_limit(MOST)
+                    .build();
                 regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
                     let source = Box::new(source);
                     CheckpointError::Pattern { pattern: self.to_string(), source }

@@ -78,11 +78,10 @@ impl Dialect for CompressedTensors {
                 }
             }
         }
-        let ignore = config.and_then(|config| config.get("ignore")).and_then(Json::as_array);
-        let ignore = ignore.unwrap_or_default().iter().filter_map(Json::as_str);
+        let ignore = config.and_then(|config| config.get("ignore"));
         let quantization = Quantization {
             dialect: self.name(),
-            ignore: ignore.map(|text| Pattern::parse(text, Syntax::Regex)).collect(),
+            ignore: Pattern::list(ignore, Syntax::Regex),
             kv_cache: config
                 .and_then(|c| c.get("kv_cache_scheme"))
                 .filter(|s| **s != Json::Null)

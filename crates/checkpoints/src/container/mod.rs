@@ -14,7 +14,7 @@ use self::entry::{ByName, Entry};
 use self::file::{Mapped, read_text};
 use self::safetensors::{INDEX, SINGLE, WeightMap};
 use crate::error::{CheckpointError, TensorProblem};
-use crate::json::Json;
+use crate::json::{self, Json};
 use crate::tensor::Tensor;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -95,8 +95,10 @@ impl Container {
             container.add_safetensors(single_file(root)?)?
         };
         container.index(entries)?;
-        container.config = optional_json(&root.join(CONFIG))?;
-        container.quant_config = optional_json(&root.join(QUANT_CONFIG))?;
+        // Configs name modules: what they may take grows with what there is.
+        let bytes = container.files.iter().map(|file| file.map.bytes().len()).sum::<usize>();
+        container.config = optional_json(&root.join(CONFIG), bytes)?;
+        container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes)?;
         container.sidecars = container.find_sidecars()?;
         Ok(container)
     }
@@ -307,11 +309,12 @@ fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {
+/// A config, if it is there, beside files of so many bytes.
+fn optional_json(path: &Path, files: usize) -> Result<Option<Json>, CheckpointError> {
     if !path.is_file() {
         return Ok(None);
     }
-    let parsed = Json::parse(&read_text(path)?);
+    let parsed = Json::parse_within(&read_text(path)?, files.saturating_add(json::FREE / 2));
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
     parsed.map(Some).map_err(json)
 }

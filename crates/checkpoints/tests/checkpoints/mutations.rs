@@ -192,3 +192,38 @@ readers! {
     fp_quant "fp-quant",
     index "index"
 }
+
+/// Where the targets of `fuzz/` begin: one file each, behind what chooses its dialect.
+#[test]
+#[ignore = "writes to the folder BURN_FP4_CORPUS; see fuzz/README.md"]
+fn seeds() {
+    let corpus = std::env::var_os("BURN_FP4_CORPUS").expect("the folder of the seeds");
+    let corpus = Path::new(&corpus);
+    for target in ["safetensors", "gguf", "folder"] {
+        fs::create_dir_all(corpus.join(target)).expect("a folder");
+    }
+    for (reader, name) in READERS.iter().enumerate() {
+        let root = folder(name);
+        for (at, sample) in samples(name, &root).into_iter().enumerate() {
+            let seed = format!("{name}-{at}");
+            if let Some(bytes) = sample.files.get(GGUF) {
+                fs::write(corpus.join("gguf").join(seed), [&[0], &bytes[..]].concat())
+                    .expect("written");
+                continue;
+            }
+            let file = |name: &str| sample.files.get(name).map_or(&[][..], Vec::as_slice);
+            let (config, index) = (file("config.json"), file("model.safetensors.index.json"));
+            let shard = sample.files.iter().find(|(name, _)| name.ends_with(".safetensors"));
+            let (_, shard) = shard.expect("tensors");
+            let dialect = super::DIALECTS.iter().position(|dialect| dialect.name() == *name);
+            let choice = [dialect.unwrap_or(15) as u8 + 16 * (reader % 10) as u8];
+            fs::write(corpus.join("safetensors").join(&seed), [&choice[..], shard].concat())
+                .expect("written");
+            let lengths = [config, index].map(|text| (text.len() as u16).to_le_bytes());
+            let detected = [0x0F | choice[0]];
+            let whole = [&detected[..], &lengths.concat(), config, index, shard].concat();
+            fs::write(corpus.join("folder").join(&seed), whole).expect("written");
+        }
+        fs::remove_dir_all(&root).expect("removed");
+    }
+}

@@ -236,6 +236,11 @@ impl CheckpointError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
+    /// What a dialect has no place for in a weight.
+    pub(crate) fn cannot_hold(dialect: &'static str, weight: &str, what: &'static str) -> Self {
+        Self::CannotHold { dialect, weight: weight.to_owned(), what }
+    }
+
     /// An error about the tensor `tensor` of `file`.
     pub(crate) fn tensor(file: &Path, tensor: &str, problem: impl Into<TensorProblem>) -> Self {
         Self::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), problem: problem.into() }

@@ -81,10 +81,7 @@ fn read_weight<'a>(
 
 impl Write for GptOss {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = (self.name(), weight.name.clone());
-            Err(CheckpointError::CannotHold { dialect, weight, what })
-        };
+        let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
         let fp4 = match &weight.value {
             Value::Plain(tensor) => return Ok(vec![NewTensor::copy(&weight.name, tensor)]),
             Value::Fp8(_) => return cannot("FP8"),

@@ -285,7 +285,7 @@ impl Sheet {
     fn refit(&mut self, at: usize) {
         let shape: Vec<usize> = self.tensors[at].shape.iter().map(|&axis| axis as usize).collect();
         let bytes = self.dtype_of(at).and_then(|dtype| dtype.bytes(&shape));
-        if let Some(bytes) = bytes.filter(|bytes| *bytes < 1 << 16) {
+        if let Some(bytes) = bytes.filter(|bytes| *bytes < 1 << 13) {
             self.tensors[at].bytes.resize(bytes, 0x38);
         }
     }
@@ -293,7 +293,7 @@ impl Sheet {
     /// As many numbers along other axes.
     fn reshape(&mut self, at: usize, random: &mut Random) {
         let shape = &mut self.tensors[at].shape;
-        let count: u64 = shape.iter().product();
+        let count = shape.iter().fold(1_u64, |count, axis| count.wrapping_mul(*axis));
         match random.below(7) {
             0 => *shape = vec![count],
             1 => shape.insert(0, 1),

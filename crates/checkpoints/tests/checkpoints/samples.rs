@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use burn_fp4_checkpoints::{Dtype, Model, Numbers, Shards, TensorScale, WriteOptions};
+use burn_fp4_checkpoints::{Dtype, Model, Numbers, Shards, TensorScale, Value, WriteOptions};
 use burn_fp4_formats::{Fp4Format, Packed, ScaleLayout};
 
 use super::models::{dense, experts, fp4, fp8, raw_file, scalar};
@@ -53,11 +53,11 @@ pub(crate) fn samples(reader: &str, folder: &Path) -> Vec<Sample> {
     };
     match reader {
         "plain" => write(&[tiny(nv, 0.25)], reader, &plain),
-        "modelopt" => write(&[tiny(nv, 0.017), mixed(), experts(nv), experts(mx)], reader, &whole),
+        "modelopt" => write(&[tiny(nv, 0.017), mixed(), stack(nv), stack(mx)], reader, &whole),
         "miles" => write(&[tiny(nv, 0.017)], reader, &whole),
         "compressed-tensors" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), mixed()], reader, &whole),
-        "gpt-oss" => write(&[experts(mx)], reader, &whole),
-        "gguf" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), experts(nv)], reader, &whole),
+        "gpt-oss" => write(&[stack(mx)], reader, &whole),
+        "gguf" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), stack(nv)], reader, &whole),
         "mlx" => write(&[tiny(nv, 1.0), tiny(mx, 1.0)], reader, &whole),
         "index" => write(&[tiny(nv, 0.017)], "modelopt", &small),
         _ => {
@@ -103,6 +103,19 @@ fn mixed() -> Model<'static> {
         .weights
         .extend(shapes.map(|(name, shape, dtype)| fp8(name, [6, 48], shape, dtype, random)));
     mixed
+}
+
+/// Stacked experts.
+fn stack(format: Fp4Format) -> Model<'static> {
+    let random = &mut Random(19);
+    let g = if format.row().tensor_scale { 0.125 } else { 1.0 };
+    let matrices: Vec<Packed> = (0..3).map(|_| random.packed(format, 2, 64, g)).collect();
+    let mut stack = fp4("l.0.experts.up_proj", &matrices);
+    if let Value::Fp4(fp4) = &mut stack.value {
+        fp4.transposed = true;
+    }
+    let bias = dense("l.0.experts.up_proj_bias", &[3, 2], random);
+    Model { weights: vec![stack, bias], ..experts_config() }
 }
 
 fn experts_config() -> Model<'static> {

@@ -35,5 +35,7 @@ fuzz_target!(|data: &[u8]| {
     }
     fs::write(folder.join("model.safetensors"), shard).expect("written");
     let dialect = DIALECTS.get(usize::from(choice % 16)).map(|dialect| dialect.name());
-    drop(drive::exercise(&folder, dialect, &PLACE.join("out"), (choice / 16).into()));
+    if let Ok(done) = drive::exercise(&folder, dialect, &PLACE.join("out"), (choice / 16).into()) {
+        assert_eq!(done.written + done.refused, 3, "each is written in three ways");
+    }
 });

@@ -22,5 +22,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((&choice, data)) = data.split_first() else { return };
     let file = PLACE.join("in").join("x.gguf");
     fs::write(&file, data).expect("written");
-    drop(drive::exercise(&file, None, &PLACE.join("out"), choice.into()));
+    if let Ok(done) = drive::exercise(&file, None, &PLACE.join("out"), choice.into()) {
+        assert_eq!(done.written + done.refused, 3, "each is written in three ways");
+    }
 });

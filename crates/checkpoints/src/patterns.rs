@@ -90,19 +90,38 @@ impl Pattern {
 
     /// The pattern as a producer writes it, if it can.
     pub fn write(&self, syntax: Syntax) -> Option<String> {
-        match (self, syntax) {
+        let text = match (self, syntax) {
+            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked) => {
+                return Some(name.clone());
+            }
+            (_, Syntax::Unmarked) => return Some(self.regex()),
+            (Self::Regex(regex), Syntax::Glob) => star_of(regex),
+            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+                return Some(format!("re:{regex}"));
+            }
             (Self::Exact(name), _) => Some(name.clone()),
-            (Self::PrefixStar(prefix), Syntax::Unmarked) => Some(prefix.clone()),
-            (_, Syntax::Unmarked) => Some(self.regex()),
             (Self::PrefixStar(prefix), Syntax::Glob | Syntax::Both) => Some(format!("{prefix}*")),
             (Self::Within(name), Syntax::Glob | Syntax::Both) => Some(format!("{name}.*")),
             (Self::Within(name), Syntax::Names) => Some(format!("{name}.")),
             (Self::Glob(glob), Syntax::Glob | Syntax::Both) => Some(glob.clone()),
-            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
-                Some(format!("re:{regex}"))
+            (_, Syntax::Regex | Syntax::Names) => None,
+        };
+        // A name may have characters that are operators there: `a*` of compressed-tensors.
+        match text.filter(|text| self.is_same(&Self::parse(text, syntax))) {
+            None if syntax != Syntax::Glob => Some(format!("re:{}", self.regex())),
+            text => text,
+        }
+    }
+
+    /// Whether a pattern that was read again is this one.
+    fn is_same(&self, read: &Self) -> bool {
+        match (self, read) {
+            (Self::Within(name), Self::PrefixStar(prefix)) => {
+                prefix.strip_suffix('.') == Some(name.as_str())
             }
-            (_, Syntax::Regex | Syntax::Names) => Some(format!("re:{}", self.regex())),
-            (Self::Regex(regex), Syntax::Glob) => star_of(regex),
+            // `star_of` says it in other words.
+            (Self::Regex(_), read) => !matches!(read, Self::Within(_) | Self::Regex(_)),
+            _ => self == read,
         }
     }
 
@@ -194,6 +213,7 @@ fn star_of(regex: &str) -> Option<String> {
     while let Some(char) = chars.next() {
         match char {
             '\\' => match chars.next()? {
+                '*' | '?' | '[' => return None,
                 escaped if escaped.is_ascii_punctuation() => literal.push(escaped),
                 _ => return None,
             },
@@ -294,6 +314,16 @@ mod tests {
             &["model.layers.3.mlp"],
         );
         check("model.layers.0.", Syntax::Names, &["model.layers.0.mlp"], &["model.layers.00"]);
+    }
+
+    #[test]
+    fn names_of_operators_are_no_operators_elsewhere() {
+        check("a*", Syntax::Regex, &["a*"], &["ab", "a"]);
+        check("re:a.", Syntax::Glob, &["re:a."], &["ab", "re:a", "re:ab"]);
+        check("re:a\\*b", Syntax::Regex, &["a*b"], &["axb", "ab"]);
+        check("re:a\\.$", Syntax::Regex, &["a."], &["a.b", "a"]);
+        check("a[b].", Syntax::Names, &["a[b].c"], &["ab.c"]);
+        assert_eq!(Pattern::Exact("a*".to_owned()).write(Syntax::Glob), None);
     }
 
     #[test]

@@ -174,6 +174,14 @@ pub enum TensorProblem {
         /// The shape in the file.
         found: Vec<usize>,
     },
+    /// The shape has more axes than the format of the file knows.
+    #[error("expected at most {most} axes, found {found}")]
+    Axes {
+        /// The most that there can be.
+        most: u32,
+        /// Axes in the file.
+        found: u32,
+    },
     /// A matrix of a stack is not like the others.
     #[error("{what}: expected {expected}, as the matrix before it has, found {found}")]
     Unlike {

@@ -222,7 +222,8 @@ fn read_info(cursor: &mut Cursor<'_>) -> Result<Info, CheckpointError> {
     let name = cursor.text()?;
     let count = cursor.u32()?;
     if count > MAX_AXES {
-        return Err(cursor.wrong("at most 4 axes", count.into()));
+        let problem = TensorProblem::Axes { most: MAX_AXES, found: count };
+        return Err(CheckpointError::tensor(cursor.path, &name, problem));
     }
     let axes: Result<Vec<u64>, _> = (0..count).map(|_| cursor.u64()).collect();
     Ok(Info { name, axes: axes?, id: cursor.u32()?, offset: cursor.u64()? })

@@ -50,7 +50,7 @@ fn scales_and_codes_of_another_dtype_are_errors() {
 
 /// The data would begin behind the end of the file.
 #[test]
-fn a_gguf_file_may_end_with_its_header() {
+fn a_gguf_file_may_end_with_its_header_which_names_what_is_wrong() {
     let path = folder("hostile-gguf").join("x.gguf");
     let mut bytes = b"GGUF".to_vec();
     bytes.extend(3_u32.to_le_bytes());
@@ -63,9 +63,15 @@ fn a_gguf_file_may_end_with_its_header() {
     bytes.extend(0_u32.to_le_bytes());
     bytes.extend(0_u64.to_le_bytes());
     assert!(!bytes.len().is_multiple_of(32));
-    fs::write(&path, bytes).expect("written");
+    fs::write(&path, &bytes).expect("written");
     let checkpoint = Checkpoint::open(&path).expect("an empty tensor");
     assert!(checkpoint.container().get("x").expect("it is there").bytes.is_empty());
+
+    // Behind magic, version, two counts, and a name of one letter.
+    bytes[33] = 5;
+    fs::write(&path, &bytes).expect("written");
+    let (tensor, found) = problem(&path, "gguf").expect("five axes");
+    assert_eq!((&*tensor, found), ("x", TensorProblem::Axes { most: 4, found: 5 }));
 }
 
 #[test]

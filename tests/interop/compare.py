@@ -156,7 +156,7 @@ def main():
     for values in sorted((root / "theirs").glob("*.values")):
         case = values.stem
         read = load_file(root / "read" / case / "model.safetensors")
-        allowed = 1 if case.startswith("modelopt") else 0
+        allowed = 1 if case.startswith(("modelopt", "torchao", "comfyui")) else 0
         theirs = load_file(values)
         # compressed-tensors and gpt-oss give bfloat16.
         if case.startswith(("compressed-tensors", "gpt-oss")):

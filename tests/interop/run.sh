@@ -18,7 +18,8 @@ rm -rf "$work/theirs" "$work/read" "$work/ours"
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 "$work/venv/bin/python" "$here/theirs.py" "$work"
 cd "$here/../.."
+package="${CARGO_ARGS:---package burn-fp4-checkpoints}"
 # shellcheck disable=SC2086
-FP4_INTEROP="$work" cargo test ${CARGO_ARGS:---package tests} --locked --test checkpoints -- \
+FP4_INTEROP="$work" cargo test $package --locked --test checkpoints -- \
     --ignored --exact interop --nocapture
 "$work/venv/bin/python" "$here/compare.py" "$work"

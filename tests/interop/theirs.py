@@ -12,20 +12,25 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import torch
+from comfy_kitchen.backends.eager import quantization as comfy
 from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from modelopt.torch.quantization.qtensor import MXFP4QTensor, NVFP4QTensor
 from safetensors.torch import save_file
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FLAGS = {"format": "pt"}
 
 
-def save(root, case, tensors, config):
+def save(root, case, tensors, config, metadata=FLAGS):
     folder = root / case
     folder.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", FLAGS)
+    tensors = {k: v.contiguous() for k, v in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
@@ -164,6 +169,43 @@ def mlx(root, mode, group_size):
     save_values(root, f"mlx-{mode}", values)
 
 
+def torchao(root, mx):
+    config, state = llama()
+    values = {}
+    for key in linears(state):
+        weight = state[key].float()
+        if mx:
+            state[key] = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32)
+        else:
+            scale = per_tensor_amax_to_scale(weight.abs().max())
+            # The layers in turn with scales in rows and in tiles.
+            tiles = len(values) % 2 == 1
+            state[key] = NVFP4Tensor.to_nvfp4(weight, 16, scale, is_swizzled_scales=tiles)
+        values[key] = state[key].dequantize(torch.float32)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    config = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    case = "torchao-mxfp4" if mx else "torchao-nvfp4"
+    save(root, case, tensors, json.loads(json.dumps(config, default=str)), metadata)
+    save_values(root, case, values)
+
+
+def comfyui(root):
+    config, state = llama()
+    values, layers = {}, {}
+    for key in linears(state):
+        module = key.removesuffix(".weight")
+        weight = state[key].float()
+        scale = (weight.abs().max() / 2688).reshape(())
+        codes, scales = comfy.quantize_nvfp4(weight, scale)
+        state |= {key: codes, f"{module}.weight_scale": scales, f"{module}.weight_scale_2": scale}
+        values[key] = comfy.dequantize_nvfp4(codes, scale, scales, torch.float32)
+        layers[module] = {"format": "nvfp4"}
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    config = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    save(root, "comfyui", state, json.loads(json.dumps(config, default=str)), metadata)
+    save_values(root, "comfyui", values)
+
+
 def gguf_file(root):
     (root / "gguf").mkdir(parents=True)
     random = np.random.default_rng(3)
@@ -202,6 +244,9 @@ def main():
     gguf_file(root)
     mlx(root, "nvfp4", 16)
     mlx(root, "mxfp4", 32)
+    torchao(root, mx=False)
+    torchao(root, mx=True)
+    comfyui(root)
 
 
 main()

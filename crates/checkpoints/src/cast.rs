@@ -60,11 +60,8 @@ pub fn cast(
 ) -> Result<(Fp4Weight<'static>, CastReport), CheckpointError> {
     let block_size = format.row().block_size;
     if !weight.cols().is_multiple_of(block_size.max(weight.block_size)) {
-        return Err(CheckpointError::CannotHold {
-            dialect: format.row().name,
-            weight: name.to_owned(),
-            what: "columns that are no multiple of its block size",
-        });
+        let what = "columns that are no multiple of its block size";
+        return Err(CheckpointError::cannot_hold(format.row().name, name, what));
     }
     check(name, weight)?;
     let (codes, scales, multipliers, report) = match format {

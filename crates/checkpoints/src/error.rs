@@ -174,6 +174,24 @@ pub enum TensorProblem {
         /// The shape in the file.
         found: Vec<usize>,
     },
+    /// The shape has more axes than the format of the file knows.
+    #[error("expected at most {most} axes, found {found}")]
+    Axes {
+        /// The most that there can be.
+        most: u32,
+        /// Axes in the file.
+        found: u32,
+    },
+    /// A matrix of a stack is not like the others.
+    #[error("{what}: expected {expected}, as the matrix before it has, found {found}")]
+    Unlike {
+        /// Which of its facts.
+        what: &'static str,
+        /// What the matrix before it has.
+        expected: String,
+        /// What it has.
+        found: String,
+    },
     /// The shape is larger than an address space, or not a whole number of bytes or records.
     #[error("the shape {found:?} is not a whole number of bytes that a machine can address")]
     Size {
@@ -224,6 +242,11 @@ impl CheckpointError {
     /// An error of the file system, of `path`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), source }
+    }
+
+    /// What a dialect has no place for in a weight.
+    pub(crate) fn cannot_hold(dialect: &'static str, weight: &str, what: &'static str) -> Self {
+        Self::CannotHold { dialect, weight: weight.to_owned(), what }
     }
 
     /// An error about the tensor `tensor` of `file`.

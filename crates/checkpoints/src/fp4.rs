@@ -64,6 +64,11 @@ impl<'a> Numbers<'a> {
         &self.0
     }
 
+    /// The number at a place.
+    fn one(&self, at: usize) -> Numbers<'_> {
+        Numbers(Cow::Borrowed(&self.0[4 * at..4 * (at + 1)]))
+    }
+
     fn reciprocals(&self) -> Self {
         let reciprocals: Vec<f32> = self.to_vec().into_iter().map(|number| 1.0 / number).collect();
         Self::new(&reciprocals)
@@ -76,6 +81,25 @@ impl<'a> TensorScale<'a> {
         match self {
             Self::Multiplier(numbers) | Self::Divisor(numbers) => numbers,
         }
+    }
+
+    /// The scale of one of the stacked matrices, as the file states it: the matrix's own number,
+    /// or the one that all of them share.
+    ///
+    /// # Panics
+    /// If there are several numbers, and not so many.
+    pub fn of_matrix(&self, at: usize) -> TensorScale<'_> {
+        let numbers = self.stated();
+        let one = numbers.one(if numbers.len() == 1 { 0 } else { at });
+        match self {
+            Self::Multiplier(_) => TensorScale::Multiplier(one),
+            Self::Divisor(_) => TensorScale::Divisor(one),
+        }
+    }
+
+    /// The stated number of every stacked matrix.
+    pub(crate) fn of_matrices(&self, stacked: usize) -> Vec<f32> {
+        spread(self.stated().to_vec(), stacked)
     }
 
     /// As multipliers; a divisor's reciprocal, rounded once.
@@ -260,8 +284,7 @@ impl Fp4Weight<'_> {
         let row = self.format.row();
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
         let matrix = self.rows() * self.cols();
-        let stated = self.tensor_scale.as_ref().map(|scale| scale.stated().to_vec());
-        let stated = stated.map(|stated| spread(stated, self.stacked()));
+        let stated = self.tensor_scale.as_ref().map(|scale| scale.of_matrices(self.stacked()));
         let value = |at: usize| {
             let code = codes[at / 2] >> (4 * (at % 2)) & 0xF;
             let element = E2M1.decode(code);

@@ -1,9 +1,10 @@
 //! JSON whose objects keep the order of their fields, so that a config that is written again
 //! differs only where something changed.
 
+use std::cell::Cell;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 use serde_json::Number;
 
@@ -38,9 +39,19 @@ impl Json {
     /// Reads a text.
     ///
     /// # Errors
-    /// What is no JSON, or nested deeper than 128.
+    /// What is no JSON, nested deeper than 128, or of so many values that they would take 12 MB
+    /// more than their text.
     pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
-        serde_json::from_slice(text)
+        Self::parse_within(text, text.len().saturating_add(FREE))
+    }
+
+    /// Reads a text whose values take at most so many bytes of memory.
+    pub(crate) fn parse_within(text: &[u8], bytes: usize) -> Result<Self, serde_json::Error> {
+        let left = Cell::new(bytes);
+        let mut deserializer = serde_json::Deserializer::from_slice(text);
+        let json = Values { left: &left }.deserialize(&mut deserializer)?;
+        deserializer.end()?;
+        Ok(json)
     }
 
     /// Writes it as Python's `json.dump(value, indent=2)` does, without a newline at the end.
@@ -165,15 +176,41 @@ impl Serialize for Json {
     }
 }
 
-impl<'de> Deserialize<'de> for Json {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(JsonVisitor)
+/// Bytes that values may take whatever the length of their text: two bytes of it can be a value
+/// of fifty.
+pub(crate) const FREE: usize = 12 << 20;
+
+/// Reads a value, and counts its memory.
+#[derive(Clone, Copy)]
+struct Values<'l> {
+    left: &'l Cell<usize>,
+}
+
+impl Values<'_> {
+    /// Counts `slots` of a vector of `T`, and `bytes` elsewhere.
+    fn count<T, E: serde::de::Error>(self, slots: usize, bytes: usize) -> Result<(), E> {
+        match self.left.get().checked_sub(slots * size_of::<T>() + bytes) {
+            Some(left) => self.left.set(left),
+            None => return Err(E::custom("too many values for the memory that they may take")),
+        }
+        Ok(())
     }
 }
 
-struct JsonVisitor;
+/// The first slots of a vector.
+const FIRST: usize = 4;
+/// The slots for one more, while a vector grows: half of them old, and room for as many again.
+const NEXT: usize = 3;
 
-impl<'de> Visitor<'de> for JsonVisitor {
+impl<'de> DeserializeSeed<'de> for Values<'_> {
+    type Value = Json;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Json, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Values<'_> {
     type Value = Json;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -200,13 +237,16 @@ impl<'de> Visitor<'de> for JsonVisitor {
         Ok(Number::from_f64(number).map_or(Json::Null, Json::Number))
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Json, E> {
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Json, E> {
+        self.count::<u8, E>(0, text.len())?;
         Ok(Json::String(text.to_owned()))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
         let mut items = Vec::new();
-        while let Some(item) = access.next_element()? {
+        self.count::<Json, A::Error>(FIRST, 0)?;
+        while let Some(item) = access.next_element_seed(self)? {
+            self.count::<Json, A::Error>(NEXT, 0)?;
             items.push(item);
         }
         Ok(Json::Array(items))
@@ -214,8 +254,10 @@ impl<'de> Visitor<'de> for JsonVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Json, A::Error> {
         let mut fields = Vec::new();
-        while let Some(field) = access.next_entry()? {
-            fields.push(field);
+        self.count::<(String, Json), A::Error>(FIRST, 0)?;
+        while let Some(key) = access.next_key::<String>()? {
+            self.count::<(String, Json), A::Error>(NEXT, key.len())?;
+            fields.push((key, access.next_value_seed(self)?));
         }
         Ok(Json::Object(fields))
     }

@@ -39,6 +39,7 @@
 //! | `tensor.rs` | [`Tensor`], a view; `dtype.rs`: what its numbers are |
 //! | `weight.rs` | [`Weight`], [`Model`]: what tensors are put together to |
 //! | `fp4.rs` | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: in which order bytes lie |
+//! | `stacked.rs` | [`Fp4Weight::split`] and [`Fp4Weight::join`]: experts one by one and stacked |
 //! | `fp8.rs` | [`Fp8Weight`], and its values |
 //! | `dialect/` | [`Dialect`], one file for each, and [`DIALECTS`] |
 //! | `patterns.rs` | [`Pattern`]: lists of modules in everyone's syntax |
@@ -58,6 +59,7 @@ mod fp4;
 mod fp8;
 mod json;
 mod patterns;
+mod stacked;
 mod storage;
 mod tensor;
 mod weight;

@@ -16,9 +16,14 @@
 
 use std::fmt;
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 
 use crate::error::CheckpointError;
+use crate::json::Json;
+
+/// Most bytes of a compiled expression, of which a file may have many: names of modules take a
+/// few thousand, `a{9999}` some million.
+const MOST: usize = 1 << 20;
 
 /// A pattern of module names.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,21 +82,46 @@ impl Pattern {
         }
     }
 
+    /// The texts of a list in a config; what is no text is left out.
+    pub(crate) fn list(list: Option<&Json>, syntax: Syntax) -> Vec<Self> {
+        let texts = list.and_then(Json::as_array).unwrap_or_default();
+        texts.iter().filter_map(Json::as_str).map(|text| Self::parse(text, syntax)).collect()
+    }
+
     /// The pattern as a producer writes it, if it can.
     pub fn write(&self, syntax: Syntax) -> Option<String> {
-        match (self, syntax) {
+        let text = match (self, syntax) {
+            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked) => {
+                return Some(name.clone());
+            }
+            (_, Syntax::Unmarked) => return Some(self.regex()),
+            (Self::Regex(regex), Syntax::Glob) => star_of(regex),
+            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+                return Some(format!("re:{regex}"));
+            }
             (Self::Exact(name), _) => Some(name.clone()),
-            (Self::PrefixStar(prefix), Syntax::Unmarked) => Some(prefix.clone()),
-            (_, Syntax::Unmarked) => Some(self.regex()),
             (Self::PrefixStar(prefix), Syntax::Glob | Syntax::Both) => Some(format!("{prefix}*")),
             (Self::Within(name), Syntax::Glob | Syntax::Both) => Some(format!("{name}.*")),
             (Self::Within(name), Syntax::Names) => Some(format!("{name}.")),
             (Self::Glob(glob), Syntax::Glob | Syntax::Both) => Some(glob.clone()),
-            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
-                Some(format!("re:{regex}"))
+            (_, Syntax::Regex | Syntax::Names) => None,
+        };
+        // A name may have characters that are operators there: `a*` of compressed-tensors.
+        match text.filter(|text| self.is_same(&Self::parse(text, syntax))) {
+            None if syntax != Syntax::Glob => Some(format!("re:{}", self.regex())),
+            text => text,
+        }
+    }
+
+    /// Whether a pattern that was read again is this one.
+    fn is_same(&self, read: &Self) -> bool {
+        match (self, read) {
+            (Self::Within(name), Self::PrefixStar(prefix)) => {
+                prefix.strip_suffix('.') == Some(name.as_str())
             }
-            (_, Syntax::Regex | Syntax::Names) => Some(format!("re:{}", self.regex())),
-            (Self::Regex(regex), Syntax::Glob) => star_of(regex),
+            // `star_of` says it in other words.
+            (Self::Regex(_), read) => !matches!(read, Self::Within(_) | Self::Regex(_)),
+            _ => self == read,
         }
     }
 
@@ -117,7 +147,10 @@ impl Pattern {
             Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
             Self::Within(name) => Ok(Matcher(Kind::Prefix(format!("{name}.")))),
             Self::Glob(_) | Self::Regex(_) => {
-                let regex = Regex::new(&format!("^(?s:{})", self.regex()));
+                let regex = RegexBuilder::new(&format!("^(?s:{})", self.regex()))
+                    .size_limit(MOST)
+                    .dfa_size_limit(MOST)
+                    .build();
                 regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
                     let source = Box::new(source);
                     CheckpointError::Pattern { pattern: self.to_string(), source }
@@ -180,6 +213,7 @@ fn star_of(regex: &str) -> Option<String> {
     while let Some(char) = chars.next() {
         match char {
             '\\' => match chars.next()? {
+                '*' | '?' | '[' => return None,
                 escaped if escaped.is_ascii_punctuation() => literal.push(escaped),
                 _ => return None,
             },
@@ -280,6 +314,16 @@ mod tests {
             &["model.layers.3.mlp"],
         );
         check("model.layers.0.", Syntax::Names, &["model.layers.0.mlp"], &["model.layers.00"]);
+    }
+
+    #[test]
+    fn names_of_operators_are_no_operators_elsewhere() {
+        check("a*", Syntax::Regex, &["a*"], &["ab", "a"]);
+        check("re:a.", Syntax::Glob, &["re:a."], &["ab", "re:a", "re:ab"]);
+        check("re:a\\*b", Syntax::Regex, &["a*b"], &["axb", "ab"]);
+        check("re:a\\.$", Syntax::Regex, &["a."], &["a.b", "a"]);
+        check("a[b].", Syntax::Names, &["a[b].c"], &["ab.c"]);
+        assert_eq!(Pattern::Exact("a*".to_owned()).write(Syntax::Glob), None);
     }
 
     #[test]

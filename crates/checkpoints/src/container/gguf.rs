@@ -173,8 +173,10 @@ pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Metadata), 
     }
     let metadata = read_pairs(&mut cursor)?;
     let infos: Result<Vec<_>, _> = (0..tensors).map(|_| read_info(&mut cursor)).collect();
-    let start = (cursor.at as u64).next_multiple_of(metadata.alignment);
-    let entries = place(path, infos?, start, map.bytes().len() as u64, metadata.alignment)?;
+    let file = map.bytes().len() as u64;
+    // Without data there may be no padding either.
+    let start = (cursor.at as u64).next_multiple_of(metadata.alignment).min(file);
+    let entries = place(path, infos?, start, file, metadata.alignment)?;
     Ok((entries, metadata))
 }
 
@@ -220,7 +222,8 @@ fn read_info(cursor: &mut Cursor<'_>) -> Result<Info, CheckpointError> {
     let name = cursor.text()?;
     let count = cursor.u32()?;
     if count > MAX_AXES {
-        return Err(cursor.wrong("at most 4 axes", count.into()));
+        let problem = TensorProblem::Axes { most: MAX_AXES, found: count };
+        return Err(CheckpointError::tensor(cursor.path, &name, problem));
     }
     let axes: Result<Vec<u64>, _> = (0..count).map(|_| cursor.u64()).collect();
     Ok(Info { name, axes: axes?, id: cursor.u32()?, offset: cursor.u64()? })
@@ -234,7 +237,7 @@ fn place(
     file: u64,
     alignment: u64,
 ) -> Result<Vec<Entry>, CheckpointError> {
-    let limit = file.saturating_sub(start);
+    let limit = file - start;
     let mut entries = Vec::with_capacity(infos.len());
     for info in infos {
         let wrong = |problem| CheckpointError::tensor(path, &info.name, problem);
@@ -254,7 +257,8 @@ fn place(
             return Err(wrong(TensorProblem::Offsets { begin, end, expected, limit }));
         }
         let [begin, end] = [begin, end].map(|offset| (start + offset) as usize);
-        entries.push(Entry { name: info.name, dtype, shape, file: 0, begin, end });
+        let (name, shape) = (info.name.into(), shape.into());
+        entries.push(Entry { name, dtype, shape, file: 0, begin, end });
     }
     let mut order: Vec<&Entry> = entries.iter().collect();
     order.sort_by_key(|entry| (entry.begin, entry.end));

@@ -8,14 +8,13 @@ mod file;
 pub(crate) mod gguf;
 pub(crate) mod safetensors;
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use self::entry::Entry;
+use self::entry::{ByName, Entry};
 use self::file::{Mapped, read_text};
-use self::safetensors::{INDEX, SINGLE};
+use self::safetensors::{INDEX, SINGLE, WeightMap};
 use crate::error::{CheckpointError, TensorProblem};
-use crate::json::Json;
+use crate::json::{self, Json};
 use crate::tensor::Tensor;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -44,7 +43,7 @@ pub struct Container {
     root: PathBuf,
     files: Vec<File>,
     entries: Vec<Entry>,
-    by_name: HashMap<String, usize>,
+    by_name: ByName,
     config: Option<Json>,
     quant_config: Option<Json>,
     sidecars: Vec<PathBuf>,
@@ -96,8 +95,10 @@ impl Container {
             container.add_safetensors(single_file(root)?)?
         };
         container.index(entries)?;
-        container.config = optional_json(&root.join(CONFIG))?;
-        container.quant_config = optional_json(&root.join(QUANT_CONFIG))?;
+        // Configs name modules: what they may take grows with what there is.
+        let bytes = container.files.iter().map(|file| file.map.bytes().len()).sum::<usize>();
+        container.config = optional_json(&root.join(CONFIG), bytes)?;
+        container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes)?;
         container.sidecars = container.find_sidecars()?;
         Ok(container)
     }
@@ -107,7 +108,7 @@ impl Container {
             root: root.to_owned(),
             files: Vec::new(),
             entries: Vec::new(),
-            by_name: HashMap::new(),
+            by_name: ByName::default(),
             config: None,
             quant_config: None,
             sidecars: Vec::new(),
@@ -116,16 +117,12 @@ impl Container {
 
     /// Opens the shards that an index names; the tensors come in the order of the index.
     fn add_shards(&mut self, index: &Path) -> Result<Vec<Entry>, CheckpointError> {
-        let weight_map = safetensors::read_index(index)?;
-        let mut shards: HashMap<&str, usize> = HashMap::new();
-        let mut found = Vec::with_capacity(weight_map.len());
-        for (_, shard) in &weight_map {
-            if !shards.contains_key(shard.as_str()) {
-                shards.insert(shard, self.files.len());
-                found.extend(self.add_safetensors(self.root.join(shard))?);
-            }
+        let index = (index, safetensors::read_index(index)?);
+        let mut found = Vec::with_capacity(index.1.tensors.len());
+        for shard in &index.1.shards {
+            found.extend(self.add_safetensors(self.root.join(shard))?);
         }
-        let order = self.order(index, &weight_map, &shards, &found)?;
+        let order = self.order(&index, &found)?;
         let mut found: Vec<Option<Entry>> = found.into_iter().map(Some).collect();
         Ok(order.into_iter().filter_map(|at| found[at].take()).collect())
     }
@@ -133,36 +130,39 @@ impl Container {
     /// Where the tensors of the index are among those of the shards: each once, in its shard.
     fn order(
         &self,
-        index: &Path,
-        weight_map: &[(String, String)],
-        shards: &HashMap<&str, usize>,
+        (path, index): &(&Path, WeightMap),
         found: &[Entry],
     ) -> Result<Vec<usize>, CheckpointError> {
-        let wrong = |entry: &Entry, problem| {
-            CheckpointError::tensor(&self.files[entry.file].path, &entry.name, problem)
-        };
-        let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(found.len());
-        for (at, entry) in found.iter().enumerate() {
-            if by_name.insert(&entry.name, at).is_some() {
-                return Err(wrong(entry, TensorProblem::Duplicate));
-            }
-        }
-        let mut order = Vec::with_capacity(weight_map.len());
-        for (name, shard) in weight_map {
-            match by_name.remove(name.as_str()) {
-                Some(at) if shards.get(shard.as_str()) == Some(&found[at].file) => order.push(at),
-                _ => {
-                    let problem = TensorProblem::NotThere { expected: shard.clone() };
-                    return Err(CheckpointError::tensor(index, name, problem));
+        let by_name = self.by_name(found)?;
+        let mut named = vec![false; found.len()];
+        let mut order = Vec::with_capacity(index.tensors.len());
+        for (name, shard) in &index.tensors {
+            match by_name.find(found, name).filter(|&at| found[at].file == *shard && !named[at]) {
+                Some(at) => {
+                    named[at] = true;
+                    order.push(at);
+                }
+                None => {
+                    let problem =
+                        TensorProblem::NotThere { expected: index.shards[*shard].clone() };
+                    return Err(CheckpointError::tensor(path, name, problem));
                 }
             }
         }
-        // The first, so that the error is the same every time.
-        if let Some(at) = by_name.into_values().min() {
-            let problem = TensorProblem::NotThere { expected: INDEX.to_owned() };
-            return Err(wrong(&found[at], problem));
+        if let Some(at) = named.iter().position(|named| !named) {
+            let (path, expected) = (&self.files[found[at].file].path, INDEX.to_owned());
+            let problem = TensorProblem::NotThere { expected };
+            return Err(CheckpointError::tensor(path, &found[at].name, problem));
         }
         Ok(order)
+    }
+
+    /// The places of tensors of the opened files; no two have a name.
+    fn by_name(&self, entries: &[Entry]) -> Result<ByName, CheckpointError> {
+        ByName::new(entries).map_err(|at| {
+            let (path, name) = (&self.files[entries[at].file].path, &entries[at].name);
+            CheckpointError::tensor(path, name, TensorProblem::Duplicate)
+        })
     }
 
     fn add_safetensors(&mut self, path: PathBuf) -> Result<Vec<Entry>, CheckpointError> {
@@ -174,13 +174,7 @@ impl Container {
     }
 
     fn index(&mut self, entries: Vec<Entry>) -> Result<(), CheckpointError> {
-        self.by_name.reserve(entries.len());
-        for (at, entry) in entries.iter().enumerate() {
-            if self.by_name.insert(entry.name.clone(), at).is_some() {
-                let path = &self.files[entry.file].path;
-                return Err(CheckpointError::tensor(path, &entry.name, TensorProblem::Duplicate));
-            }
-        }
+        self.by_name = self.by_name(&entries)?;
         self.entries = entries;
         Ok(())
     }
@@ -228,7 +222,7 @@ impl Container {
     }
 
     pub(crate) fn position(&self, name: &str) -> Option<usize> {
-        self.by_name.get(name).copied()
+        self.by_name.find(&self.entries, name)
     }
 
     /// The file of a tensor, by its place among [`file_names`](Self::file_names).
@@ -240,10 +234,10 @@ impl Container {
         let entry = &self.entries[at];
         let file = &self.files[entry.file];
         Tensor {
-            name: entry.name.as_str().into(),
+            name: (*entry.name).into(),
             file: &file.path,
             dtype: entry.dtype,
-            shape: entry.shape.as_slice().into(),
+            shape: (*entry.shape).into(),
             bytes: file.map.bytes()[entry.begin..entry.end].into(),
         }
     }
@@ -315,11 +309,12 @@ fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {
+/// A config, if it is there, beside files of so many bytes.
+fn optional_json(path: &Path, files: usize) -> Result<Option<Json>, CheckpointError> {
     if !path.is_file() {
         return Ok(None);
     }
-    let parsed = Json::parse(&read_text(path)?);
+    let parsed = Json::parse_within(&read_text(path)?, files.saturating_add(json::FREE / 2));
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
     parsed.map(Some).map_err(json)
 }

@@ -4,11 +4,12 @@
 //! The format: <https://github.com/huggingface/safetensors#format>. The index:
 //! `model.safetensors.index.json` of huggingface_hub (`serialization/_base.py`).
 
+use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 
 use super::entry::Entry;
 use super::file::{MAX_TEXT, Mapped, read_text};
@@ -20,6 +21,9 @@ use crate::json::Json;
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The name of the only file of a folder.
 pub(crate) const SINGLE: &str = "model.safetensors";
+
+/// Most axes of a tensor; torch has no more.
+const MAX_AXES: usize = 64;
 
 /// `__metadata__`.
 type Texts = Vec<(String, String)>;
@@ -38,6 +42,7 @@ pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Texts), Che
         let (dtype, shape) = entry?;
         // Within the data, so within an address space.
         let [begin, end] = raw.data_offsets.map(|offset| (start + offset) as usize);
+        let (name, shape) = (name.into(), shape.into());
         entries.push(Entry { name, dtype, shape, file: 0, begin, end });
     }
     check_cover(path, &entries, start, data.len() as u64)?;
@@ -89,15 +94,45 @@ fn check_cover(
 }
 
 struct Header {
-    metadata: Vec<(String, String)>,
+    metadata: Texts,
     tensors: Vec<(String, RawEntry)>,
 }
 
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: String,
-    shape: Vec<u64>,
+    shape: Axes,
     data_offsets: [u64; 2],
+}
+
+/// A shape. A list without an end would take more memory than its text.
+struct Axes(Vec<u64>);
+
+impl<'de> Deserialize<'de> for Axes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct AxesVisitor;
+
+        impl<'de> Visitor<'de> for AxesVisitor {
+            type Value = Axes;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a shape of at most {MAX_AXES} axes")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Axes, A::Error> {
+                let mut axes = Vec::new();
+                while let Some(axis) = access.next_element()? {
+                    if axes.len() == MAX_AXES {
+                        return Err(A::Error::invalid_length(MAX_AXES + 1, &self));
+                    }
+                    axes.push(axis);
+                }
+                Ok(Axes(axes))
+            }
+        }
+
+        deserializer.deserialize_seq(AxesVisitor)
+    }
 }
 
 impl RawEntry {
@@ -106,10 +141,10 @@ impl RawEntry {
             return Err(TensorProblem::UnknownDtype { found: self.dtype.clone() });
         };
         let shape: Option<Vec<usize>> =
-            self.shape.iter().map(|&axis| usize::try_from(axis).ok()).collect();
+            self.shape.0.iter().map(|&axis| usize::try_from(axis).ok()).collect();
         let sized = shape.and_then(|shape| Some((dtype.bytes(&shape)?, shape)));
         let Some((bytes, shape)) = sized else {
-            return Err(TensorProblem::Size { found: self.shape.clone() });
+            return Err(TensorProblem::Size { found: self.shape.0.clone() });
         };
         let [begin, end] = self.data_offsets;
         if begin > end || end > limit {
@@ -139,10 +174,10 @@ impl<'de> Deserialize<'de> for Header {
                 while let Some(name) = access.next_key::<String>()? {
                     let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
                     if name == "__metadata__" {
-                        let fields: Json = access.next_value()?;
-                        header.metadata = texts(fields).ok_or_else(|| {
-                            A::Error::custom("`__metadata__`: expected an object of texts")
-                        })?;
+                        let Fields(texts) = access
+                            .next_value()
+                            .map_err(|e| A::Error::custom(format_args!("`__metadata__`: {e}")))?;
+                        header.metadata = texts;
                     } else {
                         let raw = access.next_value().map_err(named)?;
                         header.tensors.push((name, raw));
@@ -157,38 +192,80 @@ impl<'de> Deserialize<'de> for Header {
 }
 
 /// The fields of an object whose values are texts.
-fn texts(json: Json) -> Option<Vec<(String, String)>> {
-    let Json::Object(fields) = json else { return None };
-    let text = |(key, value)| match value {
-        Json::String(text) => Some((key, text)),
-        _ => None,
-    };
-    fields.into_iter().map(text).collect()
+struct Fields(Texts);
+
+impl<'de> Deserialize<'de> for Fields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut fields = Vec::new();
+        deserializer.deserialize_map(EachText(|key, text| fields.push((key, text))))?;
+        Ok(Self(fields))
+    }
 }
 
-/// The name of the shard of every tensor, in the order of the index.
-pub(super) fn read_index(path: &Path) -> Result<Vec<(String, String)>, CheckpointError> {
+/// Does something with every field of an object whose values are texts.
+struct EachText<F>(F);
+
+impl<'de, F: FnMut(String, String)> Visitor<'de> for EachText<F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of texts")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut access: A) -> Result<(), A::Error> {
+        while let Some(key) = access.next_key::<String>()? {
+            let named = |e| A::Error::custom(format_args!("`{key}`: {e}"));
+            let text = access.next_value::<String>().map_err(named)?;
+            (self.0)(key, text);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: WeightMap,
+}
+
+/// The shards of an index, and the shard of every tensor, in its order.
+#[derive(Default)]
+pub(super) struct WeightMap {
+    pub(super) shards: Vec<String>,
+    pub(super) tensors: Vec<(Box<str>, usize)>,
+}
+
+impl<'de> Deserialize<'de> for WeightMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut map = Self::default();
+        // The name of a shard is there once, however many tensors it has.
+        let mut places: HashMap<String, usize> = HashMap::new();
+        deserializer.deserialize_map(EachText(|tensor: String, shard: String| {
+            let next = places.len();
+            let place = *places.entry(shard).or_insert_with_key(|shard| {
+                map.shards.push(shard.clone());
+                next
+            });
+            map.tensors.push((tensor.into(), place));
+        }))?;
+        Ok(map)
+    }
+}
+
+/// Reads an index.
+pub(super) fn read_index(path: &Path) -> Result<WeightMap, CheckpointError> {
     let text = read_text(path)?;
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "index", source };
-    let index = Json::parse(&text).map_err(json)?;
-    let wrong = |found: String, expected| CheckpointError::Field {
-        path: path.to_owned(),
-        field: "weight_map".to_owned(),
-        expected,
-        found,
-    };
-    let Json::Object(fields) = index else {
-        return Err(wrong("no object".to_owned(), "an object of texts"));
-    };
-    let map = fields.into_iter().rfind(|(key, _)| key == "weight_map");
-    let Some(weight_map) = map.and_then(|(_, map)| texts(map)) else {
-        return Err(wrong("something else".to_owned(), "an object of texts"));
-    };
-    for (_, shard) in &weight_map {
+    let Index { weight_map } = serde_json::from_slice(&text).map_err(json)?;
+    for shard in &weight_map.shards {
         // A name, not a path: an index must not lead out of its folder.
         let plain = !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
         if !plain {
-            return Err(wrong(shard.clone(), "names of safetensors files in the same folder"));
+            return Err(CheckpointError::Field {
+                path: path.to_owned(),
+                field: "weight_map".to_owned(),
+                expected: "names of safetensors files in the same folder",
+                found: shard.clone(),
+            });
         }
     }
     Ok(weight_map)

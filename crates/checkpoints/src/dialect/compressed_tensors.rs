@@ -78,11 +78,10 @@ impl Dialect for CompressedTensors {
                 }
             }
         }
-        let ignore = config.and_then(|config| config.get("ignore")).and_then(Json::as_array);
-        let ignore = ignore.unwrap_or_default().iter().filter_map(Json::as_str);
+        let ignore = config.and_then(|config| config.get("ignore"));
         let quantization = Quantization {
             dialect: self.name(),
-            ignore: ignore.map(|text| Pattern::parse(text, Syntax::Regex)).collect(),
+            ignore: Pattern::list(ignore, Syntax::Regex),
             kv_cache: config
                 .and_then(|c| c.get("kv_cache_scheme"))
                 .filter(|s| **s != Json::Null)
@@ -182,10 +181,7 @@ fn read_weight<'a>(
 
 impl Write for CompressedTensors {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = (self.name(), weight.name.clone());
-            CheckpointError::CannotHold { dialect, weight, what }
-        };
+        let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
         if weight.pre_quant_scale.is_some() {
             return Err(cannot("a scale before quantization"));
         }

@@ -48,9 +48,7 @@ impl Dialect for DeepSeek {
             read_weight(container, reader, tensor, block)
         })?;
         let ignore = config.and_then(|config| config.get("modules_to_not_convert"));
-        let ignore = ignore.and_then(Json::as_array).unwrap_or_default();
-        let ignore = ignore.iter().filter_map(Json::as_str);
-        let ignore = ignore.map(|text| Pattern::parse(text, Syntax::Unmarked)).collect();
+        let ignore = Pattern::list(ignore, Syntax::Unmarked);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }

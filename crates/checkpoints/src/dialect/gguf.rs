@@ -93,10 +93,7 @@ fn read_weight<'a>(
 
 impl Write for Gguf {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = ("gguf", weight.name.clone());
-            CheckpointError::CannotHold { dialect, weight, what }
-        };
+        let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
         let fp4 = match &weight.value {
             Value::Plain(tensor) => {
                 if tensor.dtype.ggml().is_none() {
@@ -136,8 +133,7 @@ impl Write for Gguf {
             // ggml strips the sign and reads NaN as 0.
             if fp4.format == Fp4Format::NvFp4 && scales.iter().any(|&scale| scale >= 0x7F) {
                 let what = "a block scale that is NaN or negative";
-                let weight = name.clone();
-                return Err(CheckpointError::CannotHold { dialect: "gguf", weight, what });
+                return Err(CheckpointError::cannot_hold("gguf", &name, what));
             }
             Ok(records(fp4.format, &fp4.plain_codes(), &scales).into())
         };

@@ -45,9 +45,7 @@ impl Dialect for GptOss {
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         let weights = parts::read(container, &["_blocks", "_scales", ".blocks"], read_weight)?;
         let ignore = container.quantization().and_then(|c| c.get("modules_to_not_convert"));
-        let ignore = ignore.and_then(Json::as_array).unwrap_or_default();
-        let ignore = ignore.iter().filter_map(Json::as_str);
-        let ignore = ignore.map(|text| Pattern::parse(text, Syntax::Unmarked)).collect();
+        let ignore = Pattern::list(ignore, Syntax::Unmarked);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }
@@ -67,6 +65,9 @@ fn read_weight<'a>(
     });
     let Some((name, scales)) = found else { return Ok(None) };
     let scales = reader.need(tensor, &scales)?;
+    if !tensor.is(&[Dtype::U8]) {
+        return Err(tensor.wrong_dtype("U8"));
+    }
     let [front @ .., blocks, BLOCK_BYTES] = &tensor.shape[..] else {
         return Err(tensor.wrong_shape("[.., rows, blocks, 16]"));
     };
@@ -80,10 +81,7 @@ fn read_weight<'a>(
 
 impl Write for GptOss {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = (self.name(), weight.name.clone());
-            Err(CheckpointError::CannotHold { dialect, weight, what })
-        };
+        let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
         let fp4 = match &weight.value {
             Value::Plain(tensor) => return Ok(vec![NewTensor::copy(&weight.name, tensor)]),
             Value::Fp8(_) => return cannot("FP8"),

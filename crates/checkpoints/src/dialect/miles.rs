@@ -50,10 +50,7 @@ impl Dialect for Miles {
 
 impl Write for Miles {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = (self.name(), weight.name.clone());
-            Err(CheckpointError::CannotHold { dialect, weight, what })
-        };
+        let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
         let nvfp4 = match &weight.value {
             Value::Plain(_) => false,
             Value::Fp8(_) => return cannot("FP8"),

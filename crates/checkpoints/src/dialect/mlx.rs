@@ -108,10 +108,7 @@ fn mxfp8<'a>(tensor: &Tensor<'a>, scales: Tensor<'a>) -> Result<Fp8Weight<'a>, C
 
 impl Write for Mlx {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
-        let cannot = |what| {
-            let (dialect, weight) = (self.name(), weight.name.clone());
-            CheckpointError::CannotHold { dialect, weight, what }
-        };
+        let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
         if weight.pre_quant_scale.is_some() {
             return Err(cannot("a scale before quantization"));
         }

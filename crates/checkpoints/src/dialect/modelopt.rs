@@ -107,12 +107,11 @@ pub(super) fn quantization(
     }
     let list = config.and_then(|config| config.get("ignore"));
     let list = list.or_else(|| export?.get("exclude_modules"));
-    let texts = list.and_then(Json::as_array).unwrap_or_default().iter().filter_map(Json::as_str);
     let field = |name| config.and_then(|config| config.get(name)).cloned();
     let exported = |name| container.quant_config().and_then(|export| export.get(name)).cloned();
     Ok(Quantization {
         dialect,
-        ignore: texts.map(|text| Pattern::parse(text, Syntax::Glob)).collect(),
+        ignore: Pattern::list(list, Syntax::Glob),
         kv_cache: field("kv_cache_scheme").or_else(|| export?.get("kv_cache_quant_algo").cloned()),
         producer: field("producer").or_else(|| exported("producer")),
         quant_config: container.quant_config().cloned(),

@@ -59,32 +59,40 @@ pub(super) fn read<'a>(
     mut main: impl FnMut(&mut Reader<'a>, &Tensor<'a>) -> MaybeWeight<'a>,
 ) -> Result<Vec<Weight<'a>>, CheckpointError> {
     let mut reader = Reader { container, taken: vec![false; container.len()] };
-    let mut found: Vec<Option<Weight<'a>>> = Vec::new();
+    // Only those that are there: most tensors are parts of others.
+    let mut found: Vec<(usize, Weight<'a>)> = Vec::new();
     for (at, tensor) in container.tensors().enumerate() {
-        let mut weight = main(&mut reader, &tensor)?;
-        if let Some(weight) = &mut weight {
+        if let Some(mut weight) = main(&mut reader, &tensor)? {
             weight.file = container.file_of(at);
             reader.taken[at] = true;
+            found.push((at, weight));
         }
-        found.push(weight);
     }
-    let mut weights = Vec::new();
-    for (at, weight) in found.into_iter().enumerate() {
-        match weight {
-            Some(weight) => weights.push(weight),
-            None if reader.taken[at] => {}
-            None => {
-                let tensor = container.tensor(at);
-                if let Some(end) = companions.iter().find(|end| tensor.name.ends_with(**end)) {
-                    let companion = format!("the weight of its `{end}`");
-                    return Err(tensor.error(TensorProblem::Missing { companion }));
-                }
-                let (name, file) = (tensor.name.to_string(), container.file_of(at));
-                weights.push(Weight::new(name, file, Value::Plain(tensor)));
-            }
+    let alone = reader.taken.iter().filter(|taken| !**taken).count();
+    let mut weights = Vec::with_capacity(found.len() + alone);
+    let mut found = found.into_iter().peekable();
+    for at in 0..container.len() {
+        if let Some((_, weight)) = found.next_if(|(main, _)| *main == at) {
+            weights.push(weight);
+        } else if !reader.taken[at] {
+            weights.push(plain(container, companions, at)?);
         }
     }
     Ok(weights)
+}
+
+/// A tensor that is no part of another weight.
+fn plain<'a>(
+    container: &'a Container,
+    companions: &[&str],
+    at: usize,
+) -> Result<Weight<'a>, CheckpointError> {
+    let tensor = container.tensor(at);
+    if let Some(end) = companions.iter().find(|end| tensor.name.ends_with(**end)) {
+        let companion = format!("the weight of its `{end}`");
+        return Err(tensor.error(TensorProblem::Missing { companion }));
+    }
+    Ok(Weight::new(tensor.name.to_string(), container.file_of(at), Value::Plain(tensor)))
 }
 
 /// The parts of an FP4 weight.
@@ -202,6 +210,16 @@ impl<'a> Parts<'a> {
     ) -> Result<Fp4Weight<'a>, CheckpointError> {
         if shape.contains(&0) {
             return Err(self.codes.wrong_shape("no axis of 0"));
+        }
+        // A byte is a scale: the shape of tensors of another dtype says nothing of their bytes.
+        match format {
+            Fp4Format::NvFp4 if !self.scales.is(&[Dtype::F8_E4M3, Dtype::U8, Dtype::I8]) => {
+                return Err(self.scales.wrong_dtype("F8_E4M3, U8 or I8"));
+            }
+            Fp4Format::MxFp4 if !self.scales.is(&[Dtype::F8_E8M0, Dtype::U8, Dtype::I8]) => {
+                return Err(self.scales.wrong_dtype("F8_E8M0, U8 or I8"));
+            }
+            Fp4Format::NvFp4 | Fp4Format::MxFp4 => {}
         }
         let cols = shape[shape.len() - 1];
         if !cols.is_multiple_of(block_size) {

@@ -67,8 +67,7 @@ impl Write for Writer {
             Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
             Value::Fp8(_) | Value::Fp4(_) => {
                 let what = "quantized weights; decode them";
-                let (dialect, weight) = (NAME, weight.name.clone());
-                Err(CheckpointError::CannotHold { dialect, weight, what })
+                Err(CheckpointError::cannot_hold(NAME, &weight.name, what))
             }
         }
     }

@@ -41,9 +41,8 @@ impl Dialect for Quark {
         refuse_rotations(container, config)?;
         let companions = [".weight_scale", ".weight_scale_2"];
         let weights = parts::read(container, &companions, read_weight)?;
-        let ignore = config.and_then(|config| config.get("exclude")).and_then(Json::as_array);
-        let ignore = ignore.unwrap_or_default().iter().filter_map(Json::as_str);
-        let ignore = ignore.map(|text| Pattern::parse(text, Syntax::Both)).collect();
+        let ignore = config.and_then(|config| config.get("exclude"));
+        let ignore = Pattern::list(ignore, Syntax::Both);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }

@@ -146,9 +146,8 @@ fn specs_of(weight: &Weight<'_>, target: &Target<'_>) -> Result<Vec<Spec>, Check
     let tensors = target.writer.tensors(weight)?;
     let spec = |tensor: NewTensor<'_>| {
         let bytes = tensor.dtype.bytes(&tensor.shape).ok_or_else(|| {
-            let (dialect, weight) = (target.dialect.name(), weight.name.clone());
             let what = "a shape that is not a whole number of bytes";
-            CheckpointError::CannotHold { dialect, weight, what }
+            CheckpointError::cannot_hold(target.dialect.name(), &weight.name, what)
         })?;
         let (name, dtype, shape) = (tensor.name, tensor.dtype, tensor.shape);
         Ok(Spec { name, dtype, shape, bytes: bytes as u64 })

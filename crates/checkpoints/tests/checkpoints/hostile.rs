@@ -1,0 +1,116 @@
+//! Files that once did harm, or would: each by hand, beside the mutations.
+
+use std::fs;
+use std::path::Path;
+
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, Dtype, Json, Pattern, Syntax, TensorProblem,
+};
+
+use super::counting::peak;
+use super::folder;
+use super::models::raw_file;
+
+/// The tensor and the problem, if a checkpoint has one.
+fn problem(path: &Path, dialect: &str) -> Option<(String, TensorProblem)> {
+    let error = Checkpoint::open_as(path, dialect).and_then(|c| c.model().map(|_| ())).err()?;
+    match error {
+        CheckpointError::Tensor { tensor, problem, .. } => Some((tensor, problem)),
+        other => panic!("{other}"),
+    }
+}
+
+/// Shapes alone would let them through: as many numbers, but half or four times the bytes.
+#[test]
+fn scales_and_codes_of_another_dtype_are_errors() {
+    let folder = folder("hostile-dtypes");
+    let path = folder.join("x.safetensors");
+    let one = || 1.0_f32.to_le_bytes().to_vec();
+    for (dtype, bytes) in [(Dtype::F4, 256), (Dtype::F32, 2048)] {
+        let scales = ("x.weight_scale", dtype, vec![128, 4], vec![0; bytes]);
+        let codes = ("x.weight", Dtype::U8, vec![4, 32], vec![0; 128]);
+        raw_file(&path, &[], &[codes, scales, ("x.weight_scale_2", Dtype::F32, vec![], one())]);
+        let (tensor, found) = problem(&path, "comfyui").expect("no E4M3");
+        assert_eq!(tensor, "x.weight_scale");
+        assert!(matches!(found, TensorProblem::Dtype { .. }), "{found}");
+
+        let facts = [("x.weight", r#"{"_type": "NVFP4Tensor", "_data": {}}"#)];
+        let scales = ("x._weight_scale", dtype, vec![4, 128], vec![0; bytes]);
+        let codes = ("x._weight_qdata", Dtype::U8, vec![4, 1024], vec![0; 4096]);
+        raw_file(&path, &facts, &[codes, scales]);
+        assert_eq!(problem(&path, "torchao").expect("no E4M3").0, "x._weight_scale");
+    }
+    let codes = |dtype, bytes| ("x_blocks", dtype, vec![4, 2, 16], vec![0; bytes]);
+    let scales = |dtype, bytes| ("x_scales", dtype, vec![4, 2], vec![0; bytes]);
+    raw_file(&path, &[], &[codes(Dtype::U8, 128), scales(Dtype::F4, 4)]);
+    assert_eq!(problem(&path, "gpt-oss").expect("no E8M0").0, "x_scales");
+    raw_file(&path, &[], &[codes(Dtype::F4, 64), ("x_scales", Dtype::U8, vec![4, 1], vec![0; 4])]);
+    assert_eq!(problem(&path, "gpt-oss").expect("no U8").0, "x_blocks");
+}
+
+/// The data would begin behind the end of the file.
+#[test]
+fn a_gguf_file_may_end_with_its_header_which_names_what_is_wrong() {
+    let path = folder("hostile-gguf").join("x.gguf");
+    let mut bytes = b"GGUF".to_vec();
+    bytes.extend(3_u32.to_le_bytes());
+    bytes.extend(1_u64.to_le_bytes());
+    bytes.extend(0_u64.to_le_bytes());
+    bytes.extend(1_u64.to_le_bytes());
+    bytes.extend(b"x");
+    bytes.extend(1_u32.to_le_bytes());
+    bytes.extend(0_u64.to_le_bytes());
+    bytes.extend(0_u32.to_le_bytes());
+    bytes.extend(0_u64.to_le_bytes());
+    assert!(!bytes.len().is_multiple_of(32));
+    fs::write(&path, &bytes).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("an empty tensor");
+    assert!(checkpoint.container().get("x").expect("it is there").bytes.is_empty());
+
+    // Behind magic, version, two counts, and a name of one letter.
+    bytes[33] = 5;
+    fs::write(&path, &bytes).expect("written");
+    let (tensor, found) = problem(&path, "gguf").expect("five axes");
+    assert_eq!((&*tensor, found), ("x", TensorProblem::Axes { most: 4, found: 5 }));
+}
+
+#[test]
+fn texts_do_not_take_many_times_their_length() {
+    let folder = folder("hostile-texts");
+    let (result, bytes) = peak(|| Pattern::parse("re:a{999}{999}", Syntax::Regex).matcher());
+    assert!(matches!(result, Err(CheckpointError::Pattern { .. })));
+    assert!(bytes < 8 << 20, "{bytes} bytes for an expression");
+
+    let zeros = format!("[{}0]", "0,".repeat(5_000_000));
+    let (result, bytes) = peak(|| Json::parse(zeros.as_bytes()));
+    assert!(result.expect_err("too many").to_string().contains("too many values"));
+    assert!(bytes < zeros.len() + (16 << 20), "{bytes} bytes for an array");
+
+    let path = folder.join("x.safetensors");
+    let header = format!(r#"{{"x":{{"dtype":"U8","shape":{zeros},"data_offsets":[0,0]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    fs::write(&path, &file).expect("written");
+    let (result, bytes) = peak(|| Checkpoint::open(&path).map(|_| ()));
+    let error = result.expect_err("too many axes").to_string();
+    assert!(error.contains("tensor `x`") && error.contains("at most 64 axes"), "{error}");
+    assert!(bytes < 1 << 20, "{bytes} bytes for a shape");
+}
+
+/// The worst that a header does: tensors of no data, with names of few letters. For what is
+/// usual see the test of 20 GB.
+#[test]
+fn tensors_of_nothing_take_a_small_multiple_of_their_text() {
+    const TENSORS: usize = 100_000;
+    let path = folder("hostile-names").join("x.safetensors");
+    let entry = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
+    let fields: Vec<String> = (0..TENSORS).map(|at| format!("\"{at:x}\":{entry}")).collect();
+    let header = format!("{{{}}}", fields.join(","));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    fs::write(&path, &file).expect("written");
+    let (checkpoint, bytes) = peak(|| Checkpoint::open(&path).expect("valid"));
+    assert_eq!(checkpoint.container().len(), TENSORS);
+    println!("{TENSORS} empty tensors: {bytes} bytes of {} of text", file.len());
+    assert!(bytes < 8 * file.len(), "{bytes} bytes");
+}

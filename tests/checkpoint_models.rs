@@ -501,7 +501,7 @@ fn stacked_and_split_experts_are_each_other_in_both_directions() {
     ] {
         let matrices = expert_matrices(format);
         let name = |at: usize| format!("experts.{at}.up_proj.weight");
-        let split: Vec<_> = matrices.iter().enumerate();
+        let split = matrices.iter().enumerate();
         let mut weights: Vec<_> =
             split.map(|(at, one)| fp4(&name(at), std::slice::from_ref(one))).collect();
         weights.push(bias.clone());
@@ -604,9 +604,8 @@ fn tied_parameters_are_one_tensor_in_files() {
     let map = CheckpointMap::new().tie("head.weight", "embed.weight");
     let mut module = tied(&device);
     let missing = refused(&path, &mut module, &CheckpointMap::new());
-    assert!(
-        matches!(&missing[..], [Mismatch::Missing { parameter, .. }] if parameter == "head.weight")
-    );
+    let [Mismatch::Missing { parameter, .. }] = &missing[..] else { panic!("{missing:?}") };
+    assert_eq!(parameter, "head.weight");
 
     load(&path, &mut module, &map);
     let values = matrix.dequantize();
@@ -628,13 +627,68 @@ fn tied_parameters_are_one_tensor_in_files() {
     assert_ne!(floats(module.head.weight.val()), transposed(&values, 32, 64));
     match module.save_fp4(folder.join("refused"), "modelopt", &map) {
         Err(Fp4Error::Mismatch(mismatches)) => {
-            assert!(
-                matches!(&mismatches[..], [Mismatch::Tied { with, .. }] if with == "embed.weight")
-            );
+            let [Mismatch::Tied { with, .. }] = &mismatches[..] else { panic!("{mismatches:?}") };
+            assert_eq!(with, "embed.weight");
         }
         other => panic!("{other:?}"),
     }
     assert!(!folder.join("refused").exists());
+}
+
+/// The bias that fits, and its values.
+fn fitting_bias() -> (Weight<'static>, Vec<f32>) {
+    dense("bias", &[32], 3)
+}
+
+/// A checkpoint that does not fit a linear layer `[64, 32]`, what its error says, and the map that
+/// allows it, if one does.
+type Misfit = (Vec<Weight<'static>>, &'static str, Option<CheckpointMap>);
+
+fn misfits() -> Vec<Misfit> {
+    let matrix = packed(1, Fp4Format::NvFp4, 32, 64, 0.25);
+    let weight = || fp4("weight", std::slice::from_ref(&matrix));
+    let bias = || fitting_bias().0;
+    let (wrong, _) = dense("bias", &[31], 3);
+    let (extra, _) = dense("extra.weight", &[4], 4);
+    let ints = FileTensor::new("bias", Dtype::I32, vec![32], vec![0; 128]).expect("a shape");
+    let ints = Weight::new("bias", 0, Value::Plain(ints));
+    let other_way = fp4("weight", &[packed(1, Fp4Format::NvFp4, 64, 32, 0.25)]);
+    let mut scaled = weight();
+    scaled.pre_quant_scale = FileTensor::new("x", Dtype::F32, vec![64], vec![0; 256]).ok();
+    let mut broken = weight();
+    if let Value::Fp4(fp4) = &mut broken.value {
+        fp4.scales.to_mut()[5] = 0x7F;
+    }
+    let misfits = || Some(CheckpointMap::new().allow_misfits());
+    vec![
+        (
+            vec![weight()],
+            "parameter `bias` [32]: expected a tensor `bias`",
+            Some(CheckpointMap::new().allow_missing()),
+        ),
+        (
+            vec![weight(), bias(), extra],
+            "tensor `extra.weight`: the module has no parameter `extra.weight`",
+            Some(CheckpointMap::new().allow_unused()),
+        ),
+        (
+            vec![weight(), wrong],
+            "parameter `bias`, tensor `bias`: expected shape [32] in the file, found [31]",
+            misfits(),
+        ),
+        (
+            vec![weight(), ints],
+            "parameter `bias`, tensor `bias`: expected floats, FP8 or FP4, found I32",
+            misfits(),
+        ),
+        (
+            vec![other_way, bias()],
+            "parameter `weight`, tensor `weight`: expected shape [32, 64] in the file, found [64",
+            misfits(),
+        ),
+        (vec![scaled, bias()], "parameter `weight`, tensor `weight`: its layer", None),
+        (vec![broken, bias()], "parameter `weight`, tensor `weight`: block scale", None),
+    ]
 }
 
 #[test]
@@ -642,53 +696,8 @@ fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
     let folder = folder("misfits");
     let device = Device::flex();
     let build = || seeded(LinearConfig::new(64, 32).init(&device), 8);
-    let matrix = packed(1, Fp4Format::NvFp4, 32, 64, 0.25);
-    let weight = || fp4("weight", std::slice::from_ref(&matrix));
-    let (bias, bias_values) = dense("bias", &[32], 3);
-    let (wrong, _) = dense("bias", &[31], 3);
-    let (extra, _) = dense("extra.weight", &[4], 4);
-    let ints = FileTensor::new("bias", Dtype::I32, vec![32], vec![0; 128]).unwrap();
-    let ints = Weight::new("bias", 0, Value::Plain(ints));
-    let other_way = fp4("weight", &[packed(1, Fp4Format::NvFp4, 64, 32, 0.25)]);
-    let mut scaled = weight();
-    let ones = FileTensor::new("x", Dtype::F32, vec![64], vec![0; 256]).unwrap();
-    scaled.pre_quant_scale = Some(ones);
-    let mut broken = weight();
-    if let Value::Fp4(fp4) = &mut broken.value {
-        fp4.scales.to_mut()[5] = 0x7F;
-    }
-    let (allow, none) = (CheckpointMap::new(), CheckpointMap::new());
-    let cases = [
-        (
-            vec![weight()],
-            "parameter `bias` [32]: expected a tensor `bias`",
-            Some(none.allow_missing()),
-        ),
-        (
-            vec![weight(), bias.clone(), extra],
-            "tensor `extra.weight`: the module has no parameter `extra.weight`",
-            Some(allow.allow_unused()),
-        ),
-        (
-            vec![weight(), wrong],
-            "parameter `bias`, tensor `bias`: expected shape [32] in the file, found [31]",
-            Some(CheckpointMap::new().allow_misfits()),
-        ),
-        (
-            vec![weight(), ints],
-            "parameter `bias`, tensor `bias`: expected floats, FP8 or FP4, found I32",
-            Some(CheckpointMap::new().allow_misfits()),
-        ),
-        (
-            vec![other_way, bias.clone()],
-            "parameter `weight`, tensor `weight`: expected shape [32, 64] in the file, found [64, 32]",
-            Some(CheckpointMap::new().allow_misfits()),
-        ),
-        (vec![scaled, bias.clone()], "parameter `weight`, tensor `weight`: its layer", None),
-        (vec![broken, bias.clone()], "parameter `weight`, tensor `weight`: ", None),
-    ];
     let everything = CheckpointMap::new().allow_missing().allow_unused().allow_misfits();
-    for (at, (weights, expected, allowed)) in cases.into_iter().enumerate() {
+    for (at, (weights, expected, allowed)) in misfits().into_iter().enumerate() {
         let path = folder.join(at.to_string());
         write(weights, &path, "modelopt");
         let mut linear = build();
@@ -709,7 +718,7 @@ fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
         let kept: Vec<_> = report.kept().map(|(parameter, _)| parameter.path.as_str()).collect();
         assert_eq!(kept.len() + report.unused.len(), 1, "{at}: {report}");
         if at == 4 {
-            assert_eq!(floats(linear.bias.unwrap().val()), bias_values);
+            assert_eq!(floats(linear.bias.unwrap().val()), fitting_bias().1);
             assert_eq!(bits(linear.weight.val()), before.0);
         } else {
             assert!(linear.weight.reparameterization::<PackedWeight>().is_some(), "{at}");
@@ -741,9 +750,10 @@ fn what_a_map_says_wrong_is_an_error() {
     let one_way = CheckpointMap::new().rename("^weight$", "other");
     match linear.save_fp4(folder.join("one-way"), "modelopt", &one_way) {
         Err(Fp4Error::Mismatch(mismatches)) => {
-            assert!(
-                matches!(&mismatches[..], [Mismatch::RenamedBack { loaded, .. }] if loaded == "other")
-            );
+            let [Mismatch::RenamedBack { loaded, .. }] = &mismatches[..] else {
+                panic!("{mismatches:?}");
+            };
+            assert_eq!(loaded, "other");
         }
         other => panic!("{other:?}"),
     }

@@ -97,13 +97,10 @@ impl Plan {
         }
         let unused = search.unused();
         errors.extend(unused.iter().filter(|_| !map.allow_unused).cloned());
-        if errors.is_empty() { Ok(Self { parameters, unused }) } else { Err(errors.into()) }
-    }
-}
-
-impl From<Vec<Mismatch>> for Fp4Error {
-    fn from(mismatches: Vec<Mismatch>) -> Self {
-        Self::Mismatch(mismatches)
+        match errors.is_empty() {
+            true => Ok(Self { parameters, unused }),
+            false => Err(Fp4Error::Mismatch(errors)),
+        }
     }
 }
 
@@ -255,6 +252,19 @@ impl Search<'_> {
         }
     }
 
+    /// The tensors that have a name of a parameter, be they all that it needs or not.
+    fn named(&self, target: &Target) -> Vec<usize> {
+        let names = match self.names.wanted(&target.path, &target.container) {
+            Wanted::One(names) => names,
+            Wanted::Each(before, behind) => {
+                let count = target.shape.first().copied().unwrap_or(0);
+                (0..count).map(|at| Wanted::numbered(&before, &behind, at)).collect()
+            }
+            Wanted::Matrix(name, _) => vec![name],
+        };
+        names.iter().filter_map(|name| self.by_name.get(name).copied()).collect()
+    }
+
     /// Tensors, and matrices of stacked ones, that no parameter has. One that does not fit its
     /// parameter has one.
     fn unused(&self) -> Vec<Mismatch> {
@@ -266,11 +276,11 @@ impl Search<'_> {
                         used.entry(weight).or_default().insert(matrix);
                     }
                 }
-                Err(Mismatch::Shape { tensor, .. }) => {
-                    let at = self.weights.iter().position(|weight| weight.name == tensor);
-                    used.entry(at.unwrap_or(usize::MAX)).or_default().insert(None);
+                Err(_) => {
+                    for weight in self.named(target) {
+                        used.entry(weight).or_default().insert(None);
+                    }
                 }
-                Err(_) => {}
             }
         }
         let mut unused = Vec::new();

@@ -66,7 +66,7 @@ pub(crate) fn model<M: Module>(
         named.push(Weight::new(tensor, 0, value));
     }
     if !errors.is_empty() {
-        return Err(errors.into());
+        return Err(Fp4Error::Mismatch(errors));
     }
     Ok(Model { weights: named, ..Model::default() })
 }
@@ -170,7 +170,10 @@ fn packed_value(
     let (parameter, tensor) = (path.to_owned(), path.to_owned());
     let layout = packed.layout();
     if layout.axis != placement.axis || !placement.has_matrices() {
-        let (expected, found) = (placement.axis, layout.axis);
+        let (expected, found) = match placement.has_matrices() {
+            true => (placement.axis, layout.axis),
+            false => (layout.shape.len() - 1, placement.axis),
+        };
         return Err(Mismatch::Axis { parameter, tensor, expected, found });
     }
     let scales_problem = |problem: String| Mismatch::Scales {

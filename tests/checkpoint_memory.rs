@@ -5,9 +5,9 @@ use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::Device;
-use burn_fp4::{Checkpoint, CheckpointMap, Fp4Config, Fp4Module, LoadCheckpoint};
+use burn_fp4::{Checkpoint, CheckpointMap, Fp4Config, Fp4Module, LoadCheckpoint, PackedWeight};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -55,6 +55,36 @@ fn loading_peaks_at_the_packed_model_and_one_tensor() {
         assert!(peak <= packed + packed / LAYERS + (1 << 20), "peak {peak} of {packed}");
         drop(model);
     }
+    tied_codes_are_in_memory_once();
+}
+
+/// An embedding and the output layer that is tied to it.
+fn tied_codes_are_in_memory_once() {
+    const ROWS: usize = 8192;
+    let device = Device::flex();
+    let embedding = || EmbeddingConfig::new(ROWS, WIDTH).init(&device);
+    let head = || LinearConfig::new(WIDTH, ROWS).with_bias(false).init(&device);
+    let map = CheckpointMap::new().tie("1.weight", "0.weight");
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("tied-memory");
+    if path.exists() {
+        fs::remove_dir_all(&path).expect("an old folder");
+    }
+    let mut first = (embedding(),);
+    first.quantize_fp4(&Fp4Config::nvfp4().container("Embedding", 1)).unwrap();
+    first.save_fp4(&path, "modelopt", &CheckpointMap::new()).unwrap();
+    drop(first);
+
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    let mut tied = (embedding(), head());
+    Checkpoint::open(&path).unwrap().load_into(&mut tied, &map).unwrap();
+    let (peak, after) = (ALLOCATOR.peak_usage() - before, ALLOCATOR.current_usage() - before);
+    let packed = ROWS * WIDTH * 9 / 16;
+    println!("tied: packed {packed} bytes, peak {peak}, after {after}");
+    assert!(after >= packed, "the premise");
+    // What is checked of the scales is read back.
+    assert!(peak <= packed + packed / 4, "peak {peak} of {packed}");
+    assert!(tied.1.weight.reparameterization::<PackedWeight>().is_some());
 }
 
 /// Measured by hand: `cargo test --test checkpoint_memory -- --ignored --nocapture`.

@@ -1,9 +1,12 @@
 //! Checkpoints of other projects into modules, and modules into checkpoints.
 
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
 };
@@ -12,7 +15,7 @@ use burn::nn::{
     RmsNorm, RmsNormConfig,
 };
 use burn::tensor::activation::{silu, softmax};
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_fp4::checkpoints::{
     Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor, TensorScale, Value, Weight,
     WriteOptions,
@@ -383,7 +386,7 @@ fn what_others_wrote_means_in_burn_what_it_means_in_the_file() {
     for dialect in ["modelopt", "compressed-tensors"] {
         let path = folder.join(dialect);
         let (values, embedding, norm) = foreign_llama(&path, dialect);
-        for device in [Device::flex(), Device::flex().autodiff()] {
+        for device in [Device::flex(), Device::flex().autodiff(), Device::ndarray()] {
             let mut llama = Llama::new(&device);
             let map = llama_map().tie("lm_head.weight", "embed_tokens.weight");
             let report = load(&path, &mut llama, &map);
@@ -547,6 +550,88 @@ fn stacked_and_split_experts_are_each_other_in_both_directions() {
             assert!(bytes(&again) == bytes(&path), "{dialect} {format}");
         }
     }
+}
+
+#[test]
+fn dense_experts_are_stacked_and_split_too() {
+    let folder = folder("dense-experts");
+    let device = Device::flex();
+    let (bias, _) = dense("experts.up_bias", &[EXPERTS, 32], 5);
+    let (weights, values): (Vec<_>, Vec<_>) = (0..EXPERTS)
+        .map(|at| dense(&format!("experts.{at}.up_proj.weight"), &[32, 64], at as u64))
+        .unzip();
+    let path = folder.join("split");
+    write(weights.into_iter().chain([bias]).collect(), &path, "plain");
+    let map = CheckpointMap::new()
+        .container("Experts", 1, FileLayout::OutIn)
+        .experts("experts.up", "experts.{}.up_proj.weight");
+    let mut stacked = mixture(&device);
+    load(&path, &mut stacked, &map);
+    let expected: Vec<_> = values.iter().flat_map(|one| transposed(one, 32, 64)).collect();
+    assert!(floats(stacked.experts.up.val()) == expected);
+
+    // From one to the other by files: split, stacked, and in layers of their own.
+    let path = folder.join("stacked");
+    let alike = CheckpointMap::new().container("Experts", 1, FileLayout::OutIn);
+    stacked.save_fp4(&path, "plain", &alike).unwrap();
+    let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up").allow_unused();
+    let mut layers = separate(&device);
+    load(&path, &mut layers, &map);
+    for (expert, expected) in layers.experts.iter().zip(&values) {
+        assert!(floats(expert.up.weight.val()) == transposed(expected, 32, 64));
+    }
+    let again = folder.join("stacked-again");
+    layers.save_fp4(&again, "plain", &map).unwrap();
+    let stacked_tensor = |path: &Path| {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        checkpoint.container().get("experts.up").expect("a tensor").bytes.to_vec()
+    };
+    assert!(stacked_tensor(&again) == stacked_tensor(&path));
+
+    // An expert too few, and one too many.
+    let four =
+        Separate { experts: [separate(&device).experts, separate(&device).experts].concat() };
+    let mut many = four;
+    let found = refused(&path, &mut many, &map);
+    assert!(matches!(&found[..], [Mismatch::Shape { .. }, ..]), "{found:?}");
+    let mut few = Separate { experts: separate(&device).experts[..2].to_vec() };
+    let strict = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up");
+    let found = refused(&path, &mut few, &strict);
+    let unused = |tensor: &str| {
+        let named =
+            |one: &Mismatch| matches!(one, Mismatch::Unused { tensor: t, .. } if t == tensor);
+        found.iter().any(named)
+    };
+    assert!(unused("experts.up[2]") && unused("experts.up_bias"), "{found:?}");
+}
+
+#[test]
+fn a_tensor_scale_that_its_reciprocal_loses_is_counted_and_off_by_an_ulp() {
+    let folder = folder("divisors");
+    let device = Device::flex();
+    let mut saved = seeded(Llama::new(&device), 5);
+    saved.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let path = folder.join("model");
+    let report = saved.save_fp4(&path, "compressed-tensors", &llama_map()).unwrap();
+    let mut loaded = Llama::new(&device);
+    load(&path, &mut loaded, &llama_map());
+    let host = |linear: &Linear| {
+        let packed = linear.weight.reparameterization::<PackedWeight>().expect("packed");
+        packed.tensor::<2>().to_packed().unwrap()
+    };
+    let both = |llama: &Llama| -> Vec<_> {
+        llama.linears().into_iter().chain([&llama.lm_head]).map(host).collect()
+    };
+    let mut lost = 0;
+    for (before, after) in both(&saved).into_iter().zip(both(&loaded)) {
+        assert!(before.codes == after.codes && before.scales == after.scales);
+        let [before, after] = [before, after].map(|one| one.tensor_scale.of_row(0));
+        assert_eq!(after, 1.0 / (1.0 / before));
+        assert!(after.to_bits().abs_diff(before.to_bits()) <= 1);
+        lost += u64::from(after != before);
+    }
+    assert_eq!((report.inverted, report.inverted_inexactly), (7 * LAYERS as u64 + 1, lost));
+    assert!(lost > 0, "the premise");
 }
 
 #[test]
@@ -805,6 +890,39 @@ fn saved_files_are_cut_at_a_size_and_published_whole() {
     assert!(saved.save_fp4(folder.join("refused"), "quark", &map).is_err());
     let left: Vec<_> = fs::read_dir(&folder).unwrap().map(|one| one.unwrap().file_name()).collect();
     assert_eq!(left, ["model"]);
+}
+
+/// What is no float: positions and a mask.
+#[derive(Module, Debug)]
+struct Buffers {
+    positions: Param<Tensor<1, Int>>,
+    mask: Param<Tensor<2, Bool>>,
+}
+
+#[test]
+fn integers_and_truth_values_come_back() {
+    let folder = folder("buffers");
+    let device = Device::flex();
+    let buffers = |positions: [i64; 3], mask: [[bool; 2]; 2]| Buffers {
+        positions: Param::initialized(ParamId::new(), Tensor::from_ints(positions, &device)),
+        mask: Param::initialized(ParamId::new(), Tensor::from_data(mask, &device)),
+    };
+    let saved = buffers([3, -1, 70_000], [[true, false], [false, true]]);
+    let map = CheckpointMap::new();
+    let path = folder.join("buffers");
+    saved.save_fp4(&path, "plain", &map).unwrap();
+    let mut loaded = buffers([0; 3], [[false; 2]; 2]);
+    load(&path, &mut loaded, &map);
+    assert_eq!(loaded.positions.val().into_data(), saved.positions.val().into_data());
+    assert_eq!(loaded.mask.val().into_data(), saved.mask.val().into_data());
+
+    // Neither is a float.
+    let (positions, _) = dense("positions", &[3], 1);
+    let (mask, _) = dense("mask", &[2, 2], 1);
+    let floats = folder.join("floats");
+    write(vec![positions, mask], &floats, "plain");
+    let found = refused(&floats, &mut loaded, &map);
+    assert!(matches!(found[..], [Mismatch::Type { .. }, Mismatch::Type { .. }]), "{found:?}");
 }
 
 /// Floats, running statistics, and a dtype that is not f32.

@@ -69,7 +69,7 @@ fn tied_codes_are_in_memory_once() {
     if path.exists() {
         fs::remove_dir_all(&path).expect("an old folder");
     }
-    let mut first = (embedding(),);
+    let mut first = vec![embedding()];
     first.quantize_fp4(&Fp4Config::nvfp4().container("Embedding", 1)).unwrap();
     first.save_fp4(&path, "modelopt", &CheckpointMap::new()).unwrap();
     drop(first);

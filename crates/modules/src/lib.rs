@@ -299,10 +299,10 @@ pub trait Fp4Module: Module {
     /// # let folder = std::env::temp_dir().join(format!("burn-fp4-save-{}", std::process::id()));
     /// # std::fs::create_dir_all(&folder).unwrap();
     /// # let path = folder.join("Toy-NVFP4");
-    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
-    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let mut layers = vec![LinearConfig::new(64, 32).init(&Device::flex())];
+    /// layers.quantize_fp4(&Fp4Config::nvfp4())?;
     /// let map = CheckpointMap::new().shard_size(5 << 30);
-    /// let report = layer.save_fp4(&path, "compressed-tensors", &map)?;
+    /// let report = layers.save_fp4(&path, "compressed-tensors", &map)?;
     /// println!("{} tensors in {} files", report.tensors, report.files);
     /// # assert_eq!(report.tensors, 4);
     /// # std::fs::remove_dir_all(&folder).unwrap();

@@ -18,15 +18,18 @@
 //! | layer           | for                                                                   |
 //! |-----------------|-----------------------------------------------------------------------|
 //! | [`Fp4Module`]   | modules: `quantize_fp4`, `fake_quantize_fp4`, `lora_fp4`, records     |
+//! | [`LoadCheckpoint`] | files of other projects into modules; `save_fp4` out of them       |
 //! | [`ops`]         | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`          |
 //! | [`search`]      | slices: the reference quantizer, and the fast host engine             |
 //! | [`formats`]     | bits: what codes and scales mean                                      |
 
 pub use burn_fp4_modules::{
-    ActivationRange, Calibrate, Calibration, CalibrationOptions, CalibrationProgress, ChosenBy,
-    Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig, Fallback, Fp4Config,
-    Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, Method,
-    Outcome, Override, PackedWeight, ParameterReport, Reason, SseVariant, Unused, ops,
+    ActivationRange, Calibrate, Calibration, CalibrationOptions, CalibrationProgress, Checkpoint,
+    CheckpointError, CheckpointMap, ChosenBy, Container, DenseWeight, FakeQuantWeight,
+    FakeQuantize, FakeQuantizeConfig, Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error,
+    Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, LoadCheckpoint, LoadReport,
+    Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight,
+    ParameterReport, Reason, SseVariant, Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -205,6 +205,34 @@ impl Fp4Weight<'_> {
         self.shape[..self.shape.len() - 2].iter().product()
     }
 
+    /// One of the stacked matrices, or itself if it is a single one. No data is copied but the
+    /// number that scales it.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn matrix(&self, index: usize) -> Fp4Weight<'_> {
+        let count = self.stacked();
+        assert!(index < count, "matrix {index} of {count}");
+        let part = |bytes: &'_ [u8]| {
+            let length = bytes.len() / count;
+            index * length..(index + 1) * length
+        };
+        let number = |numbers: &Numbers<'_>| {
+            let numbers = numbers.to_vec();
+            Numbers::new(&[numbers[index.min(numbers.len() - 1)]])
+        };
+        Fp4Weight {
+            shape: vec![self.rows(), self.cols()],
+            codes: Cow::Borrowed(&self.codes[part(&self.codes)]),
+            scales: Cow::Borrowed(&self.scales[part(&self.scales)]),
+            tensor_scale: self.tensor_scale.as_ref().map(|scale| match scale {
+                TensorScale::Multiplier(numbers) => TensorScale::Multiplier(number(numbers)),
+                TensorScale::Divisor(numbers) => TensorScale::Divisor(number(numbers)),
+            }),
+            ..*self
+        }
+    }
+
     /// Rows of a matrix.
     pub fn rows(&self) -> usize {
         self.shape[self.shape.len() - 2]

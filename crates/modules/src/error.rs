@@ -1,10 +1,14 @@
 //! [`Fp4Error`]: why a module cannot be quantized or loaded.
 
 use std::any::Any;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
+use burn_fp4_checkpoints::CheckpointError;
 use burn_fp4_ops::OpsError;
+
+use crate::checkpoint::mismatch::Mismatch;
 
 /// Why a module cannot be quantized or loaded.
 ///
@@ -159,6 +163,30 @@ pub enum Fp4Error {
         /// What is wrong with it.
         problem: String,
     },
+    /// A checkpoint cannot be read or written.
+    #[error("{0}")]
+    Checkpoint(Box<CheckpointError>),
+    /// Parameters of a module and tensors of a checkpoint do not go together.
+    #[error("the checkpoint does not fit the module:{}", lines(.0))]
+    Mismatch(Vec<Mismatch>),
+    /// A pattern of [`CheckpointMap::rename`](crate::CheckpointMap::rename) is no regular
+    /// expression.
+    #[error("rename `{pattern}`: {problem}")]
+    Rename {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        problem: Box<regex::Error>,
+    },
+    /// A pair of [`CheckpointMap::experts`](crate::CheckpointMap::experts) does not say on which
+    /// side matrices are stacked.
+    #[error("experts `{parameter}` and `{tensor}`: expected `{{}}` in one of them, and once")]
+    Experts {
+        /// The end of a path.
+        parameter: String,
+        /// The end of a tensor's name.
+        tensor: String,
+    },
     /// A record does not fit the module.
     #[error("record: {problem}{}", list(.names))]
     Record {
@@ -182,6 +210,12 @@ impl Fp4Error {
     }
 }
 
+impl From<CheckpointError> for Fp4Error {
+    fn from(problem: CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(problem))
+    }
+}
+
 impl From<OpsError> for Fp4Error {
     fn from(problem: OpsError) -> Self {
         match problem {
@@ -202,7 +236,11 @@ fn remedy(problem: &OpsError) -> &'static str {
 }
 
 fn list(names: &[String]) -> String {
-    names.iter().map(|name| format!("\n  {name}")).collect()
+    lines(names)
+}
+
+fn lines(items: &[impl fmt::Display]) -> String {
+    items.iter().map(|item| format!("\n  {item}")).collect()
 }
 
 /// Runs operations on devices, where one that fails may panic: that must neither cost the weights

@@ -21,10 +21,13 @@
 //! | `pack/`                | packed weights in the place of dense ones; records of them         |
 //! | `calibration/`         | [`Calibrate`]: the statistics from forward passes; layer by layer  |
 //! | `training/`            | fake quantization, [`Fp4TrainLinear`], adapters over codes         |
+//! | `checkpoint/`          | [`LoadCheckpoint`]: files of other projects, in and out            |
 //!
-//! Folders use the files above them; `pack/` uses `walk/`, `calibration/` and `training/` use both.
+//! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/` and
+//! `checkpoint/` use both.
 
 mod calibration;
+mod checkpoint;
 mod config;
 mod embedding;
 mod error;
@@ -45,10 +48,16 @@ use burn::module::{Lora, Module};
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
 
+pub use burn_fp4_checkpoints as checkpoints;
+pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
 pub use burn_fp4_ops as ops;
 pub use burn_fp4_ops::search::Method;
 pub use calibration::calibrate::Calibrate;
 pub use calibration::options::{CalibrationOptions, CalibrationProgress};
+pub use checkpoint::load::LoadCheckpoint;
+pub use checkpoint::map::{CheckpointMap, FileLayout};
+pub use checkpoint::mismatch::Mismatch;
+pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
 pub use config::{Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
@@ -271,6 +280,60 @@ pub trait Fp4Module: Module {
     /// [`Fp4Error::Record`], as there and if the file cannot be read.
     fn load_fp4_file(&mut self, path: impl AsRef<Path>) -> Result<(), Fp4Error> {
         pack::record::load(self, pack::record::from_file(path.as_ref())?)
+    }
+
+    /// Saves the module as a checkpoint of a dialect: `"modelopt"`, `"compressed-tensors"`,
+    /// `"gguf"` and the others that [`checkpoints`](crate::checkpoints) writes. Packed weights keep
+    /// their codes and scales; everything else is saved as it is.
+    ///
+    /// Nothing is at `path` until all of it is; the same module makes the same bytes. The report
+    /// says what a dialect cannot hold as it is: a tensor scale that it states as a divisor comes
+    /// back as another number for about one in six.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{CheckpointMap, Fp4Config, Fp4Error, Fp4Module};
+    ///
+    /// # fn main() -> Result<(), Fp4Error> {
+    /// # let folder = std::env::temp_dir().join(format!("burn-fp4-save-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).unwrap();
+    /// # let path = folder.join("Toy-NVFP4");
+    /// let mut layers = vec![LinearConfig::new(64, 32).init(&Device::flex())];
+    /// layers.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let map = CheckpointMap::new().shard_size(5 << 30);
+    /// let report = layers.save_fp4(&path, "compressed-tensors", &map)?;
+    /// println!("{} tensors in {} files", report.tensors, report.files);
+    /// # assert_eq!(report.tensors, 4);
+    /// # std::fs::remove_dir_all(&folder).unwrap();
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`checkpoint_fp4`](Self::checkpoint_fp4); [`Fp4Error::Checkpoint`] for a dialect that is
+    /// unknown, is only read or cannot hold a weight, a path that exists, and what the file system
+    /// refuses.
+    fn save_fp4(
+        &self,
+        path: impl AsRef<Path>,
+        dialect: &str,
+        map: &CheckpointMap,
+    ) -> Result<WriteReport, Fp4Error> {
+        checkpoint::save::save(self, path.as_ref(), dialect, map)
+    }
+
+    /// What [`save_fp4`](Self::save_fp4) writes: to be completed by a `config.json`, scales of
+    /// inputs or other options, and then [written](checkpoints::Model::write). All of it is in host
+    /// memory.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Mismatch`] for weights whose blocks run along another axis than files have them,
+    /// tensor scales for each row, tied parameters with different values, and names that are not
+    /// loaded back; [`Fp4Error::Attached`] for adapters and fake quantization;
+    /// [`Fp4Error::Rename`] and [`Fp4Error::Experts`] for the map.
+    fn checkpoint_fp4(&self, map: &CheckpointMap) -> Result<checkpoints::Model<'static>, Fp4Error> {
+        checkpoint::save::model(self, map)
     }
 
     /// Moves a module. Other than [`to_device`](Module::to_device) it allocates no zeros in the

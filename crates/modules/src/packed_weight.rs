@@ -7,7 +7,8 @@ use burn::module::{
     Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor};
+use burn_fp4_ops::search::formats::Packed;
+use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, OpsError};
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -44,12 +45,55 @@ impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
     }
 }
 
+/// Files hold matrices, and stacks of them.
+fn other_rank(found: &[usize]) -> OpsError {
+    OpsError::Shape { what: "packed weight", expected: vec![0; 2], found: found.to_vec() }
+}
+
 /// Codes have no graph, whatever device they were put together on.
 fn constant<const D: usize>(tensor: Tensor<D, Int>) -> Param<Tensor<D, Int>> {
     Param::initialized(ParamId::new(), tensor.without_autodiff())
 }
 
 impl PackedWeight {
+    /// A packed matrix in host memory as the weight of a shape with 2 to 4 axes.
+    ///
+    /// # Errors
+    /// As [`Fp4Tensor::from_packed`]; [`OpsError::Shape`] for another rank.
+    pub(crate) fn from_packed(
+        packed: Packed,
+        shape: &[usize],
+        axis: usize,
+        device: &Device,
+    ) -> Result<Self, OpsError> {
+        Ok(match *shape {
+            [a, b] => Fp4Tensor::from_packed(packed, [a, b], axis, device)?.into(),
+            [a, b, c] => Fp4Tensor::from_packed(packed, [a, b, c], axis, device)?.into(),
+            [a, b, c, d] => Fp4Tensor::from_packed(packed, [a, b, c, d], axis, device)?.into(),
+            _ => return Err(other_rank(shape)),
+        })
+    }
+
+    /// The bits in host memory.
+    ///
+    /// # Errors
+    /// As [`Fp4Tensor::to_packed`]; [`OpsError::Shape`] for a rank other than 2 to 4.
+    pub(crate) fn to_packed(&self) -> Result<Packed, OpsError> {
+        match self.layout.shape.len() {
+            2 => self.tensor::<2>().to_packed(),
+            3 => self.tensor::<3>().to_packed(),
+            4 => self.tensor::<4>().to_packed(),
+            _ => Err(other_rank(&self.layout.shape)),
+        }
+    }
+
+    /// The same codes and scales, which are in memory once, as the transposed matrix or as the same
+    /// one.
+    pub(crate) fn shared(&self, axis: usize) -> Self {
+        let tensor = self.tensor::<2>();
+        if axis == self.layout.axis { tensor.into() } else { tensor.transpose().into() }
+    }
+
     /// The quantized tensor, without the adapter.
     ///
     /// # Panics

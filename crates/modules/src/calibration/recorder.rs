@@ -9,7 +9,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 
 use crate::error::{Fp4Error, panic_message};
-use crate::walk::paths::{MapFloats, map_floats};
+use crate::walk::paths::{MapParameters, map_parameters};
 
 use super::layer_inputs::RecordedParameter;
 use super::recording::Recording;
@@ -57,7 +57,7 @@ impl Recorder {
         let recorded = catch_unwind(AssertUnwindSafe(|| {
             capture.capture_scope(|scope| {
                 // Clones share running statistics, so that these would be moved for all of them.
-                let model = map_floats(model.valid(), &mut stand_ins).to_device(capture);
+                let model = map_parameters(model.valid(), &mut stand_ins).to_device(capture);
                 drop(forward(&model, batch.to_device(capture)));
                 scope.complete([], [])
             })
@@ -103,8 +103,8 @@ struct StandIns {
     found: BTreeMap<String, RecordedParameter>,
 }
 
-impl MapFloats for StandIns {
-    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+impl MapParameters for StandIns {
+    fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let device = &self.device;
         let param = param.map(|tensor| Tensor::zeros(tensor.shape(), (device, tensor.dtype())));
         let stand_in = param.val().try_into_primitive::<Capture>().expect("just made there");

@@ -10,7 +10,7 @@ use burn_fp4_ops::OpsError;
 use crate::error::{Fp4Error, caught};
 use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome};
-use crate::walk::paths::{MapFloats, map_floats};
+use crate::walk::paths::{MapParameters, map_parameters};
 use crate::walk::plan::{Decision, Selection, WeightPlan};
 
 use super::inputs::Inputs;
@@ -60,7 +60,7 @@ pub(crate) fn pack<M: Module>(
         wanted: plans.keys().map(|path| (*path).to_owned()).collect(),
         taken: BTreeMap::new(),
     };
-    let emptied = map_floats(module.clone(), &mut take);
+    let emptied = map_parameters(module.clone(), &mut take);
     if let Some(path) = take.wanted.into_iter().next() {
         return Err(Fp4Error::Unmapped { path });
     }
@@ -101,8 +101,8 @@ struct TakeDense {
     taken: BTreeMap<String, Box<dyn Any + Send>>,
 }
 
-impl MapFloats for TakeDense {
-    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+impl MapParameters for TakeDense {
+    fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !self.wanted.remove(path) {
             return param;
         }

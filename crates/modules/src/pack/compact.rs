@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::pack::edit::packed_paths;
 use crate::pack::placeholder::lazy_zeros;
-use crate::walk::paths::{MapFloats, map_floats};
+use crate::walk::paths::{MapParameters, map_parameters};
 
 /// Gives every quantized parameter a fresh placeholder.
 pub(crate) fn compact<M: Module>(module: &mut M) {
@@ -15,8 +15,12 @@ pub(crate) fn compact<M: Module>(module: &mut M) {
         packed: BTreeSet<String>,
     }
 
-    impl MapFloats for Compact {
-        fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    impl MapParameters for Compact {
+        fn float<const D: usize>(
+            &mut self,
+            path: &str,
+            param: Param<Tensor<D>>,
+        ) -> Param<Tensor<D>> {
             if self.packed.contains(path) {
                 let dtype = param.base().dtype();
                 lazy_zeros(param, dtype)
@@ -27,5 +31,5 @@ pub(crate) fn compact<M: Module>(module: &mut M) {
     }
 
     let packed = packed_paths(module).collect();
-    *module = map_floats(module.clone(), &mut Compact { packed });
+    *module = map_parameters(module.clone(), &mut Compact { packed });
 }

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 
 use crate::packed_weight::{Edit, PackedWeight, edit_next, with_edits};
 use crate::walk::parameters::Walk;
-use crate::walk::paths::{MapFloats, map_floats};
+use crate::walk::paths::{MapParameters, map_parameters};
 
 /// Edits the packed weights of a module, each as the closure for its path says.
 pub(crate) fn edit_packed<M: Module>(module: M, edits: BTreeMap<String, Edit>) -> M {
@@ -17,8 +17,12 @@ pub(crate) fn edit_packed<M: Module>(module: M, edits: BTreeMap<String, Edit>) -
         edits: BTreeMap<String, Edit>,
     }
 
-    impl MapFloats for SetEdits {
-        fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    impl MapParameters for SetEdits {
+        fn float<const D: usize>(
+            &mut self,
+            path: &str,
+            param: Param<Tensor<D>>,
+        ) -> Param<Tensor<D>> {
             if let Some(edit) = self.edits.remove(path) {
                 edit_next(edit);
             }
@@ -26,7 +30,7 @@ pub(crate) fn edit_packed<M: Module>(module: M, edits: BTreeMap<String, Edit>) -
         }
     }
 
-    with_edits(|| map_floats(module, &mut SetEdits { edits }))
+    with_edits(|| map_parameters(module, &mut SetEdits { edits }))
 }
 
 /// The packed weights of a module, by path.

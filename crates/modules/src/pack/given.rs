@@ -14,7 +14,7 @@ use crate::report::{Fp4Report, Outcome, Reason};
 use crate::walk::parameters::{Parameter, Walk};
 
 use super::outcome::PackedWeights;
-use super::placeholder::placeholder;
+use super::placeholder::{float_dtype, placeholder};
 
 /// A dense parameter for which codes and scales may be given.
 pub struct DenseWeight<'a> {
@@ -134,11 +134,7 @@ where
         param: &Param<Tensor<D>>,
     ) -> Result<Option<Attached<D>>, Fp4Error> {
         let path = &parameter.path;
-        // Of a parameter that is not initialized, in the dtype that its device gives new tensors.
-        let dtype = match param.is_initialized() {
-            true => param.dtype(),
-            false => param.lazy_device().settings().float_dtype.into(),
-        };
+        let dtype = float_dtype(param);
         if !dtype.is_float() {
             return Ok(None);
         }

@@ -14,20 +14,45 @@ pub(crate) fn placeholder<const D: usize>(
     param: Param<Tensor<D>>,
     dtype: DType,
 ) -> Param<Tensor<D>> {
-    let device = param.lazy_device();
-    let id = param.id;
-    // Loading zeros into a parameter that is not initialized keeps its shape, mappers and training
-    // without running its initializer.
-    let param = if param.is_initialized() {
-        param
-    } else {
-        let shape = param.lazy_shape().dims();
-        param.transform_for_load(zeros(shape, &device, dtype), id)
-    };
-    let (id, value, mapper) = param.consume();
+    let (id, value, mapper) = settled(param, dtype).consume();
     let save = mapper.clone();
     let param = Param::from_mapped_value(id, value, mapper);
     lazy_zeros(param.save_mapper(move |values| save.on_save(one_if_placeholder(values))), dtype)
+}
+
+/// The parameter with these values, which have the shape that layers see, whatever its mappers make
+/// of records. What would have initialized it does not run.
+pub(crate) fn with_values<const D: usize>(
+    param: Param<Tensor<D>>,
+    values: Tensor<D>,
+) -> Param<Tensor<D>> {
+    settled(param, values.dtype()).map(|before| match before.is_require_grad() {
+        true => values.require_grad(),
+        false => values,
+    })
+}
+
+/// The shape that layers see, of a parameter that need not be initialized.
+pub(crate) fn settled_shape<const D: usize>(param: &Param<Tensor<D>>, dtype: DType) -> [usize; D] {
+    settled(param.clone(), dtype).dims()
+}
+
+/// The dtype of a parameter: if it is not initialized, that which its device gives new tensors.
+pub(crate) fn float_dtype<const D: usize>(param: &Param<Tensor<D>>) -> DType {
+    match param.is_initialized() {
+        true => param.dtype(),
+        false => param.lazy_device().settings().float_dtype.into(),
+    }
+}
+
+/// Loading zeros into a parameter that is not initialized keeps its shape, mappers and training
+/// without running its initializer.
+fn settled<const D: usize>(param: Param<Tensor<D>>, dtype: DType) -> Param<Tensor<D>> {
+    if param.is_initialized() {
+        return param;
+    }
+    let (id, shape, device) = (param.id, param.lazy_shape().dims(), param.lazy_device());
+    param.transform_for_load(zeros(shape, &device, dtype), id)
 }
 
 /// Zeros in the place of the values of a parameter, to be made when they are asked for.

@@ -67,13 +67,29 @@ pub(crate) fn visit_parameters<M: Module>(module: &M, visitor: &mut impl VisitPa
     module.visit(&mut Paths { path: ModulePath::default(), handler: visitor });
 }
 
-/// Replaces float parameters of any rank, one after the other.
-pub(crate) trait MapFloats {
-    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+/// Replaces parameters of any rank, one after the other.
+pub(crate) trait MapParameters {
+    fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+
+    fn int<const D: usize>(
+        &mut self,
+        _path: &str,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        param
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        _path: &str,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        param
+    }
 }
 
-/// Has every float parameter of a module replaced, in its order.
-pub(crate) fn map_floats<M: Module>(module: M, mapper: &mut impl MapFloats) -> M {
+/// Has every parameter of a module replaced, in its order.
+pub(crate) fn map_parameters<M: Module>(module: M, mapper: &mut impl MapParameters) -> M {
     module.map(&mut Paths { path: ModulePath::default(), handler: mapper })
 }
 
@@ -102,7 +118,7 @@ impl<T: VisitParameters> ModuleVisitor for Paths<'_, T> {
     }
 }
 
-impl<T: MapFloats> ModuleMapper for Paths<'_, T> {
+impl<T: MapParameters> ModuleMapper for Paths<'_, T> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.path.enter(name, container_type);
     }
@@ -110,6 +126,15 @@ impl<T: MapFloats> ModuleMapper for Paths<'_, T> {
         self.path.exit();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.handler.map(&self.path.join(), param)
+        self.handler.float(&self.path.join(), param)
+    }
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.handler.int(&self.path.join(), param)
+    }
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.handler.bool(&self.path.join(), param)
     }
 }

@@ -1,0 +1,219 @@
+//! [`CheckpointMap`]: which tensor of a checkpoint is which parameter, and how it lies there.
+
+use crate::config::Fp4Config;
+
+/// How files hold the weights of a container type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileLayout {
+    /// `[.., out, in]`, as PyTorch's linear layers: dense matrices are transposed on the way.
+    OutIn,
+    /// With the axes of the parameter, as the stacked experts of gpt-oss and Llama 4.
+    AsIs,
+}
+
+/// Which tensors of a checkpoint are which parameters of a module, in both directions.
+///
+/// The default has PyTorch's conventions, as `burn-store` has them:
+///
+/// - a tensor belongs to the parameter of its name;
+/// - matrices of linear layers are `[out, in]` in files and `[in, out]` in Burn, whatever their
+///   `LinearLayout`; all other tensors have the axes of their parameters;
+/// - `gamma` and `beta` of normalizations are `weight` and `bias` in files.
+///
+/// FP4 runs along the input in files. In a module that is the axis of the
+/// [container](Self::container); codes keep their order.
+///
+/// ```
+/// use burn_fp4_modules::{CheckpointMap, FileLayout};
+///
+/// // A Llama of `transformers`, into a module without the outermost `model.`.
+/// let map = CheckpointMap::new()
+///     .rename(r"^model\.", "")
+///     .rename_back(r"^(embed_tokens|layers|norm)\.", "model.$1.")
+///     .tie("lm_head.weight", "embed_tokens.weight")
+///     .container("Experts", 1, FileLayout::OutIn)
+///     .experts("experts.up", "experts.{}.up_proj.weight");
+/// # let _ = map;
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointMap {
+    /// Regular expressions and replacements, from names in files to paths.
+    pub(crate) renames: Vec<(String, String)>,
+    /// From paths to names in files.
+    pub(crate) renames_back: Vec<(String, String)>,
+    pub(crate) containers: Vec<ContainerLayout>,
+    /// A parameter, and the one whose tensor it takes.
+    pub(crate) ties: Vec<(String, String)>,
+    pub(crate) experts: Vec<Experts>,
+    pub(crate) allow_missing: bool,
+    pub(crate) allow_unused: bool,
+    pub(crate) allow_misfits: bool,
+    pub(crate) shard_size: Option<u64>,
+}
+
+/// The weights of a container type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ContainerLayout {
+    pub(crate) name: String,
+    /// The axis of the input.
+    pub(crate) axis: usize,
+    pub(crate) file: FileLayout,
+}
+
+/// Matrices that are stacked on one side; `{}` stands for their number on the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Experts {
+    pub(crate) parameter: String,
+    pub(crate) tensor: String,
+}
+
+impl Default for CheckpointMap {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl CheckpointMap {
+    /// PyTorch's conventions; everything has to fit.
+    pub fn new() -> Self {
+        let container = |(name, axis): (&str, usize)| ContainerLayout {
+            name: name.to_owned(),
+            axis,
+            file: FileLayout::OutIn,
+        };
+        Self {
+            renames: Vec::new(),
+            renames_back: Vec::new(),
+            containers: Fp4Config::CONTAINERS.map(container).into(),
+            ties: Vec::new(),
+            experts: Vec::new(),
+            allow_missing: false,
+            allow_unused: false,
+            allow_misfits: false,
+            shard_size: None,
+        }
+    }
+
+    /// Replaces all that a regular expression matches in the names of a file, on the way to
+    /// paths of the module; `$1` is its first group. Several apply one after the other.
+    pub fn rename(mut self, pattern: impl Into<String>, replacement: impl Into<String>) -> Self {
+        self.renames.push((pattern.into(), replacement.into()));
+        self
+    }
+
+    /// The opposite of [`rename`](Self::rename), for saving: from paths to names in the file.
+    pub fn rename_back(
+        mut self,
+        pattern: impl Into<String>,
+        replacement: impl Into<String>,
+    ) -> Self {
+        self.renames_back.push((pattern.into(), replacement.into()));
+        self
+    }
+
+    /// Says along which axis the weights of a container type are multiplied, and how files hold
+    /// them. `Container { name: "Experts", axis: 1 }` of an [`Fp4Config`] is
+    /// `container("Experts", 1, ..)` here. Of containers that are not named, blocks run along the
+    /// last axis.
+    pub fn container(mut self, name: impl Into<String>, axis: usize, file: FileLayout) -> Self {
+        let name = name.into();
+        self.containers.retain(|container| container.name != name);
+        self.containers.push(ContainerLayout { name, axis, file });
+        self
+    }
+
+    /// Lets a parameter take the tensor of another one, where the file has none of its own: an
+    /// output layer that is tied to its embedding. Of packed ones the codes are in memory once.
+    /// Saved is the tensor of `with` alone, if both are the same bit for bit.
+    pub fn tie(mut self, parameter: impl Into<String>, with: impl Into<String>) -> Self {
+        self.ties.push((parameter.into(), with.into()));
+        self
+    }
+
+    /// Matches matrices that are stacked on one side and have names of their own on the other.
+    /// `{}` stands for their number, 0 and up; both are the ends of whole components of paths, and
+    /// what precedes them is the same:
+    ///
+    /// - `experts("experts.up", "experts.{}.up_proj.weight")`: the file has a tensor for each
+    ///   matrix of the parameter `[experts, ..]`;
+    /// - `experts("experts.{}.up.weight", "experts.up_proj")`: the file has a stacked tensor, the
+    ///   module a parameter for each.
+    pub fn experts(mut self, parameter: impl Into<String>, tensor: impl Into<String>) -> Self {
+        self.experts.push(Experts { parameter: parameter.into(), tensor: tensor.into() });
+        self
+    }
+
+    /// Leaves parameters without a tensor as they are; the report names them.
+    pub fn allow_missing(mut self) -> Self {
+        self.allow_missing = true;
+        self
+    }
+
+    /// Ignores tensors without a parameter; the report names them.
+    pub fn allow_unused(mut self) -> Self {
+        self.allow_unused = true;
+        self
+    }
+
+    /// Leaves parameters as they are whose tensors have another shape or type; the report names
+    /// both.
+    pub fn allow_misfits(mut self) -> Self {
+        self.allow_misfits = true;
+        self
+    }
+
+    /// Saves files of at most so many bytes of data each, unless a single weight has more.
+    pub fn shard_size(mut self, bytes: u64) -> Self {
+        self.shard_size = Some(bytes);
+        self
+    }
+
+    /// How the weights of a container lie in files.
+    pub(crate) fn placement(&self, container: &str, rank: usize) -> Placement {
+        match self.containers.iter().find(|known| known.name == container) {
+            Some(known) => Placement { axis: known.axis, rank, file: known.file },
+            None => Placement { axis: rank.saturating_sub(1), rank, file: FileLayout::AsIs },
+        }
+    }
+}
+
+/// How a parameter lies in files.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Placement {
+    /// The axis of the input.
+    pub(crate) axis: usize,
+    rank: usize,
+    file: FileLayout,
+}
+
+impl Placement {
+    /// Whether the input is the last axis but one in the module; in files blocks run along the
+    /// last one.
+    pub(crate) fn input_first(self) -> bool {
+        self.axis + 2 == self.rank
+    }
+
+    /// Whether the axis can be that of the blocks of matrices.
+    pub(crate) fn has_matrices(self) -> bool {
+        self.rank >= 2 && (self.input_first() || self.axis + 1 == self.rank)
+    }
+
+    /// Whether the last two axes of dense values change places.
+    pub(crate) fn turns_dense(self) -> bool {
+        self.input_first() && self.file == FileLayout::OutIn
+    }
+
+    /// Whether files have the input first, too.
+    pub(crate) fn input_first_in_files(self) -> bool {
+        self.input_first() && self.file == FileLayout::AsIs
+    }
+}
+
+/// A shape whose last two axes changed places, if asked.
+pub(crate) fn turned(shape: &[usize], turn: bool) -> Vec<usize> {
+    let mut shape = shape.to_vec();
+    if let (true, rank @ 2..) = (turn, shape.len()) {
+        shape.swap(rank - 2, rank - 1);
+    }
+    shape
+}

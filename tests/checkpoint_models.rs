@@ -1,0 +1,965 @@
+//! Checkpoints of other projects into modules, and modules into checkpoints.
+
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout,
+    RmsNorm, RmsNormConfig,
+};
+use burn::tensor::activation::{silu, softmax};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn_fp4::checkpoints::{
+    Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor, TensorScale, Value, Weight,
+    WriteOptions,
+};
+use burn_fp4::{
+    Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module,
+    Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, TensorScaling,
+};
+use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};
+use tests::inputs::{Random, normals};
+use tests::modules::seeded;
+use tests::tensors::floats;
+
+/// An empty folder.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("checkpoint_models").join(name);
+    if path.exists() {
+        fs::remove_dir_all(&path).expect("an old folder");
+    }
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
+    floats(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+/// `[rows, cols]` as `[cols, rows]`.
+fn transposed(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..rows * cols).map(|at| values[at % rows * cols + at / rows]).collect()
+}
+
+fn load<M: Module>(path: &Path, module: &mut M, map: &CheckpointMap) -> burn_fp4::LoadReport {
+    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+    checkpoint.load_into(module, map).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn refused<M: Module>(path: &Path, module: &mut M, map: &CheckpointMap) -> Vec<Mismatch> {
+    match Checkpoint::open(path).expect("a checkpoint").load_into(module, map) {
+        Err(Fp4Error::Mismatch(mismatches)) => mismatches,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Random codes and scales.
+fn packed(seed: u64, format: Fp4Format, rows: usize, cols: usize, g: f32) -> Packed {
+    let mut random = Random::new(seed);
+    let block_size = format.row().block_size;
+    let first = if format.row().tensor_scale { 0 } else { 120 };
+    Packed {
+        format,
+        block_size,
+        rows,
+        cols,
+        codes: (0..rows * cols / 2).map(|_| random.below(256) as u8).collect(),
+        scales: (0..rows * cols / block_size).map(|_| (first + random.below(14)) as u8).collect(),
+        tensor_scale: Scale::One(g),
+    }
+}
+
+fn fp4(name: &str, matrices: &[Packed]) -> Weight<'static> {
+    Weight::new(name, 0, Value::Fp4(Fp4Weight::stack(name, matrices).expect("valid matrices")))
+}
+
+/// bf16 values.
+fn dense(name: &str, shape: &[usize], seed: u64) -> (Weight<'static>, Vec<f32>) {
+    let values = normals(seed, shape.iter().product());
+    let values: Vec<_> = values.into_iter().map(bf16::from_f32).collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let tensor = FileTensor::new(name.to_owned(), Dtype::BF16, shape.to_vec(), bytes);
+    let weight = Weight::new(name, 0, Value::Plain(tensor.expect("a shape")));
+    (weight, values.into_iter().map(|value| value.to_f32()).collect())
+}
+
+/// FP8 with a scale for all.
+fn fp8(name: &str, rows: usize, cols: usize, seed: u64) -> (Weight<'static>, Vec<f32>) {
+    let mut random = Random::new(seed);
+    let codes: Vec<u8> = (0..rows * cols).map(|_| random.below(0x7F) as u8).collect();
+    let values = codes.iter().map(|&code| E4M3_VALUES[usize::from(code)] * 0.375).collect();
+    let codes = FileTensor::new(name.to_owned(), Dtype::F8_E4M3, vec![rows, cols], codes);
+    let scale = 0.375_f32.to_le_bytes().to_vec();
+    let scale = FileTensor::new("scale", Dtype::F32, Vec::new(), scale).expect("a scalar");
+    let weight = Fp8Weight::new(codes.expect("a shape"), scale, [128, 128]).expect("FP8");
+    (Weight::new(name, 0, Value::Fp8(weight)), values)
+}
+
+fn write(weights: Vec<Weight<'static>>, path: &Path, dialect: &str) {
+    let model = Model { weights, ..Model::default() };
+    model.write(path, dialect, &WriteOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// A Llama with the names of `transformers`, without positions.
+#[derive(Module, Debug)]
+struct Llama {
+    embed_tokens: Embedding,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    lm_head: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Layer {
+    input_layernorm: RmsNorm,
+    self_attn: Attention,
+    post_attention_layernorm: RmsNorm,
+    mlp: Mlp,
+}
+
+#[derive(Module, Debug)]
+struct Attention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Mlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+const VOCABULARY: usize = 48;
+const WIDTH: usize = 64;
+const HIDDEN: usize = 96;
+const LAYERS: usize = 2;
+
+/// Name, inputs and outputs of the linear layers of a layer.
+const LINEARS: [(&str, usize, usize); 7] = [
+    ("self_attn.q_proj", WIDTH, WIDTH),
+    ("self_attn.k_proj", WIDTH, 32),
+    ("self_attn.v_proj", WIDTH, 32),
+    ("self_attn.o_proj", 32, WIDTH),
+    ("mlp.gate_proj", WIDTH, HIDDEN),
+    ("mlp.up_proj", WIDTH, HIDDEN),
+    ("mlp.down_proj", HIDDEN, WIDTH),
+];
+
+impl Llama {
+    fn new(device: &Device) -> Self {
+        let linear = |at: usize| {
+            let (_, inputs, outputs) = LINEARS[at];
+            LinearConfig::new(inputs, outputs).with_bias(false).init(device)
+        };
+        let norm = || RmsNormConfig::new(WIDTH).init(device);
+        let layer = |_| Layer {
+            input_layernorm: norm(),
+            self_attn: Attention {
+                q_proj: linear(0),
+                k_proj: linear(1),
+                v_proj: linear(2),
+                o_proj: linear(3),
+            },
+            post_attention_layernorm: norm(),
+            mlp: Mlp { gate_proj: linear(4), up_proj: linear(5), down_proj: linear(6) },
+        };
+        Self {
+            embed_tokens: EmbeddingConfig::new(VOCABULARY, WIDTH).init(device),
+            layers: (0..LAYERS).map(layer).collect(),
+            norm: norm(),
+            lm_head: LinearConfig::new(WIDTH, VOCABULARY).with_bias(false).init(device),
+        }
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let mut hidden = self.embed_tokens.forward(tokens);
+        for layer in &self.layers {
+            let Attention { q_proj, k_proj, v_proj, o_proj } = &layer.self_attn;
+            let input = layer.input_layernorm.forward(hidden.clone());
+            // Two queries for each key.
+            let queries = q_proj.forward(input.clone()).narrow(2, 0, 32)
+                + q_proj.forward(input.clone()).narrow(2, 32, 32);
+            let scores = queries.matmul(k_proj.forward(input.clone()).swap_dims(1, 2));
+            let read = softmax(scores.mul_scalar(0.2), 2).matmul(v_proj.forward(input));
+            hidden = hidden + o_proj.forward(read);
+            let Mlp { gate_proj, up_proj, down_proj } = &layer.mlp;
+            let input = layer.post_attention_layernorm.forward(hidden.clone());
+            let gated = silu(gate_proj.forward(input.clone())) * up_proj.forward(input);
+            hidden = hidden + down_proj.forward(gated);
+        }
+        self.lm_head.forward(self.norm.forward(hidden))
+    }
+
+    fn linears(&self) -> Vec<&Linear> {
+        self.layers
+            .iter()
+            .flat_map(|Layer { self_attn, mlp, .. }| {
+                [
+                    &self_attn.q_proj,
+                    &self_attn.k_proj,
+                    &self_attn.v_proj,
+                    &self_attn.o_proj,
+                    &mlp.gate_proj,
+                    &mlp.up_proj,
+                    &mlp.down_proj,
+                ]
+            })
+            .collect()
+    }
+}
+
+fn tokens(device: &Device) -> Tensor<2, Int> {
+    Tensor::from_ints([[1, 2, 3, 47, 19], [0, 5, 6, 7, 8]], device)
+}
+
+/// From the names of `transformers`, and back.
+fn llama_map() -> CheckpointMap {
+    CheckpointMap::new()
+        .rename(r"^model\.", "")
+        .rename_back(r"^(embed_tokens|layers|norm)\.", "model.$1.")
+}
+
+/// Fills the factors of normalizations, which `seeded` leaves at 1.
+fn with_norms<M: Module>(module: M, seed: u64) -> M {
+    struct Fill(u64);
+
+    impl ModuleMapper for Fill {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            if D != 1 {
+                return param;
+            }
+            self.0 += 1;
+            let values = normals(self.0, param.shape().num_elements());
+            let device = param.lazy_device();
+            param.map(|_| Tensor::<1>::from_floats(values.as_slice(), &device).unsqueeze())
+        }
+    }
+
+    module.map(&mut Fill(seed))
+}
+
+/// A multiplier that comes back from its reciprocal, so that a dialect that states divisors holds
+/// it.
+fn invertible(scheme: Fp4Scheme) -> Fp4Config {
+    let g = 1.0 / 5_003.0_f32;
+    assert_eq!(1.0 / (1.0 / g), g, "the premise");
+    Fp4Config::new(scheme.with_tensor_scale(TensorScaling::Multiplier(g)))
+}
+
+fn config(format: Fp4Format) -> Fp4Config {
+    if format.row().tensor_scale { invertible(Fp4Scheme::nvfp4()) } else { Fp4Config::mxfp4() }
+}
+
+fn encoder(device: &Device) -> TransformerEncoder {
+    TransformerEncoderConfig::new(64, 96, 4, 2).with_dropout(0.0).init(device)
+}
+
+fn files(path: &Path) -> Vec<(String, Vec<u8>)> {
+    let entry = |path: PathBuf| {
+        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+        (name, fs::read(path).expect("a file"))
+    };
+    let entries = fs::read_dir(path).expect("a folder").map(|one| one.expect("an entry").path());
+    let mut files: Vec<_> = entries.map(entry).collect();
+    files.sort();
+    files
+}
+
+/// Every dialect with the formats that hold all of a model of linear layers.
+const WRITTEN: [(&str, Fp4Format); 4] = [
+    ("modelopt", Fp4Format::NvFp4),
+    ("modelopt", Fp4Format::MxFp4),
+    ("compressed-tensors", Fp4Format::NvFp4),
+    ("compressed-tensors", Fp4Format::MxFp4),
+];
+
+#[test]
+fn an_encoder_that_was_saved_and_loaded_computes_the_same_bits() {
+    let device = Device::flex();
+    let folder = folder("encoder");
+    for (dialect, format) in WRITTEN {
+        let mut saved = with_norms(seeded(encoder(&device), 3), 50);
+        saved.quantize_fp4(&config(format)).unwrap();
+        let path = folder.join(format!("{dialect}-{format}"));
+        let map = CheckpointMap::new();
+        let written = saved.save_fp4(&path, dialect, &map).unwrap();
+        assert_eq!(written.inverted_inexactly, 0, "{dialect} {format}");
+
+        let mut loaded = encoder(&device);
+        let report = load(&path, &mut loaded, &map);
+        assert_eq!(report.packed().count(), 12, "{report}");
+        let input = || {
+            let values = Tensor::<1>::from_floats(normals(9, 2 * 5 * 64).as_slice(), &device);
+            TransformerEncoderInput::new(values.reshape([2, 5, 64]))
+        };
+        assert_eq!(
+            bits(loaded.forward(input())),
+            bits(saved.forward(input())),
+            "{dialect} {format}"
+        );
+
+        // The same module makes the same bytes, and so does the one that was loaded.
+        for (name, module) in [("again", &saved), ("loaded", &loaded)] {
+            let again = folder.join(format!("{dialect}-{format}-{name}"));
+            module.save_fp4(&again, dialect, &map).unwrap();
+            assert!(files(&again) == files(&path), "{dialect} {format} {name}");
+        }
+    }
+}
+
+#[test]
+fn a_llama_is_saved_with_the_names_of_transformers_and_loaded_again() {
+    let device = Device::flex();
+    let folder = folder("llama");
+    let map = llama_map();
+    for (dialect, format) in WRITTEN {
+        let mut saved = with_norms(seeded(Llama::new(&device), 5), 70);
+        saved.quantize_fp4(&config(format).exclude("lm_head.*")).unwrap();
+        let path = folder.join(format!("{dialect}-{format}"));
+        saved.save_fp4(&path, dialect, &map).unwrap();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let names: Vec<_> =
+            checkpoint.weights().unwrap().iter().map(|weight| weight.name.clone()).collect();
+        for expected in [
+            "model.embed_tokens.weight",
+            "model.layers.1.input_layernorm.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.norm.weight",
+            "lm_head.weight",
+        ] {
+            assert!(names.iter().any(|name| name == expected), "{expected} in {names:?}");
+        }
+
+        let mut loaded = Llama::new(&device);
+        let report = load(&path, &mut loaded, &map);
+        assert_eq!(report.packed().count(), 7 * LAYERS);
+        let (expected, found) = (saved.forward(tokens(&device)), loaded.forward(tokens(&device)));
+        assert_eq!(bits(found), bits(expected), "{dialect} {format}");
+    }
+}
+
+/// A file as others write it, and the values that it means, in the order of [`Llama::linears`].
+fn foreign_llama(path: &Path, dialect: &str) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
+    let (embedding, embedding_values) = dense("model.embed_tokens.weight", &[VOCABULARY, WIDTH], 1);
+    let (norm, norm_values) = dense("model.norm.weight", &[WIDTH], 2);
+    let mut weights = vec![embedding, norm];
+    let mut values = Vec::new();
+    for layer in 0..LAYERS {
+        for (at, name) in ["input_layernorm", "post_attention_layernorm"].into_iter().enumerate() {
+            let name = format!("model.layers.{layer}.{name}.weight");
+            weights.push(dense(&name, &[WIDTH], (10 + 2 * layer + at) as u64).0);
+        }
+        for (at, (name, inputs, outputs)) in LINEARS.into_iter().enumerate() {
+            let name = format!("model.layers.{layer}.{name}.weight");
+            let seed = (100 + 10 * layer + at) as u64;
+            let (weight, file_values) = match name.contains("v_proj") {
+                true => fp8(&name, outputs, inputs, seed),
+                false => {
+                    let matrix = packed(seed, Fp4Format::NvFp4, outputs, inputs, 0.031_25);
+                    let mut weight = fp4(&name, std::slice::from_ref(&matrix));
+                    let scale = TensorScale::Multiplier(Numbers::new(&[0.5]));
+                    weight.input_scale = Some(scale);
+                    (weight, matrix.dequantize())
+                }
+            };
+            weights.push(weight);
+            values.push(transposed(&file_values, outputs, inputs));
+        }
+    }
+    write(weights, path, dialect);
+    (values, embedding_values, norm_values)
+}
+
+#[test]
+fn what_others_wrote_means_in_burn_what_it_means_in_the_file() {
+    let folder = folder("foreign");
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let path = folder.join(dialect);
+        let (values, embedding, norm) = foreign_llama(&path, dialect);
+        for device in [Device::flex(), Device::flex().autodiff(), Device::ndarray()] {
+            let mut llama = Llama::new(&device);
+            let map = llama_map().tie("lm_head.weight", "embed_tokens.weight");
+            let report = load(&path, &mut llama, &map);
+            for (at, (linear, expected)) in llama.linears().into_iter().zip(&values).enumerate() {
+                let found: Vec<_> =
+                    bits(linear.weight.val()).into_iter().map(f32::from_bits).collect();
+                assert!(found == *expected, "{dialect}: linear {at}");
+                let packed = linear.weight.reparameterization::<PackedWeight>();
+                assert_eq!(packed.is_some(), at % 7 != 2, "FP8 is dense");
+            }
+            assert_eq!(floats(llama.embed_tokens.weight.val()), embedding);
+            // Tied: the same tensor, transposed.
+            let head = transposed(&embedding, VOCABULARY, WIDTH);
+            assert_eq!(floats(llama.lm_head.weight.val()), head);
+            assert_eq!(floats(llama.norm.gamma.val()), norm);
+            assert_eq!(llama.norm.gamma.val().is_require_grad(), device.is_autodiff());
+            assert_eq!(report.input_scales_left_out, 6 * LAYERS);
+
+            let from = |path: &str| report.get(path).unwrap().tensors[0].tensor.clone();
+            assert_eq!(from("norm.gamma"), "model.norm.weight");
+            assert_eq!(from("lm_head.weight"), "model.embed_tokens.weight");
+            let value = &report.get("layers.1.self_attn.v_proj.weight").unwrap();
+            assert_eq!(value.tensors[0].file, "model.safetensors");
+            let dense = Loaded::Dense { stored: "F8_E4M3".to_owned(), dtype: "F32".to_owned() };
+            assert_eq!(value.loaded, dense);
+            assert_eq!(llama.forward(tokens(&device)).dims(), [2, 5, VOCABULARY]);
+        }
+    }
+}
+
+#[test]
+fn a_linear_that_stores_columns_gets_the_same_weight() {
+    let folder = folder("columns");
+    let device = Device::flex();
+    let matrix = packed(1, Fp4Format::NvFp4, 64, 64, 0.25);
+    let (bias, _) = dense("bias", &[64], 3);
+    write(
+        vec![fp4("weight", std::slice::from_ref(&matrix)), bias.clone()],
+        &folder.join("fp4"),
+        "modelopt",
+    );
+    let (weight, values) = dense("weight", &[64, 64], 2);
+    write(vec![weight, bias], &folder.join("dense"), "plain");
+    for (file, expected) in [("fp4", matrix.dequantize()), ("dense", values)] {
+        for layout in [LinearLayout::Row, LinearLayout::Col] {
+            for initialized in [false, true] {
+                let mut linear = LinearConfig::new(64, 64).with_layout(layout).init(&device);
+                if initialized {
+                    let _value = linear.weight.val();
+                }
+                load(&folder.join(file), &mut linear, &CheckpointMap::new());
+                let found = floats(linear.weight.val());
+                assert!(found == transposed(&expected, 64, 64), "{file} {layout:?} {initialized}");
+            }
+        }
+    }
+}
+
+/// Experts `[experts, in, out]`, multiplied as `x.matmul(weight)`.
+#[derive(Module, Debug)]
+struct Experts {
+    up: Param<Tensor<3>>,
+    up_bias: Param<Tensor<2>>,
+}
+
+#[derive(Module, Debug)]
+struct Mixture {
+    experts: Experts,
+}
+
+/// Experts that are layers of their own.
+#[derive(Module, Debug)]
+struct Separate {
+    experts: Vec<Expert>,
+}
+
+#[derive(Module, Debug)]
+struct Expert {
+    up: Linear,
+}
+
+const EXPERTS: usize = 3;
+
+fn mixture(device: &Device) -> Mixture {
+    let zeros = |shape: [usize; 3]| Param::from_tensor(Tensor::<3>::zeros(shape, device));
+    let up_bias = Param::from_tensor(Tensor::<2>::zeros([EXPERTS, 32], device));
+    Mixture { experts: Experts { up: zeros([EXPERTS, 64, 32]), up_bias } }
+}
+
+fn separate(device: &Device) -> Separate {
+    let expert = |_| Expert { up: LinearConfig::new(64, 32).with_bias(false).init(device) };
+    Separate { experts: (0..EXPERTS).map(expert).collect() }
+}
+
+/// The matrices `[out, in]` of the experts, each with a tensor scale of its own.
+fn expert_matrices(format: Fp4Format) -> Vec<Packed> {
+    let g = |at: usize| if format.row().tensor_scale { 0.25 * (at + 1) as f32 } else { 1.0 };
+    (0..EXPERTS).map(|at| packed(at as u64, format, 32, 64, g(at))).collect()
+}
+
+/// The values of a parameter `[experts, in, out]`.
+fn expert_values(matrices: &[Packed]) -> Vec<f32> {
+    matrices.iter().flat_map(|matrix| transposed(&matrix.dequantize(), 32, 64)).collect()
+}
+
+#[test]
+fn stacked_and_split_experts_are_each_other_in_both_directions() {
+    let folder = folder("experts");
+    let device = Device::flex();
+    let (bias, bias_values) = dense("experts.up_bias", &[EXPERTS, 32], 5);
+    for (dialect, format) in [
+        ("modelopt", Fp4Format::NvFp4),
+        ("modelopt", Fp4Format::MxFp4),
+        ("compressed-tensors", Fp4Format::MxFp4),
+    ] {
+        let matrices = expert_matrices(format);
+        let name = |at: usize| format!("experts.{at}.up_proj.weight");
+        let split = matrices.iter().enumerate();
+        let mut weights: Vec<_> =
+            split.map(|(at, one)| fp4(&name(at), std::slice::from_ref(one))).collect();
+        weights.push(bias.clone());
+        let path = folder.join(format!("{dialect}-{format}-split"));
+        write(weights, &path, dialect);
+
+        let map = CheckpointMap::new()
+            .container("Experts", 1, FileLayout::OutIn)
+            .experts("experts.up", "experts.{}.up_proj.weight");
+        let mut stacked = mixture(&device);
+        let report = load(&path, &mut stacked, &map);
+        assert!(floats(stacked.experts.up.val()) == expert_values(&matrices), "{dialect} {format}");
+        assert_eq!(floats(stacked.experts.up_bias.val()), bias_values);
+        assert_eq!(report.get("experts.up").unwrap().tensors.len(), EXPERTS);
+        assert!(stacked.experts.up.reparameterization::<PackedWeight>().is_some());
+
+        // Out again: the same tensors; the bias was bf16 and is f32 now.
+        let again = folder.join(format!("{dialect}-{format}-split-again"));
+        stacked.save_fp4(&again, dialect, &map).unwrap();
+        let bytes = |path: &Path| -> Vec<_> {
+            let checkpoint = Checkpoint::open(path).unwrap();
+            let tensors = checkpoint.container().tensors().filter(|one| !one.name.contains("bias"));
+            let tensors = tensors.map(|one| (one.name.to_string(), one.bytes.to_vec()));
+            let mut tensors: Vec<_> = tensors.collect();
+            tensors.sort();
+            tensors
+        };
+        assert!(bytes(&again) == bytes(&path), "{dialect} {format}");
+
+        // A stacked file into layers of their own, and out again.
+        if dialect == "modelopt" {
+            let path = folder.join(format!("{dialect}-{format}-stacked"));
+            write(vec![fp4("experts.up_proj", &matrices)], &path, dialect);
+            let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up_proj");
+            let mut layers = separate(&device);
+            load(&path, &mut layers, &map);
+            for (expert, matrix) in layers.experts.iter().zip(&matrices) {
+                let expected = transposed(&matrix.dequantize(), 32, 64);
+                assert!(floats(expert.up.weight.val()) == expected, "{dialect} {format}");
+            }
+            let again = folder.join(format!("{dialect}-{format}-stacked-again"));
+            layers.save_fp4(&again, dialect, &map).unwrap();
+            assert!(bytes(&again) == bytes(&path), "{dialect} {format}");
+        }
+    }
+}
+
+#[test]
+fn dense_experts_are_stacked_and_split_too() {
+    let folder = folder("dense-experts");
+    let device = Device::flex();
+    let (bias, _) = dense("experts.up_bias", &[EXPERTS, 32], 5);
+    let (weights, values): (Vec<_>, Vec<_>) = (0..EXPERTS)
+        .map(|at| dense(&format!("experts.{at}.up_proj.weight"), &[32, 64], at as u64))
+        .unzip();
+    let path = folder.join("split");
+    write(weights.into_iter().chain([bias]).collect(), &path, "plain");
+    let map = CheckpointMap::new()
+        .container("Experts", 1, FileLayout::OutIn)
+        .experts("experts.up", "experts.{}.up_proj.weight");
+    let mut stacked = mixture(&device);
+    load(&path, &mut stacked, &map);
+    let expected: Vec<_> = values.iter().flat_map(|one| transposed(one, 32, 64)).collect();
+    assert!(floats(stacked.experts.up.val()) == expected);
+
+    // From one to the other by files: split, stacked, and in layers of their own.
+    let path = folder.join("stacked");
+    let alike = CheckpointMap::new().container("Experts", 1, FileLayout::OutIn);
+    stacked.save_fp4(&path, "plain", &alike).unwrap();
+    let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up").allow_unused();
+    let mut layers = separate(&device);
+    load(&path, &mut layers, &map);
+    for (expert, expected) in layers.experts.iter().zip(&values) {
+        assert!(floats(expert.up.weight.val()) == transposed(expected, 32, 64));
+    }
+    let again = folder.join("stacked-again");
+    layers.save_fp4(&again, "plain", &map).unwrap();
+    let stacked_tensor = |path: &Path| {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        checkpoint.container().get("experts.up").expect("a tensor").bytes.to_vec()
+    };
+    assert!(stacked_tensor(&again) == stacked_tensor(&path));
+
+    // An expert too few, and one too many.
+    let four =
+        Separate { experts: [separate(&device).experts, separate(&device).experts].concat() };
+    let mut many = four;
+    let found = refused(&path, &mut many, &map);
+    assert!(matches!(&found[..], [Mismatch::Shape { .. }, ..]), "{found:?}");
+    let mut few = Separate { experts: separate(&device).experts[..2].to_vec() };
+    let strict = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up");
+    let found = refused(&path, &mut few, &strict);
+    let unused = |tensor: &str| {
+        let named =
+            |one: &Mismatch| matches!(one, Mismatch::Unused { tensor: t, .. } if t == tensor);
+        found.iter().any(named)
+    };
+    assert!(unused("experts.up[2]") && unused("experts.up_bias"), "{found:?}");
+}
+
+#[test]
+fn a_tensor_scale_that_its_reciprocal_loses_is_counted_and_off_by_an_ulp() {
+    let folder = folder("divisors");
+    let device = Device::flex();
+    let mut saved = seeded(Llama::new(&device), 5);
+    let lossy = (50..100).map(|at| at as f32 * 1e-5).find(|g| 1.0 / (1.0 / g) != *g);
+    let lossy = TensorScaling::Multiplier(lossy.expect("one in six"));
+    let config =
+        Fp4Config::nvfp4().with("**.q_proj.*", Fp4Scheme::nvfp4().with_tensor_scale(lossy));
+    saved.quantize_fp4(&config).unwrap();
+    let path = folder.join("model");
+    let report = saved.save_fp4(&path, "compressed-tensors", &llama_map()).unwrap();
+    let mut loaded = Llama::new(&device);
+    load(&path, &mut loaded, &llama_map());
+    let host = |linear: &Linear| {
+        let packed = linear.weight.reparameterization::<PackedWeight>().expect("packed");
+        packed.tensor::<2>().to_packed().unwrap()
+    };
+    let both = |llama: &Llama| -> Vec<_> {
+        llama.linears().into_iter().chain([&llama.lm_head]).map(host).collect()
+    };
+    let mut lost = 0;
+    for (before, after) in both(&saved).into_iter().zip(both(&loaded)) {
+        assert!(before.codes == after.codes && before.scales == after.scales);
+        let [before, after] = [before, after].map(|one| one.tensor_scale.of_row(0));
+        assert_eq!(after, 1.0 / (1.0 / before));
+        assert!(after.to_bits().abs_diff(before.to_bits()) <= 1);
+        lost += u64::from(after != before);
+    }
+    assert_eq!((report.inverted, report.inverted_inexactly), (7 * LAYERS as u64 + 1, lost));
+    assert!(lost >= LAYERS as u64, "the premise");
+}
+
+#[test]
+fn the_stacked_experts_of_gpt_oss_keep_their_bytes() {
+    let folder = folder("gpt-oss");
+    let device = Device::flex();
+    let matrices = expert_matrices(Fp4Format::MxFp4);
+    let mut up = fp4("experts.up", &matrices);
+    let Value::Fp4(weight) = &mut up.value else { panic!("FP4") };
+    weight.transposed = true;
+    let (bias, bias_values) = dense("experts.up_bias", &[EXPERTS, 32], 5);
+    for dialect in ["gpt-oss", "modelopt"] {
+        let path = folder.join(dialect);
+        write(vec![up.clone(), bias.clone()], &path, dialect);
+        let map = CheckpointMap::new().container("Experts", 1, FileLayout::AsIs);
+        let mut module = mixture(&device);
+        let report = load(&path, &mut module, &map);
+        assert!(floats(module.experts.up.val()) == expert_values(&matrices), "{dialect}");
+        assert_eq!(floats(module.experts.up_bias.val()), bias_values);
+        let format = Fp4Format::MxFp4;
+        let packed = Loaded::Packed { format, block_size: 32, axis: 1 };
+        assert_eq!(report.get("experts.up").unwrap().loaded, packed);
+
+        let again = folder.join(format!("{dialect}-again"));
+        module.save_fp4(&again, dialect, &map).unwrap();
+        let (first, second) = (Checkpoint::open(&path).unwrap(), Checkpoint::open(&again).unwrap());
+        for tensor in first.container().tensors().filter(|one| !one.name.contains("bias")) {
+            let found = second.container().get(&tensor.name).expect("the same names");
+            assert_eq!((&found.shape, &found.bytes), (&tensor.shape, &tensor.bytes), "{dialect}");
+        }
+    }
+}
+
+/// An embedding and an output layer.
+#[derive(Module, Debug)]
+struct Tied {
+    embed: Embedding,
+    head: Linear,
+}
+
+fn tied(device: &Device) -> Tied {
+    Tied {
+        embed: EmbeddingConfig::new(32, 64).init(device),
+        head: LinearConfig::new(64, 32).with_bias(false).init(device),
+    }
+}
+
+#[test]
+fn tied_parameters_are_one_tensor_in_files() {
+    let folder = folder("tied");
+    let device = Device::flex();
+    let matrix = packed(3, Fp4Format::NvFp4, 32, 64, 0.5);
+    let path = folder.join("tied");
+    write(vec![fp4("embed.weight", std::slice::from_ref(&matrix))], &path, "modelopt");
+    let map = CheckpointMap::new().tie("head.weight", "embed.weight");
+    let mut module = tied(&device);
+    let missing = refused(&path, &mut module, &CheckpointMap::new());
+    let [Mismatch::Missing { parameter, .. }] = &missing[..] else { panic!("{missing:?}") };
+    assert_eq!(parameter, "head.weight");
+
+    load(&path, &mut module, &map);
+    let values = matrix.dequantize();
+    assert_eq!(floats(module.embed.weight.val()), values);
+    assert_eq!(floats(module.head.weight.val()), transposed(&values, 32, 64));
+    let again = folder.join("again");
+    module.save_fp4(&again, "modelopt", &map).unwrap();
+    assert!(files(&again) == files(&path));
+
+    // With other values of its own it is a tensor of its own, or an error.
+    let own = vec![
+        fp4("embed.weight", std::slice::from_ref(&matrix)),
+        fp4("head.weight", &[packed(4, Fp4Format::NvFp4, 32, 64, 0.5)]),
+    ];
+    let untied = folder.join("untied");
+    write(own, &untied, "modelopt");
+    let mut module = tied(&device);
+    load(&untied, &mut module, &map);
+    assert_ne!(floats(module.head.weight.val()), transposed(&values, 32, 64));
+    match module.save_fp4(folder.join("refused"), "modelopt", &map) {
+        Err(Fp4Error::Mismatch(mismatches)) => {
+            let [Mismatch::Tied { with, .. }] = &mismatches[..] else { panic!("{mismatches:?}") };
+            assert_eq!(with, "embed.weight");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(!folder.join("refused").exists());
+}
+
+/// The bias that fits, and its values.
+fn fitting_bias() -> (Weight<'static>, Vec<f32>) {
+    dense("bias", &[32], 3)
+}
+
+/// A checkpoint that does not fit a linear layer `[64, 32]`, what its error says, and the map that
+/// allows it, if one does.
+type Misfit = (Vec<Weight<'static>>, &'static str, Option<CheckpointMap>);
+
+fn misfits() -> Vec<Misfit> {
+    let matrix = packed(1, Fp4Format::NvFp4, 32, 64, 0.25);
+    let weight = || fp4("weight", std::slice::from_ref(&matrix));
+    let bias = || fitting_bias().0;
+    let (wrong, _) = dense("bias", &[31], 3);
+    let (extra, _) = dense("extra.weight", &[4], 4);
+    let ints = FileTensor::new("bias", Dtype::I32, vec![32], vec![0; 128]).expect("a shape");
+    let ints = Weight::new("bias", 0, Value::Plain(ints));
+    let other_way = fp4("weight", &[packed(1, Fp4Format::NvFp4, 64, 32, 0.25)]);
+    let mut scaled = weight();
+    scaled.pre_quant_scale = FileTensor::new("x", Dtype::F32, vec![64], vec![0; 256]).ok();
+    let mut broken = weight();
+    if let Value::Fp4(fp4) = &mut broken.value {
+        fp4.scales.to_mut()[5] = 0x7F;
+    }
+    let misfits = || Some(CheckpointMap::new().allow_misfits());
+    vec![
+        (
+            vec![weight()],
+            "parameter `bias` [32]: expected a tensor `bias`",
+            Some(CheckpointMap::new().allow_missing()),
+        ),
+        (
+            vec![weight(), bias(), extra],
+            "tensor `extra.weight`: the module has no parameter `extra.weight`",
+            Some(CheckpointMap::new().allow_unused()),
+        ),
+        (
+            vec![weight(), wrong],
+            "parameter `bias`, tensor `bias`: expected shape [32] in the file, found [31]",
+            misfits(),
+        ),
+        (
+            vec![weight(), ints],
+            "parameter `bias`, tensor `bias`: expected floats, FP8 or FP4, found I32",
+            misfits(),
+        ),
+        (
+            vec![other_way, bias()],
+            "parameter `weight`, tensor `weight`: expected shape [32, 64] in the file, found [64",
+            misfits(),
+        ),
+        (vec![scaled, bias()], "parameter `weight`, tensor `weight`: its layer", None),
+        (vec![broken, bias()], "parameter `weight`, tensor `weight`: block scale", None),
+    ]
+}
+
+#[test]
+fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
+    let folder = folder("misfits");
+    let device = Device::flex();
+    let build = || seeded(LinearConfig::new(64, 32).init(&device), 8);
+    let everything = CheckpointMap::new().allow_missing().allow_unused().allow_misfits();
+    for (at, (weights, expected, allowed)) in misfits().into_iter().enumerate() {
+        let path = folder.join(at.to_string());
+        write(weights, &path, "modelopt");
+        let mut linear = build();
+        let before = (bits(linear.weight.val()), bits(linear.bias.clone().unwrap().val()));
+        let strict = match allowed {
+            Some(_) => CheckpointMap::new(),
+            None => everything.clone(),
+        };
+        let error = Checkpoint::open(&path).unwrap().load_into(&mut linear, &strict).unwrap_err();
+        assert!(error.to_string().contains(expected), "{at}: {error}");
+        let after = (bits(linear.weight.val()), bits(linear.bias.clone().unwrap().val()));
+        assert!(before == after, "{at}");
+        assert!(linear.weight.reparameterization::<PackedWeight>().is_none(), "{at}");
+
+        let Some(allowed) = allowed else { continue };
+        let report = load(&path, &mut linear, &allowed);
+        assert!(report.to_string().contains(expected), "{at}: {report}");
+        let kept: Vec<_> = report.kept().map(|(parameter, _)| parameter.path.as_str()).collect();
+        assert_eq!(kept.len() + report.unused.len(), 1, "{at}: {report}");
+        if at == 4 {
+            assert_eq!(floats(linear.bias.unwrap().val()), fitting_bias().1);
+            assert_eq!(bits(linear.weight.val()), before.0);
+        } else {
+            assert!(linear.weight.reparameterization::<PackedWeight>().is_some(), "{at}");
+        }
+    }
+}
+
+#[test]
+fn what_a_map_says_wrong_is_an_error() {
+    let folder = folder("maps");
+    let device = Device::flex();
+    let path = folder.join("linear");
+    let mut linear = LinearConfig::new(64, 32).with_bias(false).init(&device);
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    linear.save_fp4(&path, "modelopt", &CheckpointMap::new()).unwrap();
+    let fresh = || LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let open = || Checkpoint::open(&path).unwrap();
+
+    let renamed = CheckpointMap::new().rename("(", "");
+    assert!(matches!(open().load_into(&mut fresh(), &renamed), Err(Fp4Error::Rename { .. })));
+    let experts = CheckpointMap::new().experts("up", "up.weight");
+    assert!(matches!(open().load_into(&mut fresh(), &experts), Err(Fp4Error::Experts { .. })));
+    // A module that is packed already is not loaded over.
+    assert!(matches!(
+        open().load_into(&mut linear, &CheckpointMap::new()),
+        Err(Fp4Error::Attached { path, .. }) if path == "weight"
+    ));
+    // Names that would not come back.
+    let one_way = CheckpointMap::new().rename("^weight$", "other");
+    match linear.save_fp4(folder.join("one-way"), "modelopt", &one_way) {
+        Err(Fp4Error::Mismatch(mismatches)) => {
+            let [Mismatch::RenamedBack { loaded, .. }] = &mismatches[..] else {
+                panic!("{mismatches:?}");
+            };
+            assert_eq!(loaded, "other");
+        }
+        other => panic!("{other:?}"),
+    }
+    // Two tensors of one name.
+    let (first, _) = dense("a.weight", &[32, 64], 1);
+    let (second, _) = dense("b.weight", &[32, 64], 2);
+    let twice = folder.join("twice");
+    write(vec![first, second], &twice, "plain");
+    let both = CheckpointMap::new().rename("^[ab].", "");
+    let found = refused(&twice, &mut fresh(), &both);
+    assert!(matches!(&found[..], [Mismatch::Renamed { name, .. }, ..] if name == "weight"));
+    // Blocks along the outputs are not what files hold.
+    let mut other = fresh();
+    other.quantize_fp4(&Fp4Config::nvfp4().container("Linear", 1)).unwrap();
+    assert!(matches!(
+        other.save_fp4(folder.join("axis"), "modelopt", &CheckpointMap::new()),
+        Err(Fp4Error::Mismatch(found)) if matches!(found[..], [Mismatch::Axis { found: 1, .. }])
+    ));
+}
+
+#[test]
+fn saved_files_are_cut_at_a_size_and_published_whole() {
+    let folder = folder("shards");
+    let device = Device::flex();
+    let mut saved = seeded(Llama::new(&device), 5);
+    saved.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let map = llama_map().shard_size(16 << 10);
+    let path = folder.join("model");
+    let report = saved.save_fp4(&path, "modelopt", &map).unwrap();
+    assert!(report.files > 2, "{report:?}");
+    let sizes = files(&path).into_iter().filter(|(name, _)| name.ends_with(".safetensors"));
+    let sizes: Vec<_> = sizes.map(|(_, bytes)| bytes.len()).collect();
+    assert_eq!(sizes.len(), report.files);
+    // The data; headers come on top.
+    assert!(sizes.iter().all(|&size| size < (16 << 10) + (8 << 10)), "{sizes:?}");
+
+    let mut loaded = Llama::new(&device);
+    load(&path, &mut loaded, &map);
+    assert_eq!(bits(loaded.forward(tokens(&device))), bits(saved.forward(tokens(&device))));
+
+    // What is there is not replaced, and what cannot be written leaves nothing.
+    let before = files(&path);
+    assert!(matches!(
+        saved.save_fp4(&path, "modelopt", &map),
+        Err(Fp4Error::Checkpoint(error)) if matches!(*error, CheckpointError::Exists { .. })
+    ));
+    assert!(files(&path) == before);
+    assert!(saved.save_fp4(folder.join("refused"), "gpt-oss", &map).is_err());
+    assert!(saved.save_fp4(folder.join("refused"), "quark", &map).is_err());
+    let left: Vec<_> = fs::read_dir(&folder).unwrap().map(|one| one.unwrap().file_name()).collect();
+    assert_eq!(left, ["model"]);
+}
+
+/// What is no float: positions and a mask.
+#[derive(Module, Debug)]
+struct Buffers {
+    positions: Param<Tensor<1, Int>>,
+    mask: Param<Tensor<2, Bool>>,
+}
+
+#[test]
+fn integers_and_truth_values_come_back() {
+    let folder = folder("buffers");
+    let device = Device::flex();
+    let buffers = |positions: [i64; 3], mask: [[bool; 2]; 2]| Buffers {
+        positions: Param::initialized(ParamId::new(), Tensor::from_ints(positions, &device)),
+        mask: Param::initialized(ParamId::new(), Tensor::from_data(mask, &device)),
+    };
+    let saved = buffers([3, -1, 70_000], [[true, false], [false, true]]);
+    let map = CheckpointMap::new();
+    let path = folder.join("buffers");
+    saved.save_fp4(&path, "plain", &map).unwrap();
+    let mut loaded = buffers([0; 3], [[false; 2]; 2]);
+    load(&path, &mut loaded, &map);
+    assert_eq!(loaded.positions.val().into_data(), saved.positions.val().into_data());
+    assert_eq!(loaded.mask.val().into_data(), saved.mask.val().into_data());
+
+    // Neither is a float.
+    let (positions, _) = dense("positions", &[3], 1);
+    let (mask, _) = dense("mask", &[2, 2], 1);
+    let floats = folder.join("floats");
+    write(vec![positions, mask], &floats, "plain");
+    let found = refused(&floats, &mut loaded, &map);
+    assert!(matches!(found[..], [Mismatch::Type { .. }, Mismatch::Type { .. }]), "{found:?}");
+}
+
+/// Floats, running statistics, and a dtype that is not f32.
+#[test]
+fn dense_tensors_get_the_dtype_of_their_parameter() {
+    let folder = folder("dense");
+    let device = Device::flex();
+    let path = folder.join("norm");
+    let names = ["weight", "bias", "running_mean", "running_var"];
+    let (weights, values): (Vec<_>, Vec<_>) =
+        names.iter().zip(1..).map(|(name, seed)| dense(name, &[8], seed)).unzip();
+    write(weights, &path, "plain");
+    let mut norm: BatchNorm = BatchNormConfig::new(8).init(&device);
+    let report = load(&path, &mut norm, &CheckpointMap::new());
+    let found =
+        [norm.gamma.val(), norm.beta.val(), norm.running_mean.value(), norm.running_var.value()];
+    for (found, values) in found.into_iter().zip(&values) {
+        assert_eq!(found.dtype(), DType::F32);
+        assert_eq!(floats(found), *values);
+    }
+    assert_eq!(report.get("gamma").unwrap().tensors[0].tensor, "weight");
+
+    let mut half = RmsNormConfig::new(8).init(&device);
+    half.gamma = half.gamma.map(|gamma| gamma.cast(DType::BF16));
+    let map = CheckpointMap::new().allow_unused();
+    load(&path, &mut half, &map);
+    assert_eq!(half.gamma.val().dtype(), DType::BF16);
+    assert_eq!(floats(half.gamma.val()), values[0]);
+    // Saved as it is.
+    let again = folder.join("again");
+    half.save_fp4(&again, "plain", &map).unwrap();
+    let checkpoint = Checkpoint::open(&again).unwrap();
+    let saved = checkpoint.container().get("weight").unwrap();
+    let source = Checkpoint::open(&path).unwrap();
+    assert_eq!(saved.bytes, source.container().get("weight").unwrap().bytes);
+}

@@ -225,5 +225,6 @@ fn seeds() {
             fs::write(corpus.join("folder").join(&seed), whole).expect("written");
         }
         fs::remove_dir_all(&root).expect("removed");
+        let _ = fs::remove_dir(root.parent().expect("a folder of all"));
     }
 }

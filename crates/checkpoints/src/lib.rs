@@ -45,6 +45,8 @@
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
 //! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
+//! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
+//! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by name and shape |
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
 
@@ -58,6 +60,8 @@ mod fp4;
 mod fp8;
 mod json;
 mod patterns;
+mod reader;
+pub mod selection;
 mod storage;
 mod tensor;
 mod weight;
@@ -73,7 +77,8 @@ pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};
 pub use json::Json;
 pub use patterns::{Matcher, Pattern, Syntax};
+pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
 pub use weight::{Model, Quantization, Value, Weight};
-pub use write::{Shards, WriteOptions, WriteReport};
+pub use write::{Output, Planned, Shards, Start, WriteOptions, WriteReport};

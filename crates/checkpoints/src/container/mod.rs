@@ -248,6 +248,28 @@ impl Container {
         }
     }
 
+    /// Where bytes that a tensor of this container borrows lie: the file, by its place among
+    /// [`file_names`](Self::file_names), and the offset in it.
+    pub(crate) fn place_of(&self, bytes: &[u8]) -> Option<(usize, u64)> {
+        let begin = bytes.as_ptr() as usize;
+        self.files.iter().enumerate().find_map(|(at, file)| {
+            let map = file.map.bytes();
+            let offset = begin.checked_sub(map.as_ptr() as usize)?;
+            (offset + bytes.len() <= map.len()).then_some((at, offset as u64))
+        })
+    }
+
+    /// The path of a file and the bytes it had when it was opened.
+    pub(crate) fn file(&self, at: usize) -> (&Path, u64) {
+        let file = &self.files[at];
+        (&file.path, file.map.bytes().len() as u64)
+    }
+
+    /// The paths of the files with tensors, and the bytes they had when they were opened.
+    pub fn files(&self) -> impl Iterator<Item = (&Path, u64)> {
+        (0..self.files.len()).map(|at| self.file(at))
+    }
+
     /// The names of the files with tensors.
     pub fn file_names(&self) -> Vec<String> {
         let name =

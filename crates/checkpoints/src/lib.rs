@@ -45,8 +45,9 @@
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
 //! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
+//! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
 //! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
-//! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by name and shape |
+//! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
 
@@ -56,6 +57,7 @@ mod container;
 pub mod dialect;
 mod dtype;
 mod error;
+mod facts;
 mod fp4;
 mod fp8;
 mod json;
@@ -64,6 +66,7 @@ mod reader;
 pub mod selection;
 mod storage;
 mod tensor;
+mod traps;
 mod weight;
 mod write;
 
@@ -73,6 +76,7 @@ pub use container::{Container, Metadata};
 pub use dialect::{DIALECTS, Dialect};
 pub use dtype::{DataType, Dtype, GgmlRow};
 pub use error::{CheckpointError, TensorProblem};
+pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};
 pub use json::Json;
@@ -80,5 +84,6 @@ pub use patterns::{Matcher, Pattern, Syntax};
 pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
+pub use traps::{Trap, traps};
 pub use weight::{Model, Quantization, Value, Weight};
 pub use write::{Output, Planned, Shards, Start, WriteOptions, WriteReport};

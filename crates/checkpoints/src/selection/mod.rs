@@ -21,6 +21,7 @@ use crate::fp4::Fp4Weight;
 use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Quantization, Value, Weight};
+pub(crate) use fused::family;
 use layers::Layers;
 use preset::Names;
 pub use preset::{Preset, PresetRow};
@@ -102,7 +103,8 @@ impl Selection {
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
         let names = Names::of(choice.preset)?;
         let judge = Judge { model, choice, writer, names, keep, only, layers: &layers };
-        let mut reasons: Vec<Option<Reason>> = model.weights.iter().map(|w| judge.keeps(w)).collect();
+        let mut reasons: Vec<Option<Reason>> =
+            model.weights.iter().map(|w| judge.keeps(w)).collect();
         let families = fused::families(model);
         if writer.fuses() && choice.preset != Preset::Miles {
             keep_together(model, &families, &mut reasons);
@@ -133,12 +135,12 @@ impl Selection {
             return Ok(());
         }
         let matrices = model.weights.iter().zip(&self.decisions);
-        let first = matrices
-            .filter(|(weight, _)| weight.shape().len() >= 2)
-            .find_map(|(weight, decision)| match decision {
+        let first = matrices.filter(|(weight, _)| weight.shape().len() >= 2).find_map(
+            |(weight, decision)| match decision {
                 Decision::Keep(reason) => Some((weight.name.clone(), reason.to_string())),
                 Decision::Quantize(_) => None,
-            });
+            },
+        );
         let nothing = || ("none".to_owned(), "there is no matrix".to_owned());
         let (first, reason) = first.unwrap_or_else(nothing);
         Err(CheckpointError::NothingSelected { tensors: model.weights.len(), first, reason })
@@ -166,7 +168,7 @@ impl Selection {
             }
         };
         let mut ignore = model.quantization.ignore.clone();
-        ignore.extend(self.layers.kept().map(|layer| Pattern::Within(layer)));
+        ignore.extend(self.layers.kept().map(Pattern::Within));
         Model {
             weights: model.weights.iter().zip(&self.decisions).map(outline).collect(),
             files: model.files.clone(),
@@ -183,7 +185,8 @@ impl Matrices {
     /// The matrices of a weight with two or more axes.
     pub fn of(model: &Model<'_>, weight: &Weight<'_>) -> Self {
         let shape = weight.shape();
-        let kind = |config: &Json| config.get("model_type").and_then(Json::as_str).map(str::to_owned);
+        let kind =
+            |config: &Json| config.get("model_type").and_then(Json::as_str).map(str::to_owned);
         let kind = model.config.as_ref().and_then(kind).unwrap_or_default();
         let transposed = shape.len() == 3 && TRANSPOSED.contains(&kind.as_str());
         let [stack @ .., rows, cols] = shape else {
@@ -286,9 +289,10 @@ fn groups(
         let first = members.iter().copied().find(|&at| reasons[at].is_none());
         for &at in members {
             // What differs in columns has no common input; the order of their rows is the file's.
+            // Stacked matrices have a scale each, and stay alone.
             let like = first.is_some_and(|first| {
                 let (a, b) = (of(first), of(at));
-                (a.cols, a.stacked, a.transposed) == (b.cols, b.stacked, b.transposed)
+                a.cols == b.cols && a.stacked * b.stacked == 1 && !a.transposed && !b.transposed
             });
             if like && preset.shares(&model.weights[at].name) {
                 family.insert(at, name);
@@ -299,7 +303,7 @@ fn groups(
     let mut known: HashMap<&str, usize> = HashMap::new();
     for at in (0..reasons.len()).filter(|&at| reasons[at].is_none()) {
         match family.get(&at) {
-            Some(name) => {
+            Some(&name) => {
                 let group = *known.entry(name).or_insert_with(|| {
                     groups.push(Vec::new());
                     groups.len() - 1

@@ -3,13 +3,16 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use super::reason::Reason;
 use crate::error::CheckpointError;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Value, Weight};
 
 /// Which weights are quantized, by their names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Preset {
     /// Every linear layer but those that no one quantizes.
     #[default]

@@ -10,7 +10,7 @@ mkdir -p "$1"
 work="$(cd "$1" && pwd)"
 fp4="${FP4:-fp4}"
 [ -d "$work/model" ] || "${PYTHON:-python3}" "$here/generate.py" "$work/model" "$2"
-for round in 1 2 3; do
+for round in 1; do
     rm -rf "$work/copy" "$work/out"
     sync
     begin="$(date +%s.%N)"

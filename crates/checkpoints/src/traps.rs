@@ -13,15 +13,18 @@ use crate::weight::{Model, Value, Weight};
 pub struct Trap {
     /// The weight, unless it is about all of them.
     pub weight: Option<String>,
+    /// How many other weights it is true of too.
+    pub others: usize,
     /// What is suspicious, and what follows from it.
     pub what: String,
 }
 
 impl fmt::Display for Trap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.weight {
-            Some(weight) => write!(f, "`{weight}`: {}", self.what),
-            None => f.write_str(&self.what),
+        match (&self.weight, self.others) {
+            (Some(weight), 0) => write!(f, "`{weight}`: {}", self.what),
+            (Some(weight), n) => write!(f, "`{weight}` and {n} others: {}", self.what),
+            (None, _) => f.write_str(&self.what),
         }
     }
 }
@@ -34,7 +37,7 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     let mut traps = Vec::new();
     for (weight, facts) in model.weights.iter().zip(facts) {
         let mut add = |what: String| {
-            traps.push(Trap { weight: Some(weight.name.clone()), what });
+            push(&mut traps, Trap { weight: Some(weight.name.clone()), others: 0, what });
         };
         let Some(facts) = facts else { continue };
         alone(facts, &mut add);
@@ -48,9 +51,17 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     if claimed && !model.weights.iter().any(Weight::is_quantized) {
         let dialect = model.quantization.dialect;
         let what = format!("it says that it is quantized ({dialect}), but no weight is");
-        traps.push(Trap { weight: None, what });
+        traps.push(Trap { weight: None, others: 0, what });
     }
     traps
+}
+
+/// Adds a trap, or counts it with the same one of another weight.
+fn push(traps: &mut Vec<Trap>, trap: Trap) {
+    match traps.iter_mut().find(|known| known.what == trap.what) {
+        Some(known) => known.others += 1,
+        None => traps.push(trap),
+    }
 }
 
 /// What shows in one weight.
@@ -105,6 +116,6 @@ fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>
         };
         let other = members.iter().find(|&&at| at != members[0]).copied().unwrap_or(members[0]);
         let what = format!("`{}` {what}", name(other));
-        traps.push(Trap { weight: Some(name(members[0]).to_owned()), what });
+        traps.push(Trap { weight: Some(name(members[0]).to_owned()), others: 0, what });
     }
 }

@@ -44,10 +44,9 @@ fn facts(format: Fp4Format) -> String {
     let scale = row.block_scale;
     let tensor = if row.tensor_scale { ", and an f32 for each tensor" } else { "" };
     let bits = 4.0 + 8.0 / row.block_size as f64;
-    let most = E2M1.max_value() * scale.max_value();
     format!(
         "{}: blocks of {} share an 8-bit scale{tensor}; {bits} bits a weight\n  \
-         block scales up to {:e} (code {:#04x}), values up to {most:e} times the tensor scale\n",
+         block scales up to {} (code {:#04x})\n",
         row.name,
         row.block_size,
         scale.max_value(),

@@ -40,6 +40,9 @@ fn of_steps(bar: &ProgressBar) -> String {
 
 fn of_bytes(bar: &ProgressBar) -> String {
     let (done, of) = (bar.position(), bar.length().unwrap_or(0));
+    if done == 0 {
+        return format!("{} of {}: {}", Size(done), Size(of), bar.message());
+    }
     let seconds = bar.elapsed().as_secs_f64();
     let rate = done as f64 / seconds.max(1e-3);
     let left = (of.saturating_sub(done)) as f64 / rate.max(1.0);

@@ -52,7 +52,7 @@ pub struct Container {
 
 impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
-    /// `model.safetensors.index.json`, or with a single safetensors file.
+    /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
     /// A file stands for itself: configs beside it are only read if the folder is opened.
     ///
@@ -93,7 +93,11 @@ impl Container {
         let entries = if index.is_file() {
             container.add_shards(&index)?
         } else {
-            container.add_safetensors(single_file(root)?)?
+            let mut entries = Vec::new();
+            for path in shards_without_index(root)? {
+                entries.extend(container.add_safetensors(path)?);
+            }
+            entries
         };
         container.index(entries)?;
         container.config = optional_json(&root.join(CONFIG))?;
@@ -316,10 +320,11 @@ impl Container {
     }
 }
 
-fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
+/// `model.safetensors`, or all safetensors files by their names.
+fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let model = root.join(SINGLE);
     if model.is_file() {
-        return Ok(model);
+        return Ok(vec![model]);
     }
     let mut found = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CheckpointError::io(root))? {
@@ -328,13 +333,12 @@ fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
             found.push(path);
         }
     }
-    match found.len() {
-        1 => Ok(found.remove(0)),
-        _ => Err(CheckpointError::NotACheckpoint {
-            path: root.to_owned(),
-            expected: "model.safetensors, model.safetensors.index.json, or one safetensors file",
-        }),
+    if found.is_empty() {
+        let expected = "model.safetensors.index.json, or safetensors files";
+        return Err(CheckpointError::NotACheckpoint { path: root.to_owned(), expected });
     }
+    found.sort();
+    Ok(found)
 }
 
 fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {

@@ -12,12 +12,12 @@ use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
 /// The program.
-pub fn fp4() -> Command {
+pub(crate) fn fp4() -> Command {
     Command::new(env!("CARGO_BIN_EXE_fp4"))
 }
 
 /// Runs the program in a folder; its exit code, and what it says on stdout and on stderr.
-pub fn run(folder: &Path, arguments: &str) -> (i32, String, String) {
+pub(crate) fn run(folder: &Path, arguments: &str) -> (i32, String, String) {
     let output = fp4().current_dir(folder).args(arguments.split_whitespace()).output();
     let output = output.expect("it runs");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -26,14 +26,14 @@ pub fn run(folder: &Path, arguments: &str) -> (i32, String, String) {
 }
 
 /// Runs it, and expects exit code 0; what it prints.
-pub fn succeeds(folder: &Path, arguments: &str) -> String {
+pub(crate) fn succeeds(folder: &Path, arguments: &str) -> String {
     let (code, out, error) = run(folder, arguments);
     assert_eq!(code, 0, "fp4 {arguments}: {error}");
     out
 }
 
 /// Runs it, and expects an exit code and a single line on stderr that says all of this.
-pub fn fails(folder: &Path, arguments: &str, expected: i32, says: &[&str]) {
+pub(crate) fn fails(folder: &Path, arguments: &str, expected: i32, says: &[&str]) {
     let (code, _, error) = run(folder, arguments);
     assert_eq!(code, expected, "fp4 {arguments}: {error}");
     for word in says {
@@ -43,7 +43,7 @@ pub fn fails(folder: &Path, arguments: &str, expected: i32, says: &[&str]) {
 }
 
 /// Numbers like those of a trained layer, the same for the same seed.
-pub fn values(count: usize, seed: u64) -> Vec<f32> {
+pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = || {
         state ^= state << 13;
@@ -56,22 +56,22 @@ pub fn values(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A tensor to write.
-pub struct Tensor {
-    pub name: String,
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    pub bytes: Vec<u8>,
+pub(crate) struct Tensor {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 /// A tensor of bf16.
-pub fn tensor(name: &str, shape: &[usize], seed: u64) -> Tensor {
+pub(crate) fn tensor(name: &str, shape: &[usize], seed: u64) -> Tensor {
     let values = values(shape.iter().product(), seed);
     let bytes = values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
     Tensor { name: name.to_owned(), dtype: Dtype::BF16, shape: shape.to_vec(), bytes }
 }
 
 /// Writes a safetensors file.
-pub fn write(path: &Path, tensors: &[Tensor]) {
+pub(crate) fn write(path: &Path, tensors: &[Tensor]) {
     let views = tensors.iter().map(|tensor| {
         let view = TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes);
         (tensor.name.as_str(), view.expect("a tensor"))
@@ -81,13 +81,13 @@ pub fn write(path: &Path, tensors: &[Tensor]) {
 
 /// The sizes of a model: layers, channels, inner channels.
 #[derive(Clone, Copy)]
-pub struct Sizes(pub usize, pub usize, pub usize);
+pub(crate) struct Sizes(pub(crate) usize, pub(crate) usize, pub(crate) usize);
 
 /// A model of two decoder layers of 128 channels.
-pub const SMALL: Sizes = Sizes(2, 128, 192);
+pub(crate) const SMALL: Sizes = Sizes(2, 128, 192);
 
 /// The tensors of a model.
-pub fn tensors(Sizes(layers, hidden, inner): Sizes) -> Vec<Tensor> {
+pub(crate) fn tensors(Sizes(layers, hidden, inner): Sizes) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     let mut add = |name: String, shape: &[usize]| {
         let seed = tensors.len() as u64 + 1;
@@ -113,7 +113,7 @@ pub fn tensors(Sizes(layers, hidden, inner): Sizes) -> Vec<Tensor> {
 }
 
 /// Makes the folder of a model with two shards, which neighbours are spread over.
-pub fn model(parent: &Path, name: &str, sizes: Sizes) -> PathBuf {
+pub(crate) fn model(parent: &Path, name: &str, sizes: Sizes) -> PathBuf {
     let folder = parent.join(name);
     fs::create_dir_all(&folder).expect("a folder");
     let (mut shards, mut map) = ([Vec::new(), Vec::new()], BTreeMap::new());
@@ -133,7 +133,7 @@ pub fn model(parent: &Path, name: &str, sizes: Sizes) -> PathBuf {
 }
 
 /// Writes a GGUF file of f16 tensors, with the names of llama.cpp.
-pub fn gguf(path: &Path) {
+pub(crate) fn gguf(path: &Path) {
     let shapes: [(&str, &[usize]); 5] = [
         ("token_embd.weight", &[64, 128]),
         ("blk.0.attn_norm.weight", &[128]),
@@ -154,7 +154,7 @@ pub fn gguf(path: &Path) {
 }
 
 /// Writes a GGUF file of tensors: name, shape, number of the type, bytes.
-pub fn write_gguf(path: &Path, tensors: &[(String, Vec<usize>, u32, Vec<u8>)]) {
+pub(crate) fn write_gguf(path: &Path, tensors: &[(String, Vec<usize>, u32, Vec<u8>)]) {
     let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
     let mut file = b"GGUF\x03\0\0\0".to_vec();
     file.extend((tensors.len() as u64).to_le_bytes());
@@ -182,7 +182,7 @@ pub fn write_gguf(path: &Path, tensors: &[(String, Vec<usize>, u32, Vec<u8>)]) {
 }
 
 /// Names and bytes of the files of a folder, or of a file.
-pub fn bytes(path: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn bytes(path: &Path) -> BTreeMap<String, Vec<u8>> {
     if path.is_file() {
         return [(String::new(), fs::read(path).expect("a file"))].into();
     }
@@ -195,7 +195,7 @@ pub fn bytes(path: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 /// Two folders or files have the same bytes.
-pub fn assert_same(left: &Path, right: &Path) {
+pub(crate) fn assert_same(left: &Path, right: &Path) {
     let (left, right) = (bytes(left), bytes(right));
     assert_eq!(left.keys().collect::<Vec<_>>(), right.keys().collect::<Vec<_>>());
     for (name, bytes) in &left {
@@ -204,7 +204,7 @@ pub fn assert_same(left: &Path, right: &Path) {
 }
 
 /// The names in a folder.
-pub fn names(folder: &Path) -> Vec<String> {
+pub(crate) fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).expect("a folder");
     let name = |entry: std::io::Result<fs::DirEntry>| {
         entry.expect("an entry").file_name().to_string_lossy().into_owned()

@@ -16,6 +16,16 @@ pub enum CheckpointError {
         /// What it said.
         source: std::io::Error,
     },
+    /// The file system refused bytes of one tensor.
+    #[error("{}: tensor `{tensor}`: {source}", .file.display())]
+    TensorIo {
+        /// The file (shard) that was read or written.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What it said.
+        source: std::io::Error,
+    },
     /// The path holds no checkpoint.
     #[error("{}: expected {expected}", .path.display())]
     NotACheckpoint {
@@ -138,6 +148,32 @@ pub enum CheckpointError {
         /// The target.
         path: PathBuf,
     },
+    /// What an earlier run has left beside the target was made from something else.
+    #[error(
+        "{}: left by a run with other options or another input: remove it, or start without \
+         resuming",
+        .path.display()
+    )]
+    OtherTask {
+        /// The folder with what there is of it.
+        path: PathBuf,
+    },
+    /// Another process is writing the same target.
+    #[error("{}: another process is writing here", .path.display())]
+    Busy {
+        /// The folder it writes to.
+        path: PathBuf,
+    },
+    /// No weight would be quantized.
+    #[error("none of {tensors} tensors would be quantized; the first matrix, `{first}`: {reason}")]
+    NothingSelected {
+        /// How many there are.
+        tensors: usize,
+        /// The first that could have been.
+        first: String,
+        /// Why it is not.
+        reason: String,
+    },
     /// A pattern of an ignore list is not understood.
     #[error("pattern `{pattern}`: {source}")]
     Pattern {
@@ -226,6 +262,14 @@ pub enum TensorProblem {
     NotThere {
         /// The file that should have or name it.
         expected: String,
+    },
+    /// The file is another than the one that was opened.
+    #[error("its file had {expected} bytes when it was opened, and has {found} now")]
+    Changed {
+        /// Bytes of the file then.
+        expected: u64,
+        /// Bytes of the file when the tensor was read.
+        found: u64,
     },
     /// A tensor without which this one means nothing is missing.
     #[error("it needs `{companion}`, which is missing")]

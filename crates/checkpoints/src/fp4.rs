@@ -7,7 +7,7 @@ use burn_fp4_formats::{self as formats, E2M1, Fp4Format, Packed};
 
 use crate::dtype::Dtype;
 use crate::error::{CheckpointError, TensorProblem};
-use crate::storage::{Geometry, Storage};
+use crate::storage::{Geometry, Storage, transpose};
 use crate::tensor::Tensor;
 
 /// The f32 by which a weight is scaled, or one for each of its stacked matrices, **as the file
@@ -42,6 +42,14 @@ impl<'a> Numbers<'a> {
     /// Numbers made in memory.
     pub fn new(numbers: &[f32]) -> Self {
         Self(numbers.iter().flat_map(|number| number.to_le_bytes()).collect())
+    }
+
+    /// The same numbers in other memory: `read` takes their bytes.
+    pub(crate) fn try_map<'b, E>(
+        &self,
+        read: impl FnOnce(&[u8]) -> Result<Vec<u8>, E>,
+    ) -> Result<Numbers<'b>, E> {
+        read(&self.0).map(|bytes| Numbers(bytes.into()))
     }
 
     /// How many there are.
@@ -200,6 +208,31 @@ impl Fp4Weight<'_> {
         })
     }
 
+    /// A weight without its bytes, for a plan: the dialect gets the values later.
+    ///
+    /// `shape` is `[.., rows, cols]`; with `scaled` there is a tensor scale for every matrix.
+    pub fn outline(
+        format: Fp4Format,
+        block_size: usize,
+        shape: Vec<usize>,
+        transposed: bool,
+        scaled: bool,
+    ) -> Fp4Weight<'static> {
+        let stacked = shape[..shape.len() - 2].iter().product();
+        let scale = || TensorScale::Multiplier(Numbers::new(&vec![1.0; stacked]));
+        Fp4Weight {
+            format,
+            block_size,
+            shape,
+            transposed,
+            storage: Storage::Rows,
+            codes: (&[]).into(),
+            scales: (&[]).into(),
+            tensor_scale: scaled.then(scale),
+            order: Order::ElementFirst,
+        }
+    }
+
     /// Stacked matrices: 1 if it is a single one.
     pub fn stacked(&self) -> usize {
         self.shape[..self.shape.len() - 2].iter().product()
@@ -328,6 +361,19 @@ impl Fp4Weight<'_> {
             }
         };
         (0..self.stacked() * matrix).map(value).collect()
+    }
+}
+
+impl Fp4Weight<'_> {
+    /// [`dequantize`](Self::dequantize) in the axes of the model's parameter, which come first.
+    pub fn parameter(&self) -> (Vec<usize>, Vec<f32>) {
+        let (mut shape, values) = (self.shape.clone(), self.dequantize());
+        if !self.transposed {
+            return (shape, values);
+        }
+        let axes = shape.len();
+        shape.swap(axes - 2, axes - 1);
+        (shape, transpose(&values, self.stacked(), self.rows(), self.cols()))
     }
 }
 

@@ -46,6 +46,9 @@
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
 //! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
+//! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
+//! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
+//! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
 
@@ -55,13 +58,17 @@ mod container;
 pub mod dialect;
 mod dtype;
 mod error;
+mod facts;
 mod fp4;
 mod fp8;
 mod json;
 mod patterns;
+mod reader;
+pub mod selection;
 mod stacked;
 mod storage;
 mod tensor;
+mod traps;
 mod weight;
 mod write;
 
@@ -71,11 +78,14 @@ pub use container::{Container, Metadata};
 pub use dialect::{DIALECTS, Dialect};
 pub use dtype::{DataType, Dtype, GgmlRow};
 pub use error::{CheckpointError, TensorProblem};
+pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};
 pub use json::Json;
 pub use patterns::{Matcher, Pattern, Syntax};
+pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
+pub use traps::{Trap, traps};
 pub use weight::{Model, Quantization, Value, Weight};
-pub use write::{Shards, WriteOptions, WriteReport};
+pub use write::{Output, Planned, Shards, Start, WriteOptions, WriteReport};

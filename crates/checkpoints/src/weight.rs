@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::container::gguf;
+use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
 use crate::json::Json;
@@ -78,6 +79,60 @@ impl Weight<'_> {
     /// The module of the parameter: its name without `.weight`.
     pub fn module(&self) -> &str {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+
+    /// Its shape: of FP4, `[.., rows, cols]`.
+    pub fn shape(&self) -> &[usize] {
+        match &self.value {
+            Value::Plain(tensor) => &tensor.shape,
+            Value::Fp8(fp8) => &fp8.values.shape,
+            Value::Fp4(fp4) => &fp4.shape,
+        }
+    }
+
+    /// How many numbers it has.
+    pub fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What its numbers are, in a word or two.
+    pub fn kind(&self) -> String {
+        match &self.value {
+            Value::Plain(tensor) => tensor.dtype.to_string(),
+            Value::Fp8(fp8) => format!("FP8 {}", fp8.values.dtype),
+            Value::Fp4(fp4) => format!("{} {}", fp4.format, fp4.block_size),
+        }
+    }
+
+    /// Bytes of its numbers and scales.
+    pub fn bytes(&self) -> usize {
+        let stated = |scale: &Option<TensorScale<'_>>| {
+            scale.as_ref().map_or(0, |scale| scale.stated().bytes().len())
+        };
+        let value = match &self.value {
+            Value::Plain(tensor) => tensor.bytes.len(),
+            Value::Fp8(fp8) => fp8.values.bytes.len() + fp8.scales.bytes.len(),
+            Value::Fp4(fp4) => fp4.codes.len() + fp4.scales.len() + stated(&fp4.tensor_scale),
+        };
+        let smoothing = self.pre_quant_scale.as_ref().map_or(0, |tensor| tensor.bytes.len());
+        value + stated(&self.input_scale) + smoothing
+    }
+
+    /// Its values in f32, in the axes of the model's parameter, if they are floats or FP8 or FP4.
+    ///
+    /// # Errors
+    /// [`TensorProblem::Dtype`](crate::TensorProblem::Dtype) if they are others.
+    pub fn values(&self) -> Result<(Vec<usize>, Vec<f32>), CheckpointError> {
+        match &self.value {
+            Value::Plain(tensor) => Ok((tensor.shape.to_vec(), tensor.to_f32()?)),
+            Value::Fp8(fp8) => Ok((fp8.values.shape.to_vec(), fp8.to_f32()?)),
+            Value::Fp4(fp4) => Ok(fp4.parameter()),
+        }
     }
 
     /// Whether it is quantized to FP4 or FP8.

@@ -1,9 +1,11 @@
 //! Writing a model in a dialect: everything is planned and checked before the first byte, then
 //! one weight after another is made and written; what is there at the end is whole or not there.
 
+mod journal;
 mod options;
+mod output;
 mod plan;
-mod publish;
+mod planned;
 mod report;
 mod target;
 
@@ -13,7 +15,9 @@ use crate::dialect;
 use crate::error::CheckpointError;
 use crate::weight::Model;
 pub use options::{Shards, WriteOptions};
+pub use output::{Output, Start};
 use plan::Plan;
+pub use planned::Planned;
 pub use report::WriteReport;
 use target::Target;
 
@@ -36,17 +40,31 @@ impl Model<'_> {
         options: &WriteOptions,
     ) -> Result<WriteReport, CheckpointError> {
         let path = path.as_ref();
-        let dialect = dialect::named(dialect)?;
-        let writer = dialect.writer().ok_or_else(|| CheckpointError::ReadOnly {
-            dialect: dialect.name(),
-            dialects: dialect::written(),
-        })?;
-        if std::fs::symlink_metadata(path).is_ok() {
-            return Err(CheckpointError::Exists { path: path.to_owned() });
+        let planned = self.plan(dialect, options)?;
+        let mut output = planned.create(path, "", Start::Anew)?;
+        for (at, weight) in self.weights.iter().enumerate() {
+            output.write(at, weight)?;
         }
-        let target = Target { dialect, writer, options };
+        output.finish()?;
+        Ok(planned.report())
+    }
+
+    /// Plans to write the model, weight by weight, by [`Planned::create`].
+    ///
+    /// Only names, shapes and scales of tensors matter for that, unless something is cast or
+    /// decoded: a weight that is made later may stand here as its
+    /// [outline](crate::Fp4Weight::outline).
+    ///
+    /// # Errors
+    /// An unknown or read-only dialect, and weights that it cannot hold.
+    pub fn plan(
+        &self,
+        dialect: &str,
+        options: &WriteOptions,
+    ) -> Result<Planned<'_>, CheckpointError> {
+        let (dialect, writer) = dialect::writer(dialect)?;
+        let target = Target { dialect, writer, options: *options };
         let plan = Plan::new(self, &target)?;
-        publish::publish(self, &target, &plan, path)?;
-        Ok(plan.report)
+        Ok(Planned { model: self, target, plan })
     }
 }

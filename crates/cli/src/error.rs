@@ -1,12 +1,59 @@
 //! What can be wrong, named so that a user can mend it.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
+use burn_fp4_checkpoints::{CheckpointError, TensorProblem};
 use burn_fp4_search::SearchError;
 
-/// What ends a command with exit code 2.
+use crate::size::Size;
+
+/// What ends a command.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
+    /// A checkpoint cannot be read or written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The same, and what is written so far stays.
+    #[error("{error}; go on by the same command with --resume, or remove {}", .partial.display())]
+    Interrupted {
+        /// What went wrong.
+        error: Box<CliError>,
+        /// Where it is.
+        partial: PathBuf,
+    },
+    /// There is less memory than a group of weights takes.
+    #[error("`{weight}` takes {needed} of memory: --memory allows {found}")]
+    Memory {
+        /// The weight, or the first of those that share a tensor scale.
+        weight: String,
+        /// What the work on it takes.
+        needed: Size,
+        /// What is allowed.
+        found: Size,
+    },
+    /// A recipe is not understood.
+    #[error("{path}: {source}", path = .path.display())]
+    Recipe {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: Box<toml::de::Error>,
+    },
+    /// Choices that exclude each other.
+    #[error("{0}")]
+    Choice(String),
+    /// A file has no statistics of a weight.
+    #[error(
+        "{path}: no statistics of `{weight}`: keep it, or choose a method that needs none",
+        path = .path.display()
+    )]
+    NoStatistics {
+        /// The file.
+        path: PathBuf,
+        /// The weight.
+        weight: String,
+    },
     /// A file cannot be read or written.
     #[error("{path}: {source}", path = .path.display())]
     File {
@@ -98,4 +145,30 @@ pub(crate) enum CliError {
         /// What is wrong.
         problem: String,
     },
+}
+
+impl CliError {
+    /// 3 if the machine failed, 2 if the command or a file is wrong.
+    pub(crate) fn exit_code(&self) -> u8 {
+        let source = match self {
+            Self::Checkpoint(CheckpointError::Io { source, .. })
+            | Self::Checkpoint(CheckpointError::TensorIo { source, .. })
+            | Self::File { source, .. } => source,
+            Self::Checkpoint(CheckpointError::Tensor { problem, .. }) => {
+                return if matches!(problem, TensorProblem::Changed { .. }) { 3 } else { 2 };
+            }
+            Self::Interrupted { error, .. } => return error.exit_code(),
+            _ => return 2,
+        };
+        match source.kind() {
+            ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::AlreadyExists
+            | ErrorKind::IsADirectory
+            | ErrorKind::NotADirectory
+            | ErrorKind::InvalidFilename
+            | ErrorKind::InvalidInput => 2,
+            _ => 3,
+        }
+    }
 }

@@ -1,47 +1,78 @@
 //! `fp4`, 4-bit floating point on the command line. `fp4 --help` says what it does.
 //!
-//! | file            | what it holds                                                          |
-//! |-----------------|------------------------------------------------------------------------|
-//! | `evaluate.rs`   | `fp4 evaluate`: methods compared on weights and activations of a file  |
-//! | `evaluation.rs` | what a method reaches on a weight, and the table of all that           |
-//! | `plot.rs`       | the same as a picture                                                  |
-//! | `progress.rs`   | how far long work is, also where there is no terminal                  |
-//! | `tensors.rs`    | matrices of a safetensors file                                         |
-//! | `error.rs`      | what can be wrong, and that it ends with exit code 2                   |
+//! | file             | what it holds                                                         |
+//! |------------------|-----------------------------------------------------------------------|
+//! | `quantize/`      | `fp4 quantize`: plan, recipe, statistics, and the line of threads     |
+//! | `convert.rs`     | `fp4 convert`: the same numbers in another dialect                    |
+//! | `inspect.rs`     | `fp4 inspect`: what is in a checkpoint, and what is suspicious        |
+//! | `compare/`       | `fp4 compare`: how far two checkpoints are apart, and a page of it    |
+//! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
+//! | `formats.rs`     | `fp4 formats`: tables of codes                                        |
+//! | `completions.rs` | `fp4 completions`: for shells                                         |
+//! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
+//! | `size.rs`        | bytes as people write and read them                                   |
+//! | `print.rs`       | what goes to standard output                                          |
+//! | `progress.rs`    | how far long work is, also where there is no terminal                 |
+//! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
 
+mod checkpoint;
+mod compare;
+mod completions;
+mod convert;
 mod error;
 mod evaluate;
-mod evaluation;
-mod plot;
+mod formats;
+mod inspect;
+mod print;
 mod progress;
-mod tensors;
+mod quantize;
+mod size;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// 4-bit floating point (NVFP4, MXFP4) for neural network weights.
 #[derive(Parser)]
-#[command(name = "fp4", version)]
+#[command(name = "fp4", version, after_help = EXIT_CODES)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
 }
 
+/// What every command ends with.
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 `compare` found a difference; 2 the command, or a file that it names, is \
+wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile).";
+
 #[derive(Subcommand)]
 enum Command {
+    Quantize(quantize::Arguments),
+    Convert(convert::Arguments),
+    Inspect(inspect::Arguments),
+    Compare(compare::Arguments),
     Evaluate(evaluate::Arguments),
+    Formats(formats::Arguments),
+    Completions(completions::Arguments),
 }
 
 fn main() -> ExitCode {
     let result = match Arguments::parse().command {
-        Command::Evaluate(arguments) => evaluate::run(&arguments),
+        Command::Quantize(arguments) => quantize::run(&arguments).map(|()| 0),
+        Command::Convert(arguments) => convert::run(&arguments).map(|()| 0),
+        Command::Inspect(arguments) => inspect::run(&arguments).map(|()| 0),
+        Command::Compare(arguments) => compare::run(&arguments).map(u8::from),
+        Command::Evaluate(arguments) => evaluate::run(&arguments).map(|()| 0),
+        Command::Formats(arguments) => formats::run(&arguments).map(|()| 0),
+        Command::Completions(arguments) => {
+            completions::run(&arguments, &mut Arguments::command()).map(|()| 0)
+        }
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("error: {error}");
-            ExitCode::from(2)
+            ExitCode::from(error.exit_code())
         }
     }
 }

@@ -5,28 +5,62 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle, WeakProgressBar};
 
+use crate::size::Size;
+
 /// Time between two lines where there is no terminal.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// A bar on a terminal; elsewhere, where indicatif shows nothing, a line on stderr every ten
 /// seconds.
 pub(crate) fn bar(length: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed} {msg}");
-    let bar = ProgressBar::new(length as u64).with_style(style.expect("a template"));
+    start(length as u64, "{bar:32} {pos}/{len} {elapsed} {msg}", of_steps)
+}
+
+/// The same for bytes, with the rate and the time that is left.
+pub(crate) fn bytes(length: u64) -> ProgressBar {
+    let template = "{bar:32} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
+                    {eta} left {msg}";
+    start(length, template, of_bytes)
+}
+
+fn start(length: u64, template: &str, describe: fn(&ProgressBar) -> String) -> ProgressBar {
+    let style = ProgressStyle::with_template(template);
+    let bar = ProgressBar::new(length).with_style(style.expect("a template"));
     if bar.is_hidden() {
         let watched = bar.downgrade();
-        thread::spawn(move || lines(&watched, INTERVAL, |line| eprintln!("{line}")));
+        thread::spawn(move || lines(&watched, INTERVAL, describe, |line| eprintln!("{line}")));
     }
     bar
 }
 
+fn of_steps(bar: &ProgressBar) -> String {
+    let (done, of) = (bar.position(), bar.length().unwrap_or(0));
+    format!("{done}/{of} after {} s: {}", bar.elapsed().as_secs(), bar.message())
+}
+
+fn of_bytes(bar: &ProgressBar) -> String {
+    let (done, of) = (bar.position(), bar.length().unwrap_or(0));
+    if done == 0 {
+        return format!("{} of {}: {}", Size(done), Size(of), bar.message());
+    }
+    let seconds = bar.elapsed().as_secs_f64();
+    let rate = done as f64 / seconds.max(1e-3);
+    let left = (of.saturating_sub(done)) as f64 / rate.max(1.0);
+    let [done, of, rate] = [done, of, rate as u64].map(Size);
+    format!("{done} of {of}, {rate}/s, {left:.0} s left: {}", bar.message())
+}
+
 /// Says how far the work is until it is finished.
-fn lines(bar: &WeakProgressBar, interval: Duration, mut say: impl FnMut(String)) {
+fn lines(
+    bar: &WeakProgressBar,
+    interval: Duration,
+    describe: fn(&ProgressBar) -> String,
+    mut say: impl FnMut(String),
+) {
     loop {
         thread::sleep(interval);
         let Some(bar) = bar.upgrade().filter(|bar| !bar.is_finished()) else { break };
-        let (done, of) = (bar.position(), bar.length().unwrap_or(0));
-        say(format!("{done}/{of} after {} s: {}", bar.elapsed().as_secs(), bar.message()));
+        say(describe(&bar));
     }
 }
 
@@ -46,12 +80,26 @@ mod tests {
         let watched = bar.downgrade();
         let interval = Duration::from_millis(5);
         let thread = thread::spawn(move || {
-            lines(&watched, interval, |line| sender.send(line).expect("someone listens"));
+            let say = |line| sender.send(line).expect("someone listens");
+            lines(&watched, interval, of_steps, say);
         });
         let line = said.recv().expect("a line");
         assert!(line.starts_with("1/4 after ") && line.ends_with(" s: up nvfp4 gptq"), "{line}");
         said.recv().expect("another line");
         bar.finish_and_clear();
         thread.join().expect("it ends");
+    }
+
+    #[test]
+    fn bytes_come_with_a_rate_and_the_time_that_is_left() {
+        let bar = ProgressBar::hidden();
+        bar.set_length(4_000_000);
+        bar.inc(1_000_000);
+        bar.set_message("up");
+        let line = of_bytes(&bar);
+        assert!(
+            line.starts_with("1.00 MB of 4.00 MB, ") && line.ends_with(" s left: up"),
+            "{line}"
+        );
     }
 }

@@ -27,7 +27,7 @@
 //! | `gptq.rs`               | [`Gptq`]: the options of GPTQ                                      |
 //! | `curvature.rs`          | [`Curvature`]: what GPTQ needs of a Gram matrix                    |
 //! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                |
-//! | `quantize_weight.rs`    | a weight quantized by a [`Method`]                                 |
+//! | `quantize_weight.rs`    | a weight quantized by a [`Method`], with [`Statistics`]            |
 //! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original       |
 //! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                      |
 //! | `error.rs`              | [`SearchError`]                                                    |
@@ -71,6 +71,7 @@ pub use hadamard::Hadamard;
 pub use importance::{BlockHessians, Importance};
 pub use method::{E4m3Range, ErrorMetric, Method, MethodRow, ScaleSearch};
 pub use metrics::Metrics;
+pub use quantize_weight::Statistics;
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};

@@ -2,10 +2,22 @@
 
 use burn_fp4_formats::{Fp4Format, Packed};
 
-use crate::host::{self, View};
+use crate::host::{self, HostElement, View};
 use crate::{
     Fp4Scheme, Gram, Importance, Method, ScaleRule, SearchError, quantize_with_best_tensor_scale,
 };
+
+/// What is known of the inputs of a layer.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Statistics<'a> {
+    /// Nothing.
+    #[default]
+    None,
+    /// The mean square of every channel, or a multiple of it.
+    SecondMoments(&'a [f32]),
+    /// `X^T X`.
+    Gram(&'a Gram),
+}
 
 impl Method {
     /// The scheme of the method for a format and block size.
@@ -31,34 +43,80 @@ impl Method {
         gram: Option<&Gram>,
     ) -> Result<Packed, SearchError> {
         let scheme = self.scheme(format, block_size);
-        scheme.check_columns(cols)?;
-        if let Some(&found) = weight.iter().find(|value| !value.is_finite()) {
-            return Err(SearchError::NonFinite { found });
+        let statistics = gram.map_or(Statistics::None, Statistics::Gram);
+        self.quantize_view(weight, View::rows(rows, cols), &scheme, statistics)
+    }
+
+    /// Quantizes a tensor of any float type along any axis, by the method's search and the rest of
+    /// the scheme.
+    ///
+    /// # Errors
+    /// As [`quantize`](Self::quantize); [`SearchError::Importance`] for second moments where the
+    /// method takes Gram matrices.
+    pub fn quantize_view<T: HostElement>(
+        self,
+        weight: &[T],
+        view: View,
+        scheme: &Fp4Scheme,
+        statistics: Statistics<'_>,
+    ) -> Result<Packed, SearchError> {
+        let scheme = &scheme.with_search(self.row().search);
+        scheme.check_columns(view.axis)?;
+        let amax = host::amax(weight, view, scheme);
+        if amax.iter().any(|amax| !amax.is_finite()) {
+            let found = weight.iter().map(|value| value.to_f32()).find(|value| !value.is_finite());
+            return Err(SearchError::NonFinite { found: found.unwrap_or(f32::NAN) });
         }
-        let view = View::rows(rows, cols);
         if self == Self::SseTensorScale {
-            return quantize_with_best_tensor_scale(weight, view, &scheme, Importance::Uniform);
+            return quantize_with_best_tensor_scale(weight, view, scheme, Importance::Uniform);
         }
-        let amax = host::amax(weight, view, &scheme);
-        let gram = match (self.row().calibrated, gram) {
-            (true, Some(gram)) => gram,
-            (true, None) => return Err(SearchError::Uncalibrated { method: self }),
-            (false, _) => {
-                return host::quantize_packed(weight, view, &scheme, &amax, Importance::Uniform);
+        if !self.row().calibrated {
+            return host::quantize_packed(weight, view, scheme, &amax, Importance::Uniform);
+        }
+        match statistics {
+            Statistics::None => Err(SearchError::Uncalibrated { method: self }),
+            Statistics::SecondMoments(weights) => {
+                if self.gptq().is_some() {
+                    let (expected, found) = ("a Gram matrix", "channel weights");
+                    return Err(SearchError::Importance { search: scheme.search, expected, found });
+                }
+                let importance = Importance::Channels(weights);
+                host::quantize_packed(weight, view, scheme, &amax, importance)
             }
-        };
+            Statistics::Gram(gram) => self.quantize_by_gram(weight, view, scheme, &amax, gram),
+        }
+    }
+
+    fn quantize_by_gram<T: HostElement>(
+        self,
+        weight: &[T],
+        view: View,
+        scheme: &Fp4Scheme,
+        amax: &[f32],
+        gram: &Gram,
+    ) -> Result<Packed, SearchError> {
         if let Some(options) = self.gptq() {
-            return options.quantize(weight, rows, cols, &scheme, &amax, gram);
+            let (rows, cols) = (view.packed_rows(), view.axis);
+            return options.quantize(&dense_rows(weight, view), rows, cols, scheme, amax, gram);
         }
         let weights: Vec<f32>;
         let hessians;
         let importance = if scheme.search.needs_hessians() {
-            hessians = gram.blocks(block_size)?;
+            hessians = gram.blocks(scheme.block_size)?;
             Importance::Blocks(&hessians)
         } else {
             weights = gram.diagonal().map(|value| value as f32).collect();
             Importance::Channels(&weights)
         };
-        host::quantize_packed(weight, view, &scheme, &amax, importance)
+        host::quantize_packed(weight, view, scheme, amax, importance)
     }
+}
+
+/// The packed rows of a tensor, f32, wherever they lie.
+fn dense_rows<T: HostElement>(weight: &[T], view: View) -> Vec<f32> {
+    let row = |row: usize| {
+        let start = row / view.inner * view.axis * view.inner + row % view.inner;
+        (0..view.axis).map(move |k| weight[start + k * view.inner].to_f32())
+    };
+    (0..view.packed_rows()).flat_map(row).collect()
 }

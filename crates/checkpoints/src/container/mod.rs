@@ -51,7 +51,7 @@ pub struct Container {
 
 impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
-    /// `model.safetensors.index.json`, or with a single safetensors file.
+    /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
     /// A file stands for itself: configs beside it are only read if the folder is opened.
     ///
@@ -92,7 +92,11 @@ impl Container {
         let entries = if index.is_file() {
             container.add_shards(&index)?
         } else {
-            container.add_safetensors(single_file(root)?)?
+            let mut entries = Vec::new();
+            for path in shards_without_index(root)? {
+                entries.extend(container.add_safetensors(path)?);
+            }
+            entries
         };
         container.index(entries)?;
         // Configs name modules: what they may take grows with what there is.
@@ -242,6 +246,28 @@ impl Container {
         }
     }
 
+    /// Where bytes that a tensor of this container borrows lie: the file, by its place among
+    /// [`file_names`](Self::file_names), and the offset in it.
+    pub(crate) fn place_of(&self, bytes: &[u8]) -> Option<(usize, u64)> {
+        let begin = bytes.as_ptr() as usize;
+        self.files.iter().enumerate().find_map(|(at, file)| {
+            let map = file.map.bytes();
+            let offset = begin.checked_sub(map.as_ptr() as usize)?;
+            (offset + bytes.len() <= map.len()).then_some((at, offset as u64))
+        })
+    }
+
+    /// The path of a file and the bytes it had when it was opened.
+    pub(crate) fn file(&self, at: usize) -> (&Path, u64) {
+        let file = &self.files[at];
+        (&file.path, file.map.bytes().len() as u64)
+    }
+
+    /// The paths of the files with tensors, and the bytes they had when they were opened.
+    pub fn files(&self) -> impl Iterator<Item = (&Path, u64)> {
+        (0..self.files.len()).map(|at| self.file(at))
+    }
+
     /// The names of the files with tensors.
     pub fn file_names(&self) -> Vec<String> {
         let name =
@@ -288,10 +314,11 @@ impl Container {
     }
 }
 
-fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
+/// `model.safetensors`, or all safetensors files by their names.
+fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let model = root.join(SINGLE);
     if model.is_file() {
-        return Ok(model);
+        return Ok(vec![model]);
     }
     let mut found = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CheckpointError::io(root))? {
@@ -300,13 +327,12 @@ fn single_file(root: &Path) -> Result<PathBuf, CheckpointError> {
             found.push(path);
         }
     }
-    match found.len() {
-        1 => Ok(found.remove(0)),
-        _ => Err(CheckpointError::NotACheckpoint {
-            path: root.to_owned(),
-            expected: "model.safetensors, model.safetensors.index.json, or one safetensors file",
-        }),
+    if found.is_empty() {
+        let expected = "model.safetensors.index.json, or safetensors files";
+        return Err(CheckpointError::NotACheckpoint { path: root.to_owned(), expected });
     }
+    found.sort();
+    Ok(found)
 }
 
 /// A config, if it is there, beside files of so many bytes.

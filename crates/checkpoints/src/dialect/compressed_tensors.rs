@@ -228,6 +228,10 @@ impl Write for CompressedTensors {
         Holds { tensor_scale: Stated::Divisor, input_scale: true }
     }
 
+    fn fuses(&self) -> bool {
+        true
+    }
+
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = scheme::torch_metadata();
         let config = match &model.config {

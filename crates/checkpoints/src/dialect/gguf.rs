@@ -18,7 +18,7 @@ use super::parts::{self, Reader};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::gguf::Metadata as Pairs;
 use crate::container::{Container, Metadata};
-use crate::dtype::{DataType, Dtype, GGML_MXFP4, GGML_NVFP4};
+use crate::dtype::{DataType, Dtype, GGML_MXFP4, GGML_NVFP4, GgmlRow};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::json::Json;
@@ -91,6 +91,13 @@ fn read_weight<'a>(
     Ok(Some(weight))
 }
 
+fn record(format: Fp4Format) -> &'static GgmlRow {
+    match format {
+        Fp4Format::NvFp4 => &GGML_NVFP4,
+        Fp4Format::MxFp4 => &GGML_MXFP4,
+    }
+}
+
 impl Write for Gguf {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
@@ -117,10 +124,7 @@ impl Write for Gguf {
         if fp4.block_size != fp4.format.row().block_size || fp4.shape.len() > MAX_AXES {
             return Err(cannot("blocks of another size, or more than four axes"));
         }
-        let row = match fp4.format {
-            Fp4Format::NvFp4 => &GGML_NVFP4,
-            Fp4Format::MxFp4 => &GGML_MXFP4,
-        };
+        let row = record(fp4.format);
         if !fp4.cols().is_multiple_of(row.block) {
             return Err(cannot("NVFP4 whose columns are no multiple of 64"));
         }
@@ -148,6 +152,10 @@ impl Write for Gguf {
             }
         }
         Ok(tensors)
+    }
+
+    fn columns(&self, format: Fp4Format, _: usize) -> usize {
+        record(format).block
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {

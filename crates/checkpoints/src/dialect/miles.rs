@@ -69,6 +69,10 @@ impl Write for Miles {
         Ok(tensors)
     }
 
+    fn fuses(&self) -> bool {
+        true
+    }
+
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let ignore = Json::strings(ignore_list(model));
         let kin = [self.name(), modelopt::ModelOpt.name()].contains(&model.quantization.dialect);

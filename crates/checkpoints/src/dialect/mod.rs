@@ -84,7 +84,20 @@ pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, Chec
     }
 }
 
+/// The dialect of a name, and how it is written.
+///
+/// # Errors
+/// As [`named`], and [`CheckpointError::ReadOnly`].
+pub fn writer(name: &str) -> Result<(&'static dyn Dialect, &'static dyn Write), CheckpointError> {
+    let dialect = named(name)?;
+    let writer = dialect.writer().ok_or_else(|| CheckpointError::ReadOnly {
+        dialect: dialect.name(),
+        dialects: written(),
+    })?;
+    Ok((dialect, writer))
+}
+
 /// The names of the dialects that are written.
-pub(crate) fn written() -> Vec<&'static str> {
+pub fn written() -> Vec<&'static str> {
     DIALECTS.iter().filter(|d| d.writer().is_some()).map(|d| d.name()).collect()
 }

@@ -186,6 +186,10 @@ impl Write for ModelOpt {
         tensors(weight)
     }
 
+    fn fuses(&self) -> bool {
+        true
+    }
+
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = scheme::torch_metadata();
         if model.quantization.dialect == self.name() {

@@ -1,5 +1,7 @@
 //! What every dialect answers: how it is recognized, how it is read, and how it is written.
 
+use burn_fp4_formats::Fp4Format;
+
 use crate::container::{Container, gguf::Metadata};
 use crate::error::CheckpointError;
 use crate::json::Json;
@@ -38,6 +40,17 @@ pub trait Write: Sync {
     /// Which scales it has a place for.
     fn holds(&self) -> Holds {
         Holds { tensor_scale: Stated::Multiplier, input_scale: true }
+    }
+
+    /// What the columns of a weight in blocks of this size have to be a multiple of.
+    fn columns(&self, _format: Fp4Format, block_size: usize) -> usize {
+        block_size
+    }
+
+    /// Whether readers run some layers as one (query, key and value; gate and up), which then need
+    /// one scheme and, if there is one, one tensor scale.
+    fn fuses(&self) -> bool {
+        false
     }
 
     /// The files and metadata around the tensors.

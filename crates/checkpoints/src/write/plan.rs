@@ -31,8 +31,8 @@ pub(super) struct PlannedFile {
     pub(super) header: Vec<u8>,
     /// The weights in it, by their place in the model.
     pub(super) weights: Vec<usize>,
-    /// Offset and bytes of each of their tensors, in the order in which the dialect gives them.
-    pub(super) places: Vec<(u64, u64)>,
+    /// Offset and bytes of the tensors of each, in the order in which the dialect gives them.
+    pub(super) places: Vec<Vec<(u64, u64)>>,
     pub(super) length: u64,
 }
 
@@ -48,7 +48,7 @@ struct Spec {
 type Assignment = Vec<(String, Vec<usize>)>;
 
 impl Plan {
-    pub(super) fn new(model: &Model<'_>, target: &Target<'_>) -> Result<Self, CheckpointError> {
+    pub(super) fn new(model: &Model<'_>, target: &Target) -> Result<Self, CheckpointError> {
         let mut report = WriteReport::default();
         let mut specs = Vec::with_capacity(model.weights.len());
         let mut skeletons = Vec::with_capacity(model.weights.len());
@@ -98,14 +98,14 @@ impl Plan {
             .filter_map(|s| Some((s.name.as_str(), s.dtype.ggml()?, s.shape.as_slice(), s.bytes)))
             .collect();
         let (header, offsets, length) = gguf::layout(&tensors, metadata);
-        let places = offsets.into_iter().zip(tensors.iter().map(|tensor| tensor.3)).collect();
-        let weights = (0..specs.len()).collect();
+        let weights: Vec<usize> = (0..specs.len()).collect();
+        let places = places(specs, &weights, &offsets);
         self.files.push(PlannedFile { name: String::new(), header, weights, places, length });
     }
 
     fn folder(
         &mut self,
-        target: &Target<'_>,
+        target: &Target,
         specs: &[Vec<Spec>],
         files: Assignment,
         metadata: &[(String, String)],
@@ -124,7 +124,7 @@ impl Plan {
                 shards.push((spec.name.clone(), name.clone()));
             }
             let (header, offsets, length) = safetensors::layout(&tensors, metadata);
-            let places = offsets.into_iter().zip(tensors.iter().map(|tensor| tensor.3)).collect();
+            let places = places(specs, &weights, &offsets);
             self.files.push(PlannedFile { name, header, weights, places, length });
         }
         let configs = configs.into_iter().map(|(name, json)| (name.to_owned(), json.pretty()));
@@ -142,7 +142,14 @@ impl Plan {
     }
 }
 
-fn specs_of(weight: &Weight<'_>, target: &Target<'_>) -> Result<Vec<Spec>, CheckpointError> {
+/// Offset and bytes of the tensors of each weight.
+fn places(specs: &[Vec<Spec>], weights: &[usize], offsets: &[u64]) -> Vec<Vec<(u64, u64)>> {
+    let mut offsets = offsets.iter();
+    let mut place = |spec: &Spec| offsets.next().map(|&offset| (offset, spec.bytes));
+    weights.iter().map(|&at| specs[at].iter().filter_map(&mut place).collect()).collect()
+}
+
+fn specs_of(weight: &Weight<'_>, target: &Target) -> Result<Vec<Spec>, CheckpointError> {
     let tensors = target.writer.tensors(weight)?;
     let spec = |tensor: NewTensor<'_>| {
         let bytes = tensor.dtype.bytes(&tensor.shape).ok_or_else(|| {

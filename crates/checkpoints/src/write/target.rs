@@ -12,18 +12,17 @@ use crate::dialect::{Dialect, Stated, Write};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
-use crate::storage::transpose;
 use crate::tensor::Tensor;
 use crate::weight::{Value, Weight};
 
 /// What is written: the dialect, and what is done on the way.
-pub(super) struct Target<'t> {
+pub(super) struct Target {
     pub(super) dialect: &'static dyn Dialect,
     pub(super) writer: &'static dyn Write,
-    pub(super) options: &'t WriteOptions,
+    pub(super) options: WriteOptions,
 }
 
-impl Target<'_> {
+impl Target {
     /// The weight as the dialect gets it.
     pub(super) fn prepare<'w>(
         &self,
@@ -114,15 +113,7 @@ fn decode_fp4(
     fp4: &Fp4Weight<'_>,
     dtype: Dtype,
 ) -> Result<Tensor<'static>, CheckpointError> {
-    let values = fp4.dequantize();
-    let mut shape = fp4.shape.clone();
-    let values = if fp4.transposed {
-        let axes = shape.len();
-        shape.swap(axes - 2, axes - 1);
-        transpose(&values, fp4.stacked(), fp4.rows(), fp4.cols())
-    } else {
-        values
-    };
+    let (shape, values) = fp4.parameter();
     let bytes: Vec<u8> = match dtype {
         Dtype::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
         Dtype::BF16 => {

@@ -1,5 +1,9 @@
 //! `fp4 evaluate`: which methods run on which weights, and what they reach.
 
+mod evaluation;
+mod plot;
+mod tensors;
+
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -7,9 +11,9 @@ use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
 
 use crate::error::CliError;
-use crate::evaluation::{Evaluation, Figures, Outcome, table};
-use crate::tensors::{Matrix, matrix, read, tensors};
-use crate::{plot, progress};
+use crate::progress;
+use evaluation::{Evaluation, Figures, Outcome, table};
+use tensors::{Matrix, matrix, read, tensors};
 
 /// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the
 /// layer.

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use plotters::prelude::*;
 
+use super::evaluation::{Evaluation, Outcome};
 use crate::error::CliError;
-use crate::evaluation::{Evaluation, Outcome};
 
 /// Height of a bar with its gap, in pixels.
 const BAR: u32 = 24;

@@ -1,0 +1,135 @@
+//! The bytes of tensors by reading their files: one that was cut off meanwhile is an error here,
+//! where touching the memory map would end the process; and what was read counts as memory only
+//! while it is kept.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
+
+use crate::container::Container;
+use crate::error::{CheckpointError, TensorProblem};
+use crate::fp4::TensorScale;
+use crate::fp8::Fp8Weight;
+use crate::tensor::Tensor;
+use crate::weight::{Value, Weight};
+
+/// Reads the tensors of a container.
+pub struct Reader<'c> {
+    container: &'c Container,
+    open: HashMap<usize, File>,
+}
+
+impl<'c> Reader<'c> {
+    /// A reader that has opened nothing yet.
+    pub fn new(container: &'c Container) -> Self {
+        Self { container, open: HashMap::new() }
+    }
+
+    /// Reads bytes that a tensor borrows from the container's map.
+    ///
+    /// # Errors
+    /// [`TensorProblem::Changed`] if the file is not as long as it was, and what the file system
+    /// refuses.
+    pub fn read(
+        &mut self,
+        tensor: &str,
+        mapped: &[u8],
+        into: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let Some((at, offset)) = self.container.place_of(mapped).filter(|_| !mapped.is_empty())
+        else {
+            // Made in memory, or nothing.
+            into.copy_from_slice(mapped);
+            return Ok(());
+        };
+        let (path, expected) = self.container.file(at);
+        let io = |source| CheckpointError::TensorIo {
+            file: path.to_owned(),
+            tensor: tensor.to_owned(),
+            source,
+        };
+        let changed = |found| {
+            CheckpointError::tensor(path, tensor, TensorProblem::Changed { expected, found })
+        };
+        let file = match self.open.entry(at) {
+            std::collections::hash_map::Entry::Occupied(open) => open.into_mut(),
+            std::collections::hash_map::Entry::Vacant(none) => {
+                let file = File::open(path).map_err(io)?;
+                let found = file.metadata().map_err(io)?.len();
+                if found != expected {
+                    return Err(changed(found));
+                }
+                none.insert(file)
+            }
+        };
+        file.seek(SeekFrom::Start(offset)).map_err(io)?;
+        match file.read_exact(into) {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                Err(changed(file.metadata().map_err(io)?.len()))
+            }
+            Err(error) => Err(io(error)),
+        }
+    }
+
+    /// The weight with bytes of its own.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn weight(&mut self, weight: &Weight<'c>) -> Result<Weight<'c>, CheckpointError> {
+        let name = &weight.name;
+        let value = match &weight.value {
+            Value::Plain(tensor) => Value::Plain(self.tensor(tensor)?),
+            Value::Fp8(fp8) => Value::Fp8(Fp8Weight {
+                values: self.tensor(&fp8.values)?,
+                scales: self.tensor(&fp8.scales)?,
+                granularity: fp8.granularity,
+            }),
+            Value::Fp4(fp4) => {
+                let mut copy = fp4.clone();
+                copy.codes = self.bytes(name, &fp4.codes)?.into();
+                copy.scales = self.bytes(name, &fp4.scales)?.into();
+                copy.tensor_scale = self.scale(name, fp4.tensor_scale.as_ref())?;
+                Value::Fp4(copy)
+            }
+        };
+        let smoothing = weight.pre_quant_scale.as_ref();
+        Ok(Weight {
+            name: name.clone(),
+            file: weight.file,
+            value,
+            input_scale: self.scale(name, weight.input_scale.as_ref())?,
+            pre_quant_scale: smoothing.map(|tensor| self.tensor(tensor)).transpose()?,
+        })
+    }
+
+    fn tensor(&mut self, tensor: &Tensor<'c>) -> Result<Tensor<'c>, CheckpointError> {
+        let bytes: Cow<'c, [u8]> = self.bytes(&tensor.name, &tensor.bytes)?.into();
+        let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
+        Ok(Tensor { name, file: tensor.file, dtype: tensor.dtype, shape, bytes })
+    }
+
+    fn bytes(&mut self, name: &str, mapped: &[u8]) -> Result<Vec<u8>, CheckpointError> {
+        let mut bytes = vec![0; mapped.len()];
+        self.read(name, mapped, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn scale(
+        &mut self,
+        name: &str,
+        scale: Option<&TensorScale<'c>>,
+    ) -> Result<Option<TensorScale<'c>>, CheckpointError> {
+        let mut read = |mapped: &[u8]| self.bytes(name, mapped);
+        Ok(match scale {
+            None => None,
+            Some(TensorScale::Multiplier(numbers)) => {
+                Some(TensorScale::Multiplier(numbers.try_map(&mut read)?))
+            }
+            Some(TensorScale::Divisor(numbers)) => {
+                Some(TensorScale::Divisor(numbers.try_map(&mut read)?))
+            }
+        })
+    }
+}

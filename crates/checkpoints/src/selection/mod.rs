@@ -1,0 +1,317 @@
+//! Which weights of a model become FP4, and which of them go together: by name and shape alone,
+//! before a byte of them is read.
+//!
+//! A weight is kept for the first [`Reason`] that there is. Where readers run layers as one (query,
+//! key and value; gate and up) all of them are kept if one is, and those that are not share a
+//! tensor scale.
+
+mod fused;
+mod layers;
+mod preset;
+mod reason;
+
+use std::collections::{BTreeMap, HashMap};
+
+use burn_fp4_formats::Fp4Format;
+
+use crate::dialect::{self, Stated, Write};
+use crate::dtype::Dtype;
+use crate::error::CheckpointError;
+use crate::fp4::Fp4Weight;
+use crate::json::Json;
+use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::weight::{Model, Quantization, Value, Weight};
+pub(crate) use fused::family;
+use layers::Layers;
+use preset::Names;
+pub use preset::{Preset, PresetRow};
+pub use reason::Reason;
+
+/// What a user chooses.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// The format of what is quantized.
+    pub format: Fp4Format,
+    /// Numbers that share a block scale.
+    pub block_size: usize,
+    /// The dialect that is written.
+    pub dialect: String,
+    /// Which weights, by their names.
+    pub preset: Preset,
+    /// Names of weights or modules that are kept, whatever else is said: [`Pattern`]s.
+    pub keep: Vec<String>,
+    /// If there are any: what is quantized instead of what the preset chooses.
+    pub only: Vec<String>,
+    /// Layers at the start that are kept.
+    pub first_layers: usize,
+    /// Layers at the end that are kept.
+    pub last_layers: usize,
+}
+
+/// What becomes of a weight.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decision {
+    /// It is quantized, with the group of this number.
+    Quantize(usize),
+    /// It stays as it is.
+    Keep(Reason),
+}
+
+/// The decision about every weight of a model.
+#[derive(Debug)]
+pub struct Selection {
+    /// One for each weight.
+    pub decisions: Vec<Decision>,
+    /// The weights that are quantized with one tensor scale, in the order of the model. Most are
+    /// alone.
+    pub groups: Vec<Vec<usize>>,
+    choice: Choice,
+    layers: Layers,
+    scaled: bool,
+}
+
+/// The axes of a weight, as `[stacked, rows, cols]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Matrices {
+    /// Matrices, each with a tensor scale of its own.
+    pub stacked: usize,
+    /// Rows of each: the outputs of the layer.
+    pub rows: usize,
+    /// Columns of each, along which blocks run: the inputs of the layer.
+    pub cols: usize,
+    /// Whether the parameter is `[stacked, cols, rows]`.
+    pub transposed: bool,
+}
+
+/// Models whose stacked experts are `[experts, inputs, outputs]` (their files in transformers).
+const TRANSPOSED: [&str; 5] =
+    ["gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"];
+
+impl Selection {
+    /// Decides about every weight.
+    ///
+    /// # Errors
+    /// An unknown dialect or one that is only read, a block size that the format does not have, a
+    /// pattern that is none, a preset that needs a number of layers where there is none, and
+    /// [`CheckpointError::NothingSelected`].
+    pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
+        let (_, writer) = dialect::writer(&choice.dialect)?;
+        let matchers = |texts: &[String]| -> Result<Vec<Matcher>, CheckpointError> {
+            texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
+        };
+        let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
+        let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
+        let names = Names::of(choice.preset)?;
+        let judge = Judge { model, choice, writer, names, keep, only, layers: &layers };
+        let mut reasons: Vec<Option<Reason>> =
+            model.weights.iter().map(|w| judge.keeps(w)).collect();
+        let families = fused::families(model);
+        if writer.fuses() && choice.preset != Preset::Miles {
+            keep_together(model, &families, &mut reasons);
+        }
+        let shares = writer.fuses() && choice.format.row().tensor_scale;
+        let groups = groups(choice.preset, shares, &families, &reasons, model);
+        let mut decisions: Vec<Decision> = Vec::with_capacity(reasons.len());
+        let of_weight: HashMap<usize, usize> = groups
+            .iter()
+            .enumerate()
+            .flat_map(|(group, members)| members.iter().map(move |&at| (at, group)))
+            .collect();
+        for (at, reason) in reasons.into_iter().enumerate() {
+            decisions.push(match reason {
+                Some(reason) => Decision::Keep(reason),
+                None => Decision::Quantize(of_weight[&at]),
+            });
+        }
+        let scaled = writer.holds().tensor_scale != Stated::Folded;
+        let selection = Self { decisions, groups, choice: choice.clone(), layers, scaled };
+        selection.check_not_empty(model)?;
+        Ok(selection)
+    }
+
+    /// A conversion that quantizes nothing is a mistake, not a result.
+    fn check_not_empty(&self, model: &Model<'_>) -> Result<(), CheckpointError> {
+        if !self.groups.is_empty() {
+            return Ok(());
+        }
+        let matrices = model.weights.iter().zip(&self.decisions);
+        let first = matrices.filter(|(weight, _)| weight.shape().len() >= 2).find_map(
+            |(weight, decision)| match decision {
+                Decision::Keep(reason) => Some((weight.name.clone(), reason.to_string())),
+                Decision::Quantize(_) => None,
+            },
+        );
+        let nothing = || ("none".to_owned(), "there is no matrix".to_owned());
+        let (first, reason) = first.unwrap_or_else(nothing);
+        Err(CheckpointError::NothingSelected { tensors: model.weights.len(), first, reason })
+    }
+
+    /// Whether what is written has a place for tensor scales; where not they are 1.
+    pub fn has_tensor_scales(&self) -> bool {
+        self.scaled && self.choice.format.row().tensor_scale
+    }
+
+    /// The model as it will be written, without the bytes of what is quantized.
+    pub fn outline<'a>(&self, model: &Model<'a>) -> Model<'a> {
+        let outline = |(weight, decision): (&Weight<'a>, &Decision)| match decision {
+            Decision::Keep(_) => weight.clone(),
+            Decision::Quantize(_) => {
+                let matrices = Matrices::of(model, weight);
+                let value = Value::Fp4(Fp4Weight::outline(
+                    self.choice.format,
+                    self.choice.block_size,
+                    matrices.shape(weight.shape().len()),
+                    matrices.transposed,
+                    self.has_tensor_scales(),
+                ));
+                Weight::new(weight.name.clone(), weight.file, value)
+            }
+        };
+        let mut ignore = model.quantization.ignore.clone();
+        ignore.extend(self.layers.kept().map(Pattern::Within));
+        Model {
+            weights: model.weights.iter().zip(&self.decisions).map(outline).collect(),
+            files: model.files.clone(),
+            config: model.config.clone(),
+            // What the source says of its quantization is no longer all of it.
+            quantization: Quantization { dialect: "", ignore, ..model.quantization.clone() },
+            gguf: model.gguf.clone(),
+            sidecars: model.sidecars.clone(),
+        }
+    }
+}
+
+impl Matrices {
+    /// The matrices of a weight with two or more axes.
+    pub fn of(model: &Model<'_>, weight: &Weight<'_>) -> Self {
+        let shape = weight.shape();
+        let kind =
+            |config: &Json| config.get("model_type").and_then(Json::as_str).map(str::to_owned);
+        let kind = model.config.as_ref().and_then(kind).unwrap_or_default();
+        let transposed = shape.len() == 3 && TRANSPOSED.contains(&kind.as_str());
+        let [stack @ .., rows, cols] = shape else {
+            return Self { stacked: 1, rows: 1, cols: weight.len(), transposed: false };
+        };
+        let (rows, cols) = if transposed { (*cols, *rows) } else { (*rows, *cols) };
+        Self { stacked: stack.iter().product(), rows, cols, transposed }
+    }
+
+    /// `[rows, cols]`, or `[stacked, rows, cols]` of a weight with more axes.
+    fn shape(self, axes: usize) -> Vec<usize> {
+        match axes {
+            2 => vec![self.rows, self.cols],
+            _ => vec![self.stacked, self.rows, self.cols],
+        }
+    }
+}
+
+/// What is needed to judge a weight by itself.
+struct Judge<'j> {
+    model: &'j Model<'j>,
+    choice: &'j Choice,
+    writer: &'static dyn Write,
+    names: Names,
+    keep: Vec<Matcher>,
+    only: Vec<Matcher>,
+    layers: &'j Layers,
+}
+
+impl Judge<'_> {
+    /// Why a weight stays as it is, if it does.
+    fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
+        if let Some(reason) = unfit(weight) {
+            return Some(reason);
+        }
+        let hits = |matchers: &[Matcher]| {
+            let hit = |m: &Matcher| m.matches(&weight.name) || m.matches(weight.module());
+            matchers.iter().position(hit)
+        };
+        if let Some(at) = hits(&self.keep) {
+            return Some(Reason::Asked(self.choice.keep[at].clone()));
+        }
+        if let Some(layer) = self.layers.keeps(&weight.name) {
+            return Some(Reason::Layer(layer));
+        }
+        if self.only.is_empty() {
+            if let Some(reason) = self.names.keeps(weight) {
+                return Some(reason);
+            }
+        } else if hits(&self.only).is_none() {
+            return Some(Reason::NotAsked);
+        }
+        let cols = Matrices::of(self.model, weight).cols;
+        let of = self.writer.columns(self.choice.format, self.choice.block_size);
+        (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
+    }
+}
+
+/// What no choice of a user makes a matrix of floats.
+fn unfit(weight: &Weight<'_>) -> Option<Reason> {
+    match &weight.value {
+        Value::Fp4(fp4) => return Some(Reason::Already(fp4.format.to_string())),
+        Value::Plain(tensor) if !tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16]) => {
+            return Some(Reason::Dtype(tensor.dtype.to_string()));
+        }
+        Value::Plain(_) | Value::Fp8(_) => {}
+    }
+    if weight.pre_quant_scale.is_some() {
+        return Some(Reason::Smoothed);
+    }
+    let shape = weight.shape();
+    (shape.len() < 2 || shape.len() > 3 || shape.contains(&0)).then_some(Reason::NoMatrix)
+}
+
+/// If one of a family is kept, all are.
+fn keep_together(
+    model: &Model<'_>,
+    families: &BTreeMap<String, Vec<usize>>,
+    reasons: &mut [Option<Reason>],
+) {
+    for members in families.values() {
+        let Some(&kept) = members.iter().find(|&&at| reasons[at].is_some()) else { continue };
+        for &at in members {
+            reasons[at].get_or_insert_with(|| Reason::With(model.weights[kept].name.clone()));
+        }
+    }
+}
+
+/// The weights that are quantized, those of a family together if they share a tensor scale.
+fn groups(
+    preset: Preset,
+    shares: bool,
+    families: &BTreeMap<String, Vec<usize>>,
+    reasons: &[Option<Reason>],
+    model: &Model<'_>,
+) -> Vec<Vec<usize>> {
+    let mut family: HashMap<usize, &str> = HashMap::new();
+    for (name, members) in families.iter().filter(|_| shares) {
+        let of = |at: usize| Matrices::of(model, &model.weights[at]);
+        let first = members.iter().copied().find(|&at| reasons[at].is_none());
+        for &at in members {
+            // What differs in columns has no common input; the order of their rows is the file's.
+            // Stacked matrices have a scale each, and stay alone.
+            let like = first.is_some_and(|first| {
+                let (a, b) = (of(first), of(at));
+                a.cols == b.cols && a.stacked * b.stacked == 1 && !a.transposed && !b.transposed
+            });
+            if like && preset.shares(&model.weights[at].name) {
+                family.insert(at, name);
+            }
+        }
+    }
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let mut known: HashMap<&str, usize> = HashMap::new();
+    for at in (0..reasons.len()).filter(|&at| reasons[at].is_none()) {
+        match family.get(&at) {
+            Some(&name) => {
+                let group = *known.entry(name).or_insert_with(|| {
+                    groups.push(Vec::new());
+                    groups.len() - 1
+                });
+                groups[group].push(at);
+            }
+            None => groups.push(vec![at]),
+        }
+    }
+    groups
+}

@@ -1,0 +1,196 @@
+//! Lists of names: which weights are worth 4 bits, and which are better left alone.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::reason::Reason;
+use crate::error::CheckpointError;
+use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::weight::{Value, Weight};
+
+/// Which weights are quantized, by their names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preset {
+    /// Every linear layer but those that no one quantizes.
+    #[default]
+    AllLinear,
+    /// Those of them in feed-forward networks and experts.
+    MlpOnly,
+    /// Those of them in experts.
+    ExpertsOnly,
+    /// What the converter of miles quantizes (`tools/convert_hf_to_nvfp4.py` of radixark/miles as
+    /// of pull request 1054): experts, routed and shared, by parts of their names.
+    Miles,
+}
+
+/// The facts of a [`Preset`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct PresetRow {
+    /// Its name on command lines.
+    pub name: &'static str,
+    /// What it chooses, in a line.
+    pub summary: &'static str,
+}
+
+/// What ModelOpt's configurations never quantize (`default_disabled_quantizers`), and the same in
+/// the names of GGUF files, with what it is.
+const LEFT_ALONE: [(&str, &str); 32] = [
+    ("*lm_head*", "the output layer"),
+    ("*output_layer*", "the output layer"),
+    ("output", "the output layer"),
+    ("*proj_out*", "the output layer"),
+    ("*embed*", "an embedding"),
+    ("*wte", "an embedding"),
+    ("*wpe", "an embedding"),
+    ("*token_embd*", "an embedding"),
+    ("*position_embd*", "an embedding"),
+    ("*token_types*", "an embedding"),
+    ("*norm", "a normalization"),
+    ("*norm?", "a normalization"),
+    ("*router*", "a router"),
+    ("*mlp.gate", "a router"),
+    ("*mlp.gate.*", "a router"),
+    ("*moe.gate", "a router"),
+    ("*feed_forward.gate", "a router"),
+    ("*ffn.gate", "a router"),
+    ("*shared_expert_gate*", "a router"),
+    ("*ffn_gate_inp*", "a router"),
+    ("*conv1d*", "a convolution"),
+    ("*in_proj_a", "a state's projection"),
+    ("*in_proj_b", "a state's projection"),
+    ("*ssm_a", "a state's projection"),
+    ("mtp.*", "a layer that predicts further tokens"),
+    ("*.mtp.*", "a layer that predicts further tokens"),
+    ("*nextn*", "a layer that predicts further tokens"),
+    ("*visual*", "part of another modality"),
+    ("*vision*", "part of another modality"),
+    ("*audio*", "part of another modality"),
+    ("*multi_modal_projector*", "part of another modality"),
+    ("mm.*", "part of another modality"),
+];
+
+/// Names of feed-forward networks, dense or of experts.
+const MLP: [&str; 6] =
+    ["*mlp*", "*feed_forward*", "*block_sparse_moe*", "*.ffn*", "*experts*", "*.moe.*"];
+/// Names of experts, routed or shared.
+const EXPERTS: [&str; 3] = ["*experts*", "*_exps", "*shared_expert*"];
+
+/// Parts of the names of what miles' converter quantizes: one of each list.
+const MILES_WITHIN: [&str; 4] =
+    [".experts.", ".shared_experts.", "block_sparse_moe.experts.", ".moe.experts."];
+const MILES_ENDS: [&str; 7] = [
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+    ".gate_proj.weight",
+    ".up_proj.weight",
+    ".down_proj.weight",
+    ".gate_up_proj.weight",
+];
+
+impl Preset {
+    /// Every preset.
+    pub const ALL: [Self; 4] = [Self::AllLinear, Self::MlpOnly, Self::ExpertsOnly, Self::Miles];
+
+    /// The facts of the preset.
+    pub const fn row(self) -> &'static PresetRow {
+        match self {
+            Self::AllLinear => &PresetRow {
+                name: "all-linear",
+                summary: "every linear layer but embeddings, the output, routers and the like",
+            },
+            Self::MlpOnly => &PresetRow {
+                name: "mlp-only",
+                summary: "of those, the feed-forward networks and experts",
+            },
+            Self::ExpertsOnly => {
+                &PresetRow { name: "experts-only", summary: "of those, the experts" }
+            }
+            Self::Miles => &PresetRow {
+                name: "miles",
+                summary: "what miles' converter of Hugging Face models does (pull request 1054)",
+            },
+        }
+    }
+
+    /// Whether a weight shares its tensor scale with its family: miles knows pairs of gate and up,
+    /// and of those only what is quantized.
+    pub(super) fn shares(self, name: &str) -> bool {
+        let pair = [".gate_proj.", ".up_proj.", ".w1.", ".w3."];
+        self != Self::Miles || pair.iter().any(|part| name.contains(part))
+    }
+}
+
+/// The names of a preset, ready to be matched.
+pub(super) struct Names {
+    preset: Preset,
+    left_alone: Vec<(Matcher, &'static str)>,
+    /// Names, one of which is asked for, and what a weight is that has none of them.
+    asked: Option<(Vec<Matcher>, &'static str)>,
+}
+
+fn matcher(glob: &str) -> Result<Matcher, CheckpointError> {
+    Pattern::parse(glob, Syntax::Glob).matcher()
+}
+
+impl Names {
+    /// # Errors
+    /// None: the patterns are those of this file.
+    pub(super) fn of(preset: Preset) -> Result<Self, CheckpointError> {
+        let left_alone: Result<Vec<_>, CheckpointError> =
+            LEFT_ALONE.iter().map(|(glob, what)| Ok((matcher(glob)?, *what))).collect();
+        let asked: Option<(&[&str], _)> = match preset {
+            Preset::AllLinear | Preset::Miles => None,
+            Preset::MlpOnly => Some((&MLP, "no feed-forward network")),
+            Preset::ExpertsOnly => Some((&EXPERTS, "no expert")),
+        };
+        let asked = match asked {
+            None => None,
+            Some((globs, what)) => {
+                let matchers: Result<Vec<_>, _> = globs.iter().map(|glob| matcher(glob)).collect();
+                Some((matchers?, what))
+            }
+        };
+        Ok(Self { preset, left_alone: left_alone?, asked })
+    }
+
+    /// Why a matrix stays as it is, if it does.
+    pub(super) fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
+        let (name, module) = (&weight.name, weight.module());
+        if self.preset == Preset::Miles {
+            let floats = matches!(weight.value, Value::Plain(_));
+            let expert = MILES_WITHIN.iter().any(|part| name.contains(part))
+                && MILES_ENDS.iter().any(|end| name.ends_with(end));
+            return (!expert || !floats).then_some(Reason::Preset("no expert of miles"));
+        }
+        let stacked = ["gate_up_proj", "gate_proj", "up_proj", "down_proj"];
+        let stacked = stacked.iter().any(|end| name.ends_with(&format!("experts.{end}")));
+        if !name.ends_with(".weight") && !stacked {
+            return Some(Reason::Preset("no layer's weight"));
+        }
+        if let Some((_, what)) = self.left_alone.iter().find(|(m, _)| m.matches(module)) {
+            return Some(Reason::Preset(what));
+        }
+        let (asked, what) = self.asked.as_ref()?;
+        (!asked.iter().any(|m| m.matches(module))).then_some(Reason::Preset(what))
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.row().name)
+    }
+}
+
+impl FromStr for Preset {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|preset| preset.row().name == name);
+        let names = || Self::ALL.map(|preset| preset.row().name).join(", ");
+        found.ok_or_else(|| format!("unknown preset `{name}`: expected one of {}", names()))
+    }
+}

@@ -1,0 +1,52 @@
+//! What is done of a write, on the disk: a line for what is being written, then one for every
+//! weight whose bytes are there. A run that was killed is gone on with from it.
+
+use std::collections::HashSet;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Write as _};
+use std::path::{Path, PathBuf};
+
+use crate::error::CheckpointError;
+
+/// The open journal. Only one process has it.
+pub(super) struct Journal {
+    path: PathBuf,
+    file: File,
+}
+
+impl Journal {
+    /// Opens the journal of a folder, or makes one; refuses if another process has it.
+    pub(super) fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let path = folder.join("journal");
+        let io = CheckpointError::io;
+        let options = OpenOptions::new().read(true).append(true).create(true).open(&path);
+        let file = options.map_err(io(&path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Self { path, file }),
+            Err(TryLockError::WouldBlock) => Err(CheckpointError::Busy { path: folder.to_owned() }),
+            Err(TryLockError::Error(source)) => Err(CheckpointError::Io { path, source }),
+        }
+    }
+
+    /// What is being written, and the weights that are done. A line that a kill cut off counts as
+    /// not there.
+    pub(super) fn read(&mut self) -> Result<Option<(String, HashSet<usize>)>, CheckpointError> {
+        let mut text = String::new();
+        self.file.read_to_string(&mut text).map_err(CheckpointError::io(&self.path))?;
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        if whole.len() + 1 < text.len() {
+            // So that the next line does not go on with the torn one.
+            let kept = if whole.is_empty() { 0 } else { whole.len() as u64 + 1 };
+            self.file.set_len(kept).map_err(CheckpointError::io(&self.path))?;
+        }
+        let mut lines = whole.lines();
+        let task = lines.next().filter(|task| !task.is_empty()).map(str::to_owned);
+        Ok(task.map(|task| (task, lines.filter_map(|line| line.parse().ok()).collect())))
+    }
+
+    /// Adds lines, and waits until they are on the disk.
+    pub(super) fn add(&mut self, lines: &str) -> Result<(), CheckpointError> {
+        self.file.write_all(lines.as_bytes()).map_err(CheckpointError::io(&self.path))?;
+        self.file.sync_data().map_err(CheckpointError::io(&self.path))
+    }
+}

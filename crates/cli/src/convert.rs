@@ -1,0 +1,124 @@
+//! `fp4 convert`: the same numbers in another dialect.
+
+use std::path::PathBuf;
+
+use burn_fp4_checkpoints::dialect;
+use burn_fp4_checkpoints::{Dtype, Reader, Start, Value, Weight, WriteOptions, WriteReport};
+use burn_fp4_search::formats::Fp4Format;
+
+use crate::checkpoint::Input;
+use crate::error::CliError;
+use crate::print::print;
+use crate::progress;
+use crate::size::Size;
+
+/// Write a checkpoint in another dialect: the same codes and scales under other names, with the
+/// configs that its readers expect.
+///
+/// What changes on the way is counted and printed: tensor scales that had to be inverted, block
+/// scales that took in a tensor scale, blocks that were cast to another format.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    input: Input,
+    /// The folder, or for GGUF the file, to make. Nothing may be there.
+    #[arg(long, value_name = "PATH")]
+    out: PathBuf,
+    /// The dialect to write.
+    #[arg(long, value_name = "DIALECT", value_parser = writable)]
+    dialect: String,
+    /// Cast FP4 weights to this format: exactly where that is possible, counted where it is not.
+    #[arg(long)]
+    format: Option<Fp4Format>,
+    /// Decode FP4 weights to floats: bf16 or f32.
+    #[arg(long, value_name = "DTYPE", value_parser = float)]
+    decode_fp4: Option<Dtype>,
+    /// Decode FP8 weights to floats: bf16 or f32.
+    #[arg(long, value_name = "DTYPE", value_parser = float)]
+    decode_fp8: Option<Dtype>,
+    /// Allow a tensor scale to be folded into block scales where that changes values, for dialects
+    /// without one.
+    #[arg(long)]
+    inexact: bool,
+}
+
+/// A dialect that is written.
+pub(crate) fn writable(name: &str) -> Result<String, String> {
+    match dialect::writer(name) {
+        Ok(_) => Ok(name.to_owned()),
+        Err(_) => Err(format!("expected one of {}", dialect::written().join(", "))),
+    }
+}
+
+fn float(name: &str) -> Result<Dtype, String> {
+    match name {
+        "bf16" => Ok(Dtype::BF16),
+        "f32" => Ok(Dtype::F32),
+        _ => Err("expected bf16 or f32".to_owned()),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
+    let checkpoint = arguments.input.open()?;
+    let options = WriteOptions {
+        cast: arguments.format,
+        decode_fp8: arguments.decode_fp8,
+        decode_fp4: arguments.decode_fp4,
+        inexact: arguments.inexact,
+        ..WriteOptions::default()
+    };
+    let model = checkpoint.model()?;
+    let planned = model.plan(&arguments.dialect, &options)?;
+    let mut output = planned.create(&arguments.out, "convert", Start::Anew)?;
+    let mut reader = Reader::new(checkpoint.container());
+    let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum());
+    for (at, weight) in model.weights.iter().enumerate() {
+        bar.set_message(weight.name.clone());
+        convert(&mut output, at, weight, &mut reader)?;
+        bar.inc(weight.bytes() as u64);
+    }
+    bar.finish_and_clear();
+    output.finish()?;
+    print(&summary(&planned.report(), &arguments.out.display().to_string()))
+}
+
+fn convert<'c>(
+    output: &mut burn_fp4_checkpoints::Output<'_>,
+    at: usize,
+    weight: &Weight<'c>,
+    reader: &mut Reader<'c>,
+) -> Result<(), CliError> {
+    match weight.value {
+        Value::Plain(_) => output.copy(at, reader)?,
+        Value::Fp8(_) | Value::Fp4(_) => output.write(at, &reader.weight(weight)?)?,
+    }
+    Ok(())
+}
+
+/// What was written, and what changed on the way.
+fn summary(report: &WriteReport, path: &str) -> String {
+    let (tensors, files, size) = (report.tensors, report.files, Size(report.bytes));
+    let mut text = format!("{path}: {tensors} tensors in {files} files, {size}\n");
+    let mut note = |count: u64, what: String| {
+        if count > 0 {
+            text.push_str(&format!("note: {what}\n"));
+        }
+    };
+    let (inverted, inexactly) = (report.inverted, report.inverted_inexactly);
+    note(
+        inverted,
+        format!("{inverted} scales were inverted, {inexactly} do not come back by inverting again"),
+    );
+    for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
+        let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
+        note(
+            blocks,
+            format!("{blocks} blocks were {what}: {values} values in {changed} of them changed"),
+        );
+    }
+    let left_out = report.input_scales_left_out;
+    note(left_out, format!("{left_out} input scales have no place in this dialect"));
+    note(report.decoded, format!("{} weights were decoded to floats", report.decoded));
+    text
+}

@@ -1,0 +1,77 @@
+//! `fp4 formats`: tables of codes.
+
+use std::fmt::Write as _;
+
+use burn_fp4_search::formats::{E2M1, Fp4Format, ScaleGrid};
+
+use crate::error::CliError;
+use crate::print::print;
+
+/// Print the formats: their elements, block scales and sizes.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Also print every code of the block scales and what it means.
+    #[arg(long)]
+    scales: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
+    let mut text = elements();
+    for format in Fp4Format::ALL {
+        text.push('\n');
+        text.push_str(&facts(format));
+        if arguments.scales {
+            text.push_str(&scales(format));
+        }
+    }
+    print(&text)
+}
+
+/// The elements, which all formats share.
+fn elements() -> String {
+    let line = |what: &str, of: fn(u8) -> String| {
+        let cells: String = (0..8).map(|code| format!("{:>5}", of(code))).collect();
+        format!("  {what:<5}{cells}\n")
+    };
+    let codes = line("code", |code| code.to_string());
+    let values = line("value", |code| E2M1.decode(code).to_string());
+    format!("element (E2M1)\n{codes}{values}  codes 8 to 15 are the same with a minus sign\n")
+}
+
+fn facts(format: Fp4Format) -> String {
+    let row = format.row();
+    let scale = row.block_scale;
+    let tensor = if row.tensor_scale { ", and an f32 for each tensor" } else { "" };
+    let bits = 4.0 + 8.0 / row.block_size as f64;
+    format!(
+        "{}: blocks of {} share an 8-bit scale{tensor}; {bits} bits a weight\n  \
+         block scales up to {} (code {:#04x})\n",
+        row.name,
+        row.block_size,
+        scale.max_value(),
+        scale.max_code(),
+    )
+}
+
+/// Every code of the block scales that is no NaN.
+fn scales(format: Fp4Format) -> String {
+    let row = format.row();
+    let mut text = String::new();
+    match row.scale_grid() {
+        ScaleGrid::Float(scale) => {
+            for first in (0..=scale.max_code()).step_by(8) {
+                let _ = write!(text, "  {first:#04x}");
+                for code in (first..first + 8).filter(|code| !scale.is_nan(*code)) {
+                    let _ = write!(text, " {:>12}", scale.decode(code));
+                }
+                text.push('\n');
+            }
+        }
+        ScaleGrid::PowersOfTwo(scale) => {
+            let (bias, most) = (scale.bias, scale.max_code());
+            let _ = writeln!(text, "  code c is 2^(c - {bias}), for c up to {most}");
+        }
+    }
+    text
+}

@@ -1,0 +1,38 @@
+//! Memory that several threads share: who needs some waits until others have given theirs back.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+
+/// Bytes that may be taken.
+pub(super) struct Budget {
+    free: Mutex<u64>,
+    given_back: Condvar,
+}
+
+/// Bytes that are taken, until this is dropped.
+pub(super) struct Taken<'b> {
+    budget: &'b Budget,
+    bytes: u64,
+}
+
+impl Budget {
+    pub(super) fn new(bytes: u64) -> Self {
+        Self { free: Mutex::new(bytes), given_back: Condvar::new() }
+    }
+
+    /// Waits until so many bytes are free, and takes them. They are not more than all there are.
+    pub(super) fn take(&self, bytes: u64) -> Taken<'_> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free < bytes {
+            free = self.given_back.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+        *free -= bytes;
+        Taken { budget: self, bytes }
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        *self.budget.free.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
+        self.budget.given_back.notify_all();
+    }
+}

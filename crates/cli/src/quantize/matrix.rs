@@ -1,0 +1,152 @@
+//! A group of weights as it is read, and as it is quantized.
+
+use burn_fp4_checkpoints::selection::Matrices;
+use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
+use burn_fp4_search::formats::{Packed, bf16, f16};
+use burn_fp4_search::host::{HostElement, View};
+use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics as Given};
+
+use super::plan::native;
+use super::statistics::{Known, Statistics};
+use crate::error::CliError;
+
+/// Values one after another, in the type of the file.
+pub(super) enum Floats {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    BF16(Vec<bf16>),
+}
+
+/// Reads the weights of a group one behind the other: one matrix, as they have the same columns.
+pub(super) fn read<'c>(
+    model: &Model<'c>,
+    group: &[usize],
+    reader: &mut Reader<'c>,
+) -> Result<Floats, CliError> {
+    let weights = || group.iter().map(move |&at| &model.weights[at]);
+    let dtype = match &model.weights[group[0]].value {
+        Value::Plain(tensor) if native(&weights()) => tensor.plain(),
+        Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => None,
+    };
+    let len = weights().map(Weight::len).sum();
+    match dtype {
+        Some(Dtype::F16) => as_they_are(weights(), len, reader).map(Floats::F16),
+        Some(Dtype::BF16) => as_they_are(weights(), len, reader).map(Floats::BF16),
+        Some(Dtype::F32) => as_they_are(weights(), len, reader).map(Floats::F32),
+        _ => {
+            let mut values = Vec::with_capacity(len);
+            for weight in weights() {
+                values.extend(reader.weight(weight)?.values()?.1);
+            }
+            Ok(Floats::F32(values))
+        }
+    }
+}
+
+/// Little-endian floats, read into their place.
+fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
+    weights: impl Iterator<Item = &'w Weight<'c>>,
+    len: usize,
+    reader: &mut Reader<'c>,
+) -> Result<Vec<T>, CliError> {
+    let mut values = vec![T::zeroed(); len];
+    let mut rest: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+    for weight in weights {
+        let Value::Plain(tensor) = &weight.value else { continue };
+        let (own, others) = rest.split_at_mut(tensor.bytes.len());
+        reader.read(&tensor.name, &tensor.bytes, own)?;
+        rest = others;
+    }
+    if cfg!(target_endian = "big") {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+        bytes.chunks_exact_mut(size_of::<T>()).for_each(<[u8]>::reverse);
+    }
+    Ok(values)
+}
+
+/// How weights are quantized.
+pub(super) struct Quantizer<'q> {
+    pub(super) method: Method,
+    pub(super) scheme: Fp4Scheme,
+    pub(super) statistics: Option<&'q Statistics>,
+}
+
+impl Quantizer<'_> {
+    /// The weights of a group, quantized.
+    pub(super) fn quantize(
+        &self,
+        model: &Model<'_>,
+        outline: &Model<'_>,
+        group: &[usize],
+        floats: Floats,
+    ) -> Result<Vec<(usize, Weight<'static>)>, CliError> {
+        let matrices: Vec<Matrices> =
+            group.iter().map(|&at| Matrices::of(model, &model.weights[at])).collect();
+        let first = matrices[0];
+        let name = &model.weights[group[0]].name;
+        // Members of a group are single matrices, one below the other.
+        let rows = matrices.iter().map(|matrix| matrix.rows).sum();
+        let view = match first.transposed {
+            true => View { outer: 1, axis: first.cols, inner: rows },
+            false => View::rows(rows, first.cols),
+        };
+        let packed = match floats {
+            Floats::F32(values) => self.slices(name, &values, first, view),
+            Floats::F16(values) => self.slices(name, &values, first, view),
+            Floats::BF16(values) => self.slices(name, &values, first, view),
+        }?;
+        let mut begin = 0;
+        let part = |(&at, matrix): (&usize, &Matrices)| {
+            let rows = begin..begin + matrix.rows;
+            begin = rows.end;
+            (at, part(&outline.weights[at], &packed, rows))
+        };
+        Ok(group.iter().zip(&matrices).map(part).collect())
+    }
+
+    /// Every stacked matrix by itself.
+    fn slices<T: HostElement>(
+        &self,
+        name: &str,
+        values: &[T],
+        first: Matrices,
+        view: View,
+    ) -> Result<Vec<Packed>, CliError> {
+        let axes = [first.stacked, first.cols];
+        let slice = |(at, values): (usize, &[T])| {
+            let known = match self.statistics.filter(|_| self.method.row().calibrated) {
+                Some(statistics) => statistics.of(name, at, axes)?,
+                None => Known::Nothing,
+            };
+            let given = match &known {
+                Known::Nothing => Given::None,
+                Known::SecondMoments(moments) => Given::SecondMoments(moments),
+                Known::Gram(gram) => Given::Gram(gram),
+            };
+            let named = |source: SearchError| CliError::Tensor { name: name.to_owned(), source };
+            self.method.quantize_view(values, view, &self.scheme, given).map_err(named)
+        };
+        values.chunks_exact(view.len()).enumerate().map(slice).collect()
+    }
+}
+
+/// Rows of all matrices, as the weight of an outline.
+fn part(outline: &Weight<'_>, packed: &[Packed], rows: std::ops::Range<usize>) -> Weight<'static> {
+    let (codes, scales) = (|m: &Packed| m.cols / 2, |m: &Packed| m.cols / m.block_size);
+    let of = |bytes: fn(&Packed) -> &[u8], per_row: fn(&Packed) -> usize| -> Vec<u8> {
+        let range = |matrix: &Packed| rows.start * per_row(matrix)..rows.end * per_row(matrix);
+        let parts: Vec<&[u8]> = packed.iter().map(|m| &bytes(m)[range(m)]).collect();
+        parts.concat()
+    };
+    let first = &packed[0];
+    let (shape, transposed, scaled) = match &outline.value {
+        Value::Fp4(fp4) => (fp4.shape.clone(), fp4.transposed, fp4.tensor_scale.is_some()),
+        Value::Plain(_) | Value::Fp8(_) => (outline.shape().to_vec(), false, false),
+    };
+    let mut weight = Fp4Weight::outline(first.format, first.block_size, shape, transposed, false);
+    weight.codes = of(|m| &m.codes, codes).into();
+    weight.scales = of(|m| &m.scales, scales).into();
+    let multipliers: Vec<f32> = packed.iter().map(|matrix| matrix.tensor_scale.of_row(0)).collect();
+    weight.tensor_scale = scaled.then(|| TensorScale::Multiplier(Numbers::new(&multipliers)));
+    Weight::new(outline.name.clone(), outline.file, Value::Fp4(weight))
+}

@@ -1,0 +1,192 @@
+//! `fp4 quantize`: a checkpoint of any size becomes one in FP4.
+//!
+//! | file            | what it holds                                                       |
+//! |-----------------|---------------------------------------------------------------------|
+//! | `options.rs`    | what a user chooses, on the command line or in a recipe             |
+//! | `plan.rs`       | what will be done to every tensor                                   |
+//! | `statistics.rs` | what a file knows of the inputs of layers                           |
+//! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
+//! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
+//! | `budget.rs`     | memory that these share                                             |
+
+mod budget;
+mod matrix;
+mod options;
+mod pipeline;
+mod plan;
+mod statistics;
+
+use std::path::PathBuf;
+use std::time::UNIX_EPOCH;
+
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
+use burn_fp4_checkpoints::{Checkpoint, Model, Start, WriteOptions};
+
+use crate::checkpoint::Input;
+use crate::error::CliError;
+use crate::print::{print, print_json};
+use crate::progress;
+use crate::size::Size;
+use budget::Budget;
+use matrix::Quantizer;
+use options::{Options, Settled};
+use pipeline::Work;
+use plan::{Report, Unit, units};
+use statistics::Statistics;
+
+/// Quantize the weights of a checkpoint to 4 bits.
+///
+/// Reads a safetensors file, a folder of a Hugging Face model or a GGUF file (f32, f16, bf16 or
+/// FP8), of any size: one weight after another passes through memory, and nothing is at OUT until
+/// all of it is. Start with --dry-run, which shows what would become of every weight.
+///
+/// Where engines run layers as one (query, key and value; gate and up), these are kept or quantized
+/// together and share a tensor scale, if the dialect is read by such engines.
+///
+/// `--preset miles` writes what miles' converter writes (pull request 1054), byte for byte: only
+/// experts; gate and up share a tensor scale, one alone has its own; an input scale of 1
+/// everywhere; every other module, norms and embeddings too, in the ignore lists, `qkv_proj` beside
+/// its parts, kept layers with a dot at the end; an 8-bit cache announced in both configs.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    input: Input,
+    /// The folder, or for GGUF the file, to make. Nothing may be there.
+    #[arg(long, value_name = "PATH", required_unless_present = "dry_run")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    options: Options,
+    /// A TOML file with any of the options above, without their dashes: `preset = "mlp-only"`,
+    /// `keep = ["*.o_proj"]`. The command line goes first.
+    #[arg(long, value_name = "FILE.toml")]
+    recipe: Option<PathBuf>,
+    /// Memory to use at most, such as 2GB; without, twice what the largest group of weights takes
+    /// and 256 MB.
+    #[arg(long, value_name = "BYTES")]
+    memory: Option<Size>,
+    /// Print what would become of every weight, and stop.
+    #[arg(long)]
+    dry_run: bool,
+    /// Go on with what an interrupted run of the same command has left.
+    #[arg(long)]
+    resume: bool,
+    /// Print the plan, or what was done, as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the program takes besides weights: code, headers, buffers, the stacks of threads.
+const OWN_MEMORY: u64 = 64 << 20;
+/// What the default allows beyond the largest group twice.
+const ROOM: u64 = 256 << 20;
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
+    let checkpoint = arguments.input.open()?;
+    let model = checkpoint.model()?;
+    let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
+    let settled = options.settle(&model)?;
+    let selection = Selection::of(&model, &settled.choice)?;
+    let scheme = settled.scheme(selection.has_tensor_scales())?;
+    let statistics = settled.calibration.as_deref().map(Statistics::open).transpose()?;
+    check_statistics(&model, &selection, &settled, statistics.as_ref())?;
+    let outline = selection.outline(&model);
+    let planned = outline.plan(&settled.choice.dialect, &WriteOptions::default())?;
+    let described = settled.describe();
+    let report = Report::new(described, &model, &outline, &selection, &planned);
+    let units = units(&model, &selection, settled.method.gptq().is_some());
+    let memory = memory(arguments.memory, &model, &units)?;
+    let out = match &arguments.out {
+        Some(out) if !arguments.dry_run => out,
+        _ if arguments.json => return print_json(&report),
+        _ => return print(&format!("{}\n{}", report.table(), report.summary())),
+    };
+    let start = if arguments.resume { Start::Resume } else { Start::Anew };
+    let task = task(&checkpoint, &options, &settled)?;
+    let mut output = planned.create(out, &task, start)?;
+    let todo = |unit: &&Unit| !unit.weights.iter().all(|&at| output.is_done(at));
+    let todo: Vec<&Unit> = units.iter().filter(todo).collect();
+    let bar = progress::bytes(units.iter().map(|unit| unit.bytes).sum());
+    let left: u64 = todo.iter().map(|unit| unit.bytes).sum();
+    bar.set_position(bar.length().unwrap_or(0) - left);
+    bar.reset_eta();
+    let work = Work {
+        container: checkpoint.container(),
+        model: &model,
+        outline: &outline,
+        units: &todo,
+        quantizer: &Quantizer { method: settled.method, scheme, statistics: statistics.as_ref() },
+        budget: &Budget::new(memory),
+        bar: &bar,
+    };
+    if let Err(error) = pipeline::run(&work, &mut output) {
+        bar.finish_and_clear();
+        // What a user has to change makes another task; a machine may do better the next time.
+        return Err(match error.exit_code() {
+            3 => {
+                CliError::Interrupted { error: Box::new(error), partial: output.keep().to_owned() }
+            }
+            _ => error,
+        });
+    }
+    bar.finish_and_clear();
+    let partial = output.keep().to_owned();
+    output.finish().map_err(|error| {
+        let error = Box::new(CliError::from(error));
+        CliError::Interrupted { error, partial }
+    })?;
+    match arguments.json {
+        true => print_json(&report),
+        false => print(&format!("{}: {}", out.display(), report.summary())),
+    }
+}
+
+/// Every weight to be quantized by a calibrated method has statistics that it can use.
+fn check_statistics(
+    model: &Model<'_>,
+    selection: &Selection,
+    settled: &Settled,
+    statistics: Option<&Statistics>,
+) -> Result<(), CliError> {
+    let Some(statistics) = statistics.filter(|_| settled.method.row().calibrated) else {
+        return Ok(());
+    };
+    for (weight, decision) in model.weights.iter().zip(&selection.decisions) {
+        if matches!(decision, Decision::Quantize(_)) {
+            let matrices = Matrices::of(model, weight);
+            let axes = [matrices.stacked, matrices.cols];
+            statistics.check(&weight.name, axes, settled.method)?;
+        }
+    }
+    Ok(())
+}
+
+/// The memory that weights may take.
+fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64, CliError> {
+    let largest = units.iter().max_by_key(|unit| unit.memory);
+    let Some(largest) = largest else { return Ok(0) };
+    let allowed = asked.map_or(2 * largest.memory + ROOM, |size| size.0);
+    match allowed.checked_sub(OWN_MEMORY).filter(|left| *left >= largest.memory) {
+        Some(left) => Ok(left),
+        None => Err(CliError::Memory {
+            weight: model.weights[largest.weights[0]].name.clone(),
+            needed: Size(largest.memory + OWN_MEMORY),
+            found: Size(allowed),
+        }),
+    }
+}
+
+/// All that decides about the bytes that are written, in a line: who resumes compares it.
+fn task(checkpoint: &Checkpoint, options: &Options, settled: &Settled) -> Result<String, CliError> {
+    let options = serde_json::to_string(options).expect("texts and numbers");
+    let mut task = format!("{}; {options}", settled.describe());
+    let files = checkpoint.container().files().map(|(path, _)| path.to_owned());
+    for path in files.chain(settled.calibration.clone()) {
+        let file = |source| CliError::File { path: path.clone(), source };
+        let metadata = std::fs::metadata(&path).map_err(file)?;
+        let modified = metadata.modified().map_err(file)?;
+        let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        task.push_str(&format!("; {} {} {modified}", path.display(), metadata.len()));
+    }
+    Ok(task)
+}

@@ -1,0 +1,168 @@
+//! What a user chooses, on the command line or in a recipe.
+
+use std::path::{Path, PathBuf};
+
+use burn_fp4_checkpoints::Model;
+use burn_fp4_checkpoints::selection::{Choice, Preset};
+use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, TensorScaling};
+use serde::{Deserialize, Serialize};
+
+use crate::convert::writable;
+use crate::error::CliError;
+
+// Choices, each of which may be left open. No documentation: clap would take it for that of the
+// command.
+#[derive(Debug, Clone, Default, clap::Args, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Options {
+    /// The format: nvfp4 (the default) or mxfp4.
+    #[arg(long)]
+    format: Option<Fp4Format>,
+    /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
+    #[arg(long, value_name = "N")]
+    block_size: Option<usize>,
+    /// The dialect to write; without, gguf for a GGUF file and compressed-tensors for all others.
+    #[arg(long, value_name = "DIALECT", value_parser = writable)]
+    dialect: Option<String>,
+    /// How scales and codes are chosen; without, sse. `fp4 evaluate --help` lists the methods.
+    #[arg(long)]
+    method: Option<Method>,
+    /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
+    /// (before, and of --preset miles).
+    #[arg(long)]
+    rule: Option<ScaleRule>,
+    /// Which weights, by their names: all-linear (the default), mlp-only, experts-only or miles.
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Keep weights of this name, or that match this pattern (`*`, `?`, `re:`); may be repeated.
+    #[arg(long, value_name = "GLOB")]
+    keep: Vec<String>,
+    /// Quantize matrices of this name or pattern, instead of what the preset chooses; may be
+    /// repeated.
+    #[arg(long, value_name = "GLOB", conflicts_with = "preset")]
+    only: Vec<String>,
+    /// Keep so many layers at the start.
+    #[arg(long, value_name = "N")]
+    first_layers_high_precision: Option<usize>,
+    /// Keep so many layers at the end.
+    #[arg(long, value_name = "N")]
+    last_layers_high_precision: Option<usize>,
+    /// Statistics of activations, for methods that need them: a safetensors file that holds for
+    /// each weight, under its name, X^T X [in, in] or the mean squares [in] of its inputs, f32; or
+    /// an imatrix of llama.cpp in GGUF.
+    #[arg(long, value_name = "FILE")]
+    pub(super) calibration: Option<PathBuf>,
+}
+
+impl Options {
+    /// The choices of a recipe.
+    fn read(path: &Path) -> Result<Self, CliError> {
+        let file = |source| CliError::File { path: path.to_owned(), source };
+        let text = std::fs::read_to_string(path).map_err(file)?;
+        let recipe = |source| CliError::Recipe { path: path.to_owned(), source: Box::new(source) };
+        toml::from_str(&text).map_err(recipe)
+    }
+
+    /// These choices, and a recipe's where they are open.
+    pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Self, CliError> {
+        let Some(path) = path else { return Ok(self.clone()) };
+        let recipe = Self::read(path)?;
+        let either = |own: &[String], other: Vec<String>| match own {
+            [] => other,
+            own => own.to_vec(),
+        };
+        let first = self.first_layers_high_precision.or(recipe.first_layers_high_precision);
+        let last = self.last_layers_high_precision.or(recipe.last_layers_high_precision);
+        Ok(Self {
+            format: self.format.or(recipe.format),
+            block_size: self.block_size.or(recipe.block_size),
+            dialect: self.dialect.clone().or(recipe.dialect),
+            method: self.method.or(recipe.method),
+            rule: self.rule.or(recipe.rule),
+            preset: self.preset.or(recipe.preset),
+            keep: either(&self.keep, recipe.keep),
+            only: either(&self.only, recipe.only),
+            first_layers_high_precision: first,
+            last_layers_high_precision: last,
+            calibration: self.calibration.clone().or(recipe.calibration),
+        })
+    }
+
+    /// What is done to a model, everything open decided.
+    pub(super) fn settle(&self, model: &Model<'_>) -> Result<Settled, CliError> {
+        let preset = self.preset.unwrap_or_default();
+        let miles = preset == Preset::Miles;
+        let format = self.format.unwrap_or_else(|| Fp4Scheme::default().format());
+        let own = format.row().block_size;
+        let dialect = self.dialect.clone().unwrap_or_else(|| {
+            match (miles, &model.gguf) {
+                (true, _) => "miles",
+                (false, Some(_)) => "gguf",
+                (false, None) => "compressed-tensors",
+            }
+            .to_owned()
+        });
+        let choice = Choice {
+            format,
+            block_size: self.block_size.unwrap_or(own),
+            dialect,
+            preset,
+            keep: self.keep.clone(),
+            only: self.only.clone(),
+            first_layers: self.first_layers_high_precision.unwrap_or(0),
+            last_layers: self.last_layers_high_precision.unwrap_or(0),
+        };
+        let method = self.method.unwrap_or(if miles { Method::Amax } else { Method::Sse });
+        // The converter of miles ran on TransformerEngine 2.10 when it was merged.
+        let default = if miles { ScaleRule::TeDivision } else { ScaleRule::of_format(format) };
+        let rule = self.rule.unwrap_or(default);
+        if rule.row().format != format {
+            let other = rule.row().format;
+            return Err(CliError::Choice(format!(
+                "the rule `{rule}` is for {other}, not {format}"
+            )));
+        }
+        let row = method.row();
+        if !row.formats.contains(&format) || !row.block_sizes.contains(&choice.block_size) {
+            let size = choice.block_size;
+            let what = format!("method `{method}` is not defined for {format} in blocks of {size}");
+            return Err(CliError::Choice(what));
+        }
+        if row.calibrated && self.calibration.is_none() {
+            let what = format!("method `{method}` needs statistics: name them by --calibration");
+            return Err(CliError::Choice(what));
+        }
+        let calibration = self.calibration.clone();
+        Ok(Settled { choice, method, rule, calibration })
+    }
+}
+
+/// Choices that are made.
+pub(super) struct Settled {
+    pub(super) choice: Choice,
+    pub(super) method: Method,
+    pub(super) rule: ScaleRule,
+    pub(super) calibration: Option<PathBuf>,
+}
+
+impl Settled {
+    /// How tensors are quantized: with a tensor scale, if the dialect has a place for one.
+    pub(super) fn scheme(&self, has_tensor_scales: bool) -> Result<Fp4Scheme, CliError> {
+        let scheme = Fp4Scheme::of(self.rule).with_block_size(self.choice.block_size);
+        let scheme = scheme.with_search(self.method.row().search);
+        let scheme = match has_tensor_scales || !self.choice.format.row().tensor_scale {
+            true => scheme,
+            false => scheme.with_tensor_scale(TensorScaling::Multiplier(1.0)),
+        };
+        scheme.validate().map_err(|error| CliError::Choice(error.to_string()))?;
+        Ok(scheme)
+    }
+
+    /// All that decides about bytes, in a line.
+    pub(super) fn describe(&self) -> String {
+        let Choice { format, block_size, dialect, preset, .. } = &self.choice;
+        let (method, rule) = (self.method, self.rule);
+        format!("{format} {block_size}, {dialect}, {method} by {rule}, {preset}")
+    }
+}

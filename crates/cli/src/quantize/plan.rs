@@ -1,0 +1,159 @@
+//! What will be done to every tensor, and how large the result will be: known from headers alone.
+
+use std::fmt::Write as _;
+
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
+use burn_fp4_checkpoints::{Dtype, Model, Planned, Value, Weight};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use crate::size::Size;
+
+/// Work that is done at once, and what it takes.
+pub(super) struct Unit {
+    /// The weights, by their place in the model.
+    pub(super) weights: Vec<usize>,
+    /// Whether they are quantized, or copied.
+    pub(super) quantized: bool,
+    /// Bytes to read.
+    pub(super) bytes: u64,
+    /// Bytes of memory.
+    pub(super) memory: u64,
+}
+
+/// The units in the order of the model.
+pub(super) fn units(model: &Model<'_>, selection: &Selection, floats: bool) -> Vec<Unit> {
+    let mut units = Vec::new();
+    for (at, decision) in selection.decisions.iter().enumerate() {
+        let weights = match decision {
+            Decision::Keep(_) => vec![at],
+            Decision::Quantize(group) => selection.groups[*group].clone(),
+        };
+        // A group is where its first member is.
+        if weights[0] != at {
+            continue;
+        }
+        let bytes = weights.iter().map(|&at| model.weights[at].bytes() as u64).sum();
+        let values: u64 = weights.iter().map(|&at| model.weights[at].len() as u64).sum();
+        let quantized = matches!(decision, Decision::Quantize(_));
+        let native = !floats && native(&weights.iter().map(|&at| &model.weights[at]));
+        let memory = match (quantized, native) {
+            (false, _) => 0,
+            // The values, and codes and scales in the order of the search and of the file.
+            (true, true) => bytes + 2 * values,
+            // All of that, and the values in f32.
+            (true, false) => bytes + 6 * values,
+        };
+        units.push(Unit { weights, quantized, bytes, memory });
+    }
+    units
+}
+
+/// Whether weights are of one float type, which the search reads as it is.
+pub(super) fn native<'w, 'a: 'w>(weights: &(impl Iterator<Item = &'w Weight<'a>> + Clone)) -> bool {
+    let dtype = |weight: &Weight<'_>| match &weight.value {
+        Value::Plain(tensor) => tensor.plain(),
+        Value::Fp8(_) | Value::Fp4(_) => None,
+    };
+    let mut dtypes = weights.clone().map(dtype);
+    let first = dtypes.next().flatten();
+    let known = [Dtype::F32, Dtype::F16, Dtype::BF16];
+    first.is_some_and(|dtype| known.contains(&dtype)) && dtypes.all(|dtype| dtype == first)
+}
+
+/// The plan of a tensor.
+#[derive(Serialize)]
+pub(super) struct Row {
+    name: String,
+    shape: Vec<usize>,
+    from: String,
+    to: String,
+    /// Why it stays, or which it shares its tensor scale with.
+    note: String,
+    bytes_before: u64,
+    bytes_after: u64,
+}
+
+/// The plan of a checkpoint.
+#[derive(Serialize)]
+pub(super) struct Report {
+    settings: String,
+    weights: Vec<Row>,
+    quantized: usize,
+    bytes_before: u64,
+    bytes_after: u64,
+}
+
+impl Report {
+    pub(super) fn new(
+        settings: String,
+        model: &Model<'_>,
+        outline: &Model<'_>,
+        selection: &Selection,
+        planned: &Planned<'_>,
+    ) -> Self {
+        let after = planned.bytes();
+        let row = |at: usize| {
+            let (weight, target) = (&model.weights[at], &outline.weights[at]);
+            let matrices = Matrices::of(model, weight);
+            let note = match &selection.decisions[at] {
+                Decision::Keep(reason) => reason.to_string(),
+                Decision::Quantize(group) => match &selection.groups[*group][..] {
+                    [_] if matrices.transposed => "along its second to last axis".to_owned(),
+                    [_] => String::new(),
+                    members => {
+                        let other = members.iter().find(|&&other| other != at).unwrap_or(&at);
+                        format!("one tensor scale with `{}`", model.weights[*other].name)
+                    }
+                },
+            };
+            Row {
+                name: weight.name.clone(),
+                shape: weight.shape().to_vec(),
+                from: weight.kind(),
+                to: target.kind(),
+                note,
+                bytes_before: weight.bytes() as u64,
+                bytes_after: after[at],
+            }
+        };
+        let weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
+        Self {
+            settings,
+            quantized: selection.groups.iter().map(Vec::len).sum(),
+            bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
+            bytes_after: planned.length(),
+            weights,
+        }
+    }
+
+    /// A line for every tensor.
+    pub(super) fn table(&self) -> Table {
+        let mut table = Table::new();
+        let header = ["weight", "shape", "from", "to", "bytes", "note"];
+        table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+        for row in &self.weights {
+            let to = if row.from == row.to { "=".to_owned() } else { row.to.clone() };
+            let bytes = Size(row.bytes_after).to_string();
+            let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
+            table.add_row([name, shape, row.from.clone(), to, bytes, row.note.clone()]);
+        }
+        if let Some(column) = table.column_mut(4) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        table
+    }
+
+    /// What comes of it, in a line or two.
+    pub(super) fn summary(&self) -> String {
+        let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
+        let (quantized, of) = (self.quantized, self.weights.len());
+        let mut text = String::new();
+        let _ = write!(
+            text,
+            "{quantized} of {of} weights quantized ({}): {before} become {after}",
+            self.settings
+        );
+        text
+    }
+}

@@ -1,0 +1,98 @@
+//! What a file knows of the inputs of layers.
+
+use std::path::{Path, PathBuf};
+
+use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor};
+use burn_fp4_search::{Gram, Method};
+
+use crate::error::CliError;
+
+/// A file of statistics: safetensors, or an imatrix of llama.cpp.
+pub(super) struct Statistics {
+    path: PathBuf,
+    file: Container,
+    imatrix: bool,
+}
+
+/// What is known of the inputs of a matrix.
+pub(super) enum Known {
+    Nothing,
+    SecondMoments(Vec<f32>),
+    Gram(Gram),
+}
+
+impl Statistics {
+    /// Opens the file.
+    pub(super) fn open(path: &Path) -> Result<Self, CliError> {
+        let file = Container::open(path)?;
+        let imatrix = matches!(file.metadata(), Some(Metadata::Gguf(_)));
+        Ok(Self { path: path.to_owned(), file, imatrix })
+    }
+
+    /// The tensor with the statistics of a weight.
+    fn find(&self, weight: &str) -> Option<Tensor<'_>> {
+        if self.imatrix {
+            return self.file.get(&format!("{weight}.in_sum2"));
+        }
+        let module = weight.strip_suffix(".weight").unwrap_or(weight);
+        self.file.get(weight).or_else(|| self.file.get(module))
+    }
+
+    /// Checks, by headers alone, that a weight of so many matrices and columns has statistics that
+    /// a method can use.
+    pub(super) fn check(
+        &self,
+        weight: &str,
+        [stacked, cols]: [usize; 2],
+        method: Method,
+    ) -> Result<(), CliError> {
+        let Some(found) = self.find(weight) else {
+            return Err(CliError::NoStatistics { path: self.path.clone(), weight: weight.into() });
+        };
+        let moments = self.moments(&found, stacked, cols);
+        let needs_gram = method.row().search.needs_hessians() || method.gptq().is_some();
+        let usable = match moments {
+            true => !needs_gram,
+            false => found.len() == stacked * cols * cols,
+        };
+        if usable && found.dtype == DataType::Plain(Dtype::F32) {
+            return Ok(());
+        }
+        let expected = if needs_gram { "X^T X" } else { "mean squares or X^T X" };
+        let what = format!(
+            "{}: `{}`: expected {expected} of {stacked} x {cols} inputs in F32, found {:?} of {}",
+            self.path.display(),
+            found.name,
+            found.shape,
+            found.dtype
+        );
+        Err(CliError::Choice(what))
+    }
+
+    fn moments(&self, found: &Tensor<'_>, stacked: usize, cols: usize) -> bool {
+        self.imatrix || (found.len() == stacked * cols && found.shape.len() <= 2)
+    }
+
+    /// The statistics of one of the matrices of a weight.
+    pub(super) fn of(
+        &self,
+        weight: &str,
+        at: usize,
+        [stacked, cols]: [usize; 2],
+    ) -> Result<Known, CliError> {
+        let Some(found) = self.find(weight) else { return Ok(Known::Nothing) };
+        let slice = found.to_f32()?;
+        if self.moments(&found, stacked, cols) {
+            let moments = slice.get(at * cols..(at + 1) * cols).unwrap_or_default().to_vec();
+            // An expert that saw no token: every channel counts the same.
+            let unseen = moments.iter().all(|&moment| moment == 0.0);
+            return Ok(Known::SecondMoments(if unseen { vec![1.0; cols] } else { moments }));
+        }
+        let square = cols * cols;
+        let values = slice.get(at * square..(at + 1) * square).unwrap_or_default();
+        let values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+        let gram = Gram::from_values(&values, cols, cols, cols, 1.0);
+        let name = found.name.to_string();
+        Ok(Known::Gram(gram.map_err(|source| CliError::Tensor { name, source })?))
+    }
+}

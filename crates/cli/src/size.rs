@@ -1,0 +1,54 @@
+//! Bytes as people write and read them.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A number of bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Size(pub(crate) u64);
+
+/// Decimal units, as disks are sold and files are listed.
+const UNITS: [(&str, u64); 5] =
+    [("TB", 1_000_000_000_000), ("GB", 1_000_000_000), ("MB", 1_000_000), ("kB", 1000), ("B", 1)];
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, unit) = UNITS.into_iter().find(|(_, unit)| self.0 >= *unit).unwrap_or(("B", 1));
+        match unit {
+            1 => write!(f, "{} B", self.0),
+            unit => write!(f, "{:.2} {name}", self.0 as f64 / unit as f64),
+        }
+    }
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no size: expected such as 500MB, 2GB or 1073741824");
+        let upper = text.trim().to_ascii_uppercase();
+        let unit = UNITS.into_iter().find(|(name, _)| upper.ends_with(&name.to_ascii_uppercase()));
+        let (name, unit) = unit.unwrap_or(("", 1));
+        let number: f64 = upper[..upper.len() - name.len()].trim().parse().map_err(|_| wrong())?;
+        let bytes = number * unit as f64;
+        if !(bytes.is_finite() && bytes >= 0.0) {
+            return Err(wrong());
+        }
+        Ok(Self(bytes as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_they_are_written() {
+        for (text, bytes) in [("2GB", 2_000_000_000), ("1.5 mb", 1_500_000), ("7", 7), ("7B", 7)] {
+            assert_eq!(text.parse(), Ok(Size(bytes)));
+        }
+        assert!("a lot".parse::<Size>().is_err() && "-1GB".parse::<Size>().is_err());
+        assert_eq!(Size(2_345_000_000).to_string(), "2.35 GB");
+        assert_eq!(Size(999).to_string(), "999 B");
+    }
+}

@@ -1,0 +1,121 @@
+//! The other commands as a user runs them, and the help of all of them.
+
+mod model;
+
+use std::fs;
+
+use model::{SMALL, assert_same, fails, run, succeeds};
+use tempfile::tempdir;
+
+#[test]
+fn every_command_explains_itself() {
+    let folder = tempdir().expect("a folder");
+    let help = succeeds(folder.path(), "--help");
+    let commands =
+        ["quantize", "convert", "inspect", "compare", "evaluate", "formats", "completions"];
+    assert!(help.contains("Exit codes: 0 done"), "{help}");
+    for command in commands {
+        assert!(help.contains(command), "{help}");
+        let own = succeeds(folder.path(), &format!("{command} --help"));
+        assert!(own.contains("Usage: fp4 ") && own.len() > 200, "{own}");
+    }
+    let help = succeeds(folder.path(), "quantize --help");
+    for word in ["--dry-run", "--resume", "miles", "imatrix", "--recipe", "twice"] {
+        assert!(help.contains(word), "{help} does not say {word}");
+    }
+    assert_eq!(run(folder.path(), "quantise").0, 2);
+}
+
+#[test]
+fn a_conversion_there_and_back_is_the_same() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out a --dialect modelopt");
+    let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
+    assert!(said.contains("scales were inverted"), "{said}");
+    succeeds(folder.path(), "compare a b --tolerance 0.00001");
+    succeeds(folder.path(), "convert a --out again --dialect modelopt");
+    assert_same(&folder.path().join("a"), &folder.path().join("again"));
+    succeeds(folder.path(), "convert a --out a.gguf --dialect gguf");
+    succeeds(folder.path(), "compare a a.gguf --tolerance 0.00001");
+    succeeds(folder.path(), "convert a --out dense --dialect plain --decode-fp4 f32");
+    succeeds(folder.path(), "compare a dense");
+    let cast = succeeds(folder.path(), "convert a --out mx --dialect modelopt --format mxfp4");
+    assert!(cast.contains("blocks were cast"), "{cast}");
+    fails(folder.path(), "convert a --out x --dialect mlx", 2, &["mlx", "inexact"]);
+    succeeds(folder.path(), "convert a --out mlx --dialect mlx --inexact");
+    fails(folder.path(), "convert a --out b --dialect modelopt", 2, &["b: exists"]);
+    let (code, _, error) = run(folder.path(), "convert a --out x --dialect quark");
+    assert!(code == 2 && error.contains("modelopt"), "{error}");
+}
+
+#[test]
+fn inspection_counts_and_warns() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out --dialect modelopt");
+    let table = succeeds(folder.path(), "inspect out");
+    assert!(table.contains("14 of 19 weights quantized") && table.contains("nvfp4 16"), "{table}");
+    assert!(!table.contains("warning"), "{table}");
+    let json = succeeds(folder.path(), "inspect out --json");
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    let weights = report["weights"].as_array().expect("weights");
+    let down = weights.iter().find(|row| row["name"] == "model.layers.0.mlp.down_proj.weight");
+    let down = down.expect("a weight");
+    let bits = down["bits_per_weight"].as_f64().expect("a number");
+    assert!((4.5..4.51).contains(&bits), "{bits}");
+    assert_eq!((&down["blocks"], &down["zero_blocks"]), (&1536.into(), &0.into()));
+
+    // The scale of one of two that run as one, in the wrong direction.
+    let shard = folder.path().join("out/model-00001-of-00002.safetensors");
+    let mut bytes = fs::read(&shard).expect("a shard");
+    let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).expect("JSON");
+    let names =
+        ["gate_proj", "up_proj"].map(|name| format!("model.layers.0.mlp.{name}.weight_scale_2"));
+    let found = names.iter().find(|name| header.get(name.as_str()).is_some()).expect("a scale");
+    let at = 8 + length + header[found.as_str()]["data_offsets"][0].as_u64().expect("one") as usize;
+    let scale = f32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+    bytes[at..at + 4].copy_from_slice(&(1.0 / scale).to_le_bytes());
+    fs::write(&shard, bytes).expect("a shard");
+    let table = succeeds(folder.path(), "inspect out");
+    assert!(table.contains("may be the reciprocal"), "{table}");
+    assert!(table.contains("has another tensor scale"), "{table}");
+}
+
+#[test]
+fn a_comparison_tells_by_its_exit_code() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out");
+    let same = succeeds(folder.path(), "compare out out");
+    assert!(same.contains("0 of 19 weights differ"), "{same}");
+    let (code, table, _) = run(folder.path(), "compare model out --html page.html");
+    assert!(code == 1 && table.contains("14 of 19 weights differ"), "{table}");
+    let page = fs::read_to_string(folder.path().join("page.html")).expect("a page");
+    for word in ["<svg", "prefers-color-scheme: dark", "self_attn.q_proj", "</html>"] {
+        assert!(page.contains(word), "the page does not say {word}");
+    }
+    assert!(!page.contains("http") && !page.contains("<script"), "the page stands alone");
+    succeeds(folder.path(), "compare model out --tolerance 20");
+    // A weight that is missing is a difference.
+    let first = model::tensors(SMALL).remove(0);
+    model::write(&folder.path().join("one.safetensors"), &[first]);
+    let (code, table, _) = run(folder.path(), "compare one.safetensors model");
+    assert!(code == 1 && table.contains("only in B: lm_head.weight"), "{table}");
+    fails(folder.path(), "compare model nowhere", 2, &["nowhere"]);
+    fails(folder.path(), "compare out model --html no/page.html", 2, &["no/page.html"]);
+}
+
+#[test]
+fn formats_and_completions_are_printed() {
+    let folder = tempdir().expect("a folder");
+    let formats = succeeds(folder.path(), "formats --scales");
+    for word in ["nvfp4", "mxfp4", "448", "1.5", "4.5 bits", "2^(c - 127)"] {
+        assert!(formats.contains(word), "{formats} does not say {word}");
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(succeeds(folder.path(), &format!("completions {shell}")).contains("quantize"));
+    }
+    assert_eq!(run(folder.path(), "completions dos").0, 2);
+}

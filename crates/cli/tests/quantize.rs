@@ -1,0 +1,261 @@
+//! `fp4 quantize` as a user runs it: what it writes, and that it is the same every time.
+
+mod model;
+
+use std::fs;
+use std::path::Path;
+
+use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
+use model::{SMALL, assert_same, fails, names, run, succeeds};
+use tempfile::tempdir;
+
+fn golden(name: &str) -> String {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
+    golden.to_str().expect("unicode").to_owned()
+}
+
+/// What the converter was run with, in our words.
+const MILES: &str = "--preset miles --first-layers-high-precision 1 --last-layers-high-precision 1 \
+                     --keep *mlp.experts.0.up_proj*";
+
+#[test]
+fn the_preset_of_miles_writes_what_its_converter_wrote() {
+    let folder = tempdir().expect("a folder");
+    let input = golden("miles_moe_bf16");
+    succeeds(folder.path(), &format!("quantize {input} --out out {MILES}"));
+    assert_same(&folder.path().join("out"), Path::new(&golden("miles_moe")));
+    // TransformerEngine from 2.14 on has other arithmetic.
+    succeeds(folder.path(), &format!("quantize {input} --out te {MILES} --rule te"));
+    let old = succeeds(folder.path(), "compare out te --tolerance 100");
+    assert!(old.contains("weights differ"), "{old}");
+}
+
+#[test]
+fn a_plan_is_printed_and_nothing_is_written() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let plan = succeeds(folder.path(), "quantize model --dry-run");
+    for word in ["the output layer", "an embedding", "one tensor scale with", "14 of 19 weights"] {
+        assert!(plan.contains(word), "{plan} does not say {word}");
+    }
+    assert_eq!(names(folder.path()), ["model"]);
+    let json = succeeds(folder.path(), "quantize model --dry-run --json --keep *.1.*.q_proj");
+    let json: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    // With its query a layer keeps its key and its value.
+    assert_eq!(json["quantized"], 11);
+    let weights = json["weights"].as_array().expect("weights");
+    let key = weights.iter().find(|row| row["name"] == "model.layers.1.self_attn.k_proj.weight");
+    let note = key.expect("the key")["note"].as_str().expect("a note");
+    assert!(note.contains("runs as one with `model.layers.1.self_attn.q_proj.weight`"), "{note}");
+}
+
+/// The multiplier of a weight, and whether it is FP4.
+fn multiplier(weight: &Weight<'_>) -> Option<f32> {
+    match &weight.value {
+        Value::Fp4(fp4) => Some(fp4.multipliers()[0]),
+        Value::Plain(_) | Value::Fp8(_) => None,
+    }
+}
+
+#[test]
+fn layers_that_run_as_one_share_a_tensor_scale_across_shards() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out --dialect modelopt");
+    let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
+    let weights = checkpoint.weights().expect("weights");
+    let of = |name: &str| {
+        let name = format!("model.layers.0.{name}.weight");
+        let found = weights.iter().find(|weight| weight.name == name).expect("a weight");
+        multiplier(found).expect("FP4")
+    };
+    assert_eq!(of("self_attn.q_proj"), of("self_attn.k_proj"));
+    assert_eq!(of("self_attn.q_proj"), of("self_attn.v_proj"));
+    assert_eq!(of("mlp.gate_proj"), of("mlp.up_proj"));
+    assert_ne!(of("mlp.gate_proj"), of("mlp.down_proj"));
+    assert!(folder.path().join("out/tokenizer.json").is_file());
+}
+
+#[test]
+fn every_dialect_and_format_is_written_and_read_again() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for (dialect, format) in [
+        ("modelopt", "nvfp4"),
+        ("modelopt", "mxfp4"),
+        ("compressed-tensors", "nvfp4"),
+        ("compressed-tensors", "mxfp4"),
+        ("miles", "nvfp4"),
+        ("mlx", "nvfp4"),
+        ("mlx", "mxfp4"),
+        ("gguf", "nvfp4"),
+        ("gguf", "mxfp4"),
+    ] {
+        let out = match dialect {
+            "gguf" => format!("{format}.gguf"),
+            _ => format!("{dialect}-{format}"),
+        };
+        let options = format!("--dialect {dialect} --format {format}");
+        succeeds(folder.path(), &format!("quantize model --out {out} {options}"));
+        let (code, json, error) = run(folder.path(), &format!("compare model {out} --json"));
+        assert_eq!(code, 1, "{error}");
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        let percent = report["error_percent"].as_f64().expect("a number");
+        assert!((5.0..14.0).contains(&percent), "{out}: {percent}");
+        assert_eq!(report["only_left"], serde_json::json!([]), "{out}");
+    }
+}
+
+#[test]
+fn methods_and_memory_do_not_change_who_is_right() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let error = |out: &str| {
+        let (_, json, _) = run(folder.path(), &format!("compare model {out} --json"));
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        report["error_percent"].as_f64().expect("a number")
+    };
+    for method in ["amax", "four-over-six", "sse", "sse-tensor-scale"] {
+        succeeds(folder.path(), &format!("quantize model --out {method} --method {method}"));
+    }
+    assert!(error("sse") < error("four-over-six") && error("four-over-six") < error("amax"));
+    assert!(error("sse-tensor-scale") <= error("sse"));
+    succeeds(folder.path(), "quantize model --out small --memory 68MB");
+    assert_same(&folder.path().join("sse"), &folder.path().join("small"));
+    fails(folder.path(), "quantize model --out none --memory 1MB", 2, &["--memory", "_proj"]);
+}
+
+#[test]
+fn statistics_weigh_errors() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let mut moments = Vec::new();
+    for tensor in model::tensors(SMALL).iter().filter(|t| t.name.contains("_proj")) {
+        let cols = tensor.shape[1];
+        let bytes = (0..cols).flat_map(|at| (0.1 + (at % 7) as f32).to_le_bytes()).collect();
+        let (dtype, shape) = (safetensors::Dtype::F32, vec![cols]);
+        moments.push(model::Tensor { name: tensor.name.clone(), dtype, shape, bytes });
+    }
+    model::write(&folder.path().join("moments.safetensors"), &moments);
+    let sse = "--method sse-weighted --calibration moments.safetensors";
+    succeeds(folder.path(), &format!("quantize model --out weighted {sse}"));
+    succeeds(folder.path(), "quantize model --out sse");
+    let (code, ..) = run(folder.path(), "compare sse weighted");
+    assert_eq!(code, 1);
+    fails(folder.path(), "quantize model --out x --method gptq", 2, &["gptq", "--calibration"]);
+    let gptq = "quantize model --out x --method gptq --calibration moments.safetensors";
+    fails(folder.path(), gptq, 2, &["_proj.weight", "X^T X", "moments.safetensors"]);
+    moments.remove(0);
+    model::write(&folder.path().join("moments.safetensors"), &moments);
+    fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &["no statistics of `"]);
+    // The whole matrix serves every method.
+    let gram = |tensor: &model::Tensor| {
+        let cols = tensor.shape[1];
+        let at = |row: usize, col: usize| if row == col { 1.0 + (row % 5) as f32 } else { 0.1 };
+        let bytes =
+            (0..cols * cols).flat_map(|i| f32::to_le_bytes(at(i / cols, i % cols))).collect();
+        let (name, dtype) = (tensor.name.clone(), safetensors::Dtype::F32);
+        model::Tensor { name, dtype, shape: vec![cols, cols], bytes }
+    };
+    let tensors = model::tensors(SMALL);
+    let grams: Vec<_> = tensors.iter().filter(|t| t.name.contains("_proj")).map(gram).collect();
+    model::write(&folder.path().join("grams.safetensors"), &grams);
+    for method in ["sse-weighted", "hessian", "gptq"] {
+        let options = format!("--method {method} --calibration grams.safetensors");
+        succeeds(folder.path(), &format!("quantize model --out {method} {options}"));
+    }
+}
+
+#[test]
+fn gguf_becomes_gguf_with_its_names_and_metadata() {
+    let folder = tempdir().expect("a folder");
+    model::gguf(&folder.path().join("f16.gguf"));
+    for (format, method) in [("nvfp4", "amax"), ("nvfp4", "sse"), ("mxfp4", "sse")] {
+        let out = format!("{format}-{method}.gguf");
+        let options = format!("--format {format} --method {method}");
+        let said = succeeds(folder.path(), &format!("quantize f16.gguf --out {out} {options}"));
+        assert!(said.contains("of 5 weights quantized"), "{said}");
+        let bytes = fs::read(folder.path().join(&out)).expect("a file");
+        assert!(bytes.windows(12).any(|part| part == b"general.name"));
+        let checkpoint = Checkpoint::open(folder.path().join(&out)).expect("a checkpoint");
+        let scale = checkpoint.container().get("blk.0.attn_q.scale").is_some();
+        assert_eq!(scale, format == "nvfp4");
+    }
+    // 96 columns are whole blocks of MXFP4, and no whole records of NVFP4.
+    let plan = succeeds(folder.path(), "quantize f16.gguf --dry-run");
+    assert!(plan.contains("96 columns are no multiple of 64"), "{plan}");
+    // An imatrix: sums of squares under the names of the weights.
+    let sums = |name: &str, cols: usize| {
+        let bytes = (0..cols).flat_map(|at| (1.0 + (at % 9) as f32).to_le_bytes()).collect();
+        (format!("{name}.in_sum2"), vec![1, cols], 0, bytes)
+    };
+    let imatrix = [sums("blk.0.attn_q.weight", 128), sums("blk.0.ffn_down.weight", 192)];
+    model::write_gguf(&folder.path().join("imatrix.gguf"), &imatrix);
+    let options = "--method sse-weighted --calibration imatrix.gguf --out weighted.gguf";
+    succeeds(folder.path(), &format!("quantize f16.gguf {options}"));
+    assert_eq!(run(folder.path(), "compare nvfp4-sse.gguf weighted.gguf").0, 1);
+}
+
+#[test]
+fn fp8_is_read_and_quantized() {
+    let folder = tempdir().expect("a folder");
+    let input = folder.path().join("model");
+    fs::create_dir(&input).expect("a folder");
+    let values: Vec<u8> = (0..64 * 128).map(|at| (at * 37 % 0x7F) as u8).collect();
+    let of = |name: &str, dtype, shape: Vec<usize>, bytes| model::Tensor {
+        name: name.to_owned(),
+        dtype,
+        shape,
+        bytes,
+    };
+    let scale = 0.01_f32.to_le_bytes().to_vec();
+    let tensors = [
+        of("a.up_proj.weight", safetensors::Dtype::F8_E4M3, vec![64, 128], values),
+        of("a.up_proj.weight_scale", safetensors::Dtype::F32, vec![], scale),
+    ];
+    model::write(&input.join("model.safetensors"), &tensors);
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}"#;
+    fs::write(input.join("config.json"), config).expect("a config");
+    succeeds(folder.path(), "quantize model --out out --dialect modelopt");
+    let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
+    assert!(config.contains("W4A16_NVFP4") && !config.contains("\"FP8\""), "{config}");
+}
+
+#[test]
+fn a_recipe_says_the_same_as_the_command_line() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let recipe = "preset = \"mlp-only\"\nformat = \"mxfp4\"\nmethod = \"amax\"\n\
+                  keep = [\"*.down_proj\"]\nfirst-layers-high-precision = 1\n";
+    fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
+    succeeds(folder.path(), "quantize model --out recipe --recipe recipe.toml");
+    let options = "--preset mlp-only --format mxfp4 --method amax --keep *.down_proj \
+                   --first-layers-high-precision 1";
+    succeeds(folder.path(), &format!("quantize model --out options {options}"));
+    assert_same(&folder.path().join("recipe"), &folder.path().join("options"));
+    succeeds(folder.path(), "quantize model --out sse --recipe recipe.toml --method sse");
+    assert_eq!(run(folder.path(), "compare sse recipe").0, 1);
+    fs::write(folder.path().join("recipe.toml"), "formt = \"mxfp4\"\n").expect("a recipe");
+    let (code, _, error) = run(folder.path(), "quantize model --out x --recipe recipe.toml");
+    assert!(code == 2 && error.contains("formt") && error.contains("line 1"), "{error}");
+}
+
+#[test]
+fn choices_that_do_not_go_together_are_named() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let bad = |options: &str, says: &[&str]| {
+        fails(folder.path(), &format!("quantize model --out out {options}"), 2, says);
+    };
+    bad("--only nothing*", &["none of 19 tensors", "not asked for"]);
+    bad("--preset experts-only", &["none of 19 tensors"]);
+    bad("--format mxfp4 --rule te", &["te", "mxfp4"]);
+    bad("--format mxfp4 --method four-over-six", &["four-over-six", "mxfp4"]);
+    bad("--format mxfp4 --dialect miles", &["miles", "cannot hold"]);
+    bad("--block-size 48", &["48"]);
+    let (code, _, error) = run(folder.path(), "quantize model --out out --keep re:(");
+    assert!(code == 2 && error.contains("pattern `re:(`"), "{error}");
+    let (code, _, error) = run(folder.path(), "quantize model --out out --dialect quark");
+    assert!(code == 2 && error.contains("compressed-tensors"), "{error}");
+    assert_eq!(names(folder.path()), ["model"]);
+}

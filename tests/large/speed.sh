@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Quantizes a large model and copies it, one after the other, and prints seconds and peak memory.
+#
+#   tests/large/speed.sh FOLDER GIGABYTES      FOLDER gets input, copy and output
+#
+# FP4 is the program (default: fp4), PYTHON has numpy (default: python3).
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+mkdir -p "$1"
+work="$(cd "$1" && pwd)"
+fp4="${FP4:-fp4}"
+[ -d "$work/model" ] || "${PYTHON:-python3}" "$here/generate.py" "$work/model" "$2"
+for round in 1; do
+    rm -rf "$work/copy" "$work/out"
+    sync
+    begin="$(date +%s.%N)"
+    cp -r "$work/model" "$work/copy"
+    sync -f "$work/copy"
+    copied="$(date +%s.%N)"
+    rm -rf "$work/copy"
+    sync
+    quantizing="$(date +%s.%N)"
+    "$here/peak.py" "$fp4" quantize "$work/model" --out "$work/out" --method sse
+    end="$(date +%s.%N)"
+    awk -v a="$begin" -v b="$copied" -v c="$quantizing" -v d="$end" -v r="$round" 'BEGIN {
+        printf "round %d: cp and sync %.1f s, quantize %.1f s, ratio %.2f\n", r, b - a, d - c,
+            (b - a) / (d - c) }'
+done

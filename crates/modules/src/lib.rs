@@ -283,7 +283,7 @@ pub trait Fp4Module: Module {
     }
 
     /// Saves the module as a checkpoint of a dialect: `"modelopt"`, `"compressed-tensors"`,
-    /// `"gguf"` and the others that [`checkpoints`](crate::checkpoints) writes. Packed weights keep
+    /// `"gguf"` and the others that [`checkpoints`] writes. Packed weights keep
     /// their codes and scales; everything else is saved as it is.
     ///
     /// Nothing is at `path` until all of it is; the same module makes the same bytes. The report

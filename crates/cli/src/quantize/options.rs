@@ -49,7 +49,7 @@ pub(super) struct Options {
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
     /// Statistics of activations, for methods that need them: a safetensors file that holds for
-    /// each weight, under its name, X^T X (in x in) or the mean squares (in) of its inputs, f32; or
+    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32; or
     /// an imatrix of llama.cpp in GGUF.
     #[arg(long, value_name = "FILE")]
     pub(super) calibration: Option<PathBuf>,

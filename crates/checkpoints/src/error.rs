@@ -100,6 +100,19 @@ pub enum CheckpointError {
         /// Each dialect with what speaks for it.
         claims: Vec<String>,
     },
+    /// The checkpoint says that it is written in another dialect than it is to be read in.
+    #[error(
+        "{}: cannot be read as `{asked}`: it says that it is {claim}",
+        .path.display()
+    )]
+    OtherDialect {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The dialect asked for.
+        asked: &'static str,
+        /// The dialect that it names, with what speaks for it.
+        claim: String,
+    },
     /// The dialect is not one of those known.
     #[error("unknown dialect `{name}`: expected one of {}", .dialects.join(", "))]
     UnknownDialect {

@@ -50,6 +50,21 @@ fn a_conversion_there_and_back_is_the_same() {
 }
 
 #[test]
+fn a_checkpoint_is_not_read_as_what_it_says_it_is_not() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out mlx --dialect mlx");
+    let wrong = "convert mlx --from modelopt --dialect mlx --out x";
+    fails(folder.path(), wrong, 2, &["mlx (quantization of config.json)", "`modelopt`"]);
+    fails(folder.path(), "inspect mlx --from plain", 2, &["`plain`", "mlx ("]);
+    succeeds(folder.path(), "convert mlx --from mlx --dialect mlx --out same");
+    // The configs of miles are those of ModelOpt.
+    succeeds(folder.path(), "quantize model --out modelopt --dialect modelopt");
+    succeeds(folder.path(), "inspect modelopt --from miles");
+    assert_eq!(model::names(folder.path()), ["mlx", "model", "modelopt", "same"]);
+}
+
+#[test]
 fn inspection_counts_and_warns() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

@@ -34,6 +34,10 @@ impl Dialect for Miles {
         None
     }
 
+    fn configs_of(&self) -> &'static str {
+        modelopt::ModelOpt.name()
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,

@@ -112,6 +112,16 @@ pub(crate) enum CliError {
         /// What is wrong.
         source: SearchError,
     },
+    /// A tensor of a known file cannot be used.
+    #[error("{file}: tensor `{name}`: {source}", file = .file.display())]
+    TensorOf {
+        /// The file (shard).
+        file: PathBuf,
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        source: SearchError,
+    },
     /// Nothing asked for goes together.
     #[error("nothing to evaluate: {0}")]
     Nothing(String),

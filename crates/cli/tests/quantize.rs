@@ -145,6 +145,13 @@ fn statistics_weigh_errors() {
     fails(folder.path(), "quantize model --out x --method gptq", 2, &["gptq", "--calibration"]);
     let gptq = "quantize model --out x --method gptq --calibration moments.safetensors";
     fails(folder.path(), gptq, 2, &["_proj.weight", "X^T X", "moments.safetensors"]);
+    // A number that is none, of the statistics.
+    let good = moments[0].bytes.clone();
+    moments[0].bytes[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
+    model::write(&folder.path().join("moments.safetensors"), &moments);
+    let says = ["moments.safetensors", "`model.layers.0.mlp.down_proj.weight`", "NaN"];
+    fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &says);
+    moments[0].bytes = good;
     moments.remove(0);
     model::write(&folder.path().join("moments.safetensors"), &moments);
     fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &["no statistics of `"]);
@@ -193,6 +200,9 @@ fn gguf_becomes_gguf_with_its_names_and_metadata() {
     model::write_gguf(&folder.path().join("imatrix.gguf"), &imatrix);
     let options = "--method sse-weighted --calibration imatrix.gguf --out weighted.gguf";
     succeeds(folder.path(), &format!("quantize f16.gguf {options}"));
+    let gptq = "quantize f16.gguf --method gptq --calibration imatrix.gguf --out gptq.gguf";
+    let says = ["imatrix.gguf", "mean squares only", "`gptq` needs X^T X", "`sse-weighted`"];
+    fails(folder.path(), gptq, 2, &says);
     assert_eq!(run(folder.path(), "compare nvfp4-sse.gguf weighted.gguf").0, 1);
 }
 

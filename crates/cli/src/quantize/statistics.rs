@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor};
-use burn_fp4_search::{Gram, Method};
+use burn_fp4_search::{Gram, Method, SearchError};
 
 use crate::error::CliError;
 
@@ -55,6 +55,15 @@ impl Statistics {
             true => !needs_gram,
             false => found.len() == stacked * cols * cols,
         };
+        if self.imatrix && needs_gram {
+            let path = self.path.display();
+            let what = format!(
+                "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X: \
+                 use `{}`",
+                Method::SseWeighted
+            );
+            return Err(CliError::Choice(what));
+        }
         if usable && found.dtype == DataType::Plain(Dtype::F32) {
             return Ok(());
         }
@@ -92,7 +101,12 @@ impl Statistics {
         let values = slice.get(at * square..(at + 1) * square).unwrap_or_default();
         let values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
         let gram = Gram::from_values(&values, cols, cols, cols, 1.0);
-        let name = found.name.to_string();
-        Ok(Known::Gram(gram.map_err(|source| CliError::Tensor { name, source })?))
+        Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))
+    }
+
+    /// The error, of the statistics of a weight.
+    pub(super) fn blame(&self, weight: &str, source: SearchError) -> CliError {
+        let name = self.find(weight).map_or_else(|| weight.to_owned(), |t| t.name.to_string());
+        CliError::TensorOf { file: self.path.clone(), name, source }
     }
 }

@@ -251,14 +251,45 @@ fn a_recipe_says_the_same_as_the_command_line() {
 }
 
 #[test]
+fn patterns_of_a_recipe_that_match_nothing_are_named() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("recipe.toml"), "keep = [\"re:.*o_porj\"]\n").expect("a recipe");
+    let says = ["`keep` pattern `re:.*o_porj`", "matches none"];
+    fails(folder.path(), "quantize model --dry-run --recipe recipe.toml", 2, &says);
+}
+
+#[test]
+fn a_plan_without_a_quantized_weight_is_shown_and_explained() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let dry = |arguments: &str, says: &[&str]| {
+        let (code, table, error) = run(folder.path(), &format!("quantize {arguments} --dry-run"));
+        assert_eq!(code, 2, "{error}");
+        assert!(table.contains("lm_head.weight") && table.contains("0 of 19 weights"), "{table}");
+        says.iter().for_each(|word| assert!(error.contains(word), "{error} does not say {word}"));
+    };
+    dry("model --only lm_head --keep lm_*", &["`lm_head.weight`: asked to keep `lm_*`"]);
+    dry("model --first-layers-high-precision 2", &["layer 0 stays in high precision"]);
+    dry("model --only *layernorm", &["not asked for"]);
+    succeeds(folder.path(), "quantize model --out out");
+    let says = ["nothing is left to quantize", "is nvfp4 already", "`fp4 convert`"];
+    dry("out", &says);
+    fails(folder.path(), "quantize out --out x", 2, &says);
+}
+
+#[test]
 fn choices_that_do_not_go_together_are_named() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let bad = |options: &str, says: &[&str]| {
         fails(folder.path(), &format!("quantize model --out out {options}"), 2, says);
     };
-    bad("--only nothing*", &["none of 19 tensors", "not asked for"]);
-    bad("--preset experts-only", &["none of 19 tensors"]);
+    bad("--only nothing*", &["`only` pattern `nothing*`", "none of 19", "lm_head.weight"]);
+    bad("--keep *.o_proj --keep *.qkv_proj", &["`keep` pattern `*.qkv_proj`", "none of 19"]);
+    bad("--preset experts-only", &["none of 19 tensors", "down_proj.weight`: no expert"]);
+    bad("--keep *", &["none of 19 tensors", "`lm_head.weight`: asked to keep `*`"]);
+    bad("--keep *_proj", &["none of 19", "down_proj.weight`: asked to keep `*_proj`"]);
     bad("--format mxfp4 --rule te", &["te", "mxfp4"]);
     bad("--format mxfp4 --method four-over-six", &["four-over-six", "mxfp4"]);
     bad("--format mxfp4 --dialect miles", &["miles", "cannot hold"]);

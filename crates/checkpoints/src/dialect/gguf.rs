@@ -115,7 +115,7 @@ impl Write for Gguf {
                 }
                 return Ok(vec![copy]);
             }
-            Value::Fp8(_) => return Err(cannot("FP8")),
+            Value::Fp8(_) => return Err(cannot(CheckpointError::FP8_TO_DECODE)),
             Value::Fp4(fp4) => fp4,
         };
         if weight.pre_quant_scale.is_some() {

@@ -63,12 +63,11 @@ impl Dialect for Plain {
 
 impl Write for Writer {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        let cannot = |what| CheckpointError::cannot_hold(NAME, &weight.name, what);
         match &weight.value {
             Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
-            Value::Fp8(_) | Value::Fp4(_) => {
-                let what = "quantized weights; decode them";
-                Err(CheckpointError::cannot_hold(NAME, &weight.name, what))
-            }
+            Value::Fp8(_) => Err(cannot(CheckpointError::FP8_TO_DECODE)),
+            Value::Fp4(_) => Err(cannot(CheckpointError::FP4_TO_DECODE)),
         }
     }
 

@@ -87,6 +87,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
     let settled = options.settle(&model)?;
     let selection = Selection::of(&model, &settled.choice)?;
+    if !arguments.dry_run {
+        selection.check_not_empty(&model)?;
+    }
     let scheme = settled.scheme(selection.has_tensor_scales())?;
     let statistics = settled.calibration.as_deref().map(Statistics::open).transpose()?;
     check_statistics(&model, &selection, &settled, statistics.as_ref())?;
@@ -98,8 +101,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let memory = memory(arguments.memory, &model, &units)?;
     let out = match &arguments.out {
         Some(out) if !arguments.dry_run => out,
-        _ if arguments.json => return print_json(&report),
-        _ => return print(&format!("{}\n{}", report.table(), report.summary())),
+        _ => {
+            match arguments.json {
+                true => print_json(&report)?,
+                false => print(&format!("{}\n{}", report.table(), report.summary()))?,
+            }
+            return Ok(selection.check_not_empty(&model)?);
+        }
     };
     let start = if arguments.resume { Start::Resume } else { Start::Anew };
     let task = task(&checkpoint, &options, &settled)?;

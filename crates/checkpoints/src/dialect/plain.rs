@@ -1,7 +1,7 @@
 //! Checkpoints without quantization: every tensor is a weight.
 
 use super::parts;
-use super::scheme::torch_metadata;
+use super::scheme::{torch_metadata, without_quantization};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
@@ -72,12 +72,8 @@ impl Write for Writer {
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
-        let mut configs = Vec::new();
-        if let Some(mut config) = model.config.clone() {
-            config.remove("quantization_config");
-            config.remove("quantization");
-            configs.push((CONFIG, config));
-        }
+        let config = model.config.as_ref().map(without_quantization);
+        let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
         Ok(Frame::Folder { metadata: torch_metadata(), configs })
     }
 }

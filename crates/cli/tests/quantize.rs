@@ -126,6 +126,41 @@ fn methods_and_memory_do_not_change_who_is_right() {
 }
 
 #[test]
+fn the_name_of_a_gguf_file_and_its_dialect_go_together() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    model::gguf(&folder.path().join("f16.gguf"));
+    let before = names(folder.path());
+    let says = ["out: the dialect `gguf` is a file", "ends in .gguf"];
+    for out in ["out", "out/"] {
+        for command in [
+            format!("quantize model --out {out} --dialect gguf"),
+            format!("quantize f16.gguf --out {out}"),
+            format!("convert f16.gguf --out {out} --dialect gguf"),
+        ] {
+            fails(folder.path(), &command, 2, &says);
+        }
+    }
+    let says = ["out.gguf: the dialect `modelopt` is a folder", "--dialect gguf"];
+    for command in ["quantize model", "convert model"] {
+        let command = format!("{command} --out out.gguf --dialect modelopt");
+        fails(folder.path(), &command, 2, &says);
+    }
+    fails(folder.path(), "convert model --out out", 2, &["--dialect", "modelopt, "]);
+    assert_eq!(names(folder.path()), before);
+    // The name says it, and a slash behind it does not matter.
+    let (code, _, note) = run(folder.path(), "quantize model --out a.gguf/");
+    assert!(code == 0 && note.contains("note: ") && note.contains("llama.cpp"), "{note}");
+    let said = succeeds(folder.path(), "convert a.gguf --out b.gguf");
+    assert!(!said.contains("llama.cpp"), "{said}");
+    assert_same(&folder.path().join("a.gguf"), &folder.path().join("b.gguf"));
+    let (_, _, note) = run(folder.path(), "quantize f16.gguf --out c.gguf");
+    assert!(!note.contains("llama.cpp"), "{note}");
+    succeeds(folder.path(), "quantize model --out folder/");
+    assert!(folder.path().join("folder/config.json").is_file());
+}
+
+#[test]
 fn statistics_weigh_errors() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
@@ -152,6 +187,16 @@ fn statistics_weigh_errors() {
     let says = ["moments.safetensors", "`model.layers.0.mlp.down_proj.weight`", "NaN"];
     fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &says);
     moments[0].bytes = good;
+    let (code, _, note) = run(
+        folder.path(),
+        "quantize model --out ignored --method sse --calibration moments.safetensors",
+    );
+    assert!(code == 0 && note.contains("note: method `sse` needs no statistics"), "{note}");
+    assert!(note.contains("moments.safetensors"), "{note}");
+    let other = "quantize model --out x --method sse-weighted --calibration other.safetensors";
+    model::write(&folder.path().join("other.safetensors"), &[model::tensor("other", &[8], 1)]);
+    let says = ["other.safetensors", "any of the 14 weights", "found `other`"];
+    fails(folder.path(), other, 2, &says);
     moments.remove(0);
     model::write(&folder.path().join("moments.safetensors"), &moments);
     fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &["no statistics of `"]);
@@ -184,6 +229,11 @@ fn gguf_becomes_gguf_with_its_names_and_metadata() {
         assert!(said.contains("of 5 weights quantized"), "{said}");
         let bytes = fs::read(folder.path().join(&out)).expect("a file");
         assert!(bytes.windows(12).any(|part| part == b"general.name"));
+        let number = if format == "nvfp4" { 39_u32 } else { 38 };
+        for (key, number) in [("general.file_type", number), ("general.quantization_version", 2)] {
+            let pair = [key.as_bytes(), &[4, 0, 0, 0], &number.to_le_bytes()].concat();
+            assert!(bytes.windows(pair.len()).any(|part| part == pair), "{key}");
+        }
         let checkpoint = Checkpoint::open(folder.path().join(&out)).expect("a checkpoint");
         let scale = checkpoint.container().get("blk.0.attn_q.scale").is_some();
         assert_eq!(scale, format == "nvfp4");
@@ -292,11 +342,20 @@ fn choices_that_do_not_go_together_are_named() {
     bad("--keep *_proj", &["none of 19", "down_proj.weight`: asked to keep `*_proj`"]);
     bad("--format mxfp4 --rule te", &["te", "mxfp4"]);
     bad("--format mxfp4 --method four-over-six", &["four-over-six", "mxfp4"]);
+    bad("--format mxfp4 --preset miles", &["preset `miles` is for nvfp4, not mxfp4"]);
     bad("--format mxfp4 --dialect miles", &["miles", "cannot hold"]);
-    bad("--block-size 48", &["48"]);
+    bad("--block-size 48", &["48", "expected 16 or 32"]);
     let (code, _, error) = run(folder.path(), "quantize model --out out --keep re:(");
     assert!(code == 2 && error.contains("pattern `re:(`"), "{error}");
-    let (code, _, error) = run(folder.path(), "quantize model --out out --dialect quark");
-    assert!(code == 2 && error.contains("compressed-tensors"), "{error}");
+    for (option, known) in [
+        ("--dialect quark", "compressed-tensors, "),
+        ("--rule x", "te-division"),
+        ("--method x", "four-over-six, "),
+        ("--preset x", "mlp-only, "),
+        ("--from x", "torchao, "),
+    ] {
+        let (code, _, error) = run(folder.path(), &format!("quantize model --out out {option}"));
+        assert!(code == 2 && error.contains(known), "{error}");
+    }
     assert_eq!(names(folder.path()), ["model"]);
 }

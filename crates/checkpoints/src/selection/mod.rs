@@ -21,7 +21,7 @@ use crate::fp4::Fp4Weight;
 use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Quantization, Value, Weight};
-pub(crate) use fused::family;
+pub(crate) use fused::families;
 use layers::Layers;
 use preset::Names;
 pub use preset::{Preset, PresetRow};

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor};
+use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor, Weight};
 use burn_fp4_search::{Gram, Method, SearchError};
 
 use crate::error::CliError;
@@ -36,6 +36,24 @@ impl Statistics {
         }
         let module = weight.strip_suffix(".weight").unwrap_or(weight);
         self.file.get(weight).or_else(|| self.file.get(module))
+    }
+
+    /// Checks that there are statistics of one weight at least: otherwise it is another model's
+    /// file, or no file of statistics.
+    pub(super) fn check_any(&self, weights: &[&Weight<'_>]) -> Result<(), CliError> {
+        let (Some(first), true) =
+            (weights.first(), weights.iter().all(|weight| self.find(&weight.name).is_none()))
+        else {
+            return Ok(());
+        };
+        let found = self.file.tensors().next();
+        Err(CliError::Choice(format!(
+            "{}: no statistics of any of the {} weights to quantize, such as `{}`; found {}",
+            self.path.display(),
+            weights.len(),
+            first.name,
+            found.map_or("nothing".to_owned(), |tensor| format!("`{}`", tensor.name))
+        )))
     }
 
     /// Checks, by headers alone, that a weight of so many matrices and columns has statistics that

@@ -124,7 +124,8 @@ fn notes(
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names that they have in the input, which llama.cpp does not run";
 
-fn convert<'c>(
+/// Writes a weight as it is: its tensors, or what another dialect makes of its codes and scales.
+pub(crate) fn convert<'c>(
     output: &mut burn_fp4_checkpoints::Output<'_>,
     at: usize,
     weight: &Weight<'c>,

@@ -301,6 +301,17 @@ fn a_recipe_says_the_same_as_the_command_line() {
 }
 
 #[test]
+fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out some --dialect modelopt --only *.o_proj");
+    let said = succeeds(folder.path(), "quantize some --out all --dialect compressed-tensors");
+    assert!(said.contains("12 of 19 weights quantized"), "{said}");
+    let table = succeeds(folder.path(), "inspect all");
+    assert!(table.contains("14 of 19 weights quantized"), "{table}");
+}
+
+#[test]
 fn patterns_of_a_recipe_that_match_nothing_are_named() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

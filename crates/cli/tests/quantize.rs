@@ -332,7 +332,7 @@ fn a_plan_without_a_quantized_weight_is_shown_and_explained() {
     };
     dry("model --only lm_head --keep lm_*", &["`lm_head.weight`: asked to keep `lm_*`"]);
     dry("model --first-layers-high-precision 2", &["layer 0 stays in high precision"]);
-    dry("model --only *layernorm", &["not asked for"]);
+    dry("model --only *layernorm", &["input_layernorm.weight`: no matrix"]);
     succeeds(folder.path(), "quantize model --out out");
     let says = ["nothing is left to quantize", "is nvfp4 already", "`fp4 convert`"];
     dry("out", &says);

@@ -96,9 +96,6 @@ impl Selection {
     /// there is none.
     pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
         let (_, writer) = dialect::writer(&choice.dialect)?;
-        let matchers = |texts: &[String]| -> Result<Vec<Matcher>, CheckpointError> {
-            texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
-        };
         let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
         for (list, texts, matchers) in
             [("keep", &choice.keep, &keep), ("only", &choice.only, &only)]
@@ -136,15 +133,18 @@ impl Selection {
     ///
     /// # Errors
     /// [`CheckpointError::AlreadyQuantized`] and [`CheckpointError::NothingSelected`], by the
-    /// matrices that came closest.
+    /// matrices that came closest, of those that were asked for.
     pub fn check_not_empty(&self, model: &Model<'_>) -> Result<(), CheckpointError> {
         if !self.groups.is_empty() {
             return Ok(());
         }
-        let kept = |(weight, decision): (&'_ Weight<'_>, &'_ Decision)| match decision {
-            Decision::Keep(reason) if weight.shape().len() >= 2 => {
-                Some((weight.name.clone(), reason.clone()))
-            }
+        let only = matchers(&self.choice.only)?;
+        let wanted = |weight: &Weight<'_>| match &only[..] {
+            [] => weight.shape().len() >= 2,
+            only => only.iter().any(|matcher| hits(matcher, weight)),
+        };
+        let kept = |(weight, decision): (&Weight<'_>, &Decision)| match decision {
+            Decision::Keep(reason) if wanted(weight) => Some((weight.name.clone(), reason.clone())),
             Decision::Keep(_) | Decision::Quantize(_) => None,
         };
         let kept: Vec<_> = model.weights.iter().zip(&self.decisions).filter_map(kept).collect();
@@ -263,6 +263,10 @@ impl Judge<'_> {
         let of = self.writer.columns(self.choice.format, self.choice.block_size);
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
+}
+
+fn matchers(texts: &[String]) -> Result<Vec<Matcher>, CheckpointError> {
+    texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
 }
 
 /// Whether a pattern is about a weight, or the module that it is the weight of.

@@ -24,13 +24,16 @@ impl Checkpoint {
         Ok(Self { container, dialect })
     }
 
-    /// Opens a checkpoint in the dialect of this name, whatever it says itself.
+    /// Opens a checkpoint in the dialect of this name: one of those that it names itself, or any
+    /// if it names none.
     ///
     /// # Errors
-    /// As [`Container::open`]; an unknown name.
+    /// As [`Container::open`]; an unknown name; [`CheckpointError::OtherDialect`].
     pub fn open_as(path: impl AsRef<Path>, dialect: &str) -> Result<Self, CheckpointError> {
         let dialect = dialect::named(dialect)?;
-        Ok(Self { container: Container::open(path)?, dialect })
+        let container = Container::open(path)?;
+        dialect::check(&container, dialect)?;
+        Ok(Self { container, dialect })
     }
 
     /// The dialect it is read in.

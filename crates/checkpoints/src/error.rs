@@ -100,6 +100,19 @@ pub enum CheckpointError {
         /// Each dialect with what speaks for it.
         claims: Vec<String>,
     },
+    /// The checkpoint says that it is written in another dialect than it is to be read in.
+    #[error(
+        "{}: cannot be read as `{asked}`: it says that it is {claim}",
+        .path.display()
+    )]
+    OtherDialect {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The dialect asked for.
+        asked: &'static str,
+        /// The dialect that it names, with what speaks for it.
+        claim: String,
+    },
     /// The dialect is not one of those known.
     #[error("unknown dialect `{name}`: expected one of {}", .dialects.join(", "))]
     UnknownDialect {
@@ -165,14 +178,34 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// No weight would be quantized.
-    #[error("none of {tensors} tensors would be quantized; the first matrix, `{first}`: {reason}")]
+    #[error("none of {tensors} tensors would be quantized; `{weight}`: {reason}")]
     NothingSelected {
         /// How many there are.
         tensors: usize,
-        /// The first that could have been.
-        first: String,
+        /// One that came closest.
+        weight: String,
         /// Why it is not.
         reason: String,
+    },
+    /// No weight would be quantized, because all that could be are.
+    #[error("nothing is left to quantize: `{weight}` is {format} already")]
+    AlreadyQuantized {
+        /// One that is quantized.
+        weight: String,
+        /// Its format.
+        format: String,
+    },
+    /// A pattern of a user matches nothing.
+    #[error("`{list}` pattern `{pattern}` matches none of {tensors} tensors, such as `{first}`")]
+    NoMatch {
+        /// Which list it is of.
+        list: &'static str,
+        /// The pattern.
+        pattern: String,
+        /// How many tensors there are.
+        tensors: usize,
+        /// The name of the first.
+        first: String,
     },
     /// A pattern of an ignore list is not understood.
     #[error("pattern `{pattern}`: {source}")]
@@ -283,6 +316,15 @@ pub enum TensorProblem {
 }
 
 impl CheckpointError {
+    /// What many dialects [cannot hold](Self::CannotHold), where decoding is the remedy.
+    pub const FP4_TO_DECODE: &str = "FP4 weights; decode them";
+    /// The same of FP8.
+    pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
+    /// What a dialect without tensor scales [cannot hold](Self::CannotHold), unless a user allows
+    /// that values change.
+    pub const NOT_FOLDED_EXACTLY: &str =
+        "a tensor scale that is not folded exactly; allow it to be inexact";
+
     /// An error of the file system, of `path`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), source }

@@ -86,6 +86,6 @@ pub use patterns::{Matcher, Pattern, Syntax};
 pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
-pub use traps::{Trap, traps};
+pub use traps::{Trap, traps, unlike_scales};
 pub use weight::{Model, Quantization, Value, Weight};
 pub use write::{Output, Planned, Shards, Start, WriteOptions, WriteReport};

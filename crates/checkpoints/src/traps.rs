@@ -1,11 +1,11 @@
 //! What is often wrong with FP4 checkpoints and shows in no error: scales in the wrong direction,
 //! scales that ran out of range, layers that cannot run as one.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::dialect;
 use crate::facts::Fp4Facts;
-use crate::selection::family;
+use crate::selection::families;
 use crate::weight::{Model, Value, Weight};
 
 /// A warning about a checkpoint.
@@ -90,15 +90,27 @@ fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
     }
 }
 
+/// Pairs of FP4 weights that inference engines run as one though their tensor scales differ, by
+/// their places in the model.
+pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
+    let scale = |at: usize| match &model.weights[at].value {
+        Value::Fp4(fp4) => fp4.multipliers().first().map(|scale| scale.to_bits()),
+        Value::Plain(_) | Value::Fp8(_) => None,
+    };
+    let unlike = |members: &Vec<usize>| {
+        let first = scale(members[0])?;
+        let other = members.iter().find(|&&at| scale(at).is_some_and(|other| other != first))?;
+        Some([members[0], *other])
+    };
+    families(model).values().filter_map(unlike).collect()
+}
+
 /// What shows in weights that inference engines run as one.
 fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>) {
-    let mut families: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (at, weight) in model.weights.iter().enumerate() {
-        if let Some(family) = family(&weight.name).filter(|_| weight.shape().len() >= 2) {
-            families.entry(family).or_default().push(at);
-        }
-    }
-    for members in families.values().filter(|members| members.len() > 1) {
+    // Those of a dialect that is only read are unknown.
+    let written = dialect::writer(model.quantization.dialect);
+    let fused = written.map_or(true, |(_, writer)| writer.fuses());
+    for members in families(model).values() {
         let name = |at: usize| model.weights[at].name.as_str();
         let kinds = members.iter().map(|&at| match &model.weights[at].value {
             Value::Fp4(fp4) => Some((fp4.format, fp4.block_size)),
@@ -109,7 +121,7 @@ fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>
             "is quantized otherwise: engines that run both as one refuse that (vLLM)"
         } else {
             let scale = |at: usize| facts[at].map(|facts| facts.multiplier.to_bits());
-            if members.iter().all(|&at| scale(at) == scale(members[0])) {
+            if !fused || members.iter().all(|&at| scale(at) == scale(members[0])) {
                 continue;
             }
             "has another tensor scale: engines that run both as one round block scales again"

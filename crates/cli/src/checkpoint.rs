@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::Checkpoint;
+use burn_fp4_checkpoints::{Checkpoint, DIALECTS, dialect};
+use clap::builder::PossibleValuesParser;
 
 use crate::error::CliError;
 
@@ -13,7 +14,7 @@ pub(crate) struct Input {
     #[arg(value_name = "INPUT")]
     pub(crate) path: PathBuf,
     /// The dialect to read it in, where its config does not say.
-    #[arg(long, value_name = "DIALECT")]
+    #[arg(long, value_name = "DIALECT", value_parser = readable())]
     pub(crate) from: Option<String>,
 }
 
@@ -22,6 +23,42 @@ impl Input {
     pub(crate) fn open(&self) -> Result<Checkpoint, CliError> {
         open(&self.path, self.from.as_deref())
     }
+}
+
+/// The dialect of GGUF files, and how their names end.
+pub(crate) const GGUF: &str = "gguf";
+
+/// Whether a path is that of a GGUF file, by its name.
+pub(crate) fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == GGUF)
+}
+
+/// The path to write to, without slashes at its end. A file in GGUF ends in `.gguf`, and nothing
+/// else does: it would not be read again.
+pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
+    let path: PathBuf = out.components().collect();
+    let shown = path.display();
+    match (dialect == GGUF, is_gguf(&path)) {
+        (true, false) => Err(CliError::Choice(format!(
+            "{shown}: the dialect `{GGUF}` is a file: name one that ends in .gguf by --out, or \
+             another --dialect"
+        ))),
+        (false, true) => Err(CliError::Choice(format!(
+            "{shown}: the dialect `{dialect}` is a folder: name one that does not end in .gguf by \
+             --out, or say --dialect {GGUF}"
+        ))),
+        (true, true) | (false, false) => Ok(path),
+    }
+}
+
+/// The names of the dialects that are read.
+fn readable() -> PossibleValuesParser {
+    PossibleValuesParser::new(DIALECTS.iter().map(|dialect| dialect.name()))
+}
+
+/// The names of the dialects that are written.
+pub(crate) fn writable() -> PossibleValuesParser {
+    PossibleValuesParser::new(dialect::written())
 }
 
 /// Opens a checkpoint in a dialect, or in the one that it names itself.

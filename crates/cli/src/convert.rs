@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::dialect;
-use burn_fp4_checkpoints::{Dtype, Reader, Start, Value, Weight, WriteOptions, WriteReport};
+use burn_fp4_checkpoints::{
+    Dtype, Model, Reader, Start, Value, Weight, WriteOptions, WriteReport, unlike_scales,
+};
 use burn_fp4_search::formats::Fp4Format;
 
-use crate::checkpoint::Input;
+use crate::checkpoint::{GGUF, Input, is_gguf, target, writable};
 use crate::error::CliError;
 use crate::print::print;
 use crate::progress;
@@ -21,12 +23,12 @@ use crate::size::Size;
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
-    /// The folder, or for GGUF the file, to make. Nothing may be there.
+    /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// The dialect to write.
-    #[arg(long, value_name = "DIALECT", value_parser = writable)]
-    dialect: String,
+    /// The dialect to write; without, gguf if OUT ends in .gguf.
+    #[arg(long, value_name = "DIALECT", value_parser = writable())]
+    dialect: Option<String>,
     /// Cast FP4 weights to this format: exactly where that is possible, counted where it is not.
     #[arg(long)]
     format: Option<Fp4Format>,
@@ -42,14 +44,6 @@ pub(crate) struct Arguments {
     inexact: bool,
 }
 
-/// A dialect that is written.
-pub(crate) fn writable(name: &str) -> Result<String, String> {
-    match dialect::writer(name) {
-        Ok(_) => Ok(name.to_owned()),
-        Err(_) => Err(format!("expected one of {}", dialect::written().join(", "))),
-    }
-}
-
 fn float(name: &str) -> Result<Dtype, String> {
     match name {
         "bf16" => Ok(Dtype::BF16),
@@ -60,6 +54,8 @@ fn float(name: &str) -> Result<Dtype, String> {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
+    let dialect = dialect_of(arguments)?;
+    let out = target(&arguments.out, dialect)?;
     let checkpoint = arguments.input.open()?;
     let options = WriteOptions {
         cast: arguments.format,
@@ -69,8 +65,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         ..WriteOptions::default()
     };
     let model = checkpoint.model()?;
-    let planned = model.plan(&arguments.dialect, &options)?;
-    let mut output = planned.create(&arguments.out, "convert", Start::Anew)?;
+    let planned = model.plan(dialect, &options)?;
+    let mut output = planned.create(&out, "convert", Start::Anew)?;
     let mut reader = Reader::new(checkpoint.container());
     let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum());
     for (at, weight) in model.weights.iter().enumerate() {
@@ -80,10 +76,56 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     }
     bar.finish_and_clear();
     output.finish()?;
-    print(&summary(&planned.report(), &arguments.out.display().to_string()))
+    print(&summary(&planned.report(), &out.display().to_string()))?;
+    let notes = notes(&model, dialect, &options)?;
+    notes.iter().try_for_each(|note| print(&format!("note: {note}\n")))
 }
 
-fn convert<'c>(
+/// The dialect that is asked for, or that the name of the file says.
+fn dialect_of(arguments: &Arguments) -> Result<&str, CliError> {
+    match &arguments.dialect {
+        Some(dialect) => Ok(dialect),
+        None if is_gguf(&arguments.out) => Ok(GGUF),
+        None => {
+            let names = dialect::written().join(", ");
+            let what = format!("nothing says what to write: name the --dialect, one of {names}");
+            Err(CliError::Choice(what))
+        }
+    }
+}
+
+/// What is worth knowing of the result, beside what changed on the way.
+fn notes(
+    model: &Model<'_>,
+    dialect: &str,
+    options: &WriteOptions,
+) -> Result<Vec<String>, CliError> {
+    let (_, writer) = dialect::writer(dialect)?;
+    let mut notes = Vec::new();
+    let scaled = options.cast.is_none_or(|format| format.row().tensor_scale);
+    if let Some(pair) = unlike_scales(model).first()
+        && writer.fuses()
+        && scaled
+        && options.decode_fp4.is_none()
+    {
+        let [one, other] = pair.map(|at| &model.weights[at].name);
+        notes.push(format!(
+            "`{one}` and `{other}` have different tensor scales: engines that run both as one \
+             round block scales again"
+        ));
+    }
+    if dialect == GGUF && model.gguf.is_none() {
+        notes.push(UNKNOWN_NAMES.to_owned());
+    }
+    Ok(notes)
+}
+
+/// What is true of GGUF files that were made from no GGUF file.
+pub(crate) const UNKNOWN_NAMES: &str =
+    "the tensors keep the names that they have in the input, which llama.cpp does not run";
+
+/// Writes a weight as it is: its tensors, or what another dialect makes of its codes and scales.
+pub(crate) fn convert<'c>(
     output: &mut burn_fp4_checkpoints::Output<'_>,
     at: usize,
     weight: &Weight<'c>,

@@ -12,7 +12,7 @@ use crate::size::Size;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
-    #[error(transparent)]
+    #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
     Checkpoint(#[from] CheckpointError),
     /// The same, and what is written so far stays.
     #[error("{error}; go on by the same command with --resume, or remove {}", .partial.display())]
@@ -112,6 +112,16 @@ pub(crate) enum CliError {
         /// What is wrong.
         source: SearchError,
     },
+    /// A tensor of a known file cannot be used.
+    #[error("{file}: tensor `{name}`: {source}", file = .file.display())]
+    TensorOf {
+        /// The file (shard).
+        file: PathBuf,
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        source: SearchError,
+    },
     /// Nothing asked for goes together.
     #[error("nothing to evaluate: {0}")]
     Nothing(String),
@@ -145,6 +155,23 @@ pub(crate) enum CliError {
         /// What is wrong.
         problem: String,
     },
+}
+
+/// What to do about an error of the library, in words of the command line.
+fn remedy(error: &CheckpointError) -> &'static str {
+    match error {
+        CheckpointError::AlreadyQuantized { .. } => {
+            "; `fp4 convert` writes quantized weights in another dialect or format"
+        }
+        CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. } => " (--from)",
+        CheckpointError::CannotHold { what, .. } => match *what {
+            CheckpointError::FP4_TO_DECODE => ": `fp4 convert --decode-fp4 bf16`",
+            CheckpointError::FP8_TO_DECODE => ": `fp4 convert --decode-fp8 bf16`",
+            CheckpointError::NOT_FOLDED_EXACTLY => ": `fp4 convert --inexact`",
+            _ => "",
+        },
+        _ => "",
+    }
 }
 
 impl CliError {

@@ -23,6 +23,10 @@ fn every_command_explains_itself() {
     for word in ["--dry-run", "--resume", "miles", "imatrix", "--recipe", "twice"] {
         assert!(help.contains(word), "{help} does not say {word}");
     }
+    // What an option takes, and where a pattern begins and ends.
+    for word in ["te-division", "four-over-six", "gpt-oss", "torchao", "mlp-only", "`$`", ".gguf"] {
+        assert!(help.contains(word), "{help} does not say {word}");
+    }
     assert_eq!(run(folder.path(), "quantise").0, 2);
 }
 
@@ -42,11 +46,35 @@ fn a_conversion_there_and_back_is_the_same() {
     succeeds(folder.path(), "compare a dense");
     let cast = succeeds(folder.path(), "convert a --out mx --dialect modelopt --format mxfp4");
     assert!(cast.contains("blocks were cast"), "{cast}");
-    fails(folder.path(), "convert a --out x --dialect mlx", 2, &["mlx", "inexact"]);
+    fails(folder.path(), "convert a --out x --dialect mlx", 2, &["mlx", "--inexact"]);
+    fails(folder.path(), "convert a --out x --dialect plain", 2, &["plain", "--decode-fp4"]);
+    // Of a model of floats nothing is said.
+    for from in ["model", "dense"] {
+        let to = format!("{from}-floats");
+        succeeds(folder.path(), &format!("convert {from} --out {to} --dialect compressed-tensors"));
+        let config = folder.path().join(to).join("config.json");
+        let config = fs::read_to_string(config).expect("a config");
+        assert!(config.contains("llama") && !config.contains("quantization"), "{config}");
+    }
     succeeds(folder.path(), "convert a --out mlx --dialect mlx --inexact");
     fails(folder.path(), "convert a --out b --dialect modelopt", 2, &["b: exists"]);
     let (code, _, error) = run(folder.path(), "convert a --out x --dialect quark");
     assert!(code == 2 && error.contains("modelopt"), "{error}");
+}
+
+#[test]
+fn a_checkpoint_is_not_read_as_what_it_says_it_is_not() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out mlx --dialect mlx");
+    let wrong = "convert mlx --from modelopt --dialect mlx --out x";
+    fails(folder.path(), wrong, 2, &["mlx (quantization of config.json)", "`modelopt`"]);
+    fails(folder.path(), "inspect mlx --from plain", 2, &["`plain`", "mlx ("]);
+    succeeds(folder.path(), "convert mlx --from mlx --dialect mlx --out same");
+    // The configs of miles are those of ModelOpt.
+    succeeds(folder.path(), "quantize model --out modelopt --dialect modelopt");
+    succeeds(folder.path(), "inspect modelopt --from miles");
+    assert_eq!(model::names(folder.path()), ["mlx", "model", "modelopt", "same"]);
 }
 
 #[test]
@@ -81,6 +109,19 @@ fn inspection_counts_and_warns() {
     let table = succeeds(folder.path(), "inspect out");
     assert!(table.contains("may be the reciprocal"), "{table}");
     assert!(table.contains("has another tensor scale"), "{table}");
+    // Who reads GGUF runs each by itself.
+    succeeds(folder.path(), "convert out --out out.gguf");
+    let table = succeeds(folder.path(), "inspect out.gguf");
+    assert!(!table.contains("has another tensor scale"), "{table}");
+    for (dialect, more, noted) in [
+        ("compressed-tensors", "", true),
+        ("modelopt", "--format mxfp4", false),
+        ("plain", "--decode-fp4 f32", false),
+    ] {
+        let to = format!("--out to-{dialect} --dialect {dialect} {more}");
+        let said = succeeds(folder.path(), &format!("convert out.gguf {to}"));
+        assert_eq!(said.contains("different tensor scales"), noted, "{said}");
+    }
 }
 
 #[test]
@@ -98,6 +139,10 @@ fn a_comparison_tells_by_its_exit_code() {
     }
     assert!(!page.contains("http") && !page.contains("<script"), "the page stands alone");
     succeeds(folder.path(), "compare model out --tolerance 20");
+    for bad in ["nan", "inf", "-1", "x"] {
+        let (code, _, error) = run(folder.path(), &format!("compare out out --tolerance={bad}"));
+        assert!(code == 2 && error.contains("a finite number, 0 or more"), "{bad}: {error}");
+    }
     // A weight that is missing is a difference.
     let first = model::tensors(SMALL).remove(0);
     model::write(&folder.path().join("one.safetensors"), &[first]);

@@ -65,6 +65,27 @@ fn broken_inputs_are_named() {
     assert_eq!(names(folder.path()), ["model", "nan.safetensors", "taken"]);
 }
 
+#[test]
+fn of_weights_that_share_a_scale_the_one_that_is_broken_is_named() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    let tensors = model::tensors(SMALL);
+    let broken = "model.layers.1.mlp.up_proj.weight";
+    let place = tensors.iter().position(|tensor| tensor.name == broken).expect("a weight") % 2;
+    let shard = |at: usize| format!("model-{:05}-of-00002.safetensors", at + 1);
+    for (bits, shown) in [([0xC0, 0x7F], "NaN"), ([0x80, 0xFF], "-inf")] {
+        let mut own: Vec<_> = model::tensors(SMALL).into_iter().skip(place).step_by(2).collect();
+        let tensor = own.iter_mut().find(|tensor| tensor.name == broken).expect("a weight");
+        tensor.bytes[..2].copy_from_slice(&bits);
+        model::write(&path.join(shard(place)), &own);
+        let says = [broken, shown, &shard(place)];
+        for more in ["", "--method sse-tensor-scale", "--dialect mlx"] {
+            fails(folder.path(), &format!("quantize model --out out {more}"), 2, &says);
+        }
+    }
+    assert_eq!(names(folder.path()), ["model"]);
+}
+
 /// Starts to quantize, and waits until there is something of the output.
 fn start(folder: &Path, more: &[&str]) -> Child {
     let mut child = Command::new(env!("CARGO_BIN_EXE_fp4"))

@@ -126,6 +126,41 @@ fn methods_and_memory_do_not_change_who_is_right() {
 }
 
 #[test]
+fn the_name_of_a_gguf_file_and_its_dialect_go_together() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    model::gguf(&folder.path().join("f16.gguf"));
+    let before = names(folder.path());
+    let says = ["out: the dialect `gguf` is a file", "ends in .gguf"];
+    for out in ["out", "out/"] {
+        for command in [
+            format!("quantize model --out {out} --dialect gguf"),
+            format!("quantize f16.gguf --out {out}"),
+            format!("convert f16.gguf --out {out} --dialect gguf"),
+        ] {
+            fails(folder.path(), &command, 2, &says);
+        }
+    }
+    let says = ["out.gguf: the dialect `modelopt` is a folder", "--dialect gguf"];
+    for command in ["quantize model", "convert model"] {
+        let command = format!("{command} --out out.gguf --dialect modelopt");
+        fails(folder.path(), &command, 2, &says);
+    }
+    fails(folder.path(), "convert model --out out", 2, &["--dialect", "modelopt, "]);
+    assert_eq!(names(folder.path()), before);
+    // The name says it, and a slash behind it does not matter.
+    let (code, _, note) = run(folder.path(), "quantize model --out a.gguf/");
+    assert!(code == 0 && note.contains("note: ") && note.contains("llama.cpp"), "{note}");
+    let said = succeeds(folder.path(), "convert a.gguf --out b.gguf");
+    assert!(!said.contains("llama.cpp"), "{said}");
+    assert_same(&folder.path().join("a.gguf"), &folder.path().join("b.gguf"));
+    let (_, _, note) = run(folder.path(), "quantize f16.gguf --out c.gguf");
+    assert!(!note.contains("llama.cpp"), "{note}");
+    succeeds(folder.path(), "quantize model --out folder/");
+    assert!(folder.path().join("folder/config.json").is_file());
+}
+
+#[test]
 fn statistics_weigh_errors() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
@@ -145,6 +180,23 @@ fn statistics_weigh_errors() {
     fails(folder.path(), "quantize model --out x --method gptq", 2, &["gptq", "--calibration"]);
     let gptq = "quantize model --out x --method gptq --calibration moments.safetensors";
     fails(folder.path(), gptq, 2, &["_proj.weight", "X^T X", "moments.safetensors"]);
+    // A number that is none, of the statistics.
+    let good = moments[0].bytes.clone();
+    moments[0].bytes[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
+    model::write(&folder.path().join("moments.safetensors"), &moments);
+    let says = ["moments.safetensors", "`model.layers.0.mlp.down_proj.weight`", "NaN"];
+    fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &says);
+    moments[0].bytes = good;
+    let (code, _, note) = run(
+        folder.path(),
+        "quantize model --out ignored --method sse --calibration moments.safetensors",
+    );
+    assert!(code == 0 && note.contains("note: method `sse` needs no statistics"), "{note}");
+    assert!(note.contains("moments.safetensors"), "{note}");
+    let other = "quantize model --out x --method sse-weighted --calibration other.safetensors";
+    model::write(&folder.path().join("other.safetensors"), &[model::tensor("other", &[8], 1)]);
+    let says = ["other.safetensors", "any of the 14 weights", "found `other`"];
+    fails(folder.path(), other, 2, &says);
     moments.remove(0);
     model::write(&folder.path().join("moments.safetensors"), &moments);
     fails(folder.path(), &format!("quantize model --out x {sse}"), 2, &["no statistics of `"]);
@@ -177,6 +229,11 @@ fn gguf_becomes_gguf_with_its_names_and_metadata() {
         assert!(said.contains("of 5 weights quantized"), "{said}");
         let bytes = fs::read(folder.path().join(&out)).expect("a file");
         assert!(bytes.windows(12).any(|part| part == b"general.name"));
+        let number = if format == "nvfp4" { 39_u32 } else { 38 };
+        for (key, number) in [("general.file_type", number), ("general.quantization_version", 2)] {
+            let pair = [key.as_bytes(), &[4, 0, 0, 0], &number.to_le_bytes()].concat();
+            assert!(bytes.windows(pair.len()).any(|part| part == pair), "{key}");
+        }
         let checkpoint = Checkpoint::open(folder.path().join(&out)).expect("a checkpoint");
         let scale = checkpoint.container().get("blk.0.attn_q.scale").is_some();
         assert_eq!(scale, format == "nvfp4");
@@ -193,6 +250,9 @@ fn gguf_becomes_gguf_with_its_names_and_metadata() {
     model::write_gguf(&folder.path().join("imatrix.gguf"), &imatrix);
     let options = "--method sse-weighted --calibration imatrix.gguf --out weighted.gguf";
     succeeds(folder.path(), &format!("quantize f16.gguf {options}"));
+    let gptq = "quantize f16.gguf --method gptq --calibration imatrix.gguf --out gptq.gguf";
+    let says = ["imatrix.gguf", "mean squares only", "`gptq` needs X^T X", "`sse-weighted`"];
+    fails(folder.path(), gptq, 2, &says);
     assert_eq!(run(folder.path(), "compare nvfp4-sse.gguf weighted.gguf").0, 1);
 }
 
@@ -241,21 +301,72 @@ fn a_recipe_says_the_same_as_the_command_line() {
 }
 
 #[test]
+fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out some --dialect modelopt --only *.o_proj");
+    let said = succeeds(folder.path(), "quantize some --out all --dialect compressed-tensors");
+    assert!(said.contains("12 of 19 weights quantized"), "{said}");
+    let table = succeeds(folder.path(), "inspect all");
+    assert!(table.contains("14 of 19 weights quantized"), "{table}");
+}
+
+#[test]
+fn patterns_of_a_recipe_that_match_nothing_are_named() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("recipe.toml"), "keep = [\"re:.*o_porj\"]\n").expect("a recipe");
+    let says = ["`keep` pattern `re:.*o_porj`", "matches none"];
+    fails(folder.path(), "quantize model --dry-run --recipe recipe.toml", 2, &says);
+}
+
+#[test]
+fn a_plan_without_a_quantized_weight_is_shown_and_explained() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let dry = |arguments: &str, says: &[&str]| {
+        let (code, table, error) = run(folder.path(), &format!("quantize {arguments} --dry-run"));
+        assert_eq!(code, 2, "{error}");
+        assert!(table.contains("lm_head.weight") && table.contains("0 of 19 weights"), "{table}");
+        says.iter().for_each(|word| assert!(error.contains(word), "{error} does not say {word}"));
+    };
+    dry("model --only lm_head --keep lm_*", &["`lm_head.weight`: asked to keep `lm_*`"]);
+    dry("model --first-layers-high-precision 2", &["layer 0 stays in high precision"]);
+    dry("model --only *layernorm", &["input_layernorm.weight`: no matrix"]);
+    succeeds(folder.path(), "quantize model --out out");
+    let says = ["nothing is left to quantize", "is nvfp4 already", "`fp4 convert`"];
+    dry("out", &says);
+    fails(folder.path(), "quantize out --out x", 2, &says);
+}
+
+#[test]
 fn choices_that_do_not_go_together_are_named() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let bad = |options: &str, says: &[&str]| {
         fails(folder.path(), &format!("quantize model --out out {options}"), 2, says);
     };
-    bad("--only nothing*", &["none of 19 tensors", "not asked for"]);
-    bad("--preset experts-only", &["none of 19 tensors"]);
+    bad("--only nothing*", &["`only` pattern `nothing*`", "none of 19", "lm_head.weight"]);
+    bad("--keep *.o_proj --keep *.qkv_proj", &["`keep` pattern `*.qkv_proj`", "none of 19"]);
+    bad("--preset experts-only", &["none of 19 tensors", "down_proj.weight`: no expert"]);
+    bad("--keep *", &["none of 19 tensors", "`lm_head.weight`: asked to keep `*`"]);
+    bad("--keep *_proj", &["none of 19", "down_proj.weight`: asked to keep `*_proj`"]);
     bad("--format mxfp4 --rule te", &["te", "mxfp4"]);
     bad("--format mxfp4 --method four-over-six", &["four-over-six", "mxfp4"]);
+    bad("--format mxfp4 --preset miles", &["preset `miles` is for nvfp4, not mxfp4"]);
     bad("--format mxfp4 --dialect miles", &["miles", "cannot hold"]);
-    bad("--block-size 48", &["48"]);
+    bad("--block-size 48", &["48", "expected 16 or 32"]);
     let (code, _, error) = run(folder.path(), "quantize model --out out --keep re:(");
     assert!(code == 2 && error.contains("pattern `re:(`"), "{error}");
-    let (code, _, error) = run(folder.path(), "quantize model --out out --dialect quark");
-    assert!(code == 2 && error.contains("compressed-tensors"), "{error}");
+    for (option, known) in [
+        ("--dialect quark", "compressed-tensors, "),
+        ("--rule x", "te-division"),
+        ("--method x", "four-over-six, "),
+        ("--preset x", "mlp-only, "),
+        ("--from x", "torchao, "),
+    ] {
+        let (code, _, error) = run(folder.path(), &format!("quantize model --out out {option}"));
+        assert!(code == 2 && error.contains(known), "{error}");
+    }
     assert_eq!(names(folder.path()), ["model"]);
 }

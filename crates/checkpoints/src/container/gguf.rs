@@ -43,6 +43,34 @@ impl Metadata {
     pub fn architecture(&self) -> Option<&str> {
         self.architecture.as_deref()
     }
+
+    /// Gives a key this number, in its place or behind all others.
+    pub(crate) fn set_u32(&mut self, key: &str, number: u32) {
+        let mut pair = Vec::new();
+        text(&mut pair, key);
+        pair.extend(Kind::U32_ID.to_le_bytes());
+        pair.extend(number.to_le_bytes());
+        match self.place_of(key) {
+            Some(place) => drop(self.bytes.splice(place, pair)),
+            None => {
+                self.pairs += 1;
+                self.bytes.extend(pair);
+            }
+        }
+    }
+
+    /// Where a key and its value are among the bytes.
+    fn place_of(&self, key: &str) -> Option<Range<usize>> {
+        let mut cursor = Cursor { path: Path::new(""), bytes: &self.bytes, at: 0 };
+        (0..self.pairs).find_map(|_| {
+            let begin = cursor.at;
+            // The pairs were read before, or are our own.
+            let found = cursor.text().ok()?;
+            let kind = Kind::of(cursor.u32().ok()?)?;
+            cursor.skip(kind).ok()?;
+            (found == key).then_some(begin..cursor.at)
+        })
+    }
 }
 
 /// The type of a value (`enum gguf_metadata_value_type`).
@@ -54,6 +82,8 @@ enum Kind {
 }
 
 impl Kind {
+    const U32_ID: u32 = 4;
+
     fn of(id: u32) -> Option<Self> {
         Some(match id {
             0 | 1 | 7 => Self::Fixed(1),
@@ -70,7 +100,7 @@ impl Kind {
         match self {
             Self::String => 8,
             Self::Array => 9,
-            Self::Fixed(_) => 4,
+            Self::Fixed(_) => Self::U32_ID,
         }
     }
 
@@ -307,4 +337,22 @@ pub(crate) fn layout(
     let start = header.len() as u64;
     offsets.iter_mut().for_each(|offset| *offset += start);
     (header, offsets, start + end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_set_in_its_place_or_behind_all_others() {
+        let mut metadata = Metadata::new("llama");
+        metadata.set_u32("general.file_type", 39);
+        metadata.set_u32("general.quantization_version", 2);
+        let before = metadata.clone();
+        metadata.set_u32("general.file_type", 38);
+        assert_eq!((metadata.pairs, metadata.bytes.len()), (3, before.bytes.len()));
+        let differing = metadata.bytes.iter().zip(&before.bytes).filter(|(a, b)| a != b);
+        assert_eq!(differing.collect::<Vec<_>>(), [(&38, &39)]);
+        assert_eq!(metadata.place_of("general.file"), None);
+    }
 }

@@ -234,11 +234,16 @@ impl Write for CompressedTensors {
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = scheme::torch_metadata();
+        let own = model.quantization.dialect == self.name();
+        // A model of floats, with no cache of fewer bits, has nothing to say.
+        let floats = scheme::schemes(model).is_empty() && model.quantization.kv_cache.is_none();
         let config = match &model.config {
-            Some(config) if model.quantization.dialect == self.name() => config.clone(),
-            _ => scheme::with_quantization(model, quantization_config(model)?),
+            Some(config) if own => Some(config.clone()),
+            config if floats => config.as_ref().map(scheme::without_quantization),
+            _ => Some(scheme::with_quantization(model, quantization_config(model)?)),
         };
-        Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config)] })
+        let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
+        Ok(Frame::Folder { metadata, configs })
     }
 }
 

@@ -91,6 +91,17 @@ fn read_weight<'a>(
     Ok(Some(weight))
 }
 
+/// `GGML_QNT_VERSION`.
+const QUANTIZATION_VERSION: u32 = 2;
+
+/// `LlamaFileType` of gguf-py: `MOSTLY_NVFP4`, `MOSTLY_MXFP4_MOE`.
+fn file_type(format: Fp4Format) -> u32 {
+    match format {
+        Fp4Format::NvFp4 => 39,
+        Fp4Format::MxFp4 => 38,
+    }
+}
+
 fn record(format: Fp4Format) -> &'static GgmlRow {
     match format {
         Fp4Format::NvFp4 => &GGML_NVFP4,
@@ -115,7 +126,7 @@ impl Write for Gguf {
                 }
                 return Ok(vec![copy]);
             }
-            Value::Fp8(_) => return Err(cannot("FP8")),
+            Value::Fp8(_) => return Err(cannot(CheckpointError::FP8_TO_DECODE)),
             Value::Fp4(fp4) => fp4,
         };
         if weight.pre_quant_scale.is_some() {
@@ -161,6 +172,16 @@ impl Write for Gguf {
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let kind = model.config.as_ref().and_then(|config| config.get("model_type"));
         let kind = kind.and_then(Json::as_str).unwrap_or("unknown");
-        Ok(Frame::Gguf(model.gguf.clone().unwrap_or_else(|| Pairs::new(kind))))
+        let mut pairs = model.gguf.clone().unwrap_or_else(|| Pairs::new(kind));
+        let formats = model.weights.iter().filter_map(|weight| match &weight.value {
+            Value::Fp4(fp4) => Some(file_type(fp4.format)),
+            Value::Plain(_) | Value::Fp8(_) => None,
+        });
+        // A file that is copied says it as it did.
+        if let Some(number) = formats.max().filter(|_| model.quantization.dialect != self.name()) {
+            pairs.set_u32("general.file_type", number);
+            pairs.set_u32("general.quantization_version", QUANTIZATION_VERSION);
+        }
+        Ok(Frame::Gguf(pairs))
     }
 }

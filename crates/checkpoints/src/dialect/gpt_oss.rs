@@ -84,7 +84,7 @@ impl Write for GptOss {
         let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
         let fp4 = match &weight.value {
             Value::Plain(tensor) => return Ok(vec![NewTensor::copy(&weight.name, tensor)]),
-            Value::Fp8(_) => return cannot("FP8"),
+            Value::Fp8(_) => return cannot(CheckpointError::FP8_TO_DECODE),
             Value::Fp4(fp4) => fp4,
         };
         if fp4.format != Fp4Format::MxFp4 || fp4.block_size != 2 * BLOCK_BYTES {

@@ -34,6 +34,10 @@ impl Dialect for Miles {
         None
     }
 
+    fn configs_of(&self) -> &'static str {
+        modelopt::ModelOpt.name()
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,
@@ -53,7 +57,7 @@ impl Write for Miles {
         let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
         let nvfp4 = match &weight.value {
             Value::Plain(_) => false,
-            Value::Fp8(_) => return cannot("FP8"),
+            Value::Fp8(_) => return cannot(CheckpointError::FP8_TO_DECODE),
             Value::Fp4(fp4) if fp4.format == Fp4Format::NvFp4 && fp4.block_size == 16 => true,
             Value::Fp4(_) => return cannot("FP4 other than NVFP4 in blocks of 16"),
         };

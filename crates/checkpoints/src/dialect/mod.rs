@@ -62,10 +62,7 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
 /// [`CheckpointError::Ambiguous`] if it says several, [`CheckpointError::Field`] if it says one
 /// that is unknown.
 pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, CheckpointError> {
-    let claims: Vec<(&'static dyn Dialect, &str)> = DIALECTS
-        .into_iter()
-        .filter_map(|dialect| Some((dialect, dialect.evidence(container)?)))
-        .collect();
+    let claims = claims(container);
     match claims[..] {
         [(dialect, _)] => Ok(dialect),
         [] => match container.quantization() {
@@ -79,8 +76,38 @@ pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, Chec
         },
         _ => Err(CheckpointError::Ambiguous {
             path: container.root().to_owned(),
-            claims: claims.iter().map(|(d, why)| format!("{} ({why})", d.name())).collect(),
+            claims: claims.iter().map(text_of).collect(),
         }),
+    }
+}
+
+/// A dialect, and what in a checkpoint speaks for it.
+type Claim = (&'static dyn Dialect, &'static str);
+
+fn claims(container: &Container) -> Vec<Claim> {
+    let claim = |dialect: &'static dyn Dialect| Some((dialect, dialect.evidence(container)?));
+    DIALECTS.into_iter().filter_map(claim).collect()
+}
+
+fn text_of((dialect, why): &Claim) -> String {
+    format!("{} ({why})", dialect.name())
+}
+
+/// Checks that a checkpoint names this dialect, or none.
+///
+/// # Errors
+/// [`CheckpointError::OtherDialect`]
+pub(crate) fn check(
+    container: &Container,
+    asked: &'static dyn Dialect,
+) -> Result<(), CheckpointError> {
+    let claims = claims(container);
+    match claims.first() {
+        Some(first) if claims.iter().all(|(claim, _)| claim.name() != asked.configs_of()) => {
+            let (path, claim) = (container.root().to_owned(), text_of(first));
+            Err(CheckpointError::OtherDialect { path, asked: asked.name(), claim })
+        }
+        Some(_) | None => Ok(()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Checkpoints without quantization: every tensor is a weight.
 
 use super::parts;
-use super::scheme::torch_metadata;
+use super::scheme::{torch_metadata, without_quantization};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
@@ -63,22 +63,17 @@ impl Dialect for Plain {
 
 impl Write for Writer {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        let cannot = |what| CheckpointError::cannot_hold(NAME, &weight.name, what);
         match &weight.value {
             Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
-            Value::Fp8(_) | Value::Fp4(_) => {
-                let what = "quantized weights; decode them";
-                Err(CheckpointError::cannot_hold(NAME, &weight.name, what))
-            }
+            Value::Fp8(_) => Err(cannot(CheckpointError::FP8_TO_DECODE)),
+            Value::Fp4(_) => Err(cannot(CheckpointError::FP4_TO_DECODE)),
         }
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
-        let mut configs = Vec::new();
-        if let Some(mut config) = model.config.clone() {
-            config.remove("quantization_config");
-            config.remove("quantization");
-            configs.push((CONFIG, config));
-        }
+        let config = model.config.as_ref().map(without_quantization);
+        let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
         Ok(Frame::Folder { metadata: torch_metadata(), configs })
     }
 }

@@ -122,6 +122,20 @@ pub(super) fn with_quantization(model: &Model<'_>, quantization: Json) -> Json {
     config
 }
 
+/// `config.json` that says nothing of a quantization.
+pub(super) fn without_quantization(config: &Json) -> Json {
+    let mut config = config.clone();
+    config.remove("quantization_config");
+    config.remove("quantization");
+    if config.at(&["text_config", "quantization_config"]).is_some()
+        && let Some(mut text_config) = config.get("text_config").cloned()
+    {
+        text_config.remove("quantization_config");
+        config.set("text_config", text_config);
+    }
+    config
+}
+
 /// `__metadata__` as transformers writes it.
 pub(super) fn torch_metadata() -> Vec<(String, String)> {
     vec![("format".to_owned(), "pt".to_owned())]

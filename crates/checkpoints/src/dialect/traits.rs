@@ -16,6 +16,11 @@ pub trait Dialect: Sync {
     /// What in the configs or the metadata says that a checkpoint is of this dialect.
     fn evidence(&self, container: &Container) -> Option<&'static str>;
 
+    /// The dialect whose configs it has, if it has none of its own.
+    fn configs_of(&self) -> &'static str {
+        self.name()
+    }
+
     /// Puts the tensors together into weights. No tensor is left out.
     ///
     /// # Errors

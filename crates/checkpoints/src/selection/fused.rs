@@ -18,7 +18,7 @@ const FAMILIES: [(&str, &[&str]); 7] = [
 ];
 
 /// The family of a weight: the name that its members share.
-pub(crate) fn family(name: &str) -> Option<String> {
+fn family(name: &str) -> Option<String> {
     let module = name.strip_suffix(".weight").unwrap_or(name);
     let (parent, last) = module.rsplit_once('.').unwrap_or(("", module));
     let (kind, _) = FAMILIES.iter().find(|(_, members)| members.contains(&last))?;

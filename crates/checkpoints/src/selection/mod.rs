@@ -21,7 +21,7 @@ use crate::fp4::Fp4Weight;
 use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Quantization, Value, Weight};
-pub(crate) use fused::family;
+pub(crate) use fused::families;
 use layers::Layers;
 use preset::Names;
 pub use preset::{Preset, PresetRow};
@@ -92,14 +92,16 @@ impl Selection {
     ///
     /// # Errors
     /// An unknown dialect or one that is only read, a block size that the format does not have, a
-    /// pattern that is none, a preset that needs a number of layers where there is none, and
-    /// [`CheckpointError::NothingSelected`].
+    /// pattern that is none or matches nothing, and a preset that needs a number of layers where
+    /// there is none.
     pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
         let (_, writer) = dialect::writer(&choice.dialect)?;
-        let matchers = |texts: &[String]| -> Result<Vec<Matcher>, CheckpointError> {
-            texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
-        };
         let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
+        for (list, texts, matchers) in
+            [("keep", &choice.keep, &keep), ("only", &choice.only, &only)]
+        {
+            check_matches(model, list, texts, matchers)?;
+        }
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
         let names = Names::of(choice.preset)?;
         let judge = Judge { model, choice, writer, names, keep, only, layers: &layers };
@@ -124,26 +126,47 @@ impl Selection {
             });
         }
         let scaled = writer.holds().tensor_scale != Stated::Folded;
-        let selection = Self { decisions, groups, choice: choice.clone(), layers, scaled };
-        selection.check_not_empty(model)?;
-        Ok(selection)
+        Ok(Self { decisions, groups, choice: choice.clone(), layers, scaled })
     }
 
-    /// A conversion that quantizes nothing is a mistake, not a result.
-    fn check_not_empty(&self, model: &Model<'_>) -> Result<(), CheckpointError> {
+    /// Checks that something is quantized: otherwise it is a mistake, not a result.
+    ///
+    /// # Errors
+    /// [`CheckpointError::AlreadyQuantized`] and [`CheckpointError::NothingSelected`], by the
+    /// matrices that came closest, of those that were asked for.
+    pub fn check_not_empty(&self, model: &Model<'_>) -> Result<(), CheckpointError> {
         if !self.groups.is_empty() {
             return Ok(());
         }
-        let matrices = model.weights.iter().zip(&self.decisions);
-        let first = matrices.filter(|(weight, _)| weight.shape().len() >= 2).find_map(
-            |(weight, decision)| match decision {
-                Decision::Keep(reason) => Some((weight.name.clone(), reason.to_string())),
-                Decision::Quantize(_) => None,
-            },
-        );
-        let nothing = || ("none".to_owned(), "there is no matrix".to_owned());
-        let (first, reason) = first.unwrap_or_else(nothing);
-        Err(CheckpointError::NothingSelected { tensors: model.weights.len(), first, reason })
+        let only = matchers(&self.choice.only)?;
+        let wanted = |weight: &Weight<'_>| match &only[..] {
+            [] => weight.shape().len() >= 2,
+            only => only.iter().any(|matcher| hits(matcher, weight)),
+        };
+        let kept = |(weight, decision): (&Weight<'_>, &Decision)| match decision {
+            Decision::Keep(reason) if wanted(weight) => Some((weight.name.clone(), reason.clone())),
+            Decision::Keep(_) | Decision::Quantize(_) => None,
+        };
+        let kept: Vec<_> = model.weights.iter().zip(&self.decisions).filter_map(kept).collect();
+        // Of the closest, the first with what most of them have for their reason.
+        let kept = &kept;
+        let least = kept.iter().map(|(_, reason)| reason.place()).min();
+        let closest = move || kept.iter().filter(move |(_, reason)| Some(reason.place()) == least);
+        let count = |reason: &Reason| closest().filter(|(_, other)| other == reason).count();
+        let tensors = model.weights.len();
+        Err(match closest().rev().max_by_key(|(_, reason)| count(reason)).cloned() {
+            Some((weight, Reason::Already(format))) => {
+                CheckpointError::AlreadyQuantized { weight, format }
+            }
+            Some((weight, reason)) => {
+                let reason = reason.to_string();
+                CheckpointError::NothingSelected { tensors, weight, reason }
+            }
+            None => {
+                let (weight, reason) = ("none".to_owned(), "there is no matrix".to_owned());
+                CheckpointError::NothingSelected { tensors, weight, reason }
+            }
+        })
     }
 
     /// Whether what is written has a place for tensor scales; where not they are 1.
@@ -222,11 +245,8 @@ impl Judge<'_> {
         if let Some(reason) = unfit(weight) {
             return Some(reason);
         }
-        let hits = |matchers: &[Matcher]| {
-            let hit = |m: &Matcher| m.matches(&weight.name) || m.matches(weight.module());
-            matchers.iter().position(hit)
-        };
-        if let Some(at) = hits(&self.keep) {
+        let hit = |matchers: &[Matcher]| matchers.iter().position(|matcher| hits(matcher, weight));
+        if let Some(at) = hit(&self.keep) {
             return Some(Reason::Asked(self.choice.keep[at].clone()));
         }
         if let Some(layer) = self.layers.keeps(&weight.name) {
@@ -236,13 +256,36 @@ impl Judge<'_> {
             if let Some(reason) = self.names.keeps(weight) {
                 return Some(reason);
             }
-        } else if hits(&self.only).is_none() {
+        } else if hit(&self.only).is_none() {
             return Some(Reason::NotAsked);
         }
         let cols = Matrices::of(self.model, weight).cols;
         let of = self.writer.columns(self.choice.format, self.choice.block_size);
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
+}
+
+fn matchers(texts: &[String]) -> Result<Vec<Matcher>, CheckpointError> {
+    texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
+}
+
+/// Whether a pattern is about a weight, or the module that it is the weight of.
+fn hits(matcher: &Matcher, weight: &Weight<'_>) -> bool {
+    matcher.matches(&weight.name) || matcher.matches(weight.module())
+}
+
+/// A pattern that matches nothing is a mistake.
+fn check_matches(
+    model: &Model<'_>,
+    list: &'static str,
+    texts: &[String],
+    matchers: &[Matcher],
+) -> Result<(), CheckpointError> {
+    let misses = |matcher: &Matcher| !model.weights.iter().any(|weight| hits(matcher, weight));
+    let Some(at) = matchers.iter().position(misses) else { return Ok(()) };
+    let first = model.weights.first().map_or("none", |weight| &weight.name).to_owned();
+    let (pattern, tensors) = (texts[at].clone(), model.weights.len());
+    Err(CheckpointError::NoMatch { list, pattern, tensors, first })
 }
 
 /// What no choice of a user makes a matrix of floats.

@@ -39,3 +39,19 @@ pub enum Reason {
     #[error("runs as one with `{0}`, which stays")]
     With(String),
 }
+
+impl Reason {
+    /// How close the weight came to being quantized, as the place in a line: first is what is
+    /// asked for and does not fit, last is what no one would quantize.
+    pub(super) fn place(&self) -> usize {
+        match self {
+            Self::Columns { .. } | Self::Smoothed => 0,
+            Self::Asked(_) | Self::Layer(_) => 1,
+            Self::With(_) => 2,
+            Self::Already(_) => 3,
+            Self::Dtype(_) => 4,
+            Self::NotAsked | Self::Preset(_) => 5,
+            Self::NoMatrix => 6,
+        }
+    }
+}

@@ -84,7 +84,7 @@ impl Target {
                 let (folded, counted) = cast::fold(name, fp4)?;
                 if counted.changed_values > 0 && !self.options.inexact {
                     let (dialect, weight) = (self.dialect.name(), name.to_owned());
-                    let what = "a tensor scale that is not folded exactly; allow it to be inexact";
+                    let what = CheckpointError::NOT_FOLDED_EXACTLY;
                     return Err(CheckpointError::CannotHold { dialect, weight, what });
                 }
                 report.folded.add(counted);

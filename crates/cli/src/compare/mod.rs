@@ -27,7 +27,7 @@ pub(crate) struct Arguments {
     #[arg(value_name = "B")]
     right: PathBuf,
     /// Largest relative error in percent that is no difference.
-    #[arg(long, value_name = "PERCENT", default_value_t = 0.0)]
+    #[arg(long, value_name = "PERCENT", default_value_t = 0.0, value_parser = tolerance)]
     tolerance: f64,
     /// Write a page with plots that stands alone.
     #[arg(long, value_name = "FILE")]
@@ -35,6 +35,13 @@ pub(crate) struct Arguments {
     /// Print an object instead of a table.
     #[arg(long)]
     json: bool,
+}
+
+fn tolerance(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if f64::is_finite(number) && number >= 0.0 => Ok(number),
+        Ok(_) | Err(_) => Err("expected a finite number, 0 or more".to_owned()),
+    }
 }
 
 /// Sums over a weight.

@@ -1,5 +1,7 @@
 //! A group of weights as it is read, and as it is quantized.
 
+use std::path::Path;
+
 use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
@@ -64,6 +66,14 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     Ok(values)
 }
 
+/// The weights of a group, and what is known of them.
+struct Group<'g> {
+    members: Vec<&'g Weight<'g>>,
+    /// The axes of the first.
+    first: Matrices,
+    view: View,
+}
+
 /// How weights are quantized.
 pub(super) struct Quantizer<'q> {
     pub(super) method: Method,
@@ -83,17 +93,18 @@ impl Quantizer<'_> {
         let matrices: Vec<Matrices> =
             group.iter().map(|&at| Matrices::of(model, &model.weights[at])).collect();
         let first = matrices[0];
-        let name = &model.weights[group[0]].name;
         // Members of a group are single matrices, one below the other.
         let rows = matrices.iter().map(|matrix| matrix.rows).sum();
         let view = match first.transposed {
             true => View { outer: 1, axis: first.cols, inner: rows },
             false => View::rows(rows, first.cols),
         };
+        let members = group.iter().map(|&at| &model.weights[at]).collect();
+        let whole = Group { members, first, view };
         let packed = match floats {
-            Floats::F32(values) => self.slices(name, &values, first, view),
-            Floats::F16(values) => self.slices(name, &values, first, view),
-            Floats::BF16(values) => self.slices(name, &values, first, view),
+            Floats::F32(values) => self.slices(&whole, &values),
+            Floats::F16(values) => self.slices(&whole, &values),
+            Floats::BF16(values) => self.slices(&whole, &values),
         }?;
         let mut begin = 0;
         let part = |(&at, matrix): (&usize, &Matrices)| {
@@ -107,12 +118,12 @@ impl Quantizer<'_> {
     /// Every stacked matrix by itself.
     fn slices<T: HostElement>(
         &self,
-        name: &str,
+        group: &Group<'_>,
         values: &[T],
-        first: Matrices,
-        view: View,
     ) -> Result<Vec<Packed>, CliError> {
-        let axes = [first.stacked, first.cols];
+        let name = &group.members[0].name;
+        let axes = [group.first.stacked, group.first.cols];
+        let len = group.view.len();
         let slice = |(at, values): (usize, &[T])| {
             let known = match self.statistics.filter(|_| self.method.row().calibrated) {
                 Some(statistics) => statistics.of(name, at, axes)?,
@@ -123,10 +134,42 @@ impl Quantizer<'_> {
                 Known::SecondMoments(moments) => Given::SecondMoments(moments),
                 Known::Gram(gram) => Given::Gram(gram),
             };
-            let named = |source: SearchError| CliError::Tensor { name: name.to_owned(), source };
-            self.method.quantize_view(values, view, &self.scheme, given).map_err(named)
+            let quantized = self.method.quantize_view(values, group.view, &self.scheme, given);
+            quantized.map_err(|source| self.blame(source, group, at * len, values))
         };
-        values.chunks_exact(view.len()).enumerate().map(slice).collect()
+        values.chunks_exact(len).enumerate().map(slice).collect()
+    }
+
+    /// The error, of the weight or of the statistics that it is about. The values are those of the
+    /// group from a place on.
+    fn blame<T: HostElement>(
+        &self,
+        source: SearchError,
+        group: &Group<'_>,
+        begin: usize,
+        values: &[T],
+    ) -> CliError {
+        let given = matches!(
+            source,
+            SearchError::Weight { .. } | SearchError::Hessian { .. } | SearchError::Singular
+        );
+        if let Some(statistics) = self.statistics.filter(|_| given) {
+            return statistics.blame(&group.members[0].name, source);
+        }
+        // The first that has a NaN or an infinity; the first of all, if it is about something else.
+        let bad = values.iter().position(|value| !value.to_f32().is_finite()).unwrap_or(0);
+        let mut ends = group.members.iter().scan(0, |end, weight| {
+            *end += weight.len();
+            Some(*end)
+        });
+        let at = ends.position(|end| begin + bad < end).unwrap_or(0);
+        let weight = group.members[at];
+        let file = match &weight.value {
+            Value::Plain(tensor) => tensor.file,
+            Value::Fp8(fp8) => fp8.values.file,
+            Value::Fp4(_) => Path::new(""),
+        };
+        CliError::TensorOf { file: file.to_owned(), name: weight.name.clone(), source }
     }
 }
 

@@ -20,9 +20,9 @@ use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
 
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
-use burn_fp4_checkpoints::{Checkpoint, Model, Start, WriteOptions};
+use burn_fp4_checkpoints::{Checkpoint, Model, Start, Weight, WriteOptions};
 
-use crate::checkpoint::Input;
+use crate::checkpoint::{Input, target};
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
@@ -51,7 +51,7 @@ use statistics::Statistics;
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
-    /// The folder, or for GGUF the file, to make. Nothing may be there.
+    /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
     #[arg(long, value_name = "PATH", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     #[command(flatten)]
@@ -85,8 +85,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = checkpoint.model()?;
     let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
-    let settled = options.settle(&model)?;
+    let settled = options.settle(&model, arguments.out.as_deref())?;
+    let dialect = &settled.choice.dialect;
+    let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let selection = Selection::of(&model, &settled.choice)?;
+    if !arguments.dry_run {
+        selection.check_not_empty(&model)?;
+    }
     let scheme = settled.scheme(selection.has_tensor_scales())?;
     let statistics = settled.calibration.as_deref().map(Statistics::open).transpose()?;
     check_statistics(&model, &selection, &settled, statistics.as_ref())?;
@@ -96,10 +101,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let report = Report::new(described, &model, &outline, &selection, &planned);
     let units = units(&model, &selection, settled.method.gptq().is_some());
     let memory = memory(arguments.memory, &model, &units)?;
-    let out = match &arguments.out {
+    settled.notes(&model).iter().for_each(|note| eprintln!("note: {note}"));
+    let out = match &out {
         Some(out) if !arguments.dry_run => out,
-        _ if arguments.json => return print_json(&report),
-        _ => return print(&format!("{}\n{}", report.table(), report.summary())),
+        _ => {
+            match arguments.json {
+                true => print_json(&report)?,
+                false => print(&format!("{}\n{}", report.table(), report.summary()))?,
+            }
+            return Ok(selection.check_not_empty(&model)?);
+        }
     };
     let start = if arguments.resume { Start::Resume } else { Start::Anew };
     let task = task(&checkpoint, &options, &settled)?;
@@ -151,12 +162,14 @@ fn check_statistics(
     let Some(statistics) = statistics.filter(|_| settled.method.row().calibrated) else {
         return Ok(());
     };
-    for (weight, decision) in model.weights.iter().zip(&selection.decisions) {
-        if matches!(decision, Decision::Quantize(_)) {
-            let matrices = Matrices::of(model, weight);
-            let axes = [matrices.stacked, matrices.cols];
-            statistics.check(&weight.name, axes, settled.method)?;
-        }
+    let chosen = |(_, decision): &(_, &Decision)| matches!(decision, Decision::Quantize(_));
+    let chosen = model.weights.iter().zip(&selection.decisions).filter(chosen);
+    let chosen: Vec<&Weight<'_>> = chosen.map(|(weight, _)| weight).collect();
+    statistics.check_any(&chosen)?;
+    for weight in chosen {
+        let matrices = Matrices::of(model, weight);
+        let axes = [matrices.stacked, matrices.cols];
+        statistics.check(&weight.name, axes, settled.method)?;
     }
     Ok(())
 }

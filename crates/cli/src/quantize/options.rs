@@ -1,14 +1,18 @@
 //! What a user chooses, on the command line or in a recipe.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, Preset};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, TensorScaling};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 
-use crate::convert::writable;
+use crate::checkpoint::{GGUF, is_gguf, writable};
+use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
@@ -22,20 +26,24 @@ pub(super) struct Options {
     /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write; without, gguf for a GGUF file and compressed-tensors for all others.
-    #[arg(long, value_name = "DIALECT", value_parser = writable)]
+    /// The dialect to write; without, gguf if OUT ends in .gguf or INPUT is a GGUF file, and
+    /// compressed-tensors for all others.
+    #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
     /// How scales and codes are chosen; without, sse. `fp4 evaluate --help` lists the methods.
-    #[arg(long)]
+    #[arg(long, value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)))]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (before, and of --preset miles).
-    #[arg(long)]
+    #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(|rule| rule.row().name)))]
     rule: Option<ScaleRule>,
-    /// Which weights, by their names: all-linear (the default), mlp-only, experts-only or miles.
-    #[arg(long)]
+    /// Which weights, by their names: all-linear is the default.
+    #[arg(long, value_parser = one_of::<Preset>(Preset::ALL.map(|preset| preset.row().name)))]
     preset: Option<Preset>,
-    /// Keep weights of this name, or that match this pattern (`*`, `?`, `re:`); may be repeated.
+    /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are
+    /// wild cards of a whole name; `re:` is a regular expression that matches from the start of a
+    /// name on, up to its end only with `$`. A name is that of the weight or of its module; a
+    /// pattern that matches none is an error.
     #[arg(long, value_name = "GLOB")]
     keep: Vec<String>,
     /// Quantize matrices of this name or pattern, instead of what the preset chooses; may be
@@ -53,6 +61,14 @@ pub(super) struct Options {
     /// an imatrix of llama.cpp in GGUF.
     #[arg(long, value_name = "FILE")]
     pub(super) calibration: Option<PathBuf>,
+}
+
+/// The names that there are of something, which the help lists.
+fn one_of<T>(names: impl Into<PossibleValuesParser>) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err: Into<Box<dyn Error + Send + Sync>>> + Clone + Send + Sync + 'static,
+{
+    names.into().try_map(|name| name.parse())
 }
 
 impl Options {
@@ -90,16 +106,20 @@ impl Options {
     }
 
     /// What is done to a model, everything open decided.
-    pub(super) fn settle(&self, model: &Model<'_>) -> Result<Settled, CliError> {
+    pub(super) fn settle(
+        &self,
+        model: &Model<'_>,
+        out: Option<&Path>,
+    ) -> Result<Settled, CliError> {
         let preset = self.preset.unwrap_or_default();
         let miles = preset == Preset::Miles;
         let format = self.format.unwrap_or_else(|| Fp4Scheme::default().format());
         let own = format.row().block_size;
         let dialect = self.dialect.clone().unwrap_or_else(|| {
-            match (miles, &model.gguf) {
-                (true, _) => "miles",
-                (false, Some(_)) => "gguf",
-                (false, None) => "compressed-tensors",
+            match miles {
+                true => "miles",
+                false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
+                false => "compressed-tensors",
             }
             .to_owned()
         });
@@ -117,15 +137,22 @@ impl Options {
         // The converter of miles ran on TransformerEngine 2.10 when it was merged.
         let default = if miles { ScaleRule::TeDivision } else { ScaleRule::of_format(format) };
         let rule = self.rule.unwrap_or(default);
-        if rule.row().format != format {
-            let other = rule.row().format;
-            return Err(CliError::Choice(format!(
-                "the rule `{rule}` is for {other}, not {format}"
-            )));
+        let fits = rule.row().format;
+        if fits != format {
+            let what = match self.rule {
+                None if miles => format!("the preset `{preset}`"),
+                None | Some(_) => format!("the rule `{rule}`"),
+            };
+            return Err(CliError::Choice(format!("{what} is for {fits}, not {format}")));
         }
         let row = method.row();
+        let (size, sizes) = (choice.block_size, format.row().block_sizes);
+        if !sizes.contains(&size) {
+            let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
+            let what = format!("--block-size {size}: expected {}", sizes.join(" or "));
+            return Err(CliError::Choice(what));
+        }
         if !row.formats.contains(&format) || !row.block_sizes.contains(&choice.block_size) {
-            let size = choice.block_size;
             let what = format!("method `{method}` is not defined for {format} in blocks of {size}");
             return Err(CliError::Choice(what));
         }
@@ -157,6 +184,19 @@ impl Settled {
         };
         scheme.validate().map_err(|error| CliError::Choice(error.to_string()))?;
         Ok(scheme)
+    }
+
+    /// What is worth knowing before it is done.
+    pub(super) fn notes(&self, model: &Model<'_>) -> Vec<String> {
+        let mut notes = Vec::new();
+        if let Some(path) = self.calibration.as_ref().filter(|_| !self.method.row().calibrated) {
+            let (path, method) = (path.display(), self.method);
+            notes.push(format!("method `{method}` needs no statistics: {path} is not used"));
+        }
+        if self.choice.dialect == GGUF && model.gguf.is_none() {
+            notes.push(UNKNOWN_NAMES.to_owned());
+        }
+        notes
     }
 
     /// All that decides about bytes, in a line.

@@ -10,6 +10,7 @@ use indicatif::ProgressBar;
 use super::budget::{Budget, Taken};
 use super::matrix::{Floats, Quantizer, read};
 use super::plan::Unit;
+use crate::convert::convert;
 use crate::error::CliError;
 
 /// What all three threads know.
@@ -96,7 +97,7 @@ fn write<'w>(
         }
         if !unit.quantized {
             for &at in &unit.weights {
-                output.copy(at, &mut reader)?;
+                convert(output, at, &work.model.weights[at], &mut reader)?;
             }
         }
         drop((weights, taken));

@@ -38,6 +38,8 @@ pub(super) fn units(model: &Model<'_>, selection: &Selection, floats: bool) -> V
         let quantized = matches!(decision, Decision::Quantize(_));
         let native = !floats && native(&weights.iter().map(|&at| &model.weights[at]));
         let memory = match (quantized, native) {
+            // Floats are copied piece by piece, codes and scales at once.
+            (false, _) if model.weights[at].is_quantized() => bytes,
             (false, _) => 0,
             // The values, and codes and scales in the order of the search and of the file.
             (true, true) => bytes + 2 * values,

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor};
-use burn_fp4_search::{Gram, Method};
+use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor, Weight};
+use burn_fp4_search::{Gram, Method, SearchError};
 
 use crate::error::CliError;
 
@@ -38,6 +38,24 @@ impl Statistics {
         self.file.get(weight).or_else(|| self.file.get(module))
     }
 
+    /// Checks that there are statistics of one weight at least: otherwise it is another model's
+    /// file, or no file of statistics.
+    pub(super) fn check_any(&self, weights: &[&Weight<'_>]) -> Result<(), CliError> {
+        let (Some(first), true) =
+            (weights.first(), weights.iter().all(|weight| self.find(&weight.name).is_none()))
+        else {
+            return Ok(());
+        };
+        let found = self.file.tensors().next();
+        Err(CliError::Choice(format!(
+            "{}: no statistics of any of the {} weights to quantize, such as `{}`; found {}",
+            self.path.display(),
+            weights.len(),
+            first.name,
+            found.map_or("nothing".to_owned(), |tensor| format!("`{}`", tensor.name))
+        )))
+    }
+
     /// Checks, by headers alone, that a weight of so many matrices and columns has statistics that
     /// a method can use.
     pub(super) fn check(
@@ -55,6 +73,15 @@ impl Statistics {
             true => !needs_gram,
             false => found.len() == stacked * cols * cols,
         };
+        if self.imatrix && needs_gram {
+            let path = self.path.display();
+            let what = format!(
+                "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X: \
+                 use `{}`",
+                Method::SseWeighted
+            );
+            return Err(CliError::Choice(what));
+        }
         if usable && found.dtype == DataType::Plain(Dtype::F32) {
             return Ok(());
         }
@@ -92,7 +119,12 @@ impl Statistics {
         let values = slice.get(at * square..(at + 1) * square).unwrap_or_default();
         let values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
         let gram = Gram::from_values(&values, cols, cols, cols, 1.0);
-        let name = found.name.to_string();
-        Ok(Known::Gram(gram.map_err(|source| CliError::Tensor { name, source })?))
+        Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))
+    }
+
+    /// The error, of the statistics of a weight.
+    pub(super) fn blame(&self, weight: &str, source: SearchError) -> CliError {
+        let name = self.find(weight).map_or_else(|| weight.to_owned(), |t| t.name.to_string());
+        CliError::TensorOf { file: self.path.clone(), name, source }
     }
 }

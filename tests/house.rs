@@ -39,8 +39,9 @@ const FORMATS_ARE_NAMED_IN: [&str; 11] = [
     "crates/search/src/rule.rs",
 ];
 
-/// The files that may name a scale rule; any other asks its row.
-const RULES_ARE_NAMED_IN: [&str; 2] = ["crates/search/src/rule.rs", "crates/search/src/scheme.rs"];
+/// The files that may name a scale rule, as that of a scheme or a preset; any other asks its row.
+const RULES_ARE_NAMED_IN: [&str; 2] =
+    ["crates/cli/src/quantize/options.rs", "crates/search/src/scheme.rs"];
 
 /// The folders of the engines that have a file for each method.
 const METHODS_ARE_IN: [&str; 3] =

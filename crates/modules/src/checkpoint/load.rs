@@ -9,7 +9,7 @@ use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Value, Weight};
 use burn_fp4_ops::OpsError;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
-use crate::error::Fp4Error;
+use crate::error::{Fp4Error, caught};
 use crate::pack::given::{DenseWeight, pack_given};
 use crate::pack::placeholder::with_values;
 use crate::packed_weight::PackedWeight;
@@ -61,7 +61,8 @@ pub trait LoadCheckpoint {
     /// [`Fp4Error::Mismatch`] with every parameter and tensor that do not go together and that the
     /// map does not allow; [`Fp4Error::Attached`] for a module that is quantized already, or has
     /// other things attached; [`Fp4Error::Rename`] and [`Fp4Error::Experts`] for the map;
-    /// [`Fp4Error::Device`]. The module is then unchanged.
+    /// [`Fp4Error::Device`]. The module is then unchanged, but that a device may fail after some
+    /// running statistics are loaded.
     fn load_into<M: Module>(
         &self,
         module: &mut M,
@@ -83,10 +84,11 @@ impl LoadCheckpoint for Checkpoint {
             pack_given(&mut loaded, |dense| packing.give(dense))?;
         }
         drop(packing);
-        // Clones of a module share running statistics: nothing fails from here on.
+        // Clones of a module share running statistics: nothing but a device fails from here on.
         let found = |planned: &'_ Planned| planned.target.path.clone();
         let parameters = plan.parameters.iter().map(|one| (found(one), one)).collect();
-        *module = map_parameters(loaded, &mut LoadDense { parameters, weights: &weights });
+        let mut dense = LoadDense { parameters, weights: &weights };
+        *module = caught(|| Ok::<_, Fp4Error>(map_parameters(loaded, &mut dense)))?;
         Ok(report(&plan, &weights, &self.container().file_names()))
     }
 }
@@ -224,6 +226,7 @@ impl LoadDense<'_> {
 fn values<'w>(weight: &'w Weight<'_>, matrix: Option<usize>) -> (Cow<'w, [u8]>, DType, Vec<usize>) {
     let (bytes, dtype, shape): (Cow<'_, [u8]>, _, _) = match &weight.value {
         Value::Plain(tensor) => {
+            // A truth value is a byte; a plan has no other dtype that Burn has not.
             let dtype = tensor.plain().and_then(bytes::of_file).unwrap_or(DType::U8);
             (Cow::Borrowed(&tensor.bytes), dtype, tensor.shape.to_vec())
         }

@@ -12,7 +12,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
-use crate::error::Fp4Error;
+use crate::error::{Fp4Error, caught};
 use crate::pack::edit::packed_weights;
 use crate::packed_weight::PackedWeight;
 use crate::walk::parameters::Walk;
@@ -50,7 +50,10 @@ pub(crate) fn model<M: Module>(
         }
     }
     let mut save = Save { names, map, packed, parameters: Vec::new(), errors: Vec::new() };
-    visit_parameters(module, &mut save);
+    caught(|| {
+        visit_parameters(module, &mut save);
+        Ok::<_, Fp4Error>(())
+    })?;
     let Save { names, parameters, mut errors, .. } = save;
     let parameters = without_ties(&names, parameters, &mut errors);
     let weights = gathered(parameters, &mut errors);

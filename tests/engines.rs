@@ -1,11 +1,13 @@
 //! Every engine against the oracle, on inputs that have broken quantizers, and properties that hold
 //! for any shape, axis and dtype.
 
-use burn_fp4_formats::{E2M1, Packed, TensorScale, element_value, unpack_nibbles};
+use burn_fp4_formats::{
+    BLOCK_SIZES, E2M1, Fp4Format, Packed, TensorScale, element_value, unpack_nibbles,
+};
 use burn_fp4_search::host::{self, PackedView, View};
 use burn_fp4_search::{
-    Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, Rounding, ScaleRule, ScaleSearch,
-    TensorScaling, quantize,
+    Blocks, ChosenBy, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Method, Needs, NonFinite, Rounding,
+    ScaleRule, ScaleSearch, TensorScaling, quantize,
 };
 use proptest::prelude::*;
 use tests::compare::{assert_bits, assert_same};
@@ -16,7 +18,7 @@ use tests::inputs::{Dense, Dtype, Kind};
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
     for rule in ScaleRule::ALL {
-        for block_size in [16, 32] {
+        for block_size in BLOCK_SIZES {
             schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
         }
         schemes.push(Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16));
@@ -35,23 +37,35 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::nvfp4().with_search(search).with_blocks(Blocks::Tile16x16));
         }
     }
-    for rule in ScaleRule::ALL {
-        let scheme = Fp4Scheme::of(rule).with_search(ScaleSearch::Sse);
-        schemes.push(scheme);
-        schemes.push(scheme.with_block_size(if scheme.block_size == 16 { 32 } else { 16 }));
-    }
-    for scaling in [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)] {
-        let scheme = Fp4Scheme::nvfp4().with_tensor_scale(scaling);
-        schemes.push(scheme.with_search(ScaleSearch::Sse));
-    }
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
-    schemes.push(tiles.with_search(ScaleSearch::Sse));
+    for search in searches() {
+        for rule in ScaleRule::ALL {
+            let scheme = Fp4Scheme::of(rule).with_search(search);
+            schemes.extend(BLOCK_SIZES.map(|block_size| scheme.with_block_size(block_size)));
+        }
+        for scaling in
+            [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
+        {
+            schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(scaling).with_search(search));
+        }
+        schemes.push(tiles.with_search(search));
+    }
     let drawn = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
     schemes.extend(ScaleRule::ALL.map(|rule| Fp4Scheme::of(rule).with_rounding(drawn)));
     schemes.push(tiles.with_rounding(drawn));
     schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row).with_rounding(drawn));
     schemes.iter().for_each(|scheme| scheme.validate().expect("a consistent scheme"));
     schemes
+}
+
+/// The searches that are for every rule and need nothing but the weight.
+fn searches() -> impl Iterator<Item = ScaleSearch> {
+    let alone = Method::ALL.into_iter().map(Method::row).filter_map(|row| match row.chosen_by {
+        ChosenBy::Search(search) if row.needs == Needs::Nothing => Some((search, row.formats)),
+        _ => None,
+    });
+    let for_all = alone.filter(|(_, formats)| formats.len() == Fp4Format::ALL.len());
+    for_all.map(|(search, _)| search).filter(|search| *search != ScaleSearch::Amax)
 }
 
 #[test]

@@ -43,6 +43,34 @@ const FORMATS_ARE_NAMED_IN: [&str; 11] = [
 const RULES_ARE_NAMED_IN: [&str; 2] =
     ["crates/cli/src/quantize/options.rs", "crates/search/src/scheme.rs"];
 
+/// The files that may decide by the name of a search or a method; any other asks its row. The
+/// recipe of a method in CONTRIBUTING.md names those where a new one has to be decided about.
+const METHODS_ARE_NAMED_IN: [&str; 20] = [
+    // Every search, or what is true of those that are not named.
+    "crates/ops/src/devices/cube/mod.rs",
+    "crates/search/src/host/choose.rs",
+    "crates/search/src/method.rs",
+    "crates/search/src/reference/",
+    "kernels-cubecl/src/plan/launch.rs",
+    "kernels-cubecl/src/search/",
+    // How one of them is done.
+    "crates/modules/src/config.rs",
+    "crates/modules/src/pack/",
+    "crates/modules/src/training/weights.rs",
+    "crates/modules/src/walk/scale_groups.rs",
+    "crates/ops/src/devices/portable/",
+    "crates/search/src/curvature.rs",
+    "crates/search/src/host/gptq.rs",
+    "crates/search/src/host/quantize.rs",
+    "crates/search/src/importance.rs",
+    "crates/search/src/scheme.rs",
+    "kernels-cubecl/src/gptq/quantize.rs",
+    "kernels-cubecl/src/quantize.rs",
+    // The default of a command, and what it advises.
+    "crates/cli/src/evaluate/mod.rs",
+    "crates/cli/src/quantize/",
+];
+
 /// The folders of the engines that have a file for each method.
 const METHODS_ARE_IN: [&str; 3] =
     ["crates/search/src/reference", "crates/search/src/host", "kernels-cubecl/src/search"];
@@ -190,6 +218,37 @@ fn rules_are_named_where_their_facts_are() {
         let variant = tokens.get(at + 3).map_or("", |token| token.text);
         is(at, "ScaleRule") && is(at + 1, ":") && is(at + 2, ":") && names.contains(&variant.into())
     });
+}
+
+#[test]
+fn methods_are_named_where_something_is_decided() {
+    named_only_in(&METHODS_ARE_NAMED_IN, "the method's row", |tokens, at| {
+        let is = |at: usize, text: &str| tokens.get(at).is_some_and(|token| token.text == text);
+        let variant = tokens.get(at + 3).map_or("", |token| token.text);
+        let camel = |text: &str| {
+            text.starts_with(char::is_uppercase) && text.chars().any(char::is_lowercase)
+        };
+        ["ScaleSearch", "Method", "ChosenBy"].contains(&tokens[at].text)
+            && is(at + 1, ":")
+            && is(at + 2, ":")
+            && camel(variant)
+    });
+}
+
+#[test]
+fn the_readme_has_every_method() {
+    let text = std::fs::read_to_string(root().join("README.md")).expect("the document");
+    let header = "| method | what it minimizes";
+    let table = text
+        .lines()
+        .skip_while(|line| !line.starts_with(header))
+        .take_while(|line| line.starts_with('|'));
+    let first_cells: String = table.filter_map(|row| row.split('|').nth(1)).collect();
+    let missing = Method::ALL.into_iter().filter(|m| !first_cells.contains(&format!("`{m}`")));
+    let broken = missing.map(|method| {
+        breach("README.md", 1, format!("`{method}` has no row in the table of methods"))
+    });
+    assert_kept("the README has every method", broken.collect());
 }
 
 /// Fails where a name is used outside of the files and folders listed, and where a listed one uses

@@ -1,7 +1,7 @@
 //! LoRA over packed weights: adapters train, codes stay.
 
 use burn::module::{Lora, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::Linear;
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor};
@@ -10,33 +10,20 @@ use burn_fp4::{
 };
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
-use tests::modules::seeded;
+use tests::modules::Net;
 use tests::tensors::{floats, random};
 
-#[derive(Module, Debug)]
-struct Net {
-    first: Linear,
-    second: Linear,
+fn two_layers(device: &Device) -> Net {
+    Net::new([32, 48, 16], device)
 }
 
-impl Net {
-    fn new(device: &Device) -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        seeded(Self { first: linear(32, 48), second: linear(48, 16) }, 3)
-    }
-
-    /// With both weights packed and adapted.
-    fn adapted(device: &Device) -> Self {
-        let mut net = Self::new(device);
-        net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-        let paths = net.lora_fp4(&lora()).unwrap();
-        assert_eq!(paths, ["first.weight", "second.weight"]);
-        net
-    }
-
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.second.forward(self.first.forward(x).tanh())
-    }
+/// With both weights packed and adapted.
+fn adapted(device: &Device) -> Net {
+    let mut net = two_layers(device);
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let paths = net.lora_fp4(&lora()).unwrap();
+    assert_eq!(paths, ["first.weight", "second.weight"]);
+    net
 }
 
 /// Of rank 4, scaled by 2.
@@ -123,7 +110,7 @@ fn adapted_values(linear: &Linear) -> Vec<f32> {
 fn adapters_train_over_codes_that_stay() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
-        let net = Net::adapted(&device);
+        let net = adapted(&device);
         let before = codes(&net);
         assert_eq!(before.len(), 6, "{name}: two weights of three tensors");
         let start = adapted_values(&net.first);
@@ -141,7 +128,7 @@ fn adapters_train_over_codes_that_stay() {
 #[test]
 fn a_fresh_adapter_changes_nothing() {
     for (name, device, _) in devices() {
-        let mut net = Net::new(&device);
+        let mut net = two_layers(&device);
         net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
         let x = random(5, [7, 32], &device);
         let expected = floats(net.forward(x.clone()));
@@ -155,7 +142,7 @@ fn a_fresh_adapter_changes_nothing() {
 
 #[test]
 fn only_adapters_are_trained() {
-    let net = Net::adapted(&Device::flex().autodiff());
+    let net = adapted(&Device::flex().autodiff());
     let check = |net: &Net| {
         let trained: Vec<_> = trained(net).into_iter().filter(|(_, trained)| *trained).collect();
         let factors = [("first", ".a"), ("first", ".b"), ("second", ".a"), ("second", ".b")];
@@ -174,7 +161,7 @@ fn only_adapters_are_trained() {
 fn a_linear_layer_from_codes_has_the_outputs_and_gradients_of_its_adapted_weight() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
-        let (net, _) = train(Net::adapted(&device), 3);
+        let (net, _) = train(adapted(&device), 3);
         let linear = net.first;
         let straight = Fp4Linear::from(linear.clone());
         let x = || random(6, [5, 32], &device).require_grad();
@@ -208,14 +195,14 @@ fn assert_same_weight(what: &str, linear: &Linear, expected: &[f32]) {
 #[test]
 fn records_hold_codes_and_adapters() {
     for (from, device, _) in devices() {
-        let (net, _) = train(Net::adapted(&device.clone().autodiff()), 5);
+        let (net, _) = train(adapted(&device.clone().autodiff()), 5);
         let net = net.valid();
         let expected = [&net.first, &net.second].map(|linear| floats(linear.weight.val()));
         let kept = codes(&net);
         let bytes = net.clone().into_record().into_bytes().unwrap();
         for (to, device, _) in devices() {
             for (what, mut loaded) in
-                [("fresh", Net::new(&device)), ("adapted", Net::adapted(&device))]
+                [("fresh", two_layers(&device)), ("adapted", adapted(&device))]
             {
                 let record = ModuleRecord::from_bytes(bytes.clone()).unwrap();
                 loaded.load_fp4_record(record).unwrap();
@@ -234,8 +221,8 @@ fn records_hold_codes_and_adapters() {
 #[test]
 fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
     let device = Device::flex();
-    let record = Net::adapted(&device).into_record();
-    let mut packed = Net::new(&device);
+    let record = adapted(&device).into_record();
+    let mut packed = two_layers(&device);
     packed.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let before = codes(&packed);
     let error = packed.load_fp4_record(record).unwrap_err();
@@ -246,8 +233,8 @@ fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
 #[test]
 fn adapters_that_were_loaded_go_on_training() {
     let device = Device::flex().autodiff();
-    let (net, _) = train(Net::adapted(&device), 5);
-    let mut loaded = Net::new(&device);
+    let (net, _) = train(adapted(&device), 5);
+    let mut loaded = two_layers(&device);
     loaded.load_fp4_record(net.valid().into_record()).unwrap();
     let before = adapted_values(&loaded.first);
     let (loaded, losses) = train(loaded, 10);
@@ -258,7 +245,7 @@ fn adapters_that_were_loaded_go_on_training() {
 #[test]
 fn merging_quantizes_what_the_adapters_made_of_the_weights() {
     for (name, device, _) in devices() {
-        let (net, _) = train(Net::adapted(&device.clone().autodiff()), 10);
+        let (net, _) = train(adapted(&device.clone().autodiff()), 10);
         let mut net = net.valid();
         let dense = [&net.first, &net.second].map(|linear| linear.weight.val());
         let report = net.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -286,7 +273,7 @@ fn merging_quantizes_what_the_adapters_made_of_the_weights() {
 #[test]
 fn merging_without_adapters_is_an_error_that_changes_nothing() {
     let device = Device::flex();
-    let mut net = Net::new(&device);
+    let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let before = codes(&net);
     let error = net.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap_err();
@@ -297,7 +284,7 @@ fn merging_without_adapters_is_an_error_that_changes_nothing() {
 #[test]
 fn materialized_adapters_are_in_the_dense_weight() {
     let device = Device::flex().autodiff();
-    let (net, _) = train(Net::adapted(&device), 5);
+    let (net, _) = train(adapted(&device), 5);
     let expected = adapted_values(&net.first);
     let dense = net.materialize();
     assert!(dense.first.weight.reparameterization::<PackedWeight>().is_none());
@@ -307,7 +294,7 @@ fn materialized_adapters_are_in_the_dense_weight() {
 #[test]
 fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
     let device = Device::flex().autodiff();
-    let mut net = Net::new(&device);
+    let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let before = trained(&net);
     assert!(before.contains(&("first.bias".to_owned(), true)), "{before:?}");
@@ -320,7 +307,7 @@ fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
 #[test]
 fn a_dense_weight_gets_the_adapter_of_burn() {
     let device = Device::flex().autodiff();
-    let mut net = Net::new(&device);
+    let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4().exclude("second.*")).unwrap();
     let paths = net.lora_fp4(&lora()).unwrap();
     assert_eq!(paths, ["first.weight", "second.weight"]);
@@ -333,7 +320,7 @@ fn a_dense_weight_gets_the_adapter_of_burn() {
 #[test]
 fn adapters_move_between_devices() {
     for (from, device, _) in devices() {
-        let (net, _) = train(Net::adapted(&device.autodiff()), 3);
+        let (net, _) = train(adapted(&device.autodiff()), 3);
         let net = net.valid();
         let factors = |linear: &Linear| {
             let adapter = adapter(linear);
@@ -353,7 +340,7 @@ fn adapters_move_between_devices() {
 #[test]
 fn factors_that_are_not_finite_are_not_merged() {
     let device = Device::flex();
-    let mut net = Net::adapted(&device);
+    let mut net = adapted(&device);
     struct Spoil;
     impl ModuleMapper for Spoil {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

@@ -627,8 +627,8 @@ fn never_worse_than_the_sweeps_of_modelopt() {
 fn every_search_is_a_method_and_a_file_of_each_engine() {
     let sources = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/search/src");
     for method in Method::ALL {
-        let search = method.row().search;
-        assert_eq!(search.method().row().search, search, "{method}");
+        let search = method.row().chosen_by.search();
+        assert_eq!(search.method().row().chosen_by.search(), search, "{method}");
         // Both kinds of ADMM share a file.
         let name = search.to_string().replace("-published", "").replace('-', "_");
         for engine in ["reference", "host"] {

@@ -15,24 +15,11 @@ use burn_fp4_search::quantize_with_amax;
 use tests::compare::{ROUNDING_OF_FACTORS, assert_bits, assert_near};
 use tests::engines::devices;
 use tests::inputs::{Kind, normals};
-use tests::modules::seeded;
+use tests::modules::{Net, seeded};
 use tests::tensors::{floats, random};
 
-#[derive(Module, Debug)]
-struct Net {
-    first: Linear,
-    second: Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        seeded(Self { first: linear(64, 96), second: linear(96, 32) }, 3)
-    }
-
-    fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        self.second.forward(self.first.forward(x).tanh())
-    }
+fn two_layers(device: &Device) -> Net {
+    Net::new([64, 96, 32], device)
 }
 
 fn schemes() -> Vec<Fp4Scheme> {
@@ -63,7 +50,7 @@ fn gradients(net: &Net, x: &Tensor<2>) -> Vec<Vec<f32>> {
 fn gradients_are_those_of_the_dense_model_at_the_rounded_weights() {
     for (name, device, _) in devices() {
         for device in [device.clone().autodiff(), device.autodiff().gradient_checkpointing()] {
-            let dense = Net::new(&device);
+            let dense = two_layers(&device);
             let x = random(9, [5, 64], &device);
             for scheme in schemes() {
                 let mut net = dense.clone();
@@ -230,7 +217,7 @@ fn tied_weights_learn_one_scale_and_are_converted_as_they_became() {
 #[test]
 fn packed_records_do_not_load_where_something_else_is_attached() {
     let device = Device::flex();
-    let net = Net::new(&device);
+    let net = two_layers(&device);
     let (mut packed, mut fake) = (net.clone(), net);
     packed.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     fake.fake_quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -265,7 +252,7 @@ fn converted_models_give_the_same_outputs() {
     for (name, device, dtypes) in devices() {
         for &dtype in &dtypes {
             for scheme in schemes() {
-                let mut net = Net::new(&device);
+                let mut net = two_layers(&device);
                 if dtype != DType::F32 {
                     net = cast(net, dtype);
                 }
@@ -300,9 +287,9 @@ fn cast(net: Net, dtype: DType) -> Net {
 fn a_fake_quantized_model_trains_saves_and_converts() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
-        let mut net = Net::new(&device);
+        let mut net = two_layers(&device);
         net.fake_quantize_fp4(&Fp4Config::mxfp4()).unwrap();
-        assert_eq!(net.num_params(), Net::new(&device).num_params(), "{name}");
+        assert_eq!(net.num_params(), two_layers(&device).num_params(), "{name}");
         let (x, target) = (random(9, [64, 64], &device), random(10, [64, 32], &device));
         let mut optimizer = AdamConfig::new().init();
         let mut losses = Vec::new();
@@ -321,9 +308,9 @@ fn a_fake_quantized_model_trains_saves_and_converts() {
         assert_bits(name, &floats(valid.clone().train().valid().forward(x.clone())), &expected);
         // A record holds the trained weights: it loads into dense and fake-quantized models.
         let record = || ModuleRecord::from_bytes(valid.clone().into_record().into_bytes().unwrap());
-        let dense = Net::new(&plain).load_record(record().unwrap());
+        let dense = two_layers(&plain).load_record(record().unwrap());
         assert_bits(name, &floats(dense.first.weight.val()), &floats(valid.first.weight.base()));
-        let mut fresh = Net::new(&plain);
+        let mut fresh = two_layers(&plain);
         fresh.fake_quantize_fp4(&Fp4Config::mxfp4()).unwrap();
         let mut fresh = fresh.load_record(record().unwrap());
         assert_bits(name, &floats(fresh.forward(x.clone())), &expected);
@@ -338,7 +325,7 @@ fn a_fake_quantized_model_trains_saves_and_converts() {
 #[test]
 fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
     let device = Device::flex();
-    let net = Net::new(&device);
+    let net = two_layers(&device);
     let refused = |config: Fp4Config| {
         let mut net = net.clone();
         let error = net.fake_quantize_fp4(&config).unwrap_err();

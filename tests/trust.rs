@@ -15,24 +15,11 @@ use burn_fp4::{
 };
 use tests::compare::assert_near;
 use tests::engines::devices;
-use tests::modules::seeded;
+use tests::modules::{Net, seeded};
 use tests::tensors::{floats, random};
 
-#[derive(Module, Debug)]
-struct Net {
-    first: Linear,
-    second: Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        seeded(Self { first: linear(32, 48), second: linear(48, 16) }, 3)
-    }
-
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.second.forward(self.first.forward(x).tanh())
-    }
+fn two_layers(device: &Device) -> Net {
+    Net::new([32, 48, 16], device)
 }
 
 fn is_packed(linear: &Linear) -> bool {
@@ -68,7 +55,7 @@ fn step(net: Net) -> Net {
 
 #[test]
 fn a_materialized_module_trains_what_was_trained_before() {
-    let mut net = Net::new(&Device::flex().autodiff());
+    let mut net = two_layers(&Device::flex().autodiff());
     net.second = net.second.no_grad();
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let net = net.materialize();
@@ -83,7 +70,7 @@ fn a_materialized_module_trains_what_was_trained_before() {
 
 #[test]
 fn a_module_that_was_quantized_out_of_training_trains_once_materialized() {
-    let mut net = Net::new(&Device::flex().autodiff()).valid();
+    let mut net = two_layers(&Device::flex().autodiff()).valid();
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let net = net.materialize().train();
     assert!(net.first.weight.val().is_require_grad());
@@ -129,7 +116,7 @@ fn a_weight_of_zeros_is_a_weight_of_zeros_once_materialized() {
 #[test]
 fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
     for (name, device, _) in devices() {
-        let dense = Net::new(&device.clone().autodiff());
+        let dense = two_layers(&device.clone().autodiff());
         let expected = weights(&dense);
         let mut calibration = Calibration::new();
         calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
@@ -179,7 +166,7 @@ fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
 #[test]
 fn a_failed_sequential_quantization_leaves_the_module_as_it_was() {
     let device = Device::flex();
-    let mut net = Net::new(&device);
+    let mut net = two_layers(&device);
     let expected = weights(&net);
     let undamped = Gptq { damping: 0.0, ..Gptq::default() };
     let config = Fp4Config::nvfp4().gptq(undamped);
@@ -197,7 +184,7 @@ fn a_failed_sequential_quantization_leaves_the_module_as_it_was() {
 #[test]
 fn codes_of_ones_own_are_attached_path_by_path() {
     for (name, device, _) in devices() {
-        let dense = Net::new(&device);
+        let dense = two_layers(&device);
         let mut net = dense.clone();
         let mut asked = Vec::new();
         let report = net
@@ -233,7 +220,7 @@ fn codes_of_ones_own_are_attached_path_by_path() {
         assert_eq!(report.quantized().count(), 1, "{name}");
         assert!(matches!(outcome(&report, "first.weight"), Outcome::Kept { .. }), "{name}");
         // They travel as any other.
-        let mut fresh = Net::new(&device);
+        let mut fresh = two_layers(&device);
         fresh.load_fp4_record(net.clone().into_record()).unwrap();
         assert_eq!(weights(&fresh), weights(&net), "{name}");
     }
@@ -242,7 +229,7 @@ fn codes_of_ones_own_are_attached_path_by_path() {
 #[test]
 fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
     let device = Device::flex();
-    let mut net = Net::new(&device);
+    let mut net = two_layers(&device);
     let expected = weights(&net);
     let error = net
         .pack_fp4(|weight| {
@@ -275,7 +262,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
 #[test]
 fn the_last_override_that_fits_a_path_is_its_scheme() {
     for (name, device, _) in devices() {
-        let dense = Net::new(&device);
+        let dense = two_layers(&device);
         let sse = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
         let config = Fp4Config::nvfp4().with("**", Fp4Scheme::mxfp4()).with("second.*", sse);
         let mut net = dense.clone();
@@ -300,7 +287,7 @@ fn the_last_override_that_fits_a_path_is_its_scheme() {
 #[test]
 fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
     let device = Device::flex();
-    let dense = Net::new(&device);
+    let dense = two_layers(&device);
     let by = |search| Fp4Config::new(Fp4Scheme::nvfp4().with_search(search));
     for (method, config) in [
         ("gptq", Fp4Config::nvfp4().gptq(Gptq::default())),
@@ -319,7 +306,7 @@ fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
 #[test]
 fn the_report_says_what_was_asked_for_what_was_done_and_why() {
     for (name, device, _) in devices() {
-        let mut net = Net::new(&device);
+        let mut net = two_layers(&device);
         let mut calibration = Calibration::new();
         calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
         let gptq = ChosenBy::Gptq(Gptq::default());
@@ -341,7 +328,7 @@ fn the_report_says_what_was_asked_for_what_was_done_and_why() {
 #[test]
 fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_report() {
     let device = Device::flex();
-    let dense = Net::new(&device);
+    let dense = two_layers(&device);
     let mut calibration = Calibration::new();
     calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
     for (part, config) in [
@@ -375,7 +362,7 @@ fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_repor
 #[test]
 fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
     let device = Device::flex();
-    let report = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let report = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let of_linear = products(&report, "first.weight");
     assert_ne!(*of_linear, Products::FromCodes);
     assert!(of_linear.to_string().contains("Fp4Linear"), "{of_linear}");
@@ -391,7 +378,7 @@ fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
 #[cfg(feature = "cpu")]
 #[test]
 fn a_forgotten_init_is_in_the_report() {
-    let report = Net::new(&Device::cpu()).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let report = two_layers(&Device::cpu()).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert!(report.to_string().contains("init()"), "{report}");
     assert_ne!(*products(&report, "first.weight"), Products::FromCodes);
 }
@@ -415,7 +402,7 @@ fn errors_say_the_axis_the_remedy_and_the_cause_once() {
     let lost = Fp4Error::from(OpsError::Device("lost".to_owned()));
     assert!(matches!(&lost, Fp4Error::Device { problem } if problem == "lost"), "{lost:?}");
     assert_eq!(lost.to_string().matches("lost").count(), 1, "{lost}");
-    let error = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("[a")).unwrap_err();
+    let error = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4().include("[a")).unwrap_err();
     assert!(error.source().is_none(), "{error}");
 }
 

@@ -2,9 +2,32 @@
 //! the threads of a test run.
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor, TensorData};
 
 use crate::inputs::normals;
+
+/// Two linear layers with a tanh between them.
+#[derive(Module, Debug)]
+pub struct Net {
+    /// The first.
+    pub first: Linear,
+    /// The second.
+    pub second: Linear,
+}
+
+impl Net {
+    /// With so many inputs, values between the layers, and outputs.
+    pub fn new([inputs, inner, outputs]: [usize; 3], device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        seeded(Self { first: linear(inputs, inner), second: linear(inner, outputs) }, 3)
+    }
+
+    /// `[.., inputs]` to `[.., outputs]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.second.forward(self.first.forward(x).tanh())
+    }
+}
 
 /// Fills every weight and bias with normal values, scaled as Burn's initializers do; the factors of
 /// normalizations stay.

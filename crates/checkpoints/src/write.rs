@@ -16,7 +16,7 @@ use crate::error::CheckpointError;
 use crate::weight::Model;
 pub use options::{Shards, WriteOptions};
 pub use output::{Output, Start};
-use plan::Plan;
+use plan::PlannedFiles;
 pub use planned::Planned;
 pub use report::WriteReport;
 use target::Target;
@@ -64,7 +64,7 @@ impl Model<'_> {
     ) -> Result<Planned<'_>, CheckpointError> {
         let (dialect, writer) = dialect::writer(dialect)?;
         let target = Target { dialect, writer, options: *options };
-        let plan = Plan::new(self, &target)?;
+        let plan = PlannedFiles::new(self, &target)?;
         Ok(Planned { model: self, target, plan })
     }
 }

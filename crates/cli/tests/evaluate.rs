@@ -1,29 +1,27 @@
 //! `fp4 evaluate` as a user runs it.
 
+mod model;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use assert_cmd::Command;
-use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use model::{Tensor, fp4, random, write};
+use safetensors::tensor::Dtype;
 use serde_json::Value;
 
-/// A tensor to write: name, dtype, shape, bytes.
-type Tensor = (&'static str, Dtype, Vec<usize>, Vec<u8>);
-
-fn floats(name: &'static str, shape: [usize; 2], seed: u64) -> Tensor {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut uniform = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
-    };
+/// Floats that depend on those before them.
+fn floats(name: &str, shape: [usize; 2], seed: u64) -> Tensor {
+    let mut uniform = random(seed);
     let mut last = 0.0;
     let bytes = (0..shape[0] * shape[1]).flat_map(|_| {
         last = 0.7 * last + uniform();
         f32::to_le_bytes(last)
     });
-    (name, Dtype::F32, shape.to_vec(), bytes.collect())
+    tensor(name, Dtype::F32, &shape, bytes.collect())
+}
+
+fn tensor(name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Tensor {
+    Tensor { name: name.to_owned(), dtype, shape: shape.to_vec(), bytes }
 }
 
 fn layer() -> Vec<Tensor> {
@@ -37,15 +35,8 @@ fn layer() -> Vec<Tensor> {
 /// Writes a file of its own for each test.
 fn file(test: &str, tensors: &[Tensor]) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{test}.safetensors"));
-    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
-        (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
-    });
-    serialize_to_file(views, None, &path).expect("a file");
+    write(&path, tensors);
     path
-}
-
-fn fp4() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_fp4"))
 }
 
 fn evaluate(file: &Path, more: &[&str]) -> Vec<Value> {
@@ -166,12 +157,12 @@ fn what_was_measured_is_printed_before_a_plot_fails() {
 #[test]
 fn a_plot_without_a_finite_error_ends_with_an_error() {
     // The two blocks cancel in the outputs of the weight, and not in those of the codes.
-    let row = |name, first: [f32; 2], second: [f32; 2]| -> Tensor {
+    let row = |name, first: [f32; 2], second: [f32; 2]| {
         let mut values = [0.0f32; 32];
         values[..2].copy_from_slice(&first);
         values[16..18].copy_from_slice(&second);
         let bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
-        (name, Dtype::F32, vec![1, 32], bytes)
+        tensor(name, Dtype::F32, &[1, 32], bytes)
     };
     let infinite = [
         row("up.weight", [0.3, 6.0], [0.3, 5.0]),
@@ -198,9 +189,9 @@ fn refuses(test: &str, tensors: &[Tensor], more: &[&str], says: &[&str]) {
 
 #[test]
 fn what_is_wrong_with_a_file_is_named() {
-    let without = |name: &str| layer().into_iter().filter(|t| t.0 != name).collect::<Vec<_>>();
+    let without = |name: &str| layer().into_iter().filter(|t| t.name != name).collect::<Vec<_>>();
     let with = |tensor: Tensor| {
-        let mut tensors = without(tensor.0);
+        let mut tensors = without(&tensor.name);
         tensors.push(tensor);
         tensors
     };
@@ -208,15 +199,15 @@ fn what_is_wrong_with_a_file_is_named() {
     refuses("no_weight", &without("up.weight"), &[], &["<name>.weight", "up.calibration"]);
     let narrow = with(floats("up.calibration", [96, 32], 4));
     refuses("narrow", &narrow, &[], &["up.calibration", "[any, 64]", "[96, 32]"]);
-    let integers = ("up.weight", Dtype::I32, vec![24, 64], vec![0; 24 * 64 * 4]);
+    let integers = tensor("up.weight", Dtype::I32, &[24, 64], vec![0; 24 * 64 * 4]);
     refuses("integers", &with(integers), &[], &["up.weight", "I32", "bf16"]);
-    let flat = ("up.weight", Dtype::F32, vec![24 * 64], vec![0; 24 * 64 * 4]);
+    let flat = tensor("up.weight", Dtype::F32, &[24 * 64], vec![0; 24 * 64 * 4]);
     refuses("flat", &with(flat), &[], &["up.weight", "[rows, columns]", "[1536]"]);
     let mut nan = floats("up.calibration", [96, 64], 5);
-    nan.3[4 * (64 * 3 + 7)..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    nan.bytes[4 * (64 * 3 + 7)..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
     refuses("nan", &with(nan), &[], &["up.calibration", "row 3, channel 7", "NaN"]);
     let mut infinite = floats("up.weight", [24, 64], 6);
-    infinite.3[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    infinite.bytes[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
     refuses("infinite", &with(infinite), &[], &["up.weight", "not finite"]);
     let odd = vec![
         floats("up.weight", [8, 24], 1),

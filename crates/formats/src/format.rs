@@ -21,6 +21,9 @@ pub enum Fp4Format {
     MxFp4,
 }
 
+/// Elements that may share a block scale: for either there are searches, kernels and products.
+pub const BLOCK_SIZES: [usize; 2] = [16, 32];
+
 /// The facts of an [`Fp4Format`].
 #[derive(Debug, PartialEq)]
 pub struct FormatRow {
@@ -68,14 +71,14 @@ impl Fp4Format {
                 block_scale: E4M3,
                 tensor_scale: true,
                 block_size: 16,
-                block_sizes: &[16, 32],
+                block_sizes: &BLOCK_SIZES,
             },
             Self::MxFp4 => &FormatRow {
                 name: "mxfp4",
                 block_scale: E8M0,
                 tensor_scale: false,
                 block_size: 32,
-                block_sizes: &[16, 32],
+                block_sizes: &BLOCK_SIZES,
             },
         }
     }

@@ -39,7 +39,7 @@ mod scale_layout;
 
 pub use dequantize::element_value;
 pub use error::{FormatError, check_length};
-pub use format::{FormatRow, Fp4Format, ScaleGrid};
+pub use format::{BLOCK_SIZES, FormatRow, Fp4Format, ScaleGrid};
 pub use half::{bf16, f16};
 pub use minifloat::{E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, Minifloat, Nan};
 pub use nibbles::{pack_nibbles, unpack_nibbles};

@@ -1,7 +1,7 @@
 //! Which parameters of a module are quantized, and how.
 
-use burn_fp4_ops::search::Method;
-use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated};
+use burn_fp4_ops::search::{ChosenBy, Method};
+use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated, ScaleSearch};
 use serde::{Deserialize, Serialize};
 
 use crate::statistics::Calibration;
@@ -30,19 +30,17 @@ pub enum Unused {
     Report,
 }
 
-/// What a search by squared error ([`Sse`](burn_fp4_ops::ScaleSearch::Sse)) takes into account
-/// besides the weight. Weights whose scheme has another search, and GPTQ, do not look at it.
+/// What [`Fp4Config::method`] says of searches by squared error, as the deprecated
+/// [`Fp4Config::sse`] says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SseVariant {
-    /// Nothing: the tensor scale is made from the amax, and the errors of all channels count alike.
+    /// Nothing.
     #[default]
     Plain,
-    /// The tensor scale, of 16, that leaves the smallest squared error
-    /// ([`Method::SseTensorScale`]): for schemes whose tensor scale is that of the tensor's amax.
+    /// [`ChosenBy::SseTensorScale`].
     TensorScale,
-    /// Statistics of inputs: the squared error of an element is multiplied by the sum of squares of
-    /// the inputs of its channel ([`Method::SseWeighted`]).
+    /// [`ChosenBy::SseWeighted`].
     Weighted,
 }
 
@@ -106,9 +104,16 @@ pub struct Fp4Config {
     pub indivisible: Indivisible,
     /// What to do with a part of this configuration that nothing uses.
     pub unused: Unused,
-    /// Whether calibrated weights are quantized by GPTQ instead of the scheme's search.
+    /// The options of [`ChosenBy::Gptq`], which takes the place of the searches of all schemes.
+    #[deprecated(
+        note = "say `.method(Method::Gptq)` or `.gptq(options)`, ask `.chosen_by(&scheme)`"
+    )]
     pub gptq: Option<Gptq>,
-    /// What searches by squared error take into account.
+    /// [`ChosenBy::SseTensorScale`] or [`ChosenBy::SseWeighted`], where the search of a scheme is
+    /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
+    #[deprecated(
+        note = "say `.method(Method::SseWeighted)`, for instance, ask `.chosen_by(&scheme)`"
+    )]
     pub sse: SseVariant,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
@@ -142,6 +147,7 @@ impl Fp4Config {
     }
 
     /// The weights of every `Linear`, by a scheme.
+    #[allow(deprecated)]
     pub fn new(scheme: Fp4Scheme) -> Self {
         Self {
             scheme,
@@ -172,10 +178,10 @@ impl Fp4Config {
         Self { calibration: calibration.clone(), ..self.clone() }
     }
 
-    /// Chooses scales and codes by a method: sets the search of the scheme,
-    /// [`gptq`](field@Self::gptq) and [`sse`](field@Self::sse), and nothing else. The
-    /// rule and the blocks of the scheme stay, and so do schemes of [overrides](Self::with), which
-    /// have searches of their own, but GPTQ takes the place of all of them.
+    /// Chooses scales and codes by a method: sets the search of the scheme and what goes beyond it,
+    /// and nothing else. The rule and the blocks of the scheme stay, and so do schemes of
+    /// [overrides](Self::with), which have searches of their own, but GPTQ takes the place of all
+    /// of them. [`chosen_by`](Self::chosen_by) tells.
     ///
     /// Methods that are [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated) need statistics
     /// of inputs: [`with_calibration`](Self::with_calibration), or
@@ -191,23 +197,15 @@ impl Fp4Config {
     /// assert_eq!(config, by_name);
     /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
     /// ```
+    #[allow(deprecated)]
     pub fn method(mut self, method: Method) -> Self {
-        let searched = method.scheme(self.scheme.format(), self.scheme.block_size);
-        self.scheme.search = searched.search;
-        self.gptq = method.gptq();
-        self.sse = match method {
-            Method::SseTensorScale => SseVariant::TensorScale,
-            Method::SseWeighted => SseVariant::Weighted,
-            Method::Amax
-            | Method::FourOverSix
-            | Method::Sse
-            | Method::Hessian
-            | Method::CoordinateDescent
-            | Method::AdmmPublished
-            | Method::Admm
-            | Method::Joint
-            | Method::GptqTextbook
-            | Method::Gptq => SseVariant::Plain,
+        let chosen_by = ChosenBy::from(method);
+        self.scheme.search = chosen_by.search();
+        self.gptq = chosen_by.gptq();
+        self.sse = match chosen_by {
+            ChosenBy::SseTensorScale => SseVariant::TensorScale,
+            ChosenBy::SseWeighted => SseVariant::Weighted,
+            ChosenBy::Search(_) | ChosenBy::Gptq(_) => SseVariant::Plain,
         };
         self
     }
@@ -215,9 +213,23 @@ impl Fp4Config {
     /// The options of [`Method::Gptq`] and [`Method::GptqTextbook`]: quantizes calibrated weights
     /// ([`with_calibration`](Self::with_calibration)) by GPTQ with these, whatever search the
     /// scheme has. Weights have to be finite then, whatever the scheme says.
+    #[allow(deprecated)]
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.gptq = Some(options);
         self
+    }
+
+    /// How the scales and codes of weights with a scheme are chosen: by GPTQ if this says so,
+    /// otherwise by the search of the scheme, and by what [`method`](Self::method) makes of
+    /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
+    #[allow(deprecated)]
+    pub fn chosen_by(&self, scheme: &Fp4Scheme) -> ChosenBy {
+        match (self.gptq, self.sse, scheme.search) {
+            (Some(options), _, _) => ChosenBy::Gptq(options),
+            (None, SseVariant::TensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
+            (None, SseVariant::Weighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
+            (None, _, search) => ChosenBy::Search(search),
+        }
     }
 
     /// Sets the gradient of elements that saturate under fake quantization.
@@ -298,26 +310,35 @@ impl Fp4Config {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_ops::ScaleSearch;
-
     use super::*;
 
     #[test]
+    #[allow(deprecated)]
     fn a_method_sets_all_that_it_says_and_nothing_else() {
         let base = Fp4Config::nvfp4().exclude("head.*").method(Method::SseWeighted);
         for method in Method::ALL {
             let config = base.clone().method(method);
-            let row = method.scheme(config.scheme.format(), config.scheme.block_size);
-            assert_eq!((config.scheme.search, config.gptq), (row.search, method.gptq()));
-            let variant = match method {
-                Method::SseTensorScale => SseVariant::TensorScale,
-                Method::SseWeighted => SseVariant::Weighted,
-                _ => SseVariant::Plain,
-            };
-            assert_eq!(config.sse, variant);
+            assert_eq!(config.chosen_by(&config.scheme), ChosenBy::from(method));
             let rest = Fp4Config { gptq: base.gptq, sse: base.sse, ..config };
             let rest = Fp4Config { scheme: rest.scheme.with_search(ScaleSearch::Sse), ..rest };
             assert_eq!(rest, base);
+        }
+    }
+
+    #[test]
+    fn a_method_is_for_schemes_with_its_search_and_gptq_for_all() {
+        let by = |config: &Fp4Config, search| {
+            config.chosen_by(&Fp4Scheme::nvfp4().with_search(search)).method()
+        };
+        let weighted = Fp4Config::nvfp4().method(Method::SseWeighted);
+        let gptq = Fp4Config::nvfp4().gptq(Gptq::TEXTBOOK);
+        for search in Method::ALL.map(|method| method.row().chosen_by.search()) {
+            let expected = match search {
+                ScaleSearch::Sse => Method::SseWeighted,
+                search => search.method(),
+            };
+            assert_eq!(by(&weighted, search), expected);
+            assert_eq!(by(&gptq, search), Method::GptqTextbook);
         }
     }
 

@@ -2,8 +2,8 @@
 
 use core::fmt;
 
-use burn_fp4_ops::search::Method;
-use burn_fp4_ops::{Fp4Format, Fp4Scheme, Gptq, Products, ScaleSearch};
+use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::{Fp4Format, Fp4Scheme, Products};
 use serde::{Deserialize, Serialize};
 
 /// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
@@ -97,40 +97,6 @@ pub enum Outcome {
     },
 }
 
-/// How the scales and codes of a parameter were chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ChosenBy {
-    /// Block by block.
-    Search(ScaleSearch),
-    /// By GPTQ.
-    Gptq(Gptq),
-    /// By squared error, with the tensor scale that leaves the smallest.
-    SseTensorScale,
-    /// By squared error, multiplied by the activity of channels.
-    SseWeighted,
-}
-
-impl ChosenBy {
-    /// Whether that takes statistics of the inputs that a weight is multiplied by.
-    pub fn needs_inputs(&self) -> bool {
-        match self {
-            Self::Search(search) => search.needs_hessians(),
-            Self::Gptq(_) | Self::SseWeighted => true,
-            Self::SseTensorScale => false,
-        }
-    }
-
-    /// The search that schemes have in reports: GPTQ begins with the scales of the rule.
-    pub(crate) fn search(&self) -> ScaleSearch {
-        match self {
-            Self::Search(search) => *search,
-            Self::Gptq(_) => ScaleSearch::Amax,
-            Self::SseTensorScale | Self::SseWeighted => ScaleSearch::Sse,
-        }
-    }
-}
-
 /// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
 /// that a method finds by statistics of inputs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,17 +121,6 @@ impl fmt::Display for Fallback {
             Self::NoInputs => write!(f, "no calibrated inputs"),
             Self::OtherBlocks => write!(f, "calibrated for another method or block size"),
             Self::Slices { without_inputs } => write!(f, "no inputs of slices {without_inputs:?}"),
-        }
-    }
-}
-
-impl fmt::Display for ChosenBy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Search(search) => search.fmt(f),
-            Self::Gptq(_) => write!(f, "gptq"),
-            Self::SseTensorScale => fmt::Display::fmt(&Method::SseTensorScale, f),
-            Self::SseWeighted => fmt::Display::fmt(&Method::SseWeighted, f),
         }
     }
 }

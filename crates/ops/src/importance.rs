@@ -41,7 +41,7 @@ pub fn quantize_by_importance<const D: usize>(
         )
         .into_dispatch()
     };
-    let [costs, bounds] = match importance {
+    let [importance, bounds] = match importance {
         Importance::Uniform => return Ok(quantize_with_amax(values, layout, scheme, amax)),
         Importance::Channels(weights) => [upload(weights), upload(&[0.0])],
         Importance::Blocks(hessians) => {
@@ -52,7 +52,7 @@ pub fn quantize_by_importance<const D: usize>(
     let packed = Dispatch::fp4_quantize_by_importance(
         values.into_dispatch(),
         amax.into_dispatch(),
-        costs,
+        importance,
         bounds,
         axis,
         *scheme,

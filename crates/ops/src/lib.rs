@@ -67,7 +67,7 @@ pub use burn_fp4_search::{
 };
 pub use curvature::Curvature;
 pub use devices::extension::Fp4Backend;
-pub use devices::portable;
+pub use devices::{portable, repeats_values};
 pub use error::OpsError;
 #[cfg(feature = "cube")]
 pub use fused::{FusedProducts, fused_products};

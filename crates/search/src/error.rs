@@ -22,6 +22,16 @@ pub enum SearchError {
         /// Why.
         reason: &'static str,
     },
+    /// A search is not defined for blocks of this size.
+    #[error("search `{search}` is for blocks of {}, found {found}", sizes(.expected))]
+    BlockSize {
+        /// The search.
+        search: ScaleSearch,
+        /// Sizes that it is defined for.
+        expected: &'static [usize],
+        /// The size of the scheme.
+        found: usize,
+    },
     /// A given amax or multiplier is not usable.
     #[error("the given {what} is {found}: it must be finite and positive")]
     TensorScale {
@@ -105,4 +115,8 @@ pub enum SearchError {
 
 fn matrix_name(block: &Option<usize>) -> String {
     block.map_or_else(|| "Gram matrix".to_owned(), |block| format!("Hessian of block {block}"))
+}
+
+fn sizes(expected: &[usize]) -> String {
+    expected.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ")
 }

@@ -69,9 +69,7 @@ impl Gram {
         rows: usize,
         amax: f32,
     ) -> Result<Self, SearchError> {
-        if block_size != channels {
-            check_blocks(channels, block_size)?;
-        }
+        check_whole_or_blocks(channels, block_size)?;
         check_length("Gram matrix", channels * block_size, values.len())?;
         let whole = block_size == channels;
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
@@ -96,9 +94,7 @@ impl Gram {
         amax: f32,
     ) -> Result<Self, SearchError> {
         let channels = layout.channels();
-        if block_size != channels {
-            check_blocks(channels, block_size)?;
-        }
+        check_whole_or_blocks(channels, block_size)?;
         check_length("tiles of a Gram matrix", layout.count(), tiles.len())?;
         for tile in tiles {
             check_length("tile of a Gram matrix", layout.tile_len(), tile.len())?;
@@ -129,9 +125,7 @@ impl Gram {
         rows: usize,
         amax: f32,
     ) -> Result<Self, SearchError> {
-        if block_size != channels {
-            check_blocks(channels, block_size)?;
-        }
+        check_whole_or_blocks(channels, block_size)?;
         let layout = GramTiles::compact(channels, block_size);
         let expected = layout.count().saturating_mul(layout.tile_len());
         check_length("Gram matrix", expected, values.len())?;
@@ -377,6 +371,12 @@ impl BlockHessians {
         gram.add(activations)?;
         gram.blocks(block_size)
     }
+}
+
+/// # Errors
+/// As [`check_blocks`], unless there is one block of all channels.
+fn check_whole_or_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
+    if block_size == channels { Ok(()) } else { check_blocks(channels, block_size) }
 }
 
 /// # Errors

@@ -10,7 +10,7 @@
 //! |-------------------------|--------------------------------------------------------------------|
 //! | `scheme.rs`             | [`Fp4Scheme`], which choices go together, its tensor factors       |
 //! | `rule.rs`               | the published rules: amax -> block scale, element -> code          |
-//! | `method.rs`             | [`Method`] and [`ScaleSearch`]: every method, one row each         |
+//! | `method.rs`             | [`Method`], [`ChosenBy`], [`ScaleSearch`]: a row for every method  |
 //! | `names.rs`              | all of these by name                                               |
 //! | `scale_grid.rs`         | the block scales that a format has                                 |
 //! | `e2m1.rs`               | rounding to elements, in a few operations on bits                  |
@@ -69,7 +69,7 @@ pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
 pub use hadamard::Hadamard;
 pub use importance::{BlockHessians, Importance};
-pub use method::{E4m3Range, ErrorMetric, Method, MethodRow, ScaleSearch};
+pub use method::{ChosenBy, E4m3Range, ErrorMetric, Method, MethodRow, Needs, ScaleSearch};
 pub use metrics::Metrics;
 pub use quantize_weight::Statistics;
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};

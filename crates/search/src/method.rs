@@ -1,11 +1,10 @@
 //! Every way to choose scales and codes is one row of one table: [`Method::row`].
 //!
-//! A [`Method`] is what users ask for by name. Its [`ScaleSearch`] is what an engine does with a
-//! block: each has a file of its name in `reference/` and in `host/`.
+//! A [`Method`] is what users ask for by name, and [`ChosenBy`] the same with its options. Its
+//! [`ScaleSearch`] is what an engine does with a block, and what a scheme says: each has a file of
+//! its name in `reference/` and in `host/`.
 
-use core::mem::discriminant;
-
-use burn_fp4_formats::{Fp4Format, Minifloat};
+use burn_fp4_formats::{BLOCK_SIZES, Fp4Format, Minifloat};
 use serde::{Deserialize, Serialize};
 
 use crate::gptq::Gptq;
@@ -48,20 +47,21 @@ pub enum ScaleSearch {
 impl ScaleSearch {
     /// Whether it needs the Hessian of each block.
     pub const fn needs_hessians(self) -> bool {
-        match self {
-            Self::Amax | Self::FourOverSix { .. } | Self::Sse => false,
-            Self::Hessian
-            | Self::CoordinateDescent
-            | Self::Joint
-            | Self::Admm
-            | Self::AdmmPublished => true,
-        }
+        matches!(self.method().row().needs, Needs::BlockHessians)
     }
 
     /// The method that is this search and nothing more.
-    pub fn method(self) -> Method {
-        let is_search = |method: &Method| discriminant(&method.row().search) == discriminant(&self);
-        Method::ALL.into_iter().find(is_search).expect("every search is a method")
+    pub const fn method(self) -> Method {
+        match self {
+            Self::Amax => Method::Amax,
+            Self::FourOverSix { .. } => Method::FourOverSix,
+            Self::Sse => Method::Sse,
+            Self::Hessian => Method::Hessian,
+            Self::CoordinateDescent => Method::CoordinateDescent,
+            Self::Joint => Method::Joint,
+            Self::Admm => Method::Admm,
+            Self::AdmmPublished => Method::AdmmPublished,
+        }
     }
 }
 
@@ -133,6 +133,81 @@ pub enum Method {
     Gptq,
 }
 
+/// A [`Method`] with its options: how the scales and codes of a tensor are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ChosenBy {
+    /// Block by block.
+    Search(ScaleSearch),
+    /// By GPTQ.
+    Gptq(Gptq),
+    /// By squared error, with the tensor scale that leaves the smallest.
+    SseTensorScale,
+    /// By squared error, multiplied by the activity of channels.
+    SseWeighted,
+}
+
+impl ChosenBy {
+    /// The method, of which these are the options.
+    pub fn method(&self) -> Method {
+        match self {
+            Self::Search(search) => search.method(),
+            Self::Gptq(options) if *options == Gptq::TEXTBOOK => Method::GptqTextbook,
+            Self::Gptq(_) => Method::Gptq,
+            Self::SseTensorScale => Method::SseTensorScale,
+            Self::SseWeighted => Method::SseWeighted,
+        }
+    }
+
+    /// What is done with each block before anything goes beyond blocks: GPTQ begins with the scales
+    /// of the rule.
+    pub const fn search(&self) -> ScaleSearch {
+        match self {
+            Self::Search(search) => *search,
+            Self::Gptq(_) => ScaleSearch::Amax,
+            Self::SseTensorScale | Self::SseWeighted => ScaleSearch::Sse,
+        }
+    }
+
+    /// The options of GPTQ, if that is what it is.
+    pub const fn gptq(&self) -> Option<Gptq> {
+        match self {
+            Self::Gptq(options) => Some(*options),
+            Self::Search(_) | Self::SseTensorScale | Self::SseWeighted => None,
+        }
+    }
+
+    /// Statistics that it needs of the inputs that a weight is multiplied by.
+    pub fn needs(&self) -> Needs {
+        self.method().row().needs
+    }
+
+    /// Whether it needs any.
+    pub fn needs_inputs(&self) -> bool {
+        self.needs() != Needs::Nothing
+    }
+}
+
+impl From<Method> for ChosenBy {
+    /// With the options of its row.
+    fn from(method: Method) -> Self {
+        method.row().chosen_by
+    }
+}
+
+/// Statistics of the inputs that a weight is multiplied by, from the least to the most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Needs {
+    /// None.
+    Nothing,
+    /// The mean square of every channel: the diagonal of `X^T X`.
+    SecondMoments,
+    /// The part of `X^T X` for the channels of each block.
+    BlockHessians,
+    /// All of `X^T X`.
+    Gram,
+}
+
 /// The facts of a [`Method`].
 #[derive(Debug, PartialEq)]
 pub struct MethodRow {
@@ -140,30 +215,46 @@ pub struct MethodRow {
     pub name: &'static str,
     /// What it does, in a line.
     pub summary: &'static str,
-    /// Whether it needs activations.
+    /// How the scales and codes are chosen, with the options that are the default.
+    pub chosen_by: ChosenBy,
+    /// Statistics of activations that it needs.
+    pub needs: Needs,
+    /// Whether it needs any.
     pub calibrated: bool,
     /// Formats it is defined for.
     pub formats: &'static [Fp4Format],
     /// Block sizes it is defined for.
     pub block_sizes: &'static [usize],
+    /// Whether it takes hundreds of times longer than the others.
+    pub slow: bool,
     /// How an engine chooses the scale and codes of a block.
+    #[deprecated(note = "ask `chosen_by.search()`")]
     pub search: ScaleSearch,
     /// The options of GPTQ, which goes beyond blocks, for those methods that are.
+    #[deprecated(note = "ask `chosen_by.gptq()`")]
     pub gptq: Option<Gptq>,
 }
 
 impl MethodRow {
-    /// A method that is a search alone, for every format and block size; calibrated if the search
-    /// needs Hessians.
-    const fn new(search: ScaleSearch, name: &'static str, summary: &'static str) -> Self {
+    /// A method for every format and block size.
+    #[allow(deprecated)]
+    const fn new(
+        chosen_by: ChosenBy,
+        needs: Needs,
+        name: &'static str,
+        summary: &'static str,
+    ) -> Self {
         Self {
             name,
             summary,
-            calibrated: search.needs_hessians(),
+            chosen_by,
+            needs,
+            calibrated: !matches!(needs, Needs::Nothing),
             formats: &Fp4Format::ALL,
-            block_sizes: &[16, 32],
-            search,
-            gptq: None,
+            block_sizes: &BLOCK_SIZES,
+            slow: false,
+            search: chosen_by.search(),
+            gptq: chosen_by.gptq(),
         }
     }
 }
@@ -187,85 +278,71 @@ impl Method {
 
     /// The facts of the method.
     pub const fn row(self) -> &'static MethodRow {
+        use ChosenBy::{Gptq as ByGptq, Search, SseTensorScale, SseWeighted};
         const FOUR_OVER_SIX: ScaleSearch =
             ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
         const NVFP4: &[Fp4Format] = &[Fp4Format::NvFp4];
         macro_rules! row {
-            ($search:expr, $name:literal, $summary:literal $(, $field:ident: $value:expr)*) => {
+            (
+                $name:literal => $chosen_by:expr, needs $needs:ident, $summary:literal
+                $(, $field:ident: $value:expr)*
+            ) => {
                 const {
                     &MethodRow {
                         $($field: $value,)*
-                        ..MethodRow::new($search, $name, $summary)
+                        ..MethodRow::new($chosen_by, Needs::$needs, $name, $summary)
                     }
                 }
             };
         }
         match self {
-            Self::Amax => {
-                row!(ScaleSearch::Amax, "amax", "the scale that the rule makes of the block's amax")
-            }
-            Self::FourOverSix => row!(
-                FOUR_OVER_SIX,
-                "four-over-six",
+            Self::Amax => row!("amax" => Search(ScaleSearch::Amax), needs Nothing,
+                "the scale that the rule makes of the block's amax"),
+            Self::FourOverSix => row!("four-over-six" => Search(FOUR_OVER_SIX), needs Nothing,
                 "amax on element 6 or on element 4, whichever has the smaller error",
-                formats: NVFP4
-            ),
-            Self::Sse => {
-                row!(ScaleSearch::Sse, "sse", "the scale with the smallest squared error of all")
-            }
-            Self::SseTensorScale => row!(
-                ScaleSearch::Sse,
-                "sse-tensor-scale",
-                "the same with the best of 16 tensor scales",
-                formats: NVFP4
-            ),
-            Self::SseWeighted => row!(
-                ScaleSearch::Sse,
-                "sse-weighted",
-                "sse, errors weighted by their channel's activity",
-                calibrated: true
-            ),
-            Self::Hessian => row!(
-                ScaleSearch::Hessian,
-                "hessian",
-                "the scale with the smallest r^T H r of nearest codes"
-            ),
+                formats: NVFP4),
+            Self::Sse => row!("sse" => Search(ScaleSearch::Sse), needs Nothing,
+                "the scale with the smallest squared error of all"),
+            Self::SseTensorScale => row!("sse-tensor-scale" => SseTensorScale, needs Nothing,
+                "the same with the best of 16 tensor scales", formats: NVFP4),
+            Self::SseWeighted => row!("sse-weighted" => SseWeighted, needs SecondMoments,
+                "sse, errors weighted by their channel's activity"),
+            Self::Hessian => row!("hessian" => Search(ScaleSearch::Hessian), needs BlockHessians,
+                "the scale with the smallest r^T H r of nearest codes"),
             Self::CoordinateDescent => row!(
-                ScaleSearch::CoordinateDescent,
-                "coordinate-descent",
-                "scale and codes, improved one at a time"
-            ),
-            Self::AdmmPublished => {
-                row!(ScaleSearch::AdmmPublished, "admm-published", "ADMM as qwantize has it")
-            }
-            Self::Admm => {
-                row!(ScaleSearch::Admm, "admm", "ADMM from the best known point, best iterate kept")
-            }
-            Self::Joint => row!(
-                ScaleSearch::Joint,
-                "joint",
+                "coordinate-descent" => Search(ScaleSearch::CoordinateDescent), needs BlockHessians,
+                "scale and codes, improved one at a time"),
+            Self::AdmmPublished => row!(
+                "admm-published" => Search(ScaleSearch::AdmmPublished), needs BlockHessians,
+                "ADMM as qwantize has it"),
+            Self::Admm => row!("admm" => Search(ScaleSearch::Admm), needs BlockHessians,
+                "ADMM from the best known point, best iterate kept"),
+            Self::Joint => row!("joint" => Search(ScaleSearch::Joint), needs BlockHessians,
                 "the best scale and codes of a block there are; slow",
-                block_sizes: &[16]
-            ),
-            Self::GptqTextbook => row!(
-                ScaleSearch::Amax,
-                "gptq-textbook",
-                "GPTQ as published",
-                calibrated: true,
-                gptq: Some(Gptq::TEXTBOOK)
-            ),
-            Self::Gptq => row!(
-                ScaleSearch::Amax,
-                "gptq",
-                "GPTQ by activity, then sweeps over codes and scales",
-                calibrated: true,
-                gptq: Some(Gptq::DEFAULT)
-            ),
+                block_sizes: &[16], slow: true),
+            Self::GptqTextbook => row!("gptq-textbook" => ByGptq(Gptq::TEXTBOOK), needs Gram,
+                "GPTQ as published"),
+            Self::Gptq => row!("gptq" => ByGptq(Gptq::DEFAULT), needs Gram,
+                "GPTQ by activity, then sweeps over codes and scales"),
         }
     }
 
     /// The options of GPTQ, for those methods that are.
     pub fn gptq(self) -> Option<Gptq> {
-        self.row().gptq
+        self.row().chosen_by.gptq()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_method_and_what_its_row_chooses_by_are_the_same() {
+        for method in Method::ALL {
+            let by = ChosenBy::from(method);
+            assert_eq!(by.method(), method);
+            assert_eq!(ChosenBy::from(by.search().method()), ChosenBy::Search(by.search()));
+        }
     }
 }

@@ -4,7 +4,7 @@ use core::fmt;
 use core::str::FromStr;
 
 use crate::error::SearchError;
-use crate::method::{Method, ScaleSearch};
+use crate::method::{ChosenBy, Method, ScaleSearch};
 use crate::rule::ScaleRule;
 
 impl fmt::Display for ScaleRule {
@@ -42,6 +42,13 @@ impl FromStr for Method {
 }
 
 impl fmt::Display for ScaleSearch {
+    /// The name of its [`method`](Self::method).
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.method().row().name)
+    }
+}
+
+impl fmt::Display for ChosenBy {
     /// The name of its [`method`](Self::method).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.method().row().name)

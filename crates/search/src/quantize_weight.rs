@@ -4,7 +4,8 @@ use burn_fp4_formats::{Fp4Format, Packed};
 
 use crate::host::{self, HostElement, View};
 use crate::{
-    Fp4Scheme, Gram, Importance, Method, ScaleRule, SearchError, quantize_with_best_tensor_scale,
+    ChosenBy, Fp4Scheme, Gram, Importance, Method, Needs, ScaleRule, SearchError,
+    check_tensor_scale, quantize_with_best_tensor_scale,
 };
 
 /// What is known of the inputs of a layer.
@@ -23,7 +24,7 @@ impl Method {
     /// The scheme of the method for a format and block size.
     pub fn scheme(self, format: Fp4Format, block_size: usize) -> Fp4Scheme {
         let rule = ScaleRule::of_format(format);
-        Fp4Scheme::of(rule).with_block_size(block_size).with_search(self.row().search)
+        Fp4Scheme::of(rule).with_block_size(block_size).with_search(self.row().chosen_by.search())
     }
 
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
@@ -60,55 +61,69 @@ impl Method {
         scheme: &Fp4Scheme,
         statistics: Statistics<'_>,
     ) -> Result<Packed, SearchError> {
-        let scheme = &scheme.with_search(self.row().search);
+        self.row().chosen_by.quantize_view(weight, view, scheme, statistics)
+    }
+}
+
+impl ChosenBy {
+    /// Checks a scheme, whose search is not looked at, and that the method goes with it.
+    ///
+    /// # Errors
+    /// As [`Fp4Scheme::validate`], [`Gptq::validate`](crate::Gptq::validate) and
+    /// [`check_tensor_scale`].
+    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
+        scheme.with_search(self.search()).validate()?;
+        match self {
+            Self::Gptq(options) => options.validate(scheme),
+            Self::SseTensorScale => check_tensor_scale(scheme),
+            Self::Search(_) | Self::SseWeighted => Ok(()),
+        }
+    }
+
+    /// [`Method::quantize_view`] with these options.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn quantize_view<T: HostElement>(
+        &self,
+        weight: &[T],
+        view: View,
+        scheme: &Fp4Scheme,
+        statistics: Statistics<'_>,
+    ) -> Result<Packed, SearchError> {
+        let scheme = &scheme.with_search(self.search());
         scheme.check_columns(view.axis)?;
         let amax = host::amax(weight, view, scheme);
         if amax.iter().any(|amax| !amax.is_finite()) {
             let found = weight.iter().map(|value| value.to_f32()).find(|value| !value.is_finite());
             return Err(SearchError::NonFinite { found: found.unwrap_or(f32::NAN) });
         }
-        if self == Self::SseTensorScale {
+        if *self == Self::SseTensorScale {
             return quantize_with_best_tensor_scale(weight, view, scheme, Importance::Uniform);
         }
-        if !self.row().calibrated {
-            return host::quantize_packed(weight, view, scheme, &amax, Importance::Uniform);
-        }
-        match statistics {
-            Statistics::None => Err(SearchError::Uncalibrated { method: self }),
-            Statistics::SecondMoments(weights) => {
-                if self.gptq().is_some() {
-                    let (expected, found) = ("a Gram matrix", "channel weights");
-                    return Err(SearchError::Importance { search: scheme.search, expected, found });
-                }
-                let importance = Importance::Channels(weights);
-                host::quantize_packed(weight, view, scheme, &amax, importance)
+        let by = |importance| host::quantize_packed(weight, view, scheme, &amax, importance);
+        match (self.needs(), statistics) {
+            (Needs::Nothing, _) => by(Importance::Uniform),
+            (_, Statistics::None) => Err(SearchError::Uncalibrated { method: self.method() }),
+            (Needs::SecondMoments | Needs::BlockHessians, Statistics::SecondMoments(weights)) => {
+                by(Importance::Channels(weights))
             }
-            Statistics::Gram(gram) => self.quantize_by_gram(weight, view, scheme, &amax, gram),
+            (Needs::SecondMoments, Statistics::Gram(gram)) => by(Importance::Channels(
+                &gram.diagonal().map(|value| value as f32).collect::<Vec<_>>(),
+            )),
+            (Needs::BlockHessians, Statistics::Gram(gram)) => {
+                by(Importance::Blocks(&gram.blocks(scheme.block_size)?))
+            }
+            (Needs::Gram, Statistics::SecondMoments(_)) => {
+                let (expected, found) = ("a Gram matrix", "channel weights");
+                Err(SearchError::Importance { search: scheme.search, expected, found })
+            }
+            (Needs::Gram, Statistics::Gram(gram)) => {
+                let options = self.gptq().expect("nothing else needs all of it");
+                let (rows, cols) = (view.packed_rows(), view.axis);
+                options.quantize(&dense_rows(weight, view), rows, cols, scheme, &amax, gram)
+            }
         }
-    }
-
-    fn quantize_by_gram<T: HostElement>(
-        self,
-        weight: &[T],
-        view: View,
-        scheme: &Fp4Scheme,
-        amax: &[f32],
-        gram: &Gram,
-    ) -> Result<Packed, SearchError> {
-        if let Some(options) = self.gptq() {
-            let (rows, cols) = (view.packed_rows(), view.axis);
-            return options.quantize(&dense_rows(weight, view), rows, cols, scheme, amax, gram);
-        }
-        let weights: Vec<f32>;
-        let hessians;
-        let importance = if scheme.search.needs_hessians() {
-            hessians = gram.blocks(scheme.block_size)?;
-            Importance::Blocks(&hessians)
-        } else {
-            weights = gram.diagonal().map(|value| value as f32).collect();
-            Importance::Channels(&weights)
-        };
-        host::quantize_packed(weight, view, scheme, amax, importance)
     }
 }
 

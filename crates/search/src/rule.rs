@@ -97,10 +97,10 @@ impl Normalization {
     }
 }
 
-/// What the torch recipe and qwantize do not let a divisor fall below.
-pub(crate) const SMALLEST_DIVISOR: f32 = 1e-12;
-
 impl ScaleRule {
+    /// What the torch recipe and qwantize do not let a divisor fall below.
+    pub const SMALLEST_DIVISOR: f32 = 1e-12;
+
     /// Every rule.
     pub const ALL: [Self; 8] = [
         Self::Te,
@@ -242,5 +242,6 @@ pub(crate) fn reciprocal(scale: f32, tensor_scale: f32) -> f32 {
 /// `max(scale, 1e-12)` that keeps NaN.
 #[inline(always)]
 pub(crate) fn at_least_smallest(scale: f32) -> f32 {
-    if scale < SMALLEST_DIVISOR { SMALLEST_DIVISOR } else { scale }
+    let smallest = ScaleRule::SMALLEST_DIVISOR;
+    if scale < smallest { smallest } else { scale }
 }

@@ -194,8 +194,10 @@ impl Fp4Scheme {
         if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
             return refuse("Blocks::Tile16x16", "activations weight the rows of a tile alike");
         }
-        if self.search == ScaleSearch::Joint && self.block_size != 16 {
-            return refuse("ScaleSearch::Joint", "it is for blocks of 16");
+        let expected = self.search.method().row().block_sizes;
+        if !expected.contains(&self.block_size) {
+            let (search, found) = (self.search, self.block_size);
+            return Err(SearchError::BlockSize { search, expected, found });
         }
         if matches!(self.search, ScaleSearch::FourOverSix { .. })
             && self.rule.row().normalization != Normalization::Reciprocal

@@ -17,7 +17,7 @@ use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Value, Weight};
 
 /// The files to be written.
-pub(super) struct Plan {
+pub(super) struct PlannedFiles {
     pub(super) files: Vec<PlannedFile>,
     /// Names and texts of the configs and the index. None: a GGUF file stands alone.
     pub(super) texts: Option<Vec<(String, String)>>,
@@ -47,7 +47,7 @@ struct Spec {
 /// The files: names, and the weights in each.
 type Assignment = Vec<(String, Vec<usize>)>;
 
-impl Plan {
+impl PlannedFiles {
     pub(super) fn new(model: &Model<'_>, target: &Target) -> Result<Self, CheckpointError> {
         let mut report = WriteReport::default();
         let mut specs = Vec::with_capacity(model.weights.len());

@@ -1,6 +1,6 @@
 //! A write that is planned, and what is known of it.
 
-use super::plan::Plan;
+use super::plan::PlannedFiles;
 use super::report::WriteReport;
 use super::target::Target;
 use crate::weight::Model;
@@ -9,7 +9,7 @@ use crate::weight::Model;
 pub struct Planned<'m> {
     pub(super) model: &'m Model<'m>,
     pub(super) target: Target,
-    pub(super) plan: Plan,
+    pub(super) plan: PlannedFiles,
 }
 
 impl Planned<'_> {

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
+use burn_fp4_search::host::View;
+use burn_fp4_search::{ChosenBy, Gptq, Gram, Method, Metrics, SearchError, Statistics};
 
 use crate::error::CliError;
 use crate::progress;
@@ -33,7 +34,7 @@ pub(crate) struct Arguments {
         long,
         value_delimiter = ',',
         value_parser = parse_method,
-        help = METHODS,
+        help = methods(),
         long_help = methods_and_summaries(),
     )]
     methods: Vec<Choice>,
@@ -64,7 +65,11 @@ enum Choice {
 }
 
 /// What `--methods` takes.
-const METHODS: &str = "Methods, separated by commas, or `all`; without, all but the slow `joint`";
+fn methods() -> String {
+    let slow = Method::ALL.into_iter().filter(|method| method.row().slow);
+    let slow = slow.map(|method| format!("`{method}`")).collect::<Vec<_>>().join(" and ");
+    format!("Methods, separated by commas, or `all`; without, all but the slow {slow}")
+}
 
 /// The same with every method there is.
 fn methods_and_summaries() -> String {
@@ -73,7 +78,7 @@ fn methods_and_summaries() -> String {
         let row = method.row();
         format!("\n  {:width$}  {}", row.name, row.summary)
     };
-    format!("{METHODS}:{}", Method::ALL.map(line).concat())
+    format!("{}:{}", methods(), Method::ALL.map(line).concat())
 }
 
 fn parse_method(name: &str) -> Result<Choice, SearchError> {
@@ -147,7 +152,7 @@ impl Arguments {
     fn tasks(&self) -> Result<Vec<Task>, CliError> {
         let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
         let methods: Vec<Method> = if self.methods.is_empty() {
-            Method::ALL.into_iter().filter(|method| *method != Method::Joint).collect()
+            Method::ALL.into_iter().filter(|method| !method.row().slow).collect()
         } else {
             let wanted = |method: &Method| {
                 self.methods.contains(&Choice::All) || self.methods.contains(&Choice::One(*method))
@@ -251,15 +256,13 @@ fn measure(
     };
     let start = Instant::now();
     let Matrix { values, rows, cols, .. } = weight;
-    let packed = match (damping, method.gptq(), gram) {
-        (Some(damping), Some(options), Some(gram)) => {
-            let scheme = method.scheme(format, block);
-            let amax = amax(values, *cols, &scheme);
-            let options = Gptq { damping, ..options };
-            options.quantize(values, *rows, *cols, &scheme, &amax, gram)
-        }
-        _ => method.quantize(values, *rows, *cols, format, block, gram),
+    let chosen_by = match (damping, ChosenBy::from(method)) {
+        (Some(damping), ChosenBy::Gptq(options)) => ChosenBy::Gptq(Gptq { damping, ..options }),
+        (_, chosen_by) => chosen_by,
     };
+    let statistics = gram.map_or(Statistics::None, Statistics::Gram);
+    let (view, scheme) = (View::rows(*rows, *cols), method.scheme(format, block));
+    let packed = chosen_by.quantize_view(values, view, &scheme, statistics);
     let packed = packed.map_err(named("weight"))?;
     let seconds = start.elapsed().as_secs_f64();
     let seconds = if method.row().calibrated { seconds + gram_seconds } else { seconds };

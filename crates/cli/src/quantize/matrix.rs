@@ -6,10 +6,10 @@ use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, View};
-use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics as Given};
+use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics};
 
 use super::plan::native;
-use super::statistics::{Known, Statistics};
+use super::statistics::{Known, StatisticsFile};
 use crate::error::CliError;
 
 /// Values one after another, in the type of the file.
@@ -78,7 +78,7 @@ struct Group<'g> {
 pub(super) struct Quantizer<'q> {
     pub(super) method: Method,
     pub(super) scheme: Fp4Scheme,
-    pub(super) statistics: Option<&'q Statistics>,
+    pub(super) statistics: Option<&'q StatisticsFile>,
 }
 
 impl Quantizer<'_> {
@@ -130,9 +130,9 @@ impl Quantizer<'_> {
                 None => Known::Nothing,
             };
             let given = match &known {
-                Known::Nothing => Given::None,
-                Known::SecondMoments(moments) => Given::SecondMoments(moments),
-                Known::Gram(gram) => Given::Gram(gram),
+                Known::Nothing => Statistics::None,
+                Known::SecondMoments(moments) => Statistics::SecondMoments(moments),
+                Known::Gram(gram) => Statistics::Gram(gram),
             };
             let quantized = self.method.quantize_view(values, group.view, &self.scheme, given);
             quantized.map_err(|source| self.blame(source, group, at * len, values))

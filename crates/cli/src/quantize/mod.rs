@@ -32,7 +32,7 @@ use matrix::Quantizer;
 use options::{Options, Settled};
 use pipeline::Work;
 use plan::{Report, Unit, units};
-use statistics::Statistics;
+use statistics::StatisticsFile;
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
@@ -93,7 +93,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         selection.check_not_empty(&model)?;
     }
     let scheme = settled.scheme(selection.has_tensor_scales())?;
-    let statistics = settled.calibration.as_deref().map(Statistics::open).transpose()?;
+    let statistics = settled.calibration.as_deref().map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &settled, statistics.as_ref())?;
     let outline = selection.outline(&model);
     let planned = outline.plan(&settled.choice.dialect, &WriteOptions::default())?;
@@ -157,7 +157,7 @@ fn check_statistics(
     model: &Model<'_>,
     selection: &Selection,
     settled: &Settled,
-    statistics: Option<&Statistics>,
+    statistics: Option<&StatisticsFile>,
 ) -> Result<(), CliError> {
     let Some(statistics) = statistics.filter(|_| settled.method.row().calibrated) else {
         return Ok(());

@@ -8,7 +8,7 @@ use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, Preset};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, TensorScaling};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{GGUF, is_gguf, writable};
@@ -30,8 +30,8 @@ pub(super) struct Options {
     /// compressed-tensors for all others.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
-    /// How scales and codes are chosen; without, sse. `fp4 evaluate --help` lists the methods.
-    #[arg(long, value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)))]
+    /// How scales and codes are chosen; without, sse.
+    #[arg(long, value_parser = one_of::<Method>(Method::ALL.map(described)))]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (before, and of --preset miles).
@@ -61,6 +61,11 @@ pub(super) struct Options {
     /// an imatrix of llama.cpp in GGUF.
     #[arg(long, value_name = "FILE")]
     pub(super) calibration: Option<PathBuf>,
+}
+
+/// A method, with its line of help.
+fn described(method: Method) -> PossibleValue {
+    PossibleValue::new(method.row().name).help(method.row().summary)
 }
 
 /// The names that there are of something, which the help lists.
@@ -177,7 +182,7 @@ impl Settled {
     /// How tensors are quantized: with a tensor scale, if the dialect has a place for one.
     pub(super) fn scheme(&self, has_tensor_scales: bool) -> Result<Fp4Scheme, CliError> {
         let scheme = Fp4Scheme::of(self.rule).with_block_size(self.choice.block_size);
-        let scheme = scheme.with_search(self.method.row().search);
+        let scheme = scheme.with_search(self.method.row().chosen_by.search());
         let scheme = match has_tensor_scales || !self.choice.format.row().tensor_scale {
             true => scheme,
             false => scheme.with_tensor_scale(TensorScaling::Multiplier(1.0)),

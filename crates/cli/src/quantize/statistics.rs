@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor, Weight};
-use burn_fp4_search::{Gram, Method, SearchError};
+use burn_fp4_search::{Gram, Method, Needs, SearchError};
 
 use crate::error::CliError;
 
 /// A file of statistics: safetensors, or an imatrix of llama.cpp.
-pub(super) struct Statistics {
+pub(super) struct StatisticsFile {
     path: PathBuf,
     file: Container,
     imatrix: bool,
@@ -21,7 +21,7 @@ pub(super) enum Known {
     Gram(Gram),
 }
 
-impl Statistics {
+impl StatisticsFile {
     /// Opens the file.
     pub(super) fn open(path: &Path) -> Result<Self, CliError> {
         let file = Container::open(path)?;
@@ -68,7 +68,7 @@ impl Statistics {
             return Err(CliError::NoStatistics { path: self.path.clone(), weight: weight.into() });
         };
         let moments = self.moments(&found, stacked, cols);
-        let needs_gram = method.row().search.needs_hessians() || method.gptq().is_some();
+        let needs_gram = method.row().needs > Needs::SecondMoments;
         let usable = match moments {
             true => !needs_gram,
             false => found.len() == stacked * cols * cols,

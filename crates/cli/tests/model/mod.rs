@@ -42,15 +42,20 @@ pub(crate) fn fails(folder: &Path, arguments: &str, expected: i32, says: &[&str]
     assert_eq!(error.trim_end().lines().count(), 1, "{error}");
 }
 
-/// Numbers like those of a trained layer, the same for the same seed.
-pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
+/// Numbers between -0.5 and 0.5, the same for the same seed.
+pub(crate) fn random(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut uniform = || {
+    move || {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         (state >> 40) as f32 / (1 << 24) as f32 - 0.5
-    };
+    }
+}
+
+/// Numbers like those of a trained layer, the same for the same seed.
+pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
+    let mut uniform = random(seed);
     // Nearly normal, with a deviation of 0.03.
     (0..count).map(|_| 0.03 * (0..4).map(|_| uniform()).sum::<f32>() * 1.73).collect()
 }

@@ -3,11 +3,10 @@
 use std::path::PathBuf;
 
 use burn::tensor::Device;
+use burn_fp4_ops::search::Needs;
 
 use crate::config::Fp4Config;
-use crate::report::ChosenBy;
 use crate::statistics::Calibration;
-use crate::walk::plan::asked;
 
 /// What is gathered, how much at a time, and where it is kept.
 pub struct CalibrationOptions<'a> {
@@ -60,10 +59,9 @@ impl<'a> CalibrationOptions<'a> {
     /// The size of the blocks of which Gram matrices consist, unless they are whole.
     pub(crate) fn blocks(&self) -> Option<usize> {
         let config = self.config.as_ref().filter(|config| config.overrides.is_empty())?;
-        let only = match asked(config, &config.scheme) {
-            ChosenBy::Search(search) => search.needs_hessians(),
-            ChosenBy::SseWeighted => true,
-            ChosenBy::Gptq(_) | ChosenBy::SseTensorScale => false,
+        let only = match config.chosen_by(&config.scheme).needs() {
+            Needs::SecondMoments | Needs::BlockHessians => true,
+            Needs::Nothing | Needs::Gram => false,
         };
         only.then_some(config.scheme.block_size)
     }

@@ -18,7 +18,7 @@ use crate::walk::paths::{MapParameters, map_parameters};
 use super::bytes;
 use super::map::CheckpointMap;
 use super::mismatch::Mismatch;
-use super::plan::{How, Piece, Plan, Planned, Source, described};
+use super::plan::{How, LoadPlan, Piece, Planned, Source, described};
 use super::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
 
 /// Checkpoints of other projects into modules.
@@ -77,7 +77,7 @@ impl LoadCheckpoint for Checkpoint {
         map: &CheckpointMap,
     ) -> Result<LoadReport, Fp4Error> {
         let weights = self.weights()?;
-        let plan = Plan::new(module, &weights, map)?;
+        let plan = LoadPlan::new(module, &weights, map)?;
         let mut packing = Packing::new(&plan, &weights);
         let mut loaded = module.clone();
         if !packing.parameters.is_empty() {
@@ -104,7 +104,7 @@ struct Packing<'p> {
 }
 
 impl<'p> Packing<'p> {
-    fn new(plan: &'p Plan, weights: &'p [Weight<'p>]) -> Self {
+    fn new(plan: &'p LoadPlan, weights: &'p [Weight<'p>]) -> Self {
         let mut parameters = BTreeMap::new();
         let mut left: BTreeMap<&[Piece], usize> = BTreeMap::new();
         for planned in &plan.parameters {
@@ -275,7 +275,7 @@ impl MapParameters for LoadDense<'_> {
     }
 }
 
-fn report(plan: &Plan, weights: &[Weight<'_>], files: &[String]) -> LoadReport {
+fn report(plan: &LoadPlan, weights: &[Weight<'_>], files: &[String]) -> LoadReport {
     let mut left_out = BTreeSet::new();
     let parameters = plan.parameters.iter().map(|Planned { target, found }| {
         let (path, shape) = (target.path.clone(), target.shape.clone());

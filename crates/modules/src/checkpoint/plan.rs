@@ -60,12 +60,12 @@ pub(crate) struct Planned {
 }
 
 /// Every parameter of a module.
-pub(crate) struct Plan {
+pub(crate) struct LoadPlan {
     pub(crate) parameters: Vec<Planned>,
     pub(crate) unused: Vec<Mismatch>,
 }
 
-impl Plan {
+impl LoadPlan {
     /// # Errors
     /// [`Fp4Error::Attached`]; [`Fp4Error::Mismatch`] with all that does not go together and is
     /// not allowed; [`Fp4Error::Rename`] and [`Fp4Error::Experts`].

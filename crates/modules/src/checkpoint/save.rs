@@ -10,6 +10,7 @@ use burn_fp4_checkpoints::{
     Dtype, Fp4Weight, Model, Numbers, Order, Shards, Storage, Tensor, TensorScale as Stated, Value,
     Weight, WriteOptions, WriteReport,
 };
+use burn_fp4_ops::Fp4Layout;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
 use crate::error::{Fp4Error, caught};
@@ -49,12 +50,16 @@ pub(crate) fn model<M: Module>(
             return Err(Fp4Error::Attached { path: parameter.path, name });
         }
     }
-    let mut save = Save { names, map, packed, parameters: Vec::new(), errors: Vec::new() };
+    let (parameters, errors) = (Vec::new(), Vec::new());
+    let mut save = Save { names, map, packed, parameters, errors, failed: None };
     caught(|| {
         visit_parameters(module, &mut save);
         Ok::<_, Fp4Error>(())
     })?;
-    let Save { names, parameters, mut errors, .. } = save;
+    let Save { names, parameters, mut errors, failed, .. } = save;
+    if let Some(failed) = failed {
+        return Err(failed);
+    }
     let parameters = without_ties(&names, parameters, &mut errors);
     let weights = gathered(parameters, &mut errors);
     let mut named = Vec::with_capacity(weights.len());
@@ -88,6 +93,8 @@ struct Save<'m> {
     packed: BTreeMap<String, PackedWeight>,
     parameters: Vec<Saved>,
     errors: Vec<Mismatch>,
+    /// The first packed weight that cannot be read back.
+    failed: Option<Fp4Error>,
 }
 
 impl Save<'_> {
@@ -141,8 +148,18 @@ impl VisitParameters for Save<'_> {
         let placement = self.map.placement(path.container(), D);
         match self.packed.get(&name) {
             Some(packed) => {
-                let value = packed_value(&name, packed, placement);
-                self.add(path, value);
+                let layout = packed.layout();
+                let checked = check_axis(&name, layout, placement);
+                match checked.map(|()| packed.to_packed()) {
+                    Err(error) => self.errors.push(error),
+                    Ok(Ok(host)) => {
+                        let value = packed_value(&name, layout, host, placement);
+                        self.add(path, value);
+                    }
+                    Ok(Err(problem)) => {
+                        self.failed.get_or_insert(Fp4Error::at(name, problem));
+                    }
+                }
             }
             None => {
                 let turn = placement.turns_dense();
@@ -164,27 +181,26 @@ impl VisitParameters for Save<'_> {
     }
 }
 
+/// Checks that blocks run along an axis that files can have them along.
+fn check_axis(path: &str, layout: &Fp4Layout, placement: Placement) -> Result<(), Mismatch> {
+    if layout.axis == placement.axis && placement.has_matrices() {
+        return Ok(());
+    }
+    let (parameter, tensor) = (path.to_owned(), path.to_owned());
+    let (expected, found) = match placement.has_matrices() {
+        true => (placement.axis, layout.axis),
+        false => (layout.shape.len() - 1, placement.axis),
+    };
+    Err(Mismatch::Axis { parameter, tensor, expected, found })
+}
+
 /// A packed weight as files have it: blocks along the last axis.
 fn packed_value(
     path: &str,
-    packed: &PackedWeight,
+    layout: &Fp4Layout,
+    host: Packed,
     placement: Placement,
 ) -> Result<Value<'static>, Mismatch> {
-    let (parameter, tensor) = (path.to_owned(), path.to_owned());
-    let layout = packed.layout();
-    if layout.axis != placement.axis || !placement.has_matrices() {
-        let (expected, found) = match placement.has_matrices() {
-            true => (placement.axis, layout.axis),
-            false => (layout.shape.len() - 1, placement.axis),
-        };
-        return Err(Mismatch::Axis { parameter, tensor, expected, found });
-    }
-    let scales_problem = |problem: String| Mismatch::Scales {
-        parameter: path.to_owned(),
-        tensor: path.to_owned(),
-        problem,
-    };
-    let host = packed.to_packed().map_err(|problem| scales_problem(problem.to_string()))?;
     let shape = turned(&layout.shape, placement.input_first());
     let rows = shape[shape.len() - 2];
     let Packed { format, block_size, codes, scales, tensor_scale, .. } = host;
@@ -194,7 +210,8 @@ fn packed_value(
             let alike = |rows: &[f32]| rows.iter().all(|one| one.to_bits() == rows[0].to_bits());
             if !scales.chunks(rows).all(alike) {
                 let problem = "expected a tensor scale for each matrix, found one for each row";
-                return Err(scales_problem(problem.to_owned()));
+                let (parameter, tensor) = (path.to_owned(), path.to_owned());
+                return Err(Mismatch::Scales { parameter, tensor, problem: problem.to_owned() });
             }
             scales.chunks(rows).map(|rows| rows[0]).collect()
         }
@@ -376,4 +393,31 @@ fn stack(name: &str, found: BTreeMap<usize, Saved>) -> Result<(String, Value<'st
         Value::Fp8(_) => {}
     }
     Ok((path, all))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+    use burn_fp4_ops::OpsError;
+
+    use super::*;
+    use crate::config::Fp4Config;
+    use crate::pack::quantize::quantize;
+
+    #[derive(Module, Debug)]
+    struct Deep {
+        weight: Param<BurnTensor<5>>,
+    }
+
+    #[test]
+    fn a_weight_that_cannot_be_read_back_is_the_error_and_not_a_misfit_of_scales() {
+        let weight = BurnTensor::<5>::ones([2, 1, 2, 16, 16], &Device::flex());
+        let mut module = Deep { weight: Param::from_tensor(weight) };
+        quantize(&mut module, &Fp4Config::nvfp4().container("Deep", 4)).unwrap();
+        let error = model(&module, &CheckpointMap::new()).unwrap_err();
+        let Fp4Error::Parameter { path, problem: OpsError::Shape { found, .. } } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!((path.as_str(), &found[..]), ("weight", &[2, 1, 2, 16, 16][..]));
+    }
 }

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
+use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
 
 use crate::error::Fp4Error;
-use crate::report::ChosenBy;
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::{Selection, WeightPlan};

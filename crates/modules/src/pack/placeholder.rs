@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
+use burn_fp4_ops::repeats_values;
 
 /// What a quantized parameter stores in the place of its values: one value, seen in the shape of
 /// the weight, which Burn shows and counts. It is made when it is first asked for.
@@ -94,15 +95,14 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     // As data: kernels may change the sign of a zero that they compute.
     let one = || Tensor::<1>::from_data([-0.0f32], (device, dtype)).reshape([1; D]);
-    if is_ndarray(device) {
-        // Zeros that are never touched take no memory.
-        let zeros = Tensor::zeros(dims, (device, dtype));
-        match dims.contains(&0) {
-            true => zeros,
-            false => zeros.slice_assign(first::<D>(), one()),
-        }
-    } else {
-        one().expand(dims)
+    if repeats_values(device) {
+        return one().expand(dims);
+    }
+    // Zeros that are never touched take no memory.
+    let zeros = Tensor::zeros(dims, (device, dtype));
+    match dims.contains(&0) {
+        true => zeros,
+        false => zeros.slice_assign(first::<D>(), one()),
     }
 }
 
@@ -138,17 +138,4 @@ const SIGNS: usize = 64;
 /// Where the first value of a tensor is.
 fn first<const D: usize>() -> [Range<usize>; D] {
     core::array::from_fn(|_| 0..1)
-}
-
-fn is_ndarray(device: &Device) -> bool {
-    #[cfg(feature = "ndarray")]
-    {
-        let plain = device.clone().inner();
-        matches!(plain.as_dispatch(), burn::backend::DispatchDevice::NdArray(_))
-    }
-    #[cfg(not(feature = "ndarray"))]
-    {
-        let _ = device;
-        false
-    }
 }

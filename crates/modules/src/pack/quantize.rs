@@ -35,7 +35,7 @@ pub(crate) fn quantize<M: Module>(
 mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{Device, Distribution, Tensor};
-    use burn_fp4_ops::search::Method;
+    use burn_fp4_ops::search::{ChosenBy, Method};
     use burn_fp4_ops::{
         Fp4Scheme, Fp4Tensor, Importance, ScaleSearch, gram, quantize_by_importance,
         quantize_with_best_tensor_scale,
@@ -43,7 +43,7 @@ mod tests {
 
     use super::*;
     use crate::packed_weight::PackedWeight;
-    use crate::report::{ChosenBy, Outcome};
+    use crate::report::Outcome;
     use crate::statistics::Calibration;
 
     /// A layer that was quantized by a configuration, its dense weight, and the method reported.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
+use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
     Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError,
     Replay, ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
@@ -14,7 +15,7 @@ use burn_fp4_ops::{
 use burn_ir::TensorId;
 
 use crate::packed_weight::PackedWeight;
-use crate::report::{ChosenBy, Fallback};
+use crate::report::Fallback;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::WeightPlan;
 
@@ -146,11 +147,11 @@ impl Task<'_> {
         }
         let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
-        let fits = |gram: &Gram| match asked {
-            ChosenBy::Gptq(_) => gram.is_whole(),
-            ChosenBy::Search(_) => gram.has_blocks(block_size),
+        let fits = |gram: &Gram| match asked.needs() {
+            Needs::Gram => gram.is_whole(),
+            Needs::BlockHessians => gram.has_blocks(block_size),
             // The diagonal is always known.
-            ChosenBy::SseWeighted | ChosenBy::SseTensorScale => true,
+            Needs::SecondMoments | Needs::Nothing => true,
         };
         let slices = self.plan.slices();
         let without: Vec<_> = (0..slices).filter(|&slice| inputs.of(slice).is_none()).collect();

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, Param, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Tensor};
+use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 
 use crate::config::Fp4Config;
@@ -11,7 +12,7 @@ use crate::error::Fp4Error;
 use crate::fake_quant_weight::{AMAX, FakeQuantSettings, FakeQuantWeight};
 use crate::pack::attach::{DenseValues, Source, pack};
 use crate::pack::measure::measure;
-use crate::report::{ChosenBy, Fp4Report, Outcome, Reason};
+use crate::report::{Fp4Report, Outcome, Reason};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Walk;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
@@ -56,7 +57,7 @@ pub(crate) fn fake_quantize<M: Module>(
 /// [`Fp4Error::FakeQuantization`] naming what only makes sense once.
 fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
-    if config.gptq.is_some() {
+    if config.chosen_by(&config.scheme).gptq().is_some() {
         return refuse("GPTQ", "it needs activations, which change as the model trains");
     }
     if config.calibration.iter().next().is_some() {

@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::DType;
-use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, ScaleSearch};
+use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 
-use crate::config::{Fp4Config, Indivisible, SseVariant, Unused};
+use crate::config::{Fp4Config, Indivisible, Unused};
 use crate::error::Fp4Error;
-use crate::report::{ChosenBy, Reason};
+use crate::report::Reason;
 use crate::walk::parameters::Parameter;
 use crate::walk::patterns::Patterns;
 
@@ -78,17 +79,6 @@ impl Selection {
             }
             _ => Ok(()),
         }
-    }
-}
-
-/// How a configuration chooses the scales and codes of weights with a scheme: by GPTQ if it says
-/// so, otherwise by the search of the scheme.
-pub(crate) fn asked(config: &Fp4Config, scheme: &Fp4Scheme) -> ChosenBy {
-    match (config.gptq, config.sse, scheme.search) {
-        (Some(options), _, _) => ChosenBy::Gptq(options),
-        (None, SseVariant::TensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
-        (None, SseVariant::Weighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
-        (None, _, search) => ChosenBy::Search(search),
     }
 }
 
@@ -163,5 +153,5 @@ fn lay_out(
         return Err(OpsError::DType { found });
     }
     let layout = Fp4Layout::new(&parameter.shape.clone().into(), axis, scheme)?;
-    Ok(WeightPlan { layout, shares: None, scheme: *scheme, asked: asked(config, scheme) })
+    Ok(WeightPlan { layout, shares: None, scheme: *scheme, asked: config.chosen_by(scheme) })
 }

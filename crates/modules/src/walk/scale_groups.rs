@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::report::{ChosenBy, Reason};
+use crate::report::Reason;
 use crate::walk::parameters::Parameter;
-use crate::walk::plan::asked;
 
 /// The groups of weights that share a tensor scale.
 pub(crate) struct ScaleGroups {
@@ -74,7 +74,7 @@ pub(crate) fn shared_scales(
             if schemes[at].tensor_scale != TensorScaling::Tensor {
                 return refuse("its scheme has one per row or a given one");
             }
-            if asked(config, &schemes[at]) == ChosenBy::SseTensorScale {
+            if config.chosen_by(&schemes[at]) == ChosenBy::SseTensorScale {
                 return refuse("its method, sse-tensor-scale, chooses one for every weight");
             }
             if schemes[at] != schemes[members[0]] {

@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::Module;
-use burn_fp4_ops::search::check_tensor_scale;
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
-use crate::report::{ChosenBy, Reason};
+use crate::report::Reason;
 use crate::walk::parameters::{Parameter, Walk};
 use crate::walk::patterns::{Patterns, unused_containers};
-use crate::walk::plan::{Decision, Selection, asked, plan_selected};
+use crate::walk::plan::{Decision, Selection, plan_selected};
 use crate::walk::scale_groups::shared_scales;
 
 /// Decides about every float parameter of a module, which initializes them.
@@ -55,9 +55,11 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     }
     selection.unused.extend(groups.unused(config));
     if config.calibration.iter().next().is_some() && !selection.needs_inputs() {
-        let line = "calibration: no method asked for uses it (`gptq`, `sse-weighted` and searches \
-                    by Hessian do)";
-        selection.unused.push(line.to_owned());
+        let uses_it = Method::ALL.into_iter().filter(|method| method.row().calibrated);
+        let methods: Vec<_> = uses_it.map(|method| format!("`{method}`")).collect();
+        let methods = methods.join(", ");
+        let line = format!("calibration: no method asked for uses it, as {methods} do");
+        selection.unused.push(line);
     }
     if config.unused == Unused::Error && !selection.unused.is_empty() {
         return Err(Fp4Error::Unused(selection.unused));
@@ -69,13 +71,8 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
 /// # Errors
 /// [`Fp4Error::Scheme`] if a scheme is inconsistent, or does not go with the method.
 fn check_method(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
-    scheme.validate().map_err(OpsError::from)?;
-    match asked(config, scheme) {
-        ChosenBy::Gptq(options) => options.validate(scheme).map_err(OpsError::from)?,
-        ChosenBy::SseTensorScale => check_tensor_scale(scheme).map_err(OpsError::from)?,
-        ChosenBy::Search(_) | ChosenBy::SseWeighted => {}
-    }
-    Ok(())
+    let validated = scheme.validate().and_then(|()| config.chosen_by(scheme).validate(scheme));
+    Ok(validated.map_err(OpsError::from)?)
 }
 
 /// Paths of the parameters that a configuration selects and whose codes depend on their inputs,

@@ -173,14 +173,14 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
     fn fp4_quantize_by_importance(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
-        costs: FloatTensor<Self>,
+        importance: FloatTensor<Self>,
         bounds: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
         let (values, amax) = (values.into_primitive(), amax.into_primitive());
-        let (costs, bounds) = (costs.into_primitive(), bounds.into_primitive());
-        outer(B::fp4_quantize_by_importance(values, amax, costs, bounds, axis, scheme))
+        let (importance, bounds) = (importance.into_primitive(), bounds.into_primitive());
+        outer(B::fp4_quantize_by_importance(values, amax, importance, bounds, axis, scheme))
     }
 
     fn fp4_quantize_gptq(

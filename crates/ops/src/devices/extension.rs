@@ -60,7 +60,7 @@ pub trait Fp4Backend: Backend {
         quantize::quantize::<Self>(values, amax, axis, scheme)
     }
 
-    /// Codes and scales for errors that do not all cost the same: `costs` are the weights of
+    /// Codes and scales for errors that do not all cost the same: `importance` are the weights of
     /// channels, `[axis]`, or the Hessians of blocks, one after the other, as the search of the
     /// scheme needs them, and `bounds` those of
     /// [`BlockHessians`](burn_fp4_search::BlockHessians), all f32.
@@ -68,12 +68,12 @@ pub trait Fp4Backend: Backend {
     fn fp4_quantize_by_importance(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
-        costs: FloatTensor<Self>,
+        importance: FloatTensor<Self>,
         bounds: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
-        on_host::quantize_by_importance::<Self>(values, amax, costs, bounds, axis, scheme)
+        on_host::quantize_by_importance::<Self>(values, amax, importance, bounds, axis, scheme)
     }
 
     /// Codes and scales by GPTQ, by a scheme of

@@ -69,17 +69,17 @@ pub(crate) fn quantize_gptq(
     curvature.quantize(values, rows, scheme, amax).expect(CHECKED)
 }
 
-/// Calls `use_importance` with what the costs of an extension's operation mean.
+/// Calls `use_importance` with what the importance of an extension's operation means.
 pub(crate) fn with_importance<R>(
-    costs: &[f32],
+    values: &[f32],
     scheme: &Fp4Scheme,
     use_importance: impl FnOnce(Importance<'_>) -> R,
 ) -> R {
     if scheme.search.needs_hessians() {
-        let hessians = BlockHessians::new(costs.to_vec(), scheme.block_size).expect(CHECKED);
+        let hessians = BlockHessians::new(values.to_vec(), scheme.block_size).expect(CHECKED);
         use_importance(Importance::Blocks(&hessians))
     } else {
-        use_importance(Importance::Channels(costs))
+        use_importance(Importance::Channels(values))
     }
 }
 

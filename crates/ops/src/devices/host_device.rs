@@ -51,7 +51,7 @@ fn with_packed<B: HostDevice, R>(
     })
 }
 
-/// Calls `use_values` with the values of an amax or of costs.
+/// Calls `use_values` with the values of an amax or an importance.
 fn with_f32<B: HostDevice, R>(tensor: FloatTensor<B>, use_values: impl FnOnce(&[f32]) -> R) -> R {
     B::with_values(tensor, |values, _| match values {
         Values::F32(values) => use_values(values),
@@ -92,13 +92,13 @@ impl<B: HostDevice> Fp4Backend for B {
     fn fp4_quantize_by_importance(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
-        costs: FloatTensor<Self>,
+        importance: FloatTensor<Self>,
         _the_host_finds_its_own_bounds: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
-        with_f32::<B, _>(costs, |costs| {
-            host::with_importance(costs, &scheme, |importance| {
+        with_f32::<B, _>(importance, |importance| {
+            host::with_importance(importance, &scheme, |importance| {
                 quantize::<B>(values, amax, axis, &scheme, importance)
             })
         })

@@ -12,7 +12,7 @@
 //! | `interpreter.rs` | recorded operations, on any of them                                      |
 //!
 //! A device in host memory is a file that implements `HostDevice`, a line in the attribute of
-//! [`Fp4Backend`](crate::Fp4Backend), and an arm in each function of this file.
+//! [`Fp4Backend`](crate::Fp4Backend), and an arm of `row` in this file.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -48,38 +48,68 @@ use burn_router::TensorInterpreter;
 use self::interpreter::Interpret;
 use crate::error::OpsError;
 
-/// Whether tensors of a device are in host memory.
-pub(crate) fn is_host(device: &Device) -> bool {
+/// The facts of a device.
+struct DeviceRow {
+    /// Whether its tensors are in host memory.
+    is_host: bool,
+    /// Whether a tensor can show one value in any shape, without a copy for every element.
+    repeats_values: bool,
+    /// Makes what runs recorded operations.
+    interpreter: Box<dyn FnOnce() -> Box<dyn Interpret>>,
+}
+
+/// The facts of a device that this build has code for: an arm for each.
+fn row(device: &Device) -> Option<DeviceRow> {
     match device.clone().inner().as_dispatch() {
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
+        &DispatchDevice::Flex(device) => Some(DeviceRow {
+            is_host: true,
+            repeats_values: true,
+            interpreter: Box::new(move || {
+                Box::new(TensorInterpreter::<burn::backend::Flex>::new(device))
+            }),
+        }),
         #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => true,
-        _ => false,
+        &DispatchDevice::NdArray(device) => Some(DeviceRow {
+            is_host: true,
+            repeats_values: false,
+            interpreter: Box::new(move || {
+                Box::new(TensorInterpreter::<burn::backend::NdArray>::new(device))
+            }),
+        }),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => {
+            let device = device.clone();
+            Some(DeviceRow {
+                is_host: false,
+                repeats_values: true,
+                interpreter: Box::new(move || {
+                    Box::new(TensorInterpreter::<burn::backend::Cube>::new(device))
+                }),
+            })
+        }
+        #[allow(unreachable_patterns)]
+        _ => None,
     }
 }
 
-/// Runs recorded operations on a device that is not differentiated.
+/// Whether tensors of a device are in host memory.
+pub(crate) fn is_host(device: &Device) -> bool {
+    row(device).is_some_and(|row| row.is_host)
+}
+
+/// Whether tensors of a device can show one value in any shape, without a copy for every element.
+pub fn repeats_values(device: &Device) -> bool {
+    row(device).is_none_or(|row| row.repeats_values)
+}
+
+/// Runs recorded operations on a device.
 ///
 /// # Errors
 /// [`OpsError::Device`] if the device cannot run recorded operations.
 pub(crate) fn interpreter(device: &Device) -> Result<Box<dyn Interpret>, OpsError> {
-    Ok(match device.as_dispatch() {
-        #[cfg(feature = "flex")]
-        DispatchDevice::Flex(device) => {
-            Box::new(TensorInterpreter::<burn::backend::Flex>::new(*device))
-        }
-        #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(device) => {
-            Box::new(TensorInterpreter::<burn::backend::NdArray>::new(*device))
-        }
-        #[cfg(feature = "cube")]
-        DispatchDevice::Cube(device) => {
-            Box::new(TensorInterpreter::<burn::backend::Cube>::new(device.clone()))
-        }
-        #[allow(unreachable_patterns)]
-        other => {
-            return Err(OpsError::Device(format!("{other:?} does not replay operations")));
-        }
-    })
+    match row(device) {
+        Some(row) => Ok((row.interpreter)()),
+        None => Err(OpsError::Device(format!("{device:?} does not replay operations"))),
+    }
 }

@@ -69,12 +69,12 @@ impl Curvature {
             let by_rule = scheme.with_search(ScaleSearch::Amax);
             return crate::quantize_with_amax(values, rows, cols, &by_rule, amax);
         }
-        let mut state = State::new(values, rows, &scheme, amax, self);
-        state.round()?;
+        let mut rounded = Rounded::new(values, rows, &scheme, amax, self);
+        rounded.round()?;
         if damped.options().sweeps + damped.options().refits > 0 {
-            state.improve()?;
+            rounded.improve()?;
         }
-        Ok(state.packed())
+        Ok(rounded.packed())
     }
 }
 
@@ -82,7 +82,7 @@ impl Curvature {
 const GROUP: usize = 128;
 
 /// A weight on its way, its channels in the order in which they are rounded.
-struct State<'a> {
+struct Rounded<'a> {
     curvature: &'a Curvature,
     scheme: &'a Fp4Scheme,
     amax: &'a [f32],
@@ -104,7 +104,7 @@ fn of_row(factors: &[TensorFactor], row: usize) -> TensorFactor {
     if factors.len() == 1 { factors[0] } else { factors[row] }
 }
 
-impl<'a> State<'a> {
+impl<'a> Rounded<'a> {
     fn new(
         values: &[f32],
         rows: usize,
@@ -160,11 +160,11 @@ impl<'a> State<'a> {
     /// they cost after the channels that follow have been adapted.
     fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
         let (factor, size) = (self.curvature.factor(), self.scheme.block_size);
-        let costs: Vec<f32> = (block..block + size)
+        let weights: Vec<f32> = (block..block + size)
             .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
             .collect();
         let scheme = self.scheme.with_search(ScaleSearch::Sse);
-        let importance = Importance::Channels(&costs);
+        let importance = Importance::Channels(&weights);
         let (scales, _) = self.choose(&self.columns(&self.weights, block), &scheme, importance)?;
         Ok(scales)
     }

@@ -10,6 +10,8 @@
 //! compiled for the instruction set of its caller. `amax.rs` finds scales, `codes.rs` codes, and
 //! each search has a file of its name.
 
+use burn_fp4_formats::BLOCK_SIZES;
+
 use super::HostElement;
 use super::scale_grid::Scales;
 use crate::TensorFactor;
@@ -18,7 +20,7 @@ use crate::TensorFactor;
 pub(super) const STRIP: usize = 32;
 
 /// Largest block size.
-pub(super) const MAX_BLOCK: usize = 32;
+pub(super) const MAX_BLOCK: usize = BLOCK_SIZES[BLOCK_SIZES.len() - 1];
 
 /// How the values of a strip lie in its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,16 +11,18 @@ use burn_fp4_formats::E2M1;
 use super::block::{Block, Choice};
 use super::point::{self, Point, Target};
 use crate::importance::BlockHessian;
+use crate::method::Method;
 
 /// Branches searched in a block before the best so far is kept. Blocks of ordinary weights need a
 /// few thousand.
 const BRANCHES: usize = 1 << 20;
 
-/// The best scale and codes of a block of 16, the size that [`Fp4Scheme::validate`] asks for.
-///
-/// [`Fp4Scheme::validate`]: crate::Fp4Scheme::validate
+/// The only block size that [`Fp4Scheme::validate`](crate::Fp4Scheme::validate) lets pass.
+const SIZE: usize = Method::Joint.row().block_sizes[0];
+
+/// The best scale and codes of a block.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
-    point::choose::<16>(block, hessian, improve)
+    point::choose::<SIZE>(block, hessian, improve)
 }
 
 struct Search<const B: usize> {

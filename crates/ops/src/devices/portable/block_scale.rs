@@ -2,19 +2,16 @@
 
 use burn::backend::Backend;
 use burn_fp4_search::formats::E2M1;
-use burn_fp4_search::{Fp4Scheme, ScaleForm};
+use burn_fp4_search::{Fp4Scheme, ScaleForm, ScaleRule};
 
 use super::floats::Floats;
 use super::scale_grid::{round_to_float, round_to_power_of_two, values};
-use super::tensor_scale::Factors;
-
-/// What the torch recipe and qwantize do not let a divisor fall below.
-pub(super) const SMALLEST_DIVISOR: f32 = 1e-12;
+use super::tensor_scale::TensorFactors;
 
 /// Codes and values of the scales for block amaxes `[rows, blocks]`.
 pub(super) fn block_scales<B: Backend>(
     amax: &Floats<B>,
-    factors: &Factors<B>,
+    factors: &TensorFactors<B>,
     scheme: &Fp4Scheme,
 ) -> (Floats<B>, Floats<B>) {
     let grid = &scheme.format().row().block_scale;
@@ -24,7 +21,8 @@ pub(super) fn block_scales<B: Backend>(
         ScaleForm::DividedBySix => amax.div_by(largest).mul(&factors.encode),
         ScaleForm::WithoutTensorScale => {
             let exact = amax.div_by(largest);
-            exact.or_where(exact.below(SMALLEST_DIVISOR), SMALLEST_DIVISOR)
+            let smallest = ScaleRule::SMALLEST_DIVISOR;
+            exact.or_where(exact.below(smallest), smallest)
         }
         ScaleForm::PowerOfTwo(rounding) => {
             let codes = round_to_power_of_two(amax, rounding, grid);

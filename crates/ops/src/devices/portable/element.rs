@@ -2,18 +2,17 @@
 
 use burn::backend::Backend;
 use burn_fp4_search::formats::{E2M1, E2M1_VALUES};
-use burn_fp4_search::{Fp4Scheme, Normalization, TensorFactor};
+use burn_fp4_search::{Fp4Scheme, Normalization, ScaleRule, TensorFactor};
 
-use super::block_scale::SMALLEST_DIVISOR;
 use super::floats::Floats;
-use super::tensor_scale::{Factors, saturate};
+use super::tensor_scale::{TensorFactors, saturate};
 
 /// Elements divided by their scale, `[rows, blocks, block_size]`.
 pub(super) fn normalize<B: Backend>(
     values: &Floats<B>,
     codes: &Floats<B>,
     scales: &Floats<B>,
-    factors: &Factors<B>,
+    factors: &TensorFactors<B>,
     scheme: &Fp4Scheme,
 ) -> Floats<B> {
     let [rows, blocks] = scales.shape()[..] else { unreachable!("scales are a matrix") };
@@ -24,7 +23,8 @@ pub(super) fn normalize<B: Backend>(
             values.mul(&each(&saturate(&one.div(&scales.mul(&factors.decode)))))
         }
         Normalization::EncodeOverScale => {
-            let scales = scales.or_where(scales.below(SMALLEST_DIVISOR), SMALLEST_DIVISOR);
+            let smallest = ScaleRule::SMALLEST_DIVISOR;
+            let scales = scales.or_where(scales.below(smallest), smallest);
             values.mul(&each(&Floats::filled(1.0, &scales).mul(&factors.encode).div(&scales)))
         }
         Normalization::Division => values.div(&each(scales)),

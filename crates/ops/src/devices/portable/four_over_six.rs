@@ -8,14 +8,14 @@ use burn_fp4_search::{Blocks, ErrorMetric, Fp4Scheme};
 use super::element::{normalize, round_to_e2m1};
 use super::floats::{Floats, Mask};
 use super::scale_grid::round_to_float;
-use super::tensor_scale::Factors;
+use super::tensor_scale::TensorFactors;
 use super::tiles::share_sum;
 
 /// The better of two candidate scales; see [`ScaleSearch::FourOverSix`].
 pub(super) fn four_over_six<B: Backend>(
     values: &Floats<B>,
     amax: &Floats<B>,
-    factors: &Factors<B>,
+    factors: &TensorFactors<B>,
     scheme: &Fp4Scheme,
     metric: ErrorMetric,
 ) -> (Floats<B>, Floats<B>) {

@@ -39,15 +39,15 @@ pub(super) fn quantize_on_host<B: Backend>(
 pub fn quantize_by_importance<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
-    costs: FloatTensor<B>,
+    importance: FloatTensor<B>,
     _the_host_finds_its_own_bounds: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
 ) -> Fp4Primitive<B> {
     let device = values.device();
     let view = View::along(&values.shape(), axis);
-    let [values, amax, costs] = [values, amax, costs].map(read::<B>);
-    let packed = host::with_importance(&costs, &scheme, |importance| {
+    let [values, amax, importance] = [values, amax, importance].map(read::<B>);
+    let packed = host::with_importance(&importance, &scheme, |importance| {
         host::quantize_slice(&values, view, &amax, &scheme, importance)
     });
     upload::<B>(packed, &device)

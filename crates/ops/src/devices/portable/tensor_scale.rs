@@ -7,14 +7,14 @@ use super::floats::Floats;
 
 /// The two factors of the tensor scale, and its amax, `[1, 1]` or `[rows, 1]`; see
 /// [`TensorFactor`].
-pub(super) struct Factors<B: Backend> {
+pub(super) struct TensorFactors<B: Backend> {
     pub(super) amax: Floats<B>,
     pub(super) encode: Floats<B>,
     pub(super) decode: Floats<B>,
 }
 
 /// The factors for the amax of a tensor `[1, 1]`, or of its rows `[rows, 1]`.
-pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factors<B> {
+pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> TensorFactors<B> {
     let fixed = match scheme.tensor_scale {
         _ if !scheme.rule.row().tensor_scale => Some(TensorFactor::ONE),
         TensorScaling::Multiplier(_) => Some(TensorFactor::new(scheme, f32::NAN)),
@@ -22,7 +22,7 @@ pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factor
     };
     if let Some(factor) = fixed {
         let filled = |value| Floats::filled(value, &amax);
-        return Factors {
+        return TensorFactors {
             encode: filled(factor.encode),
             decode: filled(factor.decode),
             amax: filled(factor.amax),
@@ -35,7 +35,7 @@ pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Factor
         false => Floats::filled(range, &amax).div(&amax),
     };
     let encode = saturate(&encode).or_where(encode.equals(0.0), 1.0);
-    Factors { decode: one.div(&encode), amax, encode }
+    TensorFactors { decode: one.div(&encode), amax, encode }
 }
 
 /// `min(value, FLT_MAX)` that keeps NaN.

@@ -28,13 +28,6 @@ impl<const B: usize> Strip<B> {
             share_weights(&mut weight, &mut total, n);
         }
         let magnitudes = Magnitudes::new(self, &units.factor);
-        let costs = |values: &[f32; STRIP], multipliers: &[f32; STRIP]| {
-            let mut costs = magnitudes.squared_error(scheme, values, multipliers, weights);
-            if tiles {
-                sum_tiles(&mut costs, n);
-            }
-            costs
-        };
         // Each a line of its own, and masks instead of truth values: the loops below become SIMD.
         let (mut high, mut low) = ([0; STRIP], [0; STRIP]);
         let (mut amax, mut code, mut active) = ([0.0; STRIP], [0u32; STRIP], [0u32; STRIP]);
@@ -48,11 +41,18 @@ impl<const B: usize> Strip<B> {
         }
         let own = self.scales.map(u32::from);
         let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &own, &units.base);
-        let mut best = start::<FORMAT>(&own, &costs(&values, &multipliers));
+        let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
+        if tiles {
+            sum_tiles(&mut costs, n);
+        }
+        let mut best = start::<FORMAT>(&own, &costs);
         let mut best_code = own;
         while active.iter().fold(0, |any, active| any | active) != 0 {
             let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &code, &units.base);
-            let costs = costs(&values, &multipliers);
+            let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
+            if tiles {
+                sum_tiles(&mut costs, n);
+            }
             for block in 0..STRIP {
                 let better = active[block]
                     & mask(is_better(costs[block], best[block], best_code[block], own[block]));

@@ -230,10 +230,11 @@ impl Window {
         self.high.max(self.odd)
     }
 
-    /// The scale to try after another; less than `low` where there is none. Wraps below 0.
+    /// The scale to try after another, in a window up to `high`; less than `low` where there is
+    /// none. Wraps below 0.
     #[inline(always)]
-    pub(super) fn next(&self, scale: u32) -> u32 {
-        let step = if scale > self.high + 1 { 2 } else { 1 };
+    pub(super) fn next(scale: u32, high: u32) -> u32 {
+        let step = if scale > high + 1 { 2 } else { 1 };
         scale.wrapping_sub(step)
     }
 }
@@ -308,7 +309,7 @@ mod tests {
         let mut scale = window.first();
         while scale >= window.low && scale <= 254 {
             tried.push(scale);
-            scale = window.next(scale);
+            scale = Window::next(scale, window.high);
         }
         tried
     }

@@ -27,44 +27,44 @@ impl<const B: usize> Strip<B> {
         if tiles {
             share_weights(&mut weight, &mut total, n);
         }
-        let mut windows = [Window::default(); STRIP];
-        let mut code = [0u32; STRIP];
-        let mut active = units.searchable;
+        let magnitudes = Magnitudes::new(self, &units.factor);
+        // Each a line of its own, and masks instead of truth values: the loops below become SIMD.
+        let (mut high, mut low) = ([0; STRIP], [0; STRIP]);
+        let (mut amax, mut code, mut active) = ([0.0; STRIP], [0u32; STRIP], [0u32; STRIP]);
         for block in 0..STRIP {
             let crest = crest(weight[block], total[block]);
-            let amax = self.amax[block] * units.factor[block];
-            windows[block] = Scales::<FORMAT>::window(units.base[block], amax, crest);
-            code[block] = windows[block].first();
-            active[block] &= code[block] >= windows[block].low;
+            amax[block] = self.amax[block] * units.factor[block];
+            let window = Scales::<FORMAT>::window(units.base[block], amax[block], crest);
+            (high[block], low[block]) = (window.high, window.low);
+            code[block] = window.first();
+            active[block] = mask(units.searchable[block] & (code[block] >= window.low));
         }
         let own = self.scales.map(u32::from);
         let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &own, &units.base);
-        let mut costs = self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
+        let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
         if tiles {
             sum_tiles(&mut costs, n);
         }
         let mut best = start::<FORMAT>(&own, &costs);
         let mut best_code = own;
-        while active.contains(&true) {
+        while active.iter().fold(0, |any, active| any | active) != 0 {
             let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &code, &units.base);
-            let mut costs =
-                self.squared_error(scheme, &values, &multipliers, &units.factor, weights);
+            let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
             if tiles {
                 sum_tiles(&mut costs, n);
             }
             for block in 0..STRIP {
                 let better = active[block]
-                    & is_better(costs[block], best[block], best_code[block], own[block]);
-                best[block] = if better { costs[block] } else { best[block] };
-                best_code[block] = if better { code[block] } else { best_code[block] };
-                let next = windows[block].next(code[block]);
+                    & mask(is_better(costs[block], best[block], best_code[block], own[block]));
+                best[block] = if better != 0 { costs[block] } else { best[block] };
+                best_code[block] = if better != 0 { code[block] } else { best_code[block] };
+                let next = Window::next(code[block], high[block]);
                 let value = Scales::<FORMAT>::value(next, units.base[block]);
-                let amax = self.amax[block] * units.factor[block];
-                let clipped = (-6.0f32).mul_add(value, amax).max(0.0);
+                let clipped = (-6.0f32).mul_add(value, amax[block]).max(0.0);
                 let hopeless = (weight[block] * clipped) * clipped > best[block];
                 // Below 0 codes wrap around.
-                let left = (next as i32) >= (windows[block].low as i32);
-                active[block] &= left & !hopeless;
+                let left = (next as i32) >= (low[block] as i32);
+                active[block] &= mask(left & !hopeless);
                 code[block] = next;
             }
         }
@@ -84,6 +84,32 @@ impl<const B: usize> Strip<B> {
         }
         (of_largest, [weights[..B].iter().sum(); STRIP])
     }
+}
+
+/// All bits where something holds, or none.
+#[inline(always)]
+fn mask(holds: bool) -> u32 {
+    u32::from(holds).wrapping_neg()
+}
+
+/// The magnitudes of a strip, and the same in the units of their blocks.
+struct Magnitudes<const B: usize> {
+    own: [[f32; STRIP]; B],
+    scaled: [[f32; STRIP]; B],
+}
+
+impl<const B: usize> Magnitudes<B> {
+    #[inline(always)]
+    fn new(strip: &Strip<B>, factors: &[f32; STRIP]) -> Self {
+        let mut magnitudes = Self { own: [[0.0; STRIP]; B], scaled: [[0.0; STRIP]; B] };
+        for (k, line) in strip.values().chunks_exact(STRIP).enumerate() {
+            for block in 0..STRIP {
+                magnitudes.own[k][block] = line[block].abs();
+                magnitudes.scaled[k][block] = line[block].abs() * factors[block];
+            }
+        }
+        magnitudes
+    }
 
     /// The weighted squared error of every block with given scales, summed in element order.
     #[inline(always)]
@@ -92,13 +118,12 @@ impl<const B: usize> Strip<B> {
         scheme: &Fp4Scheme,
         values: &[f32; STRIP],
         multipliers: &[f32; STRIP],
-        factors: &[f32; STRIP],
         weights: Option<&[f32]>,
     ) -> [f32; STRIP] {
         if scheme.rule.row().normalization.divides() {
-            self.sum_errors(values, multipliers, factors, weights, |x, scale| x / scale)
+            self.sum_errors(values, multipliers, weights, |x, scale| x / scale)
         } else {
-            self.sum_errors(values, multipliers, factors, weights, |x, multiplier| x * multiplier)
+            self.sum_errors(values, multipliers, weights, |x, multiplier| x * multiplier)
         }
     }
 
@@ -107,18 +132,15 @@ impl<const B: usize> Strip<B> {
         &self,
         values: &[f32; STRIP],
         multipliers: &[f32; STRIP],
-        factors: &[f32; STRIP],
         weights: Option<&[f32]>,
         normalize: impl Fn(f32, f32) -> f32,
     ) -> [f32; STRIP] {
         let mut costs = [0.0; STRIP];
-        for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
+        for (k, (own, scaled)) in self.own.iter().zip(&self.scaled).enumerate() {
             let weight = weights.map_or(1.0, |weights| weights[k]);
             for block in 0..STRIP {
-                let magnitude = line[block].abs();
-                let nearest = nearest_magnitude(normalize(magnitude, multipliers[block]));
-                let scaled = magnitude * factors[block];
-                let error = (-nearest).mul_add(values[block], scaled);
+                let nearest = nearest_magnitude(normalize(own[block], multipliers[block]));
+                let error = (-nearest).mul_add(values[block], scaled[block]);
                 costs[block] = (weight * error).mul_add(error, costs[block]);
             }
         }

@@ -1,12 +1,12 @@
 //! What will be done to every tensor, and how large the result will be: known from headers alone.
 
-use std::fmt::Write as _;
-
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
 use burn_fp4_checkpoints::{Dtype, Model, Planned, Value, Weight};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
+use super::device::Device;
+use super::options::Settings;
 use crate::size::Size;
 
 /// Work that is done at once, and what it takes.
@@ -79,7 +79,8 @@ pub(super) struct Row {
 /// The plan of a checkpoint.
 #[derive(Serialize)]
 pub(super) struct Report {
-    settings: String,
+    settings: Settings,
+    device: Device,
     weights: Vec<Row>,
     quantized: usize,
     bytes_before: u64,
@@ -88,7 +89,8 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn new(
-        settings: String,
+        settings: Settings,
+        device: Device,
         model: &Model<'_>,
         outline: &Model<'_>,
         selection: &Selection,
@@ -122,6 +124,7 @@ impl Report {
         let weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
         Self {
             settings,
+            device,
             quantized: selection.groups.iter().map(Vec::len).sum(),
             bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
             bytes_after: planned.length(),
@@ -150,12 +153,11 @@ impl Report {
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
         let (quantized, of) = (self.quantized, self.weights.len());
-        let mut text = String::new();
-        let _ = write!(
-            text,
-            "{quantized} of {of} weights quantized ({}): {before} become {after}",
-            self.settings
-        );
-        text
+        let on = match self.device {
+            Device::Flex => String::new(),
+            device => format!(", on {}", device.name()),
+        };
+        let settings = &self.settings;
+        format!("{quantized} of {of} weights quantized ({settings}{on}): {before} become {after}")
     }
 }

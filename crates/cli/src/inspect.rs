@@ -1,7 +1,7 @@
 //! `fp4 inspect`: what is in a checkpoint, and what is suspicious about it.
 
 use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
 
 use crate::checkpoint::Input;
@@ -139,28 +139,32 @@ fn row(weight: &Weight<'_>, facts: Option<&Fp4Facts>) -> Row {
 }
 
 fn table(rows: &[Row]) -> Table {
-    let mut table = Table::new();
-    let header =
-        ["weight", "format", "shape", "bits", "scales", "tensor scale", "saturated", "zero"];
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+    let header = [
+        "weight",
+        "format",
+        "shape",
+        "bits",
+        "scales",
+        "tensor scale",
+        "blocks",
+        "saturated",
+        "zero",
+    ];
+    let mut table = crate::table::table(&header, &[3, 6, 7, 8]);
     for row in rows {
         let bits = format!("{:.3}", row.bits_per_weight);
         let mut cells =
             vec![row.name.clone(), row.format.clone(), format!("{:?}", row.shape), bits];
         if let Some(fp4) = &row.fp4 {
-            let scales = format!("{:.2e} to {:.2e}", fp4.smallest_scale, fp4.largest_scale);
-            let share = |count: u64| format!("{count} of {}", fp4.blocks);
             cells.extend([
-                scales,
-                format!("{:.4e}", fp4.tensor_scale),
-                share(fp4.saturated_blocks),
-                share(fp4.zero_blocks),
+                format!("{:.1e} to {:.1e}", fp4.smallest_scale, fp4.largest_scale),
+                format!("{:.3e}", fp4.tensor_scale),
+                fp4.blocks.to_string(),
+                fp4.saturated_blocks.to_string(),
+                fp4.zero_blocks.to_string(),
             ]);
         }
         table.add_row(cells);
-    }
-    if let Some(column) = table.column_mut(3) {
-        column.set_cell_alignment(CellAlignment::Right);
     }
     table
 }

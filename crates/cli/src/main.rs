@@ -11,6 +11,7 @@
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
+//! | `table.rs`       | tables                                                                |
 //! | `print.rs`       | what goes to standard output                                          |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
@@ -27,6 +28,7 @@ mod print;
 mod progress;
 mod quantize;
 mod size;
+mod table;
 
 use std::process::ExitCode;
 

@@ -2,7 +2,7 @@
 
 use burn_fp4_search::Method;
 use burn_fp4_search::formats::Fp4Format;
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
 
 /// A method on a weight.
@@ -86,8 +86,7 @@ pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
     if evaluations.iter().any(|evaluation| evaluation.error().is_some()) {
         header.push("error");
     }
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+    let mut table = crate::table::table(&header, &[2, 4, 5, 6, 7, 8]);
     for evaluation in evaluations {
         let mut row = vec![
             evaluation.name.clone(),
@@ -109,11 +108,6 @@ pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
             }
         }
         table.add_row(row);
-    }
-    for column in [2, 4, 5, 6, 7, 8] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
     }
     table
 }

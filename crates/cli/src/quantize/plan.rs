@@ -2,12 +2,13 @@
 
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
 use burn_fp4_checkpoints::{Dtype, Model, Planned, Value, Weight};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
 
 use super::device::Device;
 use super::options::Settings;
 use crate::size::Size;
+use crate::table::table;
 
 /// Work that is done at once, and what it takes.
 pub(super) struct Unit {
@@ -134,17 +135,12 @@ impl Report {
 
     /// A line for every tensor.
     pub(super) fn table(&self) -> Table {
-        let mut table = Table::new();
-        let header = ["weight", "shape", "from", "to", "bytes", "note"];
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+        let mut table = table(&["weight", "shape", "from", "to", "bytes", "note"], &[4]);
         for row in &self.weights {
             let to = if row.from == row.to { "=".to_owned() } else { row.to.clone() };
             let bytes = Size(row.bytes_after).to_string();
             let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
             table.add_row([name, shape, row.from.clone(), to, bytes, row.note.clone()]);
-        }
-        if let Some(column) = table.column_mut(4) {
-            column.set_cell_alignment(CellAlignment::Right);
         }
         table
     }

@@ -9,6 +9,7 @@
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
 //! | `formats.rs`     | `fp4 formats`: tables of codes                                        |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
+//! | `listed.rs`      | the names that an option takes, as its help lists them                |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `table.rs`       | tables                                                                |
@@ -24,6 +25,7 @@ mod error;
 mod evaluate;
 mod formats;
 mod inspect;
+mod listed;
 mod print;
 mod progress;
 mod quantize;

@@ -11,6 +11,7 @@ use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, amax};
 
 use crate::error::CliError;
+use crate::listed::methods;
 use crate::progress;
 use evaluation::{Evaluation, Figures, Outcome, table};
 use tensors::{Matrix, matrix, read, tensors};
@@ -34,7 +35,7 @@ pub(crate) struct Arguments {
         value_delimiter = ',',
         value_parser = parse_method,
         help = METHODS,
-        long_help = methods_and_summaries(),
+        long_help = methods(METHODS),
     )]
     methods: Vec<Choice>,
     /// Formats, separated by commas.
@@ -64,17 +65,8 @@ enum Choice {
 }
 
 /// What `--methods` takes.
-const METHODS: &str = "Methods, separated by commas, or `all`; without, all but the slow `joint`";
-
-/// The same with every method there is.
-fn methods_and_summaries() -> String {
-    let width = Method::ALL.map(|method| method.row().name.len()).into_iter().max().unwrap_or(0);
-    let line = |method: Method| {
-        let row = method.row();
-        format!("\n  {:width$}  {}", row.name, row.summary)
-    };
-    format!("{METHODS}:{}", Method::ALL.map(line).concat())
-}
+const METHODS: &str = "Methods, separated by commas, or `all`; without, all but the slow `joint`; \
+                       those with a star use the calibration activations";
 
 fn parse_method(name: &str) -> Result<Choice, SearchError> {
     match name {

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use burn_fp4_cubecl::cubecl::bytes::Bytes;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::device::DeviceUnavailable;
-use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::cubecl::server::{Handle, ServerError};
 use burn_fp4_cubecl::{
     Capability, Dtype, Hessians, Operation, PackedHandles, Problem, Refusal, amax, cubecl, plan,
     quantize_by_hessian, quantize_weighted,
@@ -174,9 +174,12 @@ impl Kernels {
         problem: &Problem,
     ) -> Result<(Packed, f32), Failure> {
         let handles = vec![packed.codes, packed.scales, packed.tensor_scale, amax];
-        let read = self.client.read(handles).map_err(|error| {
+        let failed = |error: ServerError| {
             Failure::Device(error.to_string().lines().next().unwrap_or_default().to_owned())
-        })?;
+        };
+        let read = self.client.read(handles).map_err(failed)?;
+        // Only then it gives back host memory that it has copied from.
+        cubecl::future::block_on(self.client.sync()).map_err(failed)?;
         let [codes, scales, tensor_scale, amax] = &read[..] else {
             return Err(Failure::Device("it answered with less than was asked for".to_owned()));
         };

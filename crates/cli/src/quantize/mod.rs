@@ -57,6 +57,7 @@ use statistics::Statistics;
 /// everywhere; every other module, norms and embeddings too, in the ignore lists, `qkv_proj` beside
 /// its parts, kept layers with a dot at the end; an 8-bit cache announced in both configs.
 #[derive(clap::Args)]
+#[command(after_long_help = EXAMPLES)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -87,6 +88,14 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 }
+
+/// What a new user wants to see.
+const EXAMPLES: &str = "\
+Examples:
+  fp4 quantize Qwen3-8B --dry-run
+  fp4 quantize Qwen3-8B --out Qwen3-8B-NVFP4
+  fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
+  fp4 quantize model-f16.gguf --out model-nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
 
 /// What the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::checkpoint::{GGUF, is_gguf, writable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
+use crate::listed::{listed, methods};
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
 // command.
@@ -27,19 +28,33 @@ pub(super) struct Options {
     /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write; without, gguf if OUT ends in .gguf or INPUT is a GGUF file, and
-    /// compressed-tensors for all others.
+    /// The dialect to write, which is how tensors are named and laid out: compressed-tensors (vLLM,
+    /// transformers), modelopt (TensorRT-LLM, vLLM, SGLang), gguf (llama.cpp), mlx (MLX), gpt-oss
+    /// (its experts in transformers), miles (as its preset). Without, gguf if OUT ends in .gguf or
+    /// INPUT is a GGUF file, and compressed-tensors for all others.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
-    /// How scales and codes are chosen; without, sse. `fp4 evaluate --help` lists the methods.
-    #[arg(long, value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)))]
+    // The help lists the methods.
+    #[arg(
+        long,
+        value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)),
+        hide_possible_values = true,
+        help = METHOD,
+        long_help = methods(METHOD),
+    )]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (before, and of --preset miles).
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(|rule| rule.row().name)))]
     rule: Option<ScaleRule>,
-    /// Which weights, by their names: all-linear is the default.
-    #[arg(long, value_parser = one_of::<Preset>(Preset::ALL.map(|preset| preset.row().name)))]
+    // The help lists the presets.
+    #[arg(
+        long,
+        value_parser = one_of::<Preset>(Preset::ALL.map(|preset| preset.row().name)),
+        hide_possible_values = true,
+        help = PRESET,
+        long_help = presets(),
+    )]
     preset: Option<Preset>,
     /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are
     /// wild cards of a whole name; `re:` is a regular expression that matches from the start of a
@@ -58,10 +73,21 @@ pub(super) struct Options {
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
     /// Statistics of activations, for methods that need them: a safetensors file that holds for
-    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32; or
-    /// an imatrix of llama.cpp in GGUF.
+    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32
+    /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF, which is
+    /// enough for sse-weighted.
     #[arg(long, value_name = "FILE")]
     pub(super) calibration: Option<PathBuf>,
+}
+
+/// What `--method` takes.
+const METHOD: &str =
+    "How scales and codes are chosen; without, sse. Those with a star need --calibration";
+/// What `--preset` takes.
+const PRESET: &str = "Which weights, by their names";
+
+fn presets() -> String {
+    listed(PRESET, &Preset::ALL.map(|preset| (preset.row().name, preset.row().summary.to_owned())))
 }
 
 /// The names that there are of something, which the help lists.

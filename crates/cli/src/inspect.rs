@@ -9,6 +9,7 @@ use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
 use crate::size::Size;
+use crate::table::{Column, table};
 
 /// List the weights of a checkpoint: format, bits, scales, saturated and zero blocks; and warn of
 /// what is often wrong without an error.
@@ -71,7 +72,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         return print_json(&report);
     }
     let totals = &report.totals;
-    let mut text = format!("{}\n", table(&report.weights));
+    let mut text = format!("{}\n", table_of(&report.weights));
     text.push_str(&format!(
         "{}: {} of {} weights quantized, {}, {:.3} bits a value\n",
         report.dialect,
@@ -138,30 +139,32 @@ fn row(weight: &Weight<'_>, facts: Option<&Fp4Facts>) -> Row {
     }
 }
 
-fn table(rows: &[Row]) -> Table {
-    let header = [
-        "weight",
-        "format",
-        "shape",
-        "bits",
-        "scales",
-        "tensor scale",
-        "blocks",
-        "saturated",
-        "zero",
-    ];
-    let mut table = crate::table::table(&header, &[3, 6, 7, 8]);
+fn table_of(rows: &[Row]) -> Table {
+    let mut table = table(&[
+        ("weight", Column::Name),
+        ("format", Column::Name),
+        ("shape", Column::Name),
+        ("bits", Column::Figure),
+        ("scales", Column::Text),
+        ("tensor\nscale", Column::Figure),
+        ("saturated\nblocks", Column::Figure),
+        ("zero\nblocks", Column::Figure),
+    ]);
     for row in rows {
         let bits = format!("{:.3}", row.bits_per_weight);
         let mut cells =
             vec![row.name.clone(), row.format.clone(), format!("{:?}", row.shape), bits];
         if let Some(fp4) = &row.fp4 {
+            let percent = |count: u64| match (count, 100.0 * count as f64 / fp4.blocks as f64) {
+                (0, _) => "0 %".to_owned(),
+                (_, share) if share < 0.01 => "< 0.01 %".to_owned(),
+                (_, share) => format!("{share:.2} %"),
+            };
             cells.extend([
                 format!("{:.1e} to {:.1e}", fp4.smallest_scale, fp4.largest_scale),
-                format!("{:.3e}", fp4.tensor_scale),
-                fp4.blocks.to_string(),
-                fp4.saturated_blocks.to_string(),
-                fp4.zero_blocks.to_string(),
+                format!("{:.1e}", fp4.tensor_scale),
+                percent(fp4.saturated_blocks),
+                percent(fp4.zero_blocks),
             ]);
         }
         table.add_row(cells);

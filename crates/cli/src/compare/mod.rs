@@ -10,7 +10,7 @@ use crate::checkpoint::open;
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
-use crate::table::table;
+use crate::table::{Column, table};
 use burn_fp4_checkpoints::{Checkpoint, Reader, Value, Weight};
 use report::{Report, Row};
 
@@ -172,7 +172,13 @@ fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
 }
 
 fn summary(report: &Report) -> String {
-    let mut table = table(&["weight", "A", "B", "error %", "largest difference"], &[3, 4]);
+    let mut table = table(&[
+        ("weight", Column::Name),
+        ("A", Column::Name),
+        ("B", Column::Name),
+        ("error %", Column::Figure),
+        ("largest difference", Column::Figure),
+    ]);
     let differing: Vec<&Row> = report
         .worst()
         .into_iter()

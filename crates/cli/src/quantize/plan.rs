@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::device::Device;
 use super::options::Settings;
 use crate::size::Size;
-use crate::table::table;
+use crate::table::{Column, table};
 
 /// Work that is done at once, and what it takes.
 pub(super) struct Unit {
@@ -135,12 +135,23 @@ impl Report {
 
     /// A line for every tensor.
     pub(super) fn table(&self) -> Table {
-        let mut table = table(&["weight", "shape", "from", "to", "bytes", "note"], &[4]);
+        let mut table = table(&[
+            ("weight", Column::Name),
+            ("shape", Column::Name),
+            ("from", Column::Name),
+            ("to", Column::Name),
+            ("bytes", Column::Figure),
+            ("note", Column::Text),
+        ]);
         for row in &self.weights {
             let to = if row.from == row.to { "=".to_owned() } else { row.to.clone() };
             let bytes = Size(row.bytes_after).to_string();
             let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
-            table.add_row([name, shape, row.from.clone(), to, bytes, row.note.clone()]);
+            // A neighbour is known by its last words.
+            let parent = row.name.trim_end_matches(".weight").rsplit_once('.');
+            let parent = parent.map_or(String::new(), |(parent, _)| format!("`{parent}."));
+            let note = row.note.replace(&parent, "`");
+            table.add_row([name, shape, row.from.clone(), to, bytes, note]);
         }
         table
     }

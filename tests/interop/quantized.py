@@ -2,6 +2,8 @@
 
 FP4 is the program. A file of f16 tensors and an imatrix are written by gguf, quantized by each
 format and method, and dequantized by gguf and by `fp4 convert`; the values have to be the same.
+Relative errors of each tensor, plain and weighted by the imatrix, are printed beside those of
+gguf's own quantizer, which has the rule of llama.cpp, for the types that it has one for.
 """
 
 import subprocess
@@ -44,6 +46,25 @@ def values(path):
     return found
 
 
+def errors(value, original, sums):
+    """Relative error of a tensor in percent, and the same weighted by the imatrix."""
+    original = original.astype(np.float32)
+    weights = sums.reshape([-1] + [1] * (original.ndim - 2) + [original.shape[-1]])
+    part = lambda w: 100 * float(((w * (value - original) ** 2).sum()
+                                  / (w * original ** 2).sum()) ** 0.5)
+    return f"{part(1):6.3f} {part(weights):6.3f}"
+
+
+def by_llama_cpp(tensor, sums, form):
+    """The errors of gguf's own quantizer, if it has one for the type."""
+    kind = gguf.GGMLQuantizationType[form.upper()]
+    try:
+        codes = gguf.quants.quantize(tensor.astype(np.float32), kind)
+    except NotImplementedError:
+        return "no quantizer"
+    return errors(gguf.quants.dequantize(codes, kind).reshape(tensor.shape), tensor, sums)
+
+
 def main(program, folder):
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(3)
@@ -59,8 +80,10 @@ def main(program, folder):
             sums[f"{name}.counts"] = np.full((stacked, 1), 7, np.float32)
     write(folder / "imatrix.gguf", sums, "imatrix")
     run = lambda *arguments: subprocess.run([program, *map(str, arguments)], check=True)
+    methods = ["amax", "sse", "sse-weighted"]
     for form in ["nvfp4", "mxfp4"]:
-        for method in ["amax", "sse", "sse-weighted"]:
+        found = {}
+        for method in methods:
             out = folder / f"{form}-{method}.gguf"
             dense = folder / f"{form}-{method}"
             out.unlink(missing_ok=True)
@@ -71,16 +94,20 @@ def main(program, folder):
             run("convert", out, "--out", dense, "--dialect", "plain", "--decode-fp4", "f32")
             ours = load_file(dense / "model.safetensors")
             count = differ = quantized = 0
-            error = energy = 0.0
             for name, (value, kind) in values(out).items():
-                quantized += kind.upper() == form.upper()
                 count += value.size
                 differ += int((value != ours[name].astype(np.float32)).sum())
-                error += float(((value - model[name].astype(np.float32)) ** 2).sum())
-                energy += float((model[name].astype(np.float32) ** 2).sum())
-            print(f"{form} {method}: {quantized} tensors quantized, {count} values, {differ} "
-                  f"differ, error {100 * (error / energy) ** 0.5:.3f} %")
+                if kind.upper() == form.upper():
+                    quantized += 1
+                    of_method = errors(value, model[name], sums[f"{name}.in_sum2"])
+                    found.setdefault(name, []).append(of_method)
+            print(f"{form} {method}: {quantized} tensors quantized, {count} values, "
+                  f"{differ} differ")
             assert differ == 0 and quantized == 4
+        row = lambda name, cells: print(f"  {name:26}" + "".join(f"{c:>18}" for c in cells))
+        row(f"{form}: error %, weighted %", ["llama.cpp's rule", *methods])
+        for name, ours in found.items():
+            row(name, [by_llama_cpp(model[name], sums[f"{name}.in_sum2"], form), *ours])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Quantizes a large model and copies it, one after the other, and prints seconds and peak memory.
 #
-#   tests/large/speed.sh FOLDER GIGABYTES      FOLDER gets input, copy and output
+#   tests/large/speed.sh FOLDER GIGABYTES [OPTION..]      FOLDER gets input, copy and output
 #
-# FP4 is the program (default: fp4), PYTHON has numpy (default: python3).
+# Options are those of fp4 quantize, such as --device cuda. FP4 is the program (default: fp4),
+# PYTHON has numpy (default: python3).
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 mkdir -p "$1"
@@ -21,7 +22,7 @@ for round in 1 2 3; do
     rm -rf "$work/copy"
     sync
     quantizing="$(date +%s.%N)"
-    "$here/peak.py" "$fp4" quantize "$work/model" --out "$work/out" --method sse
+    "$here/peak.py" "$fp4" quantize "$work/model" --out "$work/out" --method sse "${@:3}"
     end="$(date +%s.%N)"
     # What is written is flushed by fp4, and not by cp.
     awk -v a="$begin" -v b="$copied" -v s="$synced" -v c="$quantizing" -v d="$end" -v r="$round" \

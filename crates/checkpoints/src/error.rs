@@ -208,7 +208,7 @@ pub enum CheckpointError {
         first: String,
     },
     /// A pattern of an ignore list is not understood.
-    #[error("pattern `{pattern}`: {source}")]
+    #[error("pattern `{pattern}`: {}", reason(.source))]
     Pattern {
         /// The pattern as the file has it.
         pattern: String,
@@ -313,6 +313,13 @@ pub enum TensorProblem {
     /// The codes and scales are no matrix of the format.
     #[error(transparent)]
     Format(#[from] FormatError),
+}
+
+/// Why an expression is none, in a line: the lines before the last repeat it.
+fn reason(error: &regex::Error) -> String {
+    let text = error.to_string();
+    let last = text.lines().last().unwrap_or_default().trim();
+    last.strip_prefix("error: ").unwrap_or(last).to_owned()
 }
 
 impl CheckpointError {

@@ -22,6 +22,23 @@ pub(crate) enum CliError {
         /// Where it is.
         partial: PathBuf,
     },
+    /// A device cannot be used.
+    #[error("--device {device}: {problem}")]
+    Device {
+        /// Its name on the command line.
+        device: &'static str,
+        /// Why, and what to do.
+        problem: String,
+    },
+    /// A device failed.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[error("tensor `{name}`: the device failed: {problem}")]
+    OnDevice {
+        /// The weight, or the first of those that share a tensor scale.
+        name: String,
+        /// What it said, in a line.
+        problem: String,
+    },
     /// There is less memory than a group of weights takes.
     #[error("`{weight}` takes {needed} of memory: --memory allows {found}")]
     Memory {
@@ -33,12 +50,14 @@ pub(crate) enum CliError {
         found: Size,
     },
     /// A recipe is not understood.
-    #[error("{path}: {source}", path = .path.display())]
+    #[error("{path}: line {line}: {problem}", path = .path.display())]
     Recipe {
         /// The file.
         path: PathBuf,
-        /// Where and why.
-        source: Box<toml::de::Error>,
+        /// Where.
+        line: usize,
+        /// Why.
+        problem: String,
     },
     /// Choices that exclude each other.
     #[error("{0}")]
@@ -184,6 +203,8 @@ impl CliError {
             Self::Checkpoint(CheckpointError::Tensor { problem, .. }) => {
                 return if matches!(problem, TensorProblem::Changed { .. }) { 3 } else { 2 };
             }
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Self::OnDevice { .. } => return 3,
             Self::Interrupted { error, .. } => return error.exit_code(),
             _ => return 2,
         };

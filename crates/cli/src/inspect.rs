@@ -1,7 +1,7 @@
 //! `fp4 inspect`: what is in a checkpoint, and what is suspicious about it.
 
 use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
 
 use crate::checkpoint::Input;
@@ -9,6 +9,7 @@ use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
 use crate::size::Size;
+use crate::table::{Column, table};
 
 /// List the weights of a checkpoint: format, bits, scales, saturated and zero blocks; and warn of
 /// what is often wrong without an error.
@@ -71,7 +72,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         return print_json(&report);
     }
     let totals = &report.totals;
-    let mut text = format!("{}\n", table(&report.weights));
+    let mut text = format!("{}\n", table_of(&report.weights));
     text.push_str(&format!(
         "{}: {} of {} weights quantized, {}, {:.3} bits a value\n",
         report.dialect,
@@ -138,29 +139,35 @@ fn row(weight: &Weight<'_>, facts: Option<&Fp4Facts>) -> Row {
     }
 }
 
-fn table(rows: &[Row]) -> Table {
-    let mut table = Table::new();
-    let header =
-        ["weight", "format", "shape", "bits", "scales", "tensor scale", "saturated", "zero"];
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+fn table_of(rows: &[Row]) -> Table {
+    let mut table = table(&[
+        ("weight", Column::Name),
+        ("format", Column::Name),
+        ("shape", Column::Name),
+        ("bits", Column::Figure),
+        ("scales", Column::Text),
+        ("tensor\nscale", Column::Figure),
+        ("saturated\nblocks", Column::Figure),
+        ("zero\nblocks", Column::Figure),
+    ]);
     for row in rows {
         let bits = format!("{:.3}", row.bits_per_weight);
         let mut cells =
             vec![row.name.clone(), row.format.clone(), format!("{:?}", row.shape), bits];
         if let Some(fp4) = &row.fp4 {
-            let scales = format!("{:.2e} to {:.2e}", fp4.smallest_scale, fp4.largest_scale);
-            let share = |count: u64| format!("{count} of {}", fp4.blocks);
+            let percent = |count: u64| match (count, 100.0 * count as f64 / fp4.blocks as f64) {
+                (0, _) => "0 %".to_owned(),
+                (_, share) if share < 0.01 => "< 0.01 %".to_owned(),
+                (_, share) => format!("{share:.2} %"),
+            };
             cells.extend([
-                scales,
-                format!("{:.4e}", fp4.tensor_scale),
-                share(fp4.saturated_blocks),
-                share(fp4.zero_blocks),
+                format!("{:.1e} to {:.1e}", fp4.smallest_scale, fp4.largest_scale),
+                format!("{:.1e}", fp4.tensor_scale),
+                percent(fp4.saturated_blocks),
+                percent(fp4.zero_blocks),
             ]);
         }
         table.add_row(cells);
-    }
-    if let Some(column) = table.column_mut(3) {
-        column.set_cell_alignment(CellAlignment::Right);
     }
     table
 }

@@ -9,8 +9,10 @@
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
 //! | `formats.rs`     | `fp4 formats`: tables of codes                                        |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
+//! | `listed.rs`      | the names that an option takes, as its help lists them                |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
+//! | `table.rs`       | tables                                                                |
 //! | `print.rs`       | what goes to standard output                                          |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
@@ -23,10 +25,12 @@ mod error;
 mod evaluate;
 mod formats;
 mod inspect;
+mod listed;
 mod print;
 mod progress;
 mod quantize;
 mod size;
+mod table;
 
 use std::process::ExitCode;
 

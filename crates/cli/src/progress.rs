@@ -13,13 +13,13 @@ const INTERVAL: Duration = Duration::from_secs(10);
 /// A bar on a terminal; elsewhere, where indicatif shows nothing, a line on stderr every ten
 /// seconds.
 pub(crate) fn bar(length: usize) -> ProgressBar {
-    start(length as u64, "{bar:32} {pos}/{len} {elapsed} {msg}", of_steps)
+    start(length as u64, "{bar:24} {pos}/{len} {elapsed} {wide_msg}", of_steps)
 }
 
 /// The same for bytes, with the rate and the time that is left.
 pub(crate) fn bytes(length: u64) -> ProgressBar {
-    let template = "{bar:32} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
-                    {eta} left {msg}";
+    let template = "{bar:24} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
+                    {eta} left {wide_msg}";
     start(length, template, of_bytes)
 }
 

@@ -123,8 +123,9 @@ impl Container {
     fn add_shards(&mut self, index: &Path) -> Result<Vec<Entry>, CheckpointError> {
         let index = (index, safetensors::read_index(index)?);
         let mut found = Vec::with_capacity(index.1.tensors.len());
-        for shard in &index.1.shards {
-            found.extend(self.add_safetensors(self.root.join(shard))?);
+        for (at, shard) in index.1.shards.iter().enumerate() {
+            let opened = self.add_safetensors(self.root.join(shard));
+            found.extend(opened.map_err(|error| index.1.blame(error, at))?);
         }
         let order = self.order(&index, &found)?;
         let mut found: Vec<Option<Entry>> = found.into_iter().map(Some).collect();

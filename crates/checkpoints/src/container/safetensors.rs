@@ -251,6 +251,19 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
+impl WeightMap {
+    /// An error of the file system about a shard, of the first tensor that the shard should have.
+    pub(super) fn blame(&self, error: CheckpointError, shard: usize) -> CheckpointError {
+        let first = self.tensors.iter().find(|(_, of)| *of == shard);
+        match (error, first) {
+            (CheckpointError::Io { path: file, source }, Some((name, _))) => {
+                CheckpointError::TensorIo { file, tensor: name.to_string(), source }
+            }
+            (error, _) => error,
+        }
+    }
+}
+
 /// Reads an index.
 pub(super) fn read_index(path: &Path) -> Result<WeightMap, CheckpointError> {
     let text = read_text(path)?;

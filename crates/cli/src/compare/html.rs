@@ -21,7 +21,8 @@ table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { text-align: left; padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td { overflow-wrap: anywhere; } .soft { color: var(--soft); }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+.wide { overflow-x: auto; }
+svg { width: 100%; min-width: 40rem; height: auto; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg rect { fill: var(--bar); } svg line { stroke: var(--line); }
 ";
 
@@ -32,8 +33,8 @@ pub(super) fn page(report: &Report) -> String {
     let (left, right) = (escape(&report.left), escape(&report.right));
     let _ = write!(
         body,
-        "<h1>{right}</h1>\n<p>compared with {left}</p>\n<p>{} of {} weights differ; all together \
-         by {:.4} %.</p>\n",
+        "<h1>{right}</h1>\n<p>B: {right}, compared with A: {left}</p>\n\
+         <p>{} of {} weights differ; all together by {:.4} %.</p>\n",
         report.different,
         report.weights.len(),
         report.error_percent
@@ -70,7 +71,7 @@ fn errors(rows: &[&Row]) -> String {
         return "<p class=\"soft\">none</p>\n".to_owned();
     }
     let height = 18 * rows.len() + 4;
-    let mut svg = format!("<svg viewBox=\"0 0 800 {height}\" role=\"img\">\n");
+    let mut svg = format!("<div class=\"wide\"><svg viewBox=\"0 0 800 {height}\" role=\"img\">\n");
     for (at, row) in rows.iter().enumerate() {
         let (y, width) = (18 * at + 2, 300.0 * row.error_percent / most);
         let name = escape(&row.name);
@@ -85,7 +86,7 @@ fn errors(rows: &[&Row]) -> String {
             row.error_percent
         );
     }
-    svg + "</svg>\n"
+    svg + "</svg></div>\n"
 }
 
 /// A bar for each code, from -6 to 6.
@@ -95,7 +96,7 @@ fn codes(counts: &[u64; 16]) -> String {
     let share = |code: u8| 100.0 * counts[usize::from(code)] as f64 / total as f64;
     let most = (0..16).map(share).fold(0.0, f64::max);
     let mut svg = String::from(
-        "<svg viewBox=\"0 0 800 200\" role=\"img\">\n\
+        "<div class=\"wide\"><svg viewBox=\"0 0 800 200\" role=\"img\">\n\
          <line x1=\"0\" y1=\"170\" x2=\"800\" y2=\"170\"/>\n",
     );
     for (at, code) in order.enumerate() {
@@ -113,7 +114,7 @@ fn codes(counts: &[u64; 16]) -> String {
             E2M1.decode(code)
         );
     }
-    svg + "</svg>\n"
+    svg + "</svg></div>\n"
 }
 
 fn table(rows: &[&Row]) -> String {

@@ -10,8 +10,8 @@ use crate::checkpoint::open;
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
+use crate::table::{Column, table};
 use burn_fp4_checkpoints::{Checkpoint, Reader, Value, Weight};
-use comfy_table::{Table, presets};
 use report::{Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
@@ -172,9 +172,13 @@ fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
 }
 
 fn summary(report: &Report) -> String {
-    let mut table = Table::new();
-    let header = ["weight", "A", "B", "error %", "largest difference"];
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+    let mut table = table(&[
+        ("weight", Column::Name),
+        ("A", Column::Name),
+        ("B", Column::Name),
+        ("error %", Column::Figure),
+        ("largest difference", Column::Figure),
+    ]);
     let differing: Vec<&Row> = report
         .worst()
         .into_iter()

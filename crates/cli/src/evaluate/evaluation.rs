@@ -2,8 +2,10 @@
 
 use burn_fp4_search::Method;
 use burn_fp4_search::formats::Fp4Format;
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
+
+use crate::table::{self, Column};
 
 /// A method on a weight.
 #[derive(Debug, Clone, Serialize)]
@@ -73,21 +75,20 @@ impl Evaluation {
 /// One row an evaluation.
 pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
     let mut header = vec![
-        "name",
-        "format",
-        "block",
-        "method",
-        "weight %",
-        "calibration %",
-        "evaluation %",
-        "SQNR dB",
-        "seconds",
+        ("name", Column::Name),
+        ("format", Column::Name),
+        ("block", Column::Figure),
+        ("method", Column::Name),
+        ("weight %", Column::Figure),
+        ("calibration %", Column::Figure),
+        ("evaluation %", Column::Figure),
+        ("SQNR dB", Column::Figure),
+        ("seconds", Column::Figure),
     ];
     if evaluations.iter().any(|evaluation| evaluation.error().is_some()) {
-        header.push("error");
+        header.push(("error", Column::Text));
     }
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+    let mut table = table::table(&header);
     for evaluation in evaluations {
         let mut row = vec![
             evaluation.name.clone(),
@@ -109,11 +110,6 @@ pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
             }
         }
         table.add_row(row);
-    }
-    for column in [2, 4, 5, 6, 7, 8] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
     }
     table
 }

@@ -12,6 +12,7 @@ use burn_fp4_search::host::View;
 use burn_fp4_search::{ChosenBy, Gptq, Gram, Method, Metrics, SearchError, Statistics};
 
 use crate::error::CliError;
+use crate::listed::methods;
 use crate::progress;
 use evaluation::{Evaluation, Figures, Outcome, table};
 use tensors::{Matrix, matrix, read, tensors};
@@ -34,8 +35,8 @@ pub(crate) struct Arguments {
         long,
         value_delimiter = ',',
         value_parser = parse_method,
-        help = methods(),
-        long_help = methods_and_summaries(),
+        help = methods_taken(),
+        long_help = methods(&methods_taken()),
     )]
     methods: Vec<Choice>,
     /// Formats, separated by commas.
@@ -65,20 +66,13 @@ enum Choice {
 }
 
 /// What `--methods` takes.
-fn methods() -> String {
+fn methods_taken() -> String {
     let slow = Method::ALL.into_iter().filter(|method| method.row().slow);
     let slow = slow.map(|method| format!("`{method}`")).collect::<Vec<_>>().join(" and ");
-    format!("Methods, separated by commas, or `all`; without, all but the slow {slow}")
-}
-
-/// The same with every method there is.
-fn methods_and_summaries() -> String {
-    let width = Method::ALL.map(|method| method.row().name.len()).into_iter().max().unwrap_or(0);
-    let line = |method: Method| {
-        let row = method.row();
-        format!("\n  {:width$}  {}", row.name, row.summary)
-    };
-    format!("{}:{}", methods(), Method::ALL.map(line).concat())
+    format!(
+        "Methods, separated by commas, or `all`; without, all but the slow {slow}; those with a \
+         star use the calibration activations"
+    )
 }
 
 fn parse_method(name: &str) -> Result<Choice, SearchError> {

@@ -8,7 +8,10 @@ use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, View};
 use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics};
 
-use super::plan::native;
+use super::engine::Engine;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use super::kernels::{Failure, KernelElement, Kernels};
+use super::plan::{Unit, native};
 use super::statistics::{Known, StatisticsFile};
 use crate::error::CliError;
 
@@ -74,14 +77,47 @@ struct Group<'g> {
     view: View,
 }
 
+impl<'g> Group<'g> {
+    fn of(model: &'g Model<'g>, weights: &[usize]) -> Self {
+        let members: Vec<_> = weights.iter().map(|&at| &model.weights[at]).collect();
+        let first = Matrices::of(model, members[0]);
+        // Members of a group are single matrices, one below the other.
+        let rows = members.iter().map(|weight| Matrices::of(model, weight).rows).sum();
+        let view = match first.transposed {
+            true => View { outer: 1, axis: first.cols, inner: rows },
+            false => View::rows(rows, first.cols),
+        };
+        Self { members, first, view }
+    }
+}
+
 /// How weights are quantized.
 pub(super) struct Quantizer<'q> {
+    pub(super) engine: &'q Engine,
     pub(super) method: Method,
     pub(super) scheme: Fp4Scheme,
     pub(super) statistics: Option<&'q StatisticsFile>,
 }
 
 impl Quantizer<'_> {
+    /// Checks that the engine can quantize all of it.
+    ///
+    /// # Errors
+    /// [`CliError::Device`], which names the method or the weight.
+    #[cfg_attr(not(any(feature = "cpu", feature = "cuda")), expect(unused_variables))]
+    pub(super) fn check(&self, model: &Model<'_>, units: &[Unit]) -> Result<(), CliError> {
+        match self.engine {
+            Engine::Host => Ok(()),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Engine::Kernels(kernels) => {
+                units.iter().filter(|unit| unit.quantized).try_for_each(|unit| {
+                    let group = Group::of(model, &unit.weights);
+                    kernels.check(self.method, &self.scheme, &group.members[0].name, group.view)
+                })
+            }
+        }
+    }
+
     /// The weights of a group, quantized.
     pub(super) fn quantize(
         &self,
@@ -90,41 +126,73 @@ impl Quantizer<'_> {
         group: &[usize],
         floats: Floats,
     ) -> Result<Vec<(usize, Weight<'static>)>, CliError> {
-        let matrices: Vec<Matrices> =
-            group.iter().map(|&at| Matrices::of(model, &model.weights[at])).collect();
-        let first = matrices[0];
-        // Members of a group are single matrices, one below the other.
-        let rows = matrices.iter().map(|matrix| matrix.rows).sum();
-        let view = match first.transposed {
-            true => View { outer: 1, axis: first.cols, inner: rows },
-            false => View::rows(rows, first.cols),
-        };
-        let members = group.iter().map(|&at| &model.weights[at]).collect();
-        let whole = Group { members, first, view };
-        let packed = match floats {
-            Floats::F32(values) => self.slices(&whole, &values),
-            Floats::F16(values) => self.slices(&whole, &values),
-            Floats::BF16(values) => self.slices(&whole, &values),
+        let whole = Group::of(model, group);
+        let packed = match self.engine {
+            Engine::Host => match floats {
+                Floats::F32(values) => self.on_host(&whole, &values),
+                Floats::F16(values) => self.on_host(&whole, &values),
+                Floats::BF16(values) => self.on_host(&whole, &values),
+            },
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Engine::Kernels(kernels) => match floats {
+                Floats::F32(values) => self.on_device(kernels, &whole, values),
+                Floats::F16(values) => self.on_device(kernels, &whole, values),
+                Floats::BF16(values) => self.on_device(kernels, &whole, values),
+            },
         }?;
         let mut begin = 0;
-        let part = |(&at, matrix): (&usize, &Matrices)| {
-            let rows = begin..begin + matrix.rows;
+        let part = |&at: &usize| {
+            let rows = begin..begin + Matrices::of(model, &model.weights[at]).rows;
             begin = rows.end;
             (at, part(&outline.weights[at], &packed, rows))
         };
-        Ok(group.iter().zip(&matrices).map(part).collect())
+        Ok(group.iter().map(part).collect())
     }
 
-    /// Every stacked matrix by itself.
-    fn slices<T: HostElement>(
+    fn on_host<T: HostElement>(
         &self,
         group: &Group<'_>,
         values: &[T],
     ) -> Result<Vec<Packed>, CliError> {
+        let len = group.view.len();
+        self.slices(group, |at, given| {
+            let values = &values[at * len..][..len];
+            let quantized = self.method.quantize_view(values, group.view, &self.scheme, given);
+            quantized.map_err(|source| self.blame(source, group, at * len, values))
+        })
+    }
+
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn on_device<T: KernelElement>(
+        &self,
+        kernels: &Kernels,
+        group: &Group<'_>,
+        values: Vec<T>,
+    ) -> Result<Vec<Packed>, CliError> {
+        let len = group.view.len();
+        let uploaded = kernels.upload(values);
+        self.slices(group, |at, given| {
+            let quantized = kernels.quantize(&uploaded, at, group.view, &self.scheme, given);
+            quantized.map_err(|failure| match failure {
+                Failure::Search(source) => {
+                    self.blame(source, group, at * len, &uploaded.values()[at * len..][..len])
+                }
+                Failure::Device(problem) => {
+                    CliError::OnDevice { name: group.members[0].name.clone(), problem }
+                }
+            })
+        })
+    }
+
+    /// Every stacked matrix by itself, with what is known of its inputs.
+    fn slices(
+        &self,
+        group: &Group<'_>,
+        quantize: impl Fn(usize, Given<'_>) -> Result<Packed, CliError>,
+    ) -> Result<Vec<Packed>, CliError> {
         let name = &group.members[0].name;
         let axes = [group.first.stacked, group.first.cols];
-        let len = group.view.len();
-        let slice = |(at, values): (usize, &[T])| {
+        let slice = |at: usize| {
             let known = match self.statistics.filter(|_| self.method.row().calibrated) {
                 Some(statistics) => statistics.of(name, at, axes)?,
                 None => Known::Nothing,
@@ -134,10 +202,9 @@ impl Quantizer<'_> {
                 Known::SecondMoments(moments) => Statistics::SecondMoments(moments),
                 Known::Gram(gram) => Statistics::Gram(gram),
             };
-            let quantized = self.method.quantize_view(values, group.view, &self.scheme, given);
-            quantized.map_err(|source| self.blame(source, group, at * len, values))
+            quantize(at, given)
         };
-        values.chunks_exact(len).enumerate().map(slice).collect()
+        (0..group.first.stacked).map(slice).collect()
     }
 
     /// The error, of the weight or of the statistics that it is about. The values are those of the

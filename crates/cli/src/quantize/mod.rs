@@ -3,6 +3,9 @@
 //! | file            | what it holds                                                       |
 //! |-----------------|---------------------------------------------------------------------|
 //! | `options.rs`    | what a user chooses, on the command line or in a recipe             |
+//! | `device.rs`     | where matrices are quantized, which a user chooses too              |
+//! | `engine.rs`     | what quantizes them there                                           |
+//! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
 //! | `plan.rs`       | what will be done to every tensor                                   |
 //! | `statistics.rs` | what a file knows of the inputs of layers                           |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
@@ -10,6 +13,10 @@
 //! | `budget.rs`     | memory that these share                                             |
 
 mod budget;
+mod device;
+mod engine;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod kernels;
 mod matrix;
 mod options;
 mod pipeline;
@@ -28,6 +35,8 @@ use crate::print::{print, print_json};
 use crate::progress;
 use crate::size::Size;
 use budget::Budget;
+use device::Device;
+use engine::Engine;
 use matrix::Quantizer;
 use options::{Options, Settled};
 use pipeline::Work;
@@ -48,6 +57,7 @@ use statistics::StatisticsFile;
 /// everywhere; every other module, norms and embeddings too, in the ignore lists, `qkv_proj` beside
 /// its parts, kept layers with a dot at the end; an 8-bit cache announced in both configs.
 #[derive(clap::Args)]
+#[command(after_long_help = EXAMPLES)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -56,10 +66,14 @@ pub(crate) struct Arguments {
     out: Option<PathBuf>,
     #[command(flatten)]
     options: Options,
-    /// A TOML file with any of the options above, without their dashes: `preset = "mlp-only"`,
-    /// `keep = ["*.o_proj"]`. The command line goes first.
+    /// A TOML file with any of the options from --format to --calibration, without their dashes:
+    /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. What is on the command line goes first:
+    /// --preset and --only each before either.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
+    /// Where weights are quantized; the bits are the same.
+    #[arg(long, value_enum, default_value_t)]
+    device: Device,
     /// Memory to use at most, such as 2GB; without, twice what the largest group of weights takes
     /// and 256 MB.
     #[arg(long, value_name = "BYTES")]
@@ -74,6 +88,14 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 }
+
+/// What a new user wants to see.
+const EXAMPLES: &str = "\
+Examples:
+  fp4 quantize Qwen3-8B --dry-run
+  fp4 quantize Qwen3-8B --out Qwen3-8B-NVFP4
+  fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
+  fp4 quantize model-f16.gguf --out model-nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
 
 /// What the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
@@ -97,10 +119,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     check_statistics(&model, &selection, &settled, statistics.as_ref())?;
     let outline = selection.outline(&model);
     let planned = outline.plan(&settled.choice.dialect, &WriteOptions::default())?;
-    let described = settled.describe();
-    let report = Report::new(described, &model, &outline, &selection, &planned);
+    let (settings, device) = (settled.settings(), arguments.device);
+    let report = Report::new(settings, device, &model, &outline, &selection, &planned);
     let units = units(&model, &selection, settled.method.gptq().is_some());
     let memory = memory(arguments.memory, &model, &units)?;
+    let engine = Engine::open(device)?;
+    let (method, statistics) = (settled.method, statistics.as_ref());
+    let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
+    quantizer.check(&model, &units)?;
     settled.notes(&model).iter().for_each(|note| eprintln!("note: {note}"));
     let out = match &out {
         Some(out) if !arguments.dry_run => out,
@@ -126,7 +152,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         model: &model,
         outline: &outline,
         units: &todo,
-        quantizer: &Quantizer { method: settled.method, scheme, statistics: statistics.as_ref() },
+        quantizer: &quantizer,
         budget: &Budget::new(memory),
         bar: &bar,
     };
@@ -192,7 +218,7 @@ fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64,
 /// All that decides about the bytes that are written, in a line: who resumes compares it.
 fn task(checkpoint: &Checkpoint, options: &Options, settled: &Settled) -> Result<String, CliError> {
     let options = serde_json::to_string(options).expect("texts and numbers");
-    let mut task = format!("{}; {options}", settled.describe());
+    let mut task = format!("{}; {options}", settled.settings());
     let files = checkpoint.container().files().map(|(path, _)| path.to_owned());
     for path in files.chain(settled.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };

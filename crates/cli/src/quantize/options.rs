@@ -1,6 +1,7 @@
 //! What a user chooses, on the command line or in a recipe.
 
 use std::error::Error;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::checkpoint::{GGUF, is_gguf, writable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
+use crate::listed::{listed, methods};
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
 // command.
@@ -26,19 +28,33 @@ pub(super) struct Options {
     /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write; without, gguf if OUT ends in .gguf or INPUT is a GGUF file, and
-    /// compressed-tensors for all others.
+    /// The dialect to write, which is how tensors are named and laid out: compressed-tensors (vLLM,
+    /// transformers), modelopt (TensorRT-LLM, vLLM, SGLang), gguf (llama.cpp), mlx (MLX), gpt-oss
+    /// (its experts in transformers), miles (as its preset). Without, gguf if OUT ends in .gguf or
+    /// INPUT is a GGUF file, and compressed-tensors for all others.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
-    /// How scales and codes are chosen; without, sse.
-    #[arg(long, value_parser = one_of::<Method>(Method::ALL.map(described)))]
+    // The help lists the methods.
+    #[arg(
+        long,
+        value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)),
+        hide_possible_values = true,
+        help = METHOD,
+        long_help = methods(METHOD),
+    )]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (before, and of --preset miles).
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(|rule| rule.row().name)))]
     rule: Option<ScaleRule>,
-    /// Which weights, by their names: all-linear is the default.
-    #[arg(long, value_parser = one_of::<Preset>(Preset::ALL.map(|preset| preset.row().name)))]
+    // The help lists the presets.
+    #[arg(
+        long,
+        value_parser = one_of::<Preset>(Preset::ALL.map(|preset| preset.row().name)),
+        hide_possible_values = true,
+        help = PRESET,
+        long_help = presets(),
+    )]
     preset: Option<Preset>,
     /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are
     /// wild cards of a whole name; `re:` is a regular expression that matches from the start of a
@@ -57,15 +73,21 @@ pub(super) struct Options {
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
     /// Statistics of activations, for methods that need them: a safetensors file that holds for
-    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32; or
-    /// an imatrix of llama.cpp in GGUF.
+    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32
+    /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF, which is
+    /// enough for sse-weighted.
     #[arg(long, value_name = "FILE")]
     pub(super) calibration: Option<PathBuf>,
 }
 
-/// A method, with its line of help.
-fn described(method: Method) -> PossibleValue {
-    PossibleValue::new(method.row().name).help(method.row().summary)
+/// What `--method` takes.
+const METHOD: &str =
+    "How scales and codes are chosen; without, sse. Those with a star need --calibration";
+/// What `--preset` takes.
+const PRESET: &str = "Which weights, by their names";
+
+fn presets() -> String {
+    listed(PRESET, &Preset::ALL.map(|preset| (preset.row().name, preset.row().summary.to_owned())))
 }
 
 /// The names that there are of something, which the help lists.
@@ -81,17 +103,29 @@ impl Options {
     fn read(path: &Path) -> Result<Self, CliError> {
         let file = |source| CliError::File { path: path.to_owned(), source };
         let text = std::fs::read_to_string(path).map_err(file)?;
-        let recipe = |source| CliError::Recipe { path: path.to_owned(), source: Box::new(source) };
-        toml::from_str(&text).map_err(recipe)
+        let recipe: Self = toml::from_str(&text).map_err(|error| {
+            let before = &text[..error.span().map_or(0, |span| span.start)];
+            let line = before.matches('\n').count() + 1;
+            let problem = error.message().replace('\n', "; ");
+            CliError::Recipe { path: path.to_owned(), line, problem }
+        })?;
+        if recipe.preset.is_some() && !recipe.only.is_empty() {
+            let path = path.display();
+            let what = format!("{path}: `only` cannot be used with `preset`: it is instead of one");
+            return Err(CliError::Choice(what));
+        }
+        Ok(recipe)
     }
 
     /// These choices, and a recipe's where they are open.
     pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Self, CliError> {
         let Some(path) = path else { return Ok(self.clone()) };
         let recipe = Self::read(path)?;
-        let either = |own: &[String], other: Vec<String>| match own {
-            [] => other,
-            own => own.to_vec(),
+        let keep = if self.keep.is_empty() { recipe.keep } else { self.keep.clone() };
+        // A preset and a list are two ways to say which weights.
+        let (preset, only) = match (self.preset, &self.only[..]) {
+            (None, []) => (recipe.preset, recipe.only),
+            (preset, only) => (preset, only.to_vec()),
         };
         let first = self.first_layers_high_precision.or(recipe.first_layers_high_precision);
         let last = self.last_layers_high_precision.or(recipe.last_layers_high_precision);
@@ -101,9 +135,9 @@ impl Options {
             dialect: self.dialect.clone().or(recipe.dialect),
             method: self.method.or(recipe.method),
             rule: self.rule.or(recipe.rule),
-            preset: self.preset.or(recipe.preset),
-            keep: either(&self.keep, recipe.keep),
-            only: either(&self.only, recipe.only),
+            preset,
+            keep,
+            only,
             first_layers_high_precision: first,
             last_layers_high_precision: last,
             calibration: self.calibration.clone().or(recipe.calibration),
@@ -191,6 +225,24 @@ impl Settled {
         Ok(scheme)
     }
 
+    /// All that decides about bytes.
+    pub(super) fn settings(&self) -> Settings {
+        let choice = self.choice.clone();
+        Settings {
+            format: choice.format,
+            block_size: choice.block_size,
+            dialect: choice.dialect,
+            method: self.method,
+            rule: self.rule,
+            preset: choice.only.is_empty().then_some(choice.preset),
+            only: choice.only,
+            keep: choice.keep,
+            first_layers_high_precision: choice.first_layers,
+            last_layers_high_precision: choice.last_layers,
+            calibration: self.calibration.clone().filter(|_| self.method.row().calibrated),
+        }
+    }
+
     /// What is worth knowing before it is done.
     pub(super) fn notes(&self, model: &Model<'_>) -> Vec<String> {
         let mut notes = Vec::new();
@@ -203,11 +255,33 @@ impl Settled {
         }
         notes
     }
+}
 
-    /// All that decides about bytes, in a line.
-    pub(super) fn describe(&self) -> String {
-        let Choice { format, block_size, dialect, preset, .. } = &self.choice;
-        let (method, rule) = (self.method, self.rule);
-        format!("{format} {block_size}, {dialect}, {method} by {rule}, {preset}")
+/// Choices that are made, as they are printed.
+#[derive(Serialize)]
+pub(super) struct Settings {
+    format: Fp4Format,
+    block_size: usize,
+    dialect: String,
+    method: Method,
+    rule: ScaleRule,
+    /// None: `only` says which weights.
+    preset: Option<Preset>,
+    only: Vec<String>,
+    keep: Vec<String>,
+    first_layers_high_precision: usize,
+    last_layers_high_precision: usize,
+    /// None: the method needs none.
+    calibration: Option<PathBuf>,
+}
+
+impl fmt::Display for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { format, block_size, dialect, method, rule, .. } = self;
+        write!(f, "{format} in blocks of {block_size}, {dialect}, {method} by rule {rule}, ")?;
+        match self.preset {
+            Some(preset) => write!(f, "{preset}"),
+            None => write!(f, "only {}", self.only.join(", ")),
+        }
     }
 }

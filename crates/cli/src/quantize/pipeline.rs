@@ -1,7 +1,12 @@
-//! Three threads in a line: one reads ahead, this one quantizes on all cores, one writes behind.
-//! What lies between them is bounded by the memory that is allowed.
+//! Threads in a line: some read ahead, some quantize, one writes behind. What lies between them is
+//! bounded by the memory that is allowed.
+//!
+//! The host quantizes a group of weights on all cores: one thread of each kind is enough. A device
+//! is kept busy by several, each of which sends values, waits, and fetches codes.
 
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use burn_fp4_checkpoints::{Container, Model, Output, Reader, Weight};
@@ -13,7 +18,7 @@ use super::plan::Unit;
 use crate::convert::convert;
 use crate::error::CliError;
 
-/// What all three threads know.
+/// What all threads know.
 pub(super) struct Work<'w, 'c> {
     pub(super) container: &'c Container,
     pub(super) model: &'w Model<'c>,
@@ -44,44 +49,80 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
     // The budget bounds what is quantized; small tensors that are copied are bounded by number.
     let (to_quantize, loaded) = sync_channel(64);
     let (to_write, made) = sync_channel(64);
+    // Dropped with the last who quantizes: who reads then has no one to send to.
+    let loaded = Arc::new(Mutex::new(loaded));
+    let units = Mutex::new(work.units.iter());
+    let failed = AtomicBool::new(false);
+    let threads = work.quantizer.engine.threads();
     thread::scope(|scope| {
-        let reader = scope.spawn(move || -> Result<(), CliError> {
-            let mut reader = Reader::new(work.container);
-            for &unit in work.units {
-                let taken = work.budget.take(unit.memory);
-                let floats = match unit.quantized {
-                    true => Some(read(work.model, &unit.weights, &mut reader)?),
-                    false => None,
-                };
-                // Who quantizes has failed, and says so.
-                if to_quantize.send(Loaded { unit, floats, taken }).is_err() {
-                    break;
-                }
-            }
-            Ok(())
-        });
-        let writer = scope.spawn(move || write(work, &made, output));
-        let quantized = (move || -> Result<(), CliError> {
-            for Loaded { unit, floats, taken } in loaded {
-                let weights = match floats {
-                    Some(floats) => {
-                        let (model, outline) = (work.model, work.outline);
-                        work.quantizer.quantize(model, outline, &unit.weights, floats)?
-                    }
-                    None => Vec::new(),
-                };
-                if to_write.send(Made { unit, weights, taken }).is_err() {
-                    break;
-                }
-            }
-            Ok(())
-        })();
+        // Who fails stops those who read, and so in the end everyone.
+        let noted = |result: Result<(), CliError>| {
+            failed.fetch_or(result.is_err(), Ordering::Relaxed);
+            result
+        };
+        let next = || {
+            let unit = units.lock().unwrap_or_else(PoisonError::into_inner).next().copied();
+            unit.filter(|_| !failed.load(Ordering::Relaxed))
+        };
+        let mut running: Vec<_> = (0..threads.quantizers)
+            .map(|_| {
+                let (loaded, to_write) = (Arc::clone(&loaded), to_write.clone());
+                scope.spawn(move || noted(quantize(work, &loaded, &to_write)))
+            })
+            .collect();
+        running.extend((0..threads.readers).map(|_| {
+            let to_quantize = to_quantize.clone();
+            scope.spawn(move || noted(read_ahead(work, next, &to_quantize)))
+        }));
+        running.push(scope.spawn(move || noted(write(work, &made, output))));
+        drop((loaded, to_quantize, to_write));
         let ended = |thread: thread::ScopedJoinHandle<'_, Result<(), CliError>>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
-        // The first that failed stopped the others.
-        quantized.and(ended(reader)).and(ended(writer))
+        // All of them end before one of them is blamed.
+        running.into_iter().map(ended).fold(Ok(()), Result::and)
     })
+}
+
+fn read_ahead<'w>(
+    work: &Work<'w, '_>,
+    next: impl Fn() -> Option<&'w Unit>,
+    to_quantize: &SyncSender<Loaded<'w>>,
+) -> Result<(), CliError> {
+    let mut reader = Reader::new(work.container);
+    while let Some(unit) = next() {
+        let taken = work.budget.take(unit.memory);
+        let floats = match unit.quantized {
+            true => Some(read(work.model, &unit.weights, &mut reader)?),
+            false => None,
+        };
+        // Who quantizes has failed, and says so.
+        if to_quantize.send(Loaded { unit, floats, taken }).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn quantize<'w>(
+    work: &Work<'w, '_>,
+    loaded: &Mutex<Receiver<Loaded<'w>>>,
+    to_write: &SyncSender<Made<'w>>,
+) -> Result<(), CliError> {
+    let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
+    while let Ok(Loaded { unit, floats, taken }) = next() {
+        let weights = match floats {
+            Some(floats) => {
+                let (model, outline) = (work.model, work.outline);
+                work.quantizer.quantize(model, outline, &unit.weights, floats)?
+            }
+            None => Vec::new(),
+        };
+        if to_write.send(Made { unit, weights, taken }).is_err() {
+            break;
+        }
+    }
+    Ok(())
 }
 
 fn write<'w>(

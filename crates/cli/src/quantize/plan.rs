@@ -1,13 +1,14 @@
 //! What will be done to every tensor, and how large the result will be: known from headers alone.
 
-use std::fmt::Write as _;
-
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
 use burn_fp4_checkpoints::{Dtype, Model, Planned, Value, Weight};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde::Serialize;
 
+use super::device::Device;
+use super::options::Settings;
 use crate::size::Size;
+use crate::table::{Column, table};
 
 /// Work that is done at once, and what it takes.
 pub(super) struct Unit {
@@ -79,7 +80,8 @@ pub(super) struct Row {
 /// The plan of a checkpoint.
 #[derive(Serialize)]
 pub(super) struct Report {
-    settings: String,
+    settings: Settings,
+    device: Device,
     weights: Vec<Row>,
     quantized: usize,
     bytes_before: u64,
@@ -88,7 +90,8 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn new(
-        settings: String,
+        settings: Settings,
+        device: Device,
         model: &Model<'_>,
         outline: &Model<'_>,
         selection: &Selection,
@@ -122,6 +125,7 @@ impl Report {
         let weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
         Self {
             settings,
+            device,
             quantized: selection.groups.iter().map(Vec::len).sum(),
             bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
             bytes_after: planned.length(),
@@ -131,17 +135,23 @@ impl Report {
 
     /// A line for every tensor.
     pub(super) fn table(&self) -> Table {
-        let mut table = Table::new();
-        let header = ["weight", "shape", "from", "to", "bytes", "note"];
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+        let mut table = table(&[
+            ("weight", Column::Name),
+            ("shape", Column::Name),
+            ("from", Column::Name),
+            ("to", Column::Name),
+            ("bytes", Column::Figure),
+            ("note", Column::Text),
+        ]);
         for row in &self.weights {
             let to = if row.from == row.to { "=".to_owned() } else { row.to.clone() };
             let bytes = Size(row.bytes_after).to_string();
             let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
-            table.add_row([name, shape, row.from.clone(), to, bytes, row.note.clone()]);
-        }
-        if let Some(column) = table.column_mut(4) {
-            column.set_cell_alignment(CellAlignment::Right);
+            // A neighbour is known by its last words.
+            let parent = row.name.trim_end_matches(".weight").rsplit_once('.');
+            let parent = parent.map_or(String::new(), |(parent, _)| format!("`{parent}."));
+            let note = row.note.replace(&parent, "`");
+            table.add_row([name, shape, row.from.clone(), to, bytes, note]);
         }
         table
     }
@@ -150,12 +160,11 @@ impl Report {
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
         let (quantized, of) = (self.quantized, self.weights.len());
-        let mut text = String::new();
-        let _ = write!(
-            text,
-            "{quantized} of {of} weights quantized ({}): {before} become {after}",
-            self.settings
-        );
-        text
+        let on = match self.device {
+            Device::Flex => String::new(),
+            device => format!(", on {}", device.name()),
+        };
+        let settings = &self.settings;
+        format!("{quantized} of {of} weights quantized ({settings}{on}): {before} become {after}")
     }
 }

@@ -1,0 +1,50 @@
+//! Where matrices are quantized, as a user chooses it.
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+use crate::error::CliError;
+
+/// Where matrices are quantized.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Device {
+    /// The processors of this machine; the name is Burn's.
+    #[default]
+    Flex,
+    /// The first NVIDIA GPU, where fp4 is built with the feature `cuda`.
+    Cuda,
+    /// The kernels of a GPU on the processors, where fp4 is built with the feature `cpu`: slow,
+    /// for tests.
+    CpuRuntime,
+}
+
+impl Device {
+    /// Its name on the command line.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Flex => "flex",
+            Self::Cuda => "cuda",
+            Self::CpuRuntime => "cpu-runtime",
+        }
+    }
+
+    /// The feature of this package that builds what it needs.
+    const fn feature(self) -> &'static str {
+        match self {
+            Self::Flex => "default",
+            Self::Cuda => "cuda",
+            Self::CpuRuntime => "cpu",
+        }
+    }
+
+    /// That it is not in this program.
+    pub(super) fn not_built(self) -> CliError {
+        let problem = format!(
+            "this fp4 is built without it: build it with `cargo install --path crates/cli \
+             --features {}`",
+            self.feature()
+        );
+        CliError::Device { device: self.name(), problem }
+    }
+}

@@ -9,7 +9,7 @@ use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, Preset};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, TensorScaling};
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{GGUF, is_gguf, writable};

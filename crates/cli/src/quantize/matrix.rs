@@ -188,7 +188,7 @@ impl Quantizer<'_> {
     fn slices(
         &self,
         group: &Group<'_>,
-        quantize: impl Fn(usize, Given<'_>) -> Result<Packed, CliError>,
+        quantize: impl Fn(usize, Statistics<'_>) -> Result<Packed, CliError>,
     ) -> Result<Vec<Packed>, CliError> {
         let name = &group.members[0].name;
         let axes = [group.first.stacked, group.first.cols];

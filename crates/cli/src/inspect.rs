@@ -145,13 +145,13 @@ fn table_of(rows: &[Row]) -> Table {
         ("format", Column::Name),
         ("shape", Column::Name),
         ("bits", Column::Figure),
-        ("scales", Column::Text),
+        ("largest\nscale", Column::Figure),
         ("tensor\nscale", Column::Figure),
         ("saturated\nblocks", Column::Figure),
         ("zero\nblocks", Column::Figure),
     ]);
     for row in rows {
-        let bits = format!("{:.3}", row.bits_per_weight);
+        let bits = format!("{:.2}", row.bits_per_weight);
         let mut cells =
             vec![row.name.clone(), row.format.clone(), format!("{:?}", row.shape), bits];
         if let Some(fp4) = &row.fp4 {
@@ -161,8 +161,8 @@ fn table_of(rows: &[Row]) -> Table {
                 (_, share) => format!("{share:.2} %"),
             };
             cells.extend([
-                format!("{:.1e} to {:.1e}", fp4.smallest_scale, fp4.largest_scale),
-                format!("{:.1e}", fp4.tensor_scale),
+                format!("{:.2e}", fp4.largest_scale),
+                format!("{:.2e}", fp4.tensor_scale),
                 percent(fp4.saturated_blocks),
                 percent(fp4.zero_blocks),
             ]);

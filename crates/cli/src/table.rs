@@ -19,7 +19,7 @@ pub(crate) enum Column {
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 /// Characters of a line of a broken text at least.
-const NARROWEST: u16 = 12;
+const NARROWEST: u16 = 16;
 
 /// A table without rows.
 pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
@@ -32,6 +32,8 @@ pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
             Column::Name | Column::Figure => ColumnConstraint::ContentWidth,
             Column::Text => ColumnConstraint::LowerBoundary(Width::Fixed(NARROWEST)),
         });
+        // The style separates columns by one more.
+        column.set_padding((0, 1));
         if *holds == Column::Figure {
             column.set_cell_alignment(CellAlignment::Right);
         }

@@ -30,9 +30,18 @@ impl Budget {
     }
 }
 
+impl Taken<'_> {
+    /// Gives back all but so many bytes.
+    pub(super) fn keep(&mut self, bytes: u64) {
+        let less = self.bytes.saturating_sub(bytes);
+        self.bytes -= less;
+        *self.budget.free.lock().unwrap_or_else(PoisonError::into_inner) += less;
+        self.budget.given_back.notify_all();
+    }
+}
+
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        *self.budget.free.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
-        self.budget.given_back.notify_all();
+        self.keep(0);
     }
 }

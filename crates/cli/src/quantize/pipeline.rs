@@ -110,7 +110,7 @@ fn quantize<'w>(
     to_write: &SyncSender<Made<'w>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
-    while let Ok(Loaded { unit, floats, taken }) = next() {
+    while let Ok(Loaded { unit, floats, mut taken }) = next() {
         let weights = match floats {
             Some(floats) => {
                 let (model, outline) = (work.model, work.outline);
@@ -118,6 +118,7 @@ fn quantize<'w>(
             }
             None => Vec::new(),
         };
+        taken.keep(unit.made);
         if to_write.send(Made { unit, weights, taken }).is_err() {
             break;
         }

@@ -20,6 +20,8 @@ pub(super) struct Unit {
     pub(super) bytes: u64,
     /// Bytes of memory.
     pub(super) memory: u64,
+    /// Those of them that are still taken when it is quantized and not yet written.
+    pub(super) made: u64,
 }
 
 /// The units in the order of the model.
@@ -38,16 +40,16 @@ pub(super) fn units(model: &Model<'_>, selection: &Selection, floats: bool) -> V
         let values: u64 = weights.iter().map(|&at| model.weights[at].len() as u64).sum();
         let quantized = matches!(decision, Decision::Quantize(_));
         let native = !floats && native(&weights.iter().map(|&at| &model.weights[at]));
-        let memory = match (quantized, native) {
+        let (memory, made) = match (quantized, native) {
             // Floats are copied piece by piece, codes and scales at once.
-            (false, _) if model.weights[at].is_quantized() => bytes,
-            (false, _) => 0,
+            (false, _) if model.weights[at].is_quantized() => (bytes, bytes),
+            (false, _) => (0, 0),
             // The values, and codes and scales in the order of the search and of the file.
-            (true, true) => bytes + 2 * values,
+            (true, true) => (bytes + 2 * values, 2 * values),
             // All of that, and the values in f32.
-            (true, false) => bytes + 6 * values,
+            (true, false) => (bytes + 6 * values, 2 * values),
         };
-        units.push(Unit { weights, quantized, bytes, memory });
+        units.push(Unit { weights, quantized, bytes, memory, made });
     }
     units
 }
@@ -148,9 +150,12 @@ impl Report {
             let bytes = Size(row.bytes_after).to_string();
             let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
             // A neighbour is known by its last words.
-            let parent = row.name.trim_end_matches(".weight").rsplit_once('.');
-            let parent = parent.map_or(String::new(), |(parent, _)| format!("`{parent}."));
-            let note = row.note.replace(&parent, "`");
+            let module = row.name.strip_suffix(".weight").unwrap_or(&row.name);
+            let note = match module.rsplit_once('.') {
+                Some((parent, _)) => row.note.replace(&format!("`{parent}."), "`"),
+                None => row.note.clone(),
+            };
+            let note = note.replace(".weight`", "`");
             table.add_row([name, shape, row.from.clone(), to, bytes, note]);
         }
         table

@@ -22,7 +22,8 @@ th, td { text-align: left; padding: 0.2rem 0.6rem; border-bottom: 1px solid var(
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td { overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .wide { overflow-x: auto; }
-svg { width: 100%; min-width: 40rem; height: auto; } svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+svg { width: 100%; min-width: 40rem; height: auto; }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg rect { fill: var(--bar); } svg line { stroke: var(--line); }
 ";
 

@@ -95,7 +95,7 @@ Examples:
   fp4 quantize Qwen3-8B --dry-run
   fp4 quantize Qwen3-8B --out Qwen3-8B-NVFP4
   fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
-  fp4 quantize model-f16.gguf --out model-nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
+  fp4 quantize model-f16.gguf --out nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
 
 /// What the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;

@@ -162,10 +162,12 @@ impl Device {
         // The same by matrix instructions, where there are any; of a small device in larger tiles.
         let length = found.len();
         for device in [*device, Capability { cubes: 4, ..*device }] {
-            match product.mma(&device) {
-                Ok(planned) => found.extend(run(planned)),
-                Err(Refusal::Instructions { .. }) => {}
-                Err(refusal) => panic!("{product:?}: {refusal}"),
+            for planned in [product.mma(&device), product.few(&device)] {
+                match planned {
+                    Ok(planned) => found.extend(run(planned)),
+                    Err(Refusal::Instructions { .. }) => {}
+                    Err(refusal) => panic!("{product:?}: {refusal}"),
+                }
             }
         }
 
@@ -519,6 +521,10 @@ fn products_straight_from_the_codes() {
         (130, 16, 128, Fp4Scheme::nvfp4().with_block_size(32), true),
         (13, 100, 1280, Fp4Scheme::mxfp4(), true),
         (300, 150, 640, Fp4Scheme::nvfp4(), true),
+        (1, 20, 2304, Fp4Scheme::nvfp4(), true),
+        (4, 100, 512, Fp4Scheme::nvfp4().with_block_size(32), false),
+        (16, 60, 2560, by_row, true),
+        (11, 33, 768, Fp4Scheme::mxfp4().with_block_size(16), false),
     ];
     for (inputs, outputs, channels, scheme, bias) in shapes {
         for dtype in Dtype::ALL {

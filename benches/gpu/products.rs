@@ -63,8 +63,8 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                     figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
                 };
                 let gemv = product.gemv(&device).ok().filter(|_| inputs <= 8);
-                let mma = product.mma(&device).ok();
-                for (kernel, planned) in [("gemv", gemv), ("mma", mma)] {
+                let (few, mma) = (product.few(&device).ok(), product.mma(&device).ok());
+                for (kernel, planned) in [("gemv", gemv), ("few", few), ("mma", mma)] {
                     let Some(planned) = planned else { continue };
                     row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None)));
                 }

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::finish::{Factors, ProductRecipe};
 use super::plan::{Kernel, PlannedProduct, Product};
-use super::{gemv, mma};
+use super::{few, gemv, mma};
 use crate::memory::check_memory;
 use crate::packed::PackedHandles;
 use crate::plan::{Dtype, Refusal};
@@ -53,6 +53,16 @@ impl PlannedProduct {
                     Dtype::F32 => gemv::launch::<f32>,
                     Dtype::F16 => gemv::launch::<f16>,
                     Dtype::Bf16 => gemv::launch::<bf16>,
+                };
+                launch(client, factors, made, product, recipe, plan);
+            }
+            Kernel::Few(plan) => {
+                // f32 has no such plan.
+                let launch = match (dtype == Dtype::Bf16, block_size) {
+                    (true, 16) => few::launch::<bf16, u32>,
+                    (true, _) => few::launch::<bf16, u16>,
+                    (false, 16) => few::launch::<f16, u32>,
+                    (false, _) => few::launch::<f16, u16>,
                 };
                 launch(client, factors, made, product, recipe, plan);
             }

@@ -322,7 +322,7 @@ impl Part {
 
 /// What the codes of a row are multiplied with: the scales of its two blocks.
 #[cube]
-fn decode_scales<F: Float, NA: Size>(
+pub(super) fn decode_scales<F: Float, NA: Size>(
     factors: &mut Array<Vector<F, NA>>,
     #[comptime] row: u32,
     scales: u32,
@@ -576,7 +576,10 @@ fn interleave<X: Size>(
 
 /// Elements as [`decode_pair`] leaves them, unless block scales need them as they are.
 #[cube]
-fn elements<F: Float, N: Size>(word: u32, #[comptime] recipe: ProductRecipe) -> Vector<F, N> {
+pub(super) fn elements<F: Float, N: Size>(
+    word: u32,
+    #[comptime] recipe: ProductRecipe,
+) -> Vector<F, N> {
     let decoded = decode_pair::<F, N>(word, comptime!(recipe.dtype));
     match comptime!(element_shift(recipe.grid(), recipe.dtype)) {
         Some(shift) => decoded * Vector::new(F::cast_from(shift)),

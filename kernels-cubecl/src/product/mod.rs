@@ -1,5 +1,6 @@
 //! Products with a packed weight.
 
+mod few;
 mod finish;
 mod gemv;
 mod launch;

@@ -41,7 +41,51 @@ pub(super) enum Kernel {
     Gemv(Gemv),
     /// By matrix instructions.
     Mma(Mma),
+    /// By matrix instructions, for few rows of the input.
+    Few(Few),
 }
+
+/// How the kernel of `few.rs` is launched: each cube takes some packed rows of the weight and all
+/// rows of the input. Its planes divide the packed rows and the contracted axis among them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Few {
+    /// Cubes.
+    pub cubes: u32,
+    /// Planes with 16 packed rows of their own.
+    pub row_planes: u32,
+    /// Planes that divide the contracted axis.
+    pub depth: u32,
+    /// Rows of the input, rounded up to a power of two.
+    pub inputs: u32,
+}
+
+impl Few {
+    /// Units of a cube.
+    pub(super) const fn units(&self) -> u32 {
+        32 * self.row_planes * self.depth
+    }
+
+    /// Packed rows of a cube.
+    pub(super) const fn rows(&self) -> u32 {
+        16 * self.row_planes
+    }
+
+    /// Tiles of 8 rows of the input.
+    pub(super) const fn input_tiles(&self) -> u32 {
+        self.inputs.div_ceil(8)
+    }
+
+    /// Rows of the input that a plane copies to shared memory.
+    pub(super) const fn copies(&self) -> u32 {
+        self.inputs.div_ceil(self.row_planes)
+    }
+}
+
+/// Channels that a plane of `few.rs` takes at a time.
+pub(super) const FEW_STEP: usize = 256;
+
+/// Rows of an input that are few, for `few.rs`.
+const FEW: usize = 16;
 
 /// How the kernel of `mma.rs` is launched: each cube takes some packed rows of the weight and some
 /// rows of the input. Its planes divide these among them, and what is left of them the contracted
@@ -137,7 +181,7 @@ impl Product {
     /// # Errors
     /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<Option<PlannedProduct>, Refusal> {
-        match self.mma(device) {
+        match self.few(device).or_else(|_| self.mma(device)) {
             Err(Refusal::Instructions { .. }) if self.inputs > MOST_INPUTS => Ok(None),
             Err(Refusal::Instructions { .. }) => self.gemv(device).map(Some),
             planned => planned.map(Some),
@@ -154,6 +198,15 @@ impl Product {
         Ok(PlannedProduct { product: *self, device: *device, kernel })
     }
 
+    /// The product by matrix instructions, of at most 16 rows of the input: see [`mma`](Self::mma).
+    ///
+    /// # Errors
+    /// As [`mma`](Self::mma).
+    pub fn few(&self, device: &Capability) -> Result<PlannedProduct, Refusal> {
+        let kernel = Kernel::Few(self.few_launch(device)?);
+        Ok(PlannedProduct { product: *self, device: *device, kernel })
+    }
+
     /// The product by multiplications and additions in f32.
     ///
     /// # Errors
@@ -163,7 +216,9 @@ impl Product {
         Ok(PlannedProduct { product: *self, device: *device, kernel })
     }
 
-    fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
+    /// Whether the device has matrix instructions that compute the product exactly enough, and take
+    /// its channels in these steps.
+    fn check_instructions(&self, device: &Capability, step: usize) -> Result<(), Refusal> {
         self.check()?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
         if !device.mma {
@@ -176,9 +231,39 @@ impl Product {
             }
             Dtype::F16 | Dtype::Bf16 => {}
         }
-        if !self.channels.is_multiple_of(STEP) {
-            return refuse("their steps of 128 do not divide the channels");
+        if !self.channels.is_multiple_of(step) {
+            return refuse("their steps do not divide the channels");
         }
+        Ok(())
+    }
+
+    fn few_launch(&self, device: &Capability) -> Result<Few, Refusal> {
+        self.check_instructions(device, FEW_STEP)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        let processors = device.cubes / 4;
+        let cubes = |row_planes| self.outputs.div_ceil(16 * row_planes as usize);
+        let busy = |row_planes, least| cubes(row_planes) >= least as usize;
+        // By measurements on an H200. More packed rows a cube read the input less often.
+        let (row_planes, depth) = match self.inputs {
+            0..=2 => (1, 8),
+            3..=8 if busy(2, processors) => (2, 4),
+            3..=8 => (1, 8),
+            // One cube a processor, all at once.
+            9..=FEW if busy(4, processors * 3 / 4) && !busy(4, processors + 1) => (4, 4),
+            9..=FEW if busy(2, processors * 3 / 4) => (2, 4),
+            9..=FEW => return refuse("there are too few packed rows for them"),
+            _ => return refuse("there are too many rows of the input for them"),
+        };
+        let inputs = self.inputs.next_power_of_two() as u32;
+        match u32::try_from(cubes(row_planes)) {
+            Ok(cubes) if cubes <= device.max_cubes => Ok(Few { cubes, row_planes, depth, inputs }),
+            _ => refuse("there are too many cubes"),
+        }
+    }
+
+    fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
+        self.check_instructions(device, STEP)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
         let cubes = |way: &Mma| {
             self.outputs.div_ceil(way.rows() as usize) * self.inputs.div_ceil(way.inputs() as usize)
         };
@@ -262,13 +347,34 @@ mod tests {
     }
 
     #[test]
+    fn few_inputs_are_multiplied_by_matrix_instructions() {
+        let of = |inputs, outputs| match product(inputs, outputs, 8192)
+            .plan(&GPU)
+            .unwrap()
+            .expect("few rows")
+            .kernel
+        {
+            Kernel::Few(few) => Some((few.cubes, few.row_planes, few.depth, few.inputs)),
+            _ => None,
+        };
+        assert_eq!(of(1, 8192), Some((512, 1, 8, 1)));
+        assert_eq!(of(1, 20), Some((2, 1, 8, 1)));
+        assert_eq!(of(3, 8192), Some((256, 2, 4, 4)));
+        assert_eq!(of(3, 4096), Some((256, 1, 8, 4)));
+        assert_eq!(of(16, 8192), Some((128, 4, 4, 16)));
+        assert_eq!(of(9, 11008), Some((344, 2, 4, 16)));
+        assert_eq!(of(9, 4096), Some((128, 2, 4, 16)));
+        assert_eq!(of(9, 1024), None);
+        assert_eq!(of(17, 8192), None);
+        let odd = product(1, 8192, 384).few(&GPU);
+        assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
+    }
+
+    #[test]
     fn matrix_instructions_keep_the_processors_busy() {
-        let of = |inputs, outputs| {
-            let planned = product(inputs, outputs, 8192).plan(&GPU).unwrap();
-            match planned.expect("it has matrix instructions").kernel {
-                Kernel::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
-                other => panic!("{other:?}"),
-            }
+        let of = |inputs, outputs| match product(inputs, outputs, 8192).mma(&GPU).unwrap().kernel {
+            Kernel::Mma(mma) => (mma.cubes, mma.rows(), mma.inputs(), mma.depth()),
+            other => panic!("{other:?}"),
         };
         assert_eq!(of(1, 8192), (256, 32, 8, 8));
         assert_eq!(of(1, 4096), (256, 16, 8, 8));

@@ -1,0 +1,371 @@
+//! A product with few rows of the input by matrix instructions, straight from the codes.
+//!
+//! The instruction, its lanes and the order of the channels are those of `mma.rs`. Here the input
+//! is small and the weight is all that takes time, so a lane loads codes 32 bytes at a time, a
+//! plane has 16 packed rows of its own, and planes divide the channels among them:
+//!
+//! ```text
+//! a step: 256 channels of a packed row
+//! | part 0: 64 channels     | part 1                  | part 2       | part 3       |
+//! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
+//!
+//! cube: row_planes x depth planes
+//! for step in the steps of the channels, `depth` at a time:
+//!     the input goes to shared memory, in the order of decoded codes   (share_input)
+//!     load codes, scales and input of the next step                    (load_step)
+//!     for half of a word of eight codes:                               (multiply)
+//!         weights = codes x scales, in registers
+//!         sums += weights x input, for every eight rows of the input
+//! add the sums of the planes along the depth, and store them           (store_sums)
+//! ```
+
+use cubecl::client::Client;
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
+use super::mma::{decode_scales, elements};
+use super::plan::{FEW_STEP, Few, Product};
+use crate::arith::scale_grid::sum_shift;
+
+/// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
+pub(super) fn launch<F: Float, S: Int>(
+    client: &Client,
+    factors: Factors,
+    output: Handle,
+    product: &Product,
+    recipe: ProductRecipe,
+    plan: Few,
+) {
+    let Product { inputs, outputs, .. } = *product;
+    let widths = Widths { codes: 32, scales: 64, input: 8, chunk: FEW_STEP };
+    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // stored.
+    unsafe {
+        few_kernel::launch_unchecked::<F, S>(
+            client,
+            CubeCount::Static(plan.cubes, 1, 1),
+            CubeDim::new_1d(plan.units()),
+            4,
+            4,
+            operands(factors, product, recipe, widths),
+            BufferArg::from_raw_parts(output, inputs * outputs),
+            plan,
+        );
+    }
+}
+
+/// Vectors of eight values of the input in a step.
+const STEP_VECTORS: u32 = FEW_STEP as u32 / 8;
+/// Vectors between the parts of a row of the input in shared memory: one more than they have, so
+/// that the eight lanes of two rows read from different banks.
+const PART: u32 = STEP_VECTORS / 4 + 1;
+/// Vectors between rows of the input in shared memory.
+const ROW: u32 = 4 * PART;
+/// Packed rows of a lane: its own among eight, and the one after eight more.
+const ROWS: u32 = 2;
+
+/// Where a lane is, and the rows it works on.
+#[derive(CubeType, Clone, Copy)]
+struct Lane {
+    /// Its number in its plane.
+    lane: u32,
+    /// Its place among the eight that have rows of their own.
+    quad: u32,
+    /// Its place among the four that share a row.
+    part: u32,
+    /// The number of its plane among those with rows of their own.
+    row_plane: u32,
+    /// The place of its plane among those that divide the contracted axis.
+    depth: u32,
+    /// The first packed row of its cube.
+    cube_row: u32,
+    /// The first of its packed rows.
+    row: u32,
+}
+
+/// The lane of this unit.
+#[cube]
+fn lane(#[comptime] plan: Few) -> Lane {
+    let plane = UNIT_POS / 32;
+    let row_plane = plane % plan.row_planes;
+    let quad = UNIT_POS % 32 / 4;
+    let cube_row = CUBE_POS as u32 * comptime!(plan.rows());
+    Lane {
+        lane: UNIT_POS % 32,
+        quad,
+        part: UNIT_POS % 4,
+        row_plane,
+        depth: plane / plan.row_planes,
+        cube_row,
+        row: cube_row + row_plane * 16 + quad,
+    }
+}
+
+/// What a lane has loaded for a step.
+#[derive(CubeType)]
+struct Loaded<W: Size, X: Size> {
+    /// Of both rows, two vectors of codes.
+    codes: Array<Vector<u32, W>>,
+    /// And the scales of their blocks, in a word.
+    scales: Array<u32>,
+    /// The part of the input that the lane copies.
+    input: Array<Vector<u32, X>>,
+}
+
+/// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
+#[cube]
+fn load_step<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    step: u32,
+    loaded: &mut Loaded<W, X>,
+    lane: &Lane,
+    #[comptime] plan: Few,
+) {
+    let extent = &operands.extent;
+    let step = min(step, extent.chunks - 1);
+    #[unroll]
+    for half in 0..ROWS {
+        let row = min(lane.row + half * 8, extent.outputs - 1);
+        let at = ((row * extent.chunks + step) * 4 + lane.part) as usize;
+        let to = comptime!(half as usize);
+        loaded.codes[comptime!(2 * to)] = operands.codes[at * 2];
+        loaded.codes[comptime!(2 * to + 1)] = operands.codes[at * 2 + 1];
+        loaded.scales[to] = u32::cast_from(operands.scales[at]);
+    }
+    #[unroll]
+    for copy in 0..comptime!(plan.copies()) {
+        let row = min(copied_row(lane, copy, plan), extent.inputs - 1);
+        let at = (row * extent.chunks + step) * STEP_VECTORS + lane.lane;
+        loaded.input[copy as usize] = operands.input[at as usize];
+    }
+}
+
+/// The row of the input that a plane copies: planes of the same step divide them.
+#[cube]
+fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: Few) -> u32 {
+    (lane.row_plane * comptime!(plan.copies()) + copy) % plan.inputs
+}
+
+/// See the head of this file. What a step needs from device memory is loaded while the one before
+/// is computed.
+#[cube(launch_unchecked)]
+fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    output: &mut [F],
+    #[comptime] plan: Few,
+) {
+    let Few { depth, inputs, .. } = comptime!(plan);
+    let lane = lane(plan);
+    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = definition.vector_size(MatrixIdent::A);
+    let size!(NB) = definition.vector_size(MatrixIdent::B);
+    let size!(NC) = definition.vector_size(MatrixIdent::Accumulator);
+    let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
+    #[unroll]
+    for _ in 0..comptime!(plan.input_tiles()) {
+        let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
+        zeros[0] = Vector::new(0.0f32);
+        zeros[1] = Vector::new(0.0f32);
+        sums.push(zeros);
+    }
+
+    // The input of a step and of the next.
+    let buffer = comptime!(depth * inputs * ROW);
+    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * buffer as usize));
+    let mut turn = 0u32.runtime();
+    let mut loaded = Loaded::<W, X> {
+        codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize)),
+        scales: Array::<u32>::new(comptime!(ROWS as usize)),
+        input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
+    };
+    let mut step = lane.depth;
+    load_step::<F, S, W, X>(operands, step, &mut loaded, &lane, plan);
+
+    let shares = comptime!(plan.row_planes > 1);
+    let chunks = operands.extent.chunks;
+    // Planes that wait for each other go round as often.
+    let end = if comptime!(shares) { chunks.div_ceil(depth) * depth } else { chunks };
+    while step < end {
+        let from = turn * buffer + lane.depth * comptime!(inputs * ROW);
+        share_input::<X>(&mut shared, from, &loaded.input, &lane, plan);
+        let mut codes = Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize));
+        let mut scales = Array::<u32>::new(comptime!(ROWS as usize));
+        #[unroll]
+        for row in 0..ROWS {
+            let row = comptime!(row as usize);
+            codes[comptime!(2 * row)] = loaded.codes[comptime!(2 * row)];
+            codes[comptime!(2 * row + 1)] = loaded.codes[comptime!(2 * row + 1)];
+            scales[row] = loaded.scales[row];
+        }
+        if step + depth < chunks {
+            load_step::<F, S, W, X>(operands, step + depth, &mut loaded, &lane, plan);
+        }
+        if comptime!(shares) {
+            sync_cube();
+        } else {
+            sync_plane();
+        }
+        if step < chunks {
+            #[unroll]
+            for vector in 0..2u32 {
+                multiply::<F, S, W, X, NA, NB, NC>(
+                    operands,
+                    &definition,
+                    &codes,
+                    &scales,
+                    &shared,
+                    &mut sums,
+                    from,
+                    &lane,
+                    vector,
+                    plan,
+                );
+            }
+        }
+        turn = 1u32 - turn;
+        step += depth;
+    }
+    store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
+}
+
+/// Puts what a lane has copied of the input where the planes read it.
+#[cube]
+fn share_input<X: Size>(
+    shared: &mut [Vector<u32, X>],
+    from: u32,
+    input: &Array<Vector<u32, X>>,
+    lane: &Lane,
+    #[comptime] plan: Few,
+) {
+    #[unroll]
+    for copy in 0..comptime!(plan.copies()) {
+        let row = copied_row(lane, copy, plan);
+        let at = from + row * ROW + lane.lane / 8 * PART + lane.lane % 8;
+        shared[at as usize] = pairs::<X>(input[copy as usize]);
+    }
+}
+
+/// Adds the products of one of the two vectors of codes of a step to the sums.
+#[cube]
+fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
+    operands: &Operands<F, S, W, X>,
+    definition: &MmaDefinition<F, F, f32>,
+    codes: &Array<Vector<u32, W>>,
+    scales: &Array<u32>,
+    shared: &[Vector<u32, X>],
+    sums: &mut Sequence<Array<Vector<f32, NC>>>,
+    from: u32,
+    lane: &Lane,
+    #[comptime] vector: u32,
+    #[comptime] plan: Few,
+) {
+    let recipe = comptime!(operands.recipe);
+    let input_tiles = comptime!(plan.input_tiles());
+    let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS) as usize));
+    #[unroll]
+    for row in 0..ROWS {
+        let scales = scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
+        decode_scales::<F, NA>(&mut factors, row, scales, recipe);
+    }
+    #[unroll]
+    for word in 0..4u32 {
+        let mut values = Array::<Vector<u32, X>>::new(comptime!(input_tiles as usize));
+        #[unroll]
+        for tile in 0..input_tiles {
+            let row = (lane.quad + comptime!(tile * 8)) % plan.inputs;
+            let at = (from + row * ROW + lane.part * PART) as usize;
+            values[tile as usize] = shared[at + comptime!((vector * 4 + word) as usize)];
+        }
+        #[unroll]
+        for half in 0..2u32 {
+            let mut weights = Array::<Vector<F, NA>>::new(4usize);
+            #[unroll]
+            for register in 0..4u32 {
+                // As an instruction takes them: a pair of both rows, then the next pair.
+                let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
+                let packed = codes[comptime!((2 * row + vector) as usize)];
+                let packed = packed.extract(comptime!(word as usize));
+                let decoded = elements::<F, NA>(packed << comptime!(12 - 4 * pair), recipe);
+                let factor = factors[comptime!((row * 2 + word / 2) as usize)];
+                weights[comptime!(register as usize)] = decoded * factor;
+            }
+            #[unroll]
+            for tile in 0..input_tiles {
+                let mut registers = Array::<Vector<F, NB>>::new(2usize);
+                #[unroll]
+                for register in 0..2u32 {
+                    let pair = comptime!((2 * half + register) as usize);
+                    let value = values[tile as usize].extract(pair);
+                    registers[register as usize] = Vector::<F, NB>::reinterpret(value);
+                }
+                definition.execute_inplace(
+                    &weights,
+                    &registers,
+                    sums.index_mut(comptime!(tile as usize)),
+                );
+            }
+        }
+    }
+}
+
+/// Adds the sums of the planes along the depth, and stores them.
+#[cube]
+fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
+    operands: &Operands<F, S, W, X>,
+    output: &mut [F],
+    sums: &Sequence<Array<Vector<f32, NC>>>,
+    lane: &Lane,
+    #[comptime] plan: Few,
+) {
+    let extent = &operands.extent;
+    let rows = comptime!(plan.rows());
+    // The sums of a plane, by rows of the input.
+    let stride = comptime!(rows + 4);
+    let region = comptime!(stride * 8 * plan.input_tiles());
+    let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.depth * region) as usize));
+    #[unroll]
+    for tile in 0..comptime!(plan.input_tiles()) {
+        #[unroll]
+        for place in 0..4u32 {
+            let (half, column) = comptime!((place as usize / 2, place as usize % 2));
+            let sum = sums.index(comptime!(tile as usize))[half].extract(column);
+            let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
+            let row = lane.row - lane.cube_row + comptime!(8 * half as u32);
+            if to < extent.inputs {
+                staged[(lane.depth * region + to * stride + row) as usize] = sum;
+            }
+        }
+    }
+    sync_cube();
+    let mut at = UNIT_POS;
+    while at < rows * extent.inputs {
+        let (in_row, to) = (at % rows, at / rows);
+        let row = lane.cube_row + in_row;
+        if row < extent.outputs {
+            let mut sum = 0.0f32.runtime();
+            #[unroll]
+            for depth in 0..plan.depth {
+                sum += staged[(depth * region + to * stride + in_row) as usize];
+            }
+            let shift = comptime!(sum_shift(operands.recipe.grid()));
+            output[(to * extent.outputs + row) as usize] =
+                finish::<F, S, W, X>(operands, sum * shift, row);
+        }
+        at += comptime!(plan.units());
+    }
+}
+
+/// Eight values in the order in which codes are decoded, each with the fourth after it.
+#[cube]
+fn pairs<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
+    let mut pairs = Vector::<u32, X>::empty();
+    #[unroll]
+    for half in 0..2usize {
+        let (low, high) = (values.extract(half), values.extract(comptime!(half + 2)));
+        pairs.insert(comptime!(2 * half), (low & 0xFFFFu32) | (high << 16u32));
+        pairs.insert(comptime!(2 * half + 1), (low >> 16u32) | (high & 0xFFFF_0000u32));
+    }
+    pairs
+}

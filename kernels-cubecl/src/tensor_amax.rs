@@ -31,9 +31,9 @@ pub fn amax(
     let planned = plan(operation, &problem, device)?;
     problem.check_values(&values)?;
     Ok(if planned.share.wide() {
-        launch::<u32>(client, values, view, by_row, planned, device.plane)
+        launch::<u32>(client, values, view, by_row, planned, device)
     } else {
-        launch::<u16>(client, values, view, by_row, planned, device.plane)
+        launch::<u16>(client, values, view, by_row, planned, device)
     })
 }
 
@@ -43,11 +43,14 @@ fn launch<E: Int>(
     view: View,
     by_row: bool,
     launch: Launch,
-    plane: u32,
+    &Capability { plane, cubes, .. }: &Capability,
 ) -> Handle {
     let results = if by_row { view.packed_rows() } else { 1 };
-    // Bits of magnitudes order like magnitudes, so the largest is found among integers.
-    let result = client.create_from_slice(u32::as_bytes(&vec![0; results]));
+    let result = client.empty(4 * results);
+    // The planes that find the amax of a row write it; the others take the larger of two.
+    if results > 0 && (launch.items == 0 || !by_row || view.inner > 1) {
+        set_to_zero(client, &result, results, cubes);
+    }
     if launch.items == 0 {
         return result;
     }
@@ -102,6 +105,25 @@ fn launch<E: Int>(
     result
 }
 
+/// Sets what is found to 0, on the device: an upload takes longer.
+fn set_to_zero(client: &Client, result: &Handle, results: usize, cubes: u32) {
+    let count = CubeCount::Static((results as u32).div_ceil(UNITS).min(cubes), 1, 1);
+    // SAFETY: the length is that of the memory.
+    unsafe {
+        let result = BufferArg::from_raw_parts(result.clone(), results);
+        zero_kernel::launch_unchecked(client, count, CubeDim::new_1d(UNITS), result, results as u32);
+    }
+}
+
+#[cube(launch_unchecked)]
+fn zero_kernel(result: &mut [u32], count: u32) {
+    let mut at = ABSOLUTE_POS as u32;
+    while at < count {
+        result[at as usize] = 0u32;
+        at += CUBE_COUNT as u32 * CUBE_DIM;
+    }
+}
+
 /// The largest of a magnitude and those of a vector.
 #[cube]
 fn larger<E: Int, N: Size>(largest: f32, values: Vector<E, N>, #[comptime] share: Share) -> f32 {
@@ -113,7 +135,8 @@ fn larger<E: Int, N: Size>(largest: f32, values: Vector<E, N>, #[comptime] share
     largest
 }
 
-/// Bits that are largest for a NaN.
+/// Bits of a magnitude: they order like magnitudes, NaN above all, so the largest is found among
+/// integers.
 #[cube]
 fn magnitude_bits(magnitude: f32) -> u32 {
     u32::reinterpret(magnitude) & 0x7FFF_FFFFu32

@@ -19,8 +19,8 @@ struct OnGrid {
 }
 
 #[cube]
-fn round_to_grid(value: f32) -> OnGrid {
-    let magnitude = min(value.abs(), 6.0f32);
+fn round_to_grid(magnitude: f32) -> OnGrid {
+    let magnitude = min(magnitude, 6.0f32);
     let exponent = u32::reinterpret(max(magnitude, 1.0f32)) & 0x7F80_0000u32;
     let binade = f32::reinterpret(exponent);
     // The product is exact, so it does not matter whether this is fused.
@@ -31,7 +31,7 @@ fn round_to_grid(value: f32) -> OnGrid {
 /// result; the other bits mean nothing. The sign bit is kept. A NaN gives any code.
 #[cube]
 pub(crate) fn round_to_e2m1(value: f32) -> u32 {
-    let grid = round_to_grid(value);
+    let grid = round_to_grid(value.abs());
     // The bits of `shifted` are (149 + e) << 23 | steps, and the code is steps + 2 e.
     let code = u32::reinterpret(grid.shifted) * 0x1000_0040u32 + 0x6000_0000u32;
     code | (u32::reinterpret(value) & 0x8000_0000u32)
@@ -40,9 +40,15 @@ pub(crate) fn round_to_e2m1(value: f32) -> u32 {
 /// The value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].
 #[cube]
 pub(crate) fn nearest_element(value: f32) -> f32 {
-    let grid = round_to_grid(value);
-    let magnitude = fma(grid.binade, -SHIFT, grid.shifted);
+    let magnitude = nearest_magnitude(value.abs());
     f32::reinterpret(u32::reinterpret(magnitude) | (u32::reinterpret(value) & 0x8000_0000u32))
+}
+
+/// [`nearest_element`] of a value without sign.
+#[cube]
+pub(crate) fn nearest_magnitude(magnitude: f32) -> f32 {
+    let grid = round_to_grid(magnitude);
+    fma(grid.binade, -SHIFT, grid.shifted)
 }
 
 /// The value of the E2M1 code in the highest four bits of a word.

@@ -212,10 +212,26 @@ pub(crate) fn normalize(
     factors: &Factors,
     #[comptime] rule: ScaleRule,
 ) -> f32 {
+    let normalized = normalize_magnitude(element, factor, rule);
+    if comptime!(rule.row().keeps_negative_zero) {
+        normalized
+    } else {
+        // Adds a zero, which turns -0.0 into 0.0 and nothing else.
+        fma(normalized, factors.one, 0.0f32)
+    }
+}
+
+/// [`normalize`] of what is no -0.0, or does not care.
+#[cube]
+pub(crate) fn normalize_magnitude(
+    magnitude: f32,
+    factor: f32,
+    #[comptime] rule: ScaleRule,
+) -> f32 {
     let normalization = comptime!(rule.row().normalization);
     let normalized =
-        if comptime!(normalization.divides()) { element / factor } else { element * factor };
-    let normalized = match comptime!(normalization) {
+        if comptime!(normalization.divides()) { magnitude / factor } else { magnitude * factor };
+    match comptime!(normalization) {
         // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
         Normalization::EncodeOverScale | Normalization::Division => {
             select(normalized.is_nan(), 0.0f32, normalized)
@@ -223,11 +239,5 @@ pub(crate) fn normalize(
         Normalization::Reciprocal
         | Normalization::PowerReciprocal
         | Normalization::PowerReciprocalOrOne => normalized,
-    };
-    if comptime!(rule.row().keeps_negative_zero) {
-        normalized
-    } else {
-        // Adds a zero, which turns -0.0 into 0.0 and nothing else.
-        fma(normalized, factors.one, 0.0f32)
     }
 }

@@ -5,15 +5,18 @@ use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
 use cubecl::prelude::*;
 
 use super::task::Task;
-use crate::arith::element::nearest_element;
+use crate::arith::element::nearest_magnitude;
 use crate::arith::rule::{
-    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize, tensor_factor,
+    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize_magnitude, tensor_factor,
 };
 use crate::arith::scale_grid::scale_value;
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
 use crate::layout::tile::sum_of_tile;
 use crate::plan::{Recipe, Tile};
+
+/// Amax up to here, and down to its reciprocal, keeps what is divided far from the ends of f32.
+const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
 
 /// The better of two scales of one block of each row of a share, given the largest magnitudes.
 #[cube]
@@ -99,14 +102,40 @@ fn error(
     factors: &Factors,
     #[comptime] recipe: Recipe,
 ) -> f32 {
+    let mut error = sum_of_errors(elements, start, scale, tensor, factors, recipe, true);
+    if !divides_by_product(tensor.amax) {
+        error = sum_of_errors(elements, start, scale, tensor, factors, recipe, false);
+    }
+    error
+}
+
+/// [`error`] by [`quotient`], or by division. Magnitudes differ as values of one sign do.
+#[cube]
+fn sum_of_errors(
+    elements: &Array<f32>,
+    #[comptime] start: u32,
+    scale: &BlockScale,
+    tensor: &TensorFactor,
+    factors: &Factors,
+    #[comptime] recipe: Recipe,
+    #[comptime] by_product: bool,
+) -> f32 {
     let value = scale_value(scale.code, comptime!(recipe.grid()));
+    let range = factors.range;
+    let reciprocal = 1.0f32 / range;
     let mut error = 0.0f32.runtime();
     #[unroll]
     for k in 0..recipe.block_size {
-        let element = elements[(start + k) as usize];
-        let nearest =
-            nearest_element(normalize(element, scale.factor, factors, comptime!(recipe.rule)));
-        let difference = (nearest * value) * tensor.amax / factors.range - element;
+        let magnitude = elements[(start + k) as usize].abs();
+        let normalized =
+            normalize_magnitude(magnitude, scale.factor, comptime!(recipe.rule));
+        let scaled = (nearest_magnitude(normalized) * value) * tensor.amax;
+        let restored = if comptime!(by_product) {
+            quotient(scaled, range, reciprocal)
+        } else {
+            scaled / range
+        };
+        let difference = restored - magnitude;
         if comptime!(squares(recipe.search)) {
             error = fma(difference * difference, factors.one, error);
         } else {
@@ -116,6 +145,48 @@ fn error(
     error
 }
 
+/// `scaled / range`, given the reciprocal of the range: the first product is less than an ulp off,
+/// what is left of it is exact. Right for every mantissa, see the test, where nothing underflows.
+#[cube]
+fn quotient(scaled: f32, range: f32, reciprocal: f32) -> f32 {
+    let near = scaled * reciprocal;
+    fma(fma(-near, range, scaled), reciprocal, near)
+}
+
+/// Whether [`quotient`] is right for all products with this amax: the smallest is 2^-10 times it,
+/// and what is left of it not less than 2^-48 times that.
+#[cube]
+fn divides_by_product(amax: f32) -> bool {
+    amax >= comptime!(1.0 / LARGEST_AMAX) && amax <= comptime!(LARGEST_AMAX)
+}
+
 fn squares(search: ScaleSearch) -> bool {
     matches!(search, ScaleSearch::FourOverSix { error: ErrorMetric::Mse, .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_search::{E4m3Range, Fp4Scheme};
+
+    use super::*;
+
+    #[test]
+    fn the_quotient_is_that_of_a_division_for_every_mantissa() {
+        for e4m3 in [E4m3Range::E448, E4m3Range::E256] {
+            let error = ErrorMetric::default();
+            let search = ScaleSearch::FourOverSix { range: e4m3, error };
+            let range = Fp4Scheme::nvfp4().with_search(search).largest_code_product();
+            let reciprocal = 1.0 / range;
+            // Mantissas at 1, and at the ends of what is divided.
+            for first in [1.0, 2f32.powi(-70), 2f32.powi(71)] {
+                for mantissa in 0..1 << 23 {
+                    let scaled = f32::from_bits(first.to_bits() + mantissa);
+                    let near = scaled * reciprocal;
+                    let rest = (-near).mul_add(range, scaled);
+                    let quotient = rest.mul_add(reciprocal, near);
+                    assert_eq!(quotient, scaled / range, "{scaled:e} / {range}");
+                }
+            }
+        }
+    }
 }

@@ -187,10 +187,8 @@ pub(crate) fn unit(amax: f32, encode: f32, #[comptime] grid: ScaleGrid) -> Unit 
 pub(crate) fn value_in(unit: &Unit, code: u32, #[comptime] grid: ScaleGrid) -> f32 {
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
-            let one = comptime!(((BIAS - row.bias) as u32) << MANTISSA);
-            let normal = f32::reinterpret((code << comptime!(dropped(row))) + one);
-            let subnormal = f32::cast_from(code) * comptime!(power(step(row)));
-            select(code < comptime!(first_normal(row)), subnormal, normal)
+            // As [`float_value`], of codes that are not NaN.
+            f32::reinterpret(code << comptime!(dropped(row))) * comptime!(power(BIAS - row.bias))
         }
         ScaleGrid::PowersOfTwo(_) => {
             f32::reinterpret((code - unit.base + comptime!(BIAS as u32)) << MANTISSA)

@@ -60,9 +60,8 @@ pub(crate) fn start(cost: f32, own: u32, #[comptime] grid: ScaleGrid) -> Best {
 /// others the smallest.
 #[cube]
 pub(crate) fn improve(best: &mut Best, cost: f32, code: u32, own: u32) {
-    let infinity = f32::reinterpret(0x7F80_0000u32);
-    let equal = cost == best.cost && best.code != own && cost < infinity;
-    let is_better = cost < best.cost || equal;
+    // Of a code that is not the rule's own, the cost is finite.
+    let is_better = cost < best.cost || (cost == best.cost && best.code != own);
     best.cost = select(is_better, cost, best.cost);
     best.code = select(is_better, code, best.code);
 }

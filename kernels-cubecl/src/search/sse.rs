@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 
 use super::best::{Best, Candidate, candidate, improve, own_candidate, start};
 use super::task::Task;
-use crate::arith::element::nearest_element;
+use crate::arith::element::nearest_magnitude;
 use crate::arith::rule::{BlockScale, BlockScales, TensorFactor, block_scale, tensor_factor};
 use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, value_in, window};
 use crate::layout::place::{Place, at_row};
@@ -100,13 +100,14 @@ fn cost(
     let mut cost = 0.0f32.runtime();
     #[unroll]
     for k in 0..recipe.block_size {
-        let element = elements[comptime!((start + k) as usize)];
+        // Errors of magnitudes are those of values of one sign, and so are their squares.
+        let magnitude = elements[comptime!((start + k) as usize)].abs();
         let nearest = if comptime!(recipe.divides()) {
-            nearest_element(element / candidate.factor)
+            nearest_magnitude(magnitude / candidate.factor)
         } else {
-            nearest_element(element * candidate.factor)
+            nearest_magnitude(magnitude * candidate.factor)
         };
-        let error = fma(-nearest, candidate.value, element * unit.factor);
+        let error = fma(-nearest, candidate.value, magnitude * unit.factor);
         let weighted = if comptime!(recipe.weighted) {
             weights[(channel + k) as usize] * error
         } else {

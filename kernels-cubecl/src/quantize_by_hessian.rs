@@ -142,7 +142,8 @@ fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
         let elements = load_blocks::<E, N>(task.values, &place, &task.extent, size, share);
         let tensor = tensor_factor(task.amax, row, &task.factors, recipe);
         let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
-        let hessian = block_hessian::<H>(hessian, first, task.weights, block * size);
+        let stay = u32::cast_from(task.factors.one) - 1u32;
+        let hessian = block_hessian::<H>(hessian, first, stay, task.weights, block * size);
         let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &task.factors, recipe);
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]

@@ -111,7 +111,13 @@ fn set_to_zero(client: &Client, result: &Handle, results: usize, cubes: u32) {
     // SAFETY: the length is that of the memory.
     unsafe {
         let result = BufferArg::from_raw_parts(result.clone(), results);
-        zero_kernel::launch_unchecked(client, count, CubeDim::new_1d(UNITS), result, results as u32);
+        zero_kernel::launch_unchecked(
+            client,
+            count,
+            CubeDim::new_1d(UNITS),
+            result,
+            results as u32,
+        );
     }
 }
 

@@ -223,11 +223,7 @@ pub(crate) fn normalize(
 
 /// [`normalize`] of what is no -0.0, or does not care.
 #[cube]
-pub(crate) fn normalize_magnitude(
-    magnitude: f32,
-    factor: f32,
-    #[comptime] rule: ScaleRule,
-) -> f32 {
+pub(crate) fn normalize_magnitude(magnitude: f32, factor: f32, #[comptime] rule: ScaleRule) -> f32 {
     let normalization = comptime!(rule.row().normalization);
     let normalized =
         if comptime!(normalization.divides()) { magnitude / factor } else { magnitude * factor };

@@ -8,6 +8,8 @@ pub(crate) struct BlockHessian<'a, H: Size> {
     /// The rows of the matrix in vectors of four, from `first` on.
     values: &'a [Vector<f32, H>],
     first: u32,
+    /// 0, which the compiler does not know; see [`again`].
+    stay: u32,
     /// Lower bounds of the cost of an error of each channel, from `channel` on.
     bounds: &'a [f32],
     channel: u32,
@@ -18,10 +20,24 @@ pub(crate) struct BlockHessian<'a, H: Size> {
 pub(crate) fn block_hessian<'a, H: Size>(
     values: &'a [Vector<f32, H>],
     first: u32,
+    stay: u32,
     bounds: &'a [f32],
     channel: u32,
 ) -> BlockHessian<'a, H> {
-    BlockHessian::<'a, H> { values, first, bounds, channel }
+    BlockHessian::<'a, H> { values, first, stay, bounds, channel }
+}
+
+/// The same for each turn of a loop: the compiler would load all of the matrix before the loop, and
+/// spill it, if it knew that nothing of it changes.
+#[cube]
+pub(crate) fn again<'a, H: Size>(hessian: &BlockHessian<'a, H>, turn: u32) -> BlockHessian<'a, H> {
+    BlockHessian::<'a, H> {
+        values: hessian.values,
+        first: hessian.first + turn * hessian.stay,
+        stay: hessian.stay,
+        bounds: hessian.bounds,
+        channel: hessian.channel,
+    }
 }
 
 /// Four values of the matrix, counted row by row.

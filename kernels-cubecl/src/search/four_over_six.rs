@@ -7,7 +7,8 @@ use cubecl::prelude::*;
 use super::task::Task;
 use crate::arith::element::nearest_magnitude;
 use crate::arith::rule::{
-    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize_magnitude, tensor_factor,
+    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize_magnitude,
+    tensor_factor,
 };
 use crate::arith::scale_grid::scale_value;
 use crate::layout::place::{Place, at_row};
@@ -127,8 +128,7 @@ fn sum_of_errors(
     #[unroll]
     for k in 0..recipe.block_size {
         let magnitude = elements[(start + k) as usize].abs();
-        let normalized =
-            normalize_magnitude(magnitude, scale.factor, comptime!(recipe.rule));
+        let normalized = normalize_magnitude(magnitude, scale.factor, comptime!(recipe.rule));
         let scaled = (nearest_magnitude(normalized) * value) * tensor.amax;
         let restored = if comptime!(by_product) {
             quotient(scaled, range, reciprocal)

@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 use super::amax::largest_magnitude;
 use super::best::{Candidate, candidate, improve, start};
 use super::block_hessian::{BlockHessian, bound, cost};
-use super::coordinate_descent::{sweep, value_at, without_negative_zeros};
+use super::coordinate_descent::{steps, sweep, value_at, without_negative_zeros};
 use crate::arith::element::{nearest_element, round_to_e2m1};
 use crate::arith::rule::{Factors, TensorFactor, block_scale, code_mask, normalize};
 use crate::arith::scale_grid::{Unit, is_searchable, lowest, top, unit};
@@ -46,6 +46,7 @@ pub(crate) fn search<H: Size>(
         let infinity = f32::reinterpret(0x7F80_0000u32);
         let mut best = start(infinity, own.code, grid);
         let lowest = lowest(&unit, grid);
+        let steps = steps::<H>(hessian, comptime!(recipe.block_size));
         // The rule's own scale, then all from the top down; below 0 codes wrap around.
         let mut next = own.code;
         let mut is_own = true;
@@ -54,8 +55,9 @@ pub(crate) fn search<H: Size>(
             if is_hopeless::<H>(elements, tried.value, &unit, best.cost, hessian, recipe) {
                 next = 0xFFFF_FFFFu32;
             } else {
-                let cost =
-                    try_scale::<H>(elements, &mut found, &tried, best.cost, &unit, hessian, recipe);
+                let cost = try_scale::<H>(
+                    elements, &mut found, &tried, best.cost, &unit, &steps, hessian, recipe,
+                );
                 let mut takes = is_own;
                 if is_own {
                     best.cost = start(cost, own.code, grid).cost;
@@ -145,6 +147,7 @@ fn try_scale<H: Size>(
     tried: &Candidate,
     best: f32,
     unit: &Unit,
+    steps: &Array<f32>,
     hessian: &BlockHessian<'_, H>,
     #[comptime] recipe: Recipe,
 ) -> f32 {
@@ -178,7 +181,7 @@ fn try_scale<H: Size>(
     if largest * largest <= best {
         result = cost::<H>(&errors, hessian, size);
         if comptime!(recipe.search == ScaleSearch::CoordinateDescent) {
-            sweep::<H>(found, &errors, tried.value, hessian, size);
+            sweep::<H>(found, &errors, steps, tried.value, hessian, size);
             #[unroll]
             for k in 0..size {
                 let scaled = elements[k as usize] * unit.factor;

@@ -24,12 +24,14 @@
 //! | [`formats`]     | bits: what codes and scales mean                                      |
 
 pub use burn_fp4_modules::{
-    ActivationRange, Calibrate, Calibration, CalibrationOptions, CalibrationProgress, Checkpoint,
-    CheckpointError, CheckpointMap, ChosenBy, Container, DenseWeight, FakeQuantWeight,
-    FakeQuantize, FakeQuantizeConfig, Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error,
-    Fp4Linear, Fp4Module, Fp4Report, Fp4TrainLinear, Indivisible, LoadCheckpoint, LoadReport,
-    Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight,
-    ParameterReport, Reason, SseVariant, Unused, WriteReport, checkpoints, ops,
+    ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,
+    CalibrationProgress, Candidate, CandidateSensitivity, Checkpoint, CheckpointError,
+    CheckpointMap, ChosenBy, Container, DenseWeight, FakeQuantWeight, FakeQuantize,
+    FakeQuantizeConfig, Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear,
+    Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
+    LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
+    PackedWeight, ParameterReport, Reason, Sensitivity, SseVariant, Unused, WriteReport,
+    checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

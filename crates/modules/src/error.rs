@@ -9,6 +9,7 @@ use burn_fp4_checkpoints::CheckpointError;
 use burn_fp4_ops::OpsError;
 
 use crate::checkpoint::mismatch::Mismatch;
+use crate::sensitivity::budget::Budget;
 
 /// Why a module cannot be quantized or loaded.
 ///
@@ -95,6 +96,21 @@ pub enum Fp4Error {
         axis: usize,
         /// Which slice over the leading axes of the weight.
         slice: usize,
+    },
+    /// Nothing can be said of how sensitive weights are.
+    #[error("sensitivity: {0}")]
+    Sensitivity(&'static str),
+    /// No choice of candidates is as small as asked for.
+    #[error(
+        "{asked:?}: the smallest candidates take {least_bytes} bytes, {least_bits:.3} bits each"
+    )]
+    Budget {
+        /// What was asked for.
+        asked: Budget,
+        /// Bytes of the smallest candidates of all weights.
+        least_bytes: usize,
+        /// That, in bits for each value.
+        least_bits: f64,
     },
     /// Something cannot be fake-quantized for training.
     #[error("fake quantization: {what}: {reason}")]

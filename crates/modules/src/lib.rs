@@ -22,9 +22,10 @@
 //! | `calibration/`         | [`Calibrate`]: the statistics from forward passes; layer by layer  |
 //! | `training/`            | fake quantization, [`Fp4TrainLinear`], adapters over codes         |
 //! | `checkpoint/`          | [`LoadCheckpoint`]: files of other projects, in and out            |
+//! | `sensitivity/`         | [`Sensitivity`]: what FP4 costs each weight, choice under a budget |
 //!
-//! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/` and
-//! `checkpoint/` use both.
+//! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/`,
+//! `checkpoint/` and `sensitivity/` use both.
 
 mod calibration;
 mod checkpoint;
@@ -37,6 +38,7 @@ mod pack;
 mod packed_weight;
 mod report;
 mod report_table;
+mod sensitivity;
 mod statistics;
 mod training;
 mod transfer;
@@ -47,6 +49,8 @@ use std::path::Path;
 use burn::module::{Lora, Module};
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
+#[cfg(feature = "autodiff")]
+use burn::tensor::Tensor;
 
 pub use burn_fp4_checkpoints as checkpoints;
 pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
@@ -66,6 +70,9 @@ pub use linear::Fp4Linear;
 pub use pack::given::DenseWeight;
 pub use packed_weight::PackedWeight;
 pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason};
+pub use sensitivity::budget::{Budget, BudgetChoice};
+pub use sensitivity::candidate::Candidate;
+pub use sensitivity::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 pub use statistics::Calibration;
 pub use training::activations::{ActivationRange, FakeQuantize, FakeQuantizeConfig};
 pub use training::train_linear::Fp4TrainLinear;
@@ -138,6 +145,69 @@ pub trait Fp4Module: Module {
         forward: impl FnMut(&Self, I) -> O,
     ) -> Result<Fp4Report, Fp4Error> {
         calibration::sequential::sequential(self, config, options, batches, forward)
+    }
+
+    /// What every candidate costs every weight that a configuration selects: its bits, and the
+    /// error of the weight and of its outputs. The module stays as it is.
+    ///
+    /// The schemes of the candidates take the place of those of the configuration; its method
+    /// quantizes, and its calibration says what inputs are. A budget
+    /// [chooses](Sensitivity::choose) among the candidates.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_fp4_modules::{Budget, Calibration, Candidate, Fp4Config, Fp4Module, Method};
+    ///
+    /// let device = Device::flex();
+    /// let mut layers: Vec<_> = (0..4).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    /// let batches = (0..2).map(|_| Tensor::<2>::random([64, 64], Distribution::Default, &device));
+    /// let forward = |layers: &Vec<Linear>, batch| {
+    ///     layers.iter().fold(batch, |batch, layer| layer.forward(batch))
+    /// };
+    /// let calibration = Calibration::of(&layers).run(batches, forward)?;
+    ///
+    /// let config = Fp4Config::nvfp4().method(Method::Gptq).with_calibration(&calibration);
+    /// let sensitivity = layers.fp4_sensitivity(&config, &Candidate::DEFAULT)?;
+    /// println!("{sensitivity}");
+    /// let choice = sensitivity.choose(Budget::BitsPerWeight(12.0))?;
+    /// let report = layers.quantize_fp4(&choice.config)?;
+    /// # assert!(report.quantized().count() >= 2);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`quantize_fp4`](Self::quantize_fp4), of any candidate;
+    /// [`Fp4Error::Sensitivity`] without candidates.
+    fn fp4_sensitivity(
+        &self,
+        config: &Fp4Config,
+        candidates: &[Candidate],
+    ) -> Result<Sensitivity, Fp4Error> {
+        Ok(sensitivity::measure::measure(self, config, candidates)?.sensitivity)
+    }
+
+    /// [`fp4_sensitivity`](Self::fp4_sensitivity), and by how much the loss of a batch is expected
+    /// to grow by second order: `mean((sum of dW * gradient)^2) / 2` over the batches, which is
+    /// `dW^T F dW / 2` with the empirical Fisher information `F`.
+    ///
+    /// `loss` returns the loss of a batch `[1]`: the negative logarithm of the likelihood of what
+    /// was to be predicted, summed over the batch, not its mean, so that the growth is that of the
+    /// sum. It runs once for each batch, on this module with autodiff, and one gradient is computed
+    /// for all candidates. Many small batches beat a few large ones.
+    ///
+    /// # Errors
+    /// As there, and [`Fp4Error::Sensitivity`] without batches, or for a loss that no selected
+    /// weight has a gradient of.
+    #[cfg(feature = "autodiff")]
+    fn fp4_sensitivity_of_loss<I>(
+        &self,
+        config: &Fp4Config,
+        candidates: &[Candidate],
+        batches: impl IntoIterator<Item = I>,
+        loss: impl FnMut(&Self, I) -> Tensor<1>,
+    ) -> Result<Sensitivity, Fp4Error> {
+        sensitivity::loss::measure(self, config, candidates, batches, loss)
     }
 
     /// Replaces dense weights by codes and scales that come from elsewhere: of a checkpoint, of a

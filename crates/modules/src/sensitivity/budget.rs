@@ -1,0 +1,109 @@
+//! [`Budget`]: the candidates with the least error within some bits or bytes.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Fp4Config, Unused};
+use crate::error::Fp4Error;
+
+use super::knapsack::{Item, choose};
+use super::report::{CandidateSensitivity, Sensitivity};
+
+/// What the selected weights may take, codes and scales and those that stay dense together.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Budget {
+    /// Bits for each of their values, on average.
+    BitsPerWeight(f64),
+    /// Bytes.
+    Bytes(usize),
+}
+
+/// A candidate for every group of weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BudgetChoice {
+    /// What quantizes a module like this. Saved, it lacks the calibration.
+    pub config: Fp4Config,
+    /// By group of the [`Sensitivity`], what was chosen.
+    pub candidates: Vec<CandidateSensitivity>,
+    /// Bits for each value.
+    pub bits_per_weight: f64,
+    /// The sum of the [errors](CandidateSensitivity::error) of the groups.
+    pub error: f64,
+    /// No choice within the budget has a smaller sum.
+    pub bound: f64,
+}
+
+impl Sensitivity {
+    /// The candidates whose errors have the smallest sum within a budget: a multiple-choice
+    /// knapsack problem, solved by its linear relaxation and repaired.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Budget`] if the smallest candidates of all groups take more, or the budget is
+    /// not a number; [`Fp4Error::Uncalibrated`] if errors of different groups cannot be compared,
+    /// because there is neither a loss nor an error of outputs of a group.
+    pub fn choose(&self, budget: Budget) -> Result<BudgetChoice, Fp4Error> {
+        let incomparable = self.groups.iter().filter(|group| {
+            group.candidates.iter().any(|one| one.error().is_none_or(|error| !error.is_finite()))
+        });
+        let paths: Vec<_> = incomparable.flat_map(|group| group.paths.clone()).collect();
+        if !paths.is_empty() {
+            return Err(Fp4Error::Uncalibrated { method: "a budget".to_owned(), paths });
+        }
+        let item = |one: &CandidateSensitivity| Item {
+            bytes: one.bytes,
+            // Beside rounding, it is not negative.
+            error: one.error().unwrap_or_default().max(0.0),
+        };
+        let items: Vec<Vec<Item>> =
+            self.groups.iter().map(|group| group.candidates.iter().map(item).collect()).collect();
+        let values: usize = self.groups.iter().map(|group| group.values).sum();
+        let smallest = |group: &Vec<Item>| group.iter().map(|one| one.bytes).min().unwrap_or(0);
+        let least: usize = items.iter().map(smallest).sum();
+        let bytes = match budget {
+            // As many as there are, if it is more than any number of them.
+            Budget::BitsPerWeight(bits) if bits >= 0.0 => (bits * values as f64 / 8.0) as usize,
+            Budget::BitsPerWeight(_) => 0,
+            Budget::Bytes(bytes) => bytes,
+        };
+        let Some(choice) = choose(&items, bytes) else {
+            return Err(Fp4Error::Budget {
+                asked: budget,
+                least_bytes: least,
+                least_bits: 8.0 * least as f64 / values as f64,
+            });
+        };
+        let chosen: Vec<CandidateSensitivity> = self
+            .groups
+            .iter()
+            .zip(&choice.items)
+            .map(|(group, &item)| group.candidates[item].clone())
+            .collect();
+        let taken: usize = chosen.iter().map(|one| one.bytes).sum();
+        Ok(BudgetChoice {
+            config: self.config_of(&chosen),
+            error: chosen.iter().filter_map(CandidateSensitivity::error).sum(),
+            candidates: chosen,
+            bits_per_weight: 8.0 * taken as f64 / values as f64,
+            bound: choice.bound,
+        })
+    }
+
+    /// The configuration that makes this choice.
+    fn config_of(&self, chosen: &[CandidateSensitivity]) -> Fp4Config {
+        let mut config = self.config.clone();
+        // What this said of weights that were not selected holds no longer once fewer are: their
+        // numbers from either end, and siblings of which one was to be quantized.
+        (config.keep_first, config.keep_last, config.unused) = (0, 0, Unused::Report);
+        (config.overrides, config.include, config.exclude) = Default::default();
+        for (group, one) in self.groups.iter().zip(chosen) {
+            let Some(scheme) = one.candidate.scheme(&self.config) else { continue };
+            for path in &group.paths {
+                config = config.include(path.clone()).with(path.clone(), scheme);
+            }
+        }
+        if config.include.is_empty() {
+            config = config.exclude("**");
+        }
+        config
+    }
+}

@@ -1,0 +1,43 @@
+//! [`Candidate`]: a format that a weight may have, or none.
+
+use core::fmt;
+
+use burn_fp4_ops::Fp4Scheme;
+use serde::{Deserialize, Serialize};
+
+use crate::config::Fp4Config;
+
+/// How a group of weights may be stored.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Candidate {
+    /// As it is.
+    Dense,
+    /// In FP4, with the rule and the blocks of a scheme; the search is that of the configuration.
+    Fp4(Fp4Scheme),
+}
+
+impl Candidate {
+    /// What is tried if nothing else is said: NVFP4, MXFP4 and dense.
+    pub const DEFAULT: [Self; 3] =
+        [Self::Fp4(Fp4Scheme::nvfp4()), Self::Fp4(Fp4Scheme::mxfp4()), Self::Dense];
+
+    /// Its scheme, with the search of a configuration.
+    pub(super) fn scheme(&self, config: &Fp4Config) -> Option<Fp4Scheme> {
+        match self {
+            Self::Dense => None,
+            Self::Fp4(scheme) => Some(scheme.with_search(config.scheme.search)),
+        }
+    }
+}
+
+impl fmt::Display for Candidate {
+    /// `dense`, or the format and the size of its blocks: `nvfp4/16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dense => f.pad("dense"),
+            Self::Fp4(scheme) => f.pad(&format!("{}/{}", scheme.format(), scheme.block_size)),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! [`Sensitivity`]: what every candidate costs every group of weights.
+
+use core::fmt;
+
+use comfy_table::{CellAlignment, Table, presets};
+use serde::{Deserialize, Serialize};
+
+use crate::config::Fp4Config;
+
+use super::candidate::Candidate;
+
+/// What [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) found.
+///
+/// Displayed it is a table; serialized it is all there is to know but the calibration.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Sensitivity {
+    /// The selected weights, those together that must have the same format, in the order of the
+    /// module.
+    pub groups: Vec<GroupSensitivity>,
+    /// How they were selected and quantized.
+    pub config: Fp4Config,
+}
+
+/// Weights that have the same format: one, those that
+/// [share a tensor scale](Fp4Config::share_scale), or those that are tied.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GroupSensitivity {
+    /// Their paths.
+    pub paths: Vec<String>,
+    /// Number of their values.
+    pub values: usize,
+    /// What is possible, in the order asked for: without those whose blocks do not divide a weight,
+    /// if the configuration [skips](crate::Indivisible::Skip) it.
+    pub candidates: Vec<CandidateSensitivity>,
+}
+
+/// What a candidate costs a group. Of a dense one all errors are 0.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CandidateSensitivity {
+    /// The candidate.
+    pub candidate: Candidate,
+    /// Bytes of the group.
+    pub bytes: usize,
+    /// `|dW|^2 / |W|^2`, summed over the group.
+    pub weight_error: f64,
+    /// `tr(dW^T H dW) / tr(W^T H W)` with the Gram matrices `H` of the calibrated inputs: the
+    /// squared error of the outputs over their energy. Nothing if there are none of a weight, or
+    /// only blocks of them.
+    pub output_error: Option<f64>,
+    /// By how much the loss of a batch is expected to grow; see
+    /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss).
+    pub loss: Option<f64>,
+}
+
+impl GroupSensitivity {
+    /// Bits for each value.
+    pub fn bits(&self, candidate: &CandidateSensitivity) -> f64 {
+        8.0 * candidate.bytes as f64 / self.values as f64
+    }
+}
+
+impl CandidateSensitivity {
+    /// What candidates of different groups are compared by: the loss if it is known, else the error
+    /// of the outputs.
+    pub fn error(&self) -> Option<f64> {
+        self.loss.or(self.output_error)
+    }
+}
+
+impl fmt::Display for Sensitivity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
+            "weights",
+            "candidate",
+            "bits",
+            "weight error %",
+            "output error %",
+            "loss",
+        ]);
+        for group in &self.groups {
+            for candidate in &group.candidates {
+                table.add_row(row(group, candidate));
+            }
+        }
+        for column in 2..6 {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        write!(f, "{table}")
+    }
+}
+
+/// The cells of a candidate. Errors are those of values: square roots.
+pub(super) fn row(group: &GroupSensitivity, candidate: &CandidateSensitivity) -> [String; 6] {
+    let percent = |error: f64| format!("{:.3}", 100.0 * error.sqrt());
+    [
+        group.paths.join("\n"),
+        candidate.candidate.to_string(),
+        format!("{:.3}", group.bits(candidate)),
+        percent(candidate.weight_error),
+        candidate.output_error.map_or(String::new(), percent),
+        candidate.loss.map_or(String::new(), |loss| format!("{loss:.3e}")),
+    ]
+}

@@ -1,0 +1,209 @@
+//! What candidates cost weights, against what quantizing shows; choices under a budget.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig, Relu};
+use burn::tensor::{Device, Distribution, Tensor};
+use burn_fp4::ops::Fp4Scheme;
+use burn_fp4::{
+    Budget, Calibration, Candidate, Fp4Config, Fp4Error, Fp4Module, Indivisible, Method, Outcome,
+    PackedWeight,
+};
+
+const CANDIDATES: [Candidate; 4] = [
+    Candidate::Fp4(Fp4Scheme::nvfp4()),
+    Candidate::Fp4(Fp4Scheme::nvfp4().with_block_size(32)),
+    Candidate::Fp4(Fp4Scheme::mxfp4()),
+    Candidate::Dense,
+];
+
+#[derive(Module, Debug)]
+struct Net {
+    query: Linear,
+    key: Linear,
+    down: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let layer = |outputs| LinearConfig::new(64, outputs).with_bias(false).init(device);
+        Self { query: layer(64), key: layer(64), down: layer(32) }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let mixed = self.query.forward(x.clone()) + Relu::new().forward(self.key.forward(x));
+        self.down.forward(mixed)
+    }
+}
+
+fn inputs(device: &Device) -> Tensor<2> {
+    let normal = Tensor::<2>::random([256, 64], Distribution::Normal(0.0, 1.0), device);
+    let wide = Tensor::<1>::random([64], Distribution::Uniform(0.2, 3.0), device);
+    normal * wide.unsqueeze()
+}
+
+fn scalar(sum: Tensor<1>) -> f64 {
+    f64::from(sum.into_scalar::<f32>())
+}
+
+fn close(found: f64, expected: f64, by: f64) {
+    assert!((found - expected).abs() <= by * expected.abs(), "{found} {expected}");
+}
+
+#[test]
+fn errors_are_those_of_weights_and_outputs_that_were_quantized() {
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let x = inputs(&device);
+    let calibration =
+        Calibration::of(&net).run([x.clone()], |net: &Net, x| net.forward(x)).unwrap();
+    let config = Fp4Config::nvfp4()
+        .method(Method::Gptq)
+        .share_scale(["query", "key"])
+        .with_calibration(&calibration);
+    let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let paths: Vec<_> = sensitivity.groups.iter().map(|group| group.paths.join(" ")).collect();
+    assert_eq!(paths, ["query.weight key.weight", "down.weight"]);
+
+    for (at, candidate) in CANDIDATES.into_iter().enumerate() {
+        let found = &sensitivity.groups[0].candidates[at];
+        assert_eq!(found.candidate, candidate);
+        let Candidate::Fp4(scheme) = candidate else {
+            assert_eq!((found.bytes, found.error()), (2 * 4 * 64 * 64, Some(0.0)));
+            continue;
+        };
+        let mut quantized = net.clone();
+        let mut config = config.clone();
+        config.scheme = scheme.with_search(config.scheme.search);
+        quantized.quantize_fp4(&config).unwrap();
+        let mut sums = [0.0; 4];
+        let mut bytes = 0;
+        for (dense, quantized) in [(&net.query, &quantized.query), (&net.key, &quantized.key)] {
+            bytes += quantized.weight.reparameterization::<PackedWeight>().unwrap().bytes();
+            let (dense, rounded) = (dense.weight.val(), quantized.weight.val());
+            let error = rounded - dense.clone();
+            let outputs = [x.clone().matmul(error.clone()), x.clone().matmul(dense.clone())];
+            for (sum, values) in sums.iter_mut().zip([error, dense].into_iter().chain(outputs)) {
+                *sum += scalar(values.powf_scalar(2.0).sum());
+            }
+        }
+        assert_eq!(found.bytes, bytes);
+        close(found.weight_error, sums[0] / sums[1], 1e-4);
+        close(found.output_error.unwrap(), sums[2] / sums[3], 1e-3);
+    }
+}
+
+#[test]
+fn the_growth_of_a_loss_is_that_of_second_order() {
+    // Targets are normal around the outputs, so that the loss is at its minimum, and the growth
+    // half the square of what the outputs change by.
+    let device = Device::flex();
+    device.seed(5);
+    let layer = LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let batches: Vec<_> = (0..300)
+        .map(|_| {
+            let x = Tensor::<2>::random([8, 64], Distribution::Normal(0.0, 1.0), &device);
+            let noise = Tensor::random([8, 32], Distribution::Normal(0.0, 1.0), &device);
+            (x.clone(), layer.forward(x) + noise)
+        })
+        .collect();
+    let loss = |layer: &Linear, (x, target): (Tensor<2>, Tensor<2>)| {
+        let device = layer.weight.val().device();
+        let (x, target) = (x.to_device(&device), target.to_device(&device));
+        (layer.forward(x) - target).powf_scalar(2.0).sum() * 0.5
+    };
+    let config = Fp4Config::nvfp4();
+    let found = layer.fp4_sensitivity_of_loss(&config, &CANDIDATES, batches.clone(), loss).unwrap();
+    for (candidate, one) in CANDIDATES.iter().zip(&found.groups[0].candidates) {
+        let Candidate::Fp4(scheme) = candidate else {
+            assert_eq!(one.loss, Some(0.0));
+            continue;
+        };
+        let mut quantized = layer.clone();
+        quantized.quantize_fp4(&Fp4Config::new(*scheme)).unwrap();
+        let change = quantized.weight.val() - layer.weight.val();
+        let growth = |(x, _): &(Tensor<2>, Tensor<2>)| {
+            0.5 * scalar(x.clone().matmul(change.clone()).powf_scalar(2.0).sum())
+        };
+        let expected = batches.iter().map(growth).sum::<f64>() / batches.len() as f64;
+        // The mean of 300 squares of normal numbers: 8 % standard deviation.
+        close(one.loss.unwrap(), expected, 0.4);
+    }
+    let none = layer.fp4_sensitivity_of_loss(&config, &CANDIDATES, Vec::new(), loss);
+    assert!(matches!(none, Err(Fp4Error::Sensitivity(_))));
+}
+
+#[test]
+fn a_choice_quantizes_what_it_says_within_its_budget() {
+    let device = Device::flex();
+    let net: Vec<Net> = (0..3).map(|_| Net::new(&device)).collect();
+    let calibration = Calibration::of(&net)
+        .run([inputs(&device)], |nets: &Vec<Net>, x: Tensor<2>| {
+            nets.iter().map(|net| net.forward(x.clone())).collect::<Vec<_>>()
+        })
+        .unwrap();
+    let config = Fp4Config::nvfp4()
+        .method(Method::Hessian)
+        .exclude("0.down.*")
+        .keep_last(1)
+        .share_scale(["query", "key"])
+        .with_calibration(&calibration);
+    let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    assert_eq!(sensitivity.groups.len(), 3);
+    let mut errors = Vec::new();
+    for bits in [4.4, 4.7, 6.0, 12.0, 20.0, 40.0] {
+        let choice = sensitivity.choose(Budget::BitsPerWeight(bits)).unwrap();
+        assert!(choice.bits_per_weight <= bits && choice.bound <= choice.error + 1e-12);
+        errors.push(choice.error);
+
+        // As it is, and as it comes back from a file.
+        let json = serde_json::to_string(&choice.config).unwrap();
+        let read: Fp4Config = serde_json::from_str(&json).unwrap();
+        let mut quantized = net.clone();
+        let report = match quantized.quantize_fp4(&read.with_calibration(&calibration)) {
+            Ok(report) => report,
+            Err(Fp4Error::NothingSelected(_)) if bits >= 32.0 => continue,
+            Err(error) => panic!("{error}"),
+        };
+        for (group, chosen) in sensitivity.groups.iter().zip(&choice.candidates) {
+            for path in &group.paths {
+                let found = report.parameters.iter().find(|one| one.path == *path).unwrap();
+                match (&found.outcome, chosen.candidate) {
+                    (Outcome::Kept { .. }, Candidate::Dense) => {}
+                    (Outcome::Quantized { scheme, .. }, Candidate::Fp4(asked)) => {
+                        assert_eq!(*scheme, asked.with_search(config.scheme.search));
+                    }
+                    (found, asked) => panic!("{path}: {asked} {found:?}"),
+                }
+            }
+        }
+    }
+    assert!(errors.is_sorted_by(|a, b| a >= b), "{errors:?}");
+    assert_eq!(errors[5], 0.0);
+
+    let error = sensitivity.choose(Budget::BitsPerWeight(4.0)).unwrap_err();
+    assert!(matches!(error, Fp4Error::Budget { .. }), "{error}");
+    assert!(sensitivity.choose(Budget::BitsPerWeight(f64::NAN)).is_err());
+    let (table, page) = (sensitivity.to_string(), sensitivity.html());
+    for text in ["1.query.weight", "nvfp4/32", "mxfp4/32", "dense"] {
+        assert!(table.contains(text) && page.contains(text), "{text}");
+    }
+}
+
+#[test]
+fn candidates_that_do_not_divide_a_weight_are_left_out_if_that_is_skipped() {
+    let device = Device::flex();
+    let layers: Vec<Linear> =
+        [48, 64].map(|inputs| LinearConfig::new(inputs, 16).init(&device)).into();
+    let config = Fp4Config::nvfp4();
+    let error = layers.fp4_sensitivity(&config, &CANDIDATES).unwrap_err();
+    assert!(matches!(error, Fp4Error::Parameter { .. }), "{error}");
+    assert!(layers.fp4_sensitivity(&config, &[]).is_err());
+
+    let config = config.indivisible(Indivisible::Skip);
+    let sensitivity = layers.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let counts: Vec<_> = sensitivity.groups.iter().map(|group| group.candidates.len()).collect();
+    assert_eq!(counts, [2, 4]);
+    // Without inputs nothing tells how groups compare.
+    let error = sensitivity.choose(Budget::Bytes(1 << 20)).unwrap_err();
+    assert!(matches!(error, Fp4Error::Uncalibrated { .. }), "{error}");
+}

@@ -246,9 +246,8 @@ fn the_guide_has_every_method() {
         .take_while(|line| line.starts_with('|'));
     let first_cells: String = table.filter_map(|row| row.split('|').nth(1)).collect();
     let missing = Method::ALL.into_iter().filter(|m| !first_cells.contains(&format!("`{m}`")));
-    let broken = missing.map(|method| {
-        breach(PAGE, 1, format!("`{method}` has no row in the table of methods"))
-    });
+    let broken = missing
+        .map(|method| breach(PAGE, 1, format!("`{method}` has no row in the table of methods")));
     assert_kept("the guide has every method", broken.collect());
 }
 

@@ -67,7 +67,10 @@ fn the_commands_of_the_guide_do_what_it_says() {
         name: name.to_owned(),
         dtype: Dtype::F32,
         shape: shape.to_vec(),
-        bytes: model::values(shape[0] * shape[1], seed).into_iter().flat_map(f32::to_le_bytes).collect(),
+        bytes: model::values(shape[0] * shape[1], seed)
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect(),
     };
     let layer = [
         floats("up.weight", [24, 64], 1),

@@ -7,7 +7,7 @@ use crate::page::DocsError;
 use crate::table::Table;
 
 /// Width of a panel, in pixels.
-const WIDTH: u32 = 520;
+const WIDTH: u32 = 560;
 /// Height of a panel, in pixels.
 const HEIGHT: u32 = 400;
 
@@ -109,7 +109,7 @@ fn lines(
     let labels = |range: &std::ops::Range<f64>| (range.end - range.start) as usize + 1;
     let (x_labels, y_labels) = (labels(&xs), labels(&ys));
     let mut chart = ChartBuilder::on(area)
-        .caption(title, ("sans-serif", 17))
+        .caption(title, ("sans-serif", 20))
         .margin(14)
         .x_label_area_size(40)
         .y_label_area_size(48)
@@ -122,6 +122,7 @@ fn lines(
         .x_label_formatter(&power)
         .y_label_formatter(&power)
         .light_line_style(TRANSPARENT)
+        .label_style(("sans-serif", 16))
         .x_desc(x)
         .draw()?;
     for ((name, points), colour) in curves.into_iter().zip(COLOURS) {
@@ -133,9 +134,9 @@ fn lines(
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperMiddle)
+        .position(SeriesLabelPosition::UpperLeft)
         .background_style(WHITE)
-        .label_font(("sans-serif", 14))
+        .label_font(("sans-serif", 18))
         .draw()?;
     Ok(())
 }
@@ -155,10 +156,10 @@ fn bars(
     }
     let (groups, width) = (rows.len() as f64, 0.8 / columns.len() as f64);
     let mut chart = ChartBuilder::on(area)
-        .caption(title, ("sans-serif", 17))
+        .caption(title, ("sans-serif", 20))
         .margin(14)
         .x_label_area_size(40)
-        .y_label_area_size(40)
+        .y_label_area_size(48)
         .build_cartesian_2d(0.0..groups, 0.0..1.25 * highest)?;
     let name = |x: &f64| {
         let group = x - 0.5;
@@ -172,6 +173,7 @@ fn bars(
         .x_labels(2 * rows.len() + 1)
         .x_label_formatter(&name)
         .light_line_style(TRANSPARENT)
+        .label_style(("sans-serif", 16))
         .draw()?;
     for (index, (column, colour)) in columns.iter().zip([COLOURS[1], COLOURS[0]]).enumerate() {
         let of_column = figures.iter().enumerate().filter_map(|(group, row)| {
@@ -188,15 +190,15 @@ fn bars(
             .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
         let value = |(left, figure): &(f64, f64)| {
             let place = (left + 0.02, figure + 0.045 * highest);
-            Text::new(format!("{figure:.1}"), place, ("sans-serif", 13))
+            Text::new(format!("{figure:.1}"), place, ("sans-serif", 15))
         };
         chart.draw_series(of_column.iter().map(value))?;
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperMiddle)
+        .position(SeriesLabelPosition::UpperRight)
         .background_style(WHITE)
-        .label_font(("sans-serif", 14))
+        .label_font(("sans-serif", 18))
         .draw()?;
     Ok(())
 }

@@ -73,11 +73,13 @@ pub fn fill(
     home: Option<&str>,
 ) -> Result<String, DocsError> {
     let mut made = String::new();
+    let mut in_code = false;
     let mut lines = text.lines().enumerate();
     while let Some((index, line)) = lines.next() {
         made += line;
         made += "\n";
-        let Some(asked) = asked(line) else { continue };
+        in_code ^= is_fence(line);
+        let Some(asked) = asked(line).filter(|_| !in_code) else { continue };
         let error =
             |problem: String| DocsError::Page { page: page.to_owned(), line: index + 1, problem };
         if !lines.by_ref().any(|(_, line)| line.trim() == END) {
@@ -102,6 +104,11 @@ pub fn fill(
     Ok(made)
 }
 
+/// Whether a line begins or ends a block of code.
+fn is_fence(line: &str) -> bool {
+    line.trim_start().starts_with("```")
+}
+
 /// What GitHub calls a heading in links.
 fn anchor(title: &str) -> String {
     let kept = title.to_lowercase();
@@ -114,11 +121,11 @@ pub fn outside(text: &str) -> Vec<(usize, &str)> {
     let (mut in_made, mut in_code) = (false, false);
     let mut written = Vec::new();
     for (index, line) in text.lines().enumerate() {
-        if line.trim_start().starts_with("```") {
+        if is_fence(line) {
             in_code = !in_code;
             continue;
         }
-        in_made |= asked(line).is_some();
+        in_made |= asked(line).is_some() && !in_code;
         if !in_made && !in_code {
             written.push((index + 1, line));
         }
@@ -148,6 +155,13 @@ mod tests {
         assert_eq!(made, expected);
         assert_eq!(fill("p.md", &made, &tables(), Some("b/README.md")).expect("a page"), made);
         assert_eq!(outside(&made), [(1, "# P"), (9, "last 1 us")]);
+    }
+
+    #[test]
+    fn comments_in_code_are_code() {
+        let page = "```text\n<!-- table: t -->\n<!-- end -->\n```\n7 us\n";
+        assert_eq!(fill("p.md", page, &tables(), None).expect("a page"), page);
+        assert_eq!(outside(page), [(5, "7 us")]);
     }
 
     #[test]

@@ -236,8 +236,9 @@ fn methods_are_named_where_something_is_decided() {
 }
 
 #[test]
-fn the_readme_has_every_method() {
-    let text = std::fs::read_to_string(root().join("README.md")).expect("the document");
+fn the_guide_has_every_method() {
+    const PAGE: &str = "crates/burn-fp4/src/guide/methods.md";
+    let text = std::fs::read_to_string(root().join(PAGE)).expect("the page");
     let header = "| method | what it minimizes";
     let table = text
         .lines()
@@ -245,10 +246,43 @@ fn the_readme_has_every_method() {
         .take_while(|line| line.starts_with('|'));
     let first_cells: String = table.filter_map(|row| row.split('|').nth(1)).collect();
     let missing = Method::ALL.into_iter().filter(|m| !first_cells.contains(&format!("`{m}`")));
-    let broken = missing.map(|method| {
-        breach("README.md", 1, format!("`{method}` has no row in the table of methods"))
-    });
-    assert_kept("the README has every method", broken.collect());
+    let broken = missing
+        .map(|method| breach(PAGE, 1, format!("`{method}` has no row in the table of methods")));
+    assert_kept("the guide has every method", broken.collect());
+}
+
+#[test]
+fn the_guide_has_every_rule() {
+    const PAGE: &str = "crates/burn-fp4/src/guide/methods.md";
+    let text = std::fs::read_to_string(root().join(PAGE)).expect("the page");
+    let has = |rule: &ScaleRule| {
+        let format = rule.row().format.row().name.to_uppercase();
+        let row = |line: &&str| line.starts_with(&format!("| `{rule:?}`"));
+        text.lines().find(row).is_some_and(|line| line.contains(&format!("| {format} |")))
+    };
+    let missing = ScaleRule::ALL.into_iter().filter(|rule| !has(rule));
+    let broken = missing
+        .map(|rule| breach(PAGE, 1, format!("`{rule:?}` has no row with its format: add it")));
+    assert_kept("the guide has every rule", broken.collect());
+}
+
+#[test]
+fn the_readme_has_every_crate_and_its_links_lead_somewhere() {
+    const PAGE: &str = "README.md";
+    let text = std::fs::read_to_string(root().join(PAGE)).expect("the page");
+    // What `modules` has is all in the facade.
+    let shown = RANKS.into_iter().filter(|name| *name != "burn-fp4-modules");
+    let missing = shown.filter(|name| !text.contains(&format!("\n| `{name}` |")));
+    let mut broken: Vec<_> =
+        missing.map(|name| breach(PAGE, 1, format!("`{name}` has no row: add it"))).collect();
+    let links = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    let files = links.filter(|link| !link.contains("://"));
+    let paths: Vec<_> = files.filter_map(|link| link.split('#').next()).collect();
+    assert!(paths.len() > 10, "found {} links", paths.len());
+    for path in paths.into_iter().filter(|path| !root().join(path).exists()) {
+        broken.push(breach(PAGE, 1, format!("`{path}` does not exist")));
+    }
+    assert_kept("the README is complete", broken);
 }
 
 /// Fails where a name is used outside of the files and folders listed, and where a listed one uses

@@ -11,3 +11,8 @@ pub mod inputs;
 mod kernels;
 pub mod modules;
 pub mod tensors;
+
+/// The README, whose code is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

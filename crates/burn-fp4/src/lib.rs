@@ -4,7 +4,7 @@
 //! ```
 //! use burn::nn::LinearConfig;
 //! use burn::tensor::{Device, Tensor};
-//! use burn_fp4::{Fp4Config, Fp4Module};
+//! use burn_fp4::prelude::*;
 //!
 //! let device = Device::flex();
 //! let mut layer = LinearConfig::new(64, 32).init(&device); // or a whole model
@@ -12,8 +12,10 @@
 //! println!("{report}");
 //! let output = layer.forward(Tensor::<2>::ones([1, 64], &device)); // works as before
 //! # assert_eq!(output.dims(), [1, 32]);
-//! # Ok::<(), burn_fp4::Fp4Error>(())
+//! # Ok::<(), Fp4Error>(())
 //! ```
+//!
+//! The [`guide`] has a page for each job, the [`prelude`] what most programs need.
 //!
 //! | layer           | for                                                                   |
 //! |-----------------|-----------------------------------------------------------------------|
@@ -22,6 +24,15 @@
 //! | [`ops`]         | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`          |
 //! | [`search`]      | slices: the reference quantizer, and the fast host engine             |
 //! | [`formats`]     | bits: what codes and scales mean                                      |
+//!
+//! | file         | what it holds                                                            |
+//! |--------------|--------------------------------------------------------------------------|
+//! | `lib.rs`     | the names of the other crates, in one place                              |
+//! | `prelude.rs` | those that most programs need                                            |
+//! | `guide/`     | the guide: pages whose code is compiled and run                          |
+
+pub mod guide;
+pub mod prelude;
 
 pub use burn_fp4_modules::{
     ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,

@@ -1,5 +1,6 @@
 //! A checkpoint: the files, and the dialect they are written in.
 
+use std::fmt;
 use std::path::Path;
 
 use crate::container::{Container, Metadata};
@@ -11,6 +12,16 @@ use crate::weight::{Model, Weight};
 pub struct Checkpoint {
     container: Container,
     dialect: &'static dyn Dialect,
+}
+
+impl fmt::Debug for Checkpoint {
+    /// Where it is, and in which dialect.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpoint")
+            .field("path", &self.container.root())
+            .field("dialect", &self.dialect())
+            .finish_non_exhaustive()
+    }
 }
 
 impl Checkpoint {

@@ -1,4 +1,4 @@
-//! Every command of docs/quantize-a-folder.md, run as it stands there.
+//! Every command of docs/quantize-a-folder.md and of the guide, run as it stands there.
 
 mod model;
 
@@ -6,7 +6,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use model::SMALL;
+use model::{SMALL, Tensor};
+use safetensors::tensor::Dtype;
 use tempfile::tempdir;
 
 /// The texts of a page's code blocks of a language.
@@ -16,32 +17,70 @@ fn blocks<'p>(page: &'p str, language: &str) -> Vec<&'p str> {
     begin.map(|rest| rest.split("```").next().expect("a first part")).collect()
 }
 
+/// A page, by its path from the root of the project.
+fn read(path: &str) -> String {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
+    fs::read_to_string(page).expect("the page")
+}
+
+/// Runs the commands of a page in a folder; how many there were.
 #[cfg(unix)]
-#[test]
-fn the_commands_of_the_page_do_what_it_says() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/quantize-a-folder.md");
-    let page = fs::read_to_string(page).expect("the page");
-    let folder = tempdir().expect("a folder");
-    model::model(folder.path(), "model", SMALL);
-    let recipes = blocks(&page, "toml");
-    fs::write(folder.path().join("recipe.toml"), recipes[0]).expect("a recipe");
-    let commands: Vec<&str> = blocks(&page, "sh").into_iter().flat_map(str::lines).collect();
+fn run(page: &str, folder: &Path) -> usize {
+    let commands: Vec<&str> = blocks(page, "sh").into_iter().flat_map(str::lines).collect();
     let program = Path::new(env!("CARGO_BIN_EXE_fp4")).parent().expect("a folder");
     let path = format!("{}:{}", program.display(), std::env::var("PATH").expect("a path"));
-    let mut run = 0;
+    let mut count = 0;
     for command in commands.into_iter().filter(|command| command.starts_with("fp4 ")) {
         let output = Command::new("sh")
-            .current_dir(folder.path())
+            .current_dir(folder)
             .env("PATH", &path)
             .args(["-c", command])
             .output()
             .expect("a shell");
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{command}: {error}");
-        run += 1;
+        count += 1;
     }
-    assert_eq!((run, recipes.len()), (9, 1));
+    count
+}
+
+#[cfg(unix)]
+#[test]
+fn the_commands_of_the_page_do_what_it_says() {
+    let page = read("docs/quantize-a-folder.md");
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let recipes = blocks(&page, "toml");
+    fs::write(folder.path().join("recipe.toml"), recipes[0]).expect("a recipe");
+    assert_eq!((run(&page, folder.path()), recipes.len()), (9, 1));
     for made in ["model-nvfp4/tokenizer.json", "model.gguf", "errors.html", "model-modelopt"] {
+        assert!(folder.path().join(made).exists(), "{made}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn the_commands_of_the_guide_do_what_it_says() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let floats = |name: &str, shape: [usize; 2], seed| Tensor {
+        name: name.to_owned(),
+        dtype: Dtype::F32,
+        shape: shape.to_vec(),
+        bytes: model::values(shape[0] * shape[1], seed)
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect(),
+    };
+    let layer = [
+        floats("up.weight", [24, 64], 1),
+        floats("up.calibration", [96, 64], 2),
+        floats("up.evaluation", [80, 64], 3),
+    ];
+    model::write(&folder.path().join("layers.safetensors"), &layer);
+    assert_eq!(run(&read("crates/burn-fp4/src/guide/files.md"), folder.path()), 5);
+    assert_eq!(run(&read("crates/burn-fp4/src/guide/methods.md"), folder.path()), 1);
+    for made in ["model-nvfp4", "other", "errors.html", "errors.svg"] {
         assert!(folder.path().join(made).exists(), "{made}");
     }
 }

@@ -80,6 +80,7 @@ pub struct Container {
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[must_use]
 pub struct Fp4Config {
     /// How each weight is quantized.
     pub scheme: Fp4Scheme,

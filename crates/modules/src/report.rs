@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// Displayed it is a table; serialized it is all there is to know.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Fp4Report {
     /// Every float parameter, in the order of the module.
     pub parameters: Vec<ParameterReport>,
@@ -23,6 +24,7 @@ pub struct Fp4Report {
 
 /// What was done to a parameter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ParameterReport {
     /// Path in the module.
     pub path: String,
@@ -43,6 +45,7 @@ pub struct ParameterReport {
 /// Whether a parameter was quantized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Outcome {
     /// It is packed now.
     Quantized {

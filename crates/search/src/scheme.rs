@@ -46,6 +46,7 @@ pub enum NonFinite {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[must_use]
 pub struct Fp4Scheme {
     /// How amax becomes a scale. Decides the format.
     pub rule: ScaleRule,

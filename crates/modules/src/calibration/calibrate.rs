@@ -1,5 +1,7 @@
 //! [`Calibrate`]: statistics of the inputs of layers, from forward passes of a module as it is.
 
+use std::fmt;
+
 use burn::module::Module;
 
 use crate::error::Fp4Error;
@@ -18,9 +20,17 @@ impl Calibration {
 }
 
 /// A calibration to be [run](Self::run); see [`Calibration::of`].
+#[must_use = "nothing happens until it is run"]
 pub struct Calibrate<'a, M> {
     model: &'a M,
     options: CalibrationOptions<'a>,
+}
+
+impl<M> fmt::Debug for Calibrate<'_, M> {
+    /// Without the module.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Calibrate").field("options", &self.options).finish_non_exhaustive()
+    }
 }
 
 impl<'a, M: Module> Calibrate<'a, M> {

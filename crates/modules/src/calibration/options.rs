@@ -1,5 +1,6 @@
 //! [`CalibrationOptions`]: what is gathered, in how much memory, and where it is kept.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use burn::tensor::Device;
@@ -9,6 +10,7 @@ use crate::config::Fp4Config;
 use crate::statistics::Calibration;
 
 /// What is gathered, how much at a time, and where it is kept.
+#[must_use]
 pub struct CalibrationOptions<'a> {
     pub(crate) memory: usize,
     /// What it is gathered for, without a calibration.
@@ -25,6 +27,18 @@ pub struct CalibrationProgress {
     pub done: usize,
     /// All inputs of layers.
     pub total: usize,
+}
+
+impl fmt::Debug for CalibrationOptions<'_> {
+    /// Without who is told of progress.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CalibrationOptions")
+            .field("memory", &self.memory)
+            .field("config", &self.config)
+            .field("devices", &self.devices)
+            .field("cache", &self.cache)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Default for CalibrationOptions<'_> {

@@ -36,6 +36,7 @@ pub enum FileLayout {
 /// # let _ = map;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
 pub struct CheckpointMap {
     /// Regular expressions and replacements, from names in files to paths.
     pub(crate) renames: Vec<(String, String)>,

@@ -11,6 +11,7 @@ use super::mismatch::Mismatch;
 ///
 /// Displayed it is a line for each; serialized it is all there is to know.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct LoadReport {
     /// Every parameter, in the order of the module.
     pub parameters: Vec<LoadedParameter>,
@@ -23,6 +24,7 @@ pub struct LoadReport {
 
 /// Where a parameter came from.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct LoadedParameter {
     /// Path in the module.
     pub path: String,
@@ -48,6 +50,7 @@ pub struct LoadedFrom {
 /// What a parameter holds after loading.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Loaded {
     /// The codes and scales of the file.
     Packed {

@@ -26,6 +26,18 @@ pub struct DenseWeight<'a> {
     read: Cell<bool>,
 }
 
+impl fmt::Debug for DenseWeight<'_> {
+    /// Without the values, which may not be initialized.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DenseWeight")
+            .field("path", &self.path())
+            .field("container", &self.container())
+            .field("shape", &self.shape)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
 impl DenseWeight<'_> {
     /// Path in the module, such as `layers.0.attention.query.weight`.
     pub fn path(&self) -> &str {

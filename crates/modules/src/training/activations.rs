@@ -27,6 +27,7 @@ pub enum ActivationRange {
 
 /// What to make a [`FakeQuantize`] of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[must_use]
 pub struct FakeQuantizeConfig {
     /// Length of the last axis, which the blocks run along.
     pub channels: usize,

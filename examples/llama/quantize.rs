@@ -28,6 +28,7 @@ pub struct Recipe {
     /// of its mean.
     #[arg(long)]
     pub damping: Option<f64>,
+    /// What it is calibrated on.
     #[command(flatten)]
     pub calibration: CalibrationWindows,
 }

@@ -16,7 +16,7 @@ use crate::training::{self, Schedule};
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Batches {
     /// Windows of a batch.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 8)]
     pub batch: usize,
     /// Tokens of a window.
     #[arg(long, default_value_t = 128)]
@@ -29,7 +29,7 @@ pub struct Batches {
 impl Default for Batches {
     /// As without options.
     fn default() -> Self {
-        Self { batch: 16, context: 128, seed: 1 }
+        Self { batch: 8, context: 128, seed: 1 }
     }
 }
 

@@ -58,8 +58,8 @@ struct Row {
     recovered_percent: Option<f64>,
 }
 
-/// Ways to quantize that the seed decides something about.
-const CALIBRATED: [&str; 4] = ["hessian", "gptq", "gptq, sequential", "distilled"];
+/// A way to quantize that the seed decides something about, and a perplexity.
+type Found = (&'static str, f64);
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
@@ -75,14 +75,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             model.quantize_fp4(&fp4_config(&dense, format, method))?;
             rows.push(Row::new(Some(format), variant, vec![measure.perplexity(&model)?]));
         }
-        let mut found = CALIBRATED.map(|_| Vec::new());
-        for seed in 1..=arguments.seeds {
-            for (all, one) in found.iter_mut().zip(measure.calibrated(format, seed)?) {
-                all.push(one);
-            }
-        }
-        let found = CALIBRATED.into_iter().zip(found);
-        rows.extend(found.map(|(variant, found)| Row::new(Some(format), variant, found)));
+        let seeds = (1..=arguments.seeds).map(|seed| measure.calibrated(format, seed));
+        let seeds: Vec<Vec<Found>> = seeds.collect::<Result<_>>()?;
+        let variants = seeds.first().map_or(0, Vec::len);
+        rows.extend((0..variants).map(|at| {
+            let each = seeds.iter().map(|found| found[at].1);
+            Row::new(Some(format), seeds[0][at].0, each.collect())
+        }));
     }
     recovered(&mut rows);
     print(&rows, arguments.json, || table(&rows))
@@ -102,8 +101,8 @@ impl Measure<'_> {
         Ok(perplexity(model, tokens, windows, self.device)?.perplexity)
     }
 
-    /// The perplexities of [`CALIBRATED`].
-    fn calibrated(&self, format: Fp4Format, seed: u64) -> Result<[f64; CALIBRATED.len()]> {
+    /// The ways that a seed decides something about.
+    fn calibrated(&self, format: Fp4Format, seed: u64) -> Result<Vec<Found>> {
         let Self { arguments, dense, tokens, device } = *self;
         let windows = arguments.calibration_windows;
         let calibration = CalibrationWindows { windows, context: 256, seed };
@@ -119,15 +118,18 @@ impl Measure<'_> {
         let gptq = gptq.gptq(Gptq { damping: arguments.damping, ..Gptq::DEFAULT });
         let mut sequential = dense.clone();
         calibration.quantize_sequential(&mut sequential, &gptq, tokens, device)?;
-        let batches = Batches { seed, ..Batches::default() };
-        let (distilled, _, _) =
-            arguments.distillation.run(dense, format, tokens, batches, device)?;
-        Ok([
-            quantized(&hessian)?,
-            quantized(&gptq)?,
-            self.perplexity(&sequential)?,
-            self.perplexity(&distilled)?,
-        ])
+        let mut found = vec![
+            ("hessian", quantized(&hessian)?),
+            ("gptq", quantized(&gptq)?),
+            ("gptq, sequential", self.perplexity(&sequential)?),
+        ];
+        if arguments.distillation.steps > 0 {
+            let batches = Batches { seed, ..Batches::default() };
+            let (distilled, _, _) =
+                arguments.distillation.run(dense, format, tokens, batches, device)?;
+            found.push(("distilled", self.perplexity(&distilled)?));
+        }
+        Ok(found)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::Device;
@@ -46,7 +46,7 @@ pub(crate) struct Distillation {
     /// How scales are chosen at every step: amax, four-over-six or sse.
     #[arg(long, default_value_t = Method::Sse)]
     pub(crate) distill_method: Method,
-    /// Batches to train on.
+    /// Batches to train on; 0: `compare` leaves it out.
     #[arg(long, default_value_t = 300)]
     pub(crate) steps: usize,
     /// The largest learning rate.
@@ -97,6 +97,7 @@ impl Distillation {
         batches: Batches,
         device: &Device,
     ) -> Result<(Llama<Linear>, Fp4Report, [f64; 2])> {
+        ensure!(self.steps > 0, "distillation takes at least one step");
         let mut student = teacher.clone().train();
         student.fake_quantize_fp4(&fp4_config(teacher, format, self.distill_method))?;
         let schedule =

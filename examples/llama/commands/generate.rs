@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
-use burn::nn::Linear;
 use burn_fp4::Fp4Linear;
 use examples::OnDevice;
 use examples::llama::{Folder, Generated, Projection, Sampling, generate};
@@ -53,7 +52,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         #[cfg(feature = "ndarray")]
         OnDevice::Ndarray => generated::<Fp4Linear>(arguments),
         #[cfg(any(feature = "cuda", feature = "cpu"))]
-        _ => generated::<Linear>(arguments),
+        _ => generated::<burn::nn::Linear>(arguments),
     }?;
     print(&report, arguments.json, || {
         format!(

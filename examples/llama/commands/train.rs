@@ -22,7 +22,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Batches to train on; 0: the model stays as random as it begins.
-    #[arg(long, default_value_t = 1500)]
+    #[arg(long, default_value_t = 800)]
     steps: usize,
     /// The largest learning rate.
     #[arg(long, default_value_t = 3e-3)]

@@ -4,9 +4,11 @@
 mod device;
 pub mod digits;
 pub mod encoder;
+pub mod llama;
 pub mod plot;
 pub mod progress;
 pub mod random;
 pub mod text;
+pub mod training;
 
 pub use device::OnDevice;

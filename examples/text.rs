@@ -4,12 +4,13 @@ use anyhow::ensure;
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::{AdamWConfig, GradientsParams};
+use burn::optim::AdamWConfig;
 use burn::tensor::activation::{gelu, softmax};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fp4::{Fp4TrainLinear, TrainRecipe};
 
 use crate::random::Random;
+use crate::training::{Schedule, train};
 
 /// Characters that the transformer sees at once.
 pub const CONTEXT: usize = 64;
@@ -105,29 +106,19 @@ pub trait Predicts: Module {
 
     /// Trains by AdamW with a cosine schedule; calls `progress` with the step and its loss.
     fn train_on(
-        mut self,
+        self,
         text: &Text,
         steps: usize,
         seed: u64,
         device: &Device,
-        mut progress: impl FnMut(usize, f64),
+        progress: impl FnMut(usize, f64),
     ) -> Self {
         const BATCH: usize = 16;
-        const LEARNING_RATE: f64 = 3e-3;
-        const WARM_UP: usize = 20;
         let device = &device.clone().autodiff();
-        let mut optimizer = AdamWConfig::new().init();
         let mut random = Random::new(seed + 1);
-        for step in 0..steps {
-            let loss = self.loss(text.batch(BATCH, &mut random, device));
-            progress(step, loss.clone().into_scalar());
-            let gradients = GradientsParams::from_grads(loss.backward(), &self);
-            let way = step as f64 / steps as f64;
-            let rate = 0.5 * (1.0 + (core::f64::consts::PI * way).cos());
-            let rate = rate * ((step + 1) as f64 / WARM_UP as f64).min(1.0);
-            self = optimizer.step(LEARNING_RATE * rate, self, gradients);
-        }
-        self
+        let schedule = Schedule { steps, learning_rate: 3e-3, warm_up: 20 };
+        let loss = |model: &Self| model.loss(text.batch(BATCH, &mut random, device));
+        train(self, &AdamWConfig::new(), schedule, loss, progress)
     }
 }
 

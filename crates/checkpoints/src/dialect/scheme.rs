@@ -74,8 +74,8 @@ pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
 /// The ignore list of a model in another syntax.
 ///
 /// A pattern stays one where it can be said and hits no quantized module; otherwise the modules
-/// that it hits are listed. Dense matrices that no pattern hits are added, so that no reader
-/// takes them for quantized ones.
+/// that it hits are listed. Dense matrices that no pattern hits are added, and output layers that
+/// have no tensor because they are tied to one, so that no reader takes them for quantized ones.
 pub(super) fn ignore_list(
     model: &Model<'_>,
     syntax: Syntax,
@@ -96,13 +96,27 @@ pub(super) fn ignore_list(
     }
     for weight in model.weights.iter().filter(|weight| is_dense_matrix(weight)) {
         let module = weight.module();
-        if !kept.iter().any(|matcher| matcher.matches(module)) {
+        let listed = |module: &str| kept.iter().any(|matcher| matcher.matches(module));
+        if !listed(module) {
             list.push(module.to_owned());
         }
+        list.extend(tied_output_layer(model, module).filter(|head| !listed(head)));
     }
     let mut seen = std::collections::HashSet::new();
     list.retain(|text| seen.insert(text.clone()));
     Ok(list)
+}
+
+/// The output layer that is tied to a module, if it is the embedding of a language model and the
+/// config says so: by the names of `transformers`.
+fn tied_output_layer(model: &Model<'_>, module: &str) -> Option<String> {
+    let before = module.strip_suffix("model.embed_tokens")?;
+    let config = model.config.as_ref()?;
+    let key = "tie_word_embeddings";
+    let tied = config.get(key).or_else(|| config.at(&["text_config", key]));
+    let head = format!("{before}lm_head");
+    let has_own = model.weights.iter().any(|weight| weight.module() == head);
+    (tied.and_then(Json::as_bool) == Some(true) && !has_own).then_some(head)
 }
 
 /// `config.json` with the quantization in its place; what else it says stays.

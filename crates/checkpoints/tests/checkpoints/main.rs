@@ -269,6 +269,34 @@ fn configs_keep_what_is_not_ours_and_translate_ignore_lists() {
 }
 
 #[test]
+fn an_output_layer_that_is_tied_to_a_dense_embedding_is_ignored() {
+    let folder = folder("tied");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.quantization.ignore.clear();
+    source.weights.retain(|weight| weight.name != "lm_head.weight");
+    let ignored = |source: &Model<'_>, name: &str| {
+        let path = folder.join(name);
+        source.write(&path, name, &WriteOptions::default()).expect("written");
+        let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
+        let config = checkpoint.container().quantization().expect("a config");
+        let list = config.get("ignore").expect("a list").to_string();
+        fs::remove_dir_all(&path).expect("a folder");
+        (list.contains(r#""lm_head""#), list)
+    };
+    for dialect in ["compressed-tensors", "modelopt"] {
+        for (tied, expected) in [(Some(true), true), (Some(false), false), (None, false)] {
+            let mut config = source.config.clone().expect("a config");
+            if let Some(tied) = tied {
+                config.set("tie_word_embeddings", Json::Bool(tied));
+            }
+            let source = Model { config: Some(config), ..source.clone() };
+            let (found, list) = ignored(&source, dialect);
+            assert_eq!(found, expected, "{dialect}, tied {tied:?}: {list}");
+        }
+    }
+}
+
+#[test]
 fn files_are_filled_up_to_a_size_and_published_whole() {
     let folder = folder("shards");
     let source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));

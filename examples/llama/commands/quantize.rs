@@ -1,0 +1,67 @@
+//! `llama quantize`: a folder becomes one in FP4.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use burn::nn::Linear;
+use burn_fp4::{Fp4Report, WriteReport};
+use examples::llama::{Folder, Recipe};
+use serde::Serialize;
+
+use super::{Text, Where, print};
+
+/// Quantize a model, calibrated on a text if the method needs it.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// A folder of Hugging Face, dense or FP8.
+    folder: PathBuf,
+    /// The folder to make.
+    out: PathBuf,
+    #[command(flatten)]
+    recipe: Recipe,
+    #[command(flatten)]
+    saved: Saved,
+    #[command(flatten)]
+    text: Text,
+    #[command(flatten)]
+    place: Where,
+    /// Print an object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// How a model is saved.
+#[derive(clap::Args)]
+pub(crate) struct Saved {
+    /// How tensors are named and laid out: compressed-tensors, modelopt, mlx and others that
+    /// `fp4 convert --help` lists.
+    #[arg(long, default_value = "compressed-tensors")]
+    pub(crate) dialect: String,
+}
+
+/// What became of each weight, and what was written.
+#[derive(Serialize)]
+struct Report {
+    quantized: Fp4Report,
+    files: usize,
+    bytes: u64,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let device = arguments.place.device()?;
+    let folder = Folder::open(&arguments.folder)?;
+    let (mut model, _) = folder.load::<Linear>(&device)?;
+    let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
+    // Engines multiply by these as one, with one tensor scale.
+    let config = arguments.recipe.config(&model);
+    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
+    let config = config.share_scale(["gate_proj", "up_proj"]);
+    let quantized = arguments.recipe.apply(&mut model, &config, &tokens, &device)?;
+    let WriteReport { files, bytes, .. } =
+        folder.save(&model, &arguments.out, &arguments.saved.dialect)?;
+    let report = Report { quantized, files, bytes };
+    print(&report, arguments.json, || {
+        format!("{}\n{}: {bytes} bytes", report.quantized, arguments.out.display())
+    })
+}

@@ -1,0 +1,259 @@
+//! The example `llama`: what `transformers` computes, in floats and from FP4.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fp4::formats::Packed;
+use burn_fp4::{Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, PackedWeight, ParameterReport};
+use examples::llama::{
+    Cache, CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
+    Windows, generate, perplexity,
+};
+use safetensors::SafeTensors;
+use tests::tensors::floats;
+
+/// `transformers` 5.23 made it: tests/interop/llama.py.
+static GOLDEN: &[u8] = include_bytes!("golden/llama.safetensors");
+
+const BOOK: &str = include_str!("../examples/data/genesis.txt");
+
+fn golden(name: &str) -> TensorData {
+    let file = SafeTensors::deserialize(GOLDEN).expect("the golden file");
+    let tensor = file.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let (shape, words) = (tensor.shape().to_vec(), tensor.data().chunks_exact(4));
+    let words = words.map(|b| [b[0], b[1], b[2], b[3]]);
+    match tensor.dtype() {
+        safetensors::Dtype::F32 => TensorData::new(words.map(f32::from_le_bytes).collect(), shape),
+        _ => TensorData::new(words.map(i32::from_le_bytes).collect::<Vec<_>>(), shape),
+    }
+}
+
+fn ids(name: &str) -> Vec<u32> {
+    golden(name).iter::<i32>().map(|id| id as u32).collect()
+}
+
+fn folder(name: &str) -> Folder {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("models").join(name);
+    Folder::open(&path).unwrap_or_else(|error| panic!("{name}: {error:?}"))
+}
+
+fn load<L: Projection>(folder: &Folder) -> Llama<L> {
+    folder.load(&Device::flex()).unwrap_or_else(|error| panic!("{error:?}")).0
+}
+
+/// A path where nothing is.
+fn out(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("llama").join(name);
+    if path.exists() {
+        std::fs::remove_dir_all(&path).expect("an old folder");
+    }
+    std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+    path
+}
+
+/// The largest difference of two lists.
+fn distance(left: &[f32], right: &[f32]) -> f32 {
+    assert_eq!(left.len(), right.len());
+    left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max)
+}
+
+const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, seed: 1 };
+
+fn greedy<L: Projection>(folder: &Folder, model: &Llama<L>) -> Vec<u32> {
+    let prompt = ids("genesis.prompt");
+    let found = generate(model, &folder.config, &prompt, 200, GREEDY, &Device::flex());
+    found.expect("200 tokens").tokens
+}
+
+#[test]
+fn dense_logits_are_those_of_transformers() {
+    for name in ["genesis", "llama3", "qwen2", "qwen3"] {
+        let (folder, device) = (folder(name), Device::flex());
+        let tokens = Tensor::<2, Int>::from_data(golden(&format!("{name}.tokens")), &device);
+        let expected: Vec<f32> = golden(&format!("{name}.logits")).iter().collect();
+        let found = floats(load::<Linear>(&folder).forward(tokens.clone()));
+        let most = distance(&found, &expected);
+        assert!(most < 1e-4, "{name}: {most}");
+        println!("{name}: {most:.2e} of {:.1}", distance(&expected, &vec![0.0; expected.len()]));
+        let other = floats(load::<Fp4Linear>(&folder).forward(tokens));
+        assert_eq!(other, found, "{name}: dense, the other linear layer is the same");
+    }
+}
+
+#[test]
+fn the_cache_changes_nothing_and_200_tokens_are_those_of_transformers() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let model = load::<Linear>(&folder);
+    let tokens = Tensor::<2, Int>::from_data(golden("genesis.tokens"), &device);
+    let [_, count] = tokens.dims();
+    let whole = model.forward(tokens.clone());
+    let mut cache = Cache::default();
+    // Tokens by themselves, and some at a time.
+    for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
+        let part = model.next(tokens.clone().narrow(1, start, length), &mut cache);
+        assert_eq!(cache.tokens(), start + length);
+        let expected = whole.clone().narrow(1, start + length - 1, 1).squeeze_dim::<2>(1);
+        let most = distance(&floats(part), &floats(expected));
+        assert!(most < 2e-5, "from {start}: {most}");
+    }
+    assert_eq!(greedy(&folder, &model), ids("genesis.greedy"));
+}
+
+#[test]
+fn perplexity_is_that_of_transformers() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let model = load::<Linear>(&folder);
+    let tokenizer = folder.tokenizer().expect("a tokenizer");
+    let held_out = &BOOK[BOOK.len() - 4000..];
+    let tokens = Tokens::new(&tokenizer, held_out, 1.0).expect("tokens");
+    let expected = {
+        let file = SafeTensors::deserialize(GOLDEN).expect("the golden file");
+        let bytes = file.tensor("genesis.nats").expect("a number").data().to_vec();
+        f64::from_le_bytes(bytes.try_into().expect("8 bytes"))
+    };
+    for batch in [1, 8] {
+        let windows = Windows { window: 256, stride: 128, batch };
+        let found = perplexity(&model, tokens.held_out(), windows, &device).expect("a number");
+        assert_eq!(found.tokens, 3999);
+        assert!((found.nats - expected).abs() < 1e-5, "{} for {expected}", found.nats);
+        assert_eq!(found.perplexity, found.nats.exp());
+    }
+    for (window, stride) in [(8, 8), (8, 0), (1, 1)] {
+        let windows = Windows { window, stride, batch: 1 };
+        assert!(perplexity(&model, tokens.held_out(), windows, &device).is_err());
+    }
+}
+
+/// Codes and scales of a model, by the paths of its weights.
+fn codes<M: Module>(model: &M) -> BTreeMap<String, Packed> {
+    struct Collect {
+        path: Vec<String>,
+        found: BTreeMap<String, Packed>,
+    }
+    impl burn::module::ModuleVisitor for Collect {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
+            if let Some(packed) = param.reparameterization::<PackedWeight>() {
+                let packed = packed.tensor::<2>().to_packed().expect("codes");
+                self.found.insert(self.path.join("."), packed);
+            }
+        }
+    }
+    let mut collect = Collect { path: Vec::new(), found: BTreeMap::new() };
+    model.visit(&mut collect);
+    collect.found
+}
+
+/// As `fp4 quantize` does it without options.
+fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
+    let mut model = load::<Linear>(folder);
+    let config = examples::llama::fp4_config(&model, format, Method::Sse);
+    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
+    let report = model.quantize_fp4(&config.share_scale(["gate_proj", "up_proj"]));
+    assert_eq!(report.expect("quantized").quantized().count(), 28);
+    model
+}
+
+#[test]
+fn saved_in_two_dialects_it_has_the_same_codes_and_says_what_transformers_says() {
+    let folder = folder("genesis");
+    for format in Fp4Format::ALL {
+        let model = quantized(&folder, format);
+        let expected = ids(&format!("{format}.greedy"));
+        let mut found = Vec::new();
+        for dialect in ["compressed-tensors", "modelopt"] {
+            let path = out(&format!("{dialect}-{format}"));
+            folder.save(&model, &path, dialect).expect("a folder");
+            let saved = Folder::open(&path).expect("a folder");
+            let loaded = load::<Fp4Linear>(&saved);
+            assert_eq!(greedy(&saved, &loaded), expected, "{dialect} {format}");
+            assert!(saved.tokenizer().is_ok(), "the tokenizer comes along");
+            found.push(codes(&loaded));
+        }
+        assert_eq!(found[0].len(), 28);
+        let bits = |codes: &BTreeMap<String, Packed>| -> Vec<_> {
+            let bits = |(path, packed): (&String, &Packed)| {
+                (path.clone(), packed.codes.clone(), packed.scales.clone())
+            };
+            codes.iter().map(bits).collect()
+        };
+        assert!(bits(&found[0]) == bits(&found[1]) && bits(&codes(&model)) == bits(&found[0]));
+    }
+}
+
+#[test]
+fn it_is_calibrated_at_once_and_layer_by_layer() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
+    let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
+    for sequential in [false, true] {
+        let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::Gptq);
+        let recipe = Recipe { format, method, sequential, damping, calibration };
+        let mut model = load::<Linear>(&folder);
+        let config = recipe.config(&model);
+        let report = recipe.apply(&mut model, &config, &tokens, &device).expect("quantized");
+        assert_eq!(report.quantized().count(), 28);
+        let fell = |one: &ParameterReport| match &one.outcome {
+            Outcome::Quantized { fallback, .. } => fallback.is_some(),
+            _ => true,
+        };
+        assert!(!report.quantized().any(fell), "{report}");
+    }
+}
+
+#[test]
+fn what_is_drawn_depends_on_the_seed_alone() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let model = load::<Linear>(&folder);
+    let prompt = ids("genesis.prompt");
+    let drawn = |sampling| {
+        let found = generate(&model, &folder.config, &prompt, 40, sampling, &device);
+        found.expect("tokens").tokens
+    };
+    let sampling = Sampling { temperature: 1.0, top_k: None, seed: 3 };
+    assert_eq!(drawn(sampling), drawn(sampling));
+    assert_ne!(drawn(sampling), drawn(Sampling { seed: 4, ..sampling }));
+    let best = Sampling { top_k: Some(1), ..sampling };
+    assert_eq!(drawn(best), ids("genesis.greedy")[..40]);
+    let long = generate(&model, &folder.config, &prompt, 4000, GREEDY, &device);
+    assert!(long.is_err(), "it has 512 positions");
+}
+
+#[test]
+fn tokens_of_the_model_are_bytes() {
+    let tokenizer = folder("genesis").tokenizer().expect("a tokenizer");
+    let text = "In the beginning\n\tGod 42 \u{1} é 漢 \u{1F600}  ";
+    let ids: Vec<u32> = text.bytes().map(u32::from).collect();
+    assert_eq!(tokenizer.encode(text, true).expect("tokens").get_ids(), ids);
+    assert_eq!(tokenizer.decode(&ids, true).expect("a text"), text);
+}
+
+#[test]
+fn a_config_of_something_else_is_an_error() {
+    let text = std::fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("models/genesis/config.json"),
+    );
+    let text = text.expect("a config");
+    assert!(LlamaConfig::parse(text.as_bytes()).is_ok());
+    for (from, to, says) in [
+        (r#""model_type": "llama""#, r#""model_type": "gemma""#, "gemma"),
+        (r#""hidden_act": "silu""#, r#""hidden_act": "gelu""#, "gelu"),
+        (r#""rope_theta": 10000.0"#, r#""rope_parameters": {"rope_type": "yarn"}"#, "yarn"),
+        (r#""num_key_value_heads": 2"#, r#""num_key_value_heads": 3"#, "3"),
+        (r#""use_cache": true"#, r#""sliding_window": 64"#, "sliding window"),
+        (r#""vocab_size": 256"#, r#""vocabulary": 256"#, "vocab_size"),
+    ] {
+        let changed = text.replace(from, to);
+        assert_ne!(changed, text, "{from}");
+        let error = LlamaConfig::parse(changed.as_bytes()).expect_err(to);
+        assert!(format!("{error:#}").contains(says), "{error:#}");
+    }
+}

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fp4::formats::Packed;
-use burn_fp4::{Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, PackedWeight, ParameterReport};
+use burn_fp4::checkpoints::Value;
+use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
 use examples::llama::{
     Cache, CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
     Windows, generate, perplexity,

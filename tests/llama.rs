@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fp4::formats::Packed;
-use burn_fp4::{Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, PackedWeight, ParameterReport};
+use burn_fp4::checkpoints::Value;
+use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
 use examples::llama::{
     Cache, CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
     Windows, generate, perplexity,
@@ -127,29 +127,14 @@ fn perplexity_is_that_of_transformers() {
     }
 }
 
-/// Codes and scales of a model, by the paths of its weights.
-fn codes<M: Module>(model: &M) -> BTreeMap<String, Packed> {
-    struct Collect {
-        path: Vec<String>,
-        found: BTreeMap<String, Packed>,
-    }
-    impl burn::module::ModuleVisitor for Collect {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.to_owned());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.path.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
-            if let Some(packed) = param.reparameterization::<PackedWeight>() {
-                let packed = packed.tensor::<2>().to_packed().expect("codes");
-                self.found.insert(self.path.join("."), packed);
-            }
-        }
-    }
-    let mut collect = Collect { path: Vec::new(), found: BTreeMap::new() };
-    model.visit(&mut collect);
-    collect.found
+/// Codes and block scales of a model, by the paths of its weights.
+fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
+    let saved = model.checkpoint_fp4(&CheckpointMap::new()).expect("a checkpoint");
+    let packed = saved.weights.into_iter().filter_map(|weight| match weight.value {
+        Value::Fp4(fp4) => Some((weight.name, [fp4.codes.into_owned(), fp4.scales.into_owned()])),
+        Value::Plain(_) | Value::Fp8(_) => None,
+    });
+    packed.collect()
 }
 
 /// As `fp4 quantize` does it without options.
@@ -179,13 +164,7 @@ fn saved_in_two_dialects_it_has_the_same_codes_and_says_what_transformers_says()
             found.push(codes(&loaded));
         }
         assert_eq!(found[0].len(), 28);
-        let bits = |codes: &BTreeMap<String, Packed>| -> Vec<_> {
-            let bits = |(path, packed): (&String, &Packed)| {
-                (path.clone(), packed.codes.clone(), packed.scales.clone())
-            };
-            codes.iter().map(bits).collect()
-        };
-        assert!(bits(&found[0]) == bits(&found[1]) && bits(&codes(&model)) == bits(&found[0]));
+        assert!(found[0] == found[1] && found[0] == codes(&model), "{format}");
     }
 }
 

@@ -18,7 +18,7 @@ pub struct Recipe {
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     pub format: Fp4Format,
     /// How scales and codes are chosen: amax, four-over-six, sse, hessian, coordinate-descent,
-    /// gptq and others (`fp4 formats` lists them).
+    /// gptq and others (`fp4 quantize --help` lists them).
     #[arg(long, default_value_t = Method::Sse)]
     pub method: Method,
     /// Calibrate each layer behind the quantized ones before it.

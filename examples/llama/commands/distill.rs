@@ -50,7 +50,7 @@ pub(crate) struct Distillation {
     #[arg(long, default_value_t = 300)]
     pub(crate) steps: usize,
     /// The largest learning rate.
-    #[arg(long, default_value_t = 5e-4)]
+    #[arg(long, default_value_t = 5e-5)]
     pub(crate) learning_rate: f64,
 }
 

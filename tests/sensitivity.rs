@@ -1,9 +1,9 @@
 //! What candidates cost weights, against what quantizing shows; choices under a budget.
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig, Relu};
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_fp4::ops::Fp4Scheme;
+use burn_fp4::ops::{Fp4Scheme, gram};
 use burn_fp4::{
     Budget, Calibration, Candidate, Fp4Config, Fp4Error, Fp4Module, Indivisible, Method, Outcome,
     PackedWeight,
@@ -18,6 +18,7 @@ const CANDIDATES: [Candidate; 4] = [
 
 #[derive(Module, Debug)]
 struct Net {
+    dropout: Dropout,
     query: Linear,
     key: Linear,
     down: Linear,
@@ -26,12 +27,13 @@ struct Net {
 impl Net {
     fn new(device: &Device) -> Self {
         let layer = |outputs| LinearConfig::new(64, outputs).with_bias(false).init(device);
-        Self { query: layer(64), key: layer(64), down: layer(32) }
+        let dropout = DropoutConfig::new(0.5).init();
+        Self { dropout, query: layer(64), key: layer(64), down: layer(32) }
     }
 
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let mixed = self.query.forward(x.clone()) + Relu::new().forward(self.key.forward(x));
-        self.down.forward(mixed)
+        self.down.forward(self.dropout.forward(mixed))
     }
 }
 
@@ -125,11 +127,15 @@ fn the_growth_of_a_loss_is_that_of_second_order() {
             0.5 * scalar(x.clone().matmul(change.clone()).powf_scalar(2.0).sum())
         };
         let expected = batches.iter().map(growth).sum::<f64>() / batches.len() as f64;
-        // The mean of 300 squares of normal numbers: 8 % standard deviation.
-        close(one.loss.unwrap(), expected, 0.4);
+        // The mean of 300 x 32 squares of normal numbers: 1.4 % standard deviation.
+        close(one.loss.unwrap(), expected, 0.08);
     }
     let none = layer.fp4_sensitivity_of_loss(&config, &CANDIDATES, Vec::new(), loss);
     assert!(matches!(none, Err(Fp4Error::Sensitivity(_))));
+    let other = layer.clone();
+    let constant = |_: &Linear, batch| loss(&other, batch);
+    let constant = layer.fp4_sensitivity_of_loss(&config, &CANDIDATES, batches, constant);
+    assert!(matches!(constant, Err(Fp4Error::Sensitivity(_))));
 }
 
 #[test]
@@ -150,9 +156,13 @@ fn a_choice_quantizes_what_it_says_within_its_budget() {
     let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
     assert_eq!(sensitivity.groups.len(), 3);
     let mut errors = Vec::new();
-    for bits in [4.4, 4.7, 6.0, 12.0, 20.0, 40.0] {
+    for bits in [4.25, 4.5, 6.0, 12.0, 20.0, 40.0] {
         let choice = sensitivity.choose(Budget::BitsPerWeight(bits)).unwrap();
-        assert!(choice.bits_per_weight <= bits && choice.bound <= choice.error + 1e-12);
+        assert!(
+            choice.bits_per_weight <= bits + 0.02
+                && choice.gap() >= -1e-12
+                && choice.bound <= choice.error + 1e-12
+        );
         errors.push(choice.error);
 
         // As it is, and as it comes back from a file.
@@ -205,5 +215,95 @@ fn candidates_that_do_not_divide_a_weight_are_left_out_if_that_is_skipped() {
     assert_eq!(counts, [2, 4]);
     // Without inputs nothing tells how groups compare.
     let error = sensitivity.choose(Budget::Bytes(1 << 20)).unwrap_err();
-    assert!(matches!(error, Fp4Error::Uncalibrated { .. }), "{error}");
+    assert!(matches!(error, Fp4Error::NotComparable { .. }), "{error}");
+}
+
+#[test]
+fn outputs_are_those_of_more_inputs_than_a_tile_has_and_of_experts() {
+    let device = Device::flex();
+    let layer = LinearConfig::new(192, 32).with_bias(false).init(&device);
+    let x = Tensor::<2>::random([256, 192], Distribution::Normal(0.0, 1.0), &device);
+    let mut calibration = Calibration::new();
+    calibration.add("weight", 0, x.clone()).unwrap();
+    // The method needs no inputs, the error of the outputs does.
+    let config = Fp4Config::nvfp4().with_calibration(&calibration);
+    let found = layer.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let mut quantized = layer.clone();
+    quantized.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let energy = |weight: Tensor<2>| scalar(x.clone().matmul(weight).powf_scalar(2.0).sum());
+    let dense = layer.weight.val();
+    let expected = energy(quantized.weight.val() - dense.clone()) / energy(dense);
+    close(found.groups[0].candidates[0].output_error.unwrap(), expected, 1e-3);
+
+    #[derive(Module, Debug)]
+    struct Experts {
+        weight: Param<Tensor<3>>,
+    }
+
+    let values = Tensor::<3>::random([2, 64, 32], Distribution::Normal(0.0, 1.0), &device);
+    let experts = Experts { weight: Param::from_tensor(values.clone()) };
+    let inputs = [0, 1].map(|slice| {
+        let wide = Distribution::Normal(0.0, 1.0 + 3.0 * f64::from(slice));
+        Tensor::<2>::random([128, 64], wide, &device)
+    });
+    let mut calibration = Calibration::new();
+    for (slice, x) in inputs.iter().enumerate() {
+        calibration.insert_slice("weight", 1, slice, gram(x.clone()).unwrap());
+    }
+    let config = Fp4Config::nvfp4().container("Experts", 1);
+    let config = config.with_calibration(&calibration);
+    let found = experts.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let mut quantized = experts.clone();
+    let alone = config.with_calibration(&Calibration::new());
+    quantized.quantize_fp4(&alone).unwrap();
+    let energy = |weight: Tensor<3>| -> f64 {
+        let slice = |at: usize| {
+            let matrix: Tensor<2> = weight.clone().slice([at..at + 1]).squeeze_dim(0);
+            scalar(inputs[at].clone().matmul(matrix).powf_scalar(2.0).sum())
+        };
+        slice(0) + slice(1)
+    };
+    let expected = energy(quantized.weight.val() - values.clone()) / energy(values);
+    close(found.groups[0].candidates[0].output_error.unwrap(), expected, 1e-3);
+}
+
+#[test]
+fn losses_are_those_of_the_module_whatever_it_was_trained_for() {
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let batches: Vec<_> = (0..4).map(|_| inputs(&device)).collect();
+    let losses = |net: &Net| -> Vec<f64> {
+        let loss = |net: &Net, x: Tensor<2>| {
+            let x = x.to_device(&net.query.weight.val().device());
+            net.forward(x).powf_scalar(2.0).sum()
+        };
+        let config = Fp4Config::nvfp4();
+        let found = net.fp4_sensitivity_of_loss(&config, &CANDIDATES, batches.clone(), loss);
+        let groups = found.unwrap().groups;
+        groups.iter().flat_map(|group| &group.candidates).filter_map(|one| one.loss).collect()
+    };
+    let expected = losses(&net);
+    assert_eq!(expected.len(), 3 * CANDIDATES.len());
+    assert!(expected.iter().filter(|loss| **loss > 0.0).count() == 9, "{expected:?}");
+    // Frozen, and on a device that differentiates; dropout is not drawn.
+    assert_eq!(losses(&net.clone().no_grad()), expected);
+    assert_eq!(losses(&net.clone().train()), expected);
+
+    // Tied weights have one format, and their errors add up.
+    let tied = vec![net.query.clone(), net.query.clone()];
+    for tied in [tied.clone(), tied.train()] {
+        let loss = |layers: &Vec<Linear>, x: Tensor<2>| {
+            let x = x.to_device(&layers[0].weight.val().device());
+            let outputs = layers.iter().map(|layer| layer.forward(x.clone()).sum());
+            outputs.reduce(|sum, one| sum + one).unwrap()
+        };
+        let config = Fp4Config::nvfp4();
+        let x = [batches[0].clone()];
+        let both = tied.fp4_sensitivity_of_loss(&config, &CANDIDATES, x.clone(), loss).unwrap();
+        let one = vec![tied[0].clone()];
+        let one = one.fp4_sensitivity_of_loss(&config, &CANDIDATES, x, loss).unwrap();
+        assert_eq!((both.groups.len(), both.groups[0].paths.len()), (1, 2));
+        let loss = |found: &burn_fp4::Sensitivity| found.groups[0].candidates[0].loss.unwrap();
+        close(loss(&both), 2.0 * loss(&one), 1e-5);
+    }
 }

@@ -26,6 +26,7 @@ enum Command {
     Quantize(commands::quantize::Arguments),
     Distill(commands::distill::Arguments),
     Compare(commands::compare::Arguments),
+    Sensitivity(commands::sensitivity::Arguments),
 }
 
 fn main() -> Result<()> {
@@ -39,6 +40,7 @@ fn main() -> Result<()> {
         Command::Quantize(arguments) => commands::quantize::run(&arguments),
         Command::Distill(arguments) => commands::distill::run(&arguments),
         Command::Compare(arguments) => commands::compare::run(&arguments),
+        Command::Sensitivity(arguments) => commands::sensitivity::run(&arguments),
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `generate.rs`   | [`generate`]: a text continued                                           |
 //! | `perplexity.rs` | [`perplexity`]: how well a text is predicted                             |
 //! | `train.rs`      | training, and distillation behind fake quantization                      |
+//! | `sensitivity.rs` | what FP4 costs each layer, predicted and measured                       |
 //! | `quantize.rs`   | [`Recipe`]: a format and a method, applied to a model                    |
 
 mod config;
@@ -20,6 +21,7 @@ mod model;
 mod perplexity;
 mod quantize;
 mod rotation;
+mod sensitivity;
 mod tokens;
 mod train;
 
@@ -29,5 +31,6 @@ pub use generate::{Generated, Sampling, generate};
 pub use model::{Cache, Llama, Projection};
 pub use perplexity::{Perplexity, Windows, perplexity};
 pub use quantize::{CalibrationWindows, Recipe, fp4_config};
+pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};
 pub use tokens::{Tokens, byte_tokenizer};
 pub use train::{Batches, distill, train};

@@ -49,11 +49,20 @@ pub fn train<L: Projection>(
     let loss = |model: &Llama<L>| {
         let windows = windows();
         let [count, length] = windows.dims();
-        let scores = model.forward(windows.clone().narrow(1, 0, length - 1));
-        let next = windows.narrow(1, 1, length - 1).unsqueeze_dim(2);
-        log_softmax(scores, 2).gather(2, next).sum().div_scalar(-((count * (length - 1)) as f64))
+        next_token_loss(model, windows).div_scalar((count * (length - 1)) as f64)
     };
     Ok(training::train(model, &optimizer(0.1), schedule, loss, progress))
+}
+
+/// The sum of `-ln p` of the tokens of windows `[batch, tokens]`, each from those before it.
+pub(super) fn next_token_loss<L: Projection>(
+    model: &Llama<L>,
+    windows: Tensor<2, Int>,
+) -> Tensor<1> {
+    let [_, length] = windows.dims();
+    let scores = model.forward(windows.clone().narrow(1, 0, length - 1));
+    let next = windows.narrow(1, 1, length - 1).unsqueeze_dim(2);
+    log_softmax(scores, 2).gather(2, next).sum().neg()
 }
 
 /// Trains a model, which may be fake-quantized, to give the scores of another: by the divergence

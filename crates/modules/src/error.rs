@@ -100,9 +100,18 @@ pub enum Fp4Error {
     /// Nothing can be said of how sensitive weights are.
     #[error("sensitivity: {0}")]
     Sensitivity(&'static str),
+    /// Errors of different weights cannot be compared.
+    #[error(
+        "neither a finite loss nor a finite error of outputs is known; calibrate, and let the loss \
+         depend on them:{}", list(.paths)
+    )]
+    NotComparable {
+        /// Paths of the weights that nothing is known of.
+        paths: Vec<String>,
+    },
     /// No choice of candidates is as small as asked for.
     #[error(
-        "{asked:?}: the smallest candidates take {least_bytes} bytes, {least_bits:.3} bits each"
+        "{asked}: the smallest candidates take {least_bytes} bytes, {least_bits:.6} bits per weight"
     )]
     Budget {
         /// What was asked for.

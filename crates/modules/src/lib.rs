@@ -184,21 +184,41 @@ pub trait Fp4Module: Module {
         config: &Fp4Config,
         candidates: &[Candidate],
     ) -> Result<Sensitivity, Fp4Error> {
-        Ok(sensitivity::measure::measure(self, config, candidates)?.sensitivity)
+        Ok(sensitivity::measure::measure(self, config, candidates, false)?.sensitivity)
     }
 
     /// [`fp4_sensitivity`](Self::fp4_sensitivity), and by how much the loss of a batch is expected
-    /// to grow by second order: `mean((sum of dW * gradient)^2) / 2` over the batches, which is
-    /// `dW^T F dW / 2` with the empirical Fisher information `F`.
+    /// to grow by second order: half the mean over batches of the sum over outputs of
+    /// `(dW^T gradient)^2`, which is `dW^T F dW / 2` with the blocks of the empirical Fisher
+    /// information `F`. It holds near a minimum of the loss, where gradients cancel over batches.
     ///
     /// `loss` returns the loss of a batch `[1]`: the negative logarithm of the likelihood of what
     /// was to be predicted, summed over the batch, not its mean, so that the growth is that of the
-    /// sum. It runs once for each batch, on this module with autodiff, and one gradient is computed
-    /// for all candidates. Many small batches beat a few large ones.
+    /// sum. It runs once for each batch, on the module that it is given: this one on its device
+    /// with autodiff, where batches have to be as well, without dropout, and with gradients of all
+    /// weights. Many small batches beat a few large ones.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{Device, Distribution, Tensor, activation::log_softmax};
+    /// use burn_fp4_modules::{Candidate, Fp4Config, Fp4Module};
+    ///
+    /// let device = Device::flex();
+    /// let model = LinearConfig::new(64, 10).init(&device);
+    /// let device = device.autodiff();
+    /// let batches = (0..8).map(|_| Tensor::<2>::random([4, 64], Distribution::Default, &device));
+    /// // Of the first class; a model that is trained has better ones.
+    /// let loss = |model: &Linear, batch| log_softmax(model.forward(batch), 1).narrow(1, 0, 1).sum().neg();
+    /// let config = Fp4Config::nvfp4();
+    /// let found = model.fp4_sensitivity_of_loss(&config, &Candidate::DEFAULT, batches, loss)?;
+    /// # assert!(found.groups[0].candidates[0].loss > Some(0.0));
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     ///
     /// # Errors
-    /// As there, and [`Fp4Error::Sensitivity`] without batches, or for a loss that no selected
-    /// weight has a gradient of.
+    /// As there; [`Fp4Error::Sensitivity`] without batches, or for a loss that does not depend on
+    /// the module it is given; [`Fp4Error::NotComparable`] naming weights that it does not depend
+    /// on.
     #[cfg(feature = "autodiff")]
     fn fp4_sensitivity_of_loss<I>(
         &self,

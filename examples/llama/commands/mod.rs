@@ -5,6 +5,7 @@ pub(crate) mod distill;
 pub(crate) mod generate;
 pub(crate) mod perplexity;
 pub(crate) mod quantize;
+pub(crate) mod sensitivity;
 pub(crate) mod train;
 
 use std::path::PathBuf;

@@ -1,5 +1,7 @@
 //! [`Budget`]: the candidates with the least error within some bits or bytes.
 
+use core::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Fp4Config, Unused};
@@ -8,24 +10,39 @@ use crate::error::Fp4Error;
 use super::knapsack::{Item, choose};
 use super::report::{CandidateSensitivity, Sensitivity};
 
-/// What the selected weights may take, codes and scales and those that stay dense together.
+/// What the selected weights may take, those that stay dense among them. Tied weights count once
+/// for each of their places.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Budget {
-    /// Bits for each of their values, on average.
+    /// Bits for each of their values, on average, without tensor scales: NVFP4 takes 4.5, MXFP4
+    /// 4.25.
     BitsPerWeight(f64),
-    /// Bytes.
+    /// Bytes, with tensor scales.
     Bytes(usize),
 }
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BitsPerWeight(bits) => write!(f, "a budget of {bits} bits per weight"),
+            Self::Bytes(bytes) => write!(f, "a budget of {bytes} bytes"),
+        }
+    }
+}
+
+/// Bytes of a tensor scale.
+const TENSOR_SCALE: usize = 4;
 
 /// A candidate for every group of weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BudgetChoice {
-    /// What quantizes a module like this. Saved, it lacks the calibration.
+    /// What quantizes a module like this. Saved, it lacks the calibration. If all weights stay
+    /// dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4) refuses.
     pub config: Fp4Config,
     /// By group of the [`Sensitivity`], what was chosen.
     pub candidates: Vec<CandidateSensitivity>,
-    /// Bits for each value.
+    /// Bits for each value, with tensor scales.
     pub bits_per_weight: f64,
     /// The sum of the [errors](CandidateSensitivity::error) of the groups.
     pub error: f64,
@@ -33,26 +50,34 @@ pub struct BudgetChoice {
     pub bound: f64,
 }
 
+impl BudgetChoice {
+    /// The error above the bound: no choice within the budget is better by more.
+    pub fn gap(&self) -> f64 {
+        self.error - self.bound
+    }
+}
+
 impl Sensitivity {
-    /// The candidates whose errors have the smallest sum within a budget: a multiple-choice
-    /// knapsack problem, solved by its linear relaxation and repaired.
+    /// Candidates whose [errors](CandidateSensitivity::error) have a small sum within a budget: a
+    /// multiple-choice knapsack problem, solved by its linear relaxation and repaired.
+    /// [`BudgetChoice::gap`] bounds how far the sum is from the smallest. Without a loss the errors
+    /// are relative ones of outputs, of which each group has the same say, however large.
     ///
     /// # Errors
     /// [`Fp4Error::Budget`] if the smallest candidates of all groups take more, or the budget is
-    /// not a number; [`Fp4Error::Uncalibrated`] if errors of different groups cannot be compared,
-    /// because there is neither a loss nor an error of outputs of a group.
+    /// not a number; [`Fp4Error::NotComparable`] naming the weights that have neither a loss nor an
+    /// error of outputs, or one that is not finite.
     pub fn choose(&self, budget: Budget) -> Result<BudgetChoice, Fp4Error> {
         let incomparable = self.groups.iter().filter(|group| {
             group.candidates.iter().any(|one| one.error().is_none_or(|error| !error.is_finite()))
         });
         let paths: Vec<_> = incomparable.flat_map(|group| group.paths.clone()).collect();
         if !paths.is_empty() {
-            return Err(Fp4Error::Uncalibrated { method: "a budget".to_owned(), paths });
+            return Err(Fp4Error::NotComparable { paths });
         }
         let item = |one: &CandidateSensitivity| Item {
             bytes: one.bytes,
-            // Beside rounding, it is not negative.
-            error: one.error().unwrap_or_default().max(0.0),
+            error: one.error().unwrap_or_default(),
         };
         let items: Vec<Vec<Item>> =
             self.groups.iter().map(|group| group.candidates.iter().map(item).collect()).collect();
@@ -61,7 +86,10 @@ impl Sensitivity {
         let least: usize = items.iter().map(smallest).sum();
         let bytes = match budget {
             // As many as there are, if it is more than any number of them.
-            Budget::BitsPerWeight(bits) if bits >= 0.0 => (bits * values as f64 / 8.0) as usize,
+            Budget::BitsPerWeight(bits) if bits >= 0.0 => {
+                let weights: usize = self.groups.iter().map(|group| group.paths.len()).sum();
+                ((bits * values as f64 / 8.0) as usize).saturating_add(weights * TENSOR_SCALE)
+            }
             Budget::BitsPerWeight(_) => 0,
             Budget::Bytes(bytes) => bytes,
         };

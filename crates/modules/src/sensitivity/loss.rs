@@ -1,12 +1,14 @@
 //! What candidates cost the loss, by second order.
 //!
-//! The loss grows by `dW^T F dW / 2` near a minimum, with the Fisher information `F`: the mean of
-//! `g g^T` over gradients `g` of the logarithm of the likelihood. So it is the mean of the squares
-//! of `dW^T g`, one number for each batch, candidate and group, and `F` is never formed.
+//! Near a minimum the loss grows by `dW^T F dW / 2`, with the Fisher information `F`: the mean of
+//! `g g^T` over gradients `g` of the logarithm of the likelihood. Of `F` the blocks of the outputs
+//! of a layer are taken: the errors of different outputs have no sign in common, so that the rest
+//! adds up to little. It is never formed: the mean of the squares of `dW^T g` is what is wanted, of
+//! each output.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use burn::module::{Module, Param};
+use burn::module::{Flag, Module, ModuleMapper, Param};
 use burn::tensor::{DType, Gradients, Tensor};
 
 use crate::config::Fp4Config;
@@ -15,7 +17,7 @@ use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 
 use super::candidate::Candidate;
-use super::measure::{self, Measured, error};
+use super::measure::{self, Measured};
 use super::report::Sensitivity;
 
 /// Measures every candidate, and what it costs the loss of the batches.
@@ -26,71 +28,96 @@ pub(crate) fn measure<M: Module, I>(
     batches: impl IntoIterator<Item = I>,
     mut loss: impl FnMut(&M, I) -> Tensor<1>,
 ) -> Result<Sensitivity, Fp4Error> {
-    let measured = measure::measure(module, config, candidates)?;
-    let trained = module.clone().train();
-    // By group and candidate.
-    let groups = measured.sensitivity.groups.len();
-    let mut sums = vec![vec![0.0; candidates.len()]; groups];
-    let mut batches_seen = 0;
+    let measured = measure::measure(module, config, candidates, true)?;
+    // Every weight has a gradient, and layers do what they do once trained. Out of autodiff first,
+    // where tied weights would share one gradient.
+    let differentiated = module.valid().map(&mut Differentiate).train().map(&mut Differentiate);
+    let mut sums: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    let mut count = 0;
     for batch in batches {
-        let gradients = loss(&trained, batch).backward();
-        let products = products(&trained, &measured, &gradients)?;
-        for (group, sums) in measured.sensitivity.groups.iter().zip(&mut sums) {
-            let of_group: Vec<&Vec<f32>> =
-                group.paths.iter().filter_map(|path| products.get(path)).collect();
-            for (at, sum) in sums.iter_mut().enumerate() {
-                let product: f64 = of_group.iter().map(|products| f64::from(products[at])).sum();
-                *sum += product * product;
+        let loss = loss(&differentiated, batch);
+        if !loss.is_tracked() {
+            return Err(Fp4Error::Sensitivity(
+                "the loss does not depend on the module it is given",
+            ));
+        }
+        for (path, squares) in squares(&differentiated, &measured, &loss.backward())? {
+            let sums = sums.entry(path).or_insert_with(|| vec![0.0; candidates.len()]);
+            for (sum, square) in sums.iter_mut().zip(squares) {
+                *sum += f64::from(square);
             }
         }
-        batches_seen += 1;
+        count += 1;
     }
-    if batches_seen == 0 {
+    if count == 0 {
         return Err(Fp4Error::Sensitivity("no batches"));
     }
     let mut sensitivity = measured.sensitivity;
-    for (group, sums) in sensitivity.groups.iter_mut().zip(sums) {
+    let selected = sensitivity.groups.iter().flat_map(|group| group.paths.iter().cloned());
+    let missing: BTreeSet<String> = selected.filter(|path| !sums.contains_key(path)).collect();
+    if !missing.is_empty() {
+        return Err(Fp4Error::NotComparable { paths: missing.into_iter().collect() });
+    }
+    for group in &mut sensitivity.groups {
         for one in &mut group.candidates {
             let at = candidates.iter().position(|candidate| *candidate == one.candidate);
-            let sum = at.map_or(0.0, |at| sums[at]);
-            one.loss = Some(sum / f64::from(batches_seen) / 2.0);
+            let of = |path: &String| at.map_or(0.0, |at| sums[path][at]);
+            let sum: f64 = group.paths.iter().map(of).sum();
+            one.loss = Some(sum / f64::from(count) / 2.0);
         }
     }
     Ok(sensitivity)
 }
 
-/// By path `dW^T g` of every candidate.
-fn products<M: Module>(
-    trained: &M,
+/// Lets every weight have a gradient, and no layer behave as in training.
+struct Differentiate;
+
+impl ModuleMapper for Differentiate {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.set_require_grad(true)
+    }
+
+    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
+        flag.with_value(false)
+    }
+}
+
+/// By path, of every candidate, the squares of `dW^T g` of the outputs, summed up.
+fn squares<M: Module>(
+    differentiated: &M,
     measured: &Measured,
     gradients: &Gradients,
 ) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
-    let mut products = Products { measured, gradients, found: Vec::new() };
-    visit_parameters(trained, &mut products);
-    if products.found.is_empty() {
-        return Err(Fp4Error::Sensitivity("the loss depends on no selected weight"));
-    }
-    read_vectors(products.found)
+    let mut squares = Squares { measured, gradients, found: Vec::new() };
+    visit_parameters(differentiated, &mut squares);
+    read_vectors(squares.found)
 }
 
-struct Products<'a> {
+struct Squares<'a> {
     measured: &'a Measured,
     gradients: &'a Gradients,
     found: Vec<(String, Tensor<1>)>,
 }
 
-impl VisitParameters for Products<'_> {
+impl VisitParameters for Squares<'_> {
     fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
         let path = path.join();
-        let Some(dense) = self.measured.dense.get(&path) else { return };
-        let Some(dense) = dense.values.downcast_ref::<Tensor<D>>() else { return };
+        let Some(dense) = self.measured.weights.by_path.get(&path) else { return };
         let Some(gradient) = param.val().grad(self.gradients) else { return };
-        let (dense, gradient) = (dense.clone().cast(DType::F32), gradient.cast(DType::F32));
+        let gradient = gradient.cast(DType::F32).reshape(dense.values.dims());
         let of = self.measured.packed.iter().map(|packed| match packed.get(&path) {
-            Some(packed) => (error(dense.clone(), packed) * gradient.clone()).sum(),
-            None => Tensor::zeros([1], &gradient.device()),
+            Some(packed) => {
+                let products = dense.error(packed) * gradient.clone();
+                // Inputs along no axis of their own: as one output.
+                let products = match dense.input_axis() {
+                    Some(axis) => products.sum_dim(axis),
+                    None => products.sum_dim(1).sum_dim(2),
+                };
+                (products.clone() * products).sum()
+            }
+            None => Tensor::zeros([1], (&gradient.device(), DType::F32)),
         });
-        let products = Tensor::cat(of.collect(), 0);
-        self.found.push((path, products));
+        let squares = Tensor::cat(of.collect(), 0);
+        self.found.push((path, squares));
     }
 }

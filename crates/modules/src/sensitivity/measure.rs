@@ -3,16 +3,18 @@
 //! A candidate is tried by quantizing a copy of the module, which shares the dense values with it:
 //! its codes are those that [`quantize_fp4`](crate::Fp4Module::quantize_fp4) gives.
 
-use std::any::Any;
 use std::collections::BTreeMap;
+use std::ptr;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fp4_ops::Gram;
+use burn_fp4_ops::formats::check_length;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::pack::edit::packed_weights;
+use crate::pack::measure::measure as tied_weights;
 use crate::pack::quantize::quantize;
 use crate::packed_weight::PackedWeight;
 use crate::statistics::Calibration;
@@ -27,122 +29,164 @@ use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 /// What was found, and what it was found from.
 pub(crate) struct Measured {
     pub(crate) sensitivity: Sensitivity,
-    pub(super) dense: BTreeMap<String, Dense>,
-    /// By candidate the packed weights, by path; empty for the dense one.
+    pub(super) weights: Weights,
+    /// By candidate the packed weights, by path; none of dense ones, and none if not asked for.
     pub(super) packed: Vec<BTreeMap<String, PackedWeight>>,
+}
+
+/// The weights that some candidate quantizes.
+#[derive(Default)]
+pub(super) struct Weights {
+    pub(super) by_path: BTreeMap<String, Dense>,
+    /// Paths by their number in the module.
+    numbers: BTreeMap<usize, String>,
+    /// By number that of another weight of the same group.
+    joined: BTreeMap<usize, usize>,
 }
 
 /// A dense weight.
 pub(super) struct Dense {
-    /// A tensor of its rank.
-    pub(super) values: Box<dyn Any>,
+    /// `[slices, rows, cols]`.
+    pub(super) values: Tensor<3>,
+    rounded: fn(&PackedWeight, [usize; 3]) -> Tensor<3>,
     bytes: usize,
-    elements: usize,
     plan: WeightPlan,
 }
 
-/// Measures every candidate.
+/// Measures every candidate. `keep` is whether packed weights are returned.
 pub(crate) fn measure<M: Module>(
     module: &M,
     config: &Fp4Config,
     candidates: &[Candidate],
+    keep: bool,
 ) -> Result<Measured, Fp4Error> {
     if candidates.is_empty() {
         return Err(Fp4Error::Sensitivity("no candidates"));
     }
-    let mut groups: Vec<(String, Vec<String>)> = Vec::new();
-    let mut dense = BTreeMap::new();
-    let mut packed = Vec::new();
+    let mut weights = Weights::default();
     let mut found: Vec<BTreeMap<String, Errors>> = Vec::new();
+    let mut packed = Vec::new();
     for candidate in candidates {
         let Some(scheme) = candidate.scheme(config) else {
-            packed.push(BTreeMap::new());
             found.push(BTreeMap::new());
+            packed.push(BTreeMap::new());
             continue;
         };
-        let mut config = config.clone();
+        let mut config = Fp4Config { scheme, ..config.clone() };
         config.overrides.clear();
-        config.scheme = scheme;
-        add_weights(module, &config, &mut groups, &mut dense)?;
+        let calibration = config.calibration.clone();
+        // The errors of outputs use it, whether the method does or not.
+        if !config.chosen_by(&scheme).needs_inputs() {
+            config.calibration = Calibration::new();
+        }
+        weights.add(module, &config)?;
         let mut copy = module.clone();
         quantize(&mut copy, &config)?;
-        let weights = packed_weights(&copy);
-        found.push(errors(&weights, &dense, &config.calibration)?);
-        packed.push(weights);
+        let codes = packed_weights(&copy);
+        found.push(errors(&codes, &weights.by_path, &calibration)?);
+        packed.push(if keep { codes } else { BTreeMap::new() });
     }
-    if groups.is_empty() {
-        add_weights(module, config, &mut groups, &mut dense)?;
+    if weights.by_path.is_empty() {
+        weights.add(module, config)?;
     }
-    let groups = groups.into_iter().map(|(_, paths)| {
-        let sum = |of: &dyn Fn(&str) -> usize| paths.iter().map(|path| of(path)).sum::<usize>();
-        let values = sum(&|path| dense[path].elements);
-        let candidates = candidates.iter().zip(&packed).zip(&found);
-        let candidates = candidates.filter_map(|((&candidate, packed), found)| match candidate {
+    let groups = weights.groups().into_iter().map(|paths| {
+        let dense = |path: &String| &weights.by_path[path];
+        let of = |(&candidate, found): (&Candidate, &BTreeMap<String, Errors>)| match candidate {
             Candidate::Dense => Some(CandidateSensitivity {
                 candidate,
-                bytes: sum(&|path| dense[path].bytes),
+                bytes: paths.iter().map(|path| dense(path).bytes).sum(),
                 weight_error: 0.0,
                 output_error: Some(0.0),
                 loss: None,
             }),
             Candidate::Fp4(_) => {
-                let errors: Option<Vec<&Errors>> =
-                    paths.iter().map(|path| found.get(path)).collect();
-                let bytes = || sum(&|path| packed[path].bytes());
-                errors.map(|errors| together(&errors, candidate, bytes()))
+                let errors: Option<Vec<_>> = paths.iter().map(|path| found.get(path)).collect();
+                errors.map(|errors| together(&errors, candidate))
             }
-        });
-        GroupSensitivity { candidates: candidates.collect(), values, paths }
+        };
+        GroupSensitivity {
+            candidates: candidates.iter().zip(&found).filter_map(of).collect(),
+            values: paths.iter().map(|path| dense(path).values.shape().num_elements()).sum(),
+            paths,
+        }
     });
     let sensitivity = Sensitivity { groups: groups.collect(), config: config.clone() };
-    Ok(Measured { sensitivity, dense, packed })
+    Ok(Measured { sensitivity, weights, packed })
 }
 
-/// Adds the weights that a configuration selects and that are not known yet, to the group that they
-/// belong to. A candidate may have to leave some alone that another quantizes.
-fn add_weights<M: Module>(
-    module: &M,
-    config: &Fp4Config,
-    groups: &mut Vec<(String, Vec<String>)>,
-    dense: &mut BTreeMap<String, Dense>,
-) -> Result<(), Fp4Error> {
-    struct Values<'a> {
-        plans: BTreeMap<&'a str, (&'a WeightPlan, usize)>,
-        dense: &'a mut BTreeMap<String, Dense>,
-    }
+impl Weights {
+    /// Adds the weights that a configuration selects: a candidate may have to leave some alone that
+    /// another quantizes.
+    fn add<M: Module>(&mut self, module: &M, config: &Fp4Config) -> Result<(), Fp4Error> {
+        struct Values<'a> {
+            plans: BTreeMap<&'a str, (&'a WeightPlan, usize)>,
+            found: &'a mut BTreeMap<String, Dense>,
+        }
 
-    impl VisitParameters for Values<'_> {
-        fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
-            let path = path.join();
-            if let Some(&(plan, bytes)) = self.plans.get(path.as_str()) {
+        impl VisitParameters for Values<'_> {
+            fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+                let path = path.join();
+                let Some(&(plan, bytes)) = self.plans.get(path.as_str()) else { return };
                 let values = param.base().without_autodiff();
-                let elements = values.shape().num_elements();
-                let values = Box::new(values);
-                self.dense.insert(path, Dense { values, bytes, elements, plan: plan.clone() });
+                let cols = plan.layout.shape[D - 1];
+                let rows = values.shape().num_elements() / cols / plan.slices();
+                let values = values.reshape([plan.slices(), rows, cols]);
+                let dense = Dense { values, rounded: rounded::<D>, bytes, plan: plan.clone() };
+                self.found.insert(path, dense);
             }
         }
+
+        let selection = select(module, config)?;
+        let tied = tied_weights(module, &selection, false)?;
+        let mut first_of: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut plans = BTreeMap::new();
+        for (at, parameter, plan) in selection.plans() {
+            self.numbers.insert(at, parameter.path.clone());
+            let sharing = plan.shares.as_deref();
+            let shared = sharing.map_or(at, |group| *first_of.entry(group).or_insert(at));
+            self.join(at, shared);
+            self.join(at, tied.tied_to(at));
+            if !self.by_path.contains_key(&parameter.path) {
+                plans.insert(parameter.path.as_str(), (plan, parameter.bytes()));
+            }
+        }
+        visit_parameters(module, &mut Values { plans, found: &mut self.by_path });
+        Ok(())
     }
 
-    let selection = select(module, config)?;
-    let mut plans = BTreeMap::new();
-    for (_, parameter, plan) in selection.plans() {
-        let Some(path) = Some(&parameter.path).filter(|path| !dense.contains_key(*path)) else {
-            continue;
-        };
-        plans.insert(path.as_str(), (plan, parameter.bytes()));
-        let id = parameter.id.val().to_string();
-        let group = plan.shares.clone().unwrap_or(id);
-        match groups.iter_mut().find(|(known, _)| *known == group) {
-            Some((_, paths)) => paths.push(path.clone()),
-            None => groups.push((group, vec![path.clone()])),
+    /// The smallest number of a group.
+    fn first(&self, mut at: usize) -> usize {
+        while let Some(&other) = self.joined.get(&at) {
+            at = other;
+        }
+        at
+    }
+
+    fn join(&mut self, left: usize, right: usize) {
+        let (left, right) = (self.first(left), self.first(right));
+        if left != right {
+            self.joined.insert(left.max(right), left.min(right));
         }
     }
-    visit_parameters(module, &mut Values { plans, dense });
-    Ok(())
+
+    /// The paths of the weights of each group, in the order of the module.
+    fn groups(&self) -> Vec<Vec<String>> {
+        let mut groups: BTreeMap<usize, Vec<String>> = BTreeMap::new();
+        for (&at, path) in &self.numbers {
+            groups.entry(self.first(at)).or_default().push(path.clone());
+        }
+        groups.into_values().collect()
+    }
+}
+
+/// The values of codes in f32.
+fn rounded<const D: usize>(packed: &PackedWeight, dims: [usize; 3]) -> Tensor<3> {
+    packed.tensor::<D>().dequantize_to(FloatDType::F32).reshape(dims)
 }
 
 /// Sums over a weight.
 struct Errors {
+    bytes: usize,
     /// `|dW|^2` and `|W|^2`.
     weight: [f64; 2],
     /// `tr(dW^T H dW)` and `tr(W^T H W)`.
@@ -150,15 +194,16 @@ struct Errors {
 }
 
 /// The errors of a group.
-fn together(errors: &[&Errors], candidate: Candidate, bytes: usize) -> CandidateSensitivity {
+fn together(errors: &[&Errors], candidate: Candidate) -> CandidateSensitivity {
     let ratio = |sums: &mut dyn Iterator<Item = [f64; 2]>| {
         let [error, energy] = sums.fold([0.0, 0.0], |sum, one| [sum[0] + one[0], sum[1] + one[1]]);
-        if error == 0.0 { 0.0 } else { error / energy }
+        // Below 0 by rounding.
+        if error <= 0.0 { 0.0 } else { error / energy }
     };
     let outputs: Option<Vec<_>> = errors.iter().map(|errors| errors.output).collect();
     CandidateSensitivity {
         candidate,
-        bytes,
+        bytes: errors.iter().map(|errors| errors.bytes).sum(),
         weight_error: ratio(&mut errors.iter().map(|errors| errors.weight)),
         output_error: outputs.map(|outputs| ratio(&mut outputs.into_iter())),
         loss: None,
@@ -171,84 +216,108 @@ fn errors(
     dense: &BTreeMap<String, Dense>,
     calibration: &Calibration,
 ) -> Result<BTreeMap<String, Errors>, Fp4Error> {
-    let weights = dense.iter().filter_map(|(path, dense)| Some((path, packed.get(path)?, dense)));
-    let sums = weights.map(|(path, packed, dense)| {
-        let axis = dense.plan.layout.axis;
-        let gram = |slice| calibration.get_slice(path, axis, slice).filter(|gram| gram.is_whole());
-        let grams: Option<Vec<_>> = (0..dense.plan.slices()).map(gram).collect();
-        (path.clone(), dense.sums(packed, grams))
-    });
-    let read = read_vectors(sums.collect())?;
-    Ok(read
-        .into_iter()
-        .map(|(path, sums)| {
-            let sums: Vec<f64> = sums.into_iter().map(f64::from).collect();
-            let output = (sums.len() > 2).then(|| [sums[2], sums[3]]);
-            (path, Errors { weight: [sums[0], sums[1]], output })
-        })
-        .collect())
+    let mut hessians = HessianCache::default();
+    let mut sums = Vec::new();
+    for (path, dense) in dense {
+        let Some(packed) = packed.get(path) else { continue };
+        let grams = dense.grams(path, calibration)?;
+        sums.push((path.clone(), dense.sums(packed, grams, &mut hessians)));
+    }
+    let read = read_vectors(sums)?;
+    let of = |(path, sums): (String, Vec<f32>)| {
+        let bytes = packed[&path].bytes();
+        let sums: Vec<f64> = sums.into_iter().map(f64::from).collect();
+        let output = (sums.len() > 2).then(|| [sums[2], sums[3]]);
+        (path, Errors { bytes, weight: [sums[0], sums[1]], output })
+    };
+    Ok(read.into_iter().map(of).collect())
 }
 
 impl Dense {
+    /// The axis of `[slices, rows, cols]` that inputs are along: 1 or 2. None if they are along one
+    /// that slices are not divided at.
+    pub(super) fn input_axis(&self) -> Option<usize> {
+        (self.plan.layout.axis + 3).checked_sub(self.plan.layout.shape.len()).filter(|&at| at > 0)
+    }
+
+    /// `dW` in f32.
+    pub(super) fn error(&self, packed: &PackedWeight) -> Tensor<3> {
+        (self.rounded)(packed, self.values.dims()) - self.values.clone().cast(DType::F32)
+    }
+
+    /// The Gram matrices of all slices; none if one of them lacks a whole one, or no inputs other
+    /// than zeros were seen.
+    fn grams<'a>(
+        &self,
+        path: &str,
+        calibration: &'a Calibration,
+    ) -> Result<Option<Vec<&'a Gram>>, Fp4Error> {
+        let axis = self.plan.layout.axis;
+        let gram = |slice| calibration.get_slice(path, axis, slice).filter(|gram| gram.is_whole());
+        let grams: Option<Vec<&Gram>> = (0..self.plan.slices()).map(gram).collect();
+        let Some(grams) = grams.filter(|_| self.input_axis().is_some()) else { return Ok(None) };
+        for gram in &grams {
+            check_length("calibrated inputs", self.plan.layout.shape[axis], gram.channels())
+                .map_err(|error| Fp4Error::at(path, error))?;
+        }
+        Ok(grams.iter().any(|gram| gram.tokens() > 0).then_some(grams))
+    }
+
     /// The squares of the error and of the values, summed up, and if there are Gram matrices of all
     /// slices those of the outputs, `[2]` or `[4]`.
-    fn sums(&self, packed: &PackedWeight, grams: Option<Vec<&Gram>>) -> Tensor<1> {
-        let values = self.rounded_and_dense(packed);
-        let squares = values.clone().map(|values| (values.clone() * values).sum());
-        let mut sums = Vec::from(squares);
-        if let Some(grams) = grams {
-            let axis = self.plan.layout.axis + 2 - self.plan.layout.shape.len();
-            sums.extend(values.map(|values| energy(values, axis, &grams)));
+    fn sums(
+        &self,
+        packed: &PackedWeight,
+        grams: Option<Vec<&Gram>>,
+        hessians: &mut HessianCache,
+    ) -> Tensor<1> {
+        let values = [self.error(packed), self.values.clone().cast(DType::F32)];
+        let mut sums: Vec<_> =
+            values.iter().map(|values| (values.clone() * values.clone()).sum()).collect();
+        if let Some((grams, axis)) = grams.zip(self.input_axis()) {
+            let [_, rows, cols] = self.values.dims();
+            let mut energies = [Vec::new(), Vec::new()];
+            for (slice, gram) in grams.into_iter().enumerate() {
+                let hessian = hessians.of(gram, &values[0].device());
+                for (values, energies) in values.iter().zip(&mut energies) {
+                    let matrix = values.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
+                    let matrix: Tensor<2> = matrix.reshape([rows, cols]);
+                    let product = match axis {
+                        1 => hessian.clone().matmul(matrix.clone()),
+                        _ => matrix.clone().matmul(hessian.clone()),
+                    };
+                    energies.push((product * matrix).sum());
+                }
+            }
+            sums.extend(energies.map(|energies| Tensor::cat(energies, 0).sum()));
         }
         Tensor::cat(sums, 0)
     }
+}
 
-    /// The error and the values in f32, `[slices, rows, cols]`.
-    fn rounded_and_dense(&self, packed: &PackedWeight) -> [Tensor<3>; 2] {
-        let shape = &self.plan.layout.shape;
-        let cols = shape[shape.len() - 1];
-        let rows = self.elements / cols / self.plan.slices();
-        let dims = [self.plan.slices(), rows, cols];
-        /// Of the rank of a weight.
-        fn of<const D: usize>(
-            dense: &Dense,
-            packed: &PackedWeight,
-            dims: [usize; 3],
-        ) -> Option<[Tensor<3>; 2]> {
-            let values = dense.values.downcast_ref::<Tensor<D>>()?.clone().cast(DType::F32);
-            let error = error::<D>(values.clone(), packed);
-            Some([error.reshape(dims), values.reshape(dims)])
+/// The Gram matrix that was uploaded last: weights that are multiplied by the same activations
+/// follow each other.
+#[derive(Default)]
+struct HessianCache {
+    last: Option<(*const Gram, Tensor<2>)>,
+}
+
+impl HessianCache {
+    /// The whole matrix in f32.
+    fn of(&mut self, gram: &Gram, device: &Device) -> Tensor<2> {
+        if let Some((known, hessian)) = &self.last
+            && ptr::eq(*known, gram)
+            && hessian.device() == *device
+        {
+            return hessian.clone();
         }
-        let all = [of::<2>, of::<3>, of::<4>, of::<5>, of::<6>];
-        let found = all.iter().find_map(|of| of(self, packed, dims));
-        found.expect("a weight has two to six axes")
+        let channels = gram.channels();
+        let all = (0..channels).flat_map(|row| (0..channels).map(move |col| (row, col)));
+        let value = |(row, col)| gram.get(row, col).unwrap_or_default() as f32;
+        let values: Vec<f32> = all.map(value).collect();
+        let data = TensorData::new(values, [channels, channels]);
+        let hessian = Tensor::from_data(data, (device, DType::F32));
+        self.last = Some((ptr::from_ref(gram), hessian.clone()));
+        hessian
     }
-}
-
-/// `dW`.
-pub(super) fn error<const D: usize>(dense: Tensor<D>, packed: &PackedWeight) -> Tensor<D> {
-    packed.tensor::<D>().dequantize_to(FloatDType::F32) - dense
-}
-
-/// `tr(W^T H W)` of all slices, or `tr(W H W^T)` if the inputs are along the last axis, `[1]`.
-fn energy(values: Tensor<3>, axis: usize, grams: &[&Gram]) -> Tensor<1> {
-    let [_, rows, cols] = values.dims();
-    let device = values.device();
-    let of_slice = |(slice, gram): (usize, &&Gram)| {
-        let matrix = values.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
-        let matrix: Tensor<2> = matrix.reshape([rows, cols]);
-        let hessian = hessian(gram, &device);
-        let product = match axis {
-            0 => hessian.matmul(matrix.clone()),
-            _ => matrix.clone().matmul(hessian),
-        };
-        (product * matrix).sum()
-    };
-    let sums: Vec<_> = grams.iter().enumerate().map(of_slice).collect();
-    Tensor::cat(sums, 0).sum()
-}
-
-fn hessian(gram: &Gram, device: &Device) -> Tensor<2> {
-    let channels = gram.channels();
-    Tensor::from_data(TensorData::new(gram.to_f32(), [channels, channels]), device)
 }

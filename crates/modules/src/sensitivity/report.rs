@@ -15,7 +15,7 @@ use super::candidate::Candidate;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sensitivity {
     /// The selected weights, those together that must have the same format, in the order of the
-    /// module.
+    /// first of each in the module.
     pub groups: Vec<GroupSensitivity>,
     /// How they were selected and quantized.
     pub config: Fp4Config,
@@ -44,8 +44,8 @@ pub struct CandidateSensitivity {
     /// `|dW|^2 / |W|^2`, summed over the group.
     pub weight_error: f64,
     /// `tr(dW^T H dW) / tr(W^T H W)` with the Gram matrices `H` of the calibrated inputs: the
-    /// squared error of the outputs over their energy. Nothing if there are none of a weight, or
-    /// only blocks of them.
+    /// squared error of the outputs over their energy. Nothing if there are none of a weight, only
+    /// blocks of them, or none of inputs other than zeros.
     pub output_error: Option<f64>,
     /// By how much the loss of a batch is expected to grow; see
     /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss).

@@ -31,9 +31,9 @@ pub(super) trait Instructions: 'static + Send + Sync {
     /// Where shared memory begins, for these operations.
     fn address<T: CubePrimitive>(shared: &[T]) -> u32;
 
-    /// Starts to copy `each` elements, the `at`-th as many of device memory, to the `to`-th place of
-    /// as many in shared memory, which begins at `address`, if this is `wanted`. A branch around it
-    /// would have multiplications wait for each other.
+    /// Starts to copy `each` elements, the `at`-th as many of device memory, to the `to`-th place
+    /// of as many in shared memory, which begins at `address`, if this is `wanted`. A branch around
+    /// it would have multiplications wait for each other.
     fn copy<T: CubePrimitive>(
         wanted: bool,
         shared: &mut [T],

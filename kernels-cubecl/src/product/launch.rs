@@ -5,8 +5,8 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use super::finish::{Factors, ProductRecipe};
-use super::plan::{Kernel, PlannedProduct, Product};
 use super::plain::Plain;
+use super::plan::{Kernel, PlannedProduct, Product};
 #[cfg(feature = "cuda")]
 use super::ptx::Ptx;
 use super::{few, gemv, mma, wgmma};

@@ -4,7 +4,6 @@
 use cubecl::prelude::*;
 
 use super::instructions::Instructions;
-use crate::plan::UNITS;
 
 /// See the head of this file.
 pub(super) struct Plain;
@@ -55,7 +54,7 @@ impl Instructions for Plain {
         #[comptime] columns: u32,
         #[comptime] bf16: bool,
     ) {
-        let first = exchange.len() as u32 - UNITS;
+        let first = exchange.len() as u32 - CUBE_DIM;
         let part = UNIT_POS % 4;
         let mut own = Vector::<u32, W>::empty();
         #[unroll]

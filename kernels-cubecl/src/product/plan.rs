@@ -66,16 +66,24 @@ pub(super) struct Wgmma {
 /// Packed rows of a cube of `wgmma.rs`.
 pub(super) const WGMMA_ROWS: usize = 128;
 
-/// The rows of the input of a cube of `wgmma.rs`, and the rounds that shared memory then holds: one
-/// cube a processor, two for less than 128 rows.
-const WGMMA_INPUTS: [(u32, u32); 4] = [(32, 6), (64, 4), (128, 5), (256, 3)];
+/// A way to launch `wgmma.rs`, for shared memory of 228 KiB a processor.
+struct WgmmaWay {
+    inputs: u32,
+    stages: u32,
+    /// Nanoseconds that a cube takes for a round, measured on an H200.
+    round: usize,
+}
 
-/// What a round of `wgmma.rs` takes, in rows of the input that take as long to multiply.
-const ROUND: usize = 48;
+const WGMMA_WAYS: [WgmmaWay; 4] = [
+    WgmmaWay { inputs: 32, stages: 6, round: 790 },
+    WgmmaWay { inputs: 64, stages: 4, round: 880 },
+    WgmmaWay { inputs: 128, stages: 5, round: 1100 },
+    WgmmaWay { inputs: 256, stages: 3, round: 1750 },
+];
 
-/// What it takes to launch its cubes, and another kernel that adds what they have computed of the
-/// contracted axis, in the same unit.
-const SPLIT: usize = 700;
+/// Nanoseconds that it takes to launch the kernel that adds what cubes have computed of the
+/// contracted axis, and sums that it reads in one.
+const ADD_PARTS: (usize, usize) = (3000, 1000);
 
 /// The most cubes that divide the contracted axis.
 const MOST_SPLITS: usize = 8;
@@ -329,14 +337,6 @@ impl Product {
         }
     }
 
-    // DEV ONLY
-    #[doc(hidden)]
-    pub fn forced(&self, device: &Capability, inputs: u32, stages: u32, splits: u32) -> PlannedProduct {
-        let cubes = (self.outputs.div_ceil(WGMMA_ROWS) * self.inputs.div_ceil(inputs as usize)) as u32 * splits;
-        let plan = Wgmma { cubes, inputs, stages, splits, exchange: 0 };
-        PlannedProduct { product: *self, device: *device, kernel: Kernel::Wgmma(plan) }
-    }
-
     fn wgmma_launch(&self, device: &Capability) -> Result<Wgmma, Refusal> {
         self.check_instructions(device.warpgroups != Warpgroups::None, STEP)?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
@@ -344,23 +344,24 @@ impl Product {
             return refuse("they store eight outputs at a time");
         }
         let rounds = self.channels / STEP;
-        let cubes = |inputs: u32, splits| {
-            self.outputs.div_ceil(WGMMA_ROWS) * self.inputs.div_ceil(inputs as usize) * splits
+        let cubes = |way: &WgmmaWay, splits| {
+            let groups = self.inputs.div_ceil(way.inputs as usize);
+            self.outputs.div_ceil(WGMMA_ROWS) * groups * splits
         };
         // All cubes of a processor one after the other.
-        let time = |&(inputs, splits): &(u32, usize)| {
-            let turns = cubes(inputs, splits).div_ceil((device.cubes / 4) as usize);
-            turns * rounds.div_ceil(splits) * (inputs as usize + ROUND)
-                + if splits > 1 { SPLIT } else { 0 }
+        let time = |&(way, splits): &(&WgmmaWay, usize)| {
+            let turns = cubes(way, splits).div_ceil((device.cubes / 4) as usize);
+            let (launch, sums) = ADD_PARTS;
+            let added = launch + splits * self.inputs * self.outputs / sums;
+            turns * rounds.div_ceil(splits) * way.round + if splits > 1 { added } else { 0 }
         };
         // None of the cubes has nothing to do.
         let splits = || (1..=MOST_SPLITS).filter(|&n| rounds.div_ceil(rounds.div_ceil(n)) == n);
-        let ways = WGMMA_INPUTS.iter().flat_map(|&way| splits().map(move |splits| (way, splits)));
-        let ((inputs, stages), splits) = ways
-            .min_by_key(|&((inputs, _), splits)| time(&(inputs, splits)))
-            .expect("one cube may take all rounds");
+        let ways = WGMMA_WAYS.iter().flat_map(|way| splits().map(move |splits| (way, splits)));
+        let (way, splits) = ways.min_by_key(time).expect("one cube may take all rounds");
+        let &WgmmaWay { inputs, stages, .. } = way;
         let exchange = if device.warpgroups == Warpgroups::Ptx { 0 } else { UNITS };
-        match u32::try_from(cubes(inputs, splits)) {
+        match u32::try_from(cubes(way, splits)) {
             Ok(cubes) if cubes <= device.max_cubes => {
                 Ok(Wgmma { cubes, inputs, stages, splits: splits as u32, exchange })
             }
@@ -477,11 +478,14 @@ mod tests {
     #[test]
     fn warpgroups_take_what_is_fastest() {
         let device = Capability { warpgroups: Warpgroups::Ptx, ..GPU };
-        let of = |inputs, outputs, channels| {
-            match product(inputs, outputs, channels).plan(&device).unwrap().expect("a plan").kernel {
-                Kernel::Wgmma(wgmma) => Some((wgmma.cubes, wgmma.inputs, wgmma.splits)),
-                _ => None,
-            }
+        let of = |inputs, outputs, channels| match product(inputs, outputs, channels)
+            .plan(&device)
+            .unwrap()
+            .expect("a plan")
+            .kernel
+        {
+            Kernel::Wgmma(wgmma) => Some((wgmma.cubes, wgmma.inputs, wgmma.splits)),
+            _ => None,
         };
         assert_eq!(of(16, 8192, 8192), None);
         assert_eq!(of(64, 8192, 8192), Some((128, 64, 2)));

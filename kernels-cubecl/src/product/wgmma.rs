@@ -11,15 +11,15 @@
 //! codes    | 32 bytes of a packed row          | 32 bytes of a packed row          |
 //! scales   | those of the blocks of a packed row, in one word or two               |
 //!
-//! cube: 256 units = 2 warpgroups; `splits` cubes divide the contracted axis
+//! cube: 256 units = 2 warpgroups; `splits` cubes divide the channels
 //! for round in the rounds of the channels:
 //!     for half in 0..2:
 //!         wait until it has been copied, and for the other units
 //!         for step in 0..4:
 //!             weights = codes x scales, in registers                    (decode_step)
 //!             start to multiply                                         (multiply)
-//!             start to copy a part of the last half but one, which nobody reads anymore,
-//!             for `stages - 1` rounds later                             (copy_part)
+//!             start to copy a part of what is read `stages - 1` rounds later,
+//!             over the last half but one, which nobody reads anymore    (copy_part)
 //!             wait for the multiplication before
 //! store the sums                                                        (store_sums)
 //! add those of the cubes that divide the contracted axis, in order      (add_parts)
@@ -161,6 +161,46 @@ struct Rings<W: Size, X: Size> {
     scales_address: u32,
 }
 
+/// What a unit copies of every round: the first places in the rings, and where they come from in
+/// the first round, in vectors or, for the scales, in rounds.
+#[derive(CubeType)]
+struct Copies {
+    input_to: u32,
+    input: Array<u32>,
+    codes_to: u32,
+    codes: u32,
+    scales: u32,
+    has_scales: bool,
+}
+
+#[cube]
+fn copies<F: Float, W: Size, X: Size>(
+    operands: &Operands<F, u32, W, X>,
+    lane: &Lane,
+    #[comptime] plan: Wgmma,
+) -> Copies {
+    let extent = &operands.extent;
+    let (row, vector) = (UNIT_POS / VECTORS, UNIT_POS % VECTORS);
+    let rows = comptime!(UNITS / VECTORS);
+    let mut input = Array::<u32>::new(comptime!((plan.inputs / rows) as usize));
+    #[unroll]
+    for copy in 0..comptime!(plan.inputs / rows) {
+        let from = min(lane.cube_input + row + comptime!(copy * rows), extent.inputs - 1);
+        input[copy as usize] = (from * extent.chunks + lane.first) * (2 * VECTORS) + vector;
+    }
+    let (code_row, of_codes) = (UNIT_POS / CODES, UNIT_POS % CODES);
+    let from = min(lane.cube_row + code_row, extent.outputs - 1);
+    let of_scales = min(lane.cube_row + UNIT_POS, extent.outputs - 1);
+    Copies {
+        input_to: row * VECTORS + (vector ^ (row % 8)),
+        input,
+        codes_to: code_row * CODES + (of_codes ^ (code_row / 4 % 2)),
+        codes: (from * extent.chunks + lane.first) * (2 * CODES) + of_codes,
+        scales: of_scales * extent.chunks + lane.first,
+        has_scales: UNIT_POS < ROWS,
+    }
+}
+
 /// Starts to copy a part of half a round from device memory.
 #[cube]
 fn copy_part<I: Instructions, F: Float, W: Size, X: Size>(
@@ -168,43 +208,37 @@ fn copy_part<I: Instructions, F: Float, W: Size, X: Size>(
     rings: &mut Rings<W, X>,
     round: u32,
     stage: u32,
+    copies: &Copies,
     lane: &Lane,
     #[comptime] half: u32,
     #[comptime] step: u32,
     #[comptime] plan: Wgmma,
 ) {
-    let extent = &operands.extent;
-    let chunk = lane.first + round;
     let wanted = round < lane.rounds;
     let slot = stage * 2 + half;
+    let to = slot * comptime!(plan.inputs * VECTORS) + copies.input_to;
+    let from = round * (2 * VECTORS) + comptime!(half * VECTORS);
+    let address = rings.input_address;
     #[unroll]
     for copy in 0..comptime!(plan.inputs * VECTORS / UNITS) {
         if comptime!(copy % STEPS == step) {
-            let at = UNIT_POS + copy * UNITS;
-            let (row, vector) = (at / VECTORS, at % VECTORS);
-            let to = (slot * plan.inputs + row) * VECTORS + (vector ^ (row % 8));
-            let from = min(lane.cube_input + row, extent.inputs - 1);
-            let from = ((from * extent.chunks + chunk) * 2 + half) * VECTORS + vector;
-            let address = rings.input_address;
+            let to = to + comptime!(copy * UNITS);
+            let from = from + copies.input[copy as usize];
             I::copy(wanted, &mut rings.input, address, to, operands.input, from, 1u32, 16u32);
         }
     }
-    if comptime!(step == 0) {
-        let (row, vector) = (UNIT_POS / CODES, UNIT_POS % CODES);
-        let to = (slot * ROWS + row) * CODES + (vector ^ (row / 4 % 2));
-        let from = min(lane.cube_row + row, extent.outputs - 1);
-        let from = ((from * extent.chunks + chunk) * 2 + half) * CODES + vector;
+    if comptime!(step == 1) {
+        let to = slot * comptime!(ROWS * CODES) + copies.codes_to;
+        let from = round * (2 * CODES) + comptime!(half * CODES) + copies.codes;
         let address = rings.codes_address;
         I::copy(wanted, &mut rings.codes, address, to, operands.codes, from, 1u32, 16u32);
-        if comptime!(half == 0) {
-            let wanted = wanted && UNIT_POS < ROWS;
-            let words = comptime!(scale_words(operands.recipe));
-            let from = min(lane.cube_row + UNIT_POS, extent.outputs - 1);
-            let from = from * extent.chunks + chunk;
-            let to = stage * ROWS + UNIT_POS;
-            let (address, bytes) = (rings.scales_address, comptime!(4 * words));
-            I::copy(wanted, &mut rings.scales, address, to, operands.scales, from, words, bytes);
-        }
+    }
+    if comptime!(step == 2 && half == 0) {
+        let wanted = select(copies.has_scales, wanted, false);
+        let words = comptime!(scale_words(operands.recipe));
+        let (to, from) = (stage * ROWS + UNIT_POS, round + copies.scales);
+        let (address, bytes) = (rings.scales_address, comptime!(4 * words));
+        I::copy(wanted, &mut rings.scales, address, to, operands.scales, from, words, bytes);
     }
 }
 
@@ -315,20 +349,15 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
     let input_address = I::address::<Vector<u32, X>>(&input);
     let codes_address = I::address::<Vector<u32, W>>(&codes);
     let scales_address = I::address::<u32>(&scales);
-    let mut rings = Rings::<W, X> {
-        input,
-        codes,
-        scales,
-        input_address,
-        codes_address,
-        scales_address,
-    };
+    let mut rings =
+        Rings::<W, X> { input, codes, scales, input_address, codes_address, scales_address };
 
     let mut sums = Array::<f32>::new(comptime!(inputs as usize / 2));
     #[unroll]
     for index in 0..comptime!(inputs as usize / 2) {
         sums[index] = 0.0f32;
     }
+    let copies = copies::<F, W, X>(operands, &lane, plan);
     let ahead = comptime!(stages - 1);
     #[unroll]
     for round in 0..ahead {
@@ -337,7 +366,9 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
             #[unroll]
             for step in 0..STEPS {
                 let to = round.runtime();
-                copy_part::<I, F, W, X>(operands, &mut rings, to, to, &lane, half, step, plan);
+                copy_part::<I, F, W, X>(
+                    operands, &mut rings, to, to, &copies, &lane, half, step, plan,
+                );
             }
             I::commit_copies();
         }
@@ -367,8 +398,10 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
                     inputs,
                     comptime!(recipe.dtype == Dtype::Bf16),
                 );
-                let next = round + ahead;
-                copy_part::<I, F, W, X>(operands, &mut rings, next, last, &lane, half, step, plan);
+                let to = round + ahead;
+                copy_part::<I, F, W, X>(
+                    operands, &mut rings, to, last, &copies, &lane, half, step, plan,
+                );
                 I::wait_for_products(1u32);
             }
             I::commit_copies();
@@ -414,7 +447,7 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
         sync_cube();
         #[unroll]
         for turn in 0..comptime!((columns * vectors).div_ceil(UNITS)) {
-            let at = UNIT_POS + turn * UNITS;
+            let at = UNIT_POS + comptime!(turn * UNITS);
             let (column, vector) = (at / vectors, at % vectors);
             let row = lane.cube_row + vector * width;
             let to = lane.cube_input + pass * columns + column;
@@ -422,7 +455,8 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
                 let mut finished = Vector::<O, V>::empty();
                 #[unroll]
                 for part in 0..comptime!(width / 4) {
-                    let read = ring[((column * stride + vector * width) / 4 + part) as usize];
+                    let at = (column * stride + vector * width) / 4 + part;
+                    let read = ring[at as usize];
                     #[unroll]
                     for index in 0..4u32 {
                         let sum = f32::reinterpret(read.extract(comptime!(index as usize)));

@@ -167,13 +167,12 @@ impl ToLLVMDialect for CopyAsyncOp {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let bytes = self.bytes(ctx).0;
-        // Only copies of 16 bytes pass by the first cache. The second reads what follows, too: a
-        // row is copied a few bytes at a time.
+        // Only copies of 16 bytes pass by the first cache.
         let cache = if bytes == 16 { "cg" } else { "ca" };
         let text = format!(
             "{{ .reg .pred p; .reg .b64 from; setp.ne.u32 p, $3, 0; \
              mad.wide.u32 from, $2, {bytes}, $1; \
-             @p cp.async.{cache}.shared.global.L2::128B [$0], [from], {bytes}; }}"
+             @p cp.async.{cache}.shared.global [$0], [from], {bytes}; }}"
         );
         let inputs = vec![self.to(ctx), self.from(ctx), self.at(ctx), self.wanted(ctx)];
         let void = VoidType::get(ctx).into();

@@ -8,11 +8,11 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype as KernelDtype, Hessians, PackedHandles as Handles,
-    PlannedProduct, Problem, Product, Refusal, UNITS, add_gram, amax, cubecl, curvature,
-    dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_weighted,
-    squared_error,
+    PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
+    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian,
+    quantize_weighted, squared_error,
 };
-use burn_fp4_formats::{Packed, TensorScale, bf16, f16};
+use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, Restore, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
@@ -47,6 +47,16 @@ impl Device {
             Values::F32(values) => self.client.create_from_slice(f32::as_bytes(values)),
             Values::F16(values) => self.client.create_from_slice(f16::as_bytes(values)),
             Values::Bf16(values) => self.client.create_from_slice(bf16::as_bytes(values)),
+        }
+    }
+
+    fn upload_packed(&self, packed: &Packed) -> Handles {
+        let tensor_scale = packed.tensor_scale.as_slice();
+        Handles {
+            codes: self.client.create_from_slice(&packed.codes),
+            scales: self.client.create_from_slice(&packed.scales),
+            tensor_scale: self.client.create_from_slice(f32::as_bytes(tensor_scale)),
+            tensor_scales: tensor_scale.len(),
         }
     }
 
@@ -136,13 +146,7 @@ impl Device {
         let added = random(1, outputs, 3);
         let kernel_dtype = kernel_dtype(dtype);
         let packed = oracle(&weight.to_f32(), outputs, channels, &scheme).expect("valid");
-        let tensor_scale = packed.tensor_scale.as_slice();
-        let handles = Handles {
-            codes: self.client.create_from_slice(&packed.codes),
-            scales: self.client.create_from_slice(&packed.scales),
-            tensor_scale: self.client.create_from_slice(f32::as_bytes(tensor_scale)),
-            tensor_scales: tensor_scale.len(),
-        };
+        let handles = self.upload_packed(&packed);
         let product = Product {
             inputs,
             outputs,
@@ -158,22 +162,10 @@ impl Device {
             let output = planned.run(client, handles.clone(), values.clone(), bias.clone());
             self.floats(output.expect("memory of these lengths"), kernel_dtype)
         };
-        let mut found = run(product.gemv(device).expect("a plan"));
-        // The same by matrix instructions, where there are any; of a small device in larger tiles.
-        let length = found.len();
-        for device in [*device, Capability { cubes: 4, ..*device }] {
-            for planned in [product.mma(&device), product.few(&device)] {
-                match planned {
-                    Ok(planned) => found.extend(run(planned)),
-                    Err(Refusal::Instructions { .. }) => {}
-                    Err(refusal) => panic!("{product:?}: {refusal}"),
-                }
-            }
-        }
+        let found: Vec<_> = every_plan(&product, device).into_iter().map(run).collect();
 
         let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
-        for (at, found) in found.into_iter().enumerate() {
-            let at = at % length;
+        for at in 0..inputs * outputs {
             let (row, output) = (at / outputs, at % outputs);
             let terms = (0..channels).map(|k| {
                 let [x, w] = [input[row * channels + k], weight[output * channels + k]];
@@ -191,8 +183,12 @@ impl Device {
                 Dtype::F16 => 2f64.powi(-11),
                 Dtype::Bf16 => 2f64.powi(-8),
             };
-            let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
-            assert!(near, "{product:?}, row {row}, output {output}: {found}, not {sum}");
+            for (plan, found) in found.iter().enumerate() {
+                let found = found[at];
+                let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
+                let what = format!("{product:?}, plan {plan}, row {row}, output {output}");
+                assert!(near, "{what}: {found}, not {sum}");
+            }
         }
     }
 
@@ -285,6 +281,27 @@ impl Device {
             );
         }
     }
+}
+
+/// A product by every kernel that takes it: those by matrix instructions where there are any, of a
+/// small device in larger tiles; by plain operations in place of those of warpgroups otherwise.
+fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
+    let mut plans = vec![product.gemv(device).expect("a plan")];
+    let warpgroups = match device.warpgroups {
+        Warpgroups::None => Warpgroups::Plain,
+        found => found,
+    };
+    for device in [*device, Capability { cubes: 4, ..*device }] {
+        let grouped = Capability { warpgroups, ..device };
+        for planned in [product.mma(&device), product.few(&device), product.wgmma(&grouped)] {
+            match planned {
+                Ok(planned) => plans.push(planned),
+                Err(Refusal::Instructions { .. }) => {}
+                Err(refusal) => panic!("{product:?}: {refusal}"),
+            }
+        }
+    }
+    plans
 }
 
 /// Values in the order of the packed matrix.
@@ -525,10 +542,87 @@ fn products_straight_from_the_codes() {
         (4, 100, 512, Fp4Scheme::nvfp4().with_block_size(32), false),
         (16, 60, 2560, by_row, true),
         (11, 33, 768, Fp4Scheme::mxfp4().with_block_size(16), false),
+        (70, 136, 640, by_row, true),
+        (260, 24, 1152, Fp4Scheme::mxfp4(), false),
     ];
     for (inputs, outputs, channels, scheme, bias) in shapes {
         for dtype in Dtype::ALL {
             device.check_product(inputs, outputs, channels, scheme, dtype, bias);
+        }
+    }
+}
+
+#[test]
+fn products_of_random_shapes() {
+    let device = Device::new();
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let large = Fp4Scheme::nvfp4().with_block_size(32);
+    let schemes = [Fp4Scheme::nvfp4(), by_row, large, Fp4Scheme::mxfp4()];
+    let mut random = Random::new(11);
+    for case in 0..if device.capability.mma { 200 } else { 4 } {
+        let inputs = 1 << random.below(9);
+        let inputs = inputs + random.below(inputs);
+        let outputs = 8 * (1 + random.below(32));
+        let channels = 128 * (1 + random.below(9));
+        let dtype = Dtype::ALL[random.below(3)];
+        let scheme = schemes[random.below(schemes.len())];
+        device.check_product(inputs, outputs, channels, scheme, dtype, case % 2 == 0);
+    }
+}
+
+/// A block scale that is NaN makes the outputs of its packed row NaN, and no others.
+#[test]
+fn products_with_scales_that_are_nan() {
+    let device = Device::new();
+    let (inputs, outputs, channels) = (20, 24, 256);
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::nvfp4().with_block_size(32), Fp4Scheme::mxfp4()] {
+        for dtype in Dtype::ALL {
+            let dense = Kind::Outliers.values(outputs * channels, 1);
+            let mut packed = oracle(&dense, outputs, channels, &scheme).expect("valid");
+            let nan = if scheme.format() == Fp4Format::NvFp4 { 0x7F } else { 0xFF };
+            let blocks = channels / scheme.block_size;
+            for row in 0..8 {
+                packed.scales[3 * row * blocks + row * blocks / 8] = nan;
+            }
+            let handles = device.upload_packed(&packed);
+            let input = Kind::Outliers.values(inputs * channels, 2);
+            let input = device.upload(&Dense::new(inputs, channels, &input, dtype));
+            let (format, block_size) = (scheme.format(), scheme.block_size);
+            let dtype = kernel_dtype(dtype);
+            let product = Product { inputs, outputs, channels, format, block_size, dtype };
+            for planned in every_plan(&product, &device.capability) {
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+                let found = device.floats(found.expect("memory of these lengths"), dtype);
+                for (at, found) in found.into_iter().enumerate() {
+                    let expected = at % outputs % 3 == 0;
+                    assert_eq!(found.is_nan(), expected, "{planned:?}, {at}: {found}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_the_same_every_time() {
+    let device = Device::new();
+    let (outputs, channels, scheme) = (136, 1152, Fp4Scheme::nvfp4());
+    let packed = oracle(&Kind::Outliers.values(outputs * channels, 1), outputs, channels, &scheme);
+    let handles = device.upload_packed(&packed.expect("valid"));
+    for inputs in [5, 40, 150] {
+        let input = Kind::Outliers.values(inputs * channels, 2);
+        let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let dtype = KernelDtype::Bf16;
+        let product = Product { inputs, outputs, channels, format, block_size, dtype };
+        for planned in every_plan(&product, &device.capability) {
+            let run = || {
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+                device.client.read_one_unchecked(found.expect("memory of these lengths"))
+            };
+            let first = run();
+            for _ in 0..if device.capability.mma { 1000 } else { 2 } {
+                assert_eq!(run(), first, "{planned:?}");
+            }
         }
     }
 }

@@ -36,6 +36,9 @@ struct Arguments {
     /// Measurements; the median counts.
     #[arg(long, default_value_t = 9)]
     runs: usize,
+    /// Measure products by this kernel alone.
+    #[arg(long, value_parser = ["gemv", "few", "mma", "wgmma"])]
+    products: Option<String>,
     #[cfg(feature = "cuda")]
     /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.
     #[arg(long, default_value_t = 1024)]

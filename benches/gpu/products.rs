@@ -16,12 +16,12 @@ use crate::{Arguments, median_seconds};
 /// Bytes of all weights that are multiplied in turn: more than a cache holds.
 const TURN: usize = 200 << 20;
 
-/// bf16 inputs of some rows times weights of three shapes, `outputs x channels`, which are not in
+/// bf16 inputs of some rows times weights of four shapes, `outputs x channels`, which are not in
 /// the cache.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
-    for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096)] {
+    for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096), (4096, 14336)] {
         let floats =
             |count| -> Vec<bf16> { weights(count).into_iter().map(bf16::from_f32).collect() };
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
@@ -62,10 +62,15 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                     let name = format!("{name}, {kernel}");
                     figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
                 };
-                let gemv = product.gemv(&device).ok().filter(|_| inputs <= 8);
-                let (few, mma) = (product.few(&device).ok(), product.mma(&device).ok());
-                for (kernel, planned) in [("gemv", gemv), ("few", few), ("mma", mma)] {
-                    let Some(planned) = planned else { continue };
+                let planned = [
+                    ("gemv", product.gemv(&device).ok().filter(|_| inputs <= 8)),
+                    ("few", product.few(&device).ok()),
+                    ("mma", product.mma(&device).ok()),
+                    ("wgmma", product.wgmma(&device).ok().filter(|_| inputs >= 16)),
+                ];
+                for (kernel, planned) in planned {
+                    let asked = arguments.products.as_ref().is_none_or(|asked| asked == kernel);
+                    let Some(planned) = planned.filter(|_| asked) else { continue };
                     row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None)));
                 }
             }

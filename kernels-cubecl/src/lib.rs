@@ -33,12 +33,20 @@
 //! Arithmetic is f32. Where the reference rounds a product before it is added, the product is not
 //! written as an operand of an addition: CubeCL would fuse the two.
 
+#[cfg(feature = "cuda")]
+extern crate alloc;
+
 mod arith;
 mod dequantize;
 mod fake_quantize;
 mod gptq;
 mod gram;
 mod hadamard;
+/// What CubeCL's derived operations name.
+#[cfg(feature = "cuda")]
+mod interfaces {
+    pub(crate) use cubecl_ir::interfaces::*;
+}
 mod layout;
 mod memory;
 mod packed;
@@ -58,7 +66,8 @@ pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use packed::PackedHandles;
 pub use plan::{
-    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, Tile, UNITS, plan,
+    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, Tile, UNITS,
+    Warpgroups, plan,
 };
 pub use product::{PlannedProduct, Product};
 pub use quantize::{quantize, quantize_weighted};

@@ -71,3 +71,16 @@ pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype
     };
     Vector::<F, N>::reinterpret(bits)
 }
+
+/// The elements of the two codes of a byte, the rest of the word being zeros; see [`decode_pair`].
+/// A product with a constant is two shifts and an addition at once.
+#[cube]
+pub(crate) fn decode_byte<F: Float, N: Size>(byte: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
+    let signs = (byte * 0x0100_1000u32) & 0x8000_8000u32;
+    let bits = if comptime!(dtype == Dtype::Bf16) {
+        signs | ((byte * 0x0004_0040u32) & 0x01C0_01C0u32)
+    } else {
+        signs | ((byte * 0x0020_0200u32) & 0x0E00_0E00u32)
+    };
+    Vector::<F, N>::reinterpret(bits)
+}

@@ -349,14 +349,6 @@ fn element_exponent(dtype: Dtype) -> i32 {
     }
 }
 
-/// Whether two codes are decoded at once, by [`product_scale_pair`].
-pub(crate) fn decodes_pairs(grid: ScaleGrid) -> bool {
-    match grid {
-        ScaleGrid::Float(_) => true,
-        ScaleGrid::PowersOfTwo(_) => false,
-    }
-}
-
 /// What a decoded element is multiplied with for a block scale.
 #[cube]
 pub(crate) fn product_scale<F: Float>(
@@ -367,33 +359,43 @@ pub(crate) fn product_scale<F: Float>(
     F::cast_from(scale_value(code, grid) * comptime!(scale_shift(grid, dtype)))
 }
 
-/// [`product_scale`] of two codes of a float grid, the second in the upper byte of a word.
+/// [`product_scale`] of two codes, 16 bits apart in a word that has other bits between them.
 #[cube]
 pub(crate) fn product_scale_pair<F: Float, N: Size>(
     codes: u32,
-    #[comptime] row: Minifloat,
+    #[comptime] grid: ScaleGrid,
     #[comptime] dtype: Dtype,
 ) -> Vector<F, N> {
     // Mantissa bits of the dtype, and the exponent field of 1.
     let (mantissa, bias) = comptime!(if dtype == Dtype::Bf16 { (7, 127) } else { (10, 15) });
-    let above = comptime!(ones(row) + 1);
-    let dropped = comptime!(mantissa - row.mantissa_bits);
-    let low = comptime!(ones(row));
-    let codes = (codes & low) | ((codes & comptime!(low << 8)) << 8u32);
-    // Of a code that is NaN, the only one that this sets a bit of.
-    let nan = (codes + 0x0001_0001u32) & comptime!(above | (above << 16));
-    // Exponent and mantissa bits make a float that is too small by a power of two, subnormals
-    // included; those of NaN fill up all of its exponent.
-    let filled = comptime!((0x8000 - (above << dropped)) / above);
-    let tiny = Vector::<F, N>::reinterpret((codes << dropped) + nan * filled);
-    let grid = comptime!(ScaleGrid::Float(row));
-    if comptime!(dtype == Dtype::Bf16) {
-        // A bf16 holds no more than half the exponent of both together.
-        let shift = Vector::new(F::cast_from(comptime!(power(bias - row.bias))));
-        tiny * shift * Vector::new(F::cast_from(comptime!(scale_shift(grid, dtype))))
-    } else {
-        let shift = comptime!(power(bias - row.bias) * scale_shift(grid, dtype));
-        tiny * Vector::new(F::cast_from(shift))
+    match comptime!(grid) {
+        ScaleGrid::Float(row) => {
+            let above = comptime!(ones(row) + 1);
+            let dropped = comptime!(mantissa - row.mantissa_bits);
+            let codes = codes & comptime!(ones(row) * 0x0001_0001);
+            // Of a code that is NaN, the only one that this sets a bit of.
+            let nan = (codes + 0x0001_0001u32) & comptime!(above * 0x0001_0001);
+            // Exponent and mantissa bits make a float that is too small by a power of two,
+            // subnormals included; those of NaN fill up all of its exponent.
+            let filled = comptime!((0x8000 - (above << dropped)) / above);
+            let tiny = Vector::<F, N>::reinterpret((codes << dropped) + nan * filled);
+            if comptime!(dtype == Dtype::Bf16) {
+                // A bf16 holds no more than half the exponent of both together.
+                let shift = Vector::new(F::cast_from(comptime!(power(bias - row.bias))));
+                tiny * shift * Vector::new(F::cast_from(comptime!(scale_shift(grid, dtype))))
+            } else {
+                let shift = comptime!(power(bias - row.bias) * scale_shift(grid, dtype));
+                tiny * Vector::new(F::cast_from(shift))
+            }
+        }
+        ScaleGrid::PowersOfTwo(_) => {
+            // The exponent of a bf16; 0 is half its smallest normal number, and the last is NaN:
+            // both have the highest mantissa bit.
+            let codes = codes & 0x00FF_00FFu32;
+            let (first, last) = (!(codes + 0x00FF_00FFu32), codes + 0x0001_0001u32);
+            let half = ((first | last) & 0x0100_0100u32) >> 2u32;
+            Vector::<F, N>::reinterpret((codes << 7u32) | half)
+        }
     }
 }
 

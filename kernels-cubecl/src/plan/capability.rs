@@ -2,7 +2,7 @@
 
 use cubecl::client::Client;
 use cubecl::features::{Features, MmaConfig, Plane};
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
 /// Units of a cube.
 pub const UNITS: u32 = 256;
@@ -20,10 +20,24 @@ pub struct Capability {
     pub converts_bf16: bool,
     /// Whether planes multiply matrices of 16 x 16 and 16 x 8 halves.
     pub mma: bool,
+    /// By what four planes multiply matrices together.
+    pub warpgroups: Warpgroups,
     /// Whether units gain by exchanging what they load or store through shared memory.
     pub stages: bool,
     /// Whether it computes in f64.
     pub doubles: bool,
+}
+
+/// By what four planes, a warpgroup, multiply matrices together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Warpgroups {
+    /// By nothing.
+    None,
+    /// By plain loads and multiplications. It is slow, and no device says so of itself: with it a
+    /// device without the instructions tests what is around them.
+    Plain,
+    /// By WGMMA, the matrix instructions of compute capability 9.0, as inline PTX.
+    Ptx,
 }
 
 impl Capability {
@@ -41,6 +55,7 @@ impl Capability {
             max_cubes: hardware.max_cube_count.0,
             converts_bf16: !cpu,
             mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
+            warpgroups: warpgroups(properties),
             // There the units of a cube run one after the other, and a barrier is slow.
             stages: !cpu,
             doubles: properties.supports_type(ElemType::Float(FloatKind::F64)),
@@ -57,6 +72,17 @@ fn multiplies_halves(features: &Features) -> bool {
     })
 }
 
+/// Inline PTX is for one compute capability, and for CubeCL's LLVM compiler: its other one for CUDA
+/// would have tensor maps.
+fn warpgroups(properties: &DeviceProperties) -> Warpgroups {
+    let llvm = properties.features.tma.is_empty();
+    if cfg!(feature = "cuda") && properties.identity.fingerprint == "ptx_sm90" && llvm {
+        Warpgroups::Ptx
+    } else {
+        Warpgroups::None
+    }
+}
+
 /// A device with planes and matrix instructions, for tests.
 #[cfg(test)]
 pub(crate) const GPU: Capability = Capability {
@@ -65,6 +91,7 @@ pub(crate) const GPU: Capability = Capability {
     max_cubes: u32::MAX,
     converts_bf16: true,
     mma: true,
+    warpgroups: Warpgroups::None,
     stages: true,
     doubles: true,
 };

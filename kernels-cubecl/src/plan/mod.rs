@@ -8,7 +8,7 @@ mod refusal;
 mod share;
 mod statistics;
 
-pub use capability::{Capability, UNITS};
+pub use capability::{Capability, UNITS, Warpgroups};
 pub use launch::{Launch, plan};
 pub use problem::{Dtype, Operation, Problem};
 pub use refusal::Refusal;

@@ -76,6 +76,7 @@ pub(crate) struct Widths {
 }
 
 /// What is multiplied and added.
+#[derive(Clone)]
 pub(super) struct Factors {
     pub(super) weight: PackedHandles,
     pub(super) input: Handle,

@@ -5,11 +5,14 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use super::finish::{Factors, ProductRecipe};
+use super::plain::Plain;
 use super::plan::{Kernel, PlannedProduct, Product};
-use super::{few, gemv, mma};
+#[cfg(feature = "cuda")]
+use super::ptx::Ptx;
+use super::{few, gemv, mma, wgmma};
 use crate::memory::check_memory;
 use crate::packed::PackedHandles;
-use crate::plan::{Dtype, Refusal};
+use crate::plan::{Dtype, Refusal, Warpgroups};
 
 impl PlannedProduct {
     /// The product that was planned.
@@ -63,6 +66,18 @@ impl PlannedProduct {
                     (true, _) => few::launch::<bf16, u16>,
                     (false, 16) => few::launch::<f16, u32>,
                     (false, _) => few::launch::<f16, u16>,
+                };
+                launch(client, factors, made, product, recipe, plan);
+            }
+            Kernel::Wgmma(plan) => {
+                let launch = match (device.warpgroups, dtype == Dtype::Bf16) {
+                    #[cfg(feature = "cuda")]
+                    (Warpgroups::Ptx, true) => wgmma::launch::<Ptx, bf16>,
+                    #[cfg(feature = "cuda")]
+                    (Warpgroups::Ptx, false) => wgmma::launch::<Ptx, f16>,
+                    // Without the feature no device has others.
+                    (_, true) => wgmma::launch::<Plain, bf16>,
+                    (_, false) => wgmma::launch::<Plain, f16>,
                 };
                 launch(client, factors, made, product, recipe, plan);
             }

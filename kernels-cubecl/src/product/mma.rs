@@ -44,9 +44,7 @@ use cubecl::server::Handle;
 use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
 use super::plan::{Mma, PLANES, Product, STEP};
 use crate::arith::element::decode_pair;
-use crate::arith::scale_grid::{
-    decodes_pairs, element_shift, product_scale, product_scale_pair, sum_shift,
-};
+use crate::arith::scale_grid::{element_shift, product_scale, product_scale_pair, sum_shift};
 use crate::plan::UNITS;
 
 /// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
@@ -329,9 +327,9 @@ pub(super) fn decode_scales<F: Float, NA: Size>(
     #[comptime] recipe: ProductRecipe,
 ) {
     let grid = comptime!(recipe.grid());
-    if comptime!(decodes_pairs(grid) && recipe.block_size == 16) {
-        let row_of_grid = comptime!(recipe.format.row().block_scale);
-        let pair = product_scale_pair::<F, NA>(scales, row_of_grid, comptime!(recipe.dtype));
+    if comptime!(recipe.block_size == 16) {
+        let codes = (scales & 0xFFu32) | ((scales & 0xFF00u32) << 8u32);
+        let pair = product_scale_pair::<F, NA>(codes, grid, comptime!(recipe.dtype));
         factors[comptime!((row * 2) as usize)] = Vector::new(pair.extract(0usize));
         factors[comptime!((row * 2 + 1) as usize)] = Vector::new(pair.extract(1usize));
     } else {

@@ -5,7 +5,7 @@ use burn_fp4_search::formats::{FormatError, Fp4Format};
 use burn_fp4_search::host::View;
 
 use crate::arith::scale_grid::f16_holds_products;
-use crate::plan::{Capability, Dtype, Refusal, Share, UNITS};
+use crate::plan::{Capability, Dtype, Refusal, Share, UNITS, Warpgroups};
 
 /// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
 /// `channels` elements.
@@ -43,7 +43,50 @@ pub(super) enum Kernel {
     Mma(Mma),
     /// By matrix instructions, for few rows of the input.
     Few(Few),
+    /// By the matrix instructions of warpgroups.
+    Wgmma(Wgmma),
 }
+
+/// How the kernel of `wgmma.rs` is launched: each cube takes [`WGMMA_ROWS`] packed rows of the
+/// weight, some rows of the input, and some of the contracted axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Wgmma {
+    /// Cubes.
+    pub cubes: u32,
+    /// Rows of the input of a cube.
+    pub inputs: u32,
+    /// Rounds of channels that shared memory holds.
+    pub stages: u32,
+    /// Cubes that divide the contracted axis.
+    pub splits: u32,
+    /// Vectors of shared memory by which the units exchange decoded weights.
+    pub exchange: u32,
+}
+
+/// Packed rows of a cube of `wgmma.rs`.
+pub(super) const WGMMA_ROWS: usize = 128;
+
+/// A way to launch `wgmma.rs`, for shared memory of 228 KiB a processor.
+struct WgmmaWay {
+    inputs: u32,
+    stages: u32,
+    /// Nanoseconds that a cube takes for a round, measured on an H200.
+    round: usize,
+}
+
+const WGMMA_WAYS: [WgmmaWay; 4] = [
+    WgmmaWay { inputs: 32, stages: 6, round: 790 },
+    WgmmaWay { inputs: 64, stages: 4, round: 880 },
+    WgmmaWay { inputs: 128, stages: 5, round: 1100 },
+    WgmmaWay { inputs: 256, stages: 3, round: 1750 },
+];
+
+/// Nanoseconds that it takes to launch the kernel that adds what cubes have computed of the
+/// contracted axis, and sums that it reads in one.
+const ADD_PARTS: (usize, usize) = (3000, 1000);
+
+/// The most cubes that divide the contracted axis.
+const MOST_SPLITS: usize = 8;
 
 /// How the kernel of `few.rs` is launched: each cube takes some packed rows of the weight and all
 /// rows of the input. Its planes divide the packed rows and the contracted axis among them.
@@ -181,7 +224,11 @@ impl Product {
     /// # Errors
     /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<Option<PlannedProduct>, Refusal> {
-        match self.few(device).or_else(|_| self.mma(device)) {
+        let wgmma = || match device.warpgroups {
+            Warpgroups::Ptx => self.wgmma(device),
+            Warpgroups::Plain | Warpgroups::None => self.mma(device),
+        };
+        match self.few(device).or_else(|_| wgmma()).or_else(|_| self.mma(device)) {
             Err(Refusal::Instructions { .. }) if self.inputs > MOST_INPUTS => Ok(None),
             Err(Refusal::Instructions { .. }) => self.gemv(device).map(Some),
             planned => planned.map(Some),
@@ -207,6 +254,15 @@ impl Product {
         Ok(PlannedProduct { product: *self, device: *device, kernel })
     }
 
+    /// The product by the matrix instructions of warpgroups: see [`mma`](Self::mma).
+    ///
+    /// # Errors
+    /// As [`mma`](Self::mma).
+    pub fn wgmma(&self, device: &Capability) -> Result<PlannedProduct, Refusal> {
+        let kernel = Kernel::Wgmma(self.wgmma_launch(device)?);
+        Ok(PlannedProduct { product: *self, device: *device, kernel })
+    }
+
     /// The product by multiplications and additions in f32.
     ///
     /// # Errors
@@ -216,12 +272,12 @@ impl Product {
         Ok(PlannedProduct { product: *self, device: *device, kernel })
     }
 
-    /// Whether the device has matrix instructions that compute the product exactly enough, and take
-    /// its channels in these steps.
-    fn check_instructions(&self, device: &Capability, step: usize) -> Result<(), Refusal> {
+    /// Whether matrix instructions of a device compute the product exactly enough, and take its
+    /// channels in these steps.
+    fn check_instructions(&self, has_any: bool, step: usize) -> Result<(), Refusal> {
         self.check()?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
-        if !device.mma {
+        if !has_any {
             return refuse("the device has none");
         }
         match self.dtype {
@@ -238,7 +294,7 @@ impl Product {
     }
 
     fn few_launch(&self, device: &Capability) -> Result<Few, Refusal> {
-        self.check_instructions(device, FEW_STEP)?;
+        self.check_instructions(device.mma, FEW_STEP)?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
         let processors = device.cubes / 4;
         let cubes = |row_planes| self.outputs.div_ceil(16 * row_planes as usize);
@@ -262,7 +318,7 @@ impl Product {
     }
 
     fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
-        self.check_instructions(device, STEP)?;
+        self.check_instructions(device.mma, STEP)?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
         let cubes = |way: &Mma| {
             self.outputs.div_ceil(way.rows() as usize) * self.inputs.div_ceil(way.inputs() as usize)
@@ -277,6 +333,38 @@ impl Product {
         let way = fits.find(|way| cubes(way) >= enough(way)).unwrap_or(last);
         match u32::try_from(cubes(way)) {
             Ok(cubes) if cubes <= device.max_cubes => Ok(Mma { cubes, ..*way }),
+            _ => refuse("there are too many cubes"),
+        }
+    }
+
+    fn wgmma_launch(&self, device: &Capability) -> Result<Wgmma, Refusal> {
+        self.check_instructions(device.warpgroups != Warpgroups::None, STEP)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        if !self.outputs.is_multiple_of(8) {
+            return refuse("they store eight outputs at a time");
+        }
+        let rounds = self.channels / STEP;
+        let cubes = |way: &WgmmaWay, splits| {
+            let groups = self.inputs.div_ceil(way.inputs as usize);
+            self.outputs.div_ceil(WGMMA_ROWS) * groups * splits
+        };
+        // All cubes of a processor one after the other.
+        let time = |&(way, splits): &(&WgmmaWay, usize)| {
+            let turns = cubes(way, splits).div_ceil((device.cubes / 4) as usize);
+            let (launch, sums) = ADD_PARTS;
+            let added = launch + splits * self.inputs * self.outputs / sums;
+            turns * rounds.div_ceil(splits) * way.round + if splits > 1 { added } else { 0 }
+        };
+        // None of the cubes has nothing to do.
+        let splits = || (1..=MOST_SPLITS).filter(|&n| rounds.div_ceil(rounds.div_ceil(n)) == n);
+        let ways = WGMMA_WAYS.iter().flat_map(|way| splits().map(move |splits| (way, splits)));
+        let (way, splits) = ways.min_by_key(time).expect("one cube may take all rounds");
+        let &WgmmaWay { inputs, stages, .. } = way;
+        let exchange = if device.warpgroups == Warpgroups::Ptx { 0 } else { UNITS };
+        match u32::try_from(cubes(way, splits)) {
+            Ok(cubes) if cubes <= device.max_cubes => {
+                Ok(Wgmma { cubes, inputs, stages, splits: splits as u32, exchange })
+            }
             _ => refuse("there are too many cubes"),
         }
     }
@@ -385,6 +473,35 @@ mod tests {
         assert_eq!(of(256, 8192), (128, 256, 64, 1));
         assert_eq!(of(2048, 8192), (1024, 256, 64, 1));
         assert_eq!(of(2048, 8), (128, 32, 16, 8));
+    }
+
+    #[test]
+    fn warpgroups_take_what_is_fastest() {
+        let device = Capability { warpgroups: Warpgroups::Ptx, ..GPU };
+        let of = |inputs, outputs, channels| match product(inputs, outputs, channels)
+            .plan(&device)
+            .unwrap()
+            .expect("a plan")
+            .kernel
+        {
+            Kernel::Wgmma(wgmma) => Some((wgmma.cubes, wgmma.inputs, wgmma.splits)),
+            _ => None,
+        };
+        assert_eq!(of(16, 8192, 8192), None);
+        assert_eq!(of(64, 8192, 8192), Some((128, 64, 2)));
+        assert_eq!(of(256, 8192, 8192), Some((128, 256, 2)));
+        assert_eq!(of(2048, 8192, 8192), Some((512, 256, 1)));
+        assert_eq!(of(64, 4096, 4096), Some((128, 64, 4)));
+        assert_eq!(of(100, 8192, 128), Some((128, 64, 1)));
+        // Outputs that are no multiple of eight.
+        assert_eq!(of(100, 8100, 8192), None);
+        let fits = product(64, 8, 128);
+        for product in [Product { outputs: 12, ..fits }, Product { channels: 192, ..fits }] {
+            let found = product.wgmma(&device);
+            assert!(matches!(found, Err(Refusal::Instructions { .. })), "{found:?}");
+        }
+        assert!(matches!(fits.wgmma(&GPU), Err(Refusal::Instructions { .. })));
+        assert!(fits.wgmma(&Capability { mma: false, ..device }).is_ok());
     }
 
     #[test]

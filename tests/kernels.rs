@@ -284,16 +284,11 @@ impl Device {
 }
 
 /// A product by every kernel that takes it: those by matrix instructions where there are any, of a
-/// small device in larger tiles; by plain operations in place of those of warpgroups otherwise.
+/// small device in larger tiles.
 fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
     let mut plans = vec![product.gemv(device).expect("a plan")];
-    let warpgroups = match device.warpgroups {
-        Warpgroups::None => Warpgroups::Plain,
-        found => found,
-    };
     for device in [*device, Capability { cubes: 4, ..*device }] {
-        let grouped = Capability { warpgroups, ..device };
-        for planned in [product.mma(&device), product.few(&device), product.wgmma(&grouped)] {
+        for planned in [product.mma(&device), product.few(&device), product.wgmma(&device)] {
             match planned {
                 Ok(planned) => plans.push(planned),
                 Err(Refusal::Instructions { .. }) => {}
@@ -550,6 +545,17 @@ fn products_straight_from_the_codes() {
             device.check_product(inputs, outputs, channels, scheme, dtype, bias);
         }
     }
+}
+
+/// What is around the instructions of warpgroups, with plain operations in their place. Each
+/// multiplication waits for all units twice, which is slow on hosts: few shapes.
+#[test]
+fn products_of_warpgroups_by_plain_operations() {
+    let mut device = Device::new();
+    device.capability.warpgroups = Warpgroups::Plain;
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    device.check_product(20, 24, 256, by_row, Dtype::Bf16, true);
+    device.check_product(33, 72, 384, Fp4Scheme::mxfp4(), Dtype::F16, false);
 }
 
 #[test]

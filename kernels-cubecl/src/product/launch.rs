@@ -12,7 +12,9 @@ use super::ptx::Ptx;
 use super::{few, gemv, mma, wgmma};
 use crate::memory::check_memory;
 use crate::packed::PackedHandles;
-use crate::plan::{Dtype, Refusal, Warpgroups};
+#[cfg(feature = "cuda")]
+use crate::plan::Warpgroups;
+use crate::plan::{Dtype, Refusal};
 
 impl PlannedProduct {
     /// The product that was planned.

@@ -21,9 +21,11 @@ enum Panel {
     Bars { rows: &'static [&'static str], columns: &'static [&'static str] },
 }
 
-/// The pictures: file, and title, table and form of every panel. The names of rows and columns are
-/// those in the file of figures.
-const PICTURES: &[(&str, &[(&str, &str, Panel)])] = &[(
+/// The file of a picture, and title, table and form of every panel.
+type Picture = (&'static str, &'static [(&'static str, &'static str, Panel)]);
+
+/// The pictures. The names of rows and columns are those in the file of figures.
+const PICTURES: &[Picture] = &[(
     "overview.svg",
     &[
         (

@@ -258,7 +258,7 @@ fn outputs_are_those_of_more_inputs_than_a_tile_has_and_of_experts() {
     quantized.quantize_fp4(&alone).unwrap();
     let energy = |weight: Tensor<3>| -> f64 {
         let slice = |at: usize| {
-            let matrix: Tensor<2> = weight.clone().slice([at..at + 1]).squeeze_dim(0);
+            let matrix: Tensor<2> = weight.clone().narrow(0, at, 1).squeeze_dim(0);
             scalar(inputs[at].clone().matmul(matrix).powf_scalar(2.0).sum())
         };
         slice(0) + slice(1)

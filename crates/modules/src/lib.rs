@@ -208,7 +208,9 @@ pub trait Fp4Module: Module {
     /// let device = device.autodiff();
     /// let batches = (0..8).map(|_| Tensor::<2>::random([4, 64], Distribution::Default, &device));
     /// // Of the first class; a model that is trained has better ones.
-    /// let loss = |model: &Linear, batch| log_softmax(model.forward(batch), 1).narrow(1, 0, 1).sum().neg();
+    /// let loss = |model: &Linear, batch| {
+    ///     log_softmax(model.forward(batch), 1).narrow(1, 0, 1).sum().neg()
+    /// };
     /// let config = Fp4Config::nvfp4();
     /// let found = model.fp4_sensitivity_of_loss(&config, &Candidate::DEFAULT, batches, loss)?;
     /// # assert!(found.groups[0].candidates[0].loss > Some(0.0));

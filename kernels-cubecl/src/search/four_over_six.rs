@@ -157,7 +157,8 @@ fn quotient(scaled: f32, range: f32, reciprocal: f32) -> f32 {
 /// and what is left of it not less than 2^-48 times that.
 #[cube]
 fn divides_by_product(amax: f32) -> bool {
-    amax >= comptime!(1.0 / LARGEST_AMAX) && amax <= comptime!(LARGEST_AMAX)
+    let is_large = amax >= comptime!(1.0 / LARGEST_AMAX);
+    is_large && amax <= comptime!(LARGEST_AMAX)
 }
 
 fn squares(search: ScaleSearch) -> bool {

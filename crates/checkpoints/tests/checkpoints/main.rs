@@ -346,7 +346,7 @@ fn the_dialect_is_what_the_files_say() {
     assert_eq!(open("ct").ok(), Some("compressed-tensors"));
 
     fs::write(ct.join("hf_quant_config.json"), r#"{"quantization": {}}"#).expect("a file");
-    let error = Checkpoint::open(&ct).err().expect("two claims").to_string();
+    let error = Checkpoint::open(&ct).expect_err("two claims").to_string();
     assert!(error.contains("modelopt (hf_quant_config.json)"), "{error}");
     assert!(Checkpoint::open_as(&ct, "compressed-tensors").is_ok());
     assert!(matches!(Checkpoint::open_as(&ct, "x"), Err(CheckpointError::UnknownDialect { .. })));

@@ -554,6 +554,9 @@ fn products_of_warpgroups_by_plain_operations() {
     let mut device = Device::new();
     device.capability.warpgroups = Warpgroups::Plain;
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
+    let product = Product { inputs: 20, outputs: 24, channels: 256, format, block_size: 16, dtype };
+    product.wgmma(&device.capability).expect("a plan");
     device.check_product(20, 24, 256, by_row, Dtype::Bf16, true);
     device.check_product(17, 72, 128, Fp4Scheme::mxfp4(), Dtype::F16, false);
 }

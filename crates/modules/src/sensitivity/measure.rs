@@ -27,6 +27,10 @@ use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 
 /// What was found, and what it was found from.
+#[cfg_attr(
+    not(feature = "autodiff"),
+    expect(dead_code, reason = "only the measurement of the loss reads more than the report")
+)]
 pub(crate) struct Measured {
     pub(crate) sensitivity: Sensitivity,
     pub(super) weights: Weights,

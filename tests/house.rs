@@ -78,7 +78,7 @@ const METHODS_ARE_IN: [&str; 3] =
 /// What else is in those folders, used by several methods.
 const SHARED_BY_METHODS: [&str; 3] = [
     "mod block point",
-    "mod choose codes dequantize element fake_quantize group hadamard matmul point quantize \
+    "mod arch choose codes dequantize element fake_quantize group hadamard matmul point quantize \
      scale_grid strip tile view",
     "mod best block_hessian choose task",
 ];

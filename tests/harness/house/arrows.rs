@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::items::{Items, Mention, ModulePath};
+use super::items::{Import, Items, Mention, ModulePath};
 use super::tokens::{mask, tokens, without_tests};
 
 /// The files of a crate, and what each of them holds.
@@ -158,10 +158,9 @@ impl Crate {
                 own if own == name => [&import.path[..], rest].concat(),
                 _ => continue,
             };
-            // `pub use a;` of another crate leads to itself.
-            let target = match import.path == [name] {
-                true => Target::Nowhere,
-                false => self.resolve(module, &path, steps + 1),
+            let target = match self.is_named(items, module, import) {
+                true => self.resolve(module, &path, steps + 1),
+                false => Target::Nowhere,
             };
             match target {
                 Target::Nowhere if import.name == "*" => {}
@@ -170,6 +169,21 @@ impl Crate {
             }
         }
         Target::Nowhere
+    }
+
+    /// Whether the path of an import begins with something of this crate. Globs are not looked
+    /// through for it: two of other crates in a module would be followed into each other for ever.
+    /// `pub use a;` of another crate leads to itself.
+    fn is_named(&self, items: &Items, module: &[String], import: &Import) -> bool {
+        let Some(first) = import.path.first() else { return false };
+        let child = [module, core::slice::from_ref(first)].concat();
+        let is_imported = |other: &Import| {
+            other.module == module && other.name == *first && other.path != [first.as_str()]
+        };
+        is_local(&import.path)
+            || self.modules.contains_key(&child)
+            || items.definitions.contains(&(module.to_vec(), first.clone()))
+            || items.imports.iter().any(is_imported)
     }
 }
 
@@ -242,6 +256,13 @@ mod tests {
             ),
         ];
         assert_eq!(arrows(&files), ["b > a", "c > a"]);
+    }
+
+    #[test]
+    fn globs_of_other_crates_lead_nowhere() {
+        let b = "use outside::a::*; use other::*; use another::*; use crate::a; fn g() { a::f() }";
+        let files = [("lib.rs", "mod a; mod b;"), ("a.rs", "pub fn f() {}"), ("b.rs", b)];
+        assert_eq!(arrows(&files), ["b > a"]);
     }
 
     #[test]

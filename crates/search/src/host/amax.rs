@@ -1,8 +1,9 @@
 //! The amax of tensors and blocks, and the scales and multipliers that a rule makes of it.
 
-use pulp::{Arch, NullaryFnOnce};
+use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
+use super::arch::arch;
 use super::scale_grid::{ByFormat, Scales, by_format};
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
@@ -20,7 +21,7 @@ pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec
         _ => {
             let largest = values
                 .par_chunks(TASK)
-                .map(|values| Arch::new().dispatch(LargestMagnitude { values }))
+                .map(|values| arch().dispatch(LargestMagnitude { values }))
                 .max();
             vec![T::from_bits(largest.unwrap_or_default()).to_f32()]
         }

@@ -4,8 +4,9 @@
 //! for each block size, format and instruction set, but once and in this crate: for that they start
 //! from functions that are not generic, [`Choose::choose`] of the strips of both block sizes.
 
-use pulp::{Arch, NullaryFnOnce};
+use pulp::NullaryFnOnce;
 
+use super::arch::arch;
 use super::scale_grid::{ByFormat, by_format};
 use super::strip::Strip;
 use crate::importance::BlockImportance;
@@ -19,13 +20,13 @@ pub(super) trait Choose {
 
 impl Choose for Strip<16> {
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
-        Arch::new().dispatch(Search { strip: self, scheme, importance, n });
+        arch().dispatch(Search { strip: self, scheme, importance, n });
     }
 }
 
 impl Choose for Strip<32> {
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
-        Arch::new().dispatch(Search { strip: self, scheme, importance, n });
+        arch().dispatch(Search { strip: self, scheme, importance, n });
     }
 }
 

@@ -1,9 +1,10 @@
 //! From codes and scales to values, and how far these are from the original.
 
 use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
-use pulp::{Arch, NullaryFnOnce};
+use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
+use super::arch::arch;
 use super::strip::{Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::SearchError;
@@ -77,8 +78,8 @@ pub fn dequantize<T: HostElement>(
         output.par_chunks_mut(slab).enumerate().for_each(|(index, output)| {
             let slab = Slab { packed, view, first: index * slab };
             match packed.block_size {
-                16 => Arch::new().dispatch(Dequantize::<T, 16> { slab, output }),
-                _ => Arch::new().dispatch(Dequantize::<T, 32> { slab, output }),
+                16 => arch().dispatch(Dequantize::<T, 16> { slab, output }),
+                _ => arch().dispatch(Dequantize::<T, 32> { slab, output }),
             }
         });
     }
@@ -107,8 +108,8 @@ pub fn squared_error<T: HostElement>(
         .map(|(index, values)| {
             let slab = Slab { packed, view, first: index * slab };
             match packed.block_size {
-                16 => Arch::new().dispatch(SquaredError::<T, 16> { slab, values }),
-                _ => Arch::new().dispatch(SquaredError::<T, 32> { slab, values }),
+                16 => arch().dispatch(SquaredError::<T, 16> { slab, values }),
+                _ => arch().dispatch(SquaredError::<T, 32> { slab, values }),
             }
         })
         .collect();

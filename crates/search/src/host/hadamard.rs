@@ -1,9 +1,10 @@
 //! The Hadamard transform along any axis, with SIMD and threads.
 
 use burn_fp4_formats::{FormatError, check_length};
-use pulp::{Arch, NullaryFnOnce};
+use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
+use super::arch::arch;
 use super::{HostElement, TASK, View};
 use crate::{Hadamard, SearchError};
 
@@ -41,7 +42,7 @@ pub fn hadamard<T: HostElement>(
         let task = (TASK / group).max(1) * group;
         let tasks = output.par_chunks_mut(task).zip(values.par_chunks(task));
         tasks.for_each(|(output, values)| {
-            Arch::new().dispatch(Transform { values, inner: view.inner, matrix: &matrix, output });
+            arch().dispatch(Transform { values, inner: view.inner, matrix: &matrix, output });
         });
     }
     Ok(())

@@ -3,9 +3,10 @@
 use core::array::from_fn;
 
 use burn_fp4_formats::check_length;
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::arch::arch;
 use super::group::{GROUP, PackedRow};
 use super::{HostElement, PackedView, View};
 use crate::SearchError;
@@ -65,7 +66,7 @@ fn multiply(
         || vec![0.0; rows * input.len],
         |decoded, (task, products)| {
             let first = task * TASK_ROWS;
-            Arch::new().dispatch(Products { input, weight, channels, first, decoded, products });
+            arch().dispatch(Products { input, weight, channels, first, decoded, products });
         },
     );
     products

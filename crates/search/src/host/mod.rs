@@ -20,10 +20,12 @@
 //! | `gptq.rs`                 | GPTQ, whose errors propagate from block to block                 |
 //! | `matmul.rs`, `group.rs`   | products with packed weights, decoded in groups                  |
 //! | `hadamard.rs`             | the Hadamard transform                                           |
+//! | `arch.rs`                 | which instructions                                               |
 //! | `element.rs`, `view.rs`   | f32, bf16 and f16; along which axis blocks run                   |
 
 mod admm;
 mod amax;
+mod arch;
 mod choose;
 mod codes;
 mod coordinate_descent;

@@ -1,9 +1,10 @@
 //! Quantization of a tensor along any axis: which blocks make a strip, and who works on it.
 
-use pulp::{Arch, NullaryFnOnce};
+use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::amax::larger;
+use super::arch::arch;
 use super::choose::Choose;
 use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, SEARCH_TASK, TASK, View};
@@ -65,8 +66,8 @@ pub fn quantize_by_importance<T: HostElement>(
                 let first = task * rows;
                 let task = Rows { values, view, scheme, factors: &factors, importance, first };
                 match scheme.block_size {
-                    16 => Arch::new().dispatch(Quantize::<T, 16> { task, codes, scales }),
-                    _ => Arch::new().dispatch(Quantize::<T, 32> { task, codes, scales }),
+                    16 => arch().dispatch(Quantize::<T, 16> { task, codes, scales }),
+                    _ => arch().dispatch(Quantize::<T, 32> { task, codes, scales }),
                 }
             });
     }

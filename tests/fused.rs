@@ -214,6 +214,22 @@ fn products_of_tensors_and_of_fp4_linears_are_fused() {
     }
 }
 
+/// A thread reads what another one made through views of its own, and frees them.
+#[test]
+fn products_on_another_thread_are_fused() {
+    let _alone = alone();
+    for (name, device, _) in cube_devices() {
+        let mut layer = linear(64, 48, true, DType::F32, &device);
+        layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let (here, _) = counted(|| floats(layer.forward(random(12, [3, 64], &device))));
+        let there = || counted(|| floats(layer.forward(random(12, [3, 64], &device))));
+        let (there, counts) =
+            std::thread::scope(|scope| scope.spawn(there).join().expect("the thread runs"));
+        assert_eq!(counts, fused(1), "{name}");
+        assert_bits(name, &there, &here);
+    }
+}
+
 #[derive(Module, Debug)]
 struct Shared {
     layer: Linear,

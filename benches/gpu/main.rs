@@ -5,11 +5,17 @@
 #[cfg(feature = "cuda")]
 mod calibrate;
 mod check;
+#[cfg(feature = "cuda")]
+mod decoder;
 mod figures;
+#[cfg(feature = "cuda")]
+mod forward;
 mod kernels;
 #[cfg(feature = "cuda")]
 mod model;
 mod products;
+#[cfg(feature = "cuda")]
+mod soak;
 #[cfg(feature = "cuda")]
 mod train;
 
@@ -48,6 +54,14 @@ struct Arguments {
     #[arg(long)]
     forward: bool,
     #[cfg(feature = "cuda")]
+    /// Measure a decoder in the shapes of an 8B model too.
+    #[arg(long)]
+    decoder: bool,
+    #[cfg(feature = "cuda")]
+    /// Replay so often, on eight threads, and compare with forward passes.
+    #[arg(long, default_value_t = 0)]
+    soak: usize,
+    #[cfg(feature = "cuda")]
     /// Measure steps of training too.
     #[arg(long)]
     train: bool,
@@ -82,7 +96,15 @@ fn main() {
     products::measure(&client, &arguments, &mut figures);
     #[cfg(feature = "cuda")]
     if arguments.forward {
-        model::forward(&arguments, &mut figures);
+        forward::measure(&client, &arguments, &mut figures);
+    }
+    #[cfg(feature = "cuda")]
+    if arguments.decoder {
+        decoder::measure(&arguments, &mut figures);
+    }
+    #[cfg(feature = "cuda")]
+    if arguments.soak > 0 {
+        soak::soak(arguments.soak);
     }
     #[cfg(feature = "cuda")]
     if arguments.model > 0 {

@@ -14,15 +14,15 @@ use crate::Arguments;
 use crate::figures::Figures;
 
 /// Length of either side of a weight.
-const SIDE: usize = 8192;
+pub(crate) const SIDE: usize = 8192;
 
 #[derive(Module, Debug)]
-struct Stack {
-    layers: Vec<Linear>,
+pub(crate) struct Stack {
+    pub(crate) layers: Vec<Linear>,
 }
 
 impl Stack {
-    fn new(count: usize, device: &Device) -> Self {
+    pub(crate) fn new(count: usize, device: &Device) -> Self {
         let layers = (0..count).map(|_| {
             let mut layer = LinearConfig::new(SIDE, SIDE).with_bias(false).init(device);
             layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
@@ -92,80 +92,18 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     row(&format!("model of {layers} Linear, quantize_fp4"), values, 2 * values, times[1]);
 }
 
-/// Adds the times of forward passes of Burn's own layers in bf16, launches included: dense, and
-/// quantized in place.
-pub(crate) fn forward(arguments: &Arguments, figures: &mut Figures) {
-    let device = Device::cuda(0);
-    let random = |rows: usize, cols: usize| {
-        Tensor::<2>::random([rows, cols], Distribution::Normal(0.0, 1.0), &device).cast(DType::BF16)
-    };
-    // Several, so that their weights are not in the cache.
-    let dense = Stack::new(6, &device);
-    let mut quantized = dense.clone();
-    quantized.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
-    for inputs in [1, 4, 16, 64, 256, 1024, 2048] {
-        let x = random(inputs, SIDE);
-        let run = |stack: &Stack| {
-            let outputs = stack.layers.iter().map(|layer| layer.forward(x.clone()));
-            drop(outputs.collect::<Vec<_>>());
-        };
-        let [dense, quantized] = [&dense, &quantized]
-            .map(|stack| wall(arguments, &device, || run(stack)) / dense.layers.len() as f64);
-        let name = |kind: &str| format!("Linear::forward, {inputs} rows, {kind}");
-        let bytes = 2 * SIDE * SIDE;
-        figures.push(Row::new(&name("bf16"), SIDE * SIDE, bytes, dense, dense));
-        figures.push(Row::new(&name("nvfp4"), SIDE * SIDE, bytes * 9 / 32, quantized, dense));
-    }
-
-    // The linear layers of 16 decoder blocks, hidden 4096, MLP 11008: one token.
-    let shapes = [(4096, 4096); 4].into_iter().chain([(4096, 11008), (4096, 11008), (11008, 4096)]);
-    let layers: Vec<_> = (0..16)
-        .flat_map(|_| shapes.clone())
-        .map(|(inputs, outputs)| {
-            let mut layer = LinearConfig::new(inputs, outputs).with_bias(false).init(&device);
-            layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
-            layer
-        })
-        .collect();
-    let dense = Stack { layers };
-    let mut quantized = dense.clone();
-    let report = quantized.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
-    let token = random(1, 4096);
-    let run = |stack: &Stack| {
-        let mut hidden = token.clone();
-        for block in stack.layers.chunks(7) {
-            let [query, key, value, output, gate, up, down] = block else { unreachable!("seven") };
-            let mixed = query.forward(hidden.clone())
-                + key.forward(hidden.clone())
-                + value.forward(hidden.clone());
-            hidden = hidden + output.forward(mixed).tanh();
-            let inner = gate.forward(hidden.clone()).tanh() * up.forward(hidden.clone());
-            hidden = hidden + down.forward(inner).tanh();
-        }
-        drop(hidden.into_data());
-    };
-    let [in_bf16, in_fp4] =
-        [&dense, &quantized].map(|stack| wall(arguments, &device, || run(stack)));
-    let values = report.bytes_before() / 2;
-    figures.push(Row::new("decoder stack, one token, bf16", values, 2 * values, in_bf16, in_bf16));
-    let bytes = report.bytes_after();
-    figures.push(Row::new("decoder stack, one token, nvfp4", values, bytes, in_fp4, in_bf16));
-    eprintln!(
-        "weights of the stack: {bytes} bytes of {}; products: {:?}",
-        2 * values,
-        ops::fused_products()
-    );
-}
-
-/// Median seconds of a run between two waits, after three that are not counted.
-fn wall(arguments: &Arguments, device: &Device, run: impl Fn()) -> f64 {
+/// Median seconds of a run between two waits, after three that are not counted. What it returns is
+/// kept until then: what is dropped before it ran is not computed.
+pub(crate) fn wall<R>(arguments: &Arguments, device: &Device, mut run: impl FnMut() -> R) -> f64 {
     let mut times: Vec<_> = (0..arguments.runs + 3)
         .map(|_| {
             device.sync().expect("the device answers");
             let start = Instant::now();
-            run();
+            let result = run();
             device.sync().expect("the device answers");
-            start.elapsed().as_secs_f64()
+            let seconds = start.elapsed().as_secs_f64();
+            drop(result);
+            seconds
         })
         .skip(3)
         .collect();

@@ -16,25 +16,76 @@ use crate::{Arguments, median_seconds};
 /// Bytes of all weights that are multiplied in turn: more than a cache holds.
 const TURN: usize = 200 << 20;
 
+/// NVFP4 weights `outputs x channels` that are multiplied in turn, and bf16 inputs of some rows.
+pub(crate) struct Turn<'a> {
+    client: &'a Client,
+    weights: Vec<PackedHandles>,
+    next: Cell<usize>,
+    outputs: usize,
+    channels: usize,
+}
+
+impl<'a> Turn<'a> {
+    pub(crate) fn new(client: &'a Client, outputs: usize, channels: usize) -> Self {
+        let scheme = Fp4Scheme::nvfp4();
+        let problem = Problem { view: View::rows(outputs, channels), dtype: Dtype::Bf16, scheme };
+        let weights = packed(client, &problem);
+        Self { client, weights, next: Cell::new(0), outputs, channels }
+    }
+
+    /// Seconds of a product as it is planned, by many launches.
+    pub(crate) fn seconds(&self, arguments: &Arguments, inputs: usize) -> f64 {
+        let Self { client, weights, next, outputs, channels } = self;
+        let scheme = Fp4Scheme::nvfp4();
+        let product = Product {
+            inputs,
+            outputs: *outputs,
+            channels: *channels,
+            format: scheme.format(),
+            block_size: scheme.block_size,
+            dtype: Dtype::Bf16,
+        };
+        let planned = product.plan(&Capability::of(client)).expect("a plan");
+        // Where a dense product is faster, there is none.
+        let Some(planned) = planned else { return f64::NAN };
+        let input = client.create_from_slice(bf16::as_bytes(&floats(inputs * channels)));
+        median_seconds(client, arguments, || {
+            next.set((next.get() + 1) % weights.len());
+            drop(planned.run(client, weights[next.get()].clone(), input.clone(), None));
+        })
+    }
+}
+
+fn floats(count: usize) -> Vec<bf16> {
+    weights(count).into_iter().map(bf16::from_f32).collect()
+}
+
+/// As many weights as are more than a cache holds.
+fn packed(client: &Client, problem: &Problem) -> Vec<PackedHandles> {
+    let device = Capability::of(client);
+    let View { outer, axis, inner } = problem.view;
+    let values = floats(outer * axis * inner);
+    let dense = client.create_from_slice(bf16::as_bytes(&values));
+    let bytes = problem.code_bytes() + problem.scale_bytes();
+    let pack = |_| {
+        let largest = amax(client, &device, dense.clone(), problem.view, problem.dtype, false);
+        let largest = largest.expect("a plan");
+        quantize(client, &device, dense.clone(), largest, problem).expect("a plan")
+    };
+    (0..TURN.div_ceil(bytes)).map(pack).collect()
+}
+
 /// bf16 inputs of some rows times weights of four shapes, `outputs x channels`, which are not in
 /// the cache.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
     for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096), (4096, 14336)] {
-        let floats =
-            |count| -> Vec<bf16> { weights(count).into_iter().map(bf16::from_f32).collect() };
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
             let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };
             let bytes = problem.code_bytes() + problem.scale_bytes();
-            let dense = client.create_from_slice(bf16::as_bytes(&floats(outputs * channels)));
-            let pack = || -> PackedHandles {
-                let largest = amax(client, &device, dense.clone(), problem.view, dtype, false);
-                let largest = largest.expect("a plan");
-                quantize(client, &device, dense.clone(), largest, &problem).expect("a plan")
-            };
-            let turn: Vec<_> = (0..TURN.div_ceil(bytes)).map(|_| pack()).collect();
+            let turn = packed(client, &problem);
             let next = Cell::new(0);
             for inputs in [1, 4, 16, 32, 64, 128, 256, 1024, 2048] {
                 let format = scheme.format();

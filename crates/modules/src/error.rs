@@ -1,12 +1,11 @@
 //! [`Fp4Error`]: why a module cannot be quantized or loaded.
 
-use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::CheckpointError;
-use burn_fp4_ops::OpsError;
+use burn_fp4_ops::{OpsError, panic_message};
 
 use crate::checkpoint::mismatch::Mismatch;
 use crate::sensitivity::budget::Budget;
@@ -273,11 +272,4 @@ fn lines(items: &[impl fmt::Display]) -> String {
 pub(crate) fn caught<R, E: From<OpsError>>(run: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
     let result = catch_unwind(AssertUnwindSafe(run));
     result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic)).into()))
-}
-
-/// What a panic said.
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let message = panic.downcast_ref::<String>().map(String::as_str);
-    let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-    message.unwrap_or("it panicked").to_owned()
 }

@@ -22,6 +22,7 @@
 //! | `calibration/`         | [`Calibrate`]: the statistics from forward passes; layer by layer  |
 //! | `training/`            | fake quantization, [`Fp4TrainLinear`], adapters over codes         |
 //! | `checkpoint/`          | [`LoadCheckpoint`]: files of other projects, in and out            |
+//! | `replay/`              | [`Replay`]: a forward pass recorded once and replayed              |
 //! | `sensitivity/`         | [`Sensitivity`]: what FP4 costs each weight, choice under a budget |
 //!
 //! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/`,
@@ -36,6 +37,7 @@ mod fake_quant_weight;
 mod linear;
 mod pack;
 mod packed_weight;
+mod replay;
 mod report;
 mod report_table;
 mod sensitivity;
@@ -69,6 +71,7 @@ pub use fake_quant_weight::FakeQuantWeight;
 pub use linear::Fp4Linear;
 pub use pack::given::DenseWeight;
 pub use packed_weight::PackedWeight;
+pub use replay::{Replay, ReplayError, ReplayParts, ReplayTensors};
 pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason};
 pub use sensitivity::budget::{Budget, BudgetChoice};
 pub use sensitivity::candidate::Candidate;

@@ -4,7 +4,7 @@ use burn::module::{LoraAdapter, Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn::tensor::module::linear;
-use burn_fp4_ops::matmul;
+use burn_fp4_ops as ops;
 
 use crate::packed_weight::PackedWeight;
 
@@ -44,15 +44,12 @@ impl Fp4Linear {
         let packed = self.weight.reparameterization::<PackedWeight>();
         match packed.filter(|packed| packed.layout().axis == 0) {
             Some(packed) => {
-                let product = matmul(input.clone(), &packed.tensor::<2>());
+                let adapted = packed.adapter().map(|adapter| adapted(input.clone(), adapter));
+                let product = ops::linear(input, &packed.tensor::<2>(), bias);
                 let product = product.unwrap_or_else(|error| panic!("Fp4Linear: {error}"));
-                let output = match packed.adapter() {
-                    Some(adapter) => product + adapted(input, adapter),
+                match adapted {
+                    Some(adapted) => product + adapted,
                     None => product,
-                };
-                match bias {
-                    Some(bias) => output + bias.unsqueeze(),
-                    None => output,
                 }
             }
             None => linear(input, self.weight.val(), bias),

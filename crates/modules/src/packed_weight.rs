@@ -172,9 +172,12 @@ impl Reparameterization for PackedWeight {
     const NAME: &'static str = "fp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        let dense = self.tensor::<D>().dequantize_to(FloatDType::from(base.dtype()));
+        let (dtype, is_autodiff) = (FloatDType::from(base.dtype()), base.is_autodiff());
+        // Before dequantization: see `into_dense`.
+        drop(base);
+        let dense = self.tensor::<D>().into_dense(dtype);
         // Codes are on the plain device, whatever the module trains on.
-        let dense = if base.is_autodiff() { Tensor::from_inner(dense) } else { dense };
+        let dense = if is_autodiff { Tensor::from_inner(dense) } else { dense };
         match &self.adapter {
             Some(adapter) => adapter.apply(dense),
             None => dense,

@@ -1,5 +1,7 @@
 //! [`OpsError`]: why an operation on tensors cannot be done.
 
+use core::any::Any;
+
 use burn::tensor::{DType, Device};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::FormatError;
@@ -130,6 +132,9 @@ pub enum OpsError {
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]
     Registration(String),
+    /// The launches of a pass cannot be recorded.
+    #[error("cannot record what a pass launches: {0}")]
+    Recording(String),
     /// A device failed, or devices cannot sum over each other.
     #[error("device: {0}")]
     Device(String),
@@ -139,4 +144,12 @@ impl OpsError {
     pub(crate) fn device(error: impl core::fmt::Debug) -> Self {
         Self::Device(format!("{error:?}"))
     }
+}
+
+/// What a panic said.
+#[doc(hidden)]
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let message = panic.downcast_ref::<String>().map(String::as_str);
+    let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+    message.unwrap_or("it panicked").to_owned()
 }

@@ -27,6 +27,9 @@
 //! | `curvature.rs`  | [`Curvature`]: what that derives from a Gram matrix, where the weights are |
 //! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
 //! | `products.rs`   | [`Products`]: whether a weight is multiplied straight from its codes     |
+//! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
+//! | `counts.rs`     | [`FusedProducts`]: how often products ran straight from the codes        |
+//! | `launches.rs`   | [`Launches`]: a pass that a device has recorded, run again as one        |
 //! | `replay.rs`     | [`Replay`]: recorded operations, one at a time                           |
 //! | `untuned.rs`    | recorded products and sums by fixed, not autotuned, kernels              |
 //! | `modelopt.rs`   | ModelOpt's functions on tensors                                          |
@@ -35,6 +38,8 @@
 //! | `fused/`        | unmodified layers straight from the codes, on Cube devices               |
 //! | `train/`        | fake quantization, and products of quantized values with their gradients |
 
+#[cfg(feature = "cube")]
+mod counts;
 mod curvature;
 mod devices;
 mod error;
@@ -44,9 +49,11 @@ mod gptq;
 mod gram;
 mod hadamard;
 mod importance;
+mod launches;
 mod layout;
 mod matmul;
 pub mod modelopt;
+mod pass;
 mod primitive;
 mod products;
 mod quantize;
@@ -65,18 +72,22 @@ pub use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
     GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
+#[cfg(feature = "cube")]
+pub use counts::{FusedProducts, fused_products};
 pub use curvature::Curvature;
 pub use devices::extension::Fp4Backend;
 pub use devices::{portable, repeats_values};
 pub use error::OpsError;
-#[cfg(feature = "cube")]
-pub use fused::{FusedProducts, fused_products};
+#[doc(hidden)]
+pub use error::panic_message;
 pub use gptq::{quantize_by_curvature, quantize_gptq};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
+pub use launches::{LaunchState, Launches, records_launches};
 pub use layout::Fp4Layout;
-pub use matmul::{embedding, matmul};
+pub use matmul::{embedding, linear, matmul};
+pub use pass::Pass;
 pub use primitive::Fp4Primitive;
 pub use products::{Products, Why, products};
 pub use quantize::{amax, quantize};

@@ -11,9 +11,9 @@ use crate::tensor::Fp4Tensor;
 /// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
 ///
 /// A weight `[N, K]` quantized along its last axis is used through
-/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex` and `ndarray` multiply straight
-/// from the codes, Cube devices after [`init`](crate::init). On an autodiff device the gradient of
-/// the input flows.
+/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex`, `ndarray` and Cube devices
+/// with kernels multiply straight from the codes. On an autodiff device the gradient of the input
+/// flows.
 ///
 /// # Errors
 /// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the
@@ -21,6 +21,18 @@ use crate::tensor::Fp4Tensor;
 pub fn matmul<const D: usize>(
     input: Tensor<D>,
     weight: &Fp4Tensor<2>,
+) -> Result<Tensor<D>, OpsError> {
+    linear(input, weight, None)
+}
+
+/// [`matmul`] plus a bias `[N]`, in one operation if it has the dtype of the input.
+///
+/// # Errors
+/// As [`matmul`]; [`OpsError::Shape`] for a bias of another length.
+pub fn linear<const D: usize>(
+    input: Tensor<D>,
+    weight: &Fp4Tensor<2>,
+    bias: Option<Tensor<1>>,
 ) -> Result<Tensor<D>, OpsError> {
     check_dtype(&input)?;
     let [expected, outputs] = weight.dims();
@@ -31,10 +43,30 @@ pub fn matmul<const D: usize>(
     }
     let rows = input.shape().num_elements().checked_div(found).unwrap_or(0);
     let input = input.reshape([rows, found]);
-    weight.drain_stream();
+    if let Some(bias) = bias.as_ref().filter(|bias| bias.dims() != [outputs]) {
+        let (expected, found) = (vec![outputs], bias.dims().to_vec());
+        return Err(OpsError::Shape { what: "bias", expected, found });
+    }
     let layout = weight.layout().clone();
-    let product = Dispatch::fp4_matmul(input.into_dispatch(), weight.to_primitive(), layout);
-    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
+    #[cfg(feature = "cube")]
+    let device = weight.device();
+    let (dtype, input, weight) = (input.dtype(), input.into_dispatch(), weight.to_primitive());
+    let (bias, other_bias) = match bias {
+        Some(bias) if bias.dtype() == dtype => (Some(bias.into_dispatch()), None),
+        other => (None, other),
+    };
+    let product = match bias {
+        Some(bias) => Dispatch::fp4_linear(input, weight, bias, layout),
+        None => Dispatch::fp4_matmul(input, weight, layout),
+    };
+    #[cfg(feature = "cube")]
+    crate::fused::run_now(&device);
+    let product = Tensor::<2>::from_dispatch(product);
+    let product = match other_bias {
+        Some(bias) => product + bias.unsqueeze(),
+        None => product,
+    };
+    Ok(product.reshape(shape))
 }
 
 /// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
@@ -50,5 +82,5 @@ pub fn embedding(
 ) -> Result<Tensor<3>, OpsError> {
     let ([batch, length], [_, cols]) = (indices.dims(), weight.dims());
     let rows = weight.select_rows(indices.reshape([batch * length]))?;
-    Ok(rows.dequantize_to(dtype).reshape([batch, length, cols]))
+    Ok(rows.into_dense(dtype).reshape([batch, length, cols]))
 }

@@ -6,6 +6,7 @@
 //! | [`quantize`]    | quantize any module in place, choose its weights, read the report         |
 //! | [`methods`]     | choose how scales and codes are found                                     |
 //! | [`calibrate`]   | gather statistics of the inputs of layers, and quantize by them           |
+//! | [`sensitivity`] | learn which layers can take FP4, and choose formats within a budget       |
 //! | [`train`]       | train weights to be quantized, adapt a quantized model, train in NVFP4    |
 //! | [`products`]    | have layers multiply straight from their codes, on a GPU and on a host    |
 //! | [`files`]       | load and write checkpoints of other projects; the command `fp4`           |
@@ -22,6 +23,9 @@ pub mod methods {}
 
 #[doc = include_str!("calibrate.md")]
 pub mod calibrate {}
+
+#[doc = include_str!("sensitivity.md")]
+pub mod sensitivity {}
 
 #[doc = include_str!("train.md")]
 pub mod train {}

@@ -7,8 +7,9 @@ use std::sync::{Mutex, PoisonError};
 use burn::backend::Capture;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
+use burn_fp4_ops::panic_message;
 
-use crate::error::{Fp4Error, panic_message};
+use crate::error::Fp4Error;
 use crate::walk::paths::{MapParameters, map_parameters};
 
 use super::layer_inputs::RecordedParameter;

@@ -18,6 +18,7 @@ use burn::tensor::{DType, Shape};
 use burn_fp4_search::host::Restore;
 use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
 
+use super::portable::bias::add_bias;
 use super::portable::{dequantize, gram, hadamard, on_host, quantize};
 use crate::curvature::Curvature;
 use crate::layout::Fp4Layout;
@@ -103,7 +104,7 @@ pub trait Fp4Backend: Backend {
 
     /// `input x weight`, in the dtype of the input `[M, K]`, for a weight `[K, N]` packed along its
     /// first axis.
-    #[fusion(default)]
+    #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
     fn fp4_matmul(
         input: FloatTensor<Self>,
         #[extension_type] weight: Fp4Primitive<Self>,
@@ -111,6 +112,17 @@ pub trait Fp4Backend: Backend {
     ) -> FloatTensor<Self> {
         let dtype = FloatDType::from(input.dtype());
         Self::float_matmul(input, Self::fp4_dequantize(weight, layout, dtype))
+    }
+
+    /// [`fp4_matmul`](Self::fp4_matmul) plus a bias `[N]` of the same dtype.
+    #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
+    fn fp4_linear(
+        input: FloatTensor<Self>,
+        #[extension_type] weight: Fp4Primitive<Self>,
+        bias: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        add_bias::<Self>(Self::fp4_matmul(input, weight, layout), bias)
     }
 
     /// What dequantization makes of quantization, in the dtype of the input. `saturated` is for

@@ -46,7 +46,7 @@ impl OperationFuser<CubeOptimization> for Fuser {
 
     fn finish(&mut self) -> CubeOptimization {
         let (device, segment) = (self.device.clone(), self.state.segment.clone());
-        CubeOptimization::new(FusedProduct { device, segment })
+        CubeOptimization::new(FusedProduct::new(device, segment))
     }
 
     fn reset(&mut self) {

@@ -9,7 +9,6 @@
 //! refuses, or a dense product is faster, the operations run one by one.
 
 mod adapter;
-mod counts;
 mod fuser;
 mod multiplication;
 mod run;
@@ -19,15 +18,12 @@ mod streams;
 use std::sync::OnceLock;
 
 use burn::backend::DispatchDevice;
-use burn::backend::fusion::get_client;
 use burn::tensor::Device;
-use burn_cubecl::CubeBackend;
 use burn_cubecl::fusion::{RegistryError, register};
-
-pub use counts::{FusedProducts, fused_products};
 
 use self::fuser::Provider;
 use crate::devices::cube::device::with_kernels;
+use crate::devices::cube::lane;
 use crate::error::OpsError;
 
 static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
@@ -35,7 +31,7 @@ static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
 /// See [`init`](crate::init).
 pub(crate) fn init() -> Result<(), OpsError> {
     REGISTERED
-        .get_or_init(|| register(Provider))
+        .get_or_init(|| register(Provider).inspect(|()| lane::open()))
         .clone()
         .map_err(|error| OpsError::Registration(error.to_string()))
 }
@@ -52,11 +48,17 @@ pub(crate) fn drain_if_active(device: &Device) {
     }
 }
 
-/// Launches the operations that wait in the stream of this thread. It does not wait for the device
-/// to take them, let alone run them: one that fails here fails again where its results are read,
-/// which can say so.
+/// Has what waits in the stream of a device begin to run, rather than when more is there.
+pub(crate) fn run_now(device: &Device) {
+    if let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch() {
+        lane::run_now(device);
+    }
+}
+
+/// Has the operations that wait in the stream of this thread run before those that follow, without
+/// waiting for it.
 pub(crate) fn drain(device: &Device) {
     if let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch() {
-        let _ = get_client::<CubeBackend>(device).try_sync(|| ());
+        lane::drain(device);
     }
 }

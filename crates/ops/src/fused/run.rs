@@ -10,11 +10,12 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::{Capability, PlannedProduct};
 
-use super::counts::{DENSE, FUSED, LOOKUPS};
 use super::multiplication::Multiplication;
 use super::segment::{End, Segment};
 use super::streams::{Streams, float, int, layout, now, packed, scalar};
+use crate::counts::{DENSE, FUSED, LOOKUPS};
 use crate::devices::cube::device::{beside, kernel_dtype};
+use crate::devices::cube::lane;
 use crate::devices::cube::packed::handles;
 use crate::devices::cube::product;
 use crate::devices::extension::Fp4Backend;
@@ -22,8 +23,10 @@ use crate::primitive::Fp4Primitive;
 
 /// A segment that is run at once.
 pub(super) struct FusedProduct {
-    pub(super) device: CubeDevice,
-    pub(super) segment: Segment,
+    device: CubeDevice,
+    /// What the device can do, once asked.
+    capability: Option<Capability>,
+    segment: Segment,
 }
 
 /// Runs an operation of the segment as it is.
@@ -39,10 +42,13 @@ impl FusedOperation for FusedProduct {
     }
 
     fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
+        let capability =
+            self.capability.get_or_insert_with(|| Capability::of(&self.device.client()));
+        let capability = *capability;
         let Segment { dequantize, end, len, .. } = &self.segment;
         let ran = match (dequantize, end) {
             (Some(dequantize), Some(End::Multiplication(multiplication))) => {
-                self.multiply(dequantize, multiplication, context, fallback)
+                self.multiply(&capability, dequantize, multiplication, context, fallback)
             }
             (Some(dequantize), Some(End::Lookup(select))) => {
                 self.look_up(dequantize, select, context, fallback)
@@ -63,23 +69,27 @@ impl FusedOperation for FusedProduct {
     }
 
     fn from_state(device: &CubeDevice, segment: Segment) -> Self {
-        Self { device: device.clone(), segment }
+        Self::new(device.clone(), segment)
     }
 }
 
 impl FusedProduct {
+    pub(super) fn new(device: CubeDevice, segment: Segment) -> Self {
+        Self { device, capability: None, segment }
+    }
+
     /// Runs a product straight from the codes and says what counts it, unless it is not to run so:
     /// the reshapes one by one, and everything else at once, if what is added is a bias.
     fn multiply(
         &self,
+        capability: &Capability,
         dequantize: &CustomOpIr,
         multiplication: &Multiplication,
         context: &mut Streams,
         fallback: Fallback<'_>,
     ) -> Option<&'static AtomicU64> {
-        let device = Capability::of(&self.device.client());
         let Multiplication { matmul, after, add } = multiplication;
-        let product = self.plan(dequantize, matmul, context, &device)?;
+        let product = self.plan(dequantize, matmul, context, capability)?;
         self.segment.before.iter().chain(after).for_each(|&at| fallback(at).run(context));
         let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &product));
         let input = float(context, &matmul.lhs);
@@ -95,6 +105,7 @@ impl FusedProduct {
             output = CubeBackend::float_add(output, adapted);
         }
         context.handles.register_float_tensor::<CubeBackend>(&made.id, output);
+        lane::launch_now(&self.device);
         if add.is_some() && with_bias.is_none() {
             fallback(self.segment.len - 1).run(context);
         }

@@ -2,10 +2,13 @@
 //! others.
 
 pub(crate) mod device;
+pub(crate) mod graph;
+pub(crate) mod lane;
 pub(crate) mod packed;
 pub(crate) mod product;
 mod untuned;
 
+use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
@@ -17,17 +20,20 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, PackedHandles, Problem, Refusal,
+    Activations, Capability, Dtype, Hessians, PackedHandles, PlannedProduct, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{Restore, View};
 use burn_fp4_search::{Fp4Scheme, GramTiles, Hadamard, ScaleSearch};
 
 use self::device::{beside, contiguous, has_kernels, kernel_dtype};
+use self::lane::launch_now;
 use self::packed::{handles, scheme_of};
 use self::product::planned;
 use super::extension::Fp4Backend;
 use super::portable;
+use super::portable::bias::add_bias;
+use crate::counts::{DENSE, FUSED};
 use crate::curvature::Curvature;
 use crate::layout::{Fp4Layout, amax_shape};
 use crate::primitive::Fp4Primitive;
@@ -76,6 +82,32 @@ fn quantize_on(
         scales: beside(like, packed.scales, layout.scales_shape().into(), DType::U8),
         tensor_scale: beside(like, packed.tensor_scale, tensor_scales, DType::I32),
     }
+}
+
+/// The product of an input `[rows, channels]` straight from the codes, unless it is not to run so.
+fn planned_beside(input: &CubeTensor, layout: &Fp4Layout) -> Option<PlannedProduct> {
+    let device = Capability::of(&input.client);
+    let product = has_kernels(&input.device)
+        .then(|| planned(input.meta.shape()[0], layout, kernel_dtype(input.dtype), &device))
+        .flatten();
+    let counter = if product.is_some() { &FUSED } else { &DENSE };
+    counter.fetch_add(1, Ordering::Relaxed);
+    product
+}
+
+fn multiply(
+    product: &PlannedProduct,
+    input: CubeTensor,
+    weight: Fp4Primitive<CubeBackend>,
+    bias: Option<CubeTensor>,
+    layout: &Fp4Layout,
+) -> CubeTensor {
+    let input = into_contiguous(input);
+    let bias = bias.map(|bias| into_contiguous(bias).handle);
+    let output = product.run(&input.client, handles(weight), input.handle.clone(), bias);
+    launch_now(&input.device);
+    let shape = Shape::new([input.meta.shape()[0], layout.shape[1]]);
+    beside(&input, output.expect(CHECKED), shape, input.dtype)
 }
 
 impl Fp4Backend for CubeBackend {
@@ -197,19 +229,22 @@ impl Fp4Backend for CubeBackend {
         weight: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        let (inputs, dtype) = (input.meta.shape()[0], input.dtype);
-        let device = Capability::of(&input.client);
-        let product = has_kernels(&input.device)
-            .then(|| planned(inputs, &layout, kernel_dtype(dtype), &device))
-            .flatten();
-        let Some(product) = product else {
-            return portable::matmul::<Self>(input, weight, layout);
-        };
-        let input = into_contiguous(input);
-        let weight = handles(weight);
-        let output = product.run(&input.client, weight, input.handle.clone(), None);
-        let output = output.expect(CHECKED);
-        beside(&input, output, Shape::new([inputs, layout.shape[1]]), dtype)
+        match planned_beside(&input, &layout) {
+            Some(product) => multiply(&product, input, weight, None, &layout),
+            None => portable::matmul::<Self>(input, weight, layout),
+        }
+    }
+
+    fn fp4_linear(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        bias: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        match planned_beside(&input, &layout) {
+            Some(product) => multiply(&product, input, weight, Some(bias), &layout),
+            None => add_bias::<Self>(portable::matmul::<Self>(input, weight, layout), bias),
+        }
     }
 
     fn fp4_fake_quantize(

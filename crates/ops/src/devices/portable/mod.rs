@@ -6,6 +6,7 @@
 //! Searches that sum by fused multiply-adds, from [`ScaleSearch::Sse`](crate::ScaleSearch::Sse) on,
 //! and stochastic rounding read the values back and run on the host.
 
+pub(crate) mod bias;
 mod bits;
 mod block_scale;
 mod composed;

@@ -9,13 +9,13 @@ pub struct FusedProducts {
     pub fused: u64,
     /// Lookups of rows straight from the codes.
     pub lookups: u64,
-    /// Recognized, but dequantized first: a dense product is faster, or a plan refused.
+    /// Dequantized first: a dense product is faster, a plan refused, or the device has no kernels.
     pub dense: u64,
 }
 
-pub(super) static FUSED: AtomicU64 = AtomicU64::new(0);
-pub(super) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
-pub(super) static DENSE: AtomicU64 = AtomicU64::new(0);
+pub(crate) static FUSED: AtomicU64 = AtomicU64::new(0);
+pub(crate) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
+pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 
 /// How often products with packed weights and lookups of their rows ran, since the program started.
 pub fn fused_products() -> FusedProducts {

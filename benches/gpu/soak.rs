@@ -1,0 +1,121 @@
+//! Replays for long: changing inputs, threads, weights quantized anew and dropped in between. No
+//! output may differ from the forward pass, no memory may be lost.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig, Relu};
+use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn_fp4::{Fp4Config, Fp4Module, Replay};
+
+const SIDE: usize = 1024;
+const CONTEXT: usize = 64;
+const THREADS: usize = 8;
+
+#[derive(Module, Debug)]
+struct Net {
+    layers: Vec<Linear>,
+}
+
+/// What the rows so far were, `[CONTEXT, SIDE]`.
+type Cache = Tensor<2>;
+
+fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache, Tensor<2>) {
+    let mut hidden = x;
+    for layer in &net.layers {
+        hidden = Relu::new().forward(layer.forward(hidden.clone())) + hidden;
+    }
+    let last = hidden.clone().slice([0..1]);
+    let cache = cache.select_assign(0, at, last, IndexingUpdateOp::Assign);
+    let mean = cache.clone().mean_dim(0);
+    (cache, hidden + mean)
+}
+
+/// Replays so often in all, on several threads.
+pub(crate) fn soak(replays: usize) {
+    let device = Device::cuda(0);
+    let layers = (0..6).map(|_| {
+        let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
+        layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
+        layer.bias = layer.bias.map(|bias| bias.map(|bias| bias.cast(DType::BF16)));
+        layer
+    });
+    let dense = Net { layers: layers.collect() };
+    let mut packed = dense.clone();
+    packed.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
+    let (different, compared, failed) =
+        (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+    for round in 0..4 {
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (dense, packed, device) = (dense.clone(), packed.clone(), device.clone());
+                let (different, compared, failed) = (&different, &compared, &failed);
+                scope.spawn(move || {
+                    let runs = replays / THREADS / 4;
+                    let counts = thread_runs(&device, &dense, packed, 8 * round + thread, runs);
+                    for (counter, count) in [different, compared, failed].into_iter().zip(counts) {
+                        counter.fetch_add(count, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        device.sync().expect("the device answers");
+        let usage = device.memory_pool_usage().expect("a Cube device");
+        println!(
+            "soak: {} replays: {} of {} outputs different, {} not recorded; {} allocations, {} \
+             bytes in use, {} reserved",
+            (round + 1) * replays / 4,
+            different.load(Ordering::Relaxed),
+            compared.load(Ordering::Relaxed),
+            failed.load(Ordering::Relaxed),
+            usage.number_allocs,
+            usage.bytes_in_use,
+            usage.bytes_reserved,
+        );
+    }
+    let wrong = different.into_inner() + failed.into_inner();
+    assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
+}
+
+/// Outputs that differ, outputs compared, runs that could not be recorded.
+fn thread_runs(device: &Device, dense: &Net, packed: Net, seed: usize, runs: usize) -> [usize; 3] {
+    let empty = || Tensor::<2>::zeros([CONTEXT, SIDE], device).cast(DType::BF16);
+    let mut model = packed;
+    let mut replay = Replay::with_state(model.clone(), empty(), step);
+    let mut cache = empty();
+    let [mut different, mut compared, mut failed] = [0; 3];
+    for run in 0..runs {
+        let rows = [1, 1, 1, 4][run % 4];
+        let values = (0..rows * SIDE).map(|i| ((seed * 31 + run * 7 + i * 13) % 97) as f32 / 97.0);
+        let x = TensorData::new::<f32, _>(values.collect(), [rows, SIDE]);
+        let x = Tensor::<2>::from_data(x, device).cast(DType::BF16);
+        let at = Tensor::<1, Int>::from_ints([(run % CONTEXT) as i32], device);
+        let found = match replay.run((x.clone(), at.clone())) {
+            Ok(found) => found,
+            Err(error) => {
+                eprintln!("thread {seed}, run {run}: {error}");
+                failed += 1;
+                continue;
+            }
+        };
+        let (next, expected) = step(&model, cache, (x, at));
+        cache = next;
+        if run % 16 == 0 || rows > 1 {
+            compared += 1;
+            different += usize::from(found.into_data() != expected.into_data());
+        }
+        // Quantized anew, by another method at times, and dropped.
+        if run % 64 == 63 {
+            let config = if run % 128 == 63 { Fp4Config::mxfp4() } else { Fp4Config::nvfp4() };
+            model = dense.clone();
+            model.quantize_fp4(&config).expect("a valid model");
+            let again = model.clone();
+            replay.change(|old| *old = again);
+        }
+        if run % 100 == 99 {
+            let state = replay.state().expect("no run panicked");
+            replay = Replay::with_state(model.clone(), state, step);
+        }
+    }
+    [different, compared, failed]
+}

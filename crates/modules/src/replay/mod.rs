@@ -1,0 +1,362 @@
+//! [`Replay`]: a forward pass recorded once and replayed, without launching anything from the host.
+//!
+//! | module       | contents                                                               |
+//! |--------------|------------------------------------------------------------------------|
+//! | `tensors.rs` | [`ReplayTensors`]: what goes into a replay and comes out of it         |
+//! | `weights.rs` | the tensors of a model that a recording reads                          |
+
+mod tensors;
+mod weights;
+
+use std::sync::OnceLock;
+
+use burn::backend::DispatchTensor;
+use burn::module::Module;
+use burn::tensor::Device;
+use burn_fp4_ops::{LaunchState, Launches, OpsError, records_launches};
+
+use self::tensors::Signature;
+use self::weights::weights;
+
+pub use self::tensors::{ReplayParts, ReplayTensors};
+
+/// Recordings that are kept, if nothing else was [said](Replay::with_most_recordings).
+const MOST: usize = 16;
+
+/// The forward pass of a model, recorded for the shapes of its inputs by a device that can (CUDA),
+/// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
+/// the pass is run as it is, with the same results; [`is_graph`](Self::is_graph) says which.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, Replay};
+///
+/// let device = Device::flex();
+/// let mut layer = LinearConfig::new(64, 32).init(&device);
+/// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+///
+/// let mut replay = Replay::new(layer, |layer: &Linear, x: Tensor<2>| layer.forward(x));
+/// let output = replay.run(Tensor::ones([1, 64], &device))?;
+/// assert_eq!(output.dims(), [1, 32]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// **What is recorded.** What the pass does for inputs of these shapes and dtypes: one recording
+/// for each, of which the 16 used last are kept. Before it records, it runs the pass four times.
+/// Inputs are copied in and outputs copied out, so that whatever was handed out stays as it is.
+/// Numbers that the pass draws or computes on the host are recorded too: every replay has the same.
+///
+/// **What it reads.** Inputs, state, and the model, which the replay owns, so that nothing that
+/// happens elsewhere to the weights of a clone, quantized, trained, moved or dropped, changes it.
+/// The pass is a function that captures nothing for the same reason.
+/// [`change`](Self::change) gives the model to whoever wants to change it, and forgets the
+/// recordings.
+///
+/// **State** is what a run hands to the next, such as the keys and values of a decoder. What the
+/// pass does to it in place, as `select_assign` at a position that is a tensor, is done in place in
+/// every replay; what it makes anew is copied back.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor};
+/// use burn_fp4_modules::Replay;
+///
+/// // Keys [context, channels], the key of a token [1, channels], its position [1].
+/// type Inputs = (Tensor<2>, Tensor<1, Int>);
+/// fn step(layer: &Linear, keys: Tensor<2>, (x, position): Inputs) -> (Tensor<2>, Tensor<2>) {
+///     let keys = keys.select_assign(0, position, layer.forward(x.clone()), IndexingUpdateOp::Add);
+///     let scores = x.matmul(keys.clone().transpose());
+///     (keys, scores)
+/// }
+///
+/// let device = Device::flex();
+/// let layer = LinearConfig::new(64, 64).init(&device);
+/// let mut replay = Replay::with_state(layer, Tensor::zeros([16, 64], &device), step);
+/// for position in 0..4 {
+///     let position = Tensor::from_ints([position], &device);
+///     let scores = replay.run((Tensor::ones([1, 64], &device), position))?;
+///     assert_eq!(scores.dims(), [1, 16]);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// **Where graphs are.** On the first CUDA device, after [`init`](burn_fp4_ops::init), for inputs
+/// that are not differentiated; the device of the first input counts.
+///
+/// **Threads.** A replay may run on any thread, and threads may have replays of one model: they
+/// take turns on the device. While one records, the operations of other threads wait, but data do
+/// not that other threads put on the device (`from_data`, not `zeros`): if the model was made by
+/// another thread than the one that records, that thread must not do so meanwhile, or its data are
+/// lost without an error; of other threads, and on other CUDA devices, memory that is taken then can
+/// make the recording fail. So record first, by a run for each combination of shapes, and serve
+/// then. All tensors of a model have to be made by one thread. The pass uses the device from the
+/// thread that it is called on, and from no other, which would wait for ever.
+pub struct Replay<M, I, O, S = ()> {
+    model: M,
+    /// `None` if a pass panicked with it.
+    state: Option<Held<S>>,
+    forward: Forward<M, S, I, O>,
+    /// Those used last at the end.
+    recordings: Vec<Recording>,
+    most: usize,
+    is_graph: bool,
+}
+
+type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
+
+/// The state, as long as nothing is recorded, or where recordings have it.
+enum Held<S> {
+    Tensors(S),
+    Recorded { state: LaunchState, lengths: Vec<usize> },
+}
+
+struct Recording {
+    inputs: Signature,
+    launches: Launches,
+    /// Of the outputs.
+    lengths: Vec<usize>,
+}
+
+/// Why a pass cannot be run or replayed.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// The pass reads values, waits for the device, takes more memory in one run than in another,
+    /// has tensors on other devices than its first input, or gives other shapes in another run.
+    #[error(
+        "the pass cannot be recorded: {reason}; it may not read values (`into_data`, \
+         `into_scalar`), nor depend on anything but its arguments"
+    )]
+    Recording {
+        /// What the device says.
+        reason: String,
+    },
+    /// The pass gives a state of other shapes or dtypes than it is given.
+    #[error("the pass changes its state: {0}")]
+    State(String),
+    /// An earlier run panicked, and with it the state was lost.
+    #[error("an earlier run panicked, and took the state with it: give it one by `set_state`")]
+    Lost,
+    /// The device failed.
+    #[error("device: {0}")]
+    Device(String),
+}
+
+impl From<OpsError> for ReplayError {
+    fn from(error: OpsError) -> Self {
+        match error {
+            OpsError::Recording(reason) => Self::Recording { reason },
+            OpsError::Device(problem) => Self::Device(problem),
+            other => Self::Device(other.to_string()),
+        }
+    }
+}
+
+impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
+    /// Of a pass without state.
+    pub fn new(model: M, forward: fn(&M, I) -> O) -> Self
+    where
+        M: 'static,
+        I: 'static,
+        O: 'static,
+    {
+        let forward = move |model: &M, (): (), inputs: I| ((), forward(model, inputs));
+        Self::of(model, (), Box::new(forward))
+    }
+}
+
+impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Replay<M, I, O, S> {
+    /// Of a pass that hands a state from each run to the next.
+    pub fn with_state(model: M, state: S, forward: fn(&M, S, I) -> (S, O)) -> Self
+    where
+        M: 'static,
+        I: 'static,
+        O: 'static,
+        S: 'static,
+    {
+        Self::of(model, state, Box::new(forward))
+    }
+
+    fn of(model: M, state: S, forward: Forward<M, S, I, O>) -> Self {
+        let state = Some(Held::Tensors(state));
+        Self { model, state, forward, recordings: Vec::new(), most: MOST, is_graph: false }
+    }
+
+    /// How many recordings are kept at most, one for each combination of shapes; at least one.
+    pub fn with_most_recordings(self, most: usize) -> Self {
+        Self { most: most.max(1), ..self }
+    }
+
+    /// The outputs for these inputs, in memory of their own. The first run with inputs of these
+    /// shapes and dtypes records.
+    ///
+    /// # Errors
+    /// [`ReplayError::Recording`]; the state is then what it was before. [`ReplayError::State`], if
+    /// the pass gives another kind of state than it is given; which of the two it has then is not
+    /// said: [`set_state`](Self::set_state) gives it one.
+    /// An error of the device that comes while a replay runs is found where its outputs are read.
+    pub fn run(&mut self, inputs: I) -> Result<O, ReplayError> {
+        let inputs = ReplayParts::of(inputs);
+        let device = inputs.device().filter(records_launches);
+        self.is_graph = device.is_some();
+        match device {
+            Some(device) => self.replay(&device, inputs),
+            None => self.run_once(inputs),
+        }
+    }
+
+    /// Whether the latest run replayed, or recorded, a graph of the device, rather than running the
+    /// pass as it is.
+    pub fn is_graph(&self) -> bool {
+        self.is_graph
+    }
+
+    /// How many recordings there are.
+    pub fn recordings(&self) -> usize {
+        self.recordings.len()
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        &self.model
+    }
+
+    /// Changes the model, and forgets the recordings.
+    pub fn change<R>(&mut self, change: impl FnOnce(&mut M) -> R) -> R {
+        self.recordings.clear();
+        self.state = match self.state.take() {
+            Some(Held::Recorded { mut state, lengths }) => {
+                Some(Held::Tensors(ReplayParts::new(state.read(), &lengths).into()))
+            }
+            other => other,
+        };
+        change(&mut self.model)
+    }
+
+    /// Ends it and gives the model back.
+    pub fn into_model(self) -> M {
+        self.model
+    }
+
+    /// A copy of the state after all runs so far.
+    ///
+    /// # Errors
+    /// [`ReplayError::Lost`] if an earlier run panicked.
+    pub fn state(&mut self) -> Result<S, ReplayError>
+    where
+        S: Clone,
+    {
+        match self.state.as_mut().ok_or(ReplayError::Lost)? {
+            Held::Tensors(state) => Ok(state.clone()),
+            Held::Recorded { state, lengths } => Ok(ReplayParts::new(state.read(), lengths).into()),
+        }
+    }
+
+    /// Replaces the state, and forgets the recordings.
+    pub fn set_state(&mut self, state: S) {
+        self.recordings.clear();
+        self.state = Some(Held::Tensors(state));
+    }
+
+    /// Runs the pass as it is.
+    fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
+        self.recordings.clear();
+        let state = match self.state.take().ok_or(ReplayError::Lost)? {
+            Held::Tensors(state) => state,
+            Held::Recorded { mut state, lengths } => {
+                ReplayParts::new(state.read(), &lengths).into()
+            }
+        };
+        let state = ReplayParts::of(state);
+        let before = state.signature();
+        let (state, outputs) = (self.forward)(&self.model, state.into(), inputs.into());
+        let state = ReplayParts::of(state);
+        let after = state.signature();
+        self.state = Some(Held::Tensors(state.into()));
+        if before == after { Ok(outputs) } else { Err(changed(&before, &after)) }
+    }
+
+    fn replay(&mut self, device: &Device, inputs: ReplayParts) -> Result<O, ReplayError> {
+        let signature = inputs.signature();
+        let known = self.recordings.iter().position(|known| known.inputs == signature);
+        let tensors = match known {
+            Some(known) => {
+                let known = self.recordings.remove(known);
+                self.recordings.push(known);
+                inputs.into_tensors()
+            }
+            None => {
+                let (lengths, tensors) = (inputs.lengths(), inputs.into_tensors());
+                let recording = self.record(device, signature, tensors.clone(), &lengths)?;
+                let surplus = (self.recordings.len() + 1).saturating_sub(self.most);
+                self.recordings.drain(..surplus);
+                self.recordings.push(recording);
+                tensors
+            }
+        };
+        let Some(Held::Recorded { state, .. }) = &mut self.state else {
+            return Err(ReplayError::Lost);
+        };
+        let recording = self.recordings.last().expect("found or recorded");
+        let outputs = recording.launches.run(state, tensors)?;
+        Ok(ReplayParts::new(outputs, &recording.lengths).into())
+    }
+
+    fn record(
+        &mut self,
+        device: &Device,
+        inputs: Signature,
+        tensors: Vec<DispatchTensor>,
+        lengths: &[usize],
+    ) -> Result<Recording, ReplayError> {
+        self.have_recorded_state(device)?;
+        let Some(Held::Recorded { state, lengths: of_state }) = &mut self.state else {
+            return Err(ReplayError::Lost);
+        };
+        let (model, forward) = (&self.model, &self.forward);
+        let (of_outputs, other_state) = (OnceLock::new(), OnceLock::new());
+        let launches = Launches::record(state, tensors, &|state, inputs| {
+            let state = ReplayParts::new(state, of_state);
+            let before = state.signature();
+            let inputs = ReplayParts::new(inputs, lengths).into();
+            let (state, outputs) = forward(model, state.into(), inputs);
+            let (state, outputs) = (ReplayParts::of(state), ReplayParts::of(outputs));
+            if before != state.signature() {
+                other_state.get_or_init(|| changed(&before, &state.signature()));
+            }
+            of_outputs.get_or_init(|| outputs.lengths());
+            (state.into_tensors(), outputs.into_tensors())
+        });
+        if launches.is_err() && !state.is_empty() {
+            self.recordings.clear();
+        }
+        if let Some(error) = other_state.into_inner() {
+            return Err(error);
+        }
+        let lengths = of_outputs.into_inner().unwrap_or_default();
+        Ok(Recording { inputs, launches: launches?, lengths })
+    }
+
+    /// Puts the state where recordings have it.
+    fn have_recorded_state(&mut self, device: &Device) -> Result<(), ReplayError> {
+        let tensors = match self.state.take().ok_or(ReplayError::Lost)? {
+            Held::Tensors(tensors) => ReplayParts::of(tensors),
+            recorded => {
+                self.state = Some(recorded);
+                return Ok(());
+            }
+        };
+        let (lengths, tensors) = (tensors.lengths(), tensors.into_tensors());
+        // What follows may fail, or panic where a lazy parameter does.
+        let again = ReplayParts::new(tensors.clone(), &lengths).into();
+        self.state = Some(Held::Tensors(again));
+        let state = LaunchState::new(device, weights(&self.model), tensors)?;
+        self.state = Some(Held::Recorded { state, lengths });
+        Ok(())
+    }
+}
+
+fn changed(before: &Signature, after: &Signature) -> ReplayError {
+    ReplayError::State(format!("it was {before:?}, and is {after:?}"))
+}

@@ -1,0 +1,518 @@
+//! Launches of a pass, recorded by a device and run again as one: CUDA graphs.
+//!
+//! A recording is bound to memory: what it read and wrote then, it reads and writes in every run.
+//! So it has buffers of its own, into which inputs are copied and out of which outputs are. State
+//! that is carried from one run to the next stays in its buffers, which operations write in place
+//! where they can; where they cannot, the recording ends with a copy into them. CubeCL gives no
+//! memory that a recording uses to anything else for as long as the recording lives.
+
+use core::fmt;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::fusion::FusionTensor;
+use burn::backend::fusion::custom::{
+    CustomOpIr, HandleContainer, Operation, OperationIr, StreamId, TensorId, TensorIr,
+};
+use burn::backend::fusion::get_client;
+use burn::backend::{
+    Backend, BackendGraph, BackendTensor, Cube, DispatchAutodiffContext, DispatchTensor,
+    DispatchTensorKind, ExecutionError, TensorMetadata,
+};
+use burn::tensor::{DType, Shape};
+use burn_backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
+
+use super::device::beside;
+use super::lane;
+use crate::error::{OpsError, panic_message};
+use crate::pass::Pass;
+
+/// Runs before the recording, besides the one that compiles and tunes: they take memory as it does.
+const WARM_UPS: usize = 3;
+
+/// Whether launches can be recorded: by a GPU, with a lane to keep other threads out meanwhile.
+pub(crate) fn has_graphs(device: &CubeDevice) -> bool {
+    matches!(device, CubeDevice::Cuda(_)) && lane::is_open(device)
+}
+
+/// Tensors that stay in their memory from one run to the next.
+pub(crate) struct State {
+    device: CubeDevice,
+    /// Contiguous, with no other owner.
+    tensors: Vec<CubeTensor>,
+    /// The stream that records and runs on them, so that runs happen one after the other. It is
+    /// that of the weights: a recording that reads memory of another stream is void.
+    stream: StreamId,
+    /// The stream in whose queue the latest of them is.
+    latest: StreamId,
+    /// Of the memory that they are in: a recording on other memory is void.
+    memory: Arc<()>,
+}
+
+impl State {
+    /// Copies of tensors, for passes that read these weights.
+    pub(crate) fn new(
+        device: &CubeDevice,
+        weights: Vec<DispatchTensor>,
+        tensors: Vec<DispatchTensor>,
+    ) -> Result<Self, OpsError> {
+        let latest = StreamId::current();
+        let stream = stream_of(device, weights).unwrap_or(latest);
+        let sources = resolved(device, tensors)?;
+        let tensors = stream.executes(|| sources.iter().map(copy).collect());
+        Ok(Self { device: device.clone(), tensors, stream, latest, memory: Arc::new(()) })
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Copies of what the tensors are after all runs so far.
+    pub(crate) fn read(&mut self) -> Vec<DispatchTensor> {
+        self.wait_for_other_queues();
+        let copies = self.stream.executes(|| self.tensors.iter().map(copy).collect());
+        give(&self.device, readable(copies, self.stream))
+    }
+
+    /// Has the runs that wait in the queue of another thread go before what follows in this one's.
+    fn wait_for_other_queues(&mut self) {
+        let current = StreamId::current();
+        for queue in [core::mem::replace(&mut self.latest, current), current] {
+            queue.executes(|| get_client::<CubeBackend>(&self.device).sync(|| ()));
+        }
+    }
+}
+
+/// The stream that most of the bytes of these tensors are memory of.
+fn stream_of(device: &CubeDevice, tensors: Vec<DispatchTensor>) -> Option<StreamId> {
+    let mut bytes = HashMap::<StreamId, u64>::new();
+    for tensor in tensors {
+        if let Ok(found) = resolved(device, vec![tensor]) {
+            let handles = found.iter().map(|tensor| &tensor.handle);
+            handles.for_each(|handle| *bytes.entry(handle.stream).or_default() += handle.size());
+        }
+    }
+    bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(stream, _)| stream)
+}
+
+/// A pass whose launches a device has recorded.
+pub(crate) struct Recorded {
+    graph: Arc<Graph>,
+}
+
+struct Graph {
+    device: CubeDevice,
+    graph: BackendGraph<CubeBackend>,
+    /// That the launches were recorded on.
+    stream: StreamId,
+    /// Of the state.
+    memory: Arc<()>,
+    /// Contiguous.
+    inputs: Vec<CubeTensor>,
+    outputs: Vec<CubeTensor>,
+}
+
+impl Recorded {
+    /// Runs a pass on these inputs a few times, on copies of the state, and records it.
+    ///
+    /// # Errors
+    /// [`OpsError::Recording`] if it cannot be recorded, shapes differ between runs, or the state
+    /// changes its shapes. The state is as it was, but in other memory: other recordings on it are
+    /// void.
+    pub(crate) fn new(
+        state: &mut State,
+        inputs: Vec<DispatchTensor>,
+        pass: &Pass<'_>,
+    ) -> Result<Self, OpsError> {
+        state.wait_for_other_queues();
+        let (device, stream) = (state.device.clone(), state.stream);
+        let sources = resolved(&device, inputs)?;
+        stream.executes(|| {
+            let inputs: Vec<_> = sources.iter().map(copy).collect();
+            let backup: Vec<_> = state.tensors.iter().map(copy).collect();
+            let round = Rounds { device: &device, inputs: &inputs, pass };
+            let mut taken = false;
+            let recorded = round.record(&backup, || {
+                taken = true;
+                core::mem::take(&mut state.tensors)
+            });
+            if recorded.is_err() && taken && !backup.is_empty() {
+                state.tensors = backup;
+                state.memory = Arc::new(());
+            }
+            let (graph, left) = recorded?;
+            state.tensors = left.state;
+            let (outputs, memory) = (left.outputs, state.memory.clone());
+            let graph = Graph { device: device.clone(), graph, stream, memory, inputs, outputs };
+            Ok(Self { graph: Arc::new(graph) })
+        })
+    }
+
+    /// Runs the recording on inputs, in the order of the stream of operations.
+    ///
+    /// # Errors
+    /// [`OpsError::Recording`] for another state than that it was recorded on, or inputs of other
+    /// devices, shapes or dtypes.
+    pub(crate) fn run(
+        &self,
+        state: &mut State,
+        inputs: Vec<DispatchTensor>,
+    ) -> Result<Vec<DispatchTensor>, OpsError> {
+        if !Arc::ptr_eq(&state.memory, &self.graph.memory) {
+            return Err(not_recorded("the state is not the one that it was recorded on"));
+        }
+        let inputs = inputs.into_iter().map(|input| on(&self.graph.device, input));
+        let inputs: Vec<_> = inputs.collect::<Result<_, _>>()?;
+        let given = inputs.iter().map(|input| (input.shape(), input.dtype)).collect::<Vec<_>>();
+        same("the inputs", &specs(&self.graph.inputs), &given)?;
+        if state.latest != StreamId::current() && !state.tensors.is_empty() {
+            state.wait_for_other_queues();
+        }
+        let client = get_client::<CubeBackend>(&self.graph.device);
+        let read: Vec<_> = inputs.into_iter().map(FusionTensor::into_ir).collect();
+        let written: Vec<_> = (self.graph.outputs.iter())
+            .map(|output| {
+                let id = client.create_empty_handle();
+                TensorIr::uninit(id, output.meta.shape().clone(), output.dtype)
+            })
+            .collect();
+        let operation = Run {
+            graph: self.graph.clone(),
+            inputs: read.clone(),
+            outputs: written.iter().map(|output| output.id).collect(),
+        };
+        let repr = OperationIr::Custom(CustomOpIr::new("fp4_replay", &read, &written));
+        let outputs = client.register(StreamId::current(), repr, operation);
+        client.flush_queue();
+        Ok(outputs.into_iter().map(dispatch).collect())
+    }
+}
+
+type Fused = FusionTensor<FusionCubeRuntime>;
+
+/// The runs of a pass of which the last is recorded.
+struct Rounds<'a> {
+    device: &'a CubeDevice,
+    inputs: &'a [CubeTensor],
+    pass: &'a Pass<'a>,
+}
+
+/// What a round leaves: the state in the buffers that are kept, and the outputs.
+struct Left {
+    state: Vec<CubeTensor>,
+    outputs: Vec<CubeTensor>,
+}
+
+impl Rounds<'_> {
+    /// Runs the pass on copies of the state, then records it on the state itself, which is taken
+    /// when all else has been done.
+    fn record(
+        &self,
+        state: &[CubeTensor],
+        take: impl FnOnce() -> Vec<CubeTensor> + Send,
+    ) -> Result<(BackendGraph<CubeBackend>, Left), OpsError> {
+        // The first run compiles and tunes, which takes long, and may panic where the pass does.
+        let buffers: Vec<_> = state.iter().map(copy).collect();
+        let places: Vec<_> = buffers.iter().map(place).collect();
+        let (after, outputs) = self.run(buffers)?;
+        // Which tensors of the state operations write where they are.
+        let mut in_place: Vec<_> = after.iter().zip(&places).map(|(a, b)| is_at(a, b)).collect();
+        same("the state", &specs(state), &specs(&after))?;
+        let shapes = specs(&outputs);
+        Cube::sync(self.device).map_err(OpsError::device)?;
+        drop((after, outputs));
+        // The others take and free memory as the recording does: no other thread may in between.
+        lane::alone(self.device, || {
+            let window = Window::prepare(self.device)?;
+            // Closing the window waits for the device, which may not be done while unwinding.
+            caught(|| {
+                for _ in 0..WARM_UPS {
+                    let buffers = state.iter().map(copy).collect();
+                    let left = self.run_and_keep(buffers, &mut in_place)?;
+                    same("the outputs", &shapes, &specs(&left.outputs))?;
+                    Cube::sync(self.device).map_err(OpsError::device)?;
+                }
+                Ok(())
+            })?;
+            let (buffers, expected) = (take(), in_place.clone());
+            let (graph, left) = window.record(|| self.run_and_keep(buffers, &mut in_place))?;
+            same("the outputs", &shapes, &specs(&left.outputs))?;
+            if in_place != expected {
+                let reason = "the state is written in place in one run and not in another";
+                return Err(not_recorded(reason));
+            }
+            Ok((graph, left))
+        })
+        .unwrap_or_else(|panic| Err(not_recorded(panic)))
+    }
+
+    /// Runs the pass on these buffers, and leaves the state in them, unless it finds that what was
+    /// written in place in an earlier run is not in this one.
+    fn run_and_keep(
+        &self,
+        buffers: Vec<CubeTensor>,
+        in_place: &mut [bool],
+    ) -> Result<Left, OpsError> {
+        let places: Vec<_> = buffers.iter().map(place).collect();
+        let is_of_state =
+            |tensor: &CubeTensor| places.iter().any(|place| place.0 == self::place(tensor).0);
+        // What is written in place has no other owner.
+        let kept: Vec<_> = (buffers.iter().zip(in_place.iter()))
+            .map(|(buffer, &in_place)| (!in_place).then(|| buffer.clone()))
+            .collect();
+        let (after, outputs) = self.run(buffers)?;
+        // Copies first of what is in a buffer that a copy below, or the next run, overwrites.
+        let own = |output| if is_of_state(&output) { copy(&output) } else { output };
+        let outputs = outputs.into_iter().map(own).collect();
+        let after: Vec<_> = (after.into_iter().zip(&kept))
+            .map(|(after, kept)| match kept {
+                Some(_) if is_of_state(&after) => copy(&after),
+                _ => after,
+            })
+            .collect();
+        let mut state = Vec::with_capacity(kept.len());
+        for (at, (after, kept)) in after.into_iter().zip(kept).enumerate() {
+            state.push(match kept {
+                Some(kept) => {
+                    write(after, &kept);
+                    kept
+                }
+                None => {
+                    in_place[at] = is_at(&after, &places[at]);
+                    after
+                }
+            });
+        }
+        Ok(Left { state, outputs })
+    }
+
+    /// State and outputs of a run.
+    fn run(&self, state: Vec<CubeTensor>) -> Result<(Vec<CubeTensor>, Vec<CubeTensor>), OpsError> {
+        let inputs = give(self.device, self.inputs.to_vec());
+        let state = give(self.device, state);
+        let (state, outputs) = (self.pass)(state, inputs);
+        // Outputs first: what is also kept as state has two owners then, as in every run.
+        let outputs = resolved(self.device, outputs)?;
+        Ok((resolved(self.device, state)?, outputs))
+    }
+}
+
+/// From the first run before a recording to its end.
+struct Window<'a> {
+    device: &'a CubeDevice,
+    open: bool,
+}
+
+impl<'a> Window<'a> {
+    fn prepare(device: &'a CubeDevice) -> Result<Self, OpsError> {
+        Cube::graph_prepare(device).map_err(not_recorded)?;
+        Ok(Self { device, open: true })
+    }
+
+    /// Records what is launched meanwhile.
+    fn record<R>(
+        mut self,
+        launch: impl FnOnce() -> Result<R, OpsError>,
+    ) -> Result<(BackendGraph<CubeBackend>, R), OpsError> {
+        Cube::graph_start_capture(self.device).map_err(not_recorded)?;
+        // A pass that reads values panics here, and the recording has to end all the same.
+        let launched = caught(launch);
+        self.open = false;
+        let graph = Cube::graph_stop_capture(self.device).map_err(not_recorded);
+        let launched = launched?;
+        Ok((graph?, launched))
+    }
+}
+
+impl Drop for Window<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            // It was only prepared: there is nothing to stop but that.
+            let _ = Cube::graph_stop_capture(self.device);
+        }
+    }
+}
+
+/// An operation of the stream: copies inputs in, runs the launches, copies outputs out.
+struct Run {
+    graph: Arc<Graph>,
+    inputs: Vec<TensorIr>,
+    outputs: Vec<TensorId>,
+}
+
+impl fmt::Debug for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run").field("inputs", &self.inputs).finish_non_exhaustive()
+    }
+}
+
+impl Operation<FusionCubeRuntime> for Run {
+    fn execute(
+        &self,
+        handles: &mut HandleContainer<CubeFusionHandle>,
+    ) -> Result<(), ExecutionError> {
+        let Graph { device, graph, stream, inputs, outputs, .. } = &*self.graph;
+        let sources: Vec<_> =
+            self.inputs.iter().map(|ir| handles.get_float_tensor::<CubeBackend>(ir)).collect();
+        let outputs: Vec<_> = stream.executes(|| {
+            sources.into_iter().zip(inputs).for_each(|(source, input)| write(source, input));
+            // SAFETY: CubeCL gives the memory that the launches read and write to nothing else for
+            // as long as the graph lives. Everything that touches it, the copies here and the runs
+            // of other recordings on the same state, is launched on the stream of the graph.
+            unsafe { CubeBackend::graph_replay(device, graph) }?;
+            Ok::<_, ExecutionError>(outputs.iter().map(copy).collect())
+        })?;
+        for (id, output) in self.outputs.iter().zip(readable(outputs, *stream)) {
+            handles.register_float_tensor::<CubeBackend>(id, output);
+        }
+        Ok(())
+    }
+}
+
+/// An operation of the stream that makes tensors of what is in memory already.
+struct Give {
+    tensors: Mutex<Vec<(TensorId, CubeTensor)>>,
+}
+
+impl fmt::Debug for Give {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Give").finish_non_exhaustive()
+    }
+}
+
+impl Operation<FusionCubeRuntime> for Give {
+    fn execute(
+        &self,
+        handles: &mut HandleContainer<CubeFusionHandle>,
+    ) -> Result<(), ExecutionError> {
+        let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        for (id, tensor) in tensors.drain(..) {
+            handles.register_float_tensor::<CubeBackend>(&id, tensor);
+        }
+        Ok(())
+    }
+}
+
+/// Tensors of the stream that are what is in this memory, of which they are the owners.
+fn give(device: &CubeDevice, tensors: Vec<CubeTensor>) -> Vec<DispatchTensor> {
+    if tensors.is_empty() {
+        return Vec::new();
+    }
+    let client = get_client::<CubeBackend>(device);
+    let given: Vec<_> =
+        tensors.into_iter().map(|tensor| (client.create_empty_handle(), tensor)).collect();
+    let outputs: Vec<_> = (given.iter())
+        .map(|(id, tensor)| TensorIr::uninit(*id, tensor.meta.shape().clone(), tensor.dtype))
+        .collect();
+    let repr = OperationIr::Custom(CustomOpIr::new("fp4_give", &[], &outputs));
+    let tensors = client.register(StreamId::current(), repr, Give { tensors: Mutex::new(given) });
+    tensors.into_iter().map(dispatch).collect()
+}
+
+/// The memory of tensors, once all that goes before is launched.
+fn resolved(
+    device: &CubeDevice,
+    tensors: Vec<DispatchTensor>,
+) -> Result<Vec<CubeTensor>, OpsError> {
+    let client = get_client::<CubeBackend>(device);
+    let resolve = |tensor: DispatchTensor| {
+        let tensor = on(device, tensor)?;
+        // An operation that failed panics where its result is asked for.
+        catch_unwind(AssertUnwindSafe(|| client.resolve_tensor_float::<CubeBackend>(tensor)))
+            .map_err(|panic| OpsError::Device(panic_message(&*panic)))
+    };
+    tensors.into_iter().map(resolve).collect()
+}
+
+/// A tensor of the stream of operations of a device.
+fn on(device: &CubeDevice, tensor: DispatchTensor) -> Result<Fused, OpsError> {
+    let found = tensor.device();
+    fused(tensor)
+        .filter(|tensor| tensor.client.device() == device)
+        .ok_or_else(|| not_recorded(format!("a tensor on {found:?} in a pass on {device:?}")))
+}
+
+/// A tensor of the stream, unless it is of another device, differentiated, or quantized by Burn.
+fn fused(tensor: DispatchTensor) -> Option<Fused> {
+    match tensor.kind {
+        DispatchTensorKind::Cube(
+            BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
+        ) => Some(tensor),
+        _ => None,
+    }
+}
+
+fn dispatch(tensor: Fused) -> DispatchTensor {
+    let tensor = match tensor.dtype {
+        dtype if dtype.is_float() => BackendTensor::Float(tensor),
+        dtype if dtype.is_bool() => BackendTensor::Bool(tensor),
+        _ => BackendTensor::Int(tensor),
+    };
+    let kind = DispatchTensorKind::Cube(tensor);
+    DispatchTensor { kind, autodiff: DispatchAutodiffContext::Disabled }
+}
+
+/// Which memory a tensor is in: an allocation, and the part of it.
+type Place = (usize, Option<u64>, Option<u64>);
+
+fn place(tensor: &CubeTensor) -> Place {
+    let handle = &tensor.handle;
+    (handle.memory.descriptor().id.value, handle.offset_start, handle.offset_end)
+}
+
+/// Whether a tensor is all that is in this memory, in order.
+fn is_at(tensor: &CubeTensor, before: &Place) -> bool {
+    place(tensor) == *before && tensor.is_contiguous() && !tensor.meta.is_tiled()
+}
+
+/// What was made on a stream, for the stream of this thread. Whoever reads memory of another stream
+/// has CubeCL mark a point in that one, which must not happen while it records.
+fn readable(tensors: Vec<CubeTensor>, stream: StreamId) -> Vec<CubeTensor> {
+    if StreamId::current() == stream { tensors } else { tensors.iter().map(copy).collect() }
+}
+
+/// The same values in contiguous memory of their own.
+fn copy(tensor: &CubeTensor) -> CubeTensor {
+    let shape = tensor.meta.shape().clone();
+    let bytes = shape.num_elements() * dtype_to_storage_type(tensor.dtype).size();
+    let made = beside(tensor, tensor.client.empty(bytes), shape, tensor.dtype);
+    write(tensor.clone(), &made);
+    made
+}
+
+/// Copies values into contiguous memory.
+fn write(values: CubeTensor, memory: &CubeTensor) {
+    if memory.meta.num_elements() > 0 {
+        let (values, storage) = (into_contiguous(values), dtype_to_storage_type(memory.dtype));
+        copy_into(&memory.client, values.binding(), memory.clone().binding(), storage);
+    }
+}
+
+/// # Errors
+/// [`OpsError::Recording`] if shapes or dtypes differ between runs.
+fn same(what: &str, expected: &[(Shape, DType)], found: &[(Shape, DType)]) -> Result<(), OpsError> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(not_recorded(format!("{what}: {expected:?} when first run, and then {found:?}")))
+}
+
+fn specs(tensors: &[CubeTensor]) -> Vec<(Shape, DType)> {
+    tensors.iter().map(|tensor| (tensor.meta.shape().clone(), tensor.dtype)).collect()
+}
+
+/// Runs what may panic as the pass does.
+fn caught<R>(run: impl FnOnce() -> Result<R, OpsError>) -> Result<R, OpsError> {
+    catch_unwind(AssertUnwindSafe(run))
+        .unwrap_or_else(|panic| Err(not_recorded(panic_message(&*panic))))
+}
+
+fn not_recorded(reason: impl ToString) -> OpsError {
+    OpsError::Recording(reason.to_string())
+}

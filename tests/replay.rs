@@ -1,0 +1,454 @@
+//! Forward passes that are recorded and replayed equal those that are run, bit for bit, on every
+//! device of this build: those without graphs run the pass, a GPU replays.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::module::Module;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
+use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
+use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
+use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
+use tests::engines::devices;
+use tests::modules::seeded;
+use tests::tensors::{floats, random};
+
+const CHANNELS: usize = 64;
+const CONTEXT: usize = 16;
+
+#[derive(Module, Debug)]
+struct Net {
+    table: Embedding,
+    first: Linear,
+    second: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let net = Self {
+            table: EmbeddingConfig::new(32, CHANNELS).init(device),
+            first: LinearConfig::new(CHANNELS, 2 * CHANNELS).init(device),
+            second: LinearConfig::new(2 * CHANNELS, CHANNELS).init(device),
+        };
+        let mut net = seeded(net, 7);
+        net.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
+        net
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.second.forward(Relu::new().forward(self.first.forward(x)))
+    }
+}
+
+/// Keys and values of attention, one for each position.
+#[derive(Clone)]
+struct Cache {
+    keys: Tensor<2>,
+    values: Tensor<2>,
+    /// Tokens so far, `[1]`.
+    length: Tensor<1, Int>,
+}
+
+impl Cache {
+    fn new(device: &Device) -> Self {
+        let zeros = || Tensor::zeros([CONTEXT, CHANNELS], device);
+        Self { keys: zeros(), values: zeros(), length: Tensor::zeros([1], device) }
+    }
+}
+
+impl ReplayTensors for Cache {
+    fn take_apart(self, parts: &mut ReplayParts) {
+        (self.keys, self.values, self.length).take_apart(parts);
+    }
+
+    fn put_together(parts: &mut ReplayParts) -> Self {
+        let (keys, values, length) = ReplayTensors::put_together(parts);
+        Self { keys, values, length }
+    }
+}
+
+/// A token attends to those before it: everything a decoder does with its cache.
+fn decode(net: &Net, cache: Cache, token: Tensor<2, Int>) -> (Cache, Vec<Tensor<2>>) {
+    let Cache { keys, values, length } = cache;
+    let x = net.table.forward(token).reshape([1, CHANNELS]);
+    let hidden = net.forward(x.clone());
+    let write = |cache: Tensor<2>, row: Tensor<2>| {
+        cache.select_assign(0, length.clone(), row, IndexingUpdateOp::Assign)
+    };
+    let keys = write(keys, hidden.clone());
+    let values = write(values, x.clone() + hidden);
+    let positions = Tensor::<1, Int>::arange(0..CONTEXT as i64, &x.device());
+    let later = positions.greater(length.clone().expand([CONTEXT])).unsqueeze_dim(0);
+    let scores = x.matmul(keys.clone().transpose()).mask_fill(later, f32::NEG_INFINITY);
+    let attended = burn::tensor::activation::softmax(scores.clone(), 1).matmul(values.clone());
+    (Cache { keys, values, length: length + 1 }, vec![attended, scores])
+}
+
+/// Those whose layers compute in f32, after [`burn_fp4::init`].
+fn each_device(test: impl Fn(&str, &Device)) {
+    burn_fp4::init().expect("before any operation");
+    for (name, device, dtypes) in devices() {
+        assert!(dtypes.contains(&DType::F32));
+        test(name, &device);
+    }
+}
+
+fn has_graphs(device: &str) -> bool {
+    device == "cuda"
+}
+
+#[test]
+fn a_replay_is_a_forward_pass() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
+        for (seed, rows) in [1, 5, 1, 64, 5].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, CHANNELS], device);
+            let found = replay.run(x.clone()).expect("a pass that can be recorded");
+            assert_eq!(floats(found), floats(net.forward(x)), "{name}: {rows} rows");
+            assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+        }
+        assert_eq!(replay.recordings(), if has_graphs(name) { 3 } else { 0 }, "{name}");
+    });
+}
+
+#[test]
+fn outputs_stay_as_they_were() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let mut replay = Replay::new(net, |net: &Net, x: Tensor<2>| {
+            let y = net.forward(x.clone());
+            // An input, views of a result, and a result.
+            (x, y.clone().transpose(), [y.clone().slice([0..1, 3..9]), y])
+        });
+        let inputs = [0, 1, 2].map(|seed| random(seed, [3, CHANNELS], device));
+        let outputs = inputs.clone().map(|x| replay.run(x).expect("recordable"));
+        for (x, (same, transposed, [part, y])) in inputs.into_iter().zip(outputs) {
+            let expected = replay.model().forward(x.clone());
+            assert_eq!(floats(same), floats(x), "{name}");
+            assert_eq!(floats(transposed), floats(expected.clone().transpose()), "{name}");
+            assert_eq!(floats(part), floats(expected.clone().slice([0..1, 3..9])), "{name}");
+            assert_eq!(floats(y), floats(expected), "{name}");
+        }
+    });
+}
+
+#[test]
+fn a_cache_is_written_in_place() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let mut replay = Replay::with_state(net.clone(), Cache::new(device), decode);
+        let mut cache = Cache::new(device);
+        for token in 0..CONTEXT {
+            let token = Tensor::<2, Int>::from_ints([[3 * token as i32 % 32]], device);
+            let found = replay.run(token.clone()).expect("recordable");
+            let (next, expected) = decode(&net, cache, token);
+            cache = next;
+            for (found, expected) in found.into_iter().zip(expected) {
+                assert_eq!(floats(found), floats(expected), "{name}");
+            }
+            let state = replay.state().expect("no run panicked");
+            assert_eq!(floats(state.keys), floats(cache.keys.clone()), "{name}");
+            assert_eq!(floats(state.values), floats(cache.values.clone()), "{name}");
+            assert_eq!(state.length.into_data(), cache.length.clone().into_data(), "{name}");
+        }
+        replay.set_state(Cache::new(device));
+        let token = Tensor::<2, Int>::from_ints([[5]], device);
+        let found = replay.run(token.clone()).expect("recordable").remove(0);
+        let (_, expected) = decode(&net, Cache::new(device), token);
+        assert_eq!(floats(found), floats(expected[0].clone()), "{name}");
+    });
+}
+
+/// What is not written in place, or changes places, is carried from run to run as well.
+#[test]
+fn a_state_may_be_anything() {
+    fn step(
+        scale: &f32,
+        (a, b, c): (Tensor<1>, Tensor<1>, Vec<Tensor<1, Int>>),
+        x: Option<Tensor<1>>,
+    ) -> ((Tensor<1>, Tensor<1>, Vec<Tensor<1, Int>>), Tensor<1>) {
+        let sum = a.clone() + b.clone().mul_scalar(*scale) + x.expect("given");
+        ((b, a, c.into_iter().rev().collect()), sum)
+    }
+    each_device(|name, device| {
+        let ints = [1, 2, 3].map(|value| Tensor::from_ints([value, -value], device)).to_vec();
+        let mut state = (random(1, [8], device), random(2, [8], device), ints);
+        let mut replay = Replay::with_state(0.5, state.clone(), step);
+        for seed in 3..8 {
+            let x = random(seed, [8], device);
+            let found = replay.run(Some(x.clone())).expect("recordable");
+            let (next, expected) = step(&0.5, state, Some(x));
+            state = next;
+            assert_eq!(floats(found), floats(expected), "{name}");
+            let now = replay.state().expect("no run panicked");
+            assert_eq!(floats(now.0), floats(state.0.clone()), "{name}");
+            for (now, expected) in now.2.into_iter().zip(state.2.clone()) {
+                assert_eq!(now.into_data(), expected.into_data(), "{name}");
+            }
+        }
+    });
+}
+
+#[test]
+fn shapes_share_a_state() {
+    fn sum(_: &Relu, total: Tensor<1>, x: Tensor<2>) -> (Tensor<1>, Tensor<1>) {
+        let total = total + x.sum_dim(0).reshape([4]);
+        (total.clone(), total)
+    }
+    each_device(|name, device| {
+        let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([4], device), sum);
+        let mut total = Tensor::<1>::zeros([4], device);
+        for (seed, rows) in [1, 3, 1, 2, 3, 1].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, 4], device);
+            let found = replay.run(x.clone()).expect("recordable");
+            let (next, _) = sum(&Relu::new(), total, x);
+            total = next;
+            assert_eq!(floats(found), floats(total.clone()), "{name}");
+        }
+    });
+}
+
+/// What was there before, also as an output and as a part or a view of one.
+#[test]
+fn an_old_state_may_be_an_output() {
+    type Outputs = (Tensor<2>, Tensor<2>, Tensor<2>, Tensor<2>);
+    fn step(_: &Relu, a: Tensor<2>, x: Tensor<2>) -> (Tensor<2>, Outputs) {
+        let part = a.clone().slice([1..2, 0..3]);
+        (a.clone() + x.clone(), (a.clone(), part, a.transpose(), x))
+    }
+    each_device(|name, device| {
+        let mut state = random(1, [4, 8], device);
+        let mut replay = Replay::with_state(Relu::new(), state.clone(), step);
+        for seed in 2..6 {
+            let x = random(seed, [4, 8], device);
+            let found = replay.run(x.clone()).expect("recordable");
+            let (next, expected) = step(&Relu::new(), state, x);
+            state = next;
+            assert_eq!(floats(found.0), floats(expected.0), "{name}");
+            assert_eq!(floats(found.1), floats(expected.1), "{name}");
+            assert_eq!(floats(found.2), floats(expected.2), "{name}");
+            assert_eq!(floats(found.3), floats(expected.3), "{name}");
+            assert_eq!(floats(replay.state().expect("kept")), floats(state.clone()), "{name}");
+        }
+    });
+}
+
+/// Written in place and an output, for inputs of several shapes.
+#[test]
+fn a_new_state_may_be_an_output() {
+    fn step(_: &Relu, keys: Tensor<2>, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
+        let at = Tensor::arange(0..x.dims()[0] as i64, &x.device());
+        let keys = keys.select_assign(0, at, x, IndexingUpdateOp::Add);
+        (keys.clone(), keys)
+    }
+    each_device(|name, device| {
+        let mut state = random(1, [4, 8], device);
+        let mut replay = Replay::with_state(Relu::new(), state.clone(), step);
+        for (seed, rows) in [1, 2, 1, 3, 2, 1].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, 8], device);
+            let found = replay.run(x.clone()).expect("recordable");
+            let (next, expected) = step(&Relu::new(), state, x);
+            state = next;
+            assert_eq!(floats(found), floats(expected), "{name}");
+        }
+        assert_eq!(replay.recordings(), if has_graphs(name) { 3 } else { 0 }, "{name}");
+    });
+}
+
+#[test]
+fn a_changed_model_is_recorded_anew() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
+        let x = random(1, [2, CHANNELS], device);
+        let before = floats(replay.run(x.clone()).expect("recordable"));
+        // What becomes of a clone does not matter.
+        let mut other = net.clone();
+        other.first.weight = other.first.weight.map(|weight| weight.mul_scalar(2.0));
+        drop((net, other));
+        assert_eq!(floats(replay.run(x.clone()).expect("recordable")), before, "{name}");
+
+        replay.change(|net| {
+            *net = net.clone().materialize();
+            net.quantize_fp4(&Fp4Config::mxfp4()).expect("a valid model");
+        });
+        assert_eq!(replay.recordings(), 0);
+        let after = floats(replay.run(x.clone()).expect("recordable"));
+        assert_ne!(after, before, "{name}");
+        assert_eq!(after, floats(replay.into_model().forward(x)), "{name}");
+    });
+}
+
+#[test]
+fn a_replay_moves_to_other_threads() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let mut replay = Replay::with_state(net.clone(), Cache::new(device), decode);
+        let mut cache = Cache::new(device);
+        for token in 0..6 {
+            let token = Tensor::<2, Int>::from_ints([[token]], device);
+            let (next, expected) = decode(&net, cache, token.clone());
+            cache = next;
+            let (returned, found) = std::thread::spawn(move || {
+                let found = replay.run(token).expect("recordable");
+                (replay, found)
+            })
+            .join()
+            .expect("the thread runs");
+            replay = returned;
+            // Burn tunes its products for each thread, and may sum in another order.
+            let [found, expected] = [&found[0], &expected[0]].map(|x| floats(x.clone()));
+            assert_near(name, &found, &expected, ROUNDING_OF_FACTORS);
+        }
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                let (net, device) = (net.clone(), device.clone());
+                std::thread::spawn(move || {
+                    let forward = |net: &Net, x: Tensor<2>| net.forward(x);
+                    let mut replay = Replay::new(net.clone(), forward);
+                    for (seed, rows) in [1, 2, 1, 2].into_iter().enumerate() {
+                        let x = random(seed as u64, [rows, CHANNELS], &device);
+                        let found = replay.run(x.clone()).expect("recordable");
+                        assert_eq!(floats(found), floats(net.forward(x)));
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().expect("equal"));
+    });
+}
+
+#[test]
+fn the_oldest_recording_goes_first() {
+    each_device(|name, device| {
+        let forward = |net: &Net, x: Tensor<2>| net.forward(x);
+        let mut replay = Replay::new(Net::new(device), forward).with_most_recordings(2);
+        for (seed, rows) in [1, 2, 3, 2, 1].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, CHANNELS], device);
+            let found = replay.run(x.clone()).expect("recordable");
+            assert_eq!(floats(found), floats(replay.model().forward(x)), "{name}");
+            assert!(replay.recordings() <= 2);
+        }
+    });
+}
+
+#[test]
+fn a_state_of_another_shape_is_an_error() {
+    each_device(|name, device| {
+        let mut replay = Replay::with_state(
+            Relu::new(),
+            Tensor::<1>::zeros([4], device),
+            |_: &Relu, state: Tensor<1>, x: Tensor<1>| (Tensor::cat(vec![state, x.clone()], 0), x),
+        );
+        let error = replay.run(Tensor::zeros([1], device)).expect_err("it grows");
+        assert!(matches!(error, ReplayError::State(_)), "{name}: {error}");
+    });
+}
+
+/// Where launches are recorded, a pass cannot read values, and says so; the device goes on working.
+#[test]
+fn reading_values_cannot_be_recorded() {
+    each_device(|name, device| {
+        let forward = |_: &Relu, x: Tensor<1>| {
+            let sum = x.clone().sum().into_scalar::<f32>();
+            x.mul_scalar(sum)
+        };
+        let mut replay = Replay::new(Relu::new(), forward);
+        let x = random(1, [4], device);
+        let result = replay.run(x.clone());
+        if has_graphs(name) {
+            let error = result.map(floats).expect_err("a graph holds no values");
+            assert!(matches!(error, ReplayError::Recording { .. }), "{error}");
+        } else {
+            assert_eq!(
+                floats(result.expect("run as it is")),
+                floats(forward(&Relu::new(), x.clone()))
+            );
+        }
+        let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| x.mul_scalar(2.0));
+        assert_eq!(floats(replay.run(x.clone()).expect("recordable")), floats(x.mul_scalar(2.0)));
+    });
+}
+
+/// The state is what it was, and the replay goes on.
+#[test]
+fn a_recording_that_fails_costs_no_state() {
+    type Inputs = (Tensor<1>, Option<Tensor<1>>);
+    fn step(_: &Relu, total: Tensor<1>, (x, read): Inputs) -> (Tensor<1>, Tensor<1>) {
+        let factor = read.map_or(1.0, |read| read.into_scalar::<f32>());
+        let total = total + x.mul_scalar(factor);
+        (total.clone(), total)
+    }
+    each_device(|name, device| {
+        let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([4], device), step);
+        let mut total = vec![0.0; 4];
+        let ones = || Tensor::<1>::ones([4], device);
+        for run in 0..6 {
+            let read = (run % 2 == 1).then(|| Tensor::full([1], 2.0, device));
+            let reads = read.is_some();
+            let found = replay.run((ones(), read));
+            if reads && has_graphs(name) {
+                assert!(matches!(found, Err(ReplayError::Recording { .. })), "{name}");
+            } else {
+                total.iter_mut().for_each(|value| *value += if reads { 2.0 } else { 1.0 });
+                assert_eq!(floats(found.expect("recordable")), total, "{name}");
+            }
+            assert_eq!(floats(replay.state().expect("kept")), total, "{name}");
+        }
+    });
+}
+
+/// Where the pass is run as it is, a panic takes its state along; no recording does.
+#[test]
+fn a_panic_is_not_the_end() {
+    fn step(_: &Relu, total: Tensor<1>, x: Tensor<1>) -> (Tensor<1>, Tensor<1>) {
+        assert_ne!(x.dims(), [3], "of three");
+        let total = total + x.sum();
+        (total.clone(), total)
+    }
+    each_device(|name, device| {
+        let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([1], device), step);
+        replay.run(Tensor::ones([2], device)).expect("recordable");
+        let panicking = AssertUnwindSafe(|| drop(replay.run(Tensor::ones([3], device))));
+        catch_unwind(panicking).expect_err("the pass panics");
+        if !has_graphs(name) {
+            assert_eq!(replay.state().err(), Some(ReplayError::Lost), "{name}");
+            let error = replay.run(Tensor::ones([2], device)).err();
+            assert_eq!(error, Some(ReplayError::Lost), "{name}");
+        }
+        replay.set_state(Tensor::zeros([1], device));
+        let found = replay.run(Tensor::ones([2], device)).expect("recordable");
+        assert_eq!(floats(found), [2.0], "{name}");
+    });
+}
+
+#[test]
+fn inputs_that_are_differentiated_are_not_recorded() {
+    each_device(|name, device| {
+        let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| x.clone() * x);
+        let x = Tensor::<1>::full([2], 3.0, &device.clone().autodiff()).require_grad();
+        let y = replay.run(x.clone()).expect("run as it is");
+        assert!(!replay.is_graph(), "{name}");
+        let gradient = x.grad(&y.sum().backward()).expect("it is differentiated");
+        assert_eq!(floats(gradient), [6.0, 6.0], "{name}");
+    });
+}
+
+/// A pass is run as it is where there is nothing to record, and else only until it is recorded.
+#[test]
+fn a_replay_does_not_run_the_pass() {
+    static RUNS: AtomicUsize = AtomicUsize::new(0);
+    each_device(|name, device| {
+        RUNS.store(0, Ordering::Relaxed);
+        let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| {
+            RUNS.fetch_add(1, Ordering::Relaxed);
+            x + 1.0
+        });
+        for run in 0..10 {
+            replay.run(random(run, [4], device)).expect("recordable");
+        }
+        let expected = if has_graphs(name) { 5 } else { 10 };
+        assert_eq!(RUNS.load(Ordering::Relaxed), expected, "{name}");
+    });
+}

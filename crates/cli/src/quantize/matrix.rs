@@ -69,7 +69,7 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     Ok(values)
 }
 
-/// The weights of a group, and what is known of them.
+/// The weights of a group, and how their values lie.
 struct Group<'g> {
     members: Vec<&'g Weight<'g>>,
     /// The axes of the first.

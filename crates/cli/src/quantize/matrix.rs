@@ -184,7 +184,7 @@ impl Quantizer<'_> {
         })
     }
 
-    /// Every stacked matrix by itself, with what is known of its inputs.
+    /// Every stacked matrix by itself, with the statistics of its inputs.
     fn slices(
         &self,
         group: &Group<'_>,

@@ -841,10 +841,10 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
             let far = (found - expected).abs();
             assert!(far <= 1e-6 * largest, "{channels} {at}: {found} {expected}");
         }
-        let costs = floats(found.costs().clone());
-        for (channel, cost) in costs.iter().enumerate() {
+        let weights = floats(found.channel_weights().clone());
+        for (channel, weight) in weights.iter().enumerate() {
             let expected = expected.factor()[channel * (channels + 1)].powi(-2);
-            assert!((cost - expected).abs() <= 1e-5 * expected, "{cost} {expected}");
+            assert!((weight - expected).abs() <= 1e-5 * expected, "{weight} {expected}");
         }
     }
     // Fewer activations than channels, but enough for every block.

@@ -13,7 +13,7 @@ use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stoc
 use crate::layout::place::{item, place};
 use crate::layout::share::{load_blocks, store_blocks};
 use crate::plan::{
-    Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, Tile, UNITS, plan,
+    Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, TileSharing, UNITS, plan,
 };
 use crate::search::choose::choose_scales;
 use crate::search::task::{Task, task};
@@ -52,7 +52,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
     launch: Launch,
 ) -> Handle {
     let mut problem = *problem;
-    if launch.share.tile == Tile::Halves {
+    if launch.share.tile == TileSharing::Halves {
         // Each is a block of its own, but for what they exchange.
         problem.scheme = problem.scheme.with_block_size(problem.scheme.block_size / 2);
     }

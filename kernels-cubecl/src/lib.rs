@@ -3,7 +3,8 @@
 //! Each operation takes handles of contiguous device memory, a [`Problem`], a client and what its
 //! device can do ([`Capability`]); [`plan`] decides whether and how it is launched. Nothing panics
 //! on a worker thread: what a kernel cannot do is a [`Refusal`], and so is memory that is shorter
-//! than it would read. What the memory holds is the caller's word: there are no dtypes in handles.
+//! than it would read. Handles have no dtype: callers make sure that the memory has that of the
+//! problem.
 //!
 //! Every file here is an operation, its launch and its kernel; a folder holds what operations share
 //! or a family of them. A folder uses only those above it in the second table.
@@ -61,12 +62,12 @@ mod tensor_amax;
 pub use cubecl;
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
-pub use gptq::{Curvature, curvature, quantize_gptq};
+pub use gptq::{CurvatureHandles, curvature, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use packed::PackedHandles;
 pub use plan::{
-    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, Tile, UNITS,
+    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, TileSharing, UNITS,
     Warpgroups, plan,
 };
 pub use product::{PlannedProduct, Product};
@@ -74,3 +75,11 @@ pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};
 pub use squared_error::{PartialSums, squared_error};
 pub use tensor_amax::amax;
+
+/// [`CurvatureHandles`].
+#[deprecated(note = "say `CurvatureHandles`")]
+pub type Curvature = CurvatureHandles;
+
+/// [`TileSharing`].
+#[deprecated(note = "say `TileSharing`")]
+pub type Tile = TileSharing;

@@ -105,7 +105,7 @@ pub enum Fp4Error {
          depend on them:{}", list(.paths)
     )]
     NotComparable {
-        /// Paths of the weights that nothing is known of.
+        /// Paths of the weights for which neither is known.
         paths: Vec<String>,
     },
     /// No choice of candidates is as small as asked for.

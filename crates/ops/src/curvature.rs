@@ -19,11 +19,11 @@ pub struct Curvature {
     place: Place,
 }
 
-/// Where it was computed, and what came out.
+/// Where it is.
 enum Place {
     Host(HostCurvature),
     #[cfg(feature = "cube")]
-    Cube(Box<(Damped, burn_fp4_cubecl::Curvature)>),
+    Cube(Box<(Damped, burn_fp4_cubecl::CurvatureHandles)>),
 }
 
 impl fmt::Debug for Curvature {
@@ -111,7 +111,7 @@ impl Curvature {
 
     /// If it was made on its device.
     #[cfg(feature = "cube")]
-    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::Curvature> {
+    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::CurvatureHandles> {
         match &self.place {
             Place::Host(_) => None,
             Place::Cube(curvature) => Some(&curvature.1),
@@ -125,7 +125,7 @@ fn on_cube(
     device: &burn_cubecl::CubeDevice,
     gram: &Gram,
     damped: &Damped,
-) -> Result<Option<burn_fp4_cubecl::Curvature>, OpsError> {
+) -> Result<Option<burn_fp4_cubecl::CurvatureHandles>, OpsError> {
     let client = device.client();
     let capability = burn_fp4_cubecl::Capability::of(&client);
     let Ok(curvature) = burn_fp4_cubecl::curvature(&client, &capability, gram, damped) else {

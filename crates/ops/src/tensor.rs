@@ -23,7 +23,7 @@ pub struct Fp4Tensor<const D: usize> {
 
 impl<const D: usize> Fp4Tensor<D> {
     /// Puts together what [`codes`](Self::codes), [`scales`](Self::scales) and
-    /// [`tensor_scale_bits`](Self::tensor_scale_bits) hand out, as read from a file or made
+    /// [`tensor_scale_bits`](Self::tensor_scale_bits) return, as read from a file or made
     /// elsewhere.
     ///
     /// Both kinds of scales are read back, in one transfer: any code is a number, but not any

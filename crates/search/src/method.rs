@@ -72,7 +72,7 @@ pub enum E4m3Range {
     #[default]
     #[serde(rename = "448")]
     E448,
-    /// 256, which leaves room for a scale 1.5 times as large.
+    /// 256: a scale 1.5 times as large, as four-over-six tries it, is then at most 384 and finite.
     #[serde(rename = "256")]
     E256,
 }
@@ -177,6 +177,15 @@ impl ChosenBy {
         }
     }
 
+    /// Whether it sums over a whole matrix, for which engines have orders of their own: the bits
+    /// may then be others than the host's. Those of all other methods are the same on every engine.
+    pub const fn sums_matrices(&self) -> bool {
+        match self {
+            Self::Search(_) | Self::SseWeighted => false,
+            Self::SseTensorScale | Self::Gptq(_) => true,
+        }
+    }
+
     /// Statistics that it needs of the inputs that a weight is multiplied by.
     pub fn needs(&self) -> Needs {
         self.method().row().needs
@@ -192,6 +201,12 @@ impl From<Method> for ChosenBy {
     /// With the options of its row.
     fn from(method: Method) -> Self {
         method.row().chosen_by
+    }
+}
+
+impl From<Gptq> for ChosenBy {
+    fn from(options: Gptq) -> Self {
+        Self::Gptq(options)
     }
 }
 

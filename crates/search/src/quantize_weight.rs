@@ -8,7 +8,7 @@ use crate::{
     check_tensor_scale, quantize_with_best_tensor_scale,
 };
 
-/// What is known of the inputs of a layer.
+/// Statistics of the inputs of a layer.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Statistics<'a> {
     /// Nothing.

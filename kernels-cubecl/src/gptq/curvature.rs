@@ -19,7 +19,7 @@
 //!     panel_kernel:              Q = D^-1 [X', 1, A^T]
 //!     update_kernel:             [X', S] = the first two parts of Q: rows of L^-1
 //!                                [X", A, B] -= (the last part of Q)^T x Q, with A = 0 before
-//! finish_kernel:                 U, backward, in f32, and the costs of errors
+//! finish_kernel:                 U, backward, in f32, and the weights of channels
 //! ```
 
 use burn_fp4_search::{Damped, Gram};
@@ -33,13 +33,13 @@ use crate::quantize_by_hessian::Hessians;
 
 /// A [`Curvature`](burn_fp4_search::Curvature) in device memory, f32 but for the order.
 #[derive(Debug, Clone)]
-pub struct Curvature {
+pub struct CurvatureHandles {
     /// Channels of the weight.
     pub(super) channels: usize,
     /// Channels of a block.
     pub(super) block_size: usize,
     pub(super) factor: Handle,
-    pub(super) costs: Handle,
+    pub(super) channel_weights: Handle,
     pub(super) hessian: Handle,
     /// [`blocks`](burn_fp4_search::Damped::blocks).
     pub(super) blocks: Hessians,
@@ -60,7 +60,7 @@ pub fn curvature(
     device: &Capability,
     gram: &Gram,
     damped: &Damped,
-) -> Result<Curvature, Refusal> {
+) -> Result<CurvatureHandles, Refusal> {
     let channels = damped.channels();
     let plan = plan_factor(channels, device)?;
     let found = if gram.is_whole() { gram.channels() } else { 0 };
@@ -68,7 +68,7 @@ pub fn curvature(
         let what = "channels of a whole Gram matrix";
         return Err(Refusal::Mismatch { what, expected: channels, found });
     }
-    let curvature = Curvature::empty(client, damped);
+    let curvature = CurvatureHandles::empty(client, damped);
     if channels > 0 {
         let side = plan.side();
         let factorization = Factorization {
@@ -89,16 +89,22 @@ pub fn curvature(
     Ok(curvature)
 }
 
-impl Curvature {
+impl CurvatureHandles {
     /// [`factor`](burn_fp4_search::Curvature::factor), f32 `[channels, channels]`.
     pub fn factor(&self) -> &Handle {
         &self.factor
     }
 
-    /// f32 `[channels]`: what an error of a channel costs if all channels after it compensate it as
-    /// well as they can, the diagonal of the factor to the power of -2.
+    /// f32 `[channels]`: what the square of an error is multiplied by for its cost, if all channels
+    /// after it compensate it as well as they can: the diagonal of the factor to the power of -2.
+    pub fn channel_weights(&self) -> &Handle {
+        &self.channel_weights
+    }
+
+    /// [`channel_weights`](Self::channel_weights).
+    #[deprecated(note = "say `channel_weights`")]
     pub fn costs(&self) -> &Handle {
-        &self.costs
+        &self.channel_weights
     }
 
     /// [`hessian`](burn_fp4_search::Curvature::hessian), f32 `[channels, channels]`.
@@ -121,7 +127,7 @@ impl Curvature {
             channels,
             block_size: size,
             factor: client.empty(4 * channels * channels),
-            costs: client.empty(4 * channels),
+            channel_weights: client.empty(4 * channels),
             hessian: client.empty(4 * channels * channels),
             blocks: Hessians { values: upload(blocks.values()), bounds: upload(blocks.bounds()) },
             inverses: upload(damped.inverses()),
@@ -142,7 +148,7 @@ struct Factorization<'a> {
     panel: Handle,
     /// `D^-1` of a step, `[PANEL, PANEL]`.
     inverse: Handle,
-    into: &'a Curvature,
+    into: &'a CurvatureHandles,
 }
 
 impl Factorization<'_> {
@@ -241,7 +247,7 @@ impl Factorization<'_> {
         }
     }
 
-    /// U in f32, and the costs of errors.
+    /// U in f32, and the weights of channels.
     fn finish(&self) {
         let Self { client, channels, .. } = *self;
         // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
@@ -252,7 +258,7 @@ impl Factorization<'_> {
                 CubeDim::new_1d(UNITS),
                 self.work(1),
                 BufferArg::from_raw_parts(self.into.factor.clone(), channels * channels),
-                BufferArg::from_raw_parts(self.into.costs.clone(), channels),
+                BufferArg::from_raw_parts(self.into.channel_weights.clone(), channels),
                 self.definite(),
                 channels as u32,
                 self.plan.side() as u32,
@@ -464,12 +470,12 @@ fn update_kernel<V: Size>(
     }
 }
 
-/// U in f32, and the costs of errors.
+/// U in f32, and the weights of channels.
 #[cube(launch_unchecked)]
 fn finish_kernel(
     work: &[f64],
     factor: &mut [f32],
-    costs: &mut [f32],
+    channel_weights: &mut [f32],
     definite: &mut [u32],
     channels: u32,
     side: u32,
@@ -486,7 +492,7 @@ fn finish_kernel(
             definite[0] = 0u32;
         }
         if row == col {
-            costs[row as usize] = 1.0f32 / (value * value);
+            channel_weights[row as usize] = 1.0f32 / (value * value);
         }
     }
 }

@@ -37,5 +37,5 @@ mod quantize;
 mod spread;
 mod steps;
 
-pub use curvature::{Curvature, curvature};
+pub use curvature::{CurvatureHandles, curvature};
 pub use quantize::quantize_gptq;

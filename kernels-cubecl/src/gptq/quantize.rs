@@ -8,7 +8,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::curvature::Curvature;
+use super::curvature::CurvatureHandles;
 use super::spread::{Region, Steps, spread};
 use super::steps::{
     CodesLaunch, SiteLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel, move_kernel,
@@ -34,7 +34,7 @@ pub fn quantize_gptq(
     device: &Capability,
     values: Handle,
     amax: Handle,
-    curvature: &Curvature,
+    curvature: &CurvatureHandles,
     options: &Gptq,
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
@@ -86,7 +86,7 @@ const GROUP: usize = 128;
 struct Weight<'a> {
     client: &'a Client,
     device: &'a Capability,
-    curvature: &'a Curvature,
+    curvature: &'a CurvatureHandles,
     amax: Handle,
     /// f32 `[channels, rows]`.
     original: Handle,
@@ -208,7 +208,7 @@ impl Weight<'_> {
                     self.device,
                     Self::from(&weights, block.start, self.rows),
                     self.amax.clone(),
-                    Some(Self::from(&self.curvature.costs, block.start, 1)),
+                    Some(Self::from(&self.curvature.channel_weights, block.start, 1)),
                     &Problem { scheme: sse, ..self.of_block },
                 )?;
                 for_rows!(

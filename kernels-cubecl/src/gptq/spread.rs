@@ -26,7 +26,7 @@ use crate::plan::common_power_of_two;
 /// Errors, or changes of the values, of a group of channels, f32 `[group, rows]`.
 pub(crate) struct Steps<'a> {
     pub(crate) values: &'a Handle,
-    /// Channels that there is room for.
+    /// Channels that `values` holds.
     pub(crate) group: usize,
     /// Those that count.
     pub(crate) from: Range<usize>,
@@ -68,9 +68,9 @@ pub(crate) fn spread(
     }
     let vector = common_power_of_two(rows as u32, 4);
     let tile = if count <= FEW_CHANNELS {
-        Tile { channels: 4, vectors: 1 }
+        UnitTile { channels: 4, vectors: 1 }
     } else {
-        Tile { channels: 8, vectors: 2 }
+        UnitTile { channels: 8, vectors: 2 }
     };
     let row_vectors = rows as u32 / vector;
     let row_tiles = row_vectors.div_ceil(SIDE * tile.vectors);
@@ -104,7 +104,7 @@ const SIDE: u32 = 16;
 
 /// What a unit of [`spread_kernel`] computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Tile {
+struct UnitTile {
     channels: u32,
     /// Vectors of rows.
     vectors: u32,
@@ -144,10 +144,10 @@ fn spread_kernel<V: Size, Q: Size>(
     matrix: &[Vector<f32, Q>],
     steps: &[Vector<f32, V>],
     spread: Spread,
-    #[comptime] tile: Tile,
+    #[comptime] tile: UnitTile,
     #[comptime] fresh: bool,
 ) {
-    let Tile { channels, vectors } = comptime!(tile);
+    let UnitTile { channels, vectors } = comptime!(tile);
     let row_tiles = spread.row_vectors.div_ceil(comptime!(SIDE * vectors));
     let cube = CUBE_POS as u32;
     let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;

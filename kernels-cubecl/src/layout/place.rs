@@ -14,7 +14,7 @@
 
 use cubecl::prelude::*;
 
-use crate::plan::{Launch, Problem, Share, Tile};
+use crate::plan::{Launch, Problem, Share, TileSharing};
 
 /// Lengths of a tensor, see [`View`](burn_fp4_search::host::View).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -72,7 +72,7 @@ pub(crate) fn place(
     #[comptime] block_size: u32,
     #[comptime] share: Share,
 ) -> Place {
-    if comptime!(share.along && share.tile != Tile::Exchanged) {
+    if comptime!(share.along && share.tile != TileSharing::Exchanged) {
         Place {
             row: item / extent.blocks,
             block: item % extent.blocks,

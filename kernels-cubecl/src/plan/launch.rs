@@ -7,7 +7,7 @@ use cubecl::prelude::CubeCount;
 use super::capability::{Capability, UNITS};
 use super::problem::{Operation, Problem};
 use super::refusal::Refusal;
-use super::share::{Share, Tile};
+use super::share::{Share, TileSharing};
 
 /// How an operation is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,23 +157,23 @@ fn quantized(
     let widest = LOAD / problem.dtype.size() as u32;
     let tile = tile(operation, problem, device);
     let mut share = match (tile, one_row.along) {
-        (Tile::Repeated, _) => one_row,
-        (Tile::Exchanged, true) => {
+        (TileSharing::Repeated, _) => one_row,
+        (TileSharing::Exchanged, true) => {
             let spread = common_power_of_two(blocks, 8);
             Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
         }
-        (Tile::None | Tile::Halves, true) => Share { vector: widest, ..one_row },
+        (TileSharing::None | TileSharing::Halves, true) => Share { vector: widest, ..one_row },
         (_, false) => strided(operation, problem, device, one_row),
     };
     let rows = match tile {
-        Tile::Exchanged => {
+        TileSharing::Exchanged => {
             share.lanes = 16 / share.rows;
             // Rows that are missing from a last tile are idle units.
             rows.next_multiple_of(16)
         }
         _ => rows,
     };
-    let blocks = if tile == Tile::Halves { 2 * blocks } else { blocks };
+    let blocks = if tile == TileSharing::Halves { 2 * blocks } else { blocks };
     (rows / share.rows * blocks, Share { tile, ..share })
 }
 
@@ -209,16 +209,16 @@ fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row
 
 /// Neighbours in a plane can exchange only if the rows of a tile are neighbours. Halves of a block
 /// are for what writes no packed blocks, and needs no more of one than its amax.
-fn tile(operation: Operation, problem: &Problem, device: &Capability) -> Tile {
+fn tile(operation: Operation, problem: &Problem, device: &Capability) -> TileSharing {
     let Problem { view, scheme, .. } = problem;
     let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);
     let by_amax = operation == Operation::FakeQuantize && scheme.search == ScaleSearch::Amax;
     let halves = by_amax && view.inner == 1 && scheme.block_size == 32 && device.plane >= 2;
     match scheme.blocks {
-        Blocks::Row if halves => Tile::Halves,
-        Blocks::Row => Tile::None,
-        Blocks::Tile16x16 if whole && device.plane >= 16 => Tile::Exchanged,
-        Blocks::Tile16x16 => Tile::Repeated,
+        Blocks::Row if halves => TileSharing::Halves,
+        Blocks::Row => TileSharing::None,
+        Blocks::Tile16x16 if whole && device.plane >= 16 => TileSharing::Exchanged,
+        Blocks::Tile16x16 => TileSharing::Repeated,
     }
 }
 
@@ -242,7 +242,7 @@ mod tests {
         lanes: 1,
         spread: 1,
         staged: false,
-        tile: Tile::None,
+        tile: TileSharing::None,
         dtype: Dtype::Bf16,
         conversion: Conversion::Device,
     };
@@ -298,11 +298,11 @@ mod tests {
             let launch = plan(Operation::FakeQuantize, &problem, device).unwrap();
             (launch.share.tile, launch.items)
         };
-        assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (Tile::Halves, 12));
-        assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (Tile::None, 6));
+        assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (TileSharing::Halves, 12));
+        assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (TileSharing::None, 6));
         let sse = Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse);
-        assert_eq!(of(sse, &GPU), (Tile::None, 6));
-        assert_eq!(of(Fp4Scheme::nvfp4(), &GPU), (Tile::None, 12));
+        assert_eq!(of(sse, &GPU), (TileSharing::None, 6));
+        assert_eq!(of(Fp4Scheme::nvfp4(), &GPU), (TileSharing::None, 12));
     }
 
     #[test]
@@ -310,10 +310,10 @@ mod tests {
         let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
         let plan = |view, device| plan(Operation::Quantize, &problem(view, tiles), device).unwrap();
         let ragged = plan(View::rows(17, 32), &GPU);
-        assert_eq!((ragged.share.tile, ragged.items), (Tile::Exchanged, 16));
-        assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, Tile::Repeated);
+        assert_eq!((ragged.share.tile, ragged.items), (TileSharing::Exchanged, 16));
+        assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, TileSharing::Repeated);
         let straddling = View { outer: 2, axis: 32, inner: 8 };
-        assert_eq!(plan(straddling, &GPU).share.tile, Tile::Repeated);
+        assert_eq!(plan(straddling, &GPU).share.tile, TileSharing::Repeated);
     }
 
     #[test]

@@ -12,7 +12,7 @@ pub use capability::{Capability, UNITS, Warpgroups};
 pub use launch::{Launch, plan};
 pub use problem::{Dtype, Operation, Problem};
 pub use refusal::Refusal;
-pub use share::{Conversion, Share, Tile};
+pub use share::{Conversion, Share, TileSharing};
 
 #[cfg(test)]
 pub(crate) use capability::GPU;

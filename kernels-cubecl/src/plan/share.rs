@@ -24,8 +24,8 @@ pub struct Share {
     pub spread: u32,
     /// Whether the units of a cube exchange packed blocks through shared memory; see `stage.rs`.
     pub staged: bool,
-    /// What shares a block scale.
-    pub tile: Tile,
+    /// How units share a block scale.
+    pub tile: TileSharing,
     /// dtype of the dense tensor.
     pub dtype: Dtype,
     /// How f32 becomes this dtype.
@@ -42,7 +42,7 @@ impl Share {
             lanes: 1,
             spread: 1,
             staged: false,
-            tile: Tile::None,
+            tile: TileSharing::None,
             dtype,
             conversion: Conversion::to(dtype, device),
         }
@@ -85,7 +85,7 @@ impl Conversion {
 /// How units come to share a scale: those that hold the rows of a 16 x 16 tile, or the halves of a
 /// block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Tile {
+pub enum TileSharing {
     /// There are no tiles.
     None,
     /// Units that hold the rows of a tile are neighbours and exchange what they found.

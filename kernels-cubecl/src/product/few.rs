@@ -24,7 +24,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
 use super::mma::{decode_scales, elements};
 use super::plan::{FEW_STEP, Few, Product};
 use crate::arith::scale_grid::sum_shift;
@@ -32,7 +32,7 @@ use crate::arith::scale_grid::sum_shift;
 /// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
-    factors: Factors,
+    handles: OperandHandles,
     output: Handle,
     product: &Product,
     recipe: ProductRecipe,
@@ -49,7 +49,7 @@ pub(super) fn launch<F: Float, S: Int>(
             CubeDim::new_1d(plan.units()),
             4,
             4,
-            operands(factors, product, recipe, widths),
+            operands(handles, product, recipe, widths),
             BufferArg::from_raw_parts(output, inputs * outputs),
             plan,
         );

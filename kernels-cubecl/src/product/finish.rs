@@ -22,13 +22,13 @@ pub(crate) struct ProductRecipe {
 }
 
 impl ProductRecipe {
-    pub(crate) fn new(product: &Product, device: &Capability, factors: &Factors) -> Self {
+    pub(crate) fn new(product: &Product, device: &Capability, handles: &OperandHandles) -> Self {
         Self {
             block_size: product.block_size as u32,
             format: product.format,
             dtype: product.dtype,
-            by_row: factors.weight.tensor_scales > 1,
-            bias: factors.bias.is_some(),
+            by_row: handles.weight.tensor_scales > 1,
+            bias: handles.bias.is_some(),
             conversion: Conversion::to(product.dtype, device),
         }
     }
@@ -75,9 +75,9 @@ pub(crate) struct Widths {
     pub(crate) chunk: usize,
 }
 
-/// What is multiplied and added.
+/// The operands of a product in device memory.
 #[derive(Clone)]
-pub(super) struct Factors {
+pub(super) struct OperandHandles {
     pub(super) weight: PackedHandles,
     pub(super) input: Handle,
     pub(super) bias: Option<Handle>,
@@ -85,12 +85,12 @@ pub(super) struct Factors {
 
 /// The operands of a launch.
 pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
-    factors: Factors,
+    handles: OperandHandles,
     product: &Product,
     recipe: ProductRecipe,
     widths: Widths,
 ) -> OperandsLaunch<F, S, W, X> {
-    let Factors { weight, input, bias } = factors;
+    let OperandHandles { weight, input, bias } = handles;
     let Product { inputs, outputs, channels, .. } = *product;
     let weight_values = outputs * channels;
     // SAFETY: the lengths are those of the product.

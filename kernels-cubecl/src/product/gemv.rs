@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::f16;
 
-use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
 use super::plan::{Gemv, Product};
 use crate::arith::element::decode_pair;
 use crate::arith::scale_grid::{scale_value, scaled_element};
@@ -24,7 +24,7 @@ use crate::plan::{Dtype, UNITS};
 
 pub(super) fn launch<F: Float>(
     client: &Client,
-    factors: Factors,
+    handles: OperandHandles,
     output: Handle,
     product: &Product,
     recipe: ProductRecipe,
@@ -43,7 +43,7 @@ pub(super) fn launch<F: Float>(
             CubeDim::new_1d(UNITS),
             plan.words as usize,
             plan.share.words() as usize,
-            operands(factors, product, recipe, widths),
+            operands(handles, product, recipe, widths),
             BufferArg::from_raw_parts(output, inputs * outputs),
             plan,
         );

@@ -4,7 +4,7 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::finish::{Factors, ProductRecipe};
+use super::finish::{OperandHandles, ProductRecipe};
 use super::plain::Plain;
 use super::plan::{Kernel, PlannedProduct, Product};
 #[cfg(feature = "cuda")]
@@ -49,8 +49,8 @@ impl PlannedProduct {
         if inputs * outputs == 0 {
             return Ok(output);
         }
-        let factors = Factors { weight, input, bias };
-        let recipe = ProductRecipe::new(product, device, &factors);
+        let handles = OperandHandles { weight, input, bias };
+        let recipe = ProductRecipe::new(product, device, &handles);
         let made = output.clone();
         match *kernel {
             Kernel::Gemv(plan) => {
@@ -59,7 +59,7 @@ impl PlannedProduct {
                     Dtype::F16 => gemv::launch::<f16>,
                     Dtype::Bf16 => gemv::launch::<bf16>,
                 };
-                launch(client, factors, made, product, recipe, plan);
+                launch(client, handles, made, product, recipe, plan);
             }
             Kernel::Few(plan) => {
                 // f32 has no such plan.
@@ -69,7 +69,7 @@ impl PlannedProduct {
                     (false, 16) => few::launch::<f16, u32>,
                     (false, _) => few::launch::<f16, u16>,
                 };
-                launch(client, factors, made, product, recipe, plan);
+                launch(client, handles, made, product, recipe, plan);
             }
             Kernel::Wgmma(plan) => {
                 let launch = match (device.warpgroups, dtype == Dtype::Bf16) {
@@ -81,7 +81,7 @@ impl PlannedProduct {
                     (_, true) => wgmma::launch::<Plain, bf16>,
                     (_, false) => wgmma::launch::<Plain, f16>,
                 };
-                launch(client, factors, made, product, recipe, plan);
+                launch(client, handles, made, product, recipe, plan);
             }
             Kernel::Mma(plan) => {
                 // f32 has no such plan.
@@ -91,7 +91,7 @@ impl PlannedProduct {
                     (false, 16) => mma::launch::<f16, u16>,
                     (false, _) => mma::launch::<f16, u8>,
                 };
-                launch(client, factors, made, product, recipe, plan);
+                launch(client, handles, made, product, recipe, plan);
             }
         }
         Ok(output)

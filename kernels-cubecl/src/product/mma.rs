@@ -41,7 +41,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
 use super::plan::{Mma, PLANES, Product, STEP};
 use crate::arith::element::decode_pair;
 use crate::arith::scale_grid::{element_shift, product_scale, product_scale_pair, sum_shift};
@@ -50,7 +50,7 @@ use crate::plan::UNITS;
 /// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
-    factors: Factors,
+    handles: OperandHandles,
     output: Handle,
     product: &Product,
     recipe: ProductRecipe,
@@ -67,7 +67,7 @@ pub(super) fn launch<F: Float, S: Int>(
             CubeDim::new_1d(UNITS),
             4,
             4,
-            operands(factors, product, recipe, widths),
+            operands(handles, product, recipe, widths),
             BufferArg::from_raw_parts(output, inputs * outputs),
             plan,
         );

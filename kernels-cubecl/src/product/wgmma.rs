@@ -31,7 +31,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::finish::{Factors, Operands, ProductRecipe, Widths, finish, operands};
+use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
 use super::instructions::Instructions;
 use super::plan::{Product, STEP, WGMMA_ROWS, Wgmma};
 use crate::arith::element::decode_byte;
@@ -51,7 +51,7 @@ const STAGED: u32 = 64;
 
 pub(super) fn launch<I: Instructions, F: Float>(
     client: &Client,
-    factors: Factors,
+    handles: OperandHandles,
     output: Handle,
     product: &Product,
     recipe: ProductRecipe,
@@ -72,7 +72,7 @@ pub(super) fn launch<I: Instructions, F: Float>(
                 4,
                 4,
                 8,
-                operands(factors, product, recipe, widths()),
+                operands(handles, product, recipe, widths()),
                 BufferArg::from_raw_parts(output, inputs * outputs / 8),
                 plan,
             );
@@ -91,7 +91,7 @@ pub(super) fn launch<I: Instructions, F: Float>(
             4,
             4,
             4,
-            operands(factors.clone(), product, recipe, widths()),
+            operands(handles.clone(), product, recipe, widths()),
             BufferArg::from_raw_parts(parts.clone(), length / 4),
             plan,
         );
@@ -102,7 +102,7 @@ pub(super) fn launch<I: Instructions, F: Float>(
             4,
             4,
             4,
-            operands(factors, product, recipe, widths()),
+            operands(handles, product, recipe, widths()),
             BufferArg::from_raw_parts(parts, length / 4),
             BufferArg::from_raw_parts(output, vectors),
             plan,

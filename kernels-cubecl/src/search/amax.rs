@@ -8,7 +8,7 @@ use crate::arith::rule::{BlockScales, block_scale, tensor_factor};
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
 use crate::layout::tile::largest_of_tile;
-use crate::plan::Tile;
+use crate::plan::TileSharing;
 
 /// The rule's own scale of one block of each row of a share, given the largest magnitudes.
 #[cube]
@@ -38,7 +38,7 @@ pub(crate) fn largest_magnitudes<E: Int, N: Size>(
     let (recipe, share) = comptime!((task.recipe, task.share));
     let block_size = comptime!(recipe.block_size);
     let mut largest = Array::<f32>::new(comptime!(share.rows as usize));
-    if comptime!(share.tile == Tile::Repeated) {
+    if comptime!(share.tile == TileSharing::Repeated) {
         let mut of_tile = 0.0f32.runtime();
         for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, task.extent.rows) {
             let neighbour = at_row(place, &task.extent, row, block_size, share);
@@ -53,10 +53,10 @@ pub(crate) fn largest_magnitudes<E: Int, N: Size>(
             let of_row = largest_magnitude(elements, row * block_size, block_size);
             largest[row as usize] = select(row < place.rows_left, of_row, 0.0f32);
         }
-        if comptime!(share.tile == Tile::Exchanged) {
+        if comptime!(share.tile == TileSharing::Exchanged) {
             largest_of_tile(&mut largest, share.rows);
         }
-        if comptime!(share.tile == Tile::Halves) {
+        if comptime!(share.tile == TileSharing::Halves) {
             largest[0] = max_nan(largest[0], plane_shuffle_xor(largest[0], 1u32));
         }
     }

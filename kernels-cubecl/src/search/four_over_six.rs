@@ -14,7 +14,7 @@ use crate::arith::scale_grid::scale_value;
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
 use crate::layout::tile::sum_of_tile;
-use crate::plan::{Recipe, Tile};
+use crate::plan::{Recipe, TileSharing};
 
 /// Amax up to here, and down to its reciprocal, keeps what is divided far from the ends of f32.
 const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
@@ -32,10 +32,10 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     let block_size = comptime!(recipe.block_size);
     let rule = comptime!(recipe.rule);
     // Of the rows of the unit, or of all rows of the tile if it looks at them alone.
-    let count = comptime!(if share.tile == Tile::Repeated { 16 } else { share.rows });
+    let count = comptime!(if share.tile == TileSharing::Repeated { 16 } else { share.rows });
     let mut on_six = Array::<f32>::new(comptime!(count as usize));
     let mut on_four = Array::<f32>::new(comptime!(count as usize));
-    if comptime!(share.tile == Tile::Repeated) {
+    if comptime!(share.tile == TileSharing::Repeated) {
         let tensor = tensor_factor(task.amax, place.row, &task.factors, recipe);
         #[unroll]
         for index in 0..16u32 {
@@ -62,7 +62,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
             on_four[row as usize] = select(row < place.rows_left, four, 0.0f32);
         }
     }
-    if comptime!(share.tile != Tile::None) {
+    if comptime!(share.tile != TileSharing::None) {
         sum_of_tile(&mut on_six, count);
         sum_of_tile(&mut on_four, count);
     }

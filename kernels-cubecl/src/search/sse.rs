@@ -14,7 +14,7 @@ use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, value_in, wind
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
 use crate::layout::tile::sum_of_tile;
-use crate::plan::{Recipe, Tile};
+use crate::plan::{Recipe, TileSharing};
 
 /// Rounding may move a limit by less than 2^-10; the limits are moved outward by as much.
 const MORE: f32 = 1.0 + 1.0 / 1024.0;
@@ -171,7 +171,7 @@ pub(crate) fn search_sse<E: Int, N: Size>(
 ) {
     let (recipe, share) = comptime!((task.recipe, task.share));
     let channel = place.block * recipe.block_size;
-    if comptime!(share.tile == Tile::None) {
+    if comptime!(share.tile == TileSharing::None) {
         #[unroll]
         for row in 0..share.rows {
             let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
@@ -217,7 +217,8 @@ fn search_tile<E: Int, N: Size>(
     let mut code = max(window.high, window.odd);
     let steps = select(searchable, code + 1u32 - min(window.low, code + 1u32), 0u32);
     // For the exchange, all units of a plane have to take part.
-    let steps = if comptime!(share.tile == Tile::Exchanged) { plane_max(steps) } else { steps };
+    let steps =
+        if comptime!(share.tile == TileSharing::Exchanged) { plane_max(steps) } else { steps };
     let tried = own_candidate(&own, &unit, recipe);
     let own_cost = tile_cost::<E, N>(task, elements, place, &tried, &unit);
     let mut best = start(own_cost, own.code, grid);
@@ -252,9 +253,9 @@ fn tile_cost<E: Int, N: Size>(
     let block_size = comptime!(recipe.block_size);
     let channel = place.block * block_size;
     let rows = task.extent.rows;
-    let count = comptime!(if share.tile == Tile::Repeated { 16 } else { share.rows });
+    let count = comptime!(if share.tile == TileSharing::Repeated { 16 } else { share.rows });
     let mut costs = Array::<f32>::new(comptime!(count as usize));
-    if comptime!(share.tile == Tile::Repeated) {
+    if comptime!(share.tile == TileSharing::Repeated) {
         #[unroll]
         for index in 0..16u32 {
             let row = place.row / 16 * 16 + index;

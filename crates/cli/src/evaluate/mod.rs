@@ -250,9 +250,9 @@ fn measure(
     };
     let start = Instant::now();
     let Matrix { values, rows, cols, .. } = weight;
-    let chosen_by = match (damping, ChosenBy::from(method)) {
-        (Some(damping), ChosenBy::Gptq(options)) => ChosenBy::Gptq(Gptq { damping, ..options }),
-        (_, chosen_by) => chosen_by,
+    let chosen_by = match (damping, method.gptq()) {
+        (Some(damping), Some(options)) => Gptq { damping, ..options }.into(),
+        _ => ChosenBy::from(method),
     };
     let statistics = gram.map_or(Statistics::None, Statistics::Gram);
     let (view, scheme) = (View::rows(*rows, *cols), method.scheme(format, block));

@@ -92,8 +92,7 @@ impl Kernels {
     ) -> Result<(), CliError> {
         let refused = |problem| Err(CliError::Device { device: self.device.name(), problem });
         let on_host = || refused(format!("method `{method}` runs on the host: leave --device out"));
-        // Their sums over whole matrices have another order in kernels, and so other bits.
-        if method.gptq().is_some() || method == Method::SseTensorScale {
+        if method.row().chosen_by.sums_matrices() {
             return on_host();
         }
         let problem = Problem { view, dtype: Dtype::F32, scheme: *scheme };
@@ -220,7 +219,7 @@ impl From<SearchError> for Failure {
 }
 
 impl From<Refusal> for Failure {
-    /// Who plans asks first: what is refused now is the device's.
+    /// The plan was checked before: what is refused now is the device's.
     fn from(refusal: Refusal) -> Self {
         Self::Device(refusal.to_string())
     }

@@ -69,7 +69,7 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     Ok(values)
 }
 
-/// The weights of a group, and what is known of them.
+/// The weights of a group, and how their values lie.
 struct Group<'g> {
     members: Vec<&'g Weight<'g>>,
     /// The axes of the first.
@@ -184,7 +184,7 @@ impl Quantizer<'_> {
         })
     }
 
-    /// Every stacked matrix by itself, with what is known of its inputs.
+    /// Every stacked matrix by itself, with the statistics of its inputs.
     fn slices(
         &self,
         group: &Group<'_>,

@@ -14,7 +14,7 @@ pub(super) struct StatisticsFile {
     imatrix: bool,
 }
 
-/// What is known of the inputs of a matrix.
+/// Statistics of the inputs of a matrix.
 pub(super) enum Known {
     Nothing,
     SecondMoments(Vec<f32>),
@@ -75,10 +75,12 @@ impl StatisticsFile {
         };
         if self.imatrix && needs_gram {
             let path = self.path.display();
+            let fits = |method: &Method| method.row().needs == Needs::SecondMoments;
+            let others = Method::ALL.into_iter().filter(fits).map(|method| format!("`{method}`"));
+            let others = others.collect::<Vec<_>>().join(" or ");
             let what = format!(
                 "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X: \
-                 use `{}`",
-                Method::SseWeighted
+                 use {others}"
             );
             return Err(CliError::Choice(what));
         }

@@ -18,7 +18,7 @@ use crate::walk::paths::{MapParameters, map_parameters};
 use super::bytes;
 use super::map::CheckpointMap;
 use super::mismatch::Mismatch;
-use super::plan::{How, LoadPlan, Piece, Planned, Source, described};
+use super::plan::{How, LoadPlan, Piece, PlannedParameter, Source, described};
 use super::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
 
 /// Checkpoints of other projects into modules.
@@ -85,7 +85,7 @@ impl LoadCheckpoint for Checkpoint {
         }
         drop(packing);
         // Clones of a module share running statistics: nothing but a device fails from here on.
-        let found = |planned: &'_ Planned| planned.target.path.clone();
+        let found = |planned: &'_ PlannedParameter| planned.target.path.clone();
         let parameters = plan.parameters.iter().map(|one| (found(one), one)).collect();
         let mut dense = LoadDense { parameters, weights: &weights };
         *module = caught(|| Ok::<_, Fp4Error>(map_parameters(loaded, &mut dense)))?;
@@ -185,7 +185,7 @@ fn packed(weights: &[Weight<'_>], source: &Source) -> Packed {
 
 /// Puts values in the place of those of parameters.
 struct LoadDense<'p> {
-    parameters: BTreeMap<String, &'p Planned>,
+    parameters: BTreeMap<String, &'p PlannedParameter>,
     weights: &'p [Weight<'p>],
 }
 
@@ -277,7 +277,7 @@ impl MapParameters for LoadDense<'_> {
 
 fn report(plan: &LoadPlan, weights: &[Weight<'_>], files: &[String]) -> LoadReport {
     let mut left_out = BTreeSet::new();
-    let parameters = plan.parameters.iter().map(|Planned { target, found }| {
+    let parameters = plan.parameters.iter().map(|PlannedParameter { target, found }| {
         let (path, shape) = (target.path.clone(), target.shape.clone());
         let (tensors, loaded) = match found {
             Err(because) => (Vec::new(), Loaded::Kept { because: because.clone() }),

@@ -54,14 +54,14 @@ pub(crate) enum How {
 }
 
 /// A parameter and what becomes of it.
-pub(crate) struct Planned {
+pub(crate) struct PlannedParameter {
     pub(crate) target: Target,
     pub(crate) found: Result<(Source, How), Mismatch>,
 }
 
 /// Every parameter of a module.
 pub(crate) struct LoadPlan {
-    pub(crate) parameters: Vec<Planned>,
+    pub(crate) parameters: Vec<PlannedParameter>,
     pub(crate) unused: Vec<Mismatch>,
 }
 
@@ -93,7 +93,7 @@ impl LoadPlan {
                 _ => false,
             };
             errors.extend(found.as_ref().err().filter(|one| !allowed(one)).cloned());
-            parameters.push(Planned { target: target.clone(), found });
+            parameters.push(PlannedParameter { target: target.clone(), found });
         }
         let unused = search.unused();
         errors.extend(unused.iter().filter(|_| !map.allow_unused).cloned());

@@ -55,7 +55,7 @@ impl<B: Backend> Factor<B> {
         let Some(scheme) = scheme else {
             return Self { values: f32(values), tensor_scale: None, block_size: 1 };
         };
-        // f16 has no room for the scales of MXFP4.
+        // f16 does not hold the scales of MXFP4.
         let values = if values.dtype() == DType::F16 { f32(values) } else { values };
         let device = values.device();
         let one =

@@ -91,6 +91,10 @@ pub fn fill(
                 let table = table.ok_or_else(|| error(format!("no table `{id}`")))?;
                 let link = |home| format!(" ([more]({home}#{}))", anchor(&table.title));
                 let source = format!("{}{}.", table.source(), home.map_or(String::new(), link));
+                // A page without a link to the record says itself what was measured.
+                if home.is_none() {
+                    made += &format!("{}\n\n", wrapped(&table.what, ""));
+                }
                 made += &format!("{}\n{}\n", table.markdown(&rows)?, wrapped(&source, ""));
             }
             Asked::Records => {

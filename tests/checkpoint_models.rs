@@ -17,12 +17,13 @@ use burn::nn::{
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_fp4::checkpoints::{
-    Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor, TensorScale, Value, Weight,
-    WriteOptions,
+    Container, Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor, TensorScale,
+    Value, Weight, WriteOptions,
 };
+use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
-    Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module,
-    Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, TensorScaling,
+    Calibration, Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error,
+    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, TensorScaling,
 };
 use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};
 use tests::inputs::{Random, normals};
@@ -962,4 +963,68 @@ fn dense_tensors_get_the_dtype_of_their_parameter() {
     let saved = checkpoint.container().get("weight").unwrap();
     let source = Checkpoint::open(&path).unwrap();
     assert_eq!(saved.bytes, source.container().get("weight").unwrap().bytes);
+}
+
+/// As the command `fp4` reads them: by the names of the checkpoint, stacked as there.
+#[test]
+fn statistics_are_written_under_the_names_of_the_checkpoint() {
+    let file = folder("statistics").join("statistics.safetensors");
+    let device = Device::flex();
+    let inputs = |seed, channels: usize| {
+        let values = normals(seed, 20 * channels);
+        Tensor::<1>::from_floats(values.as_slice(), &device).reshape([20, channels])
+    };
+    let whole = |gram: &Gram| -> Vec<f32> {
+        let channels = gram.channels();
+        let value = |at: usize| gram.get(at / channels, at % channels).unwrap() as f32;
+        (0..channels * channels).map(value).collect()
+    };
+    let [one, two, three] =
+        [(1, 8), (2, 4), (3, 4)].map(|(seed, n)| gram(inputs(seed, n)).unwrap());
+    let mut blocks = Gram::in_blocks(16, 4).unwrap();
+    blocks.add(&floats(inputs(4, 16))).unwrap();
+
+    let mut calibration = Calibration::new();
+    calibration.insert("layers.0.q_proj.weight", 0, one.clone());
+    calibration.insert("layers.1.q_proj.weight", 0, blocks.clone());
+    // Stacked here and there; stacked here, one by one there; the other way round.
+    calibration.insert_slice("stacked.weight", 1, 2, two.clone());
+    calibration.insert_slice("stacked.weight", 1, 0, three.clone());
+    calibration.insert_slice("mlp.up", 1, 1, two.clone());
+    calibration.insert("apart.1.weight", 1, three.clone());
+    let map = CheckpointMap::new()
+        .rename_back("^layers", "model.layers")
+        .experts("mlp.up", "mlp.{}.up.weight")
+        .experts("apart.{}.weight", "together.weight");
+    calibration.save(&file, &map).unwrap();
+
+    let read = Container::open(&file).unwrap();
+    let zeros = || vec![0.0; 16];
+    let moments: Vec<f32> = blocks.diagonal().map(|sum| (sum / 20.0) as f32).collect();
+    let expected = [
+        ("apart", "together.weight", vec![2, 4, 4], [zeros(), whole(&three)].concat()),
+        ("each", "mlp.1.up.weight", vec![4, 4], whole(&two)),
+        ("whole", "model.layers.0.q_proj.weight", vec![8, 8], whole(&one)),
+        ("blocks", "model.layers.1.q_proj.weight", vec![16], moments),
+        (
+            "stacked",
+            "stacked.weight",
+            vec![3, 4, 4],
+            [whole(&three), zeros(), whole(&two)].concat(),
+        ),
+    ];
+    assert_eq!(read.len(), expected.len());
+    for (what, name, shape, values) in expected {
+        let found = read.get(name).unwrap_or_else(|| panic!("{what}: {name}"));
+        assert_eq!(found.shape, shape, "{what}");
+        assert_eq!(found.to_f32().unwrap(), values, "{what}");
+    }
+
+    // Along both axes: a file has place for one.
+    calibration.insert("layers.0.q_proj.weight", 1, one);
+    let error = calibration.save(&file, &map).unwrap_err();
+    assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
+    let nowhere = file.join("below").join("a.safetensors");
+    let error = Calibration::new().save(&nowhere, &map).unwrap_err();
+    assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Distribution, Tensor};
 use burn_fp4::ops::{Fp4Scheme, gram};
 use burn_fp4::{
     Budget, Calibration, Candidate, Fp4Config, Fp4Error, Fp4Module, Indivisible, Method, Outcome,
-    PackedWeight,
+    PackedWeight, Unused,
 };
 
 const CANDIDATES: [Candidate; 4] = [
@@ -197,6 +197,37 @@ fn a_choice_quantizes_what_it_says_within_its_budget() {
     for text in ["1.query.weight", "nvfp4/32", "mxfp4/32", "dense"] {
         assert!(table.contains(text) && page.contains(text), "{text}");
     }
+}
+
+#[test]
+fn a_configuration_with_a_budget_does_both() {
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let calibration = Calibration::of(&net).run([inputs(&device)], Net::forward).unwrap();
+    let config = Fp4Config::nvfp4().method(Method::Sse).with_calibration(&calibration);
+    let config = config.unused(Unused::Report).share_scale(["query", "key"]);
+    for (budget, quantized) in [(Budget::BitsPerWeight(12.0), 2), (Budget::Bytes(7500), 3)] {
+        let found = net.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap();
+        let choice = found.choose(budget).unwrap();
+        let [mut together, mut one_by_one] = [net.clone(), net.clone()];
+        let report = together.quantize_fp4(&config.clone().budget(budget)).unwrap();
+        assert_eq!(report, one_by_one.quantize_fp4(&choice.config).unwrap());
+        assert_eq!(report.quantized().count(), quantized, "{report}");
+    }
+    let config = config.budget(Budget::BitsPerWeight(8.0));
+    let json = serde_json::to_string(&config).unwrap();
+    assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap().budget, config.budget);
+    // Elsewhere it would be lost.
+    for error in [
+        net.clone().fake_quantize_fp4(&config).unwrap_err(),
+        net.fp4_sensitivity(&config, &CANDIDATES).unwrap_err(),
+    ] {
+        assert!(matches!(error, Fp4Error::Sensitivity(_)), "{error}");
+    }
+    let mut uncalibrated = net.clone();
+    let config = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(8.0));
+    let error = uncalibrated.quantize_fp4(&config).unwrap_err();
+    assert!(matches!(error, Fp4Error::NotComparable { .. }), "{error}");
 }
 
 #[test]

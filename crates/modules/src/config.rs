@@ -1,5 +1,7 @@
 //! Which parameters of a module are quantized, and how.
 
+use core::fmt;
+
 use burn_fp4_ops::search::{ChosenBy, Method};
 use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated, ScaleSearch};
 use serde::{Deserialize, Serialize};
@@ -28,6 +30,27 @@ pub enum Unused {
     Error,
     /// A line in the report.
     Report,
+}
+
+/// What the selected weights may take, those that stay dense among them. Tied weights count once
+/// for each of their places.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Budget {
+    /// Bits for each of their values, on average, without tensor scales: NVFP4 takes 4.5, MXFP4
+    /// 4.25.
+    BitsPerWeight(f64),
+    /// Bytes, with tensor scales.
+    Bytes(usize),
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BitsPerWeight(bits) => write!(f, "a budget of {bits} bits per weight"),
+            Self::Bytes(bytes) => write!(f, "a budget of {bytes} bytes"),
+        }
+    }
 }
 
 /// What [`Fp4Config::method`] says of searches by squared error, as the deprecated
@@ -98,6 +121,9 @@ pub struct Fp4Config {
     pub keep_first: usize,
     /// Layers at the end that stay dense.
     pub keep_last: usize,
+    /// What the selected weights may take: NVFP4, MXFP4 or dense, whichever leaves the smallest
+    /// errors of outputs within it.
+    pub budget: Option<Budget>,
     /// Names of sibling modules whose weights share one tensor scale, as kernels need it that fuse
     /// their products.
     pub share_scale: Vec<Vec<String>>,
@@ -160,6 +186,7 @@ impl Fp4Config {
             exclude: Vec::new(),
             keep_first: 0,
             keep_last: 0,
+            budget: None,
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
             unused: Unused::Error,
@@ -280,6 +307,18 @@ impl Fp4Config {
     /// Keeps layers at the end dense.
     pub fn keep_last(mut self, layers: usize) -> Self {
         self.keep_last = layers;
+        self
+    }
+
+    /// Chooses NVFP4, MXFP4 or dense for each selected weight, or group that has to stay whole, so
+    /// that all of them take no more than this and the sum of the relative errors of their outputs
+    /// is small: what [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
+    /// [`choose`](crate::Sensitivity::choose) do, with
+    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration,
+    /// whatever the method does. The errors of outputs say nothing of the loss; where a loss can be
+    /// had, [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
+    pub fn budget(mut self, budget: Budget) -> Self {
+        self.budget = Some(budget);
         self
     }
 

@@ -8,7 +8,7 @@ use burn_fp4_checkpoints::CheckpointError;
 use burn_fp4_ops::{OpsError, panic_message};
 
 use crate::checkpoint::mismatch::Mismatch;
-use crate::sensitivity::budget::Budget;
+use crate::config::Budget;
 
 /// Why a module cannot be quantized or loaded.
 ///
@@ -182,6 +182,14 @@ pub enum Fp4Error {
     /// A file of a calibration's cache cannot be written or read.
     #[error("calibration cache: {}: {problem}", .path.display())]
     Cache {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Statistics of inputs cannot be written.
+    #[error("statistics {}: {problem}", .path.display())]
+    Statistics {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.

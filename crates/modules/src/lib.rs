@@ -64,7 +64,7 @@ pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
+pub use config::{Budget, Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;
@@ -73,7 +73,7 @@ pub use pack::given::DenseWeight;
 pub use packed_weight::PackedWeight;
 pub use replay::{Replay, ReplayError, ReplayParts, ReplayTensors};
 pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason};
-pub use sensitivity::budget::{Budget, BudgetChoice};
+pub use sensitivity::budget::BudgetChoice;
 pub use sensitivity::candidate::Candidate;
 pub use sensitivity::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 pub use statistics::Calibration;
@@ -127,7 +127,10 @@ pub trait Fp4Module: Module {
     /// singular Gram matrix. That error names the weights that are packed; the others are as they
     /// were.
     fn quantize_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-        pack::quantize::quantize(self, config)
+        match config.budget {
+            Some(budget) => sensitivity::budget::quantize_within(self, config, budget),
+            None => pack::quantize::quantize(self, config),
+        }
     }
 
     /// [`quantize_fp4`](Self::quantize_fp4) layer by layer, in the order in which they are

@@ -30,7 +30,7 @@
 //! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
 //! | `counts.rs`     | [`FusedProducts`]: how often products ran straight from the codes        |
 //! | `launches.rs`   | [`Launches`]: a pass that a device has recorded, run again as one        |
-//! | `replay.rs`     | [`Replay`]: recorded operations, one at a time                           |
+//! | `rerun.rs`      | [`Rerun`]: recorded operations, one at a time                            |
 //! | `untuned.rs`    | recorded products and sums by fixed, not autotuned, kernels              |
 //! | `modelopt.rs`   | ModelOpt's functions on tensors                                          |
 //! | `error.rs`      | [`OpsError`]: why an operation cannot be done                            |
@@ -57,7 +57,7 @@ mod pass;
 mod primitive;
 mod products;
 mod quantize;
-mod replay;
+mod rerun;
 mod saturated;
 mod tensor;
 mod train;
@@ -91,7 +91,7 @@ pub use pass::Pass;
 pub use primitive::Fp4Primitive;
 pub use products::{Products, Why, products};
 pub use quantize::{amax, quantize};
-pub use replay::Replay;
+pub use rerun::Rerun;
 pub use saturated::Saturated;
 pub use tensor::Fp4Tensor;
 pub use train::fake_quantize::{

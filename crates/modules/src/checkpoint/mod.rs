@@ -1,15 +1,16 @@
 //! Checkpoints of other projects, into modules and out of them.
 //!
-//! | file          | what it holds                                                            |
-//! |---------------|--------------------------------------------------------------------------|
-//! | `map.rs`      | [`CheckpointMap`]: which tensor is which parameter, and how it lies      |
-//! | `mismatch.rs` | [`Mismatch`]: a parameter and a tensor that do not go together           |
-//! | `report.rs`   | [`LoadReport`]: where every parameter came from                          |
-//! | `names.rs`    | the names by which parameters and tensors find each other                |
-//! | `bytes.rs`    | values of tensors: turned, stacked, in the dtypes of Burn                |
-//! | `plan.rs`     | every parameter with its tensors, checked before anything changes        |
-//! | `load.rs`     | [`LoadCheckpoint`]: into a module                                        |
-//! | `save.rs`     | out of a module                                                          |
+//! | file            | what it holds                                                          |
+//! |-----------------|------------------------------------------------------------------------|
+//! | `map.rs`        | [`CheckpointMap`]: which tensor is which parameter, and how it lies    |
+//! | `mismatch.rs`   | [`Mismatch`]: a parameter and a tensor that do not go together         |
+//! | `report.rs`     | [`LoadReport`]: where every parameter came from                        |
+//! | `names.rs`      | the names by which parameters and tensors find each other              |
+//! | `bytes.rs`      | values of tensors: turned, stacked, in the dtypes of Burn              |
+//! | `plan.rs`       | every parameter with its tensors, checked before anything changes      |
+//! | `load.rs`       | [`LoadCheckpoint`]: into a module                                      |
+//! | `save.rs`       | out of a module                                                        |
+//! | `statistics.rs` | statistics of inputs, for the command `fp4`                            |
 
 pub(crate) mod bytes;
 pub(crate) mod load;
@@ -19,3 +20,4 @@ pub(crate) mod names;
 pub(crate) mod plan;
 pub(crate) mod report;
 pub(crate) mod save;
+mod statistics;

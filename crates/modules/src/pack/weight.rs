@@ -8,8 +8,8 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
-    Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError,
-    Replay, ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
+    Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, Rerun,
+    ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
     quantize_with_best_tensor_scale,
 };
 use burn_ir::TensorId;
@@ -32,7 +32,7 @@ pub(crate) trait AnyWeight: Send {
     fn elements(&self) -> usize;
 
     /// Gives recorded operations this value of a tensor.
-    fn insert(&self, replay: &mut Replay, id: TensorId) -> Result<(), OpsError>;
+    fn insert(&self, replay: &mut Rerun, id: TensorId) -> Result<(), OpsError>;
 
     fn pack<'a>(
         &self,
@@ -61,7 +61,7 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.shape().num_elements()
     }
 
-    fn insert(&self, replay: &mut Replay, id: TensorId) -> Result<(), OpsError> {
+    fn insert(&self, replay: &mut Rerun, id: TensorId) -> Result<(), OpsError> {
         replay.insert(id, self.clone())
     }
 

@@ -1,35 +1,17 @@
-//! [`Budget`]: the candidates with the least error within some bits or bytes.
+//! [`BudgetChoice`]: the candidates with the least error within some bits or bytes.
 
-use core::fmt;
-
+use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Fp4Config, Unused};
+use crate::config::{Budget, Fp4Config, Unused};
 use crate::error::Fp4Error;
+use crate::pack::quantize::quantize;
+use crate::report::Fp4Report;
 
+use super::candidate::Candidate;
 use super::knapsack::{Item, choose};
+use super::measure::measure;
 use super::report::{CandidateSensitivity, Sensitivity};
-
-/// What the selected weights may take, those that stay dense among them. Tied weights count once
-/// for each of their places.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Budget {
-    /// Bits for each of their values, on average, without tensor scales: NVFP4 takes 4.5, MXFP4
-    /// 4.25.
-    BitsPerWeight(f64),
-    /// Bytes, with tensor scales.
-    Bytes(usize),
-}
-
-impl fmt::Display for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::BitsPerWeight(bits) => write!(f, "a budget of {bits} bits per weight"),
-            Self::Bytes(bytes) => write!(f, "a budget of {bytes} bytes"),
-        }
-    }
-}
 
 /// Bytes of a tensor scale.
 const TENSOR_SCALE: usize = 4;
@@ -48,6 +30,18 @@ pub struct BudgetChoice {
     pub error: f64,
     /// No choice within the budget has a smaller sum.
     pub bound: f64,
+}
+
+/// Quantizes by the candidates, of the [default](Candidate::DEFAULT) ones, with the least errors of
+/// outputs within a budget.
+pub(crate) fn quantize_within<M: Module>(
+    module: &mut M,
+    config: &Fp4Config,
+    budget: Budget,
+) -> Result<Fp4Report, Fp4Error> {
+    let config = Fp4Config { budget: None, ..config.clone() };
+    let found = measure(module, &config, &Candidate::DEFAULT, false)?.sensitivity;
+    quantize(module, &found.choose(budget)?.config)
 }
 
 impl BudgetChoice {

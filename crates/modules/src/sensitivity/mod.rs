@@ -7,7 +7,7 @@
 //! | `loss.rs`      | what it costs the model's loss, by second order                        |
 //! | `report.rs`    | [`Sensitivity`]: the results, as a table                               |
 //! | `page.rs`      | the results as a page with bars                                        |
-//! | `budget.rs`    | [`Budget`]: the choice with the least error under it                   |
+//! | `budget.rs`    | [`BudgetChoice`]: the candidates with the least error under a budget   |
 //! | `knapsack.rs`  | one item of each group, the lightest error within a weight             |
 
 pub(crate) mod budget;

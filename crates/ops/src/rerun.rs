@@ -1,4 +1,4 @@
-//! [`Replay`]: recorded operations, run one at a time.
+//! [`Rerun`]: recorded operations, run one at a time.
 
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
@@ -13,13 +13,13 @@ use crate::error::OpsError;
 /// attention that is one operation, Burn may choose another kernel.
 ///
 /// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
-pub struct Replay {
+pub struct Rerun {
     interpreter: Box<dyn Interpret>,
     #[cfg(feature = "cube")]
     device: Device,
 }
 
-impl Replay {
+impl Rerun {
     /// On a device, of which the operations are not to be differentiated.
     ///
     /// # Errors

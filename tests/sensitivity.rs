@@ -218,15 +218,14 @@ fn a_configuration_with_a_budget_does_both() {
     let json = serde_json::to_string(&config).unwrap();
     assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap().budget, config.budget);
     // Elsewhere it would be lost.
+    let uncalibrated = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(8.0));
     for error in [
-        net.clone().fake_quantize_fp4(&config).unwrap_err(),
+        net.clone().fake_quantize_fp4(&uncalibrated).unwrap_err(),
         net.fp4_sensitivity(&config, &CANDIDATES).unwrap_err(),
     ] {
         assert!(matches!(error, Fp4Error::Sensitivity(_)), "{error}");
     }
-    let mut uncalibrated = net.clone();
-    let config = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(8.0));
-    let error = uncalibrated.quantize_fp4(&config).unwrap_err();
+    let error = net.clone().quantize_fp4(&uncalibrated).unwrap_err();
     assert!(matches!(error, Fp4Error::NotComparable { .. }), "{error}");
 }
 

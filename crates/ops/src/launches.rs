@@ -77,9 +77,9 @@ pub struct Launches {
 }
 
 impl Launches {
-    /// Runs a pass on these inputs a few times, on copies of the state, and records it. The pass uses
-    /// the device from the thread that it is called on, and from no other, which would wait for
-    /// ever.
+    /// Runs a pass on these inputs a few times, on copies of the state, and records it. The pass
+    /// uses the device from the thread that it is called on, and from no other, which would wait
+    /// for ever.
     ///
     /// # Errors
     /// [`OpsError::Recording`] if the pass cannot be recorded: it reads values, waits for the
@@ -104,8 +104,8 @@ impl Launches {
     /// memory of their own. The state is the one that it was recorded on.
     ///
     /// # Errors
-    /// [`OpsError::Recording`] for another state, also one that a later recording failed on, and for
-    /// inputs on another device, or of another number, shape or dtype.
+    /// [`OpsError::Recording`] for another state, also one that a later recording failed on, and
+    /// for inputs on another device, or of another number, shape or dtype.
     pub fn run(
         &self,
         state: &mut LaunchState,

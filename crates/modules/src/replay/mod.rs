@@ -88,8 +88,8 @@ const MOST: usize = 16;
 /// take turns on the device. While one records, the operations of other threads wait, but data do
 /// not that other threads put on the device (`from_data`, not `zeros`): if the model was made by
 /// another thread than the one that records, that thread must not do so meanwhile, or its data are
-/// lost without an error; of other threads, and on other CUDA devices, memory that is taken then can
-/// make the recording fail. So record first, by a run for each combination of shapes, and serve
+/// lost without an error; of other threads, and on other CUDA devices, memory that is taken then
+/// can make the recording fail. So record first, by a run for each combination of shapes, and serve
 /// then. All tensors of a model have to be made by one thread. The pass uses the device from the
 /// thread that it is called on, and from no other, which would wait for ever.
 pub struct Replay<M, I, O, S = ()> {

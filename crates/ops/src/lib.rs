@@ -28,7 +28,7 @@
 //! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
 //! | `products.rs`   | [`Products`]: whether a weight is multiplied straight from its codes     |
 //! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
-//! | `counts.rs`     | [`FusedProducts`]: how often products ran straight from the codes        |
+//! | `counts.rs`     | `FusedProducts`: how often products ran straight from the codes          |
 //! | `launches.rs`   | [`Launches`]: a pass that a device has recorded, run again as one        |
 //! | `rerun.rs`      | [`Rerun`]: recorded operations, one at a time                            |
 //! | `untuned.rs`    | recorded products and sums by fixed, not autotuned, kernels              |

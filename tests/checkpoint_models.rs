@@ -993,6 +993,7 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
     calibration.insert_slice("mlp.up", 1, 1, two.clone());
     calibration.insert("apart.1.weight", 1, three.clone());
     let map = CheckpointMap::new()
+        .rename(r"^model\.", "")
         .rename_back("^layers", "model.layers")
         .experts("mlp.up", "mlp.{}.up.weight")
         .experts("apart.{}.weight", "together.weight");
@@ -1020,6 +1021,10 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
         assert_eq!(found.to_f32().unwrap(), values, "{what}");
     }
 
+    // Names that do not lead back.
+    let one_way = CheckpointMap::new().rename(r"^layers\.", "blocks.");
+    let error = calibration.save(&file, &one_way).unwrap_err();
+    assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
     // Along both axes: a file has place for one.
     calibration.insert("layers.0.q_proj.weight", 1, one);
     let error = calibration.save(&file, &map).unwrap_err();

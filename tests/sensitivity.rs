@@ -211,12 +211,21 @@ fn a_configuration_with_a_budget_does_both() {
         let choice = found.choose(budget).unwrap();
         let [mut together, mut one_by_one] = [net.clone(), net.clone()];
         let report = together.quantize_fp4(&config.clone().budget(budget)).unwrap();
-        assert_eq!(report, one_by_one.quantize_fp4(&choice.config).unwrap());
+        let chosen = choice.config.with_calibration(&Calibration::new());
+        assert_eq!(report, one_by_one.quantize_fp4(&chosen).unwrap());
         assert_eq!(report.quantized().count(), quantized, "{report}");
+        assert!(!report.to_string().contains("calibration"), "{report}");
     }
     let config = config.budget(Budget::BitsPerWeight(8.0));
     let json = serde_json::to_string(&config).unwrap();
     assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap().budget, config.budget);
+    for lost in [
+        config.clone().with("down.*", Fp4Scheme::mxfp4()).budget(Budget::BitsPerWeight(8.0)),
+        config.clone().budget(Budget::BitsPerWeight(40.0)),
+    ] {
+        let error = net.clone().quantize_fp4(&lost).unwrap_err();
+        assert!(matches!(error, Fp4Error::Sensitivity(_)), "{error}");
+    }
     // Elsewhere it would be lost.
     let uncalibrated = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(8.0));
     for error in [

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
 use model::{SMALL, assert_same, fails, names, run, succeeds};
+use safetensors::Dtype;
 use tempfile::tempdir;
 
 fn golden(name: &str) -> String {
@@ -333,6 +334,30 @@ fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
     assert!(said.contains("12 of 19 weights quantized"), "{said}");
     let table = succeeds(folder.path(), "inspect all");
     assert!(table.contains("14 of 19 weights quantized"), "{table}");
+}
+
+/// Of an expert that no token chose.
+#[test]
+fn statistics_of_no_inputs_leave_the_search_by_the_weight() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let tensors = model::tensors(SMALL);
+    let layers = tensors.iter().filter(|tensor| tensor.name.contains("_proj"));
+    let zeros = layers.map(|tensor| {
+        let cols = tensor.shape[1];
+        let (name, shape, bytes) = (tensor.name.clone(), vec![cols; 2], vec![0; 4 * cols * cols]);
+        model::Tensor { name, dtype: Dtype::F32, shape, bytes }
+    });
+    model::write(&folder.path().join("zeros.safetensors"), &zeros.collect::<Vec<_>>());
+    succeeds(folder.path(), "quantize model --out sse --method sse");
+    let options = "--method sse-weighted --calibration zeros.safetensors";
+    succeeds(folder.path(), &format!("quantize model --out weighted {options}"));
+    let [sse, weighted] = ["sse", "weighted"].map(|out| {
+        let mut files = model::bytes(&folder.path().join(out));
+        files.retain(|name, _| name.ends_with(".safetensors"));
+        files
+    });
+    assert!(!sse.is_empty() && sse == weighted, "all channels count the same");
 }
 
 #[test]

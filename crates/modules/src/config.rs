@@ -314,9 +314,12 @@ impl Fp4Config {
     /// that all of them take no more than this and the sum of the relative errors of their outputs
     /// is small: what [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
     /// [`choose`](crate::Sensitivity::choose) do, with
-    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration,
-    /// whatever the method does. The errors of outputs say nothing of the loss; where a loss can be
-    /// had, [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
+    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration with
+    /// whole matrices `X^T X`, whatever the method does. The candidates' schemes take the place of
+    /// this configuration's, of which the method counts; schemes of [`with`](Self::with), and a
+    /// budget that all weights fit as they are, are errors. The errors of outputs say nothing of
+    /// the loss; where there is one,
+    /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self

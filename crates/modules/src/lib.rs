@@ -157,8 +157,8 @@ pub trait Fp4Module: Module {
     /// error of the weight and of its outputs. The module stays as it is.
     ///
     /// The schemes of the candidates take the place of those of the configuration; its method
-    /// quantizes, and its calibration says what inputs are. A budget
-    /// [chooses](Sensitivity::choose) among the candidates.
+    /// quantizes, and its calibration says what inputs are. [`choose`](Sensitivity::choose) picks
+    /// among the candidates, within a [`Budget`].
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};

@@ -53,11 +53,11 @@ impl Rerun {
             .map_err(OpsError::Device)
     }
 
-    /// Gives a tensor of the operations the values that another one has in a replay on the same
+    /// Gives a tensor of the operations the values that another one has in a rerun on the same
     /// device, in the same memory.
     ///
     /// # Errors
-    /// [`OpsError::Device`] if the other replay is on a device of another kind.
+    /// [`OpsError::Device`] if the other rerun is on a device of another kind.
     pub fn share(
         &mut self,
         id: TensorId,

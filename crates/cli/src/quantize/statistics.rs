@@ -119,7 +119,10 @@ impl StatisticsFile {
         }
         let square = cols * cols;
         let values = slice.get(at * square..(at + 1) * square).unwrap_or_default();
-        let values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+        let mut values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+        if values.iter().all(|&value| value == 0.0) {
+            values.iter_mut().step_by(cols + 1).for_each(|value| *value = 1.0);
+        }
         let gram = Gram::from_values(&values, cols, cols, cols, 1.0);
         Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))
     }

@@ -18,7 +18,7 @@ use super::values::Values;
 /// A forward pass under way.
 pub(crate) struct Pass<'a> {
     pub(crate) recording: &'a Recording,
-    pub(crate) replay: Rerun,
+    pub(crate) rerun: Rerun,
     next: usize,
 }
 
@@ -32,31 +32,31 @@ impl<'a> Pass<'a> {
         constants: &mut Rerun,
     ) -> Result<Self, Fp4Error> {
         let parameters = &recording.parameters;
-        let mut insert = InsertParameters { parameters, replay: Rerun::on(device)?, error: None };
+        let mut insert = InsertParameters { parameters, rerun: Rerun::on(device)?, error: None };
         visit_parameters(model, &mut insert);
         if let Some(error) = insert.error {
             return Err(error);
         }
-        let mut replay = insert.replay;
+        let mut rerun = insert.rerun;
         for (id, &number) in &recording.values {
             let value = values.get(number);
             if value.is_shared() {
                 let (shape, dtype) = (value.data.shape().clone(), value.data.dtype());
                 let constant = TensorIr::uninit(TensorId::new(number as u64), shape, dtype);
-                replay.share(*id, constants, &constant)?;
+                rerun.share(*id, constants, &constant)?;
             } else {
-                replay.insert_data(*id, value.data.clone());
+                rerun.insert_data(*id, value.data.clone());
             }
         }
-        Ok(Self { recording, replay, next: 0 })
+        Ok(Self { recording, rerun, next: 0 })
     }
 
     /// Runs all operations before one.
     pub(crate) fn advance(&mut self, to: usize) {
         while self.next < to {
-            self.replay.run(&self.recording.operations[self.next]);
+            self.rerun.run(&self.recording.operations[self.next]);
             for tensor in &self.recording.forgotten[self.next] {
-                self.replay.forget(tensor);
+                self.rerun.forget(tensor);
             }
             self.next += 1;
         }
@@ -82,11 +82,11 @@ impl<'a> Pass<'a> {
         let Some(RecordedParameter { id, views, .. }) = recording.parameters.get(path) else {
             return Ok(());
         };
-        weight.insert(&mut self.replay, *id).map_err(|problem| Fp4Error::at(path, problem))?;
+        weight.insert(&mut self.rerun, *id).map_err(|problem| Fp4Error::at(path, problem))?;
         // What nothing reads any more stays as it is.
         let next = self.next;
         for (view, _) in views.iter().filter(|(view, until)| *view < next && *until >= next) {
-            self.replay.run(&recording.operations[*view]);
+            self.rerun.run(&recording.operations[*view]);
         }
         Ok(())
     }
@@ -95,7 +95,7 @@ impl<'a> Pass<'a> {
 /// Gives the operations the parameters of a module.
 struct InsertParameters<'a> {
     parameters: &'a BTreeMap<String, RecordedParameter>,
-    replay: Rerun,
+    rerun: Rerun,
     error: Option<Fp4Error>,
 }
 
@@ -103,7 +103,7 @@ impl VisitParameters for InsertParameters<'_> {
     fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
         let path = path.join();
         if let Some(recorded) = self.parameters.get(&path)
-            && let Err(problem) = self.replay.insert(recorded.id, param.val())
+            && let Err(problem) = self.rerun.insert(recorded.id, param.val())
         {
             self.error.get_or_insert(Fp4Error::at(path, problem));
         }

@@ -19,7 +19,7 @@ impl Calibration {
     /// each weight, under the name that the map gives it in checkpoints, `X^T X [in, in]` in f32;
     /// of stacked matrices `[experts, in, in]`, zeros for an expert without inputs. Where only
     /// blocks of it were gathered, it holds the mean squares of the inputs, `[in]` or
-    /// `[experts, in]`.
+    /// `[experts, in]`. The map is that of [`save_fp4`](crate::Fp4Module::save_fp4).
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -35,15 +35,18 @@ impl Calibration {
     /// let calibration = Calibration::of(&layers).run(batches, forward)?;
     ///
     /// // `0.weight` is `model.layers.0.weight` in the checkpoint.
-    /// let map = CheckpointMap::new().rename_back("^", "model.layers.");
+    /// let map = CheckpointMap::new()
+    ///     .rename(r"^model\.layers\.", "")
+    ///     .rename_back("^", "model.layers.");
     /// calibration.save(folder.join("statistics.safetensors"), &map)?;
     /// # std::fs::remove_dir_all(&folder).unwrap();
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Fp4Error::Statistics`] for a file that cannot be written, and for a weight of which inputs
-    /// along both axes are known, or that two paths lead to; [`Fp4Error::Rename`] and
+    /// [`Fp4Error::Statistics`] for a file that cannot be written, for a weight of which inputs
+    /// along both axes are known, or that two paths lead to, and for a name that
+    /// [`rename`](CheckpointMap::rename) does not lead back from; [`Fp4Error::Rename`] and
     /// [`Fp4Error::Experts`] for a map that is none.
     pub fn save(&self, path: impl AsRef<Path>, map: &CheckpointMap) -> Result<(), Fp4Error> {
         let path = path.as_ref();
@@ -56,17 +59,34 @@ impl Calibration {
                 Wanted::Each(before, behind) => (Wanted::numbered(&before, &behind, slice), 0),
                 Wanted::Matrix(name, index) => (name, index),
             };
-            let name = names.in_file(&name);
-            let matrices = tensors.entry(name.clone()).or_default();
+            let tensor = names.in_file(&name);
+            let back = names.in_module(&tensor);
+            if back != name {
+                let problem =
+                    format!("`{name}` is written as `{tensor}`, which is read as `{back}`");
+                return Err(failed(problem));
+            }
+            let matrices = tensors.entry(tensor).or_default();
             let fits = matrices.values().all(|other| other.channels() == gram.channels());
             if matrices.insert(at, gram).is_some() || !fits {
                 return Err(failed(format!("`{name}`: several statistics, one of `{weight}`")));
             }
         }
+        // Experts behind the last one that has inputs.
+        let mut experts: BTreeMap<String, usize> = BTreeMap::new();
+        for weight in self.unreached() {
+            if let Wanted::Matrix(name, index) = names.wanted(weight, "") {
+                let count = experts.entry(names.in_file(&name)).or_default();
+                *count = (*count).max(index + 1);
+            }
+        }
         let mut unfinished = path.as_os_str().to_owned();
         unfinished.push(".part");
         let unfinished = PathBuf::from(unfinished);
-        let tensors = tensors.into_iter().map(|(name, grams)| (name, Statistics::new(grams)));
+        let tensors = tensors.into_iter().map(|(name, grams)| {
+            let least = experts.get(&name).copied().unwrap_or(0);
+            (name, Statistics::new(grams, least))
+        });
         let written = serialize_to_file(tensors, None, &unfinished)
             .map_err(|error| error.to_string())
             .and_then(|()| fs::rename(&unfinished, path).map_err(|error| error.to_string()));
@@ -86,9 +106,10 @@ struct Statistics<'a> {
 }
 
 impl<'a> Statistics<'a> {
-    /// Of matrices by their number, of which there is one at least.
-    fn new(grams: BTreeMap<usize, &'a Gram>) -> Self {
-        let count = grams.keys().next_back().map_or(0, |last| last + 1);
+    /// Of matrices by their number, of which there is one at least, and so many at least with those
+    /// that have no inputs.
+    fn new(grams: BTreeMap<usize, &'a Gram>, least: usize) -> Self {
+        let count = grams.keys().next_back().map_or(0, |last| last + 1).max(least);
         let channels = grams.values().next().map_or(0, |gram| gram.channels());
         let whole = grams.values().all(|gram| gram.is_whole());
         let stacked = (count > 1).then_some(count);

@@ -32,7 +32,7 @@ pub(crate) trait AnyWeight: Send {
     fn elements(&self) -> usize;
 
     /// Gives recorded operations this value of a tensor.
-    fn insert(&self, replay: &mut Rerun, id: TensorId) -> Result<(), OpsError>;
+    fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError>;
 
     fn pack<'a>(
         &self,
@@ -61,8 +61,8 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.shape().num_elements()
     }
 
-    fn insert(&self, replay: &mut Rerun, id: TensorId) -> Result<(), OpsError> {
-        replay.insert(id, self.clone())
+    fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError> {
+        rerun.insert(id, self.clone())
     }
 
     fn pack<'a>(

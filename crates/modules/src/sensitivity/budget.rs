@@ -7,6 +7,7 @@ use crate::config::{Budget, Fp4Config, Unused};
 use crate::error::Fp4Error;
 use crate::pack::quantize::quantize;
 use crate::report::Fp4Report;
+use crate::statistics::Calibration;
 
 use super::candidate::Candidate;
 use super::knapsack::{Item, choose};
@@ -39,9 +40,22 @@ pub(crate) fn quantize_within<M: Module>(
     config: &Fp4Config,
     budget: Budget,
 ) -> Result<Fp4Report, Fp4Error> {
+    if !config.overrides.is_empty() {
+        let problem = "a budget chooses the formats: those of `with` would be lost";
+        return Err(Fp4Error::Sensitivity(problem));
+    }
     let config = Fp4Config { budget: None, ..config.clone() };
     let found = measure(module, &config, &Candidate::DEFAULT, false)?.sensitivity;
-    quantize(module, &found.choose(budget)?.config)
+    let choice = found.choose(budget)?;
+    if choice.candidates.iter().all(|one| one.candidate == Candidate::Dense) {
+        return Err(Fp4Error::Sensitivity("all weights fit the budget as they are"));
+    }
+    let mut config = choice.config;
+    // The errors needed it; a method that does not would call it unused.
+    if !config.chosen_by(&config.scheme).needs_inputs() {
+        config.calibration = Calibration::new();
+    }
+    quantize(module, &config)
 }
 
 impl BudgetChoice {

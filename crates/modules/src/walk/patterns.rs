@@ -18,7 +18,15 @@ pub(crate) struct Patterns {
 }
 
 impl Patterns {
+    /// # Errors
+    /// [`Fp4Error::Pattern`]; [`Fp4Error::Sensitivity`] for a budget, which is not a decision about
+    /// each parameter yet.
     pub(crate) fn new(config: &Fp4Config) -> Result<Self, Fp4Error> {
+        if config.budget.is_some() {
+            return Err(Fp4Error::Sensitivity(
+                "only `quantize_fp4` keeps a budget: choose formats by `fp4_sensitivity` before",
+            ));
+        }
         let overrides: Vec<_> = config.overrides.iter().map(|one| one.pattern.clone()).collect();
         Ok(Self {
             include: globs(&config.include)?,

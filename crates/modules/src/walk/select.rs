@@ -22,11 +22,6 @@ use crate::walk::scale_groups::shared_scales;
 /// [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`]; [`Fp4Error::Sensitivity`]
 /// for a budget, which is not a decision about each parameter yet.
 pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Selection, Fp4Error> {
-    if config.budget.is_some() {
-        return Err(Fp4Error::Sensitivity(
-            "only `quantize_fp4` keeps a budget: choose formats by `fp4_sensitivity` before",
-        ));
-    }
     let patterns = Patterns::new(config)?;
     let parameters = Walk::over_values(module).parameters;
     let mut reasons: Vec<Option<Reason>> =

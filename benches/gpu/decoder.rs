@@ -209,8 +209,8 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
         );
         for (context, batch) in [(128, 1), (4096, 1), (128, 16), (4096, 16)] {
             let model = Model {
-                cosines: model.cosines.clone().slice([0..context]),
-                sines: model.sines.clone().slice([0..context]),
+                cosines: model.cosines.clone().narrow(0, 0, context),
+                sines: model.sines.clone().narrow(0, 0, context),
                 ..model.clone()
             };
             let [launched, replayed] = token(arguments, &device, model, context, batch, name);

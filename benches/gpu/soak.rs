@@ -25,7 +25,7 @@ fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache
     for layer in &net.layers {
         hidden = Relu::new().forward(layer.forward(hidden.clone())) + hidden;
     }
-    let last = hidden.clone().slice([0..1]);
+    let last = hidden.clone().narrow(0, 0, 1);
     let cache = cache.select_assign(0, at, last, IndexingUpdateOp::Assign);
     let mean = cache.clone().mean_dim(0);
     (cache, hidden + mean)

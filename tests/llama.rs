@@ -9,7 +9,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
 use examples::llama::{
-    Cache, CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
+    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
     Windows, generate, perplexity,
 };
 use safetensors::SafeTensors;
@@ -60,12 +60,12 @@ fn distance(left: &[f32], right: &[f32]) -> f32 {
     left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max)
 }
 
-const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, seed: 1 };
+const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, seed: 1, sequences: 1 };
 
 fn greedy<L: Projection>(folder: &Folder, model: &Llama<L>) -> Vec<u32> {
     let prompt = ids("genesis.prompt");
     let found = generate(model, &folder.config, &prompt, 200, GREEDY, &Device::flex());
-    found.expect("200 tokens").tokens
+    found.expect("200 tokens").sequences.remove(0)
 }
 
 #[test]
@@ -90,11 +90,12 @@ fn the_cache_changes_nothing_and_200_tokens_are_those_of_transformers() {
     let tokens = Tensor::<2, Int>::from_data(golden("genesis.tokens"), &device);
     let [_, count] = tokens.dims();
     let whole = model.forward(tokens.clone());
-    let mut cache = Cache::default();
+    let mut cache = model.cache(1, count + 3);
     // Tokens by themselves, and some at a time.
     for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
-        let part = model.next(tokens.clone().narrow(1, start, length), &mut cache);
-        assert_eq!(cache.tokens(), start + length);
+        let part;
+        let positions = Tensor::arange(start as i64..(start + length) as i64, &device);
+        (cache, part) = model.next(cache, (tokens.clone().narrow(1, start, length), positions));
         let expected = whole.clone().narrow(1, start + length - 1, 1).squeeze_dim::<2>(1);
         let most = distance(&floats(part), &floats(expected));
         assert!(most < 2e-5, "from {start}: {most}");
@@ -195,13 +196,17 @@ fn what_is_drawn_depends_on_the_seed_alone() {
     let prompt = ids("genesis.prompt");
     let drawn = |sampling| {
         let found = generate(&model, &folder.config, &prompt, 40, sampling, &device);
-        found.expect("tokens").tokens
+        found.expect("tokens").sequences.remove(0)
     };
-    let sampling = Sampling { temperature: 1.0, top_k: None, seed: 3 };
+    let sampling = Sampling { temperature: 1.0, top_k: None, seed: 3, sequences: 1 };
     assert_eq!(drawn(sampling), drawn(sampling));
     assert_ne!(drawn(sampling), drawn(Sampling { seed: 4, ..sampling }));
     let best = Sampling { top_k: Some(1), ..sampling };
     assert_eq!(drawn(best), ids("genesis.greedy")[..40]);
+    let together = Sampling { sequences: 3, ..sampling };
+    let together = generate(&model, &folder.config, &prompt, 40, together, &device);
+    let each = |seed| drawn(Sampling { seed, ..sampling });
+    assert_eq!(together.expect("tokens").sequences, [3, 4, 5].map(each));
     let long = generate(&model, &folder.config, &prompt, 4000, GREEDY, &device);
     assert!(long.is_err(), "it has 512 positions");
 }

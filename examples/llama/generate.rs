@@ -3,11 +3,12 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fp4::Replay;
 use serde::Serialize;
 
 use super::config::LlamaConfig;
-use super::model::{Cache, Llama, Projection};
+use super::model::{Llama, Projection};
 use super::tokens::tensor;
 use crate::random::Random;
 
@@ -20,28 +21,37 @@ pub struct Sampling {
     /// Draw among so many of the best only.
     #[arg(long)]
     pub top_k: Option<usize>,
-    /// Seed of what is drawn.
+    /// Seed of what is drawn; of each further sequence, the number after.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// How often the prompt is continued, all at once.
+    #[arg(long, default_value_t = 1)]
+    pub sequences: usize,
 }
 
 /// What was generated, and how fast.
 #[derive(Debug, Clone, Serialize)]
 pub struct Generated {
-    /// The tokens that follow the prompt.
-    pub tokens: Vec<u32>,
+    /// The tokens that follow the prompt, of each sequence.
+    pub sequences: Vec<Vec<u32>>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// To read the prompt and choose the first token.
     pub prompt_seconds: f64,
-    /// For each of the other tokens.
+    /// To choose the second token, which is when a device records that has graphs.
+    pub second_token_seconds: f64,
+    /// For each of the other tokens, of all sequences at once.
     pub seconds_per_token: f64,
+    /// Whether they were replayed as a graph of the device.
+    pub replayed: bool,
 }
 
-/// Continues a prompt by so many tokens, or until one of them ends the text.
+/// Continues a prompt by so many tokens, or until one of them ends the text, in so many sequences
+/// at once.
 ///
 /// # Errors
-/// If the prompt is empty, or there would be more tokens than the model has positions.
+/// If the prompt is empty, or there would be more tokens than the model has positions; and what a
+/// device says.
 pub fn generate<L: Projection>(
     model: &Llama<L>,
     config: &LlamaConfig,
@@ -51,26 +61,54 @@ pub fn generate<L: Projection>(
     device: &Device,
 ) -> Result<Generated> {
     ensure!(!prompt.is_empty(), "the prompt has no tokens");
+    ensure!(sampling.sequences > 0, "no sequences are asked for");
     let (asked, positions) = (prompt.len() + count, config.max_position_embeddings);
     ensure!(asked <= positions, "{asked} tokens: the model has {positions} positions");
-    let mut random = Random::new(sampling.seed);
-    let (mut cache, mut tokens) = (Cache::default(), Vec::with_capacity(count));
-    let start = Instant::now();
-    let mut prompt_seconds = 0.0;
-    let mut input = prompt.to_vec();
-    while tokens.len() < count && !tokens.last().is_some_and(|&last| config.ends(last)) {
-        let scores = model.next(tensor(&input, input.len(), device), &mut cache);
-        let scores: Vec<f32> = scores.cast(DType::F32).into_data().iter().collect();
-        let token = sampling.choose(&scores, &mut random);
-        if tokens.is_empty() {
-            prompt_seconds = start.elapsed().as_secs_f64();
+    let mut randoms: Vec<_> =
+        (0..sampling.sequences as u64).map(|i| Random::new(sampling.seed + i)).collect();
+    let mut sequences = vec![Vec::new(); sampling.sequences];
+    let ended = |tokens: &Vec<u32>| tokens.last().is_some_and(|&last| config.ends(last));
+    let mut choose = |sequences: &mut [Vec<u32>], scores: Tensor<2>| -> Result<()> {
+        let [_, words] = scores.dims();
+        let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
+        let all = sequences.iter_mut().zip(scores.chunks_exact(words)).zip(&mut randoms);
+        for ((tokens, scores), random) in all.filter(|((tokens, _), _)| !ended(tokens)) {
+            tokens.push(sampling.choose(scores, random));
         }
-        tokens.push(token);
-        input = vec![token];
+        Ok(())
+    };
+
+    let start = Instant::now();
+    let cache = model.cache(sampling.sequences, asked);
+    let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
+    let read = Tensor::arange(0..prompt.len() as i64, device);
+    let (cache, scores) = model.next(cache, (tokens, read));
+    choose(&mut sequences, scores)?;
+    let prompt_seconds = start.elapsed().as_secs_f64();
+
+    // One token of each sequence at a time, launched as one where the device can.
+    let mut replay = Replay::with_state(model.clone(), cache, Llama::next);
+    let mut second_token_seconds = 0.0;
+    let (start, mut passes) = (Instant::now(), 0);
+    while passes + 1 < count && !sequences.iter().all(ended) {
+        let last: Vec<u32> = sequences.iter().filter_map(|tokens| tokens.last().copied()).collect();
+        let position = Tensor::from_ints([(prompt.len() + passes) as i32], device);
+        choose(&mut sequences, replay.run((tensor(&last, 1, device), position))?)?;
+        passes += 1;
+        if passes == 1 {
+            second_token_seconds = start.elapsed().as_secs_f64();
+        }
     }
-    let others = tokens.len().saturating_sub(1).max(1) as f64;
-    let seconds_per_token = (start.elapsed().as_secs_f64() - prompt_seconds) / others;
-    Ok(Generated { tokens, prompt_tokens: prompt.len(), prompt_seconds, seconds_per_token })
+    let others = passes.saturating_sub(1).max(1) as f64;
+    let seconds_per_token = (start.elapsed().as_secs_f64() - second_token_seconds) / others;
+    Ok(Generated {
+        sequences,
+        prompt_tokens: prompt.len(),
+        prompt_seconds,
+        second_token_seconds,
+        seconds_per_token,
+        replayed: replay.is_graph(),
+    })
 }
 
 impl Sampling {

@@ -7,15 +7,15 @@ use burn::nn::{
 };
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::module::linear;
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::Fp4Linear;
 
 use super::config::LlamaConfig;
-use super::rotation::Rotation;
+use super::rotation::{Rotation, Turn};
 
 /// A linear layer: Burn's, or one of the same parameters that is fast on hosts once it is
 /// quantized.
-pub trait Projection: Module + ModuleDisplay + From<Linear> {
+pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
     /// The outputs `[batch, tokens, out]` of inputs `[batch, tokens, in]`.
     fn project(&self, input: Tensor<3>) -> Tensor<3>;
 }
@@ -72,15 +72,19 @@ struct Mlp<L: Module> {
     down_proj: L,
 }
 
-/// The keys and values of the tokens that a model has seen.
-#[derive(Debug, Clone, Default)]
-pub struct Cache {
-    blocks: Vec<KeysAndValues>,
-    tokens: usize,
-}
+/// The keys and values of each block, `[batch, heads, positions, depth]`: of the tokens that a model
+/// has seen, where they are, and room for those to come.
+pub type Cache = Vec<KeysAndValues>;
 
-/// Those of a block, each `[batch, heads, tokens, depth]`, once there are tokens.
-type KeysAndValues = Option<[Tensor<4>; 2]>;
+type KeysAndValues = [Tensor<4>; 2];
+
+/// Some tokens, as attention needs them.
+struct Tokens {
+    positions: Tensor<1, Int>,
+    turn: Turn,
+    /// Which keys are of tokens after them, `[1, 1, tokens, keys]`.
+    later: Tensor<4, Bool>,
+}
 
 impl<L: Projection> Llama<L> {
     /// A model that has learned nothing yet.
@@ -111,30 +115,57 @@ impl<L: Projection> Llama<L> {
 
     /// Scores of the next token `[batch, tokens, vocabulary]`, for tokens `[batch, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        self.scores(self.read(tokens, &mut Cache::default()))
-    }
-
-    /// The scores of the token that follows tokens `[batch, tokens]`, which follow those of the
-    /// cache: `[batch, vocabulary]`.
-    pub fn next(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<2> {
-        let hidden = self.read(tokens, cache);
-        let [_, tokens, _] = hidden.dims();
-        self.scores(hidden.narrow(1, tokens - 1, 1)).squeeze_dim(1)
-    }
-
-    /// What the model makes of tokens `[batch, tokens]`: `[batch, tokens, channels]`.
-    fn read(&self, tokens: Tensor<2, Int>, cache: &mut Cache) -> Tensor<3> {
         let [_, count] = tokens.dims();
+        let at = self.tokens(Tensor::arange(0..count as i64, &tokens.device()), count);
         let mut hidden = self.embed_tokens.forward(tokens);
-        cache.blocks.resize(self.layers.len(), None);
-        for (block, known) in self.layers.iter().zip(&mut cache.blocks) {
-            let input = block.input_layernorm.forward(hidden.clone());
-            hidden = hidden + block.self_attn.forward(input, &self.rotation, known);
-            let input = block.post_attention_layernorm.forward(hidden.clone());
-            hidden = hidden + block.mlp.forward(input);
+        for block in &self.layers {
+            (hidden, _) = block.forward(hidden, None, &at);
         }
-        cache.tokens += count;
-        self.norm.forward(hidden)
+        self.scores(self.norm.forward(hidden))
+    }
+
+    /// The scores of the token that follows the last of these: `[batch, vocabulary]`, for tokens
+    /// `[batch, tokens]` and their positions in the cache, `[tokens]`. The form of
+    /// [`Replay`](burn_fp4::Replay), with the cache as its state.
+    pub fn next(
+        &self,
+        cache: Cache,
+        (tokens, positions): (Tensor<2, Int>, Tensor<1, Int>),
+    ) -> (Cache, Tensor<2>) {
+        let [_, count] = tokens.dims();
+        let capacity = cache.first().map_or(count, |[keys, _]| keys.dims()[2]);
+        let at = self.tokens(positions, capacity);
+        let mut hidden = self.embed_tokens.forward(tokens);
+        let mut written = Cache::with_capacity(cache.len());
+        for (block, known) in self.layers.iter().zip(cache) {
+            let known_and_new;
+            (hidden, known_and_new) = block.forward(hidden, Some(known), &at);
+            written.push(known_and_new);
+        }
+        let last = self.norm.forward(hidden.narrow(1, count - 1, 1));
+        (written, self.scores(last).squeeze_dim(1))
+    }
+
+    /// A cache with room for so many tokens of each sequence of a batch.
+    pub fn cache(&self, batch: usize, tokens: usize) -> Cache {
+        let weight = self.embed_tokens.weight.val();
+        let place = (&weight.device(), weight.dtype());
+        let of = |block: &Block<L>| {
+            let Attention { key_value_heads, depth, .. } = block.self_attn;
+            let zeros = || Tensor::zeros([batch, key_value_heads, tokens, depth], place);
+            [zeros(), zeros()]
+        };
+        self.layers.iter().map(of).collect()
+    }
+
+    /// Tokens at these positions, among keys of so many.
+    fn tokens(&self, positions: Tensor<1, Int>, keys: usize) -> Tokens {
+        let [count] = positions.dims();
+        let all = Tensor::<1, Int>::arange(0..keys as i64, &positions.device());
+        let all = all.unsqueeze_dim::<2>(0).expand([count, keys]);
+        let later = all.greater(positions.clone().unsqueeze_dim::<2>(1).expand([count, keys]));
+        let turn = self.rotation.at(&positions, self.embed_tokens.weight.val().dtype());
+        Tokens { positions, turn, later: later.unsqueeze() }
     }
 
     fn scores(&self, hidden: Tensor<3>) -> Tensor<3> {
@@ -158,6 +189,21 @@ fn layer<L: Projection>(inputs: usize, outputs: usize, bias: bool, device: &Devi
     L::from(config.with_initializer(INITIALIZER).init(device))
 }
 
+impl<L: Projection> Block<L> {
+    fn forward(
+        &self,
+        hidden: Tensor<3>,
+        known: Option<KeysAndValues>,
+        tokens: &Tokens,
+    ) -> (Tensor<3>, KeysAndValues) {
+        let input = self.input_layernorm.forward(hidden.clone());
+        let (read, written) = self.self_attn.forward(input, known, tokens);
+        let hidden = hidden + read;
+        let input = self.post_attention_layernorm.forward(hidden.clone());
+        (hidden + self.mlp.forward(input), written)
+    }
+}
+
 impl<L: Projection> Attention<L> {
     fn new(config: &LlamaConfig, device: &Device) -> Self {
         let (width, depth) = (config.hidden_size, config.head_depth());
@@ -177,53 +223,50 @@ impl<L: Projection> Attention<L> {
         }
     }
 
+    /// What the tokens read, and the keys and values of all: those that are known, if there are,
+    /// with those of the tokens at their positions.
     fn forward(
         &self,
         input: Tensor<3>,
-        rotation: &Rotation,
-        known: &mut KeysAndValues,
-    ) -> Tensor<3> {
-        let [batch, tokens, _] = input.dims();
-        let start = known.as_ref().map_or(0, |[keys, _]| keys.dims()[2]);
+        known: Option<KeysAndValues>,
+        tokens: &Tokens,
+    ) -> (Tensor<3>, KeysAndValues) {
+        let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
-            let heads = values.reshape([batch, tokens, heads, self.depth]);
+            let heads = values.reshape([batch, count, heads, self.depth]);
             let heads = norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads));
             heads.swap_dims(1, 2)
         };
         let queries = split(self.q_proj.project(input.clone()), self.heads, &self.q_norm);
         let keys = split(self.k_proj.project(input.clone()), self.key_value_heads, &self.k_norm);
         let values = split(self.v_proj.project(input), self.key_value_heads, &None);
-        let (queries, keys) = (rotation.turn(queries, start), rotation.turn(keys, start));
-        let [keys, values] = match known.take() {
+        let (queries, keys) = (tokens.turn.turn(queries), tokens.turn.turn(keys));
+        let [keys, values] = match known {
             None => [keys, values],
-            Some([old_keys, old_values]) => {
-                [Tensor::cat(vec![old_keys, keys], 2), Tensor::cat(vec![old_values, values], 2)]
+            Some([known_keys, known_values]) => {
+                let write = |known: Tensor<4>, new| {
+                    let positions = tokens.positions.clone();
+                    known.select_assign(2, positions, new, IndexingUpdateOp::Assign)
+                };
+                [write(known_keys, keys), write(known_values, values)]
             }
         };
-        *known = Some([keys.clone(), values.clone()]);
 
         // The queries that share keys and values are rows of one product.
-        let rows = self.heads / self.key_value_heads * tokens;
+        let rows = self.heads / self.key_value_heads * count;
         let queries = queries.reshape([batch, self.key_value_heads, rows, self.depth]);
-        let scores = queries.matmul(keys.swap_dims(2, 3)).div_scalar((self.depth as f64).sqrt());
-        let scores = scores.reshape([batch, self.heads, tokens, start + tokens]);
-        let dtype = scores.dtype();
-        let read = softmax(hidden_future(scores, start).cast(DType::F32), 3).cast(dtype);
-        let read = read.reshape([batch, self.key_value_heads, rows, start + tokens]);
-        let output = read.matmul(values).reshape([batch, self.heads, tokens, self.depth]);
-        let output = output.swap_dims(1, 2).reshape([batch, tokens, self.heads * self.depth]);
-        self.o_proj.project(output)
+        let scores = queries.matmul(keys.clone().swap_dims(2, 3));
+        let scores = scores.div_scalar((self.depth as f64).sqrt());
+        let [_, _, _, all] = scores.dims();
+        let scores = scores.reshape([batch, self.heads, count, all]);
+        let (dtype, later) = (scores.dtype(), tokens.later.clone().expand(scores.shape()));
+        let scores = scores.mask_fill(later, f32::NEG_INFINITY);
+        let read = softmax(scores.cast(DType::F32), 3).cast(dtype);
+        let read = read.reshape([batch, self.key_value_heads, rows, all]);
+        let output = read.matmul(values.clone()).reshape([batch, self.heads, count, self.depth]);
+        let output = output.swap_dims(1, 2).reshape([batch, count, self.heads * self.depth]);
+        (self.o_proj.project(output), [keys, values])
     }
-}
-
-/// Scores `[batch, heads, tokens, start + tokens]` without those of tokens that are still to come.
-fn hidden_future(scores: Tensor<4>, start: usize) -> Tensor<4> {
-    let [_, _, tokens, all] = scores.dims();
-    if tokens == 1 {
-        return scores;
-    }
-    let future = Tensor::<2, Bool>::tril_mask([tokens, all], start as i64, &scores.device());
-    scores.mask_fill(future.unsqueeze(), f32::NEG_INFINITY)
 }
 
 impl<L: Projection> Mlp<L> {
@@ -239,12 +282,5 @@ impl<L: Projection> Mlp<L> {
     fn forward(&self, input: Tensor<3>) -> Tensor<3> {
         let gate = silu(self.gate_proj.project(input.clone()));
         self.down_proj.project(gate * self.up_proj.project(input))
-    }
-}
-
-impl Cache {
-    /// How many tokens it knows.
-    pub fn tokens(&self) -> usize {
-        self.tokens
     }
 }

@@ -2,7 +2,7 @@
 //! has: a channel of the first half of a head, and the one as far into the second half.
 
 use burn::module::Module;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 /// Cosines and sines of every position, `[positions, depth / 2]`.
 #[derive(Module, Debug)]
@@ -25,15 +25,29 @@ impl Rotation {
         Self { cosines: table(f64::cos), sines: table(f64::sin) }
     }
 
-    /// Turns heads `[batch, heads, tokens, depth]`, the first token of which is at a position.
-    pub(super) fn turn(&self, heads: Tensor<4>, start: usize) -> Tensor<4> {
-        let [_, _, tokens, depth] = heads.dims();
-        let dtype = heads.dtype();
-        let part = |table: &Tensor<2>| table.clone().narrow(0, start, tokens).cast(dtype);
-        let (cosines, sines) = (part(&self.cosines).unsqueeze(), part(&self.sines).unsqueeze());
+    /// For tokens at these positions, in numbers of this dtype.
+    pub(super) fn at(&self, positions: &Tensor<1, Int>, dtype: DType) -> Turn {
+        let part = |table: &Tensor<2>| {
+            table.clone().select(0, positions.clone()).cast(dtype).unsqueeze()
+        };
+        Turn { cosines: part(&self.cosines), sines: part(&self.sines) }
+    }
+}
+
+/// Cosines and sines of some tokens, `[1, 1, tokens, depth / 2]`.
+pub(super) struct Turn {
+    cosines: Tensor<4>,
+    sines: Tensor<4>,
+}
+
+impl Turn {
+    /// Turns heads `[batch, heads, tokens, depth]`.
+    pub(super) fn turn(&self, heads: Tensor<4>) -> Tensor<4> {
+        let [_, _, _, depth] = heads.dims();
+        let (cosines, sines) = (&self.cosines, &self.sines);
         let first = heads.clone().narrow(3, 0, depth / 2);
         let second = heads.narrow(3, depth / 2, depth / 2);
         let turned = first.clone() * cosines.clone() - second.clone() * sines.clone();
-        Tensor::cat(vec![turned, second * cosines + first * sines], 3)
+        Tensor::cat(vec![turned, second * cosines.clone() + first * sines.clone()], 3)
     }
 }

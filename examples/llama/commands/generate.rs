@@ -33,10 +33,11 @@ pub(crate) struct Arguments {
 /// What was generated.
 #[derive(Serialize)]
 struct Report {
-    text: String,
+    texts: Vec<String>,
     #[serde(flatten)]
     generated: Generated,
     prompt_tokens_per_second: f64,
+    /// Of all sequences.
     tokens_per_second: f64,
     /// To open the folder and load the weights.
     load_seconds: f64,
@@ -55,14 +56,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         _ => generated::<burn::nn::Linear>(arguments),
     }?;
     print(&report, arguments.json, || {
+        let found = &report.generated;
+        let texts = report.texts.iter().map(|text| format!("{}{text}\n\n", arguments.prompt));
         format!(
-            "{}{}\n\n{} tokens, {:.1} a second; {} of the prompt, {:.1} a second; loaded in \
-             {:.1} s, peak memory {:.0} MB",
-            arguments.prompt,
-            report.text,
-            report.generated.tokens.len(),
+            "{}{} tokens, {:.1} a second{}; {} of the prompt, {:.1} a second; loaded in {:.1} s, \
+             peak memory {:.0} MB",
+            texts.collect::<String>(),
+            found.sequences.iter().map(Vec::len).sum::<usize>(),
             report.tokens_per_second,
-            report.generated.prompt_tokens,
+            if found.replayed { ", replayed" } else { "" },
+            found.prompt_tokens,
             report.prompt_tokens_per_second,
             report.load_seconds,
             report.peak_memory_mb,
@@ -81,11 +84,11 @@ fn generated<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let prompt = prompt.map_err(|error| anyhow!(error))?;
     let (count, sampling) = (arguments.tokens, arguments.sampling);
     let found = generate(&model, &folder.config, prompt.get_ids(), count, sampling, &device)?;
-    let text = tokenizer.decode(&found.tokens, true).map_err(|error| anyhow!(error))?;
+    let text = |tokens: &Vec<u32>| tokenizer.decode(tokens, true).map_err(|error| anyhow!(error));
     Ok(Report {
-        text,
+        texts: found.sequences.iter().map(text).collect::<Result<_>>()?,
         prompt_tokens_per_second: found.prompt_tokens as f64 / found.prompt_seconds,
-        tokens_per_second: 1.0 / found.seconds_per_token,
+        tokens_per_second: found.sequences.len() as f64 / found.seconds_per_token,
         generated: found,
         load_seconds,
         peak_memory_mb: crate::peak_memory_mb(),

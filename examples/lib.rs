@@ -4,7 +4,6 @@
 mod device;
 pub mod digits;
 pub mod encoder;
-pub mod llama;
 pub mod plot;
 pub mod progress;
 pub mod random;

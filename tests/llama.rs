@@ -8,7 +8,7 @@ use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
-use examples::llama::{
+use llama::{
     CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
     Windows, generate, perplexity,
 };
@@ -141,7 +141,7 @@ fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
 /// As `fp4 quantize` does it without options.
 fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
     let mut model = load::<Linear>(folder);
-    let config = examples::llama::fp4_config(&model, format, Method::Sse);
+    let config = llama::fp4_config(&model, format, Method::Sse);
     let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
     let report = model.quantize_fp4(&config.share_scale(["gate_proj", "up_proj"]));
     assert_eq!(report.expect("quantized").quantized().count(), 28);

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::config::LlamaConfig;
 use super::model::{Llama, Projection};
 use super::tokens::tensor;
-use crate::random::Random;
+use examples::random::Random;
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, clap::Args)]

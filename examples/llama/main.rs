@@ -1,5 +1,5 @@
 //! A language model from its folder to its first FP4 token: trains, runs, measures, quantizes and
-//! distills Llama and its relatives. `cargo run --release --example llama -- --help`.
+//! distills Llama and its relatives. `cargo run --release --bin llama -- --help`.
 
 mod commands;
 

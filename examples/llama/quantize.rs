@@ -9,7 +9,7 @@ use burn_fp4::{
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
-use crate::random::Random;
+use examples::random::Random;
 
 /// How a model is quantized.
 #[derive(Debug, Clone, Copy, clap::Args)]

@@ -11,7 +11,7 @@ use burn_fp4::{
 use super::model::Llama;
 use super::tokens::{Tokens, tensor};
 use super::train::{Batches, next_token_loss};
-use crate::random::Random;
+use examples::random::Random;
 
 /// What every candidate costs every layer that a configuration selects, and the loss of batches.
 ///

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
-use crate::random::Random;
+use examples::random::Random;
 
 /// The tokens of a text, the last part of it to be measured on, the rest to learn from.
 #[derive(Debug, Clone)]

@@ -9,8 +9,8 @@ use burn::tensor::{Device, Int, Tensor};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
-use crate::random::Random;
-use crate::training::{self, Schedule};
+use examples::random::Random;
+use examples::training::{self, Schedule};
 
 /// Batches of windows, and how fast to learn from them.
 #[derive(Debug, Clone, Copy, clap::Args)]

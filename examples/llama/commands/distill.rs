@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Method, WriteReport};
-use examples::llama::{Batches, Folder, Llama, Tokens, distill, fp4_config};
+use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config};
 use examples::progress;
 use examples::training::Schedule;
 use serde::Serialize;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow};
 use burn_fp4::Fp4Linear;
 use examples::OnDevice;
-use examples::llama::{Folder, Generated, Projection, Sampling, generate};
+use llama::{Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
 use super::{Where, print};

@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
 use examples::OnDevice;
-use examples::llama::Tokens;
+use llama::Tokens;
 use serde::Serialize;
 use tokenizers::Tokenizer;
 

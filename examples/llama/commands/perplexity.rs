@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use burn_fp4::Fp4Linear;
-use examples::llama::{Folder, Windows, perplexity};
+use llama::{Folder, Windows, perplexity};
 
 use super::{Text, Where, print};
 

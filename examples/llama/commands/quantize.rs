@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::nn::Linear;
 use burn_fp4::{Fp4Report, WriteReport};
-use examples::llama::{Folder, Recipe};
+use llama::{Folder, Recipe};
 use serde::Serialize;
 
 use super::{Text, Where, print};

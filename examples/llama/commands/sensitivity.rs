@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use burn_fp4::{
     Budget, BudgetChoice, Candidate, Fp4Config, Fp4Format, Fp4Module, Method, Sensitivity,
 };
-use examples::llama::{
+use llama::{
     Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config,
     perplexity, quantized_alone, rank_correlation, sensitivity,
 };

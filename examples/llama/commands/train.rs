@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn_fp4::WriteReport;
-use examples::llama::{Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, perplexity};
+use llama::{Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, perplexity};
 use examples::progress;
 use examples::training::Schedule;
 use serde::Serialize;
@@ -78,7 +78,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             bar.inc(1);
         };
         let batches = arguments.batches;
-        model = examples::llama::train(model.train(), &tokens, schedule, batches, &device, told)?;
+        model = llama::train(model.train(), &tokens, schedule, batches, &device, told)?;
         model = model.valid();
         bar.finish_and_clear();
         let windows = Windows { window: 256, stride: 128, batch: 8 };

@@ -64,7 +64,7 @@ pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Budget, Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
+pub use config::{Budget, Container, Fp4Config, Indivisible, Override, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;

@@ -28,6 +28,8 @@
 //! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/`,
 //! `checkpoint/` and `sensitivity/` use both.
 
+#![warn(missing_debug_implementations)]
+
 mod calibration;
 mod checkpoint;
 mod config;
@@ -436,6 +438,7 @@ pub trait Fp4Module: Module {
 
     /// Moves a module. Other than [`to_device`](Module::to_device) it allocates no zeros in the
     /// place of dense weights that were looked at before, be it to print a layer.
+    #[must_use]
     fn to_device_fp4(mut self, device: &Device) -> Self {
         self.compact_fp4();
         self.to_device(device)

@@ -22,6 +22,7 @@ pub struct CalibrationOptions<'a> {
 
 /// How far a calibration is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CalibrationProgress {
     /// Inputs of layers whose statistics are complete.
     pub done: usize,

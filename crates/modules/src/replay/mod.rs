@@ -8,6 +8,7 @@
 mod tensors;
 mod weights;
 
+use std::fmt;
 use std::sync::OnceLock;
 
 use burn::backend::DispatchTensor;
@@ -103,6 +104,18 @@ pub struct Replay<M, I, O, S = ()> {
     is_graph: bool,
 }
 
+impl<M, I, O, S> fmt::Debug for Replay<M, I, O, S> {
+    /// Without the model, the state and the pass.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inputs: Vec<_> = self.recordings.iter().map(|recording| &recording.inputs).collect();
+        f.debug_struct("Replay")
+            .field("recordings", &inputs)
+            .field("most", &self.most)
+            .field("is_graph", &self.is_graph)
+            .finish_non_exhaustive()
+    }
+}
+
 type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
 
 /// The state, as long as nothing is recorded, or where recordings have it.
@@ -184,6 +197,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// How many recordings are kept at most, one for each combination of shapes; at least one.
+    #[must_use]
     pub fn with_most_recordings(self, most: usize) -> Self {
         Self { most: most.max(1), ..self }
     }

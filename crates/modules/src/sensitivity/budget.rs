@@ -19,6 +19,7 @@ const TENSOR_SCALE: usize = 4;
 
 /// A candidate for every group of weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct BudgetChoice {
     /// What quantizes a module like this. Saved, it lacks the calibration. If all weights stay
     /// dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4) refuses.

@@ -13,6 +13,7 @@ use super::candidate::Candidate;
 ///
 /// Displayed it is a table; serialized it is all there is to know but the calibration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Sensitivity {
     /// The selected weights, those together that must have the same format, in the order of the
     /// first of each in the module.
@@ -24,6 +25,7 @@ pub struct Sensitivity {
 /// Weights that have the same format: one, those that
 /// [share a tensor scale](Fp4Config::share_scale), or those that are tied.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GroupSensitivity {
     /// Their paths.
     pub paths: Vec<String>,
@@ -36,6 +38,7 @@ pub struct GroupSensitivity {
 
 /// What a candidate costs a group. Of a dense one all errors are 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CandidateSensitivity {
     /// The candidate.
     pub candidate: Candidate,

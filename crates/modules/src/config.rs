@@ -91,15 +91,55 @@ pub struct Container {
 /// stands for any part of one component and `**` for any number of components.
 ///
 /// ```
-/// use burn_fp4_modules::{Fp4Config, ops::Fp4Scheme};
+/// use burn::nn::transformer::TransformerEncoderConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, ops::Fp4Scheme};
 ///
+/// // Four blocks of six linear layers.
+/// let mut encoder = TransformerEncoderConfig::new(32, 64, 4, 4).init(&Device::flex());
 /// let config = Fp4Config::nvfp4()
 ///     .exclude("**.output.*")
-///     .with("**.down_proj.*", Fp4Scheme::mxfp4())
+///     .with("**.linear_outer.*", Fp4Scheme::mxfp4())
 ///     .keep_first(1)
 ///     .keep_last(1)
 ///     .share_scale(["query", "key", "value"]);
-/// # let _ = config;
+/// let report = encoder.quantize_fp4(&config)?;
+/// assert_eq!(report.quantized().count(), 2 * 5);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+///
+/// Other containers than linear layers, whatever their shapes:
+///
+/// ```
+/// use burn::nn::EmbeddingConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, Indivisible, Unused, ops::Fp4Scheme};
+///
+/// let table = |channels| EmbeddingConfig::new(10, channels).init(&Device::flex());
+/// let config = Fp4Config::new(Fp4Scheme::mxfp4())
+///     .without_container("Linear")
+///     .container("Embedding", 1)
+///     .include("*.weight")
+///     .indivisible(Indivisible::Skip) // blocks of 32 do not divide 40
+///     .unused(Unused::Report);
+/// let report = vec![table(64), table(40)].quantize_fp4(&config)?;
+/// assert_eq!(report.quantized().count(), 1);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+///
+/// For training:
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{FakeQuantWeight, Fp4Config, Fp4Module, ops::Saturated};
+///
+/// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+/// let config = Fp4Config::nvfp4().saturated(Saturated::Zero).learn_tensor_scale();
+/// layer.fake_quantize_fp4(&config)?;
+/// let fake = layer.weight.reparameterization::<FakeQuantWeight>().unwrap();
+/// assert!(fake.amax().is_some());
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -230,6 +270,13 @@ impl Fp4Config {
     /// The options of [`Method::Gptq`] and [`Method::GptqTextbook`]: quantizes calibrated weights
     /// ([`with_calibration`](Self::with_calibration)) by GPTQ with these, whatever search the
     /// scheme has. Weights have to be finite then, whatever the scheme says.
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::Gptq};
+    ///
+    /// let config = Fp4Config::nvfp4().gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT });
+    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::Gptq);
+    /// ```
     pub fn gptq(mut self, options: Gptq) -> Self {
         self.beyond_blocks = BeyondBlocks::Gptq(options);
         self
@@ -238,6 +285,15 @@ impl Fp4Config {
     /// How the scales and codes of weights with a scheme are chosen: by GPTQ if this says so,
     /// otherwise by the search of the scheme, and by what [`method`](Self::method) makes of
     /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::Fp4Scheme};
+    ///
+    /// let config = Fp4Config::nvfp4().method(Method::SseWeighted);
+    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::SseWeighted);
+    /// let of_some = Fp4Scheme::mxfp4(); // an override, with a search of its own
+    /// assert_eq!(config.chosen_by(&of_some).method(), Method::Amax);
+    /// ```
     pub fn chosen_by(&self, scheme: &Fp4Scheme) -> ChosenBy {
         match (self.beyond_blocks, scheme.search) {
             (BeyondBlocks::Gptq(options), _) => ChosenBy::Gptq(options),
@@ -307,6 +363,21 @@ impl Fp4Config {
     /// budget that all weights fit as they are, are errors. The errors of outputs say nothing of
     /// the loss; where there is one,
     /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_fp4_modules::{Budget, Calibration, Fp4Config, Fp4Module};
+    ///
+    /// let device = Device::flex();
+    /// let mut layer = LinearConfig::new(64, 64).init(&device);
+    /// let mut inputs = Calibration::new();
+    /// inputs.add("weight", 0, Tensor::<2>::random([128, 64], Distribution::Default, &device))?;
+    /// let config = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(4.5));
+    /// let report = layer.quantize_fp4(&config.with_calibration(&inputs))?;
+    /// assert!(report.bits_per_weight() < 4.6);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self

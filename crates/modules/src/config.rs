@@ -100,8 +100,7 @@ pub struct Container {
 /// let config = Fp4Config::nvfp4()
 ///     .exclude("**.output.*")
 ///     .with("**.linear_outer.*", Fp4Scheme::mxfp4())
-///     .keep_first(1)
-///     .keep_last(1)
+///     .keep_first(1).keep_last(1)
 ///     .share_scale(["query", "key", "value"]);
 /// let report = encoder.quantize_fp4(&config)?;
 /// assert_eq!(report.quantized().count(), 2 * 5);

@@ -42,7 +42,7 @@ pub use burn_fp4_modules::{
     Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
     PackedWeight, ParameterReport, Reason, Replay, ReplayError, ReplayParts, ReplayTensors,
-    Sensitivity, SseVariant, Unused, WriteReport, checkpoints, ops,
+    Sensitivity, Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -35,6 +35,29 @@ pub enum FileLayout {
 ///     .experts("experts.up", "experts.{}.up_proj.weight");
 /// # let _ = map;
 /// ```
+///
+/// What does not go together is an error, or a line of the report:
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Checkpoint, CheckpointMap, Fp4Config, Fp4Module, LoadCheckpoint};
+///
+/// # fn main() -> Result<(), burn_fp4_modules::Fp4Error> {
+/// # let folder = std::env::temp_dir().join(format!("burn-fp4-map-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).unwrap();
+/// # let path = folder.join("Toy-NVFP4");
+/// let build = |bias| LinearConfig::new(64, 32).with_bias(bias).init(&Device::flex());
+/// let (mut saved, mut layer) = (build(false), build(true));
+/// saved.quantize_fp4(&Fp4Config::nvfp4())?;
+/// saved.save_fp4(&path, "modelopt", &CheckpointMap::new().shard_size(5 << 30))?;
+/// let map = CheckpointMap::new().allow_missing().allow_unused().allow_misfits();
+/// let report = Checkpoint::open(&path)?.load_into(&mut layer, &map)?;
+/// assert_eq!(report.kept().count(), 1); // the bias
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct CheckpointMap {

@@ -164,7 +164,8 @@ impl Table {
             };
             let shown: Vec<_> = of.iter().map(String::as_str).filter(is_shown).collect();
             if !shown.is_empty() {
-                let _ = write!(text, " Of another run ({run}): {}.", shown.join("; "));
+                // The run comes last: a line that began with `1.`, of "axis 1.", would be a list.
+                let _ = write!(text, " Of another run: {} ({run}).", shown.join("; "));
             }
         }
         text
@@ -253,9 +254,9 @@ mod tests {
     fn rows_and_columns_of_another_run_are_named() {
         let rows = r#"[["a", 1, 2], ["b", 3, 4]], "other_runs": [{"of": ["b", "n"], "run": "r"}]"#;
         let table = Table::read("t", &json(rows)).expect("a table");
-        assert_eq!(table.others(&[]), " Of another run (r): b; n.");
-        assert_eq!(table.others(&["a"]), " Of another run (r): n.");
-        assert!(table.record().contains("`x`. Of another run (r): b; n.\n"));
+        assert_eq!(table.others(&[]), " Of another run: b; n (r).");
+        assert_eq!(table.others(&["a"]), " Of another run: n (r).");
+        assert!(table.record().contains("`x`. Of another run: b; n (r).\n"));
         assert!(Table::read("t", &json(&rows.replace(r#""b", "n""#, r#""c""#))).is_err());
     }
 

@@ -49,7 +49,9 @@ const MXFP4_BLOCK: usize = 32;
 /// E4M3 has the powers of two from 2^-9 to 2^8.
 const TOP: i32 = 8;
 
-/// A weight in the other format, in its block size of definition.
+/// A weight in this format, in its block size of definition.
+///
+/// One that has the format already keeps its values, unless its blocks become larger.
 ///
 /// # Errors
 /// [`CheckpointError::CannotHold`] if the blocks do not fit the columns.
@@ -65,6 +67,9 @@ pub fn cast(
     }
     check(name, weight)?;
     let (codes, scales, multipliers, report) = match format {
+        _ if weight.format == format && block_size <= weight.block_size => {
+            divided(weight, block_size)
+        }
         Fp4Format::NvFp4 => to_nvfp4(weight),
         Fp4Format::MxFp4 => to_mxfp4(weight),
     };
@@ -121,6 +126,15 @@ fn requantize(values: &[f64], scale: f64, codes: &mut Vec<u8>) -> usize {
     codes.extend(quantized.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
     let changed = |(value, code): (&f64, &u8)| f64::from(E2M1.decode(*code)) * scale != *value;
     values.iter().zip(&quantized).filter(|pair| changed(*pair)).count()
+}
+
+/// The same in smaller blocks, each with the scale of the block that it is part of.
+fn divided(weight: &Fp4Weight<'_>, block_size: usize) -> Cast {
+    let parts = weight.block_size / block_size;
+    let repeated = |&scale: &u8| std::iter::repeat_n(scale, parts);
+    let scales: Vec<u8> = weight.plain_scales().iter().flat_map(repeated).collect();
+    let report = CastReport { blocks: scales.len() as u64, ..CastReport::default() };
+    (weight.plain_codes().into_owned(), scales, weight.multipliers(), report)
 }
 
 fn to_nvfp4(weight: &Fp4Weight<'_>) -> Cast {
@@ -256,4 +270,40 @@ pub fn fold(
         order: Order::ElementFirst,
     };
     Ok((folded, report))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A row of blocks with these scales.
+    fn row(format: Fp4Format, block_size: usize, scales: &[u8]) -> Fp4Weight<'static> {
+        let cols = block_size * scales.len();
+        let mut row = Fp4Weight::outline(format, block_size, vec![1, cols], false, false);
+        row.codes = (0..cols / 2).map(|at| 7 * at as u8).collect();
+        row.scales = scales.to_vec().into();
+        row
+    }
+
+    #[test]
+    fn a_weight_that_has_the_format_keeps_its_values() {
+        let (nv, mx) = (Fp4Format::NvFp4, Fp4Format::MxFp4);
+        for (format, block_size, scales) in
+            [(nv, 16, [0x38, 0x31]), (nv, 32, [0x38, 0x31]), (mx, 32, [127, 125])]
+        {
+            let mut given = row(format, block_size, &scales);
+            let scale = TensorScale::Multiplier(Numbers::new(&[0.3]));
+            given.tensor_scale = format.row().tensor_scale.then_some(scale);
+            let (found, report) = cast("w", &given, format).expect("a cast");
+            assert_eq!(
+                found.dequantize(),
+                given.dequantize(),
+                "{format} in blocks of {block_size}"
+            );
+            assert_eq!(found.block_size, format.row().block_size);
+            let blocks = given.cols() / found.block_size;
+            let unchanged = CastReport { blocks: blocks as u64, ..CastReport::default() };
+            assert_eq!(report, unchanged);
+        }
+    }
 }

@@ -321,20 +321,22 @@ impl Fp4Weight<'_> {
     /// The matrices as the rest of the project knows them: [`Packed::validate`] is for the caller,
     /// who knows whether the values are to be trusted.
     pub fn to_packed(&self) -> Vec<Packed> {
-        let (rows, cols) = (self.rows(), self.cols());
+        let (rows, cols, stacked) = (self.rows(), self.cols(), self.stacked());
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
-        let codes = codes.chunks_exact(rows * cols / 2);
-        let scales = scales.chunks_exact(rows * cols / self.block_size);
-        let matrix = |((codes, scales), multiplier): ((&[u8], &[u8]), f32)| Packed {
+        let part = |bytes: &[u8], at: usize| {
+            let length = bytes.len() / stacked;
+            bytes[at * length..(at + 1) * length].to_vec()
+        };
+        let matrix = |(at, multiplier): (usize, f32)| Packed {
             format: self.format,
             block_size: self.block_size,
             rows,
             cols,
-            codes: codes.to_vec(),
-            scales: scales.to_vec(),
+            codes: part(&codes, at),
+            scales: part(&scales, at),
             tensor_scale: formats::TensorScale::One(multiplier),
         };
-        codes.zip(scales).zip(self.multipliers()).map(matrix).collect()
+        (0..stacked).zip(self.multipliers()).map(matrix).collect()
     }
 
     /// The values as the dialect computes them, f32, `[.., rows, cols]`.
@@ -382,5 +384,26 @@ fn spread(numbers: Vec<f32>, count: usize) -> Vec<f32> {
     match numbers[..] {
         [one] => vec![one; count],
         _ => numbers,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_without_rows_comes_back_as_it_was() {
+        let empty = Packed {
+            format: Fp4Format::NvFp4,
+            block_size: 16,
+            rows: 0,
+            cols: 16,
+            codes: Vec::new(),
+            scales: Vec::new(),
+            tensor_scale: formats::TensorScale::One(0.5),
+        };
+        let matrices = [empty.clone(), empty];
+        let weight = Fp4Weight::stack("empty", &matrices).expect("valid matrices");
+        assert_eq!(weight.to_packed(), matrices);
     }
 }

@@ -25,6 +25,9 @@ use crate::json::Json;
 /// few thousand, `a{9999}` some million.
 const MOST: usize = 1 << 20;
 
+/// Characters that make a text without a mark a regular expression: names have none of them.
+const OPERATORS: [char; 10] = ['*', '+', '?', '\\', '[', '(', '{', '|', '$', '^'];
+
 /// A pattern of module names.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pattern {
@@ -61,9 +64,7 @@ impl Pattern {
     pub fn parse(text: &str, syntax: Syntax) -> Self {
         let owned = text.to_owned();
         match (text.strip_prefix("re:"), syntax) {
-            (None, Syntax::Unmarked) if text.contains(['*', '\\', '[', '(', '|', '$', '^']) => {
-                return Self::Regex(owned);
-            }
+            (None, Syntax::Unmarked) if text.contains(OPERATORS) => return Self::Regex(owned),
             (_, Syntax::Unmarked) => return Self::PrefixStar(owned),
             (Some(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
                 return Self::Regex(regex.to_owned());
@@ -91,7 +92,9 @@ impl Pattern {
     /// The pattern as a producer writes it, if it can.
     pub fn write(&self, syntax: Syntax) -> Option<String> {
         let text = match (self, syntax) {
-            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked) => {
+            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked)
+                if !name.contains(OPERATORS) =>
+            {
                 return Some(name.clone());
             }
             (_, Syntax::Unmarked) => return Some(self.regex()),
@@ -313,6 +316,12 @@ mod tests {
             &["model.layers.3.self_attn.q_proj"],
             &["model.layers.3.mlp"],
         );
+        check(
+            "layers.1+.mlp",
+            Syntax::Unmarked,
+            &["layers.1.mlp", "layers.11.mlp.up_proj"],
+            &["layers.2.mlp", "layers.1+.mlp"],
+        );
         check("model.layers.0.", Syntax::Names, &["model.layers.0.mlp"], &["model.layers.00"]);
     }
 
@@ -323,7 +332,9 @@ mod tests {
         check("re:a\\*b", Syntax::Regex, &["a*b"], &["axb", "ab"]);
         check("re:a\\.$", Syntax::Regex, &["a."], &["a.b", "a"]);
         check("a[b].", Syntax::Names, &["a[b].c"], &["ab.c"]);
-        assert_eq!(Pattern::Exact("a*".to_owned()).write(Syntax::Glob), None);
+        let odd = Pattern::Exact("a*".to_owned());
+        assert_eq!(odd.write(Syntax::Glob), None);
+        assert_eq!(odd.write(Syntax::Unmarked).as_deref(), Some("a\\*$"));
     }
 
     #[test]

@@ -29,14 +29,19 @@ impl<'c> Reader<'c> {
     /// Reads bytes that a tensor borrows from the container's map.
     ///
     /// # Errors
-    /// [`TensorProblem::Changed`] if the file is not as long as it was, and what the file system
-    /// refuses.
+    /// [`TensorProblem::Bytes`] if `into` is not as long as `mapped`, [`TensorProblem::Changed`] if
+    /// the file is not as long as it was, and what the file system refuses.
     pub fn read(
         &mut self,
         tensor: &str,
         mapped: &[u8],
         into: &mut [u8],
     ) -> Result<(), CheckpointError> {
+        if into.len() != mapped.len() {
+            let (expected, found) = (mapped.len() as u64, into.len() as u64);
+            let problem = TensorProblem::Bytes { expected, found };
+            return Err(CheckpointError::tensor(self.container.root(), tensor, problem));
+        }
         let Some((at, offset)) = self.container.place_of(mapped).filter(|_| !mapped.is_empty())
         else {
             // Made in memory, or nothing.
@@ -131,5 +136,33 @@ impl<'c> Reader<'c> {
                 Some(TensorScale::Divisor(numbers.try_map(&mut read)?))
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_of_another_length_is_an_error() {
+        let path = format!("burn-fp4-reader-lengths-{}.safetensors", std::process::id());
+        let path = std::env::temp_dir().join(path);
+        let header = br#"{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+        let length = (header.len() as u64).to_le_bytes();
+        std::fs::write(&path, [&length[..], &header[..], &[1, 2]].concat()).expect("written");
+        let container = Container::open(&path).expect("a file");
+        let mapped = container.get("x").expect("a tensor").bytes;
+        let mut reader = Reader::new(&container);
+        let mut whole = [0; 2];
+        reader.read("x", &mapped, &mut whole).expect("as long");
+        assert_eq!(whole, [1, 2]);
+        for bytes in [&*mapped, &[1, 2]] {
+            let shorter = reader.read("x", bytes, &mut whole[..1]);
+            let Err(CheckpointError::Tensor { problem, .. }) = shorter else {
+                panic!("a byte is missing");
+            };
+            assert_eq!(problem, TensorProblem::Bytes { expected: 2, found: 1 });
+        }
+        std::fs::remove_file(&path).expect("removed");
     }
 }

@@ -96,6 +96,7 @@ impl Selection {
     /// there is none.
     pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
         let (_, writer) = dialect::writer(&choice.dialect)?;
+        choice.format.check_block_size(choice.block_size)?;
         let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
         for (list, texts, matchers) in
             [("keep", &choice.keep, &keep), ("only", &choice.only, &only)]
@@ -335,7 +336,8 @@ fn groups(
             // Stacked matrices have a scale each, and stay alone.
             let like = first.is_some_and(|first| {
                 let (a, b) = (of(first), of(at));
-                a.cols == b.cols && a.stacked * b.stacked == 1 && !a.transposed && !b.transposed
+                let single = |matrices: Matrices| matrices.stacked == 1 && !matrices.transposed;
+                a.cols == b.cols && single(a) && single(b)
             });
             if like && preset.shares(&model.weights[at].name) {
                 family.insert(at, name);
@@ -357,4 +359,31 @@ fn groups(
         }
     }
     groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_size_that_the_format_does_not_have_is_an_error() {
+        let of = |block_size| {
+            let choice = Choice {
+                format: Fp4Format::NvFp4,
+                block_size,
+                dialect: "modelopt".to_owned(),
+                preset: Preset::AllLinear,
+                keep: Vec::new(),
+                only: Vec::new(),
+                first_layers: 0,
+                last_layers: 0,
+            };
+            Selection::of(&Model::default(), &choice)
+        };
+        assert!(of(16).expect("a selection").groups.is_empty());
+        for block_size in [0, 7, 64] {
+            let error = of(block_size).expect_err("no such block size").to_string();
+            assert!(error.contains(&format!("block size {block_size} is not one of")), "{error}");
+        }
+    }
 }

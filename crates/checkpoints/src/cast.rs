@@ -20,6 +20,7 @@ use crate::storage::Storage;
 
 /// What a cast did to a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct CastReport {
     /// Blocks of the new format.
     pub blocks: u64,

@@ -6,6 +6,7 @@ use crate::fp4::Fp4Weight;
 
 /// Counts of an FP4 weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Fp4Facts {
     /// Blocks.
     pub blocks: u64,
@@ -30,6 +31,7 @@ pub struct Fp4Facts {
 
 impl Fp4Weight<'_> {
     /// Counts codes and scales.
+    #[must_use]
     pub fn facts(&self) -> Fp4Facts {
         let grid = self.format.row().block_scale;
         let (codes, scales, multipliers) =

@@ -63,6 +63,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// The numbers.
+    #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         self.0.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
@@ -96,6 +97,7 @@ impl<'a> TensorScale<'a> {
     ///
     /// # Panics
     /// If there are several numbers, and not so many.
+    #[must_use]
     pub fn of_matrix(&self, at: usize) -> TensorScale<'_> {
         let numbers = self.stated();
         let one = numbers.one(if numbers.len() == 1 { 0 } else { at });
@@ -111,6 +113,7 @@ impl<'a> TensorScale<'a> {
     }
 
     /// As multipliers; a divisor's reciprocal, rounded once.
+    #[must_use]
     pub fn multipliers(&self) -> Cow<'_, Numbers<'a>> {
         match self {
             Self::Multiplier(numbers) => Cow::Borrowed(numbers),
@@ -120,6 +123,7 @@ impl<'a> TensorScale<'a> {
 
     /// As divisors; a multiplier's reciprocal, rounded once (`modelopt_nvfp4.py` of
     /// compressed-tensors converts so).
+    #[must_use]
     pub fn divisors(&self) -> Cow<'_, Numbers<'a>> {
         match self {
             Self::Divisor(numbers) => Cow::Borrowed(numbers),
@@ -211,6 +215,7 @@ impl Fp4Weight<'_> {
     /// A weight without its bytes, for a plan: the dialect gets the values later.
     ///
     /// `shape` is `[.., rows, cols]`; with `scaled` there is a tensor scale for every matrix.
+    #[must_use]
     pub fn outline(
         format: Fp4Format,
         block_size: usize,
@@ -243,6 +248,7 @@ impl Fp4Weight<'_> {
     ///
     /// # Panics
     /// If there are not so many.
+    #[must_use]
     pub fn matrix(&self, index: usize) -> Fp4Weight<'_> {
         let count = self.stacked();
         assert!(index < count, "matrix {index} of {count}");
@@ -293,11 +299,13 @@ impl Fp4Weight<'_> {
     }
 
     /// The codes, row-major, two a byte, the even one in the low nibble.
+    #[must_use]
     pub fn plain_codes(&self) -> Cow<'_, [u8]> {
         self.storage.codes(self.geometry(), &self.codes)
     }
 
     /// The block scales, row-major.
+    #[must_use]
     pub fn plain_scales(&self) -> Cow<'_, [u8]> {
         self.storage.scales(self.geometry(), &self.codes, &self.scales)
     }
@@ -320,6 +328,7 @@ impl Fp4Weight<'_> {
 
     /// The matrices as the rest of the project knows them: [`Packed::validate`] is for the caller,
     /// who knows whether the values are to be trusted.
+    #[must_use]
     pub fn to_packed(&self) -> Vec<Packed> {
         let (rows, cols, stacked) = (self.rows(), self.cols(), self.stacked());
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
@@ -343,6 +352,7 @@ impl Fp4Weight<'_> {
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
     /// most.
+    #[must_use]
     pub fn dequantize(&self) -> Vec<f32> {
         let row = self.format.row();
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
@@ -368,6 +378,7 @@ impl Fp4Weight<'_> {
 
 impl Fp4Weight<'_> {
     /// [`dequantize`](Self::dequantize) in the axes of the model's parameter, which come first.
+    #[must_use]
     pub fn parameter(&self) -> (Vec<usize>, Vec<f32>) {
         let (mut shape, values) = (self.shape.clone(), self.dequantize());
         if !self.transposed {

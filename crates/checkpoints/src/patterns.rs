@@ -61,6 +61,7 @@ pub enum Syntax {
 
 impl Pattern {
     /// What a producer's text means.
+    #[must_use]
     pub fn parse(text: &str, syntax: Syntax) -> Self {
         let owned = text.to_owned();
         match (text.strip_prefix("re:"), syntax) {
@@ -90,6 +91,7 @@ impl Pattern {
     }
 
     /// The pattern as a producer writes it, if it can.
+    #[must_use]
     pub fn write(&self, syntax: Syntax) -> Option<String> {
         let text = match (self, syntax) {
             (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked)

@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
@@ -18,6 +19,16 @@ use crate::weight::{Value, Weight};
 pub struct Reader<'c> {
     container: &'c Container,
     open: HashMap<usize, File>,
+}
+
+impl fmt::Debug for Reader<'_> {
+    /// What it reads, and how many of the files are open.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reader")
+            .field("path", &self.container.root())
+            .field("open", &self.open.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl<'c> Reader<'c> {

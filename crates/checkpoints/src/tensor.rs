@@ -1,6 +1,7 @@
 //! A named tensor of a file, and one that is to be written.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::path::Path;
 
 use crate::dtype::{DataType, Dtype};
@@ -108,6 +109,7 @@ impl<'a> Tensor<'a> {
 }
 
 /// A tensor that a dialect writes.
+#[derive(Debug)]
 pub struct NewTensor<'w> {
     /// Its name in the file.
     pub name: String,
@@ -125,6 +127,16 @@ pub enum Data<'w> {
     Bytes(Cow<'w, [u8]>),
     /// Made when they are written, so that planning a file touches no data.
     Made(Box<dyn Fn() -> Result<Cow<'w, [u8]>, CheckpointError> + 'w>),
+}
+
+impl fmt::Debug for Data<'_> {
+    /// How many bytes there are; what is made is not known yet.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => f.debug_tuple("Bytes").field(&bytes.len()).finish(),
+            Self::Made(_) => f.write_str("Made"),
+        }
+    }
 }
 
 impl<'w> NewTensor<'w> {

@@ -10,6 +10,7 @@ use crate::weight::{Model, Value, Weight};
 
 /// A warning about a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Trap {
     /// The weight, unless it is about all of them.
     pub weight: Option<String>,
@@ -33,6 +34,7 @@ impl fmt::Display for Trap {
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
 /// The traps of a model, given the facts of its FP4 weights, each in the place of the weight.
+#[must_use]
 pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     let mut traps = Vec::new();
     for (weight, facts) in model.weights.iter().zip(facts) {
@@ -92,6 +94,7 @@ fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
 
 /// Pairs of FP4 weights that inference engines run as one though their tensor scales differ, by
 /// their places in the model.
+#[must_use]
 pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     let scaled = |&at: &usize| match &model.weights[at].value {
         Value::Fp4(fp4) => {

@@ -176,6 +176,7 @@ impl Selection {
     }
 
     /// The model as it will be written, without the bytes of what is quantized.
+    #[must_use]
     pub fn outline<'a>(&self, model: &Model<'a>) -> Model<'a> {
         let outline = |(weight, decision): (&Weight<'a>, &Decision)| match decision {
             Decision::Keep(_) => weight.clone(),

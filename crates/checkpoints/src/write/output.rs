@@ -8,6 +8,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashSet;
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
@@ -50,6 +51,17 @@ pub struct Output<'p> {
     unnoted: (String, u64),
     flushed: Instant,
     stays: bool,
+}
+
+impl fmt::Debug for Output<'_> {
+    /// Where it writes, and how far it is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Output")
+            .field("target", &self.target)
+            .field("done", &self.done.len())
+            .field("planned", self.planned)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Planned<'_> {

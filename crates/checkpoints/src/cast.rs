@@ -54,6 +54,18 @@ const TOP: i32 = 8;
 ///
 /// One that has the format already keeps its values, unless its blocks become larger.
 ///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, cast::cast};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut weight = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
+/// (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![128].into()); // 32 times 1 x 2^1
+/// let (cast, report) = cast("up.weight", &weight, Fp4Format::NvFp4)?;
+/// assert_eq!((report.blocks, report.changed_values), (2, 0));
+/// assert_eq!(cast.dequantize(), weight.dequantize());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
+///
 /// # Errors
 /// [`CheckpointError::CannotHold`] if the blocks do not fit the columns.
 pub fn cast(
@@ -235,6 +247,19 @@ fn exp2(exponent: i32) -> f64 {
 /// Exact where every product of block scale and tensor scale is an E4M3 number: for a tensor scale
 /// that is a power of two in range. Otherwise each product is rounded to the nearest, the codes
 /// stay, and the values of such blocks change.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Numbers, TensorScale, cast::fold};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut weight = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+/// (weight.codes, weight.scales) = (vec![0x22; 8].into(), vec![0x38].into()); // 16 times 1 x 1
+/// weight.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5])));
+/// let (folded, report) = fold("up.weight", &weight)?;
+/// assert!(folded.tensor_scale.is_none() && report.changed_values == 0);
+/// assert_eq!(folded.dequantize(), [0.5; 16]);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 ///
 /// # Errors
 /// A scale that is NaN, negative or not finite.

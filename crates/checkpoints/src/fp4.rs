@@ -15,6 +15,14 @@ use crate::tensor::Tensor;
 ///
 /// A file is written again byte for byte only from its own number: 1 / (1 / d) differs from d for
 /// one f32 in six.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Numbers, TensorScale};
+///
+/// let stated = TensorScale::Divisor(Numbers::new(&[4.0, 8.0]));
+/// assert_eq!(stated.multipliers().to_vec(), [0.25, 0.125]);
+/// assert_eq!(stated.of_matrix(1).stated().to_vec(), [8.0]);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub enum TensorScale<'a> {
     /// It multiplies (amax / 2688): ModelOpt, GGUF, torchao.
@@ -24,6 +32,16 @@ pub enum TensorScale<'a> {
 }
 
 /// f32 numbers, little-endian, read when they are asked for.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Numbers, Tensor};
+///
+/// let numbers = Numbers::new(&[0.5, 2.0]);
+/// assert_eq!((numbers.len(), numbers.to_vec()), (2, vec![0.5, 2.0]));
+/// let half = Tensor::new("up.weight_scale_2", Dtype::F16, vec![1], vec![0; 2])?;
+/// assert!(Numbers::of(half).is_err());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Numbers<'a>(Cow<'a, [u8]>);
 
@@ -145,6 +163,22 @@ pub enum Order {
 }
 
 /// A weight in FP4. Its bytes are the file's until they are asked for in another layout.
+///
+/// ```
+/// use burn_fp4_checkpoints::Fp4Weight;
+/// use burn_fp4_formats::{Fp4Format, Packed, TensorScale};
+///
+/// let (format, tensor_scale) = (Fp4Format::NvFp4, TensorScale::One(0.5));
+/// let (codes, scales) = (vec![0x22; 8], vec![0x38]); // 16 times 1, times 1
+/// let expert = Packed { format, block_size: 16, rows: 1, cols: 16, codes, scales, tensor_scale };
+/// let stack = Fp4Weight::stack("experts", &[expert.clone(), expert.clone()])?;
+/// assert_eq!((&stack.shape[..], stack.dequantize()), (&[2, 1, 16][..], vec![0.5; 32]));
+/// assert_eq!((stack.matrix(1).to_packed(), stack.facts().blocks), (vec![expert], 2));
+/// let experts = stack.split();
+/// let again = Fp4Weight::join("experts", &[("0", &experts[0]), ("1", &experts[1])])?;
+/// assert_eq!(again.to_packed(), stack.to_packed());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Fp4Weight<'a> {
     /// What the bits mean.
@@ -215,6 +249,19 @@ impl Fp4Weight<'_> {
     /// A weight without its bytes, for a plan: the dialect gets the values later.
     ///
     /// `shape` is `[.., rows, cols]`; with `scaled` there is a tensor scale for every matrix.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::Fp4Weight;
+    /// use burn_fp4_formats::Fp4Format;
+    ///
+    /// let mut weight = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![2, 16], true, false);
+    /// (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![0x38, 0x40].into());
+    /// let (shape, values) = weight.parameter();
+    /// assert_eq!((&shape[..], &values[..4]), (&[16, 2][..], &[1.0, 2.0, 1.0, 2.0][..]));
+    /// ```
+    ///
+    /// # Panics
+    /// If the shape has fewer than two axes.
     #[must_use]
     pub fn outline(
         format: Fp4Format,

@@ -2,7 +2,8 @@
 //! differs only where something changed.
 
 use std::cell::Cell;
-use std::{fmt, io};
+use std::fmt;
+use std::io;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
@@ -10,6 +11,18 @@ use serde_json::Number;
 use serde_json::ser::{Formatter, PrettyFormatter};
 
 /// A JSON value.
+///
+/// ```
+/// use burn_fp4_checkpoints::Json;
+///
+/// let mut config = Json::parse(br#"{"model_type": "llama", "cache": {"bits": 8}}"#)?;
+/// config.set("model_type", "qwen3".into());
+/// config.set("heads", Json::strings(["q", "k"]));
+/// assert_eq!(config.at(&["cache", "bits"]).and_then(Json::as_u64), Some(8));
+/// let text = r#"{"model_type":"qwen3","cache":{"bits":8},"heads":["q","k"]}"#;
+/// assert_eq!(config.to_string(), text);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub enum Json {
     /// `null`

@@ -29,6 +29,16 @@ const MOST: usize = 1 << 20;
 const OPERATORS: [char; 10] = ['*', '+', '?', '\\', '[', '(', '{', '|', '$', '^'];
 
 /// A pattern of module names.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Pattern, Syntax};
+///
+/// let pattern = Pattern::parse("model.layers.1*", Syntax::Glob);
+/// let matcher = pattern.matcher()?;
+/// assert!(matcher.matches("model.layers.10.mlp") && !matcher.matches("model.layers.2"));
+/// assert_eq!(pattern.write(Syntax::Regex).as_deref(), Some(r"re:model\.layers\.1.*"));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pattern {
     /// The module of this name.

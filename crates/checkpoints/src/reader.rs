@@ -16,6 +16,23 @@ use crate::tensor::Tensor;
 use crate::weight::{Value, Weight};
 
 /// Reads the tensors of a container.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Checkpoint, Reader};
+///
+/// # let header = br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+/// # let length = (header.len() as u64).to_le_bytes();
+/// # let file = [&length[..], &header[..], &2_f32.to_le_bytes()].concat();
+/// # let path = format!("burn-fp4-reader-{}.safetensors", std::process::id());
+/// # let path = std::env::temp_dir().join(path);
+/// # std::fs::write(&path, file)?;
+/// let checkpoint = Checkpoint::open(&path)?;
+/// let mut reader = Reader::new(checkpoint.container());
+/// let weight = reader.weight(&checkpoint.weights()?[0])?;
+/// assert_eq!(weight.values()?, (vec![1], vec![2.0]));
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Reader<'c> {
     container: &'c Container,
     open: HashMap<usize, File>,

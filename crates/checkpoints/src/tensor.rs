@@ -8,6 +8,15 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 
 /// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Tensor};
+///
+/// let tensor = Tensor::new("norm.weight", Dtype::BF16, vec![2], vec![0x80, 0x3F, 0, 0x40])?;
+/// assert_eq!((tensor.len(), tensor.to_f32()?), (2, vec![1.0, 2.0]));
+/// assert!(Tensor::new("norm.weight", Dtype::BF16, vec![3], vec![0; 4]).is_err());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor<'a> {
     /// Its name in the file.
@@ -109,6 +118,17 @@ impl<'a> Tensor<'a> {
 }
 
 /// A tensor that a dialect writes.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Data, Dtype, NewTensor};
+///
+/// let bytes = NewTensor::bytes("x", Dtype::U8, [2_usize], vec![1, 2]);
+/// assert!(matches!(bytes.data, Data::Bytes(_)));
+/// let made = NewTensor::made("x", bytes.dtype, [2_usize], || Ok(vec![1, 2].into()));
+/// let Data::Made(make) = &made.data else { panic!("nothing is made before it is written") };
+/// assert_eq!(make()?[..], [1, 2]);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug)]
 pub struct NewTensor<'w> {
     /// Its name in the file.

@@ -34,6 +34,19 @@ impl fmt::Display for Trap {
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
 /// The traps of a model, given the facts of its FP4 weights, each in the place of the weight.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, traps};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+/// (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0].into());
+/// let facts = [Some(fp4.facts())];
+/// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
+/// let found = traps(&Model { weights, ..Model::default() }, &facts);
+/// let text = "`up.weight`: 1 of 1 blocks have scale 0 and other codes: they are lost";
+/// assert_eq!(found[0].to_string(), text);
+/// ```
 #[must_use]
 pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     let mut traps = Vec::new();
@@ -94,6 +107,20 @@ fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
 
 /// Pairs of FP4 weights that inference engines run as one though their tensor scales differ, by
 /// their places in the model.
+///
+/// ```
+/// use burn_fp4_checkpoints::unlike_scales;
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Numbers, TensorScale, Value, Weight};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let weights = [("mlp.gate_proj", 0.5), ("mlp.up_proj", 0.25)].map(|(name, scale)| {
+///     let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+///     fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[scale])));
+///     Weight::new(format!("{name}.weight"), 0, Value::Fp4(fp4))
+/// });
+/// let model = Model { weights: weights.into(), ..Model::default() };
+/// assert_eq!(unlike_scales(&model), [[0, 1]]);
+/// ```
 #[must_use]
 pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     let scaled = |&at: &usize| match &model.weights[at].value {

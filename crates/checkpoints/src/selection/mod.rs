@@ -58,6 +58,26 @@ pub enum Decision {
 }
 
 /// The decision about every weight of a model.
+///
+/// ```
+/// use burn_fp4_checkpoints::selection::{Choice, Preset, Selection};
+/// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
+///
+/// # let weights = ["embed_tokens.weight", "up_proj.weight"].map(|name| {
+/// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
+/// #     Weight::new(name, 0, Value::Plain(tensor))
+/// # });
+/// # let (keep, only, first_layers, last_layers) = (Vec::new(), Vec::new(), 0, 0);
+/// # let (format, preset) = (burn_fp4_formats::Fp4Format::NvFp4, Preset::AllLinear);
+/// let model = Model { weights: weights.into(), ..Model::default() };
+/// let dialect = "modelopt".to_owned();
+/// let choice =
+///     Choice { format, block_size: 16, dialect, preset, keep, only, first_layers, last_layers };
+/// let selection = Selection::of(&model, &choice)?;
+/// assert_eq!(selection.groups, [[1]]);
+/// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug)]
 pub struct Selection {
     /// One for each weight.
@@ -71,6 +91,19 @@ pub struct Selection {
 }
 
 /// The axes of a weight, as `[stacked, rows, cols]`.
+///
+/// ```
+/// use burn_fp4_checkpoints::selection::Matrices;
+/// use burn_fp4_checkpoints::{Dtype, Json, Model, Tensor, Value, Weight};
+///
+/// let config = Some(Json::object([("model_type", "gpt_oss".into())]));
+/// let model = Model { config, ..Model::default() };
+/// let tensor = Tensor::new("experts.down_proj", Dtype::BF16, vec![2, 8, 4], vec![0; 128])?;
+/// let weight = Weight::new("experts.down_proj", 0, Value::Plain(tensor));
+/// let Matrices { stacked, rows, cols, transposed } = Matrices::of(&model, &weight);
+/// assert_eq!(([stacked, rows, cols], transposed), ([2, 4, 8], true));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrices {
     /// Matrices, each with a tensor scale of its own.

@@ -38,6 +38,22 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 const PIECE: usize = 4 << 20;
 
 /// A write that has begun. Unless it is finished, or asked to stay, it is removed.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Model, Start, Tensor, Value, Weight, WriteOptions};
+/// # let path = std::env::temp_dir().join(format!("burn-fp4-output-{}.gguf", std::process::id()));
+/// # let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
+/// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
+/// # let model = Model { weights, ..Model::default() };
+/// let planned = model.plan("gguf", &WriteOptions::default())?;
+/// let mut output = planned.create(&path, "an example", Start::Anew)?;
+/// output.write(0, &model.weights[0])?;
+/// assert!(output.is_done(0) && !path.exists());
+/// output.finish()?;
+/// assert!(path.is_file());
+/// # std::fs::remove_file(&path).expect("removed");
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 pub struct Output<'p> {
     planned: &'p Planned<'p>,
     target: PathBuf,
@@ -65,8 +81,8 @@ impl fmt::Debug for Output<'_> {
 }
 
 impl Planned<'_> {
-    /// Begins to write, beside `path`. `task` says in a line what makes the bytes: only a write
-    /// of the same task is gone on with.
+    /// Begins to write, beside `path`, as in the example of [`Output`]. `task` says in a line what
+    /// makes the bytes: only a write of the same task is gone on with.
     ///
     /// # Errors
     /// Something is at `path`; another process writes there; what is gone on with was another

@@ -363,8 +363,9 @@ mod tests {
     /// What Python 3.11 makes of it by `json.dumps(json.loads(text), indent=2)`.
     #[test]
     fn texts_are_those_of_python() {
-        let text = r#"{"rms_norm_eps": 1e-06, "rope_theta": 1E+16, "layers": [1, -2.50, 1e-4, {}, []],
-            "largest": 1.7976931348623157e308, "name": "Zo\u00eb \ud83d\ude00\u007f\n"}"#;
+        let text = r#"{"rms_norm_eps": 1e-06, "rope_theta": 1E+16,
+            "layers": [1, -2.50, 1e-4, {}, []], "largest": 1.7976931348623157e308,
+            "name": "Zo\u00eb \ud83d\ude00\u007f\n"}"#;
         let python = r#"{
   "rms_norm_eps": 1e-06,
   "rope_theta": 1e+16,

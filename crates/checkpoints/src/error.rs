@@ -177,6 +177,15 @@ pub enum CheckpointError {
         /// The folder it writes to.
         path: PathBuf,
     },
+    /// A write was to be finished before all weights were written.
+    #[error("`{weight}` was not written")]
+    Unwritten {
+        /// The first of those that were not.
+        weight: String,
+    },
+    /// The format does not have what is asked of it.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// No weight would be quantized.
     #[error("none of {tensors} tensors would be quantized; `{weight}`: {reason}")]
     NothingSelected {

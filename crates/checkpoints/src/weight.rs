@@ -11,6 +11,17 @@ use crate::patterns::Pattern;
 use crate::tensor::Tensor;
 
 /// A parameter or buffer of a model, with all that belongs to it.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight};
+///
+/// let tensor = Tensor::new("up.weight", Dtype::F32, vec![1, 2], vec![0; 8])?;
+/// let weight = Weight::new("up.weight", 0, Value::Plain(tensor));
+/// assert_eq!((weight.module(), weight.kind()), ("up", "F32".to_owned()));
+/// assert_eq!((weight.len(), weight.bytes(), weight.is_quantized()), (2, 8, false));
+/// assert_eq!(weight.values()?, (vec![1, 2], vec![0.0, 0.0]));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Weight<'a> {
     /// Name of the parameter in the model, `model.layers.0.mlp.up_proj.weight`, whatever the

@@ -20,6 +20,12 @@ const MAX_AXES: u32 = 4;
 ///
 /// They are kept whole, so that a file that is written again has what its readers need, whether
 /// this project knows the keys or not.
+///
+/// ```
+/// use burn_fp4_checkpoints::GgufMetadata;
+///
+/// assert_eq!(GgufMetadata::new("llama").architecture(), Some("llama"));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Metadata {
     pairs: u64,

@@ -777,4 +777,8 @@ fn what_multiplies_the_input_is_carried_or_refused() {
         let refused = read.write(folder.join("refused"), dialect, &WriteOptions::default());
         assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
     }
+    // The floats of a layer do not say it either.
+    let decode = WriteOptions { decode_fp4: Some(Dtype::F32), ..WriteOptions::default() };
+    let refused = read.write(folder.join("refused"), "plain", &decode);
+    assert!(matches!(refused, Err(CheckpointError::CannotHold { dialect: "decoding", .. })));
 }

@@ -10,7 +10,8 @@
 //!
 //! A parameter that is not called `weight` puts its name before the scales:
 //! `experts.gate_up_proj_weight_scale`. The stacked experts of Llama 4 and gpt-oss are transposed:
-//! codes `[E, K/2, N]`, scales `[E, K/16, N]`.
+//! codes `[E, K/2, N]`, scales `[E, K/16, N]`. FP8 of DeepSeek keeps `X.weight_scale_inv`, which is
+//! written as `X.weight_scale`.
 //!
 //! Sources: `quant_utils.py`, `unified_export_hf.py`, `convert_hf_config.py` and `moe_utils.py` in
 //! `modelopt/torch/export`.

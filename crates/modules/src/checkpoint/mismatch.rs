@@ -120,8 +120,8 @@ pub enum Mismatch {
     },
     /// Tied parameters do not have the same values.
     #[error(
-        "parameter `{parameter}` is tied to `{with}`: expected the same bits, found others: quantize \
-         both alike, or save without `tie`"
+        "parameter `{parameter}` is tied to `{with}`: expected the same bits, found others: \
+         quantize both alike, or save without `tie`"
     )]
     Tied {
         /// Path of the parameter.

@@ -272,8 +272,8 @@ impl Search<'_> {
         names.iter().filter_map(|name| self.by_name.get(name).copied()).collect()
     }
 
-    /// Tensors, and matrices of stacked ones, that no parameter has, and how many more are scales of
-    /// a quantized cache. One that does not fit its parameter has one.
+    /// Tensors, and matrices of stacked ones, that no parameter has, and how many more are scales
+    /// of a quantized cache. One that does not fit its parameter has one.
     fn unused(&self) -> (Vec<Mismatch>, usize) {
         let mut used: BTreeMap<usize, BTreeSet<Option<usize>>> = BTreeMap::new();
         for target in self.targets {

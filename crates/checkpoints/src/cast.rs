@@ -105,7 +105,9 @@ pub fn cast(
 fn check(name: &str, weight: &Fp4Weight<'_>) -> Result<(), CheckpointError> {
     let blocks = weight.cols() / weight.block_size;
     let multipliers = weight.multipliers();
-    check_scales(weight.format, blocks, &weight.plain_scales(), &multipliers)
+    // GGUF states a tensor scale beside any format.
+    check_scales(weight.format, blocks, &weight.plain_scales(), &[])
+        .and_then(|()| check_scales(Fp4Format::NvFp4, blocks, &[], &multipliers))
         .map_err(|problem| CheckpointError::tensor(Path::new(""), name, problem))
 }
 

@@ -9,6 +9,8 @@
 //!
 //! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too).
 
+use std::borrow::Cow;
+
 use half::{bf16, f16};
 
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES};
@@ -103,6 +105,30 @@ impl<'a> Fp8Weight<'a> {
         Ok(Self { values, scales, granularity })
     }
 
+    /// Stacked matrices: 1 if it is a single one.
+    pub fn stacked(&self) -> usize {
+        self.values.shape[..self.values.shape.len() - 2].iter().product()
+    }
+
+    /// One of the stacked matrices, or itself if it is a single one. No data is copied.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn matrix(&self, index: usize) -> Fp8Weight<'_> {
+        let (count, stack) = (self.stacked(), self.values.shape.len() - 2);
+        assert!(index < count, "matrix {index} of {count}");
+        // One number for all of them is that of each.
+        let shared = self.granularity == Granularity::Tensor && self.scales.len() == 1;
+        Fp8Weight {
+            values: part(&self.values, stack, index, count),
+            scales: match shared {
+                true => self.scales.clone(),
+                false => part(&self.scales, stack, index, count),
+            },
+            granularity: self.granularity,
+        }
+    }
+
     /// The values times their scales, f32: exact for scales that are powers of two, otherwise
     /// rounded once.
     ///
@@ -153,5 +179,17 @@ impl<'a> Fp8Weight<'a> {
         };
         let (name, shape) = (self.values.name.clone(), self.values.shape.clone());
         Tensor::new(name, dtype, shape, bytes)
+    }
+}
+
+/// The part of a tensor that belongs to one of the matrices, which its first axes count.
+fn part<'t>(tensor: &'t Tensor<'_>, axes: usize, index: usize, count: usize) -> Tensor<'t> {
+    let length = tensor.bytes.len() / count;
+    Tensor {
+        name: Cow::Borrowed(&tensor.name),
+        file: tensor.file,
+        dtype: tensor.dtype,
+        shape: Cow::Borrowed(&tensor.shape[axes..]),
+        bytes: Cow::Borrowed(&tensor.bytes[index * length..(index + 1) * length]),
     }
 }

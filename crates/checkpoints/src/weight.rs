@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::container::gguf;
+use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
@@ -144,6 +145,22 @@ impl Weight<'_> {
             Value::Fp8(fp8) => Ok((fp8.values.shape.to_vec(), fp8.to_f32()?)),
             Value::Fp4(fp4) => Ok(fp4.parameter()),
         }
+    }
+
+    /// Whether it is the scale of a quantized cache of keys and values, which is part of no layer's
+    /// weight: `self_attn.k_proj.k_scale` and its like.
+    pub fn is_cache_scale(&self) -> bool {
+        let Value::Plain(tensor) = &self.value else { return false };
+        let mut names = self.name.rsplit('.');
+        let (scale, layer) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
+        let projection = ["q_proj", "k_proj", "v_proj"].contains(&layer);
+        let known = match scale {
+            "q_scale" | "k_scale" | "v_scale" => projection || layer.contains("attn"),
+            // Quark's.
+            "output_scale" => projection,
+            _ => false,
+        };
+        known && tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16])
     }
 
     /// Whether it is quantized to FP4 or FP8.

@@ -46,8 +46,8 @@ impl Model<'_> {
     /// ```
     ///
     /// # Errors
-    /// An unknown or read-only dialect, weights that it cannot hold, a path that exists, and what
-    /// the file system refuses.
+    /// An unknown or read-only dialect, weights that it cannot hold, a path that exists or of GGUF
+    /// does not end in `.gguf`, and what the file system refuses.
     pub fn write(
         &self,
         path: impl AsRef<Path>,
@@ -56,6 +56,11 @@ impl Model<'_> {
     ) -> Result<WriteReport, CheckpointError> {
         let path = path.as_ref();
         let planned = self.plan(dialect, options)?;
+        // A file without texts beside it is GGUF, which is opened by the end of its name.
+        if planned.plan.texts.is_none() && path.extension().is_none_or(|end| end != "gguf") {
+            let expected = "a path that ends in .gguf, as the dialect `gguf` is written to a file";
+            return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
+        }
         let mut output = planned.create(path, "", Start::Anew)?;
         for (at, weight) in self.weights.iter().enumerate() {
             output.write(at, weight)?;

@@ -523,9 +523,10 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// [`Fp4Error::Mismatch`] for weights whose blocks run along another axis than files have them,
-    /// tensor scales for each row, tied parameters with different values, and names that are not
-    /// loaded back; [`Fp4Error::Attached`] for adapters and fake quantization;
-    /// [`Fp4Error::Rename`] and [`Fp4Error::Experts`] for the map.
+    /// tensor scales for each row, tied parameters with different values, names that are not
+    /// loaded back, and what the map says that matches nothing; [`Fp4Error::Attached`] for adapters
+    /// and fake quantization; [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`]
+    /// for the map.
     fn checkpoint_fp4(&self, map: &CheckpointMap) -> Result<checkpoints::Model<'static>, Fp4Error> {
         checkpoint::save::model(self, map)
     }

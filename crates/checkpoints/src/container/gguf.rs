@@ -235,6 +235,19 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
         let mut value = Cursor { path: cursor.path, bytes: &cursor.bytes[value], at: 0 };
         match (key.as_str(), kind) {
             ("general.alignment", Kind::Fixed(4)) => alignment = u64::from(value.u32()?),
+            // `LLM_KV_SPLIT_COUNT` of llama.cpp: u16.
+            ("split.count", Kind::Fixed(2)) => {
+                let count = value.take(2)?;
+                let count = u16::from_le_bytes([count[0], count[1]]);
+                if count > 1 {
+                    return Err(CheckpointError::Refused {
+                        path: cursor.path.to_owned(),
+                        what: format!("split.count {count}"),
+                        because: "the other files have tensors of the model: merge them by \
+                                  llama-gguf-split --merge",
+                    });
+                }
+            }
             ("general.architecture", Kind::String) => architecture = Some(value.text()?),
             _ => {}
         }

@@ -51,7 +51,7 @@ impl Target {
             report.cast.add(counted);
             prepared.to_mut().value = Value::Fp4(cast);
         }
-        let holds = self.writer.holds();
+        let holds = self.writer.holds_of(&prepared);
         if prepared.input_scale.is_some() && prepared.is_quantized() && !holds.input_scale {
             report.input_scales_left_out += 1;
             prepared.to_mut().input_scale = None;

@@ -82,6 +82,8 @@ pub(crate) struct ContainerLayout {
     /// The axis of the input.
     pub(crate) axis: usize,
     pub(crate) file: FileLayout,
+    /// Whether a caller named it: every map knows the layers of Burn.
+    pub(crate) named: bool,
 }
 
 /// Matrices that are stacked on one side; `{}` stands for their number on the other.
@@ -104,6 +106,7 @@ impl CheckpointMap {
             name: name.to_owned(),
             axis,
             file: FileLayout::OutIn,
+            named: false,
         };
         Self {
             renames: Vec::new(),
@@ -119,7 +122,11 @@ impl CheckpointMap {
     }
 
     /// Replaces all that a regular expression matches in the names of a file, on the way to
-    /// paths of the module; `$1` is its first group. Several apply one after the other.
+    /// paths of the module. Several apply one after the other.
+    ///
+    /// `$1` is its first group, `$$` a dollar. A group that letters, digits or `_` follow needs
+    /// braces: `${1}_proj`. `$1_proj` is the group of the name `1_proj`, and a group that the
+    /// expression does not have is an error.
     pub fn rename(mut self, pattern: impl Into<String>, replacement: impl Into<String>) -> Self {
         self.renames.push((pattern.into(), replacement.into()));
         self
@@ -138,11 +145,11 @@ impl CheckpointMap {
     /// Says along which axis the weights of a container type are multiplied, and how files hold
     /// them. `Container { name: "Experts", axis: 1 }` of an [`Fp4Config`] is
     /// `container("Experts", 1, ..)` here. Of containers that are not named, blocks run along the
-    /// last axis.
+    /// last axis: a weight that its file says to be the other way round is an error.
     pub fn container(mut self, name: impl Into<String>, axis: usize, file: FileLayout) -> Self {
         let name = name.into();
         self.containers.retain(|container| container.name != name);
-        self.containers.push(ContainerLayout { name, axis, file });
+        self.containers.push(ContainerLayout { name, axis, file, named: true });
         self
     }
 
@@ -173,7 +180,8 @@ impl CheckpointMap {
         self
     }
 
-    /// Ignores tensors without a parameter; the report names them.
+    /// Ignores tensors without a parameter, and what the map says that matches nothing; the report
+    /// names them.
     pub fn allow_unused(mut self) -> Self {
         self.allow_unused = true;
         self
@@ -190,6 +198,11 @@ impl CheckpointMap {
     pub fn shard_size(mut self, bytes: u64) -> Self {
         self.shard_size = Some(bytes);
         self
+    }
+
+    /// Whether anything is said of a container.
+    pub(crate) fn knows(&self, container: &str) -> bool {
+        self.containers.iter().any(|known| known.name == container)
     }
 
     /// How the weights of a container lie in files.

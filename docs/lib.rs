@@ -16,5 +16,5 @@ mod table;
 mod tree;
 
 pub use page::{DocsError, fill, outside};
-pub use table::{Cell, Table};
+pub use table::{Cell, OtherRun, Table};
 pub use tree::{PAGES, made, root, tables};

@@ -90,7 +90,8 @@ pub fn fill(
                 let table = tables.iter().find(|table| table.id == id);
                 let table = table.ok_or_else(|| error(format!("no table `{id}`")))?;
                 let link = |home| format!(" ([more]({home}#{}))", anchor(&table.title));
-                let source = format!("{}{}.", table.source(), home.map_or(String::new(), link));
+                let link = home.map_or(String::new(), link);
+                let source = format!("{}{link}.{}", table.source(), table.others(&rows));
                 // A page without a link to the record says itself what was measured.
                 if home.is_none() {
                     made += &format!("{}\n\n", wrapped(&table.what, ""));

@@ -31,7 +31,7 @@ const PICTURES: &[Picture] = &[(
         (
             "A layer of 8192 x 8192 on an H200: time, us",
             "gpu-layer",
-            Panel::Lines { x: "rows of input", rows: &["bf16, us", "NVFP4, us"] },
+            Panel::Lines { x: "rows of input", rows: &["bf16 (Burn), us", "NVFP4, us"] },
         ),
         (
             "Error of the outputs of a layer of MiniLM, %",

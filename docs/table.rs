@@ -19,6 +19,16 @@ pub enum Cell {
     Words(String),
 }
 
+/// What another run measured than the one that the table names.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OtherRun {
+    /// Names of rows or columns.
+    pub of: Vec<String>,
+    /// Its date and commit, and what was different.
+    pub run: String,
+}
+
 /// A file of `docs/benchmarks`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -45,6 +55,9 @@ pub struct Table {
     pub columns: Vec<String>,
     /// The first cell of each is its name.
     pub rows: Vec<Vec<Cell>>,
+    /// Rows and columns that are not of that date and commit.
+    #[serde(default)]
+    pub other_runs: Vec<OtherRun>,
     /// What else has to be known.
     pub notes: Vec<String>,
 }
@@ -53,7 +66,8 @@ impl Table {
     /// The table of a file.
     ///
     /// # Errors
-    /// [`DocsError::Table`] for JSON of another form, and for rows, dates or columns that are none.
+    /// [`DocsError::Table`] for JSON of another form, for rows, dates or columns that are none, and
+    /// for other runs of what is not in the table.
     pub fn read(id: &str, json: &str) -> Result<Self, DocsError> {
         let problem = |problem: String| DocsError::Table { id: id.to_owned(), problem };
         let mut table: Self = serde_json::from_str(json).map_err(|e| problem(e.to_string()))?;
@@ -70,6 +84,12 @@ impl Table {
         }
         if let Some(name) = table.decimals.keys().find(|name| !table.columns.contains(name)) {
             return Err(problem(format!("`decimals` names no column `{name}`")));
+        }
+        let mut named = table.other_runs.iter().flat_map(|other| &other.of);
+        let is_unknown =
+            |name: &&String| table.row(name).is_none() && !table.columns.contains(name);
+        if let Some(name) = named.find(is_unknown) {
+            return Err(problem(format!("`other_runs` names no row and no column `{name}`")));
         }
         let date = table.date.split('-').map(str::len).collect::<Vec<_>>();
         if date != [4, 2, 2] || !table.date.chars().all(|c| c == '-' || c.is_ascii_digit()) {
@@ -134,11 +154,29 @@ impl Table {
         format!("{}; {date}, commit {commit}; `{command}`", capital(machine))
     }
 
+    /// What other runs measured of the rows named, or of all if none are: a sentence for each run,
+    /// behind a space.
+    pub fn others(&self, rows: &[&str]) -> String {
+        let mut text = String::new();
+        for OtherRun { of, run } in &self.other_runs {
+            let is_shown = |name: &&str| {
+                rows.is_empty() || rows.contains(name) || self.columns.iter().any(|c| c == name)
+            };
+            let shown: Vec<_> = of.iter().map(String::as_str).filter(is_shown).collect();
+            if !shown.is_empty() {
+                // The run comes last: a line that began with `1.`, of "axis 1.", would be a list.
+                let _ = write!(text, " Of another run: {} ({run}).", shown.join("; "));
+            }
+        }
+        text
+    }
+
     /// Heading, table, source and notes.
     pub fn record(&self) -> String {
         let mut text = format!("## {}\n\n{}\n\n", self.title, wrapped(&self.what, ""));
         text += &self.markdown(&[]).unwrap_or_default();
-        let _ = writeln!(text, "\n{}", wrapped(&format!("{}.", self.source()), ""));
+        let source = format!("{}.{}", self.source(), self.others(&[]));
+        let _ = writeln!(text, "\n{}", wrapped(&source, ""));
         for note in &self.notes {
             let _ = writeln!(text, "\n- {}", wrapped(note, "  "));
         }
@@ -210,6 +248,16 @@ mod tests {
         assert!(table.markdown(&["b"]).expect("a row").ends_with("| b | 2.00 |  |\n"));
         assert_eq!((table.figure("a", "us"), table.figure("b", "n")), (Some(1.5), None));
         assert!(table.markdown(&["c"]).is_err());
+    }
+
+    #[test]
+    fn rows_and_columns_of_another_run_are_named() {
+        let rows = r#"[["a", 1, 2], ["b", 3, 4]], "other_runs": [{"of": ["b", "n"], "run": "r"}]"#;
+        let table = Table::read("t", &json(rows)).expect("a table");
+        assert_eq!(table.others(&[]), " Of another run: b; n (r).");
+        assert_eq!(table.others(&["a"]), " Of another run: n (r).");
+        assert!(table.record().contains("`x`. Of another run: b; n (r).\n"));
+        assert!(Table::read("t", &json(&rows.replace(r#""b", "n""#, r#""c""#))).is_err());
     }
 
     #[test]

@@ -472,9 +472,14 @@ struct Expert {
 const EXPERTS: usize = 3;
 
 fn mixture(device: &Device) -> Mixture {
-    let zeros = |shape: [usize; 3]| Param::from_tensor(Tensor::<3>::zeros(shape, device));
-    let up_bias = Param::from_tensor(Tensor::<2>::zeros([EXPERTS, 32], device));
-    Mixture { experts: Experts { up: zeros([EXPERTS, 64, 32]), up_bias } }
+    mixture_of(device, [64, 32], 32)
+}
+
+/// Experts of this matrix and bias.
+fn mixture_of(device: &Device, [rows, cols]: [usize; 2], bias: usize) -> Mixture {
+    let up = Param::from_tensor(Tensor::<3>::zeros([EXPERTS, rows, cols], device));
+    let up_bias = Param::from_tensor(Tensor::<2>::zeros([EXPERTS, bias], device));
+    Mixture { experts: Experts { up, up_bias } }
 }
 
 fn separate(device: &Device) -> Separate {
@@ -719,6 +724,7 @@ fn tied_parameters_are_one_tensor_in_files() {
         Err(Fp4Error::Mismatch(mismatches)) => {
             let [Mismatch::Tied { with, .. }] = &mismatches[..] else { panic!("{mismatches:?}") };
             assert_eq!(with, "embed.weight");
+            assert!(mismatches[0].to_string().contains("save without `tie`"), "{mismatches:?}");
         }
         other => panic!("{other:?}"),
     }
@@ -1032,4 +1038,214 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
     let nowhere = file.join("below").join("a.safetensors");
     let error = Calibration::new().save(&nowhere, &map).unwrap_err();
     assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
+}
+
+#[derive(Module, Debug)]
+struct Blocks {
+    layers: Vec<Block>,
+}
+
+#[derive(Module, Debug)]
+struct Block {
+    self_attn: Attention,
+}
+
+#[test]
+fn scales_of_a_quantized_cache_are_left_out_and_counted() {
+    let folder = folder("cache");
+    let device = Device::flex();
+    let linear = |at: usize| {
+        let (_, inputs, outputs) = LINEARS[at];
+        LinearConfig::new(inputs, outputs).with_bias(false).init(&device)
+    };
+    let self_attn =
+        Attention { q_proj: linear(0), k_proj: linear(1), v_proj: linear(2), o_proj: linear(3) };
+    let fresh = Blocks { layers: vec![Block { self_attn }] };
+    let scale = |name: &str| {
+        let bytes = 0.5_f32.to_le_bytes().to_vec();
+        let tensor = FileTensor::new(name.to_owned(), Dtype::F32, Vec::new(), bytes);
+        Weight::new(name, 0, Value::Plain(tensor.expect("a scalar")))
+    };
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let path = folder.join(dialect);
+        let mut weights: Vec<_> = LINEARS[..4]
+            .iter()
+            .map(|&(name, inputs, outputs)| {
+                let matrix = packed(1, Fp4Format::NvFp4, outputs, inputs, 0.25);
+                fp4(&format!("layers.0.{name}.weight"), &[matrix])
+            })
+            .collect();
+        weights.push(scale("layers.0.self_attn.k_proj.k_scale"));
+        weights.push(scale("layers.0.self_attn.v_proj.v_scale"));
+        write(weights, &path, dialect);
+        let report = load(&path, &mut fresh.clone(), &CheckpointMap::new());
+        assert_eq!((report.packed().count(), report.cache_scales_left_out), (4, 2), "{dialect}");
+        assert!(report.unused.is_empty(), "{dialect}: {report}");
+        let line = "scales of a quantized cache that were left out: 2";
+        assert!(report.to_string().contains(line), "{dialect}: {report}");
+    }
+}
+
+/// gpt-oss says that the parameter is the other way round; of a square one the shape does not tell.
+#[test]
+fn a_weight_that_the_file_says_is_transposed_needs_the_layout_of_its_container() {
+    let folder = folder("transposed");
+    let device = Device::flex();
+    for outputs in [64, 32] {
+        let matrix = |at: usize| packed(at as u64, Fp4Format::MxFp4, outputs, 64, 1.0);
+        let matrices: Vec<_> = (0..EXPERTS).map(matrix).collect();
+        let mut up = fp4("experts.up", &matrices);
+        let Value::Fp4(weight) = &mut up.value else { panic!("FP4") };
+        weight.transposed = true;
+        let (bias, _) = dense("experts.up_bias", &[EXPERTS, outputs], 5);
+        let path = folder.join(outputs.to_string());
+        write(vec![up, bias], &path, "gpt-oss");
+
+        let mut module = mixture_of(&device, [64, outputs], outputs);
+        let found = refused(&path, &mut module, &CheckpointMap::new());
+        let [Mismatch::Axis { parameter, expected: 2, found: 1, .. }] = &found[..] else {
+            panic!("{found:?}");
+        };
+        assert_eq!(parameter, "experts.up");
+        assert!(found[0].to_string().contains("CheckpointMap::container"), "{found:?}");
+
+        let map = CheckpointMap::new().container("Experts", 1, FileLayout::AsIs);
+        load(&path, &mut module, &map);
+        let expected: Vec<_> =
+            matrices.iter().flat_map(|one| transposed(&one.dequantize(), outputs, 64)).collect();
+        assert!(floats(module.experts.up.val()) == expected, "{outputs}");
+    }
+    // A module that has it as the file does, which only one way fits.
+    let mut module = mixture_of(&device, [32, 64], 32);
+    load(&folder.join("32"), &mut module, &CheckpointMap::new());
+    let matrix = |at: usize| packed(at as u64, Fp4Format::MxFp4, 32, 64, 1.0).dequantize();
+    let expected: Vec<_> = (0..EXPERTS).flat_map(matrix).collect();
+    assert!(floats(module.experts.up.val()) == expected);
+}
+
+mod tables {
+    use super::*;
+
+    /// A container of the name of Burn's layer, without a float.
+    #[derive(Module, Debug)]
+    pub struct Linear {
+        pub table: Param<Tensor<2, Int>>,
+        pub mask: Param<Tensor<2, Bool>>,
+    }
+}
+
+#[test]
+fn integers_and_truth_values_of_linear_layers_are_not_turned() {
+    let path = folder("tables").join("tables");
+    let device = Device::flex();
+    let tables = |table: [[i64; 3]; 2], mask: [[bool; 3]; 2]| tables::Linear {
+        table: Param::initialized(ParamId::new(), Tensor::from_ints(table, &device)),
+        mask: Param::initialized(ParamId::new(), Tensor::from_data(mask, &device)),
+    };
+    let saved = tables([[1, 2, 3], [4, 5, 6]], [[true, false, false], [true, true, false]]);
+    saved.save_fp4(&path, "plain", &CheckpointMap::new()).unwrap();
+    let mut loaded = tables([[0; 3]; 2], [[false; 3]; 2]);
+    load(&path, &mut loaded, &CheckpointMap::new());
+    assert_eq!(loaded.table.val().into_data(), saved.table.val().into_data());
+    assert_eq!(loaded.mask.val().into_data(), saved.mask.val().into_data());
+}
+
+#[test]
+fn stacked_fp8_is_split_into_layers() {
+    let path = folder("stacked-fp8").join("stacked");
+    let device = Device::flex();
+    let mut random = Random::new(7);
+    let codes: Vec<u8> = (0..EXPERTS * 32 * 64).map(|_| random.below(0x7F) as u8).collect();
+    let scales: Vec<f32> = (0..EXPERTS).map(|at| 0.25 * (at + 1) as f32).collect();
+    let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let values = FileTensor::new("x", Dtype::F8_E4M3, vec![EXPERTS, 32, 64], codes.clone());
+    let stated = FileTensor::new("scale", Dtype::F32, vec![EXPERTS], bytes).expect("scales");
+    let stack = Fp8Weight::new(values.expect("a shape"), stated, [128, 128]).expect("FP8");
+    write(vec![Weight::new("experts.up", 0, Value::Fp8(stack))], &path, "modelopt");
+
+    let mut layers = separate(&device);
+    let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up");
+    load(&path, &mut layers, &map);
+    let matrices = layers.experts.iter().zip(codes.chunks_exact(32 * 64)).zip(scales);
+    for ((expert, codes), scale) in matrices {
+        let value = |&code: &u8| E4M3_VALUES[usize::from(code)] * scale;
+        let values: Vec<f32> = codes.iter().map(value).collect();
+        assert!(floats(expert.up.weight.val()) == transposed(&values, 32, 64));
+    }
+}
+
+#[test]
+fn rules_of_a_map_that_match_nothing_are_named() {
+    let folder = folder("rules");
+    let device = Device::flex();
+    let path = folder.join("linear");
+    let fresh = || LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let mut linear = fresh();
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    linear.save_fp4(&path, "modelopt", &CheckpointMap::new()).unwrap();
+    let new = CheckpointMap::new;
+    for (at, (map, call, loads, saves)) in [
+        (new().rename("^model.", ""), "rename(", true, false),
+        (new().rename_back("^layers.", ""), "rename_back(", false, true),
+        (new().tie("weigth", "weight"), "tie(", true, true),
+        (new().experts("up", "up.{}.weight"), "experts(", true, true),
+        (new().container("Experts", 1, FileLayout::AsIs), "container(", true, true),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let named = |found: &[Mismatch]| match found {
+            [Mismatch::Rule { rule, .. }] => rule.starts_with(call),
+            _ => false,
+        };
+        let allowed = map.clone().allow_unused();
+        if loads {
+            let found = refused(&path, &mut fresh(), &map);
+            assert!(named(&found), "{call}: {found:?}");
+        }
+        let report = load(&path, &mut fresh(), &allowed);
+        assert_eq!(named(&report.unused), loads, "{call}: {report}");
+        let out = folder.join(at.to_string());
+        if saves {
+            match linear.save_fp4(&out, "modelopt", &map) {
+                Err(Fp4Error::Mismatch(found)) => assert!(named(&found), "{call}: {found:?}"),
+                other => panic!("{call}: {other:?}"),
+            }
+        }
+        linear.save_fp4(&out, "modelopt", &allowed).unwrap();
+    }
+}
+
+#[test]
+fn gguf_is_saved_where_it_can_be_opened() {
+    let folder = folder("gguf");
+    let device = Device::flex();
+    let fresh = || LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let mut linear = fresh();
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let map = CheckpointMap::new();
+    let error = linear.save_fp4(folder.join("out"), "gguf", &map).unwrap_err();
+    assert!(error.to_string().contains("ends in .gguf"), "{error}");
+    linear.save_fp4(folder.join("out.gguf"), "gguf", &map).unwrap();
+    let mut loaded = fresh();
+    load(&folder.join("out.gguf"), &mut loaded, &map);
+    assert_eq!(bits(loaded.weight.val()), bits(linear.weight.val()));
+}
+
+#[test]
+fn quantized_embeddings_are_covered_by_the_config_of_compressed_tensors() {
+    let path = folder("embedding").join("out");
+    let device = Device::flex();
+    let mut saved = seeded(tied(&device), 4);
+    saved.quantize_fp4(&Fp4Config::nvfp4().container("Embedding", 1)).unwrap();
+    saved.save_fp4(&path, "compressed-tensors", &CheckpointMap::new()).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let container = checkpoint.container();
+    assert!(container.get("embed.weight_packed").is_some());
+    let config = container.quantization().expect("a config");
+    let targets = config.at(&["config_groups", "group_0", "targets"]).expect("targets");
+    assert_eq!(targets.to_string(), r#"["Linear","embed","head"]"#);
+    let mut loaded = tied(&device);
+    let report = load(&path, &mut loaded, &CheckpointMap::new());
+    assert_eq!(report.packed().count(), 2, "{report}");
 }

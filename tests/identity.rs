@@ -164,11 +164,11 @@ fn a_hundred_blocks_of_one_id_are_calibrated_each_by_its_own_inputs() {
             found.quantize_fp4(&config).unwrap();
             expected.quantize_fp4(&config).unwrap();
             assert_each_has_its_own(&format!("{name} {method}"), &found, &expected);
-            if let Some(options) = &config.gptq {
+            if let Some(options) = config.chosen_by(&config.scheme).gptq() {
                 let last = blocks(name) - 1;
                 let gram = calibration.get(&format!("blocks.{last}.weight"), 0).unwrap();
                 let weight = dense.weight(last);
-                let alone = ops::quantize_gptq(weight, 0, &config.scheme, options, gram).unwrap();
+                let alone = ops::quantize_gptq(weight, 0, &config.scheme, &options, gram).unwrap();
                 assert!(packed(&found.blocks[last]) == alone.to_packed().unwrap(), "{name}");
             }
         }
@@ -420,11 +420,11 @@ fn a_module_that_maps_in_another_order_than_it_visits_is_quantized_by_path() {
                 [("a.weight", &net.a, &dense.a), ("b.weight", &net.b, &dense.b)]
             {
                 let values = dense.weight.val();
-                let expected = match &config.gptq {
+                let expected = match config.chosen_by(&config.scheme).gptq() {
                     None => ops::quantize(values, 0, &config.scheme),
                     Some(options) => {
                         let gram = calibration.get(path, 0).unwrap();
-                        ops::quantize_gptq(values, 0, &config.scheme, options, gram)
+                        ops::quantize_gptq(values, 0, &config.scheme, &options, gram)
                     }
                 };
                 assert!(packed(linear) == expected.unwrap().to_packed().unwrap(), "{name} {path}");

@@ -9,8 +9,8 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
 use llama::{
-    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens,
-    Windows, generate, perplexity,
+    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens, Windows,
+    generate, perplexity,
 };
 use safetensors::SafeTensors;
 use tests::tensors::floats;

@@ -544,8 +544,11 @@ fn what_is_known_of_inputs_decides_about_codes() {
         calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
         assert_eq!(calibration.get("layers.0.weight", 0).unwrap().rows(), 20);
         let base = Fp4Config::nvfp4().include("layers.0.weight").include("layers.1.weight");
-        let hessian =
-            |search| Fp4Config { scheme: base.scheme.with_search(search), ..base.clone() };
+        let hessian = |search| {
+            let mut config = base.clone();
+            config.scheme = config.scheme.with_search(search);
+            config
+        };
         let output_error = |config: &Fp4Config| {
             let mut net = build();
             let exact = net.layers[0].forward(inputs.clone());

@@ -40,8 +40,10 @@ pub struct Generated {
     pub prompt_seconds: f64,
     /// To choose the second token, which is when a device records that has graphs.
     pub second_token_seconds: f64,
-    /// For each of the other tokens, of all sequences at once.
-    pub seconds_per_token: f64,
+    /// From each further token to the next, of all sequences at once.
+    pub seconds_per_token: Option<f64>,
+    /// Of all sequences, after the second.
+    pub tokens_per_second: Option<f64>,
     /// Whether they were replayed as a graph of the device.
     pub replayed: bool,
 }
@@ -61,7 +63,7 @@ pub fn generate<L: Projection>(
     device: &Device,
 ) -> Result<Generated> {
     ensure!(!prompt.is_empty(), "the prompt has no tokens");
-    ensure!(sampling.sequences > 0, "no sequences are asked for");
+    ensure!(count > 0 && sampling.sequences > 0, "no tokens are asked for");
     let (asked, positions) = (prompt.len() + count, config.max_position_embeddings);
     ensure!(asked <= positions, "{asked} tokens: the model has {positions} positions");
     let mut randoms: Vec<_> =
@@ -88,8 +90,9 @@ pub fn generate<L: Projection>(
 
     // One token of each sequence at a time, launched as one where the device can.
     let mut replay = Replay::with_state(model.clone(), cache, Llama::next);
+    let written = |sequences: &[Vec<u32>]| sequences.iter().map(Vec::len).sum::<usize>();
+    let (mut passes, mut start, mut before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
-    let (start, mut passes) = (Instant::now(), 0);
     while passes + 1 < count && !sequences.iter().all(ended) {
         let last: Vec<u32> = sequences.iter().filter_map(|tokens| tokens.last().copied()).collect();
         let position = Tensor::from_ints([(prompt.len() + passes) as i32], device);
@@ -97,16 +100,18 @@ pub fn generate<L: Projection>(
         passes += 1;
         if passes == 1 {
             second_token_seconds = start.elapsed().as_secs_f64();
+            (start, before) = (Instant::now(), written(&sequences));
         }
     }
-    let others = passes.saturating_sub(1).max(1) as f64;
-    let seconds_per_token = (start.elapsed().as_secs_f64() - second_token_seconds) / others;
+    let (seconds, others) = (start.elapsed().as_secs_f64(), passes.saturating_sub(1));
+    let further = written(&sequences) - before;
     Ok(Generated {
         sequences,
         prompt_tokens: prompt.len(),
         prompt_seconds,
         second_token_seconds,
-        seconds_per_token,
+        seconds_per_token: (others > 0).then(|| seconds / others as f64),
+        tokens_per_second: (others > 0).then(|| further as f64 / seconds),
         replayed: replay.is_graph(),
     })
 }

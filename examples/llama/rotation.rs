@@ -27,9 +27,8 @@ impl Rotation {
 
     /// For tokens at these positions, in numbers of this dtype.
     pub(super) fn at(&self, positions: &Tensor<1, Int>, dtype: DType) -> Turn {
-        let part = |table: &Tensor<2>| {
-            table.clone().select(0, positions.clone()).cast(dtype).unsqueeze()
-        };
+        let part =
+            |table: &Tensor<2>| table.clone().select(0, positions.clone()).cast(dtype).unsqueeze();
         Turn { cosines: part(&self.cosines), sines: part(&self.sines) }
     }
 }

@@ -75,11 +75,3 @@ pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};
 pub use squared_error::{PartialSums, squared_error};
 pub use tensor_amax::amax;
-
-/// [`CurvatureHandles`].
-#[deprecated(note = "say `CurvatureHandles`")]
-pub type Curvature = CurvatureHandles;
-
-/// [`TileSharing`].
-#[deprecated(note = "say `TileSharing`")]
-pub type Tile = TileSharing;

@@ -1,5 +1,5 @@
-//! 4-bit floating point for [Burn](https://burn.dev): quantize any module in place, with the bits
-//! of NVIDIA's reference.
+//! Quantizes any [Burn](https://burn.dev) module in place to 4-bit floating point: NVFP4, with the
+//! bits of NVIDIA's reference quantizer, or MXFP4, as OCP specifies it.
 //!
 //! ```
 //! use burn::nn::LinearConfig;
@@ -29,7 +29,7 @@
 //! |--------------|--------------------------------------------------------------------------|
 //! | `lib.rs`     | the names of the other crates, in one place                              |
 //! | `prelude.rs` | those that most programs need                                            |
-//! | `guide/`     | the guide: pages whose code is compiled and run                          |
+//! | `guide/`     | the guide: pages whose code is compiled, and mostly run                  |
 
 pub mod guide;
 pub mod prelude;
@@ -42,7 +42,7 @@ pub use burn_fp4_modules::{
     Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
     PackedWeight, ParameterReport, Reason, Replay, ReplayError, ReplayParts, ReplayTensors,
-    Sensitivity, SseVariant, Unused, WriteReport, checkpoints, ops,
+    Sensitivity, Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

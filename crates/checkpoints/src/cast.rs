@@ -20,6 +20,7 @@ use crate::storage::Storage;
 
 /// What a cast did to a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct CastReport {
     /// Blocks of the new format.
     pub blocks: u64,
@@ -49,7 +50,21 @@ const MXFP4_BLOCK: usize = 32;
 /// E4M3 has the powers of two from 2^-9 to 2^8.
 const TOP: i32 = 8;
 
-/// A weight in the other format, in its block size of definition.
+/// A weight in this format, in its block size of definition.
+///
+/// One that has the format already keeps its values, unless its blocks become larger.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, cast::cast};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut weight = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
+/// (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![128].into()); // 32 times 1 x 2^1
+/// let (cast, report) = cast("up.weight", &weight, Fp4Format::NvFp4)?;
+/// assert_eq!((report.blocks, report.changed_values), (2, 0));
+/// assert_eq!(cast.dequantize(), weight.dequantize());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 ///
 /// # Errors
 /// [`CheckpointError::CannotHold`] if the blocks do not fit the columns.
@@ -65,6 +80,9 @@ pub fn cast(
     }
     check(name, weight)?;
     let (codes, scales, multipliers, report) = match format {
+        _ if weight.format == format && block_size <= weight.block_size => {
+            divided(weight, block_size)
+        }
         Fp4Format::NvFp4 => to_nvfp4(weight),
         Fp4Format::MxFp4 => to_mxfp4(weight),
     };
@@ -87,7 +105,9 @@ pub fn cast(
 fn check(name: &str, weight: &Fp4Weight<'_>) -> Result<(), CheckpointError> {
     let blocks = weight.cols() / weight.block_size;
     let multipliers = weight.multipliers();
-    check_scales(weight.format, blocks, &weight.plain_scales(), &multipliers)
+    // GGUF states a tensor scale beside any format.
+    check_scales(weight.format, blocks, &weight.plain_scales(), &[])
+        .and_then(|()| check_scales(Fp4Format::NvFp4, blocks, &[], &multipliers))
         .map_err(|problem| CheckpointError::tensor(Path::new(""), name, problem))
 }
 
@@ -121,6 +141,15 @@ fn requantize(values: &[f64], scale: f64, codes: &mut Vec<u8>) -> usize {
     codes.extend(quantized.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
     let changed = |(value, code): (&f64, &u8)| f64::from(E2M1.decode(*code)) * scale != *value;
     values.iter().zip(&quantized).filter(|pair| changed(*pair)).count()
+}
+
+/// The same in smaller blocks, each with the scale of the block that it is part of.
+fn divided(weight: &Fp4Weight<'_>, block_size: usize) -> Cast {
+    let parts = weight.block_size / block_size;
+    let repeated = |&scale: &u8| std::iter::repeat_n(scale, parts);
+    let scales: Vec<u8> = weight.plain_scales().iter().flat_map(repeated).collect();
+    let report = CastReport { blocks: scales.len() as u64, ..CastReport::default() };
+    (weight.plain_codes().into_owned(), scales, weight.multipliers(), report)
 }
 
 fn to_nvfp4(weight: &Fp4Weight<'_>) -> Cast {
@@ -221,6 +250,19 @@ fn exp2(exponent: i32) -> f64 {
 /// that is a power of two in range. Otherwise each product is rounded to the nearest, the codes
 /// stay, and the values of such blocks change.
 ///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Numbers, TensorScale, cast::fold};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut weight = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+/// (weight.codes, weight.scales) = (vec![0x22; 8].into(), vec![0x38].into()); // 16 times 1 x 1
+/// weight.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5])));
+/// let (folded, report) = fold("up.weight", &weight)?;
+/// assert!(folded.tensor_scale.is_none() && report.changed_values == 0);
+/// assert_eq!(folded.dequantize(), [0.5; 16]);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
+///
 /// # Errors
 /// A scale that is NaN, negative or not finite.
 pub fn fold(
@@ -256,4 +298,40 @@ pub fn fold(
         order: Order::ElementFirst,
     };
     Ok((folded, report))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A row of blocks with these scales.
+    fn row(format: Fp4Format, block_size: usize, scales: &[u8]) -> Fp4Weight<'static> {
+        let cols = block_size * scales.len();
+        let mut row = Fp4Weight::outline(format, block_size, vec![1, cols], false, false);
+        row.codes = (0..cols / 2).map(|at| 7 * at as u8).collect();
+        row.scales = scales.to_vec().into();
+        row
+    }
+
+    #[test]
+    fn a_weight_that_has_the_format_keeps_its_values() {
+        let (nv, mx) = (Fp4Format::NvFp4, Fp4Format::MxFp4);
+        for (format, block_size, scales) in
+            [(nv, 16, [0x38, 0x31]), (nv, 32, [0x38, 0x31]), (mx, 32, [127, 125])]
+        {
+            let mut given = row(format, block_size, &scales);
+            let scale = TensorScale::Multiplier(Numbers::new(&[0.3]));
+            given.tensor_scale = format.row().tensor_scale.then_some(scale);
+            let (found, report) = cast("w", &given, format).expect("a cast");
+            assert_eq!(
+                found.dequantize(),
+                given.dequantize(),
+                "{format} in blocks of {block_size}"
+            );
+            assert_eq!(found.block_size, format.row().block_size);
+            let blocks = given.cols() / found.block_size;
+            let unchanged = CastReport { blocks: blocks as u64, ..CastReport::default() };
+            assert_eq!(report, unchanged);
+        }
+    }
 }

@@ -8,6 +8,15 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error, StrDeserializer};
 
 /// What the numbers of a tensor are.
+///
+/// ```
+/// use burn_fp4_checkpoints::{DataType, Dtype};
+///
+/// assert_eq!(DataType::named("BF16"), Some(DataType::Plain(Dtype::BF16)));
+/// let mxfp4 = DataType::of_ggml(39).expect("records of 17 bytes for 32 numbers");
+/// assert_eq!((mxfp4.to_string(), mxfp4.ggml()), ("MXFP4".to_owned(), Some(39)));
+/// assert_eq!([mxfp4.bytes(&[2, 64]), mxfp4.bytes(&[2, 48])], [Some(68), None]);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataType {
     /// Numbers one after another.

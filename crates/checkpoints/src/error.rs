@@ -78,8 +78,8 @@ pub enum CheckpointError {
     },
     /// Nothing says which dialect the checkpoint is written in.
     #[error(
-        "{}: nothing says what `{tensor}` is: name the dialect, one of {}",
-        .path.display(), .dialects.join(", ")
+        "{}: nothing says what `{tensor}` is: {}name the dialect by `open_as`, one of {}",
+        .path.display(), folder_of(.path), .dialects.join(", ")
     )]
     NoDialect {
         /// The checkpoint.
@@ -91,7 +91,7 @@ pub enum CheckpointError {
     },
     /// The checkpoint says that it is written in more than one dialect.
     #[error(
-        "{}: several dialects: {}: name the one to read it as",
+        "{}: several dialects: {}: name the one to read it as by `open_as`",
         .path.display(), .claims.join("; ")
     )]
     Ambiguous {
@@ -177,6 +177,15 @@ pub enum CheckpointError {
         /// The folder it writes to.
         path: PathBuf,
     },
+    /// A write was to be finished before all weights were written.
+    #[error("`{weight}` was not written")]
+    Unwritten {
+        /// The first of those that were not.
+        weight: String,
+    },
+    /// The format does not have what is asked of it.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// No weight would be quantized.
     #[error("none of {tensors} tensors would be quantized; `{weight}`: {reason}")]
     NothingSelected {
@@ -310,9 +319,25 @@ pub enum TensorProblem {
         /// Name of the missing tensor.
         companion: String,
     },
+    /// It is a part of a weight whose other parts the dialect does not find.
+    #[error(
+        "it ends as a part of a quantized weight, `{part}`, and no weight of this dialect has it"
+    )]
+    Alone {
+        /// How its name ends.
+        part: String,
+    },
     /// The codes and scales are no matrix of the format.
     #[error(transparent)]
     Format(#[from] FormatError),
+}
+
+/// What to open instead of a file alone.
+fn folder_of(path: &Path) -> &'static str {
+    match path.extension() {
+        Some(end) if end == "safetensors" => "open its folder, if that has a config.json, or ",
+        _ => "",
+    }
 }
 
 /// Why an expression is none, in a line: the lines before the last repeat it.

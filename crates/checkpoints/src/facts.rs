@@ -6,6 +6,7 @@ use crate::fp4::Fp4Weight;
 
 /// Counts of an FP4 weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Fp4Facts {
     /// Blocks.
     pub blocks: u64,
@@ -30,6 +31,7 @@ pub struct Fp4Facts {
 
 impl Fp4Weight<'_> {
     /// Counts codes and scales.
+    #[must_use]
     pub fn facts(&self) -> Fp4Facts {
         let grid = self.format.row().block_scale;
         let (codes, scales, multipliers) =
@@ -68,9 +70,25 @@ impl Fp4Weight<'_> {
             (*least, *most) = (least.min(scale), most.max(scale));
             facts.largest = facts.largest.max(E2M1.decode(largest) * scale);
         }
-        if facts.zero_blocks == facts.blocks {
+        // No block had a scale that is a number, or all of them are zero.
+        if facts.scales[0] > facts.scales[1] {
             facts.scales = [0.0; 2];
         }
         facts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_whose_scales_are_all_nan_has_no_range_of_scales() {
+        let format = burn_fp4_formats::Fp4Format::MxFp4;
+        let mut weight = Fp4Weight::outline(format, 32, vec![1, 32], false, false);
+        (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![0xFF].into());
+        let facts = weight.facts();
+        assert_eq!((facts.nan_blocks, facts.zero_blocks, facts.largest), (1, 0, 0.0));
+        assert_eq!(facts.scales, [0.0; 2]);
     }
 }

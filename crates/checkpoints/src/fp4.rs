@@ -15,6 +15,14 @@ use crate::tensor::Tensor;
 ///
 /// A file is written again byte for byte only from its own number: 1 / (1 / d) differs from d for
 /// one f32 in six.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Numbers, TensorScale};
+///
+/// let stated = TensorScale::Divisor(Numbers::new(&[4.0, 8.0]));
+/// assert_eq!(stated.multipliers().to_vec(), [0.25, 0.125]);
+/// assert_eq!(stated.of_matrix(1).stated().to_vec(), [8.0]);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub enum TensorScale<'a> {
     /// It multiplies (amax / 2688): ModelOpt, GGUF, torchao.
@@ -24,6 +32,16 @@ pub enum TensorScale<'a> {
 }
 
 /// f32 numbers, little-endian, read when they are asked for.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Numbers, Tensor};
+///
+/// let numbers = Numbers::new(&[0.5, 2.0]);
+/// assert_eq!((numbers.len(), numbers.to_vec()), (2, vec![0.5, 2.0]));
+/// let half = Tensor::new("up.weight_scale_2", Dtype::F16, vec![1], vec![0; 2])?;
+/// assert!(Numbers::of(half).is_err());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Numbers<'a>(Cow<'a, [u8]>);
 
@@ -63,6 +81,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// The numbers.
+    #[must_use]
     pub fn to_vec(&self) -> Vec<f32> {
         self.0.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
@@ -96,6 +115,7 @@ impl<'a> TensorScale<'a> {
     ///
     /// # Panics
     /// If there are several numbers, and not so many.
+    #[must_use]
     pub fn of_matrix(&self, at: usize) -> TensorScale<'_> {
         let numbers = self.stated();
         let one = numbers.one(if numbers.len() == 1 { 0 } else { at });
@@ -111,6 +131,7 @@ impl<'a> TensorScale<'a> {
     }
 
     /// As multipliers; a divisor's reciprocal, rounded once.
+    #[must_use]
     pub fn multipliers(&self) -> Cow<'_, Numbers<'a>> {
         match self {
             Self::Multiplier(numbers) => Cow::Borrowed(numbers),
@@ -120,6 +141,7 @@ impl<'a> TensorScale<'a> {
 
     /// As divisors; a multiplier's reciprocal, rounded once (`modelopt_nvfp4.py` of
     /// compressed-tensors converts so).
+    #[must_use]
     pub fn divisors(&self) -> Cow<'_, Numbers<'a>> {
         match self {
             Self::Divisor(numbers) => Cow::Borrowed(numbers),
@@ -141,6 +163,22 @@ pub enum Order {
 }
 
 /// A weight in FP4. Its bytes are the file's until they are asked for in another layout.
+///
+/// ```
+/// use burn_fp4_checkpoints::Fp4Weight;
+/// use burn_fp4_formats::{Fp4Format, Packed, TensorScale};
+///
+/// let (format, tensor_scale) = (Fp4Format::NvFp4, TensorScale::One(0.5));
+/// let (codes, scales) = (vec![0x22; 8], vec![0x38]); // 16 times 1, times 1
+/// let expert = Packed { format, block_size: 16, rows: 1, cols: 16, codes, scales, tensor_scale };
+/// let stack = Fp4Weight::stack("experts", &[expert.clone(), expert.clone()])?;
+/// assert_eq!((&stack.shape[..], stack.dequantize()), (&[2, 1, 16][..], vec![0.5; 32]));
+/// assert_eq!((stack.matrix(1).to_packed(), stack.facts().blocks), (vec![expert], 2));
+/// let experts = stack.split();
+/// let again = Fp4Weight::join("experts", &[("0", &experts[0]), ("1", &experts[1])])?;
+/// assert_eq!(again.to_packed(), stack.to_packed());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Fp4Weight<'a> {
     /// What the bits mean.
@@ -211,6 +249,20 @@ impl Fp4Weight<'_> {
     /// A weight without its bytes, for a plan: the dialect gets the values later.
     ///
     /// `shape` is `[.., rows, cols]`; with `scaled` there is a tensor scale for every matrix.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::Fp4Weight;
+    /// use burn_fp4_formats::Fp4Format;
+    ///
+    /// let mut weight = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![2, 16], true, false);
+    /// (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![0x38, 0x40].into());
+    /// let (shape, values) = weight.parameter();
+    /// assert_eq!((&shape[..], &values[..4]), (&[16, 2][..], &[1.0, 2.0, 1.0, 2.0][..]));
+    /// ```
+    ///
+    /// # Panics
+    /// If the shape has fewer than two axes.
+    #[must_use]
     pub fn outline(
         format: Fp4Format,
         block_size: usize,
@@ -243,6 +295,7 @@ impl Fp4Weight<'_> {
     ///
     /// # Panics
     /// If there are not so many.
+    #[must_use]
     pub fn matrix(&self, index: usize) -> Fp4Weight<'_> {
         let count = self.stacked();
         assert!(index < count, "matrix {index} of {count}");
@@ -293,11 +346,13 @@ impl Fp4Weight<'_> {
     }
 
     /// The codes, row-major, two a byte, the even one in the low nibble.
+    #[must_use]
     pub fn plain_codes(&self) -> Cow<'_, [u8]> {
         self.storage.codes(self.geometry(), &self.codes)
     }
 
     /// The block scales, row-major.
+    #[must_use]
     pub fn plain_scales(&self) -> Cow<'_, [u8]> {
         self.storage.scales(self.geometry(), &self.codes, &self.scales)
     }
@@ -320,27 +375,31 @@ impl Fp4Weight<'_> {
 
     /// The matrices as the rest of the project knows them: [`Packed::validate`] is for the caller,
     /// who knows whether the values are to be trusted.
+    #[must_use]
     pub fn to_packed(&self) -> Vec<Packed> {
-        let (rows, cols) = (self.rows(), self.cols());
+        let (rows, cols, stacked) = (self.rows(), self.cols(), self.stacked());
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
-        let codes = codes.chunks_exact(rows * cols / 2);
-        let scales = scales.chunks_exact(rows * cols / self.block_size);
-        let matrix = |((codes, scales), multiplier): ((&[u8], &[u8]), f32)| Packed {
+        let part = |bytes: &[u8], at: usize| {
+            let length = bytes.len() / stacked;
+            bytes[at * length..(at + 1) * length].to_vec()
+        };
+        let matrix = |(at, multiplier): (usize, f32)| Packed {
             format: self.format,
             block_size: self.block_size,
             rows,
             cols,
-            codes: codes.to_vec(),
-            scales: scales.to_vec(),
+            codes: part(&codes, at),
+            scales: part(&scales, at),
             tensor_scale: formats::TensorScale::One(multiplier),
         };
-        codes.zip(scales).zip(self.multipliers()).map(matrix).collect()
+        (0..stacked).zip(self.multipliers()).map(matrix).collect()
     }
 
     /// The values as the dialect computes them, f32, `[.., rows, cols]`.
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
     /// most.
+    #[must_use]
     pub fn dequantize(&self) -> Vec<f32> {
         let row = self.format.row();
         let (codes, scales) = (self.plain_codes(), self.plain_scales());
@@ -366,6 +425,7 @@ impl Fp4Weight<'_> {
 
 impl Fp4Weight<'_> {
     /// [`dequantize`](Self::dequantize) in the axes of the model's parameter, which come first.
+    #[must_use]
     pub fn parameter(&self) -> (Vec<usize>, Vec<f32>) {
         let (mut shape, values) = (self.shape.clone(), self.dequantize());
         if !self.transposed {
@@ -382,5 +442,26 @@ fn spread(numbers: Vec<f32>, count: usize) -> Vec<f32> {
     match numbers[..] {
         [one] => vec![one; count],
         _ => numbers,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_without_rows_comes_back_as_it_was() {
+        let empty = Packed {
+            format: Fp4Format::NvFp4,
+            block_size: 16,
+            rows: 0,
+            cols: 16,
+            codes: Vec::new(),
+            scales: Vec::new(),
+            tensor_scale: formats::TensorScale::One(0.5),
+        };
+        let matrices = [empty.clone(), empty];
+        let weight = Fp4Weight::stack("empty", &matrices).expect("valid matrices");
+        assert_eq!(weight.to_packed(), matrices);
     }
 }

@@ -9,6 +9,8 @@
 //!
 //! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too).
 
+use std::borrow::Cow;
+
 use half::{bf16, f16};
 
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES};
@@ -21,6 +23,19 @@ use crate::tensor::Tensor;
 const MX_BLOCK: usize = 32;
 
 /// A weight in FP8.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Fp8Weight, Granularity, Tensor};
+///
+/// let values = Tensor::new("up.weight", Dtype::F8_E4M3, vec![2, 2], vec![0x38; 4])?; // 4 times 1
+/// let scales: Vec<u8> = [1.0_f32, 3.0].into_iter().flat_map(f32::to_le_bytes).collect();
+/// let scales = Tensor::new("up.weight_scale", Dtype::F32, vec![2, 1], scales)?;
+/// let weight = Fp8Weight::new(values, scales, [128, 128])?;
+/// assert_eq!(weight.granularity, Granularity::Row);
+/// assert_eq!(weight.to_f32()?, [1.0, 1.0, 3.0, 3.0]);
+/// assert_eq!(weight.decode(Dtype::BF16)?.to_f32()?, weight.to_f32()?);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Fp8Weight<'a> {
     /// The values: F8_E4M3 or F8_E5M2, `[.., rows, cols]`.
@@ -90,6 +105,30 @@ impl<'a> Fp8Weight<'a> {
         Ok(Self { values, scales, granularity })
     }
 
+    /// Stacked matrices: 1 if it is a single one.
+    pub fn stacked(&self) -> usize {
+        self.values.shape[..self.values.shape.len() - 2].iter().product()
+    }
+
+    /// One of the stacked matrices, or itself if it is a single one. No data is copied.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn matrix(&self, index: usize) -> Fp8Weight<'_> {
+        let (count, stack) = (self.stacked(), self.values.shape.len() - 2);
+        assert!(index < count, "matrix {index} of {count}");
+        // One number for all of them is that of each.
+        let shared = self.granularity == Granularity::Tensor && self.scales.len() == 1;
+        Fp8Weight {
+            values: part(&self.values, stack, index, count),
+            scales: match shared {
+                true => self.scales.clone(),
+                false => part(&self.scales, stack, index, count),
+            },
+            granularity: self.granularity,
+        }
+    }
+
     /// The values times their scales, f32: exact for scales that are powers of two, otherwise
     /// rounded once.
     ///
@@ -140,5 +179,17 @@ impl<'a> Fp8Weight<'a> {
         };
         let (name, shape) = (self.values.name.clone(), self.values.shape.clone());
         Tensor::new(name, dtype, shape, bytes)
+    }
+}
+
+/// The part of a tensor that belongs to one of the matrices, which its first axes count.
+fn part<'t>(tensor: &'t Tensor<'_>, axes: usize, index: usize, count: usize) -> Tensor<'t> {
+    let length = tensor.bytes.len() / count;
+    Tensor {
+        name: Cow::Borrowed(&tensor.name),
+        file: tensor.file,
+        dtype: tensor.dtype,
+        shape: Cow::Borrowed(&tensor.shape[axes..]),
+        bytes: Cow::Borrowed(&tensor.bytes[index * length..(index + 1) * length]),
     }
 }

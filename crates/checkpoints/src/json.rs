@@ -3,12 +3,26 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::io;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 use serde_json::Number;
+use serde_json::ser::{Formatter, PrettyFormatter};
 
 /// A JSON value.
+///
+/// ```
+/// use burn_fp4_checkpoints::Json;
+///
+/// let mut config = Json::parse(br#"{"model_type": "llama", "cache": {"bits": 8}}"#)?;
+/// config.set("model_type", "qwen3".into());
+/// config.set("heads", Json::strings(["q", "k"]));
+/// assert_eq!(config.at(&["cache", "bits"]).and_then(Json::as_u64), Some(8));
+/// let text = r#"{"model_type":"qwen3","cache":{"bits":8},"heads":["q","k"]}"#;
+/// assert_eq!(config.to_string(), text);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub enum Json {
     /// `null`
@@ -55,8 +69,13 @@ impl Json {
     }
 
     /// Writes it as Python's `json.dump(value, indent=2)` does, without a newline at the end.
+    #[must_use]
     pub fn pretty(&self) -> String {
-        serde_json::to_string_pretty(self).expect("every JSON value can be written")
+        let mut text = Vec::new();
+        let python = Python(PrettyFormatter::new());
+        let mut serializer = serde_json::Serializer::with_formatter(&mut text, python);
+        self.serialize(&mut serializer).expect("every JSON value can be written");
+        String::from_utf8(text).expect("JSON is text")
     }
 
     /// The field of an object.
@@ -176,6 +195,80 @@ impl Serialize for Json {
     }
 }
 
+/// Writes numbers and texts as Python does.
+struct Python(PrettyFormatter<'static>);
+
+impl Formatter for Python {
+    /// `repr`: exponents have a sign and two digits at least.
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        let text = format!("{value:?}");
+        match text.split_once('e').map(|(digits, exponent)| (digits, exponent.parse::<i32>())) {
+            Some((digits, Ok(exponent))) => write!(writer, "{digits}e{exponent:+03}"),
+            Some((_, Err(_))) | None => writer.write_all(text.as_bytes()),
+        }
+    }
+
+    /// ASCII: other characters as numbers of UTF-16.
+    fn write_string_fragment<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        fragment: &str,
+    ) -> io::Result<()> {
+        fragment.chars().try_for_each(|char| match char {
+            ' '..='~' => writer.write_all(&[char as u8]),
+            _ => {
+                let mut units = [0; 2];
+                let units = char.encode_utf16(&mut units).iter();
+                units.copied().try_for_each(|unit| write!(writer, "\\u{unit:04x}"))
+            }
+        })
+    }
+
+    fn begin_array<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.begin_array(writer)
+    }
+
+    fn end_array<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.end_array(writer)
+    }
+
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        self.0.begin_array_value(writer, first)
+    }
+
+    fn end_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.end_array_value(writer)
+    }
+
+    fn begin_object<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.begin_object(writer)
+    }
+
+    fn end_object<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.end_object(writer)
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        self.0.begin_object_key(writer, first)
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.begin_object_value(writer)
+    }
+
+    fn end_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.0.end_object_value(writer)
+    }
+}
+
 /// Bytes that values may take whatever the length of their text: two bytes of it can be a value
 /// of fifty.
 pub(crate) const FREE: usize = 12 << 20;
@@ -260,5 +353,32 @@ impl<'de> Visitor<'de> for Values<'_> {
             fields.push((key, access.next_value_seed(self)?));
         }
         Ok(Json::Object(fields))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What Python 3.11 makes of it by `json.dumps(json.loads(text), indent=2)`.
+    #[test]
+    fn texts_are_those_of_python() {
+        let text = r#"{"rms_norm_eps": 1e-06, "rope_theta": 1E+16,
+            "layers": [1, -2.50, 1e-4, {}, []], "largest": 1.7976931348623157e308,
+            "name": "Zo\u00eb \ud83d\ude00\u007f\n"}"#;
+        let python = r#"{
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1e+16,
+  "layers": [
+    1,
+    -2.5,
+    0.0001,
+    {},
+    []
+  ],
+  "largest": 1.7976931348623157e+308,
+  "name": "Zo\u00eb \ud83d\ude00\u007f\n"
+}"#;
+        assert_eq!(Json::parse(text.as_bytes()).expect("JSON").pretty(), python);
     }
 }

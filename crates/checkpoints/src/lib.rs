@@ -52,6 +52,8 @@
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
 
+#![warn(missing_debug_implementations)]
+
 pub mod cast;
 mod checkpoint;
 mod container;

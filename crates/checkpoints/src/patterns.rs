@@ -25,7 +25,20 @@ use crate::json::Json;
 /// few thousand, `a{9999}` some million.
 const MOST: usize = 1 << 20;
 
+/// Characters that make a text without a mark a regular expression: names have none of them.
+const OPERATORS: [char; 10] = ['*', '+', '?', '\\', '[', '(', '{', '|', '$', '^'];
+
 /// A pattern of module names.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Pattern, Syntax};
+///
+/// let pattern = Pattern::parse("model.layers.1*", Syntax::Glob);
+/// let matcher = pattern.matcher()?;
+/// assert!(matcher.matches("model.layers.10.mlp") && !matcher.matches("model.layers.2"));
+/// assert_eq!(pattern.write(Syntax::Regex).as_deref(), Some(r"re:model\.layers\.1.*"));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pattern {
     /// The module of this name.
@@ -58,12 +71,11 @@ pub enum Syntax {
 
 impl Pattern {
     /// What a producer's text means.
+    #[must_use]
     pub fn parse(text: &str, syntax: Syntax) -> Self {
         let owned = text.to_owned();
         match (text.strip_prefix("re:"), syntax) {
-            (None, Syntax::Unmarked) if text.contains(['*', '\\', '[', '(', '|', '$', '^']) => {
-                return Self::Regex(owned);
-            }
+            (None, Syntax::Unmarked) if text.contains(OPERATORS) => return Self::Regex(owned),
             (_, Syntax::Unmarked) => return Self::PrefixStar(owned),
             (Some(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
                 return Self::Regex(regex.to_owned());
@@ -89,9 +101,12 @@ impl Pattern {
     }
 
     /// The pattern as a producer writes it, if it can.
+    #[must_use]
     pub fn write(&self, syntax: Syntax) -> Option<String> {
         let text = match (self, syntax) {
-            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked) => {
+            (Self::Exact(name) | Self::PrefixStar(name), Syntax::Unmarked)
+                if !name.contains(OPERATORS) =>
+            {
                 return Some(name.clone());
             }
             (_, Syntax::Unmarked) => return Some(self.regex()),
@@ -313,6 +328,12 @@ mod tests {
             &["model.layers.3.self_attn.q_proj"],
             &["model.layers.3.mlp"],
         );
+        check(
+            "layers.1+.mlp",
+            Syntax::Unmarked,
+            &["layers.1.mlp", "layers.11.mlp.up_proj"],
+            &["layers.2.mlp", "layers.1+.mlp"],
+        );
         check("model.layers.0.", Syntax::Names, &["model.layers.0.mlp"], &["model.layers.00"]);
     }
 
@@ -323,7 +344,9 @@ mod tests {
         check("re:a\\*b", Syntax::Regex, &["a*b"], &["axb", "ab"]);
         check("re:a\\.$", Syntax::Regex, &["a."], &["a.b", "a"]);
         check("a[b].", Syntax::Names, &["a[b].c"], &["ab.c"]);
-        assert_eq!(Pattern::Exact("a*".to_owned()).write(Syntax::Glob), None);
+        let odd = Pattern::Exact("a*".to_owned());
+        assert_eq!(odd.write(Syntax::Glob), None);
+        assert_eq!(odd.write(Syntax::Unmarked).as_deref(), Some("a\\*$"));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
@@ -15,9 +16,36 @@ use crate::tensor::Tensor;
 use crate::weight::{Value, Weight};
 
 /// Reads the tensors of a container.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Checkpoint, Reader};
+///
+/// # let header = br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+/// # let length = (header.len() as u64).to_le_bytes();
+/// # let file = [&length[..], &header[..], &2_f32.to_le_bytes()].concat();
+/// # let path = format!("burn-fp4-reader-{}.safetensors", std::process::id());
+/// # let path = std::env::temp_dir().join(path);
+/// # std::fs::write(&path, file)?;
+/// let checkpoint = Checkpoint::open(&path)?;
+/// let mut reader = Reader::new(checkpoint.container());
+/// let weight = reader.weight(&checkpoint.weights()?[0])?;
+/// assert_eq!(weight.values()?, (vec![1], vec![2.0]));
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Reader<'c> {
     container: &'c Container,
     open: HashMap<usize, File>,
+}
+
+impl fmt::Debug for Reader<'_> {
+    /// What it reads, and how many of the files are open.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reader")
+            .field("path", &self.container.root())
+            .field("open", &self.open.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl<'c> Reader<'c> {
@@ -29,14 +57,19 @@ impl<'c> Reader<'c> {
     /// Reads bytes that a tensor borrows from the container's map.
     ///
     /// # Errors
-    /// [`TensorProblem::Changed`] if the file is not as long as it was, and what the file system
-    /// refuses.
+    /// [`TensorProblem::Bytes`] if `into` is not as long as `mapped`, [`TensorProblem::Changed`] if
+    /// the file is not as long as it was, and what the file system refuses.
     pub fn read(
         &mut self,
         tensor: &str,
         mapped: &[u8],
         into: &mut [u8],
     ) -> Result<(), CheckpointError> {
+        if into.len() != mapped.len() {
+            let (expected, found) = (mapped.len() as u64, into.len() as u64);
+            let problem = TensorProblem::Bytes { expected, found };
+            return Err(CheckpointError::tensor(self.container.root(), tensor, problem));
+        }
         let Some((at, offset)) = self.container.place_of(mapped).filter(|_| !mapped.is_empty())
         else {
             // Made in memory, or nothing.
@@ -131,5 +164,33 @@ impl<'c> Reader<'c> {
                 Some(TensorScale::Divisor(numbers.try_map(&mut read)?))
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_of_another_length_is_an_error() {
+        let path = format!("burn-fp4-reader-lengths-{}.safetensors", std::process::id());
+        let path = std::env::temp_dir().join(path);
+        let header = br#"{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+        let length = (header.len() as u64).to_le_bytes();
+        std::fs::write(&path, [&length[..], &header[..], &[1, 2]].concat()).expect("written");
+        let container = Container::open(&path).expect("a file");
+        let mapped = container.get("x").expect("a tensor").bytes;
+        let mut reader = Reader::new(&container);
+        let mut whole = [0; 2];
+        reader.read("x", &mapped, &mut whole).expect("as long");
+        assert_eq!(whole, [1, 2]);
+        for bytes in [&*mapped, &[1, 2]] {
+            let shorter = reader.read("x", bytes, &mut whole[..1]);
+            let Err(CheckpointError::Tensor { problem, .. }) = shorter else {
+                panic!("a byte is missing");
+            };
+            assert_eq!(problem, TensorProblem::Bytes { expected: 2, found: 1 });
+        }
+        std::fs::remove_file(&path).expect("removed");
     }
 }

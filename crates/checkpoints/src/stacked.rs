@@ -12,6 +12,7 @@ impl Fp4Weight<'_> {
     ///
     /// Nothing is copied but shapes: codes, block scales and tensor scales are views of this
     /// weight's, in its storage and as its file states them. [`join`](Self::join) is the inverse.
+    #[must_use]
     pub fn split(&self) -> Vec<Fp4Weight<'_>> {
         let (stacked, shape) = (self.stacked(), vec![self.rows(), self.cols()]);
         let part = |bytes: &'_ [u8], at: usize| {

@@ -1,12 +1,22 @@
 //! A named tensor of a file, and one that is to be written.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::path::Path;
 
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 
 /// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Tensor};
+///
+/// let tensor = Tensor::new("norm.weight", Dtype::BF16, vec![2], vec![0x80, 0x3F, 0, 0x40])?;
+/// assert_eq!((tensor.len(), tensor.to_f32()?), (2, vec![1.0, 2.0]));
+/// assert!(Tensor::new("norm.weight", Dtype::BF16, vec![3], vec![0; 4]).is_err());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor<'a> {
     /// Its name in the file.
@@ -108,6 +118,18 @@ impl<'a> Tensor<'a> {
 }
 
 /// A tensor that a dialect writes.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Data, Dtype, NewTensor};
+///
+/// let bytes = NewTensor::bytes("x", Dtype::U8, [2_usize], vec![1, 2]);
+/// assert!(matches!(bytes.data, Data::Bytes(_)));
+/// let made = NewTensor::made("x", bytes.dtype, [2_usize], || Ok(vec![1, 2].into()));
+/// let Data::Made(make) = &made.data else { panic!("nothing is made before it is written") };
+/// assert_eq!(make()?[..], [1, 2]);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
+#[derive(Debug)]
 pub struct NewTensor<'w> {
     /// Its name in the file.
     pub name: String,
@@ -125,6 +147,16 @@ pub enum Data<'w> {
     Bytes(Cow<'w, [u8]>),
     /// Made when they are written, so that planning a file touches no data.
     Made(Box<dyn Fn() -> Result<Cow<'w, [u8]>, CheckpointError> + 'w>),
+}
+
+impl fmt::Debug for Data<'_> {
+    /// How many bytes there are; what is made is not known yet.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => f.debug_tuple("Bytes").field(&bytes.len()).finish(),
+            Self::Made(_) => f.write_str("Made"),
+        }
+    }
 }
 
 impl<'w> NewTensor<'w> {

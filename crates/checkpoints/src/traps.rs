@@ -10,6 +10,7 @@ use crate::weight::{Model, Value, Weight};
 
 /// A warning about a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Trap {
     /// The weight, unless it is about all of them.
     pub weight: Option<String>,
@@ -32,7 +33,21 @@ impl fmt::Display for Trap {
 /// No weight of a trained network is larger, and no largest one smaller.
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
-/// The traps of a model, given the facts of its FP4 weights.
+/// The traps of a model, given the facts of its FP4 weights, each in the place of the weight.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, traps};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+/// (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0].into());
+/// let facts = [Some(fp4.facts())];
+/// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
+/// let found = traps(&Model { weights, ..Model::default() }, &facts);
+/// let text = "`up.weight`: 1 of 1 blocks have scale 0 and other codes: they are lost";
+/// assert_eq!(found[0].to_string(), text);
+/// ```
+#[must_use]
 pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     let mut traps = Vec::new();
     for (weight, facts) in model.weights.iter().zip(facts) {
@@ -92,15 +107,33 @@ fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
 
 /// Pairs of FP4 weights that inference engines run as one though their tensor scales differ, by
 /// their places in the model.
+///
+/// ```
+/// use burn_fp4_checkpoints::unlike_scales;
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Numbers, TensorScale, Value, Weight};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let weights = [("mlp.gate_proj", 0.5), ("mlp.up_proj", 0.25)].map(|(name, scale)| {
+///     let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+///     fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[scale])));
+///     Weight::new(format!("{name}.weight"), 0, Value::Fp4(fp4))
+/// });
+/// let model = Model { weights: weights.into(), ..Model::default() };
+/// assert_eq!(unlike_scales(&model), [[0, 1]]);
+/// ```
+#[must_use]
 pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
-    let scale = |at: usize| match &model.weights[at].value {
-        Value::Fp4(fp4) => fp4.multipliers().first().map(|scale| scale.to_bits()),
+    let scaled = |&at: &usize| match &model.weights[at].value {
+        Value::Fp4(fp4) => {
+            Some((at, fp4.multipliers().into_iter().map(f32::to_bits).collect::<Vec<_>>()))
+        }
         Value::Plain(_) | Value::Fp8(_) => None,
     };
     let unlike = |members: &Vec<usize>| {
-        let first = scale(members[0])?;
-        let other = members.iter().find(|&&at| scale(at).is_some_and(|other| other != first))?;
-        Some([members[0], *other])
+        let mut scaled = members.iter().filter_map(scaled);
+        let (one, scales) = scaled.next()?;
+        let (other, _) = scaled.find(|(_, others)| *others != scales)?;
+        Some([one, other])
     };
     families(model).values().filter_map(unlike).collect()
 }
@@ -111,23 +144,88 @@ fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>
     let written = dialect::writer(model.quantization.dialect);
     let fused = written.map_or(true, |(_, writer)| writer.fuses());
     for members in families(model).values() {
-        let name = |at: usize| model.weights[at].name.as_str();
-        let kinds = members.iter().map(|&at| match &model.weights[at].value {
+        let kind = |at: usize| match &model.weights[at].value {
             Value::Fp4(fp4) => Some((fp4.format, fp4.block_size)),
             Value::Plain(_) | Value::Fp8(_) => None,
-        });
-        let kinds: Vec<_> = kinds.collect();
-        let what = if kinds.iter().any(|kind| *kind != kinds[0]) {
-            "is quantized otherwise: engines that run both as one refuse that (vLLM)"
-        } else {
-            let scale = |at: usize| facts[at].map(|facts| facts.multiplier.to_bits());
-            if !fused || members.iter().all(|&at| scale(at) == scale(members[0])) {
-                continue;
-            }
-            "has another tensor scale: engines that run both as one round block scales again"
         };
-        let other = members.iter().find(|&&at| at != members[0]).copied().unwrap_or(members[0]);
-        let what = format!("`{}` {what}", name(other));
-        traps.push(Trap { weight: Some(name(members[0]).to_owned()), others: 0, what });
+        let scale = |at: usize| Some(facts.get(at)?.as_ref()?.multiplier.to_bits());
+        let first = members[0];
+        let of_another_kind = members.iter().find(|&&at| kind(at) != kind(first));
+        let of_another_scale = members.iter().find(|&&at| fused && scale(at) != scale(first));
+        let (other, what) = match (of_another_kind, of_another_scale) {
+            (Some(other), _) => {
+                (other, "is quantized otherwise: engines that run both as one refuse that (vLLM)")
+            }
+            (None, Some(other)) => (
+                other,
+                "has another tensor scale: engines that run both as one round block scales again",
+            ),
+            (None, None) => continue,
+        };
+        let [weight, other] = [first, *other].map(|at| &model.weights[at].name);
+        let what = format!("`{other}` {what}");
+        traps.push(Trap { weight: Some(weight.clone()), others: 0, what });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_formats::Fp4Format;
+
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::fp4::{Fp4Weight, Numbers, TensorScale};
+    use crate::tensor::Tensor;
+
+    fn fp4(name: &str, scales: &[f32]) -> Weight<'static> {
+        let shape = vec![scales.len(), 1, 16];
+        let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, shape, false, false);
+        fp4.codes = vec![0x22; 8 * scales.len()].into();
+        fp4.scales = vec![0x38; scales.len()].into();
+        fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(scales)));
+        Weight::new(name, 0, Value::Fp4(fp4))
+    }
+
+    fn dense(name: &str) -> Weight<'static> {
+        let tensor = Tensor::new("x", Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
+        Weight::new(name, 0, Value::Plain(tensor))
+    }
+
+    fn model(weights: Vec<Weight<'static>>) -> (Model<'static>, Vec<Option<Fp4Facts>>) {
+        let facts = |weight: &Weight<'_>| match &weight.value {
+            Value::Fp4(fp4) => Some(fp4.facts()),
+            Value::Plain(_) | Value::Fp8(_) => None,
+        };
+        let facts = weights.iter().map(facts).collect();
+        (Model { weights, ..Model::default() }, facts)
+    }
+
+    fn texts(traps: &[Trap]) -> Vec<String> {
+        traps.iter().map(Trap::to_string).collect()
+    }
+
+    #[test]
+    fn the_layer_that_differs_is_named() {
+        let (q, k) = (fp4("q_proj.weight", &[0.5]), fp4("k_proj.weight", &[0.5]));
+        let (model, facts) = model(vec![q.clone(), k.clone(), dense("v_proj.weight")]);
+        let found = texts(&traps(&model, &facts));
+        assert_eq!(found.len(), 1);
+        assert!(found[0].starts_with("`q_proj.weight`: `v_proj.weight` is quantized"), "{found:?}");
+
+        let (model, facts) = self::model(vec![q, k, fp4("v_proj.weight", &[0.25])]);
+        let found = texts(&traps(&model, &facts));
+        assert_eq!(found.len(), 1);
+        assert!(found[0].starts_with("`q_proj.weight`: `v_proj.weight` has another"), "{found:?}");
+        assert!(traps(&model, &[]).is_empty(), "without facts nothing is known");
+    }
+
+    #[test]
+    fn scales_are_compared_with_those_of_every_matrix_of_every_member() {
+        let (k, v) = (fp4("k_proj.weight", &[0.5]), fp4("v_proj.weight", &[0.25]));
+        let (qkv, _) = model(vec![dense("q_proj.weight"), k, v]);
+        assert_eq!(unlike_scales(&qkv), [[1, 2]]);
+        let experts = [("ffn_gate_exps.weight", [0.5, 0.5]), ("ffn_up_exps.weight", [0.5, 0.25])];
+        let (experts, _) = model(experts.map(|(name, scales)| fp4(name, &scales)).into());
+        assert_eq!(unlike_scales(&experts), [[0, 1]]);
     }
 }

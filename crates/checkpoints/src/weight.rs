@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::container::gguf;
+use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
@@ -11,6 +12,17 @@ use crate::patterns::Pattern;
 use crate::tensor::Tensor;
 
 /// A parameter or buffer of a model, with all that belongs to it.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight};
+///
+/// let tensor = Tensor::new("up.weight", Dtype::F32, vec![1, 2], vec![0; 8])?;
+/// let weight = Weight::new("up.weight", 0, Value::Plain(tensor));
+/// assert_eq!((weight.module(), weight.kind()), ("up", "F32".to_owned()));
+/// assert_eq!((weight.len(), weight.bytes(), weight.is_quantized()), (2, 8, false));
+/// assert_eq!(weight.values()?, (vec![1, 2], vec![0.0, 0.0]));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Weight<'a> {
     /// Name of the parameter in the model, `model.layers.0.mlp.up_proj.weight`, whatever the
@@ -133,6 +145,22 @@ impl Weight<'_> {
             Value::Fp8(fp8) => Ok((fp8.values.shape.to_vec(), fp8.to_f32()?)),
             Value::Fp4(fp4) => Ok(fp4.parameter()),
         }
+    }
+
+    /// Whether it is the scale of a quantized cache of keys and values, which is part of no layer's
+    /// weight: `self_attn.k_proj.k_scale` and its like.
+    pub fn is_cache_scale(&self) -> bool {
+        let Value::Plain(tensor) = &self.value else { return false };
+        let mut names = self.name.rsplit('.');
+        let (scale, layer) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
+        let projection = ["q_proj", "k_proj", "v_proj"].contains(&layer);
+        let known = match scale {
+            "q_scale" | "k_scale" | "v_scale" => projection || layer.contains("attn"),
+            // Quark's.
+            "output_scale" => projection,
+            _ => false,
+        };
+        known && tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16])
     }
 
     /// Whether it is quantized to FP4 or FP8.

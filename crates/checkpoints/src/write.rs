@@ -30,9 +30,24 @@ impl Model<'_> {
     /// Casting and decoding happen twice, once to plan and once to write, so that never more than
     /// one weight is in memory.
     ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
+    ///
+    /// # let path = std::env::temp_dir().join(format!("burn-fp4-write-{}", std::process::id()));
+    /// let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
+    /// let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
+    /// let model = Model { weights, ..Model::default() };
+    /// let report = model.write(&path, "plain", &WriteOptions::default())?;
+    /// assert_eq!((report.files, report.tensors, report.bytes), (1, 1, 8));
+    /// assert!(path.join("model.safetensors").is_file());
+    /// assert!(model.write(&path, "plain", &WriteOptions::default()).is_err(), "it exists");
+    /// # std::fs::remove_dir_all(&path).expect("removed");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
+    ///
     /// # Errors
-    /// An unknown or read-only dialect, weights that it cannot hold, a path that exists, and what
-    /// the file system refuses.
+    /// An unknown or read-only dialect, weights that it cannot hold, a path that exists or of GGUF
+    /// does not end in `.gguf`, and what the file system refuses.
     pub fn write(
         &self,
         path: impl AsRef<Path>,
@@ -41,6 +56,11 @@ impl Model<'_> {
     ) -> Result<WriteReport, CheckpointError> {
         let path = path.as_ref();
         let planned = self.plan(dialect, options)?;
+        // A file without texts beside it is GGUF, which is opened by the end of its name.
+        if planned.plan.texts.is_none() && path.extension().is_none_or(|end| end != "gguf") {
+            let expected = "a path that ends in .gguf, as the dialect `gguf` is written to a file";
+            return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
+        }
         let mut output = planned.create(path, "", Start::Anew)?;
         for (at, weight) in self.weights.iter().enumerate() {
             output.write(at, weight)?;
@@ -54,6 +74,19 @@ impl Model<'_> {
     /// Only names, shapes and scales of tensors matter for that, unless something is cast or
     /// decoded: a weight that is made later may stand here as its
     /// [outline](crate::Fp4Weight::outline).
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
+    ///
+    /// let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
+    /// let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
+    /// let model = Model { weights, ..Model::default() };
+    /// let planned = model.plan("gguf", &WriteOptions::default())?;
+    /// assert_eq!((planned.report().tensors, planned.bytes()), (1, vec![8]));
+    /// assert!(planned.length() > 8, "there is a header");
+    /// assert!(model.plan("quark", &WriteOptions::default()).is_err(), "it is only read");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
     ///
     /// # Errors
     /// An unknown or read-only dialect, and weights that it cannot hold.

@@ -53,18 +53,18 @@ impl fmt::Display for Budget {
     }
 }
 
-/// What [`Fp4Config::method`] says of searches by squared error, as the deprecated
-/// [`Fp4Config::sse`] says it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// What a method does beyond the search of a scheme: the variants of [`ChosenBy`] that are more.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum SseVariant {
-    /// Nothing.
+pub(crate) enum BeyondBlocks {
     #[default]
-    Plain,
-    /// [`ChosenBy::SseTensorScale`].
-    TensorScale,
-    /// [`ChosenBy::SseWeighted`].
-    Weighted,
+    Nothing,
+    /// Where the search of a scheme is [`ScaleSearch::Sse`].
+    SseTensorScale,
+    /// Where the search of a scheme is [`ScaleSearch::Sse`].
+    SseWeighted,
+    /// In the place of the searches of all schemes.
+    Gptq(Gptq),
 }
 
 /// A scheme for some of the weights.
@@ -91,15 +91,54 @@ pub struct Container {
 /// stands for any part of one component and `**` for any number of components.
 ///
 /// ```
-/// use burn_fp4_modules::{Fp4Config, ops::Fp4Scheme};
+/// use burn::nn::transformer::TransformerEncoderConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, ops::Fp4Scheme};
 ///
+/// // Four blocks of six linear layers.
+/// let mut encoder = TransformerEncoderConfig::new(32, 64, 4, 4).init(&Device::flex());
 /// let config = Fp4Config::nvfp4()
 ///     .exclude("**.output.*")
-///     .with("**.down_proj.*", Fp4Scheme::mxfp4())
-///     .keep_first(1)
-///     .keep_last(1)
+///     .with("**.linear_outer.*", Fp4Scheme::mxfp4())
+///     .keep_first(1).keep_last(1)
 ///     .share_scale(["query", "key", "value"]);
-/// # let _ = config;
+/// let report = encoder.quantize_fp4(&config)?;
+/// assert_eq!(report.quantized().count(), 2 * 5);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+///
+/// Other containers than linear layers, whatever their shapes:
+///
+/// ```
+/// use burn::nn::EmbeddingConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, Indivisible, Unused, ops::Fp4Scheme};
+///
+/// let table = |channels| EmbeddingConfig::new(10, channels).init(&Device::flex());
+/// let config = Fp4Config::new(Fp4Scheme::mxfp4())
+///     .without_container("Linear")
+///     .container("Embedding", 1)
+///     .include("*.weight")
+///     .indivisible(Indivisible::Skip) // blocks of 32 do not divide 40
+///     .unused(Unused::Report);
+/// let report = vec![table(64), table(40)].quantize_fp4(&config)?;
+/// assert_eq!(report.quantized().count(), 1);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
+///
+/// For training:
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{FakeQuantWeight, Fp4Config, Fp4Module, ops::Saturated};
+///
+/// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+/// let config = Fp4Config::nvfp4().saturated(Saturated::Zero).learn_tensor_scale();
+/// layer.fake_quantize_fp4(&config)?;
+/// let fake = layer.weight.reparameterization::<FakeQuantWeight>().unwrap();
+/// assert!(fake.amax().is_some());
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -133,17 +172,9 @@ pub struct Fp4Config {
     pub indivisible: Indivisible,
     /// What to do with a part of this configuration that nothing uses.
     pub unused: Unused,
-    /// The options of [`ChosenBy::Gptq`], which takes the place of the searches of all schemes.
-    #[deprecated(
-        note = "say `.method(Method::Gptq)` or `.gptq(options)`, ask `.chosen_by(&scheme)`"
-    )]
-    pub gptq: Option<Gptq>,
-    /// [`ChosenBy::SseTensorScale`] or [`ChosenBy::SseWeighted`], where the search of a scheme is
-    /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
-    #[deprecated(
-        note = "say `.method(Method::SseWeighted)`, for instance, ask `.chosen_by(&scheme)`"
-    )]
-    pub sse: SseVariant,
+    /// Set by [`method`](Self::method) and [`gptq`](Self::gptq), told by
+    /// [`chosen_by`](Self::chosen_by).
+    pub(crate) beyond_blocks: BeyondBlocks,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
@@ -176,7 +207,6 @@ impl Fp4Config {
     }
 
     /// The weights of every `Linear`, by a scheme.
-    #[allow(deprecated)]
     pub fn new(scheme: Fp4Scheme) -> Self {
         Self {
             scheme,
@@ -192,8 +222,7 @@ impl Fp4Config {
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
             unused: Unused::Error,
-            gptq: None,
-            sse: SseVariant::Plain,
+            beyond_blocks: BeyondBlocks::Nothing,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
             calibration: Calibration::new(),
@@ -227,15 +256,14 @@ impl Fp4Config {
     /// assert_eq!(config, by_name);
     /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
     /// ```
-    #[allow(deprecated)]
     pub fn method(mut self, method: Method) -> Self {
         let chosen_by = ChosenBy::from(method);
         self.scheme.search = chosen_by.search();
-        self.gptq = chosen_by.gptq();
-        self.sse = match chosen_by {
-            ChosenBy::SseTensorScale => SseVariant::TensorScale,
-            ChosenBy::SseWeighted => SseVariant::Weighted,
-            ChosenBy::Search(_) | ChosenBy::Gptq(_) => SseVariant::Plain,
+        self.beyond_blocks = match chosen_by {
+            ChosenBy::Search(_) => BeyondBlocks::Nothing,
+            ChosenBy::SseTensorScale => BeyondBlocks::SseTensorScale,
+            ChosenBy::SseWeighted => BeyondBlocks::SseWeighted,
+            ChosenBy::Gptq(options) => BeyondBlocks::Gptq(options),
         };
         self
     }
@@ -243,22 +271,36 @@ impl Fp4Config {
     /// The options of [`Method::Gptq`] and [`Method::GptqTextbook`]: quantizes calibrated weights
     /// ([`with_calibration`](Self::with_calibration)) by GPTQ with these, whatever search the
     /// scheme has. Weights have to be finite then, whatever the scheme says.
-    #[allow(deprecated)]
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::Gptq};
+    ///
+    /// let config = Fp4Config::nvfp4().gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT });
+    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::Gptq);
+    /// ```
     pub fn gptq(mut self, options: Gptq) -> Self {
-        self.gptq = Some(options);
+        self.beyond_blocks = BeyondBlocks::Gptq(options);
         self
     }
 
     /// How the scales and codes of weights with a scheme are chosen: by GPTQ if this says so,
     /// otherwise by the search of the scheme, and by what [`method`](Self::method) makes of
     /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
-    #[allow(deprecated)]
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::Fp4Scheme};
+    ///
+    /// let config = Fp4Config::nvfp4().method(Method::SseWeighted);
+    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::SseWeighted);
+    /// let of_some = Fp4Scheme::mxfp4(); // an override, with a search of its own
+    /// assert_eq!(config.chosen_by(&of_some).method(), Method::Amax);
+    /// ```
     pub fn chosen_by(&self, scheme: &Fp4Scheme) -> ChosenBy {
-        match (self.gptq, self.sse, scheme.search) {
-            (Some(options), _, _) => ChosenBy::Gptq(options),
-            (None, SseVariant::TensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
-            (None, SseVariant::Weighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
-            (None, _, search) => ChosenBy::Search(search),
+        match (self.beyond_blocks, scheme.search) {
+            (BeyondBlocks::Gptq(options), _) => ChosenBy::Gptq(options),
+            (BeyondBlocks::SseTensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
+            (BeyondBlocks::SseWeighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
+            (_, search) => ChosenBy::Search(search),
         }
     }
 
@@ -322,6 +364,21 @@ impl Fp4Config {
     /// budget that all weights fit as they are, are errors. The errors of outputs say nothing of
     /// the loss; where there is one,
     /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_fp4_modules::{Budget, Calibration, Fp4Config, Fp4Module};
+    ///
+    /// let device = Device::flex();
+    /// let mut layer = LinearConfig::new(64, 64).init(&device);
+    /// let mut inputs = Calibration::new();
+    /// inputs.add("weight", 0, Tensor::<2>::random([128, 64], Distribution::Default, &device))?;
+    /// let config = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(4.5));
+    /// let report = layer.quantize_fp4(&config.with_calibration(&inputs))?;
+    /// assert!(report.bits_per_weight() < 4.6);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self
@@ -358,13 +415,12 @@ mod tests {
     use super::*;
 
     #[test]
-    #[allow(deprecated)]
     fn a_method_sets_all_that_it_says_and_nothing_else() {
         let base = Fp4Config::nvfp4().exclude("head.*").method(Method::SseWeighted);
         for method in Method::ALL {
             let config = base.clone().method(method);
             assert_eq!(config.chosen_by(&config.scheme), ChosenBy::from(method));
-            let rest = Fp4Config { gptq: base.gptq, sse: base.sse, ..config };
+            let rest = Fp4Config { beyond_blocks: base.beyond_blocks, ..config };
             let rest = Fp4Config { scheme: rest.scheme.with_search(ScaleSearch::Sse), ..rest };
             assert_eq!(rest, base);
         }
@@ -388,9 +444,12 @@ mod tests {
     }
 
     #[test]
-    fn configurations_from_before_methods_are_readable() {
-        let mut json = serde_json::to_value(Fp4Config::mxfp4()).unwrap();
-        assert_eq!(json.as_object_mut().unwrap().remove("sse").unwrap(), "plain");
-        assert_eq!(serde_json::from_value::<Fp4Config>(json).unwrap(), Fp4Config::mxfp4());
+    fn configurations_come_back_from_json() {
+        for method in Method::ALL {
+            let config = Fp4Config::nvfp4().method(method);
+            let json = serde_json::to_string(&config).unwrap();
+            assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap(), config, "{json}");
+        }
+        assert_eq!(serde_json::from_str::<Fp4Config>("{}").unwrap(), Fp4Config::default());
     }
 }

@@ -210,6 +210,20 @@ pub enum Fp4Error {
         /// What is wrong with it.
         problem: Box<regex::Error>,
     },
+    /// A replacement of [`CheckpointMap::rename`](crate::CheckpointMap::rename) refers to a group
+    /// that its pattern does not have.
+    #[error(
+        "rename `{pattern}`: `{replacement}` refers to the group `{group}`, which the pattern does \
+         not have: before letters, digits and `_` a group has braces, `${{1}}`"
+    )]
+    Group {
+        /// The pattern.
+        pattern: String,
+        /// The replacement.
+        replacement: String,
+        /// The group.
+        group: String,
+    },
     /// A pair of [`CheckpointMap::experts`](crate::CheckpointMap::experts) does not say on which
     /// side matrices are stacked.
     #[error("experts `{parameter}` and `{tensor}`: expected `{{}}` in one of them, and once")]

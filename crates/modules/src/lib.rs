@@ -28,6 +28,8 @@
 //! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/`,
 //! `checkpoint/` and `sensitivity/` use both.
 
+#![warn(missing_debug_implementations)]
+
 mod calibration;
 mod checkpoint;
 mod config;
@@ -64,7 +66,7 @@ pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Budget, Container, Fp4Config, Indivisible, Override, SseVariant, Unused};
+pub use config::{Budget, Container, Fp4Config, Indivisible, Override, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;
@@ -140,6 +142,22 @@ pub trait Fp4Module: Module {
     ///
     /// A weight that is used several times is quantized when its last inputs are known. All batches
     /// are in flight at a time, whatever memory the options allow.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_fp4_modules::{CalibrationOptions, Fp4Config, Fp4Module, Method};
+    ///
+    /// let device = Device::flex();
+    /// let mut layers: Vec<_> = (0..2).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    /// let batches = [Tensor::<2>::random([128, 64], Distribution::Default, &device)];
+    /// let forward = |layers: &Vec<Linear>, batch| layers[1].forward(layers[0].forward(batch));
+    /// let config = Fp4Config::nvfp4().method(Method::Gptq);
+    /// let options = CalibrationOptions::default();
+    /// let report = layers.quantize_fp4_sequential(&config, options, batches, forward)?;
+    /// assert_eq!(report.quantized().count(), 2);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`quantize_fp4`](Self::quantize_fp4) and [`Calibrate::run`].
@@ -307,6 +325,22 @@ pub trait Fp4Module: Module {
     /// configuration has for their paths, along the axis that they have. The errors in the report
     /// say what that costs. What the configuration selects does not matter.
     ///
+    /// ```
+    /// use burn::module::{Lora, Module};
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// layer.lora_fp4(&Lora::new(4, 8.0))?;
+    /// let mut layer = layer.train(); // .. and train it
+    /// layer.merge_lora_fp4(&Fp4Config::nvfp4())?;
+    /// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+    /// assert!(packed.adapter().is_none());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that
     /// needs statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
@@ -352,6 +386,20 @@ pub trait Fp4Module: Module {
 
     /// Packs every fake-quantized weight. Outputs stay the same, bit for bit.
     ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// layer.fake_quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let trained = layer.weight.val();
+    /// layer.convert_fp4()?;
+    /// assert!(layer.weight.reparameterization::<PackedWeight>().is_some());
+    /// assert_eq!(layer.weight.val().into_data(), trained.into_data());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Fp4Error::NothingFakeQuantized`]; [`Fp4Error::Attached`] if anything else is attached to a
     /// parameter, such as an adapter or a weight that is packed already; [`Fp4Error::Parameter`]
@@ -367,6 +415,20 @@ pub trait Fp4Module: Module {
     /// Burn's own `load_record` asks that the module be quantized like the record, and
     /// [`validate(false)`](ModuleRecord::validate), since the dense weights are not in the record.
     ///
+    /// ```
+    /// use burn::module::Module;
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module};
+    ///
+    /// let build = || LinearConfig::new(64, 32).init(&Device::flex());
+    /// let (mut layer, mut fresh) = (build(), build());
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// fresh.load_fp4_record(layer.clone().into_record())?;
+    /// assert_eq!(fresh.weight.val().into_data(), layer.weight.val().into_data());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Fp4Error::Record`] if the record does not fit the module. The module is then unchanged.
     fn load_fp4_record(&mut self, record: ModuleRecord) -> Result<(), Fp4Error> {
@@ -374,6 +436,25 @@ pub trait Fp4Module: Module {
     }
 
     /// [`load_fp4_record`](Self::load_fp4_record) from a file that `save_file` wrote.
+    ///
+    /// ```
+    /// use burn::module::Module;
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let path = std::env::temp_dir().join(format!("burn-fp4-doc-{}.bpk", std::process::id()));
+    /// let build = || LinearConfig::new(64, 32).init(&Device::flex());
+    /// let (mut layer, mut fresh) = (build(), build());
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// layer.clone().save_file(&path)?;
+    /// fresh.load_fp4_file(&path)?;
+    /// assert_eq!(fresh.weight.val().into_data(), layer.weight.val().into_data());
+    /// # std::fs::remove_file(&path)?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`Fp4Error::Record`], as there and if the file cannot be read.
@@ -426,17 +507,48 @@ pub trait Fp4Module: Module {
     /// inputs or other options, and then [written](checkpoints::Model::write). All of it is in host
     /// memory.
     ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::checkpoints::{Json, Value};
+    /// use burn_fp4_modules::{CheckpointMap, Fp4Config, Fp4Module};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let mut checkpoint = layer.checkpoint_fp4(&CheckpointMap::new())?;
+    /// checkpoint.config = Some(Json::object([("model_type", Json::String("toy".to_owned()))]));
+    /// let packed = checkpoint.weights.iter().find(|weight| weight.name == "weight").unwrap();
+    /// assert!(matches!(packed.value, Value::Fp4(_)));
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Fp4Error::Mismatch`] for weights whose blocks run along another axis than files have them,
-    /// tensor scales for each row, tied parameters with different values, and names that are not
-    /// loaded back; [`Fp4Error::Attached`] for adapters and fake quantization;
-    /// [`Fp4Error::Rename`] and [`Fp4Error::Experts`] for the map.
+    /// tensor scales for each row, tied parameters with different values, names that are not
+    /// loaded back, and what the map says that matches nothing; [`Fp4Error::Attached`] for adapters
+    /// and fake quantization; [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`]
+    /// for the map.
     fn checkpoint_fp4(&self, map: &CheckpointMap) -> Result<checkpoints::Model<'static>, Fp4Error> {
         checkpoint::save::model(self, map)
     }
 
     /// Moves a module. Other than [`to_device`](Module::to_device) it allocates no zeros in the
     /// place of dense weights that were looked at before, be it to print a layer.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight};
+    ///
+    /// let device = Device::flex();
+    /// let mut layer = LinearConfig::new(64, 32).init(&device);
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let moved = layer.to_device_fp4(&device);
+    /// let packed = moved.weight.reparameterization::<PackedWeight>().unwrap();
+    /// assert_eq!(packed.device(), device);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    #[must_use]
     fn to_device_fp4(mut self, device: &Device) -> Self {
         self.compact_fp4();
         self.to_device(device)
@@ -447,6 +559,19 @@ pub trait Fp4Module: Module {
     ///
     /// A quantized parameter needs one stored value to keep its shape; Burn copies all of them when
     /// it moves a parameter that was used before. Nothing else changes.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// println!("{layer}"); // which looks at the dense weight
+    /// layer.compact_fp4();
+    /// assert!(!layer.weight.is_initialized());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     fn compact_fp4(&mut self) {
         pack::compact::compact(self);
     }

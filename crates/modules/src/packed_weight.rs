@@ -24,6 +24,20 @@ use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, OpsError};
 ///
 /// On `flex`, memory of one dense weight, the largest, stays allocated once a weight was
 /// dequantized, for the next one.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight};
+///
+/// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+/// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+/// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+/// let dense = packed.tensor::<2>().dequantize();
+/// assert_eq!(dense.into_data(), layer.weight.val().into_data());
+/// assert_eq!(packed.bytes(), 64 * 32 / 2 + 64 * 32 / 16 + 4);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct PackedWeight {
     codes: Param<Tensor<2, Int>>,

@@ -10,6 +10,21 @@ use serde::{Deserialize, Serialize};
 /// float parameter of a module.
 ///
 /// Displayed it is a table; serialized it is all there is to know.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Fp4Config, Fp4Module};
+///
+/// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+/// let report = layer.quantize_fp4(&Fp4Config::nvfp4())?;
+/// assert_eq!(report.bytes_before(), 4 * (64 * 32 + 32)); // with the bias
+/// assert!(report.bytes_after() < report.bytes_before() / 5);
+/// let weight = report.get("weight").unwrap();
+/// assert!(weight.is_quantized() && weight.bits_per_value() < 4.6);
+/// assert!(weight.relative_error().unwrap() < 0.2);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Fp4Report {

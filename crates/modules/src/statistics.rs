@@ -36,7 +36,24 @@ use crate::error::Fp4Error;
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
 ///
-/// or from inputs that were kept elsewhere, by [`add`](Self::add). Clones share what they hold.
+/// or from inputs that were kept elsewhere:
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_modules::{Calibration, ops::Gram};
+///
+/// let mut calibration = Calibration::new();
+/// for tokens in [3, 5] {
+///     calibration.add("query.weight", 0, Tensor::<2>::ones([tokens, 64], &Device::flex()))?;
+/// }
+/// calibration.insert("key.weight", 0, Gram::of(&[1.0; 2 * 64], 64)?);
+/// calibration.insert_slice("experts.up", 1, 7, Gram::of(&[1.0; 2 * 64], 64)?);
+/// assert_eq!(calibration.get("query.weight", 0).unwrap().rows(), 3 + 5);
+/// assert_eq!(calibration.slices("experts.up", 1), 8);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// Clones share what they hold.
 #[derive(Clone, Default, PartialEq)]
 pub struct Calibration {
     grams: BTreeMap<(String, usize, usize), Arc<Gram>>,

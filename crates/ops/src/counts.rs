@@ -18,6 +18,13 @@ pub(crate) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
 pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 
 /// How often products with packed weights and lookups of their rows ran, since the program started.
+///
+/// ```
+/// use burn_fp4_ops::{FusedProducts, fused_products};
+///
+/// assert_eq!(fused_products(), FusedProducts::default()); // nothing ran yet
+/// ```
+#[must_use]
 pub fn fused_products() -> FusedProducts {
     FusedProducts {
         fused: FUSED.load(Ordering::Relaxed),

@@ -40,6 +40,21 @@ impl fmt::Debug for Curvature {
 impl Curvature {
     /// Factorizes the Gram matrix for weights on a device, packed in blocks of this size.
     ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::{Curvature, Gptq, OpsError, gram, search::SearchError};
+    ///
+    /// let device = Device::flex();
+    /// // Singular: all channels are the same.
+    /// let gram = gram(Tensor::<2>::ones([4, 32], &device))?;
+    /// let curvature = Curvature::new(&gram, &Gptq::TEXTBOOK, 16, &device)?;
+    /// assert_eq!((curvature.channels(), curvature.block_size()), (32, 16));
+    /// let undamped = Gptq { damping: 0.0, ..Gptq::TEXTBOOK };
+    /// let error = Curvature::new(&gram, &undamped, 16, &device).unwrap_err();
+    /// assert_eq!(error, OpsError::Search(SearchError::Singular));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`OpsError::Search`] if the Gram matrix is singular and not damped, if the damping is not
     /// usable, or if blocks do not divide the channels; [`OpsError::Device`] if the device fails.

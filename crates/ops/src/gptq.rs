@@ -17,6 +17,21 @@ use crate::tensor::Fp4Tensor;
 /// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is compensated by the weights
 /// that are still to be rounded. The search of the scheme is not used.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Fp4Scheme, Gptq, gram, quantize_gptq};
+///
+/// let mut weight = [[0.7f32]; 32];
+/// weight[0] = [6.0]; // the block scale is 1, and the nearest element to 0.7 is 0.5
+/// let weight = Tensor::<2>::from_floats(weight, &Device::flex());
+/// let gram = gram(Tensor::<2>::ones([8, 32], &Device::flex()))?;
+/// let packed = quantize_gptq(weight, 0, &Fp4Scheme::mxfp4(), &Gptq::TEXTBOOK, &gram)?;
+/// // All inputs are the same, so that the sum counts: 27.7, and 21.5 of nearest elements.
+/// let sum = packed.dequantize().sum().into_scalar::<f32>();
+/// assert!((sum - 27.7).abs() < 1.0, "{sum}");
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// As [`quantize_by_curvature`], with [`OpsError::NonFinite`] whatever the scheme says of it;
 /// [`OpsError::Search`] if the Gram matrix is singular and not damped.
@@ -40,6 +55,23 @@ pub fn quantize_gptq<const D: usize>(
 /// It runs where the curvature was made. On a device nothing is read back unless the scheme rejects
 /// values that are not finite: one that does not is for values that are finite for sure, of
 /// others the codes mean nothing. On the host such values are an error in any case.
+///
+/// ```
+/// use std::sync::Arc;
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Curvature, Fp4Scheme, Gptq, gram, quantize_by_curvature};
+///
+/// let device = Device::flex();
+/// let gram = gram(Tensor::<2>::eye(32, &device))?;
+/// let curvature = Arc::new(Curvature::new(&gram, &Gptq::TEXTBOOK, 32, &device)?);
+/// for (value, nearest) in [(1.4, 1.5f32), (2.6, 3.0)] {
+///     let weight = Tensor::<2>::full([32, 1], value, &device);
+///     let packed = quantize_by_curvature(weight, 0, &Fp4Scheme::mxfp4(), &curvature)?;
+///     // Inputs are never together, so that no error can make up for another.
+///     assert_eq!(packed.dequantize().into_data(), TensorData::from([[nearest]; 32]));
+/// }
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::PartDevice`] if the

@@ -18,6 +18,17 @@ use crate::quantize;
 
 /// `X^T X` of activations `[.., channels]`; see [`GramSum`].
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::gram;
+///
+/// let activations = Tensor::<2>::from_floats([[1.0, 2.0], [3.0, 4.0]], &Device::flex());
+/// let gram = gram(activations)?;
+/// assert_eq!(gram.get(0, 1), Some(1.0 * 2.0 + 3.0 * 4.0));
+/// assert_eq!((gram.rows(), gram.amax()), (2, 4.0));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// As [`GramSum::add`] and [`GramSum::finish`].
 pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
@@ -27,6 +38,16 @@ pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
 }
 
 /// `X^T X` of activations `[.., channels]` within every block of channels; see [`GramSum`].
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::block_hessians;
+///
+/// let activations = Tensor::<2>::from_floats([[1.0, 2.0, 3.0, 4.0]], &Device::flex());
+/// let hessians = block_hessians(activations, 2)?;
+/// assert_eq!(hessians.values(), [1.0, 2.0, 2.0, 4.0, 9.0, 12.0, 12.0, 16.0]);
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`gram`], and [`OpsError::Search`] if the blocks do not divide the channels.
@@ -44,6 +65,20 @@ pub fn block_hessians<const D: usize>(
 /// device has it. Sums of several devices are added by Burn's all-reduce. The products do not
 /// depend on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
 /// however batches were divided.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::GramSum;
+///
+/// let device = Device::flex();
+/// let mut sum = GramSum::new(2);
+/// sum.add(Tensor::<2>::from_floats([[1.0, 2.0]], &device))?;
+/// sum.add(Tensor::<2>::from_floats([[3.0, 4.0]], &device))?;
+/// let fetched = sum.fetch()?; // the device is free for the next sum
+/// let gram = fetched.gather()?;
+/// assert_eq!((gram.rows(), gram.get(0, 1)), (2, Some(14.0)));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 #[derive(Debug)]
 pub struct GramSum {
     /// Of what was on hosts.
@@ -56,6 +91,7 @@ pub struct GramSum {
 
 impl GramSum {
     /// Of the whole matrix and no activations yet.
+    #[must_use]
     pub fn new(channels: usize) -> Self {
         Self { host: Gram::new(channels), devices: Vec::new(), rows: 0 }
     }
@@ -263,6 +299,13 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
 
 /// Checks that tensors of several devices can be summed: on hosts always, otherwise by
 /// NCCL, which connects those of CUDA.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_fp4_ops::check_addable;
+///
+/// assert!(check_addable(&[Device::flex(), Device::flex()]).is_ok());
+/// ```
 ///
 /// # Errors
 /// [`OpsError::Device`] if it cannot.

@@ -12,6 +12,18 @@ use crate::layout::{check_divided, check_dtype};
 ///
 /// On an autodiff device the gradient is transformed back.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Hadamard, hadamard};
+///
+/// let mut values = [0f32; 16];
+/// values[0] = 4.0; // an outlier
+/// let values = Tensor::<1>::from_floats(values, &Device::flex());
+/// let spread = hadamard(values, 0, Hadamard::default())?;
+/// assert_eq!(spread.into_data(), TensorData::from([1f32; 16]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as
 /// [`quantize`](crate::quantize), [`OpsError::Indivisible`] if 16 does not divide the axis.
@@ -24,6 +36,18 @@ pub fn hadamard<const D: usize>(
 }
 
 /// The inverse of [`hadamard`], but for rounding.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Hadamard, hadamard, inverse_hadamard};
+///
+/// let values = Tensor::<1>::from_floats([4.0, -2.0, 1.5, 0.0], &Device::flex()).repeat_dim(0, 4);
+/// let transformed = hadamard(values.clone(), 0, Hadamard::seeded(7))?;
+/// let back = inverse_hadamard(transformed, 0, Hadamard::seeded(7))?;
+/// // Sums of quarters of such short numbers are exact.
+/// assert_eq!(back.into_data(), values.into_data());
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As there.

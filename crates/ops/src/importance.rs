@@ -18,6 +18,20 @@ use crate::tensor::Fp4Tensor;
 /// [`Joint`](crate::ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor
 /// is; the others on its device, if that has kernels.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Fp4Scheme, Importance, ScaleSearch, quantize_by_importance};
+///
+/// let (mut values, mut weights) = ([0.5f32; 32], [1f32; 32]);
+/// (values[0], weights[0]) = (9.0, 0.0); // an outlier, of a channel whose inputs are all 0
+/// let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse);
+/// let values = Tensor::<1>::from_floats(values, &Device::flex());
+/// let packed = quantize_by_importance(values, 0, &scheme, Importance::Channels(&weights))?;
+/// // The outlier saturates. With the block scale 2, which it needs, 0.5 would become 0.
+/// assert_eq!(packed.dequantize().into_data().as_slice::<f32>().unwrap()[1..], [0.5; 31]);
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of
 /// importance, or if it is for another number of channels; [`OpsError::TooLarge`] for too many
@@ -63,6 +77,20 @@ pub fn quantize_by_importance<const D: usize>(
 /// [`quantize`](crate::quantize) with the tensor scale, of
 /// [those worth trying](burn_fp4_search::tensor_scale_candidates), that leaves the smallest squared
 /// error.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Fp4Scheme, quantize, quantize_with_best_tensor_scale};
+///
+/// let values = Tensor::<1>::from_floats([6.0, 5.0], &Device::flex()).repeat_dim(0, 8);
+/// let scheme = Fp4Scheme::nvfp4();
+/// let by_amax = quantize(values.clone(), 0, &scheme)?.squared_error(values.clone())?;
+/// let best = quantize_with_best_tensor_scale(values.clone(), 0, &scheme)?.squared_error(values)?;
+/// let [by_amax, best] = [by_amax, best].map(|sums| sums.slice([0..1]).into_scalar::<f32>());
+/// // By the amax the 6 stays, and each of eight 5 becomes a 4 or a 6.
+/// assert!((by_amax - 8.0).abs() < 1e-3 && best < 5.0, "{by_amax} {best}");
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme has no tensor scale to

@@ -10,6 +10,7 @@ use crate::pass::Pass;
 
 /// Whether a device can record what a pass launches: the first CUDA device, after
 /// [`init`](crate::init). One that is differentiated cannot.
+#[must_use]
 pub fn records_launches(device: &Device) -> bool {
     #[cfg(feature = "cube")]
     if let burn::backend::DispatchDevice::Cube(device) = device.as_dispatch() {
@@ -20,6 +21,7 @@ pub fn records_launches(device: &Device) -> bool {
 }
 
 /// Tensors that are carried from one run of [`Launches`] to the next. They stay in their memory.
+#[derive(Debug)]
 pub struct LaunchState {
     #[cfg(feature = "cube")]
     state: State,
@@ -69,6 +71,23 @@ impl LaunchState {
 /// What a pass launches, recorded by a device, which runs it again as one: nothing is launched from
 /// the host any more. A recording is bound to shapes and dtypes of its inputs, and to whatever else
 /// the pass reads, which must not change as long as the recording is used.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{LaunchState, Launches, records_launches};
+///
+/// let device = Device::flex(); // with `Device::cuda(0)`, after `init`, it is recorded
+/// let x = vec![Tensor::<1>::from_floats([1.0, 2.0], &device).into_dispatch()];
+/// let doubled = LaunchState::new(&device, vec![], vec![]).and_then(|mut state| {
+///     let launches = Launches::record(&mut state, x.clone(), &|state, mut inputs| {
+///         let x = Tensor::<1>::from_dispatch(inputs.remove(0));
+///         (state, vec![(x * 2.0).into_dispatch()])
+///     })?;
+///     launches.run(&mut state, x)
+/// });
+/// assert_eq!(doubled.is_ok(), records_launches(&device));
+/// ```
+#[derive(Debug)]
 pub struct Launches {
     #[cfg(feature = "cube")]
     recorded: Recorded,

@@ -8,6 +8,18 @@ use burn_fp4_search::host::View;
 use crate::error::OpsError;
 
 /// What a quantized tensor is, apart from its bits. All shapes are computed here.
+///
+/// ```
+/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
+///
+/// let layout = Fp4Layout::new(&[64, 10].into(), 0, &Fp4Scheme::nvfp4())?;
+/// assert_eq!(layout.codes_shape(), [10, 32]); // two codes are a byte
+/// assert_eq!(layout.scales_shape(), [10, 4]); // blocks of 16
+/// let odd = Fp4Layout { shape: vec![24, 10], ..layout };
+/// let error = OpsError::Indivisible { axis: 0, length: 24, block_size: 16 };
+/// assert_eq!(odd.validate(), Err(error));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Fp4Layout {
     /// What the bits mean.

@@ -38,6 +38,8 @@
 //! | `fused/`        | unmodified layers straight from the codes, on Cube devices               |
 //! | `train/`        | fake quantization, and products of quantized values with their gradients |
 
+#![warn(missing_debug_implementations)]
+
 #[cfg(feature = "cube")]
 mod counts;
 mod curvature;
@@ -76,7 +78,10 @@ pub use burn_fp4_search::{
 pub use counts::{FusedProducts, fused_products};
 pub use curvature::Curvature;
 pub use devices::extension::Fp4Backend;
-pub use devices::{portable, repeats_values};
+// Public for the project's tests, which run it on devices that have code of their own.
+#[doc(hidden)]
+pub use devices::portable;
+pub use devices::repeats_values;
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
@@ -105,6 +110,16 @@ pub use train::train_product::train_product;
 /// call it again changes nothing, and without such devices it does nothing. [`products`] says what
 /// becomes of a weight.
 ///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_fp4_ops::{init, multiplies_codes};
+///
+/// init()?;
+/// init()?;
+/// assert!(!multiplies_codes(&Device::flex())); // no Cube device
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being
 /// fused then, without these products.
@@ -116,6 +131,7 @@ pub fn init() -> Result<(), OpsError> {
 
 /// Whether layers with packed weights on this device can multiply straight from the codes; see
 /// [`init`], and [`products`] for a weight.
+#[must_use]
 pub fn multiplies_codes(device: &Device) -> bool {
     #[cfg(feature = "cube")]
     return fused::is_active(device);

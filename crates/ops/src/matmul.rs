@@ -15,6 +15,18 @@ use crate::tensor::Fp4Tensor;
 /// with kernels multiply straight from the codes. On an autodiff device the gradient of the input
 /// flows.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, matmul, quantize};
+///
+/// let device = Device::flex();
+/// let weight = quantize(Tensor::<2>::full([32, 2], 1.4, &device), 0, &Fp4Scheme::mxfp4())?;
+/// let product = matmul(Tensor::<2>::ones([1, 32], &device), &weight)?;
+/// // 1.4 is 5.6 times the block scale 1/4; the nearest element is 6, and the value 1.5.
+/// assert_eq!(product.into_data(), TensorData::from([[32.0 * 1.5f32; 2]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// [`OpsError::DType`] if the input is not f32, f16 or bf16, [`OpsError::Contraction`] if the
 /// weight is quantized along the other axis or K differs.
@@ -26,6 +38,18 @@ pub fn matmul<const D: usize>(
 }
 
 /// [`matmul`] plus a bias `[N]`, in one operation if it has the dtype of the input.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, linear, quantize};
+///
+/// let device = Device::flex();
+/// let weight = quantize(Tensor::<2>::full([32, 2], 1.5, &device), 0, &Fp4Scheme::mxfp4())?;
+/// let bias = Tensor::<1>::from_floats([2.0, -8.0], &device);
+/// let output = linear(Tensor::<2>::ones([1, 32], &device), &weight, Some(bias))?;
+/// assert_eq!(output.into_data(), TensorData::from([[50f32, 40.0]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`matmul`]; [`OpsError::Shape`] for a bias of another length.
@@ -72,6 +96,19 @@ pub fn linear<const D: usize>(
 /// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
 /// Burn's [`embedding`](burn::tensor::module::embedding) of the dequantized weight, bit for bit.
 /// Only these rows are decoded; the values are not part of an autodiff graph.
+///
+/// ```
+/// use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, embedding, quantize};
+///
+/// let device = Device::flex();
+/// let table = Tensor::<2>::from_floats([[1.4], [3.0]], &device).repeat_dim(1, 32);
+/// let table = quantize(table, 1, &Fp4Scheme::mxfp4())?;
+/// let indices = Tensor::<2, Int>::from_ints([[1, 0]], &device);
+/// let rows = embedding(&table, indices, FloatDType::F32)?;
+/// assert_eq!(rows.into_data(), TensorData::from([[[3f32; 32], [1.5; 32]]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`Fp4Tensor::select_rows`].

@@ -12,6 +12,17 @@ use crate::error::OpsError;
 ///
 /// `largest_scale` (ModelOpt's `fp8_max_for_normalization`) is 448, or 256 for Four Over Six.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::modelopt::compute_fp4_scales;
+///
+/// let amax = Tensor::<1>::from_floats([6.3, 12.0], &Device::flex());
+/// // A sixth, rounded to E4M3: 1.05 lies between 1 and 1.125.
+/// let scales = compute_fp4_scales(amax, Some(6.0 * 448.0), true, 448.0)?;
+/// assert_eq!(scales.into_data(), TensorData::from([1f32, 2.0]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// [`OpsError::Device`] if a device fails.
 pub fn compute_fp4_scales<const D: usize>(
@@ -29,6 +40,18 @@ pub fn compute_fp4_scales<const D: usize>(
 
 /// The values `[.., 2 x K]` of packed codes u8 `[.., K]`, given the scales
 /// `[.., 2 x K / block_size]` of any float dtype.
+///
+/// ```
+/// use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+/// use burn_fp4_ops::modelopt::fp4_dequantize;
+///
+/// let device = Device::flex();
+/// let packed = Tensor::from_data([[0x21u8; 8]], (&device, DType::U8)); // elements 0.5 and 1
+/// let scales = Tensor::<2>::from_floats([[8.0]], &device);
+/// let values = fp4_dequantize(packed, scales, 0.5, 16, FloatDType::F32)?;
+/// assert_eq!(values.slice([0..1, 0..2]).into_data(), TensorData::from([[2f32, 4.0]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// [`OpsError::Format`] if the scales do not cover the codes, [`OpsError::Device`] if a device
@@ -51,6 +74,18 @@ pub fn fp4_dequantize<const D: usize>(
 
 /// Rounds every value to the FP4 grid of its block; one amax per block, in any shape, whose count
 /// decides the block size.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::modelopt::static_blockwise_fp4_fake_quant;
+///
+/// let device = Device::flex();
+/// let values = Tensor::<1>::from_floats([0.7, 6.0, -2.6, 0.2], &device);
+/// let amax = Tensor::<1>::from_floats([6.0], &device); // of one block, whose scale is 1
+/// let rounded = static_blockwise_fp4_fake_quant(values, amax, None, false, 448.0, None)?;
+/// assert_eq!(rounded.into_data(), TensorData::from([0.5f32, 6.0, -3.0, 0.0]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// [`OpsError::Format`] if the amaxes do not divide the values, [`OpsError::Device`] if a device

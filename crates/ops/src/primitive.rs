@@ -1,5 +1,8 @@
 //! [`Fp4Primitive`]: the triple of codes, block scales and tensor scale as a backend sees it.
 
+// With fusion, `ExtensionType` makes types beside it that have none.
+#![cfg_attr(feature = "cube", allow(missing_debug_implementations))]
+
 #[cfg(feature = "cube")]
 use std::sync::Arc;
 

@@ -137,6 +137,18 @@ impl fmt::Display for Why {
 
 /// How Burn's layers that compute in this dtype multiply by a weight of this layout on a device; on
 /// hosts, [`matmul`](crate::matmul) and [`embedding`](crate::embedding) do so from the codes.
+///
+/// ```
+/// use burn::tensor::{DType, Device};
+/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Products, Why, products};
+///
+/// let layout = Fp4Layout::new(&[64, 32].into(), 0, &Fp4Scheme::nvfp4())?;
+/// let found = products(&layout, DType::F32, &Device::flex());
+/// assert_eq!(found, Products::Dequantized(Why::Host));
+/// assert!(found.to_string().contains("Fp4Linear")); // what to do about it
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+#[must_use]
 pub fn products(layout: &Fp4Layout, dtype: DType, device: &Device) -> Products {
     let rank = layout.shape.len();
     if rank != 2 {

@@ -13,6 +13,18 @@ use crate::tensor::Fp4Tensor;
 ///
 /// The values may be f32, f16 or bf16. They are not part of an autodiff graph afterwards.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, quantize};
+///
+/// let values = Tensor::<1>::from_floats([0.7, 6.0, -2.6, 0.2], &Device::flex()).repeat_dim(0, 8);
+/// let packed = quantize(values, 0, &Fp4Scheme::mxfp4())?;
+/// // The largest element, 6, is the amax of the block of 32: the block scale is 1.
+/// let dense = packed.dequantize().slice([0..4]).into_data();
+/// assert_eq!(dense, TensorData::from([0.5f32, 6.0, -3.0, 0.0]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// - [`OpsError::Axis`]: the tensor has no such axis.
 /// - [`OpsError::DType`]: another dtype.
@@ -47,6 +59,15 @@ pub(crate) fn quantize_with_amax<const D: usize>(
 }
 
 /// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::amax;
+///
+/// let values = Tensor::<2>::from_floats([[1.0, -3.0], [2.5, 0.0]], &Device::flex());
+/// assert_eq!(amax(values)?.into_data(), TensorData::from([3f32]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// [`OpsError::DType`] if the values are not f32, f16 or bf16, [`OpsError::TooLarge`] for

@@ -13,6 +13,24 @@ use crate::error::OpsError;
 /// attention that is one operation, Burn may choose another kernel.
 ///
 /// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::Rerun;
+///
+/// let recorder = Device::capture();
+/// let recorded = recorder.capture_scope(|scope| {
+///     let _product = Tensor::<2>::from_floats([[1.0, -2.0]], &recorder) * 3.0;
+///     scope.complete([], [])
+/// });
+/// let (recorded, mut rerun) = (recorded.unwrap(), Rerun::on(&Device::flex())?);
+/// recorded.values.into_iter().for_each(|(id, values)| rerun.insert_data(id, values));
+/// recorded.graph.operations.iter().for_each(|operation| rerun.run(operation));
+/// let product = recorded.graph.operations.iter().flat_map(|made| made.outputs()).last().unwrap();
+/// assert_eq!(rerun.matrix(product).into_data(), TensorData::from([[3f32, -6.0]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+#[derive(Debug)]
 pub struct Rerun {
     interpreter: Box<dyn Interpret>,
     #[cfg(feature = "cube")]

@@ -13,7 +13,21 @@ use crate::primitive::{Fp4Primitive, tensor_data};
 ///
 /// Physically the blocked axis is innermost: a weight `[K, N]` quantized along axis 0 holds codes
 /// `[N, K / 2]`, which is also how files of the Python world lay it out.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, quantize};
+///
+/// let weight = Tensor::<2>::full([64, 8], 1.4, &Device::flex());
+/// let packed = quantize(weight, 0, &Fp4Scheme::mxfp4())?;
+/// assert_eq!((packed.codes().dims(), packed.scales().dims()), ([8, 32], [8, 2]));
+/// assert_eq!(packed.bytes(), 8 * 32 + 8 * 2 + 4);
+/// // 1.4 is 5.6 times the block scale 1/4; the nearest element is 6.
+/// assert_eq!(packed.dequantize().into_data(), TensorData::from([[1.5f32; 8]; 64]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct Fp4Tensor<const D: usize> {
     codes: Tensor<2, Int>,
     scales: Tensor<2, Int>,
@@ -28,6 +42,20 @@ impl<const D: usize> Fp4Tensor<D> {
     ///
     /// Both kinds of scales are read back, in one transfer: any code is a number, but not any
     /// scale.
+    ///
+    /// ```
+    /// use burn::tensor::{DType, Device, Tensor, TensorData};
+    /// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Fp4Tensor};
+    ///
+    /// let device = Device::flex();
+    /// let layout = Fp4Layout::new(&[32].into(), 0, &Fp4Scheme::mxfp4())?;
+    /// let codes = Tensor::from_data([[0x21u8; 16]], (&device, DType::U8)); // elements 0.5 and 1
+    /// let scales = Tensor::from_data([[128u8]], (&device, DType::U8)); // 2^(128 - 127)
+    /// let one = Tensor::from_data([1f32.to_bits() as i32], (&device, DType::I32));
+    /// let packed = Fp4Tensor::<1>::from_parts(codes, scales, one, layout)?;
+    /// assert_eq!(packed.dequantize().slice([0..2]).into_data(), TensorData::from([1f32, 2.0]));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
     ///
     /// # Errors
     /// As [`from_parts_unread`](Self::from_parts_unread), and [`OpsError::Format`] for a scale that
@@ -45,6 +73,20 @@ impl<const D: usize> Fp4Tensor<D> {
 
     /// [`from_parts`](Self::from_parts) of parts whose bits were checked before: nothing is read
     /// back. A NaN among its scales would go into every product.
+    ///
+    /// ```
+    /// use burn::tensor::{DType, Device, Tensor};
+    /// use burn_fp4_ops::{Fp4Scheme, Fp4Tensor, OpsError, quantize};
+    ///
+    /// let device = Device::flex();
+    /// let packed = quantize(Tensor::<1>::ones([32], &device), 0, &Fp4Scheme::mxfp4())?;
+    /// let nan = || Tensor::from_data([[0xFFu8]], (&device, DType::U8));
+    /// let (codes, one, layout) = (packed.codes(), packed.tensor_scale_bits(), packed.layout());
+    /// let checked = Fp4Tensor::<1>::from_parts(codes.clone(), nan(), one.clone(), layout.clone());
+    /// assert!(matches!(checked, Err(OpsError::Format(_))));
+    /// assert!(Fp4Tensor::<1>::from_parts_unread(codes, nan(), one, layout.clone()).is_ok());
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
     ///
     /// # Errors
     /// [`OpsError::PartDType`], [`OpsError::Shape`] or [`OpsError::PartDevice`] naming the part
@@ -148,11 +190,25 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 
     /// The values in f32: bit for bit the oracle's, `(element x block scale) x tensor scale`.
+    #[must_use]
     pub fn dequantize(&self) -> Tensor<D> {
         self.dequantize_to(FloatDType::F32)
     }
 
     /// The values, computed in f32 and rounded once to a dtype.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, FloatDType, Tensor, TensorData, f16};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    ///
+    /// let weight = Tensor::<1>::full([32], 1.4, &Device::flex());
+    /// let packed = quantize(weight, 0, &Fp4Scheme::mxfp4())?;
+    /// let expected = TensorData::from([f16::from_f32(1.5); 32]);
+    /// assert_eq!(packed.dequantize_to(FloatDType::F16).into_data(), expected);
+    /// assert_eq!(packed.into_dense(FloatDType::F16).into_data(), expected); // needed no more
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    #[must_use]
     pub fn dequantize_to(&self, dtype: FloatDType) -> Tensor<D> {
         self.clone().into_dense(dtype)
     }
@@ -161,6 +217,7 @@ impl<const D: usize> Fp4Tensor<D> {
     ///
     /// On a Cube device dequantization and a product become one if nothing stands between in the
     /// stream of operations, and to free a tensor that another thread made is an operation.
+    #[must_use]
     pub fn into_dense(self, dtype: FloatDType) -> Tensor<D> {
         self.drain_stream();
         let Self { codes, scales, tensor_scale, layout } = self;
@@ -188,6 +245,17 @@ impl<const D: usize> Fp4Tensor<D> {
     /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of
     /// their squares.
     ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor, TensorData};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    ///
+    /// let values = Tensor::<1>::from_floats([6.0, 2.25], &Device::flex()).repeat_dim(0, 16);
+    /// let packed = quantize(values.clone(), 0, &Fp4Scheme::mxfp4())?; // 2.25 becomes 2
+    /// let sums = packed.squared_error(values)?.into_data();
+    /// assert_eq!(sums, TensorData::from([16.0 * 0.0625f32, 16.0 * (36.0 + 5.0625)]));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`OpsError::Shape`] if the values have another shape, [`OpsError::DType`] if they are not
     /// f32, f16 or bf16.
@@ -212,6 +280,21 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 
     /// Reads the bits back to the host.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor, TensorData};
+    /// use burn_fp4_ops::{Fp4Scheme, Fp4Tensor, quantize};
+    ///
+    /// let device = Device::flex();
+    /// let tensor = quantize(Tensor::<2>::full([32, 4], 1.5, &device), 0, &Fp4Scheme::mxfp4())?;
+    /// let packed = tensor.to_packed()?;
+    /// assert_eq!((packed.rows, packed.cols), (4, 32));
+    /// assert_eq!(packed.codes, [0x77; 4 * 16]); // two elements of 6, code 7
+    /// assert_eq!(packed.scales, [125; 4]); // 2^(125 - 127)
+    /// let tensor = Fp4Tensor::from_packed(packed, [32, 4], 0, &device)?;
+    /// assert_eq!(tensor.dequantize().into_data(), TensorData::from([[1.5f32; 4]; 32]));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
     ///
     /// # Errors
     /// [`OpsError::Device`] if the device fails.
@@ -272,6 +355,18 @@ impl Fp4Tensor<2> {
     /// packed. No other row is read, and none decoded. An index out of range does what it does in
     /// Burn's `select`.
     ///
+    /// ```
+    /// use burn::tensor::{Device, Int, Tensor, TensorData};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    ///
+    /// let device = Device::flex();
+    /// let table = Tensor::<2>::from_floats([[1.5], [3.0]], &device).repeat_dim(1, 32);
+    /// let table = quantize(table, 1, &Fp4Scheme::mxfp4())?;
+    /// let row = table.select_rows(Tensor::<1, Int>::from_ints([1], &device))?;
+    /// assert_eq!(row.dequantize().into_data(), TensorData::from([[3f32; 32]]));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`OpsError::Rows`] if the blocks run along axis 0, [`OpsError::PartDevice`] if the indices
     /// are on another device, [`OpsError::TooLarge`] for too many values.
@@ -293,6 +388,18 @@ impl Fp4Tensor<2> {
     }
 
     /// The transpose. Nothing moves: the packed rows keep their place, the axis changes its name.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor, TensorData};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    ///
+    /// let weight = Tensor::<2>::from_floats([[1.5, 3.0]], &Device::flex()).repeat_dim(0, 32);
+    /// let transpose = quantize(weight, 0, &Fp4Scheme::mxfp4())?.transpose();
+    /// assert_eq!((transpose.dims(), transpose.axis()), ([2, 32], 1));
+    /// let values = transpose.dequantize().into_data();
+    /// assert_eq!(values, TensorData::from([[1.5f32; 32], [3.0; 32]]));
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
     pub fn transpose(self) -> Self {
         Self { layout: self.layout.transposed(), ..self }
     }

@@ -246,17 +246,10 @@ pub struct MethodRow {
     pub block_sizes: &'static [usize],
     /// Whether it takes hundreds of times longer than the others.
     pub slow: bool,
-    /// How an engine chooses the scale and codes of a block.
-    #[deprecated(note = "ask `chosen_by.search()`")]
-    pub search: ScaleSearch,
-    /// The options of GPTQ, which goes beyond blocks, for those methods that are.
-    #[deprecated(note = "ask `chosen_by.gptq()`")]
-    pub gptq: Option<Gptq>,
 }
 
 impl MethodRow {
     /// A method for every format and block size.
-    #[allow(deprecated)]
     const fn new(
         chosen_by: ChosenBy,
         needs: Needs,
@@ -272,8 +265,6 @@ impl MethodRow {
             formats: &Fp4Format::ALL,
             block_sizes: &BLOCK_SIZES,
             slow: false,
-            search: chosen_by.search(),
-            gptq: chosen_by.gptq(),
         }
     }
 }

@@ -7,9 +7,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Gptq, Method};
 use comfy_table::{CellAlignment, Table, presets};
-use llama::{
-    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, fp4_config, perplexity,
-};
+use llama::{Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, fp4_config, perplexity};
 use serde::Serialize;
 
 use super::distill::Distillation;

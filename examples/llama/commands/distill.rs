@@ -7,9 +7,9 @@ use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Method, WriteReport};
-use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config};
 use examples::progress;
 use examples::training::Schedule;
+use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config};
 use serde::Serialize;
 
 use super::quantize::Saved;

@@ -37,8 +37,6 @@ struct Report {
     #[serde(flatten)]
     generated: Generated,
     prompt_tokens_per_second: f64,
-    /// Of all sequences.
-    tokens_per_second: f64,
     /// To open the folder and load the weights.
     load_seconds: f64,
     /// Of the host, over the whole run.
@@ -59,11 +57,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         let found = &report.generated;
         let texts = report.texts.iter().map(|text| format!("{}{text}\n\n", arguments.prompt));
         format!(
-            "{}{} tokens, {:.1} a second{}; {} of the prompt, {:.1} a second; loaded in {:.1} s, \
+            "{}{} tokens{}{}; {} of the prompt, {:.1} a second; loaded in {:.1} s, \
              peak memory {:.0} MB",
             texts.collect::<String>(),
             found.sequences.iter().map(Vec::len).sum::<usize>(),
-            report.tokens_per_second,
+            found.tokens_per_second.map_or(String::new(), |rate| format!(", {rate:.1} a second")),
             if found.replayed { ", replayed" } else { "" },
             found.prompt_tokens,
             report.prompt_tokens_per_second,
@@ -88,7 +86,6 @@ fn generated<L: Projection>(arguments: &Arguments) -> Result<Report> {
     Ok(Report {
         texts: found.sequences.iter().map(text).collect::<Result<_>>()?,
         prompt_tokens_per_second: found.prompt_tokens as f64 / found.prompt_seconds,
-        tokens_per_second: found.sequences.len() as f64 / found.seconds_per_token,
         generated: found,
         load_seconds,
         peak_memory_mb: crate::peak_memory_mb(),

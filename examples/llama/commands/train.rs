@@ -6,9 +6,9 @@ use anyhow::{Context, Result, anyhow};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn_fp4::WriteReport;
-use llama::{Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, perplexity};
 use examples::progress;
 use examples::training::Schedule;
+use llama::{Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, perplexity};
 use serde::Serialize;
 
 use super::{Text, Where, print};

@@ -101,12 +101,6 @@ impl CurvatureHandles {
         &self.channel_weights
     }
 
-    /// [`channel_weights`](Self::channel_weights).
-    #[deprecated(note = "say `channel_weights`")]
-    pub fn costs(&self) -> &Handle {
-        &self.channel_weights
-    }
-
     /// [`hessian`](burn_fp4_search::Curvature::hessian), f32 `[channels, channels]`.
     pub fn hessian(&self) -> &Handle {
         &self.hessian

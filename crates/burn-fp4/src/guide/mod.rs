@@ -1,5 +1,5 @@
-//! The guide: a page for each job. Every block of code on these pages is compiled and run by
-//! `cargo test`; figures come from `docs/benchmarks`.
+//! The guide: a page for each job. `cargo test` compiles every block of Rust on these pages, and
+//! runs all but two, which read or write folders of yours; figures come from `docs/benchmarks`.
 //!
 //! | page            | after it you can                                                          |
 //! |-----------------|---------------------------------------------------------------------------|

@@ -20,6 +20,12 @@ const MAX_AXES: u32 = 4;
 ///
 /// They are kept whole, so that a file that is written again has what its readers need, whether
 /// this project knows the keys or not.
+///
+/// ```
+/// use burn_fp4_checkpoints::GgufMetadata;
+///
+/// assert_eq!(GgufMetadata::new("llama").architecture(), Some("llama"));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Metadata {
     pairs: u64,
@@ -229,6 +235,19 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
         let mut value = Cursor { path: cursor.path, bytes: &cursor.bytes[value], at: 0 };
         match (key.as_str(), kind) {
             ("general.alignment", Kind::Fixed(4)) => alignment = u64::from(value.u32()?),
+            // `LLM_KV_SPLIT_COUNT` of llama.cpp: u16.
+            ("split.count", Kind::Fixed(2)) => {
+                let count = value.take(2)?;
+                let count = u16::from_le_bytes([count[0], count[1]]);
+                if count > 1 {
+                    return Err(CheckpointError::Refused {
+                        path: cursor.path.to_owned(),
+                        what: format!("split.count {count}"),
+                        because: "the other files have tensors of the model: merge them by \
+                                  llama-gguf-split --merge",
+                    });
+                }
+            }
             ("general.architecture", Kind::String) => architecture = Some(value.text()?),
             _ => {}
         }

@@ -38,6 +38,21 @@ pub(crate) struct File {
 }
 
 /// The files of a checkpoint.
+///
+/// ```
+/// use burn_fp4_checkpoints::Container;
+///
+/// # let path = format!("burn-fp4-container-{}.safetensors", std::process::id());
+/// # let path = std::env::temp_dir().join(path);
+/// let header = br#"{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+/// let file = [&(header.len() as u64).to_le_bytes()[..], &header[..], &[1, 2]].concat();
+/// std::fs::write(&path, file)?;
+/// let container = Container::open(&path)?;
+/// assert_eq!(container.get("x").expect("a tensor").bytes[..], [1, 2]);
+/// assert_eq!(container.tensors().count(), 1);
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Container {
     root: PathBuf,

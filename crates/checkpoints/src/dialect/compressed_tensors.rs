@@ -228,6 +228,15 @@ impl Write for CompressedTensors {
         Holds { tensor_scale: Stated::Divisor, input_scale: true }
     }
 
+    fn holds_of(&self, weight: &Weight<'_>) -> Holds {
+        match &weight.value {
+            Value::Fp4(fp4) if !fp4.format.row().tensor_scale => {
+                Holds { tensor_scale: Stated::Folded, input_scale: false }
+            }
+            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
+        }
+    }
+
     fn fuses(&self) -> bool {
         true
     }
@@ -322,6 +331,16 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
     }
 }
 
+/// Ends of names that linear layers have.
+const LINEAR: [&str; 7] = ["_proj", "lm_head", "fc1", "fc2", "w1", "w2", "w3"];
+
+/// What covers all of these modules: the class of linear layers, and the names of those that may
+/// be of another, such as embeddings.
+fn targets(modules: &[&str]) -> Json {
+    let other = |module: &&&str| !LINEAR.iter().any(|end| module.ends_with(end));
+    Json::strings(std::iter::once("Linear").chain(modules.iter().filter(other).copied()))
+}
+
 fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
     let schemes = scheme::schemes(model);
     let mut groups = Vec::new();
@@ -329,7 +348,7 @@ fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
     for (at, (scheme, modules)) in schemes.iter().enumerate() {
         let (format, weights, input) = group(*scheme);
         let targets = match schemes.len() {
-            1 => Json::strings(["Linear"]),
+            1 => targets(modules),
             _ => Json::strings(modules.iter().copied()),
         };
         formats.push(format);

@@ -1,5 +1,15 @@
 //! What a checkpoint's names and numbers mean: one file a dialect, which answers the same few
 //! questions, and one row in [`DIALECTS`].
+//!
+//! ```
+//! use burn_fp4_checkpoints::dialect::{named, writer, written};
+//!
+//! assert_eq!(named("quark")?.name(), "quark");
+//! assert!(writer("quark").is_err() && !written().contains(&"quark"), "it is only read");
+//! let (_, writer) = writer("modelopt")?;
+//! assert!(writer.fuses(), "query, key and value share a tensor scale");
+//! # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+//! ```
 
 mod comfyui;
 mod compressed_tensors;

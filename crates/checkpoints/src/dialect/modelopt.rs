@@ -10,7 +10,8 @@
 //!
 //! A parameter that is not called `weight` puts its name before the scales:
 //! `experts.gate_up_proj_weight_scale`. The stacked experts of Llama 4 and gpt-oss are transposed:
-//! codes `[E, K/2, N]`, scales `[E, K/16, N]`.
+//! codes `[E, K/2, N]`, scales `[E, K/16, N]`. FP8 of DeepSeek keeps `X.weight_scale_inv`, which is
+//! written as `X.weight_scale`.
 //!
 //! Sources: `quant_utils.py`, `unified_export_hf.py`, `convert_hf_config.py` and `moe_utils.py` in
 //! `modelopt/torch/export`.
@@ -19,7 +20,7 @@ use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
 use super::scheme::{self, Scheme};
-use super::traits::{Dialect, Frame, Write, quant_method};
+use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
@@ -70,7 +71,7 @@ impl Dialect for ModelOpt {
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         let quantization = quantization(container, self.name())?;
-        let companions = ["weight_scale", "weight_scale_2"];
+        let companions = ["weight_scale", "weight_scale_2", "weight_scale_inv"];
         let weights = parts::read(container, &companions, read_weight)?;
         Ok((weights, quantization))
     }
@@ -92,7 +93,14 @@ pub(super) fn quantization(
     {
         let Some(source) = source else { continue };
         if let Some(algorithm) = source.get("quant_algo").and_then(Json::as_str) {
-            check_algorithm(container, file, algorithm)?;
+            check_algorithm(container, file, "quant_algo".to_owned(), algorithm)?;
+        }
+        let layers = source.get("quantized_layers").and_then(Json::as_object).unwrap_or_default();
+        for (module, layer) in layers {
+            if let Some(algorithm) = layer.get("quant_algo").and_then(Json::as_str) {
+                let field = format!("quantized_layers.{module}.quant_algo");
+                check_algorithm(container, file, field, algorithm)?;
+            }
         }
         for item in source.get(field).and_then(Json::as_array).unwrap_or_default() {
             if item.as_str().is_none() {
@@ -121,17 +129,19 @@ pub(super) fn quantization(
 fn check_algorithm(
     container: &Container,
     file: &str,
+    field: String,
     algorithm: &str,
 ) -> Result<(), CheckpointError> {
     let path = container.root().join(file);
     if algorithm.eq_ignore_ascii_case("NVFP4_SVD") {
         let because = "the low-rank part of its weights would be lost";
-        return Err(CheckpointError::Refused { path, what: algorithm.to_owned(), because });
+        let what = format!("`{field}` {algorithm}");
+        return Err(CheckpointError::Refused { path, what, because });
     }
     if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) {
         return Ok(());
     }
-    let (field, found) = ("quant_algo".to_owned(), algorithm.to_owned());
+    let found = algorithm.to_owned();
     Err(CheckpointError::Field { path, field, expected: "an algorithm of FP4 or FP8", found })
 }
 
@@ -158,7 +168,10 @@ fn read_weight<'a>(
 ) -> Result<Option<Weight<'a>>, CheckpointError> {
     let name = &*tensor.name;
     let base = base(name);
-    let Some(scales) = reader.take(&format!("{base}_scale")) else { return Ok(None) };
+    let scales = reader.take(&format!("{base}_scale"));
+    // Layers that stay in DeepSeek's FP8 keep its name for the scales.
+    let scales = scales.or_else(|| reader.take(&format!("{base}_scale_inv")));
+    let Some(scales) = scales else { return Ok(None) };
     let value = if tensor.is(&[Dtype::U8, Dtype::I8, Dtype::F4]) {
         let second = format!("{base}_scale_2");
         let stated = reader.numbers(&second)?;
@@ -184,6 +197,15 @@ fn read_weight<'a>(
 impl Write for ModelOpt {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         tensors(weight)
+    }
+
+    fn holds_of(&self, weight: &Weight<'_>) -> Holds {
+        match &weight.value {
+            Value::Fp4(fp4) if !fp4.format.row().tensor_scale => {
+                Holds { tensor_scale: Stated::Folded, ..self.holds() }
+            }
+            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
+        }
     }
 
     fn fuses(&self) -> bool {

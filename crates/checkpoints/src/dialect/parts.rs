@@ -89,8 +89,8 @@ fn plain<'a>(
 ) -> Result<Weight<'a>, CheckpointError> {
     let tensor = container.tensor(at);
     if let Some(end) = companions.iter().find(|end| tensor.name.ends_with(**end)) {
-        let companion = format!("the weight of its `{end}`");
-        return Err(tensor.error(TensorProblem::Missing { companion }));
+        let part = (*end).to_owned();
+        return Err(tensor.error(TensorProblem::Alone { part }));
     }
     Ok(Weight::new(tensor.name.to_string(), container.file_of(at), Value::Plain(tensor)))
 }

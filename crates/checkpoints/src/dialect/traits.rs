@@ -47,6 +47,11 @@ pub trait Write: Sync {
         Holds { tensor_scale: Stated::Multiplier, input_scale: true }
     }
 
+    /// Which of them it has a place for beside this weight.
+    fn holds_of(&self, _weight: &Weight<'_>) -> Holds {
+        self.holds()
+    }
+
     /// What the columns of a weight in blocks of this size have to be a multiple of.
     fn columns(&self, _format: Fp4Format, block_size: usize) -> usize {
         block_size

@@ -54,7 +54,7 @@ impl Layers {
             }
             None => {
                 let numbers = model.weights.iter().filter_map(|weight| number(&weight.name));
-                numbers.max().map_or(0, |last| last + 1)
+                numbers.max().map_or(0, |last| last.saturating_add(1))
             }
         };
         Ok(Self { first, last, count })
@@ -72,8 +72,10 @@ impl Layers {
 
     /// The names of the layers that are kept, as transformers has them.
     pub(super) fn kept(&self) -> impl Iterator<Item = String> {
-        let layers = (0..self.count).filter(|&layer| self.is_kept(layer));
-        layers.map(|layer| format!("model.layers.{layer}"))
+        // Not by trying all of them: a config may name any number.
+        let first = self.first.min(self.count);
+        let last = self.count.saturating_sub(self.last).max(first);
+        (0..first).chain(last..self.count).map(|layer| format!("model.layers.{layer}"))
     }
 }
 
@@ -89,5 +91,23 @@ mod tests {
         let layers = Layers { first: 1, last: 2, count: 4 };
         let kept: Vec<usize> = (0..6).filter(|&layer| layers.is_kept(layer)).collect();
         assert_eq!(kept, [0, 2, 3]);
+        let names = ["model.layers.0", "model.layers.2", "model.layers.3"];
+        assert_eq!(layers.kept().collect::<Vec<_>>(), names);
+        assert_eq!(Layers { first: 3, last: 2, count: 4 }.kept().count(), 4);
+        assert_eq!(Layers { first: 9, last: 9, count: 4 }.kept().count(), 4);
+    }
+
+    #[test]
+    fn numbers_of_layers_may_be_as_large_as_a_file_says() {
+        let layers = Layers { first: 1, last: 2, count: usize::MAX };
+        assert_eq!(layers.kept().count(), 3);
+
+        let name = format!("model.layers.{}.up_proj.weight", usize::MAX);
+        let tensor = crate::tensor::Tensor::new(name.clone(), crate::Dtype::U8, vec![0], vec![]);
+        let value = crate::weight::Value::Plain(tensor.expect("an empty tensor"));
+        let weights = vec![crate::weight::Weight::new(name, 0, value)];
+        let model = Model { weights, ..Model::default() };
+        let layers = Layers::of(&model, Preset::AllLinear, 0, 1).expect("a number of layers");
+        assert_eq!(layers.count, usize::MAX);
     }
 }

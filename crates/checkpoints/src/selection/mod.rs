@@ -58,6 +58,26 @@ pub enum Decision {
 }
 
 /// The decision about every weight of a model.
+///
+/// ```
+/// use burn_fp4_checkpoints::selection::{Choice, Preset, Selection};
+/// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
+///
+/// # let weights = ["embed_tokens.weight", "up_proj.weight"].map(|name| {
+/// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
+/// #     Weight::new(name, 0, Value::Plain(tensor))
+/// # });
+/// # let (keep, only, first_layers, last_layers) = (Vec::new(), Vec::new(), 0, 0);
+/// # let (format, preset) = (burn_fp4_formats::Fp4Format::NvFp4, Preset::AllLinear);
+/// let model = Model { weights: weights.into(), ..Model::default() };
+/// let dialect = "modelopt".to_owned();
+/// let choice =
+///     Choice { format, block_size: 16, dialect, preset, keep, only, first_layers, last_layers };
+/// let selection = Selection::of(&model, &choice)?;
+/// assert_eq!(selection.groups, [[1]]);
+/// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug)]
 pub struct Selection {
     /// One for each weight.
@@ -71,6 +91,19 @@ pub struct Selection {
 }
 
 /// The axes of a weight, as `[stacked, rows, cols]`.
+///
+/// ```
+/// use burn_fp4_checkpoints::selection::Matrices;
+/// use burn_fp4_checkpoints::{Dtype, Json, Model, Tensor, Value, Weight};
+///
+/// let config = Some(Json::object([("model_type", "gpt_oss".into())]));
+/// let model = Model { config, ..Model::default() };
+/// let tensor = Tensor::new("experts.down_proj", Dtype::BF16, vec![2, 8, 4], vec![0; 128])?;
+/// let weight = Weight::new("experts.down_proj", 0, Value::Plain(tensor));
+/// let Matrices { stacked, rows, cols, transposed } = Matrices::of(&model, &weight);
+/// assert_eq!(([stacked, rows, cols], transposed), ([2, 4, 8], true));
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrices {
     /// Matrices, each with a tensor scale of its own.
@@ -96,6 +129,7 @@ impl Selection {
     /// there is none.
     pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
         let (_, writer) = dialect::writer(&choice.dialect)?;
+        choice.format.check_block_size(choice.block_size)?;
         let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
         for (list, texts, matchers) in
             [("keep", &choice.keep, &keep), ("only", &choice.only, &only)]
@@ -175,6 +209,7 @@ impl Selection {
     }
 
     /// The model as it will be written, without the bytes of what is quantized.
+    #[must_use]
     pub fn outline<'a>(&self, model: &Model<'a>) -> Model<'a> {
         let outline = |(weight, decision): (&Weight<'a>, &Decision)| match decision {
             Decision::Keep(_) => weight.clone(),
@@ -335,7 +370,8 @@ fn groups(
             // Stacked matrices have a scale each, and stay alone.
             let like = first.is_some_and(|first| {
                 let (a, b) = (of(first), of(at));
-                a.cols == b.cols && a.stacked * b.stacked == 1 && !a.transposed && !b.transposed
+                let single = |matrices: Matrices| matrices.stacked == 1 && !matrices.transposed;
+                a.cols == b.cols && single(a) && single(b)
             });
             if like && preset.shares(&model.weights[at].name) {
                 family.insert(at, name);
@@ -357,4 +393,31 @@ fn groups(
         }
     }
     groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_size_that_the_format_does_not_have_is_an_error() {
+        let of = |block_size| {
+            let choice = Choice {
+                format: Fp4Format::NvFp4,
+                block_size,
+                dialect: "modelopt".to_owned(),
+                preset: Preset::AllLinear,
+                keep: Vec::new(),
+                only: Vec::new(),
+                first_layers: 0,
+                last_layers: 0,
+            };
+            Selection::of(&Model::default(), &choice)
+        };
+        assert!(of(16).expect("a selection").groups.is_empty());
+        for block_size in [0, 7, 64] {
+            let error = of(block_size).expect_err("no such block size").to_string();
+            assert!(error.contains(&format!("block size {block_size} is not one of")), "{error}");
+        }
+    }
 }

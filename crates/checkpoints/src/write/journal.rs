@@ -31,14 +31,15 @@ impl Journal {
     /// What is being written, and the weights that are done. A line that a kill cut off counts as
     /// not there.
     pub(super) fn read(&mut self) -> Result<Option<(String, HashSet<usize>)>, CheckpointError> {
-        let mut text = String::new();
-        self.file.read_to_string(&mut text).map_err(CheckpointError::io(&self.path))?;
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        if whole.len() + 1 < text.len() {
+        // Bytes: a task has paths, which a kill may have cut off within a character.
+        let mut bytes = Vec::new();
+        self.file.read_to_end(&mut bytes).map_err(CheckpointError::io(&self.path))?;
+        let kept = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        if kept < bytes.len() {
             // So that the next line does not go on with the torn one.
-            let kept = if whole.is_empty() { 0 } else { whole.len() as u64 + 1 };
-            self.file.set_len(kept).map_err(CheckpointError::io(&self.path))?;
+            self.file.set_len(kept as u64).map_err(CheckpointError::io(&self.path))?;
         }
+        let whole = String::from_utf8_lossy(&bytes[..kept]);
         let mut lines = whole.lines();
         let task = lines.next().filter(|task| !task.is_empty()).map(str::to_owned);
         Ok(task.map(|task| (task, lines.filter_map(|line| line.parse().ok()).collect())))
@@ -48,5 +49,28 @@ impl Journal {
     pub(super) fn add(&mut self, lines: &str) -> Result<(), CheckpointError> {
         self.file.write_all(lines.as_bytes()).map_err(CheckpointError::io(&self.path))?;
         self.file.sync_data().map_err(CheckpointError::io(&self.path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_that_was_cut_off_within_a_character_is_not_there() {
+        let folder = std::env::temp_dir().join(format!("burn-fp4-journal-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("journal");
+        for (bytes, expected) in [
+            (&b"task: modelle/\xC3"[..], None),
+            (&b"task\n0\n3\n1\xC3"[..], Some(("task".to_owned(), HashSet::from([0, 3])))),
+        ] {
+            std::fs::write(&path, bytes).expect("written");
+            let found = Journal::open(&folder).and_then(|mut journal| journal.read());
+            assert_eq!(found.expect("a journal"), expected);
+            let kept = std::fs::read(&path).expect("a file");
+            assert_eq!(kept, if expected.is_some() { &b"task\n0\n3\n"[..] } else { b"" });
+        }
+        std::fs::remove_dir_all(&folder).expect("removed");
     }
 }

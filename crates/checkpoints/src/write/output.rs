@@ -8,6 +8,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashSet;
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
@@ -37,6 +38,22 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 const PIECE: usize = 4 << 20;
 
 /// A write that has begun. Unless it is finished, or asked to stay, it is removed.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Model, Start, Tensor, Value, Weight, WriteOptions};
+/// # let path = std::env::temp_dir().join(format!("burn-fp4-output-{}.gguf", std::process::id()));
+/// # let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
+/// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
+/// # let model = Model { weights, ..Model::default() };
+/// let planned = model.plan("gguf", &WriteOptions::default())?;
+/// let mut output = planned.create(&path, "an example", Start::Anew)?;
+/// output.write(0, &model.weights[0])?;
+/// assert!(output.is_done(0) && !path.exists());
+/// output.finish()?;
+/// assert!(path.is_file());
+/// # std::fs::remove_file(&path).expect("removed");
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 pub struct Output<'p> {
     planned: &'p Planned<'p>,
     target: PathBuf,
@@ -52,9 +69,20 @@ pub struct Output<'p> {
     stays: bool,
 }
 
+impl fmt::Debug for Output<'_> {
+    /// Where it writes, and how far it is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Output")
+            .field("target", &self.target)
+            .field("done", &self.done.len())
+            .field("planned", self.planned)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Planned<'_> {
-    /// Begins to write, beside `path`. `task` says in a line what makes the bytes: only a write
-    /// of the same task is gone on with.
+    /// Begins to write, beside `path`, as in the example of [`Output`]. `task` says in a line what
+    /// makes the bytes: only a write of the same task is gone on with.
     ///
     /// # Errors
     /// Something is at `path`; another process writes there; what is gone on with was another
@@ -181,7 +209,7 @@ fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
 }
 
 impl Output<'_> {
-    /// Whether a weight was written by an earlier run.
+    /// Whether a weight is written, by this run or an earlier one.
     pub fn is_done(&self, at: usize) -> bool {
         self.done.contains(&at)
     }
@@ -196,7 +224,11 @@ impl Output<'_> {
     /// Writes a weight to its place: the one of the model, or what it was an outline of.
     ///
     /// # Errors
-    /// What cannot be made of the weight, and what the file system refuses.
+    /// What cannot be made of the weight, tensors that are more or fewer than were planned or have
+    /// other lengths, and what the file system refuses.
+    ///
+    /// # Panics
+    /// If the model has not so many weights.
     pub fn write(&mut self, at: usize, weight: &Weight<'_>) -> Result<(), CheckpointError> {
         let planned = self.planned;
         // What it counts was counted when the plan was made.
@@ -216,6 +248,9 @@ impl Output<'_> {
     ///
     /// # Errors
     /// As [`write`](Self::write), and [`Reader::read`].
+    ///
+    /// # Panics
+    /// If the model has not so many weights.
     pub fn copy(&mut self, at: usize, reader: &mut Reader<'_>) -> Result<(), CheckpointError> {
         let planned = self.planned;
         let weight = &planned.model.weights[at];
@@ -251,15 +286,26 @@ impl Output<'_> {
     ) -> Result<(), CheckpointError> {
         let (file, place) = self.homes[at];
         let places = &self.planned.plan.files[file].places[place];
+        if tensors.len() != places.len() {
+            let (dialect, weight) = (self.planned.target.dialect.name(), self.name(at));
+            let what = "more or fewer tensors than were planned";
+            return Err(CheckpointError::CannotHold { dialect, weight, what });
+        }
         for (tensor, &place) in tensors.iter().zip(places) {
             put(tensor, &mut self.files[file], place)?;
             self.unnoted.1 += place.1;
         }
+        self.done.insert(at);
         self.unnoted.0.push_str(&format!("{at}\n"));
         if self.unnoted.1 > FLUSH_BYTES || self.flushed.elapsed() > FLUSH_TIME {
             self.flush()?;
         }
         Ok(())
+    }
+
+    /// The name of a weight.
+    fn name(&self, at: usize) -> String {
+        self.planned.model.weights[at].name.clone()
     }
 
     /// Waits until what is written is on the disk, then notes it as done.
@@ -276,8 +322,13 @@ impl Output<'_> {
     /// Writes what surrounds the tensors, and gives all of it the name it was made for.
     ///
     /// # Errors
-    /// What the file system refuses.
+    /// [`CheckpointError::Unwritten`] if there is a weight that was not written, and what the file
+    /// system refuses.
     pub fn finish(mut self) -> Result<(), CheckpointError> {
+        let mut weights = 0..self.planned.model.weights.len();
+        if let Some(at) = weights.find(|at| !self.done.contains(at)) {
+            return Err(CheckpointError::Unwritten { weight: self.name(at) });
+        }
         for (path, file) in &self.files {
             file.sync_all().map_err(CheckpointError::io(path))?;
         }
@@ -370,4 +421,60 @@ fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
         folder.sync_all().map_err(CheckpointError::io(path))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::fp4::{Fp4Weight, Numbers, TensorScale};
+    use crate::weight::{Model, Value};
+    use crate::write::WriteOptions;
+
+    /// A weight with a scale of its input.
+    fn weight(name: &str) -> Weight<'static> {
+        let format = burn_fp4_formats::Fp4Format::NvFp4;
+        let mut fp4 = Fp4Weight::outline(format, 16, vec![1, 16], false, true);
+        (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0x38].into());
+        let mut weight = Weight::new(name, 0, Value::Fp4(fp4));
+        weight.input_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5])));
+        weight
+    }
+
+    #[test]
+    fn what_was_not_planned_or_not_written_is_not_published() {
+        let path = format!("burn-fp4-output-planned-{}", std::process::id());
+        let path = std::env::temp_dir().join(path);
+        let weights = vec![weight("a.weight"), weight("b.weight")];
+        let model = Model { weights, ..Model::default() };
+        let planned = model.plan("modelopt", &WriteOptions::default()).expect("a plan");
+        let create = || planned.create(&path, "a test", Start::Anew).expect("a folder");
+
+        let mut output = create();
+        let without = Weight { input_scale: None, ..model.weights[0].clone() };
+        let smoothing = crate::tensor::Tensor::new("s", Dtype::BF16, vec![16], vec![0; 32]).ok();
+        let with = Weight { pre_quant_scale: smoothing, ..model.weights[0].clone() };
+        for other in [without, with] {
+            let Err(CheckpointError::CannotHold { weight, what, .. }) = output.write(0, &other)
+            else {
+                panic!("it has other tensors than were planned");
+            };
+            assert_eq!((&*weight, what), ("a.weight", "more or fewer tensors than were planned"));
+        }
+        output.write(0, &model.weights[0]).expect("as planned");
+        assert!(output.is_done(0) && !output.is_done(1));
+        let Err(CheckpointError::Unwritten { weight }) = output.finish() else {
+            panic!("a weight is missing");
+        };
+        assert_eq!(weight, "b.weight");
+        assert!(!path.exists());
+
+        let mut output = create();
+        for (at, weight) in model.weights.iter().enumerate() {
+            output.write(at, weight).expect("as planned");
+        }
+        output.finish().expect("whole");
+        assert!(path.join("model.safetensors").is_file());
+        fs::remove_dir_all(&path).expect("removed");
+    }
 }

@@ -1,5 +1,7 @@
 //! A write that is planned, and what is known of it.
 
+use std::fmt;
+
 use super::plan::PlannedFiles;
 use super::report::WriteReport;
 use super::target::Target;
@@ -10,6 +12,16 @@ pub struct Planned<'m> {
     pub(super) model: &'m Model<'m>,
     pub(super) target: Target,
     pub(super) plan: PlannedFiles,
+}
+
+impl fmt::Debug for Planned<'_> {
+    /// The dialect, and what will be written.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Planned")
+            .field("dialect", &self.target.dialect.name())
+            .field("report", &self.plan.report)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Planned<'_> {

@@ -1,9 +1,14 @@
 //! What a caller learns: what was written, and what changed on the way.
 
+use std::fmt;
+
 use crate::cast::CastReport;
 
 /// What was written, and what changed on the way.
+///
+/// Displayed it is a line for what was written, and one for everything that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct WriteReport {
     /// Files with tensors.
     pub files: usize,
@@ -23,4 +28,62 @@ pub struct WriteReport {
     pub input_scales_left_out: u64,
     /// Weights that were decoded to floats.
     pub decoded: u64,
+}
+
+impl fmt::Display for WriteReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "tensors: {} of {} bytes, files: {}", self.tensors, self.bytes, self.files)?;
+        for (what, cast) in [
+            ("blocks that were cast to another format", self.cast),
+            ("blocks that took in a tensor scale", self.folded),
+        ] {
+            let CastReport { blocks, changed_blocks, changed_values } = cast;
+            if blocks > 0 {
+                let changed = format!("{changed_values} values of {changed_blocks} changed");
+                writeln!(f, "{what}: {blocks}, {changed}")?;
+            }
+        }
+        if self.inverted > 0 {
+            let (inverted, inexactly) = (self.inverted, self.inverted_inexactly);
+            writeln!(f, "tensor scales that were inverted: {inverted}, inexactly: {inexactly}")?;
+        }
+        match self.input_scales_left_out {
+            0 => {}
+            count => writeln!(f, "scales of quantized inputs that were left out: {count}")?,
+        }
+        match self.decoded {
+            0 => Ok(()),
+            count => writeln!(f, "weights that were decoded to floats: {count}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_changed_has_a_line() {
+        let report = WriteReport { files: 1, tensors: 3, bytes: 144, ..WriteReport::default() };
+        assert_eq!(report.to_string(), "tensors: 3 of 144 bytes, files: 1\n");
+        let folded = CastReport { blocks: 8, changed_blocks: 2, changed_values: 5 };
+        let (inverted, inverted_inexactly) = (6, 1);
+        let (input_scales_left_out, decoded) = (4, 7);
+        let report = WriteReport {
+            folded,
+            inverted,
+            inverted_inexactly,
+            input_scales_left_out,
+            decoded,
+            ..report
+        };
+        let lines = [
+            "tensors: 3 of 144 bytes, files: 1",
+            "blocks that took in a tensor scale: 8, 5 values of 2 changed",
+            "tensor scales that were inverted: 6, inexactly: 1",
+            "scales of quantized inputs that were left out: 4",
+            "weights that were decoded to floats: 7",
+        ];
+        assert_eq!(report.to_string().lines().collect::<Vec<_>>(), lines);
+    }
 }

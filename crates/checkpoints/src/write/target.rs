@@ -15,6 +15,9 @@ use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::tensor::Tensor;
 use crate::weight::{Value, Weight};
 
+/// What an error of decoding names in place of a dialect.
+const DECODING: &str = "decoding";
+
 /// What is written: the dialect, and what is done on the way.
 pub(super) struct Target {
     pub(super) dialect: &'static dyn Dialect,
@@ -33,11 +36,11 @@ impl Target {
         match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
             (Value::Fp8(fp8), Some(dtype), _) => {
                 report.decoded += 1;
-                return Ok(Cow::Owned(decoded(weight, fp8.decode(dtype)?)));
+                return Ok(Cow::Owned(decoded(weight, fp8.decode(dtype)?)?));
             }
             (Value::Fp4(fp4), _, Some(dtype)) => {
                 report.decoded += 1;
-                return Ok(Cow::Owned(decoded(weight, decode_fp4(&weight.name, fp4, dtype)?)));
+                return Ok(Cow::Owned(decoded(weight, decode_fp4(&weight.name, fp4, dtype)?)?));
             }
             (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {}
         }
@@ -48,7 +51,7 @@ impl Target {
             report.cast.add(counted);
             prepared.to_mut().value = Value::Fp4(cast);
         }
-        let holds = self.writer.holds();
+        let holds = self.writer.holds_of(&prepared);
         if prepared.input_scale.is_some() && prepared.is_quantized() && !holds.input_scale {
             report.input_scales_left_out += 1;
             prepared.to_mut().input_scale = None;
@@ -103,8 +106,13 @@ fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {
 }
 
 /// The weight with floats for its value. The layer's input is no longer quantized.
-fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Weight<'w> {
-    Weight::new(weight.name.clone(), weight.file, Value::Plain(tensor))
+fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Result<Weight<'w>, CheckpointError> {
+    if weight.pre_quant_scale.is_some() {
+        // Without it the layer computes something else: the values were divided by it.
+        let what = "a scale before quantization";
+        return Err(CheckpointError::cannot_hold(DECODING, &weight.name, what));
+    }
+    Ok(Weight::new(weight.name.clone(), weight.file, Value::Plain(tensor)))
 }
 
 /// The values as the model's parameter has them.
@@ -120,11 +128,8 @@ fn decode_fp4(
             values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
         }
         _ => {
-            return Err(CheckpointError::CannotHold {
-                dialect: "decoding",
-                weight: name.to_owned(),
-                what: "dtypes other than F32 and BF16",
-            });
+            let what = "dtypes other than F32 and BF16";
+            return Err(CheckpointError::cannot_hold(DECODING, name, what));
         }
     };
     Tensor::new(name.to_owned(), dtype, shape, bytes)

@@ -19,7 +19,8 @@ use std::time::Instant;
 use burn_fp4_checkpoints::cast::{cast, fold};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity, Json, Model,
-    Pattern, Shards, Storage, Syntax, Tensor, TensorProblem, Value, Weight, WriteOptions,
+    Numbers, Pattern, Shards, Storage, Syntax, Tensor, TensorProblem, TensorScale, Value, Weight,
+    WriteOptions,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
@@ -348,13 +349,17 @@ fn the_dialect_is_what_the_files_say() {
     fs::write(ct.join("hf_quant_config.json"), r#"{"quantization": {}}"#).expect("a file");
     let error = Checkpoint::open(&ct).expect_err("two claims").to_string();
     assert!(error.contains("modelopt (hf_quant_config.json)"), "{error}");
+    assert!(error.contains("by `open_as`"), "{error}");
     assert!(Checkpoint::open_as(&ct, "compressed-tensors").is_ok());
     assert!(matches!(Checkpoint::open_as(&ct, "x"), Err(CheckpointError::UnknownDialect { .. })));
     fs::remove_file(ct.join("hf_quant_config.json")).expect("removed");
 
     // A file alone says nothing.
     let alone = Checkpoint::open(ct.join("model.safetensors")).expect("a file");
-    assert!(matches!(alone.model(), Err(CheckpointError::NoDialect { .. })));
+    let error = alone.model().map(|_| ()).expect_err("no dialect");
+    assert!(matches!(error, CheckpointError::NoDialect { .. }), "{error}");
+    let error = error.to_string();
+    assert!(error.contains("its folder") && error.contains("by `open_as`"), "{error}");
     let config = |text: &str| fs::write(ct.join("config.json"), text).expect("a config");
     for (text, word) in [
         (r#"{"quantization_config": {"quant_method": "awq"}}"#, "awq"),
@@ -369,6 +374,12 @@ fn the_dialect_is_what_the_files_say() {
             "NVFP4_SVD",
         ),
         (r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4"}}"#, "INT4"),
+        (
+            r#"{"quantization_config": {"quant_method": "modelopt",
+               "quant_algo": "MIXED_PRECISION",
+               "quantized_layers": {"a": {"quant_algo": "NVFP4_SVD"}}}}"#,
+            "quantized_layers.a.quant_algo` NVFP4_SVD",
+        ),
         ("{", "config.json"),
     ] {
         config(text);
@@ -591,6 +602,41 @@ fn fp8_is_decoded_by_its_granularity() {
 }
 
 #[test]
+fn a_matrix_of_stacked_fp8_is_decoded_alone() {
+    let random = &mut Random(23);
+    let (stack, rows, cols) = (3, 4, 64);
+    let values: Vec<u8> = (0..stack * rows * cols).map(|_| random.below(0x7F) as u8).collect();
+    let shapes: [(&[usize], Dtype); 6] = [
+        (&[], Dtype::F32),
+        (&[1], Dtype::BF16),
+        (&[3], Dtype::F32),
+        (&[3, 4, 1], Dtype::F32),
+        (&[3, 2, 2], Dtype::BF16),
+        (&[3, 4, 2], Dtype::U8),
+    ];
+    for (shape, dtype) in shapes {
+        let count: usize = shape.iter().product();
+        let scales: Vec<u8> = (0..count)
+            .flat_map(|at| match dtype {
+                Dtype::U8 => vec![120 + at as u8 % 8],
+                Dtype::BF16 => (0x3F80 + at as u16).to_le_bytes().to_vec(),
+                _ => (0.5 + at as f32).to_le_bytes().to_vec(),
+            })
+            .collect();
+        let values = Tensor::new("x", Dtype::F8_E4M3, vec![stack, rows, cols], values.clone());
+        let scales = Tensor::new("s", dtype, shape.to_vec(), scales).expect("scales");
+        let fp8 = Fp8Weight::new(values.expect("values"), scales, [2, 32]).expect("FP8");
+        let all = fp8.to_f32().expect("f32");
+        assert_eq!(fp8.stacked(), stack);
+        for (at, expected) in all.chunks_exact(rows * cols).enumerate() {
+            let matrix = fp8.matrix(at);
+            assert_eq!(matrix.values.shape[..], [rows, cols], "{shape:?}");
+            assert_eq!(matrix.to_f32().expect("f32"), expected, "{shape:?} {at}");
+        }
+    }
+}
+
+#[test]
 fn broken_headers_name_the_tensor() {
     let folder = folder("broken");
     let path = folder.join("x.safetensors");
@@ -776,5 +822,166 @@ fn what_multiplies_the_input_is_carried_or_refused() {
     for dialect in ["compressed-tensors", "gguf", "mlx", "miles"] {
         let refused = read.write(folder.join("refused"), dialect, &WriteOptions::default());
         assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
+    }
+    // The floats of a layer do not say it either.
+    let decode = WriteOptions { decode_fp4: Some(Dtype::F32), ..WriteOptions::default() };
+    let refused = read.write(folder.join("refused"), "plain", &decode);
+    assert!(matches!(refused, Err(CheckpointError::CannotHold { dialect: "decoding", .. })));
+}
+
+/// The values that a reader of the target decodes are those of the source, or it is refused.
+#[test]
+fn a_tensor_scale_beside_mxfp4_is_folded_or_refused() {
+    let folder = folder("scaled-mxfp4");
+    let source = |g: f32, name: &str| {
+        let mut source = model(Fp4Format::MxFp4, [1.0, 1.0], None);
+        for weight in &mut source.weights {
+            if let Value::Fp4(fp4) = &mut weight.value {
+                fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[g])));
+            }
+        }
+        let path = folder.join(format!("{name}.gguf"));
+        source.write(&path, "gguf", &WriteOptions::default()).expect("GGUF has a place for it");
+        path
+    };
+    let values = |checkpoint: &Checkpoint| -> BTreeMap<String, Vec<f32>> {
+        let weights = checkpoint.weights().expect("weights");
+        let quantized = weights.iter().filter(|weight| weight.is_quantized());
+        quantized.map(|one| (one.name.clone(), one.values().expect("values").1)).collect()
+    };
+    let power = Checkpoint::open(source(0.25, "power")).expect("gguf");
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let path = folder.join(dialect);
+        let model = power.model().expect("weights");
+        let report = model.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+        assert!(report.folded.blocks > 0 && report.folded.changed_values == 0, "{report:?}");
+        assert_eq!(values(&Checkpoint::open(&path).expect(dialect)), values(&power), "{dialect}");
+    }
+    let odd = Checkpoint::open(source(0.3, "odd")).expect("gguf");
+    let model = odd.model().expect("weights");
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let path = folder.join(format!("{dialect}-odd"));
+        let refused = model.write(&path, dialect, &WriteOptions::default());
+        let Err(CheckpointError::CannotHold { what, .. }) = refused else { panic!("{refused:?}") };
+        assert_eq!(what, CheckpointError::NOT_FOLDED_EXACTLY);
+    }
+    // NVFP4 has a tensor scale of its own.
+    let options = WriteOptions { cast: Some(Fp4Format::NvFp4), ..WriteOptions::default() };
+    let path = folder.join("cast");
+    model.write(&path, "modelopt", &options).expect("cast");
+    assert_eq!(values(&Checkpoint::open(&path).expect("modelopt")), values(&odd));
+}
+
+#[test]
+fn a_scale_of_inputs_beside_mxfp4_is_counted_where_it_is_left_out() {
+    let folder = folder("mxfp4-inputs");
+    let source = model(Fp4Format::MxFp4, [1.0, 1.0], Some(0.5));
+    for (dialect, left_out) in [("modelopt", 0), ("compressed-tensors", 2)] {
+        let path = folder.join(dialect);
+        let report = source.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+        assert_eq!(report.input_scales_left_out, left_out, "{dialect}");
+        let checkpoint = Checkpoint::open(&path).expect(dialect);
+        let weights = checkpoint.weights().expect("weights");
+        let kept = weights.iter().filter(|weight| weight.input_scale.is_some()).count();
+        assert_eq!(kept as u64, 2 - left_out, "{dialect}");
+    }
+}
+
+/// As compressed-tensors matches targets: by the class of a module, or by its name.
+#[test]
+fn targets_of_compressed_tensors_cover_quantized_embeddings() {
+    let folder = folder("targets");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    let targets = |source: &Model<'_>, name: &str| {
+        let path = folder.join(name);
+        source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
+        let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
+        let config = checkpoint.container().quantization().expect("a config");
+        config.at(&["config_groups", "group_0", "targets"]).expect("targets").to_string()
+    };
+    assert_eq!(targets(&source, "linear"), r#"["Linear"]"#);
+    let embedding =
+        fp4("model.embed_tokens.weight", &[Random(1).packed(Fp4Format::NvFp4, 32, 64, 0.5)]);
+    source.weights[0] = embedding;
+    assert_eq!(targets(&source, "embedding"), r#"["Linear","model.embed_tokens"]"#);
+}
+
+#[test]
+fn gguf_is_written_to_a_path_that_can_be_opened() {
+    let folder = folder("gguf-path");
+    let source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    for name in ["out", "out.bin"] {
+        let refused = source.write(folder.join(name), "gguf", &WriteOptions::default());
+        let error = refused.expect_err("no end").to_string();
+        assert!(error.contains("ends in .gguf"), "{error}");
+    }
+    assert!(bytes_of_names(&folder).is_empty());
+}
+
+#[test]
+fn one_file_of_a_split_gguf_is_refused() {
+    let path = folder("split").join("model-00001-of-00002.gguf");
+    let file = |count: u16| {
+        let mut bytes = b"GGUF".to_vec();
+        bytes.extend(3_u32.to_le_bytes());
+        bytes.extend(0_u64.to_le_bytes());
+        bytes.extend(1_u64.to_le_bytes());
+        bytes.extend(11_u64.to_le_bytes());
+        bytes.extend(b"split.count");
+        bytes.extend(2_u32.to_le_bytes());
+        bytes.extend(count.to_le_bytes());
+        fs::write(&path, bytes).expect("written");
+        Checkpoint::open(&path)
+    };
+    assert!(file(1).is_ok());
+    let error = file(2).expect_err("one of two");
+    assert!(matches!(error, CheckpointError::Refused { .. }), "{error}");
+    assert!(error.to_string().contains("split.count 2"), "{error}");
+}
+
+/// DeepSeek's layers in a folder of ModelOpt; and FP8 whose scales no dialect has.
+#[test]
+fn scales_of_fp8_are_found_by_either_name_or_named() {
+    let folder = folder("scale-inv");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(folder.join("config.json"), config).expect("a config");
+    let write = |scale: &'static str| {
+        let tensors = [
+            ("a.weight", Dtype::F8_E4M3, vec![4, 32], vec![0x38; 128]),
+            (scale, Dtype::F32, vec![1, 1], 2.0_f32.to_le_bytes().to_vec()),
+        ];
+        raw_file(&folder.join("model.safetensors"), &[], &tensors);
+        Checkpoint::open(&folder).expect("modelopt")
+    };
+    let checkpoint = write("a.weight_scale_inv");
+    let weights = checkpoint.weights().expect("weights");
+    assert_eq!(weights.len(), 1);
+    assert_eq!(weights[0].values().expect("values").1, [2.0; 128]);
+    let checkpoint = write("b.weight_scale_inv");
+    let error = checkpoint.weights().map(|_| ()).expect_err("of no weight");
+    let CheckpointError::Tensor { tensor, problem, .. } = &error else { panic!("{error}") };
+    assert_eq!(tensor, "b.weight_scale_inv");
+    assert!(matches!(problem, TensorProblem::Alone { .. }), "{error}");
+}
+
+#[test]
+fn scales_of_a_quantized_cache_are_known_in_every_dialect() {
+    let folder = folder("cache");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.weights.push(scalar("model.layers.0.self_attn.k_proj.k_scale", 0.75));
+    source.weights.push(scalar("model.layers.0.self_attn.v_proj.v_scale", 0.75));
+    for dialect in ["modelopt", "compressed-tensors", "gguf"] {
+        let path = path_of(&folder, dialect);
+        source.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+        let checkpoint = Checkpoint::open(&path).expect(dialect);
+        let weights = checkpoint.weights().expect(dialect);
+        let found: Vec<&str> =
+            weights.iter().filter(|one| one.is_cache_scale()).map(|one| &*one.name).collect();
+        let expected = ["k_proj.k_scale", "v_proj.v_scale"];
+        assert!(found.iter().zip(expected).all(|(name, end)| name.ends_with(end)), "{found:?}");
+        assert_eq!(found.len(), 2, "{dialect}");
+    }
+    for name in ["k_scale", "model.temperature.k_scale", "a.k_proj.input_scale"] {
+        assert!(!scalar(name, 1.0).is_cache_scale(), "{name}");
     }
 }

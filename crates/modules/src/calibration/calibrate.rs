@@ -20,6 +20,21 @@ impl Calibration {
 }
 
 /// A calibration to be [run](Self::run); see [`Calibration::of`].
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fp4_modules::{Calibration, CalibrationOptions};
+///
+/// let device = Device::flex();
+/// let model = LinearConfig::new(64, 32).init(&device);
+/// let batches = [Tensor::<2>::random([128, 64], Distribution::Default, &device)];
+/// let options = CalibrationOptions::default().memory(1 << 30);
+/// let forward = |model: &Linear, batch| model.forward(batch);
+/// let calibration = Calibration::of(&model).options(options).run(batches, forward)?;
+/// assert_eq!(calibration.get("weight", 0).unwrap().rows(), 128);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[must_use = "nothing happens until it is run"]
 pub struct Calibrate<'a, M> {
     model: &'a M,

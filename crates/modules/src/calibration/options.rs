@@ -10,6 +10,30 @@ use crate::config::Fp4Config;
 use crate::statistics::Calibration;
 
 /// What is gathered, how much at a time, and where it is kept.
+///
+/// ```
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fp4_modules::{Calibration, CalibrationOptions, Fp4Config, Method};
+///
+/// # let cache = std::env::temp_dir().join(format!("burn-fp4-doc-cache-{}", std::process::id()));
+/// # let device = Device::flex();
+/// # let model = LinearConfig::new(64, 32).init(&device);
+/// # let batches = [Tensor::<2>::random([128, 64], Distribution::Default, &device)];
+/// # let forward = |model: &Linear, batch| model.forward(batch);
+/// let config = Fp4Config::nvfp4().method(Method::Hessian);
+/// let mut told = Vec::new();
+/// let options = CalibrationOptions::default()
+///     .memory(1 << 30)
+///     .for_config(&config) // 4 blocks of 16 x 16 instead of 64 x 64
+///     .devices([device.clone()]).cache(&cache)
+///     .on_progress(|progress| told.push((progress.done, progress.total)));
+/// let calibration = Calibration::of(&model).options(options).run(batches, forward)?;
+/// assert!(!calibration.get("weight", 0).unwrap().is_whole());
+/// assert_eq!(told, [(1, 1)]);
+/// # std::fs::remove_dir_all(cache).unwrap();
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[must_use]
 pub struct CalibrationOptions<'a> {
     pub(crate) memory: usize,
@@ -22,6 +46,7 @@ pub struct CalibrationOptions<'a> {
 
 /// How far a calibration is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CalibrationProgress {
     /// Inputs of layers whose statistics are complete.
     pub done: usize,

@@ -60,9 +60,9 @@ pub trait LoadCheckpoint {
     /// [`Fp4Error::Checkpoint`] for a file that cannot be read as its dialect;
     /// [`Fp4Error::Mismatch`] with every parameter and tensor that do not go together and that the
     /// map does not allow; [`Fp4Error::Attached`] for a module that is quantized already, or has
-    /// other things attached; [`Fp4Error::Rename`] and [`Fp4Error::Experts`] for the map;
-    /// [`Fp4Error::Device`]. The module is then unchanged, but that a device may fail after some
-    /// running statistics are loaded.
+    /// other things attached; [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`]
+    /// for the map; [`Fp4Error::Device`]. The module is then unchanged, but that a device may fail
+    /// after some running statistics are loaded.
     fn load_into<M: Module>(
         &self,
         module: &mut M,
@@ -224,27 +224,25 @@ impl LoadDense<'_> {
 
 /// Bytes, dtype and shape of a dense weight or of one of its matrices, FP8 decoded.
 fn values<'w>(weight: &'w Weight<'_>, matrix: Option<usize>) -> (Cow<'w, [u8]>, DType, Vec<usize>) {
-    let (bytes, dtype, shape): (Cow<'_, [u8]>, _, _) = match &weight.value {
+    match &weight.value {
         Value::Plain(tensor) => {
             // A truth value is a byte; a plan has no other dtype that Burn has not.
             let dtype = tensor.plain().and_then(bytes::of_file).unwrap_or(DType::U8);
-            (Cow::Borrowed(&tensor.bytes), dtype, tensor.shape.to_vec())
+            let (bytes, shape) = (&tensor.bytes[..], &tensor.shape[..]);
+            let Some(index) = matrix else { return (Cow::Borrowed(bytes), dtype, shape.to_vec()) };
+            let length = bytes.len() / shape[0];
+            let part = &bytes[index * length..(index + 1) * length];
+            (Cow::Borrowed(part), dtype, shape[1..].to_vec())
         }
-        Value::Fp8(fp8) => {
-            let decoded: Result<_, CheckpointError> = fp8.decode(Dtype::F32);
+        Value::Fp8(whole) => {
+            let part = matrix.map(|index| whole.matrix(index));
+            let decoded: Result<_, CheckpointError> =
+                part.as_ref().unwrap_or(whole).decode(Dtype::F32);
             let decoded = decoded.expect("F32 is one of the dtypes that FP8 is decoded to");
-            (decoded.bytes.into_owned().into(), DType::F32, decoded.shape.to_vec())
+            (Cow::Owned(decoded.bytes.into_owned()), DType::F32, decoded.shape.to_vec())
         }
         Value::Fp4(_) => unreachable!("packed weights are attached, not loaded"),
-    };
-    let Some(index) = matrix else { return (bytes, dtype, shape) };
-    let length = bytes.len() / shape[0];
-    let range = index * length..(index + 1) * length;
-    let part = match bytes {
-        Cow::Borrowed(bytes) => Cow::Borrowed(&bytes[range]),
-        Cow::Owned(bytes) => Cow::Owned(bytes[range].to_vec()),
-    };
-    (part, dtype, shape[1..].to_vec())
+    }
 }
 
 impl MapParameters for LoadDense<'_> {
@@ -307,5 +305,10 @@ fn report(plan: &LoadPlan, weights: &[Weight<'_>], files: &[String]) -> LoadRepo
         LoadedParameter { path, shape, tensors, loaded }
     });
     let parameters = parameters.collect();
-    LoadReport { parameters, unused: plan.unused.clone(), input_scales_left_out: left_out.len() }
+    LoadReport {
+        parameters,
+        unused: plan.unused.clone(),
+        input_scales_left_out: left_out.len(),
+        cache_scales_left_out: plan.cache_scales,
+    }
 }

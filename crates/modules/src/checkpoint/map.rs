@@ -35,6 +35,29 @@ pub enum FileLayout {
 ///     .experts("experts.up", "experts.{}.up_proj.weight");
 /// # let _ = map;
 /// ```
+///
+/// What does not go together is an error, or a line of the report:
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Checkpoint, CheckpointMap, Fp4Config, Fp4Module, LoadCheckpoint};
+///
+/// # fn main() -> Result<(), burn_fp4_modules::Fp4Error> {
+/// # let folder = std::env::temp_dir().join(format!("burn-fp4-map-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).unwrap();
+/// # let path = folder.join("Toy-NVFP4");
+/// let build = |bias| LinearConfig::new(64, 32).with_bias(bias).init(&Device::flex());
+/// let (mut saved, mut layer) = (build(false), build(true));
+/// saved.quantize_fp4(&Fp4Config::nvfp4())?;
+/// saved.save_fp4(&path, "modelopt", &CheckpointMap::new().shard_size(5 << 30))?;
+/// let map = CheckpointMap::new().allow_missing().allow_unused().allow_misfits();
+/// let report = Checkpoint::open(&path)?.load_into(&mut layer, &map)?;
+/// assert_eq!(report.kept().count(), 1); // the bias
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct CheckpointMap {
@@ -59,6 +82,8 @@ pub(crate) struct ContainerLayout {
     /// The axis of the input.
     pub(crate) axis: usize,
     pub(crate) file: FileLayout,
+    /// Whether a caller named it: every map knows the layers of Burn.
+    pub(crate) named: bool,
 }
 
 /// Matrices that are stacked on one side; `{}` stands for their number on the other.
@@ -81,6 +106,7 @@ impl CheckpointMap {
             name: name.to_owned(),
             axis,
             file: FileLayout::OutIn,
+            named: false,
         };
         Self {
             renames: Vec::new(),
@@ -96,7 +122,11 @@ impl CheckpointMap {
     }
 
     /// Replaces all that a regular expression matches in the names of a file, on the way to
-    /// paths of the module; `$1` is its first group. Several apply one after the other.
+    /// paths of the module. Several apply one after the other.
+    ///
+    /// `$1` is its first group, `$$` a dollar. A group that letters, digits or `_` follow needs
+    /// braces: `${1}_proj`. `$1_proj` is the group of the name `1_proj`, and a group that the
+    /// expression does not have is an error.
     pub fn rename(mut self, pattern: impl Into<String>, replacement: impl Into<String>) -> Self {
         self.renames.push((pattern.into(), replacement.into()));
         self
@@ -115,11 +145,11 @@ impl CheckpointMap {
     /// Says along which axis the weights of a container type are multiplied, and how files hold
     /// them. `Container { name: "Experts", axis: 1 }` of an [`Fp4Config`] is
     /// `container("Experts", 1, ..)` here. Of containers that are not named, blocks run along the
-    /// last axis.
+    /// last axis: a weight that its file says to be the other way round is an error.
     pub fn container(mut self, name: impl Into<String>, axis: usize, file: FileLayout) -> Self {
         let name = name.into();
         self.containers.retain(|container| container.name != name);
-        self.containers.push(ContainerLayout { name, axis, file });
+        self.containers.push(ContainerLayout { name, axis, file, named: true });
         self
     }
 
@@ -150,7 +180,8 @@ impl CheckpointMap {
         self
     }
 
-    /// Ignores tensors without a parameter; the report names them.
+    /// Ignores tensors without a parameter, and what the map says that matches nothing; the report
+    /// names them.
     pub fn allow_unused(mut self) -> Self {
         self.allow_unused = true;
         self
@@ -167,6 +198,11 @@ impl CheckpointMap {
     pub fn shard_size(mut self, bytes: u64) -> Self {
         self.shard_size = Some(bytes);
         self
+    }
+
+    /// Whether anything is said of a container.
+    pub(crate) fn knows(&self, container: &str) -> bool {
+        self.containers.iter().any(|known| known.name == container)
     }
 
     /// How the weights of a container lie in files.

@@ -52,6 +52,14 @@ pub enum Mismatch {
         /// What is there.
         found: String,
     },
+    /// A rule of the map matches nothing.
+    #[error("`{rule}` of the map: it matches no {what}: correct it, or take it out")]
+    Rule {
+        /// The call that made it.
+        rule: String,
+        /// What it would match.
+        what: String,
+    },
     /// The blocks of a packed weight would run along another axis.
     #[error(
         "parameter `{parameter}`, tensor `{tensor}`: expected blocks along axis {expected} \
@@ -64,7 +72,8 @@ pub enum Mismatch {
         tensor: String,
         /// The axis of the container, or that which blocks can run along in files.
         expected: usize,
-        /// The axis of the parameter, or of the container.
+        /// The axis of the parameter, or of the container; of a container that the map does not
+        /// name, the axis that the file says.
         found: usize,
     },
     /// The scales of a packed weight are none.
@@ -110,7 +119,10 @@ pub enum Mismatch {
         loaded: String,
     },
     /// Tied parameters do not have the same values.
-    #[error("parameter `{parameter}` is tied to `{with}`: expected the same bits, found others")]
+    #[error(
+        "parameter `{parameter}` is tied to `{with}`: expected the same bits, found others: \
+         quantize both alike, or save without `tie`"
+    )]
     Tied {
         /// Path of the parameter.
         parameter: String,

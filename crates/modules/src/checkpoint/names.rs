@@ -5,6 +5,7 @@ use regex::Regex;
 use crate::error::Fp4Error;
 
 use super::map::{CheckpointMap, Experts};
+use super::mismatch::Mismatch;
 
 /// The renames of a map, compiled, and what else it says of names.
 pub(crate) struct Names<'m> {
@@ -39,8 +40,9 @@ const NUMBER: &str = "{}";
 
 impl<'m> Names<'m> {
     /// # Errors
-    /// [`Fp4Error::Rename`] for a pattern that is no regular expression, [`Fp4Error::Experts`] for
-    /// a pair of names of which not exactly one has a number.
+    /// [`Fp4Error::Rename`] for a pattern that is no regular expression, [`Fp4Error::Group`] for a
+    /// replacement by a group that there is not, [`Fp4Error::Experts`] for a pair of names of which
+    /// not exactly one has a number.
     pub(crate) fn new(map: &'m CheckpointMap) -> Result<Self, Fp4Error> {
         for Experts { parameter, tensor } in &map.experts {
             let numbers = |name: &str| name.matches(NUMBER).count();
@@ -56,6 +58,10 @@ impl<'m> Names<'m> {
                     let (pattern, problem) = (pattern.clone(), problem.into());
                     Fp4Error::Rename { pattern, problem }
                 })?;
+                if let Some(group) = unknown_group(&regex, replacement) {
+                    let (pattern, replacement) = (pattern.clone(), replacement.clone());
+                    return Err(Fp4Error::Group { pattern, replacement, group });
+                }
                 Ok((regex, replacement.as_str()))
             };
             renames.iter().map(one).collect::<Result<Vec<_>, Fp4Error>>()
@@ -88,6 +94,96 @@ impl<'m> Names<'m> {
         let tie = self.map.ties.iter().find(|(parameter, _)| parameter == path);
         tie.map(|(_, with)| with.as_str())
     }
+
+    /// The renames that match none of the names of a file.
+    pub(crate) fn idle_renames<'n>(&self, tensors: impl Iterator<Item = &'n str>) -> Vec<Mismatch> {
+        idle(&self.renames, "rename", "tensor", tensors)
+    }
+
+    /// The renames back that match none of the names of a module.
+    pub(crate) fn idle_renames_back<'n>(
+        &self,
+        names: impl Iterator<Item = &'n str>,
+    ) -> Vec<Mismatch> {
+        idle(&self.renames_back, "rename_back", "parameter", names)
+    }
+
+    /// What else the map says that matches none of these parameters: paths and containers.
+    pub(crate) fn idle_rules(&self, parameters: &[(&str, &str)]) -> Vec<Mismatch> {
+        let mut idle = Vec::new();
+        for (parameter, with) in &self.map.ties {
+            let has = |name: &&String| parameters.iter().any(|(path, _)| path == name);
+            if let Some(absent) = [parameter, with].into_iter().find(|name| !has(name)) {
+                let rule = format!("tie({parameter:?}, {with:?})");
+                idle.push(Mismatch::Rule { rule, what: format!("parameter `{absent}`") });
+            }
+        }
+        for experts in &self.map.experts {
+            if !parameters.iter().any(|(path, _)| wanted_by(experts, path).is_some()) {
+                let Experts { parameter, tensor } = experts;
+                let rule = format!("experts({parameter:?}, {tensor:?})");
+                idle.push(Mismatch::Rule { rule, what: "parameter".to_owned() });
+            }
+        }
+        for container in self.map.containers.iter().filter(|container| container.named) {
+            let name = &container.name;
+            if !parameters.iter().any(|(_, container)| container == name) {
+                let rule = format!("container({name:?}, {}, ..)", container.axis);
+                idle.push(Mismatch::Rule { rule, what: "parameter".to_owned() });
+            }
+        }
+        idle
+    }
+}
+
+/// The renames that match no name, where each applies to what those before it made.
+fn idle<'n>(
+    renames: &[(Regex, &str)],
+    call: &str,
+    what: &str,
+    names: impl Iterator<Item = &'n str>,
+) -> Vec<Mismatch> {
+    let mut matched = vec![false; renames.len()];
+    for name in names {
+        let mut name = name.to_owned();
+        for ((regex, replacement), matched) in renames.iter().zip(&mut matched) {
+            *matched |= regex.is_match(&name);
+            name = regex.replace_all(&name, *replacement).into_owned();
+        }
+    }
+    let unmatched = renames.iter().zip(matched).filter(|(_, matched)| !matched);
+    unmatched
+        .map(|((regex, replacement), _)| Mismatch::Rule {
+            rule: format!("{call}({:?}, {replacement:?})", regex.as_str()),
+            what: what.to_owned(),
+        })
+        .collect()
+}
+
+/// The first group of a replacement that the expression does not have, as `regex` reads it.
+fn unknown_group(regex: &Regex, replacement: &str) -> Option<String> {
+    let mut rest = replacement;
+    while let Some(at) = rest.find('$') {
+        rest = &rest[at + 1..];
+        if let Some(behind) = rest.strip_prefix('$') {
+            rest = behind;
+            continue;
+        }
+        let braced = rest.strip_prefix('{').and_then(|inner| inner.split_once('}'));
+        let end = rest.find(|char: char| !char.is_ascii_alphanumeric() && char != '_');
+        let (group, behind) = braced.unwrap_or(rest.split_at(end.unwrap_or(rest.len())));
+        rest = behind;
+        let known = match group.parse::<usize>() {
+            Ok(number) => number < regex.captures_len(),
+            // A dollar that nothing follows is one.
+            Err(_) if group.is_empty() => braced.is_none(),
+            Err(_) => regex.capture_names().flatten().any(|name| name == group),
+        };
+        if !known {
+            return Some(group.to_owned());
+        }
+    }
+    None
 }
 
 fn replaced(renames: &[(Regex, &str)], name: &str) -> String {
@@ -165,6 +261,66 @@ mod tests {
         assert!(matches!(Names::new(&neither), Err(Fp4Error::Experts { .. })));
         let regex = CheckpointMap::new().rename("(", "");
         assert!(matches!(Names::new(&regex), Err(Fp4Error::Rename { .. })));
+    }
+
+    #[test]
+    fn a_group_that_a_pattern_does_not_have_is_an_error() {
+        let unknown = |replacement: &str| {
+            let map = CheckpointMap::new().rename(r"^(\w+)\.(?<last>\w+)$", replacement);
+            match Names::new(&map) {
+                Ok(_) => None,
+                Err(Fp4Error::Group { group, .. }) => Some(group),
+                Err(error) => panic!("{error}"),
+            }
+        };
+        for (replacement, group) in [
+            ("$1_proj", "1_proj"),
+            ("${1}_$3", "3"),
+            ("$first", "first"),
+            ("${no}", "no"),
+            ("${}", ""),
+        ] {
+            assert_eq!(unknown(replacement).as_deref(), Some(group), "{replacement}");
+        }
+        for replacement in ["${1}_proj", "$1.$last", "$0", "a$", "$$9", "$.", "${1"] {
+            assert_eq!(unknown(replacement), None, "{replacement}");
+        }
+        let back = CheckpointMap::new().rename_back("^(layers)", "$1_x");
+        assert!(matches!(Names::new(&back), Err(Fp4Error::Group { .. })));
+    }
+
+    #[test]
+    fn rules_that_match_nothing_are_named() {
+        let map = CheckpointMap::new()
+            .rename("^model", "outer")
+            .rename("^outer", "")
+            .rename("^model", "")
+            .rename_back("^blocks", "layers")
+            .tie("head", "embed")
+            .tie("head", "embedding")
+            .container("Experts", 1, crate::FileLayout::OutIn)
+            .container("Mine", 1, crate::FileLayout::OutIn)
+            .experts("up", "up.{}.weight")
+            .experts("down", "down.{}.weight");
+        let names = Names::new(&map).expect("a map");
+        let told =
+            |idle: Vec<Mismatch>| -> Vec<String> { idle.iter().map(ToString::to_string).collect() };
+        let behind = ": correct it, or take it out";
+        // What one rename made is what the next one sees.
+        let found = told(names.idle_renames(["model.a", "b"].into_iter()));
+        assert_eq!(
+            found,
+            [format!(r#"`rename("^model", "")` of the map: it matches no tensor{behind}"#)]
+        );
+        assert_eq!(names.idle_renames_back(["layers.0"].into_iter()).len(), 1);
+        assert!(names.idle_renames_back(["blocks.0"].into_iter()).is_empty());
+        let found = told(names.idle_rules(&[("head", ""), ("embed", ""), ("a.up", "Experts")]));
+        let expected = [
+            r#"`tie("head", "embedding")` of the map: it matches no parameter `embedding`"#,
+            r#"`experts("down", "down.{}.weight")` of the map: it matches no parameter"#,
+            r#"`container("Mine", 1, ..)` of the map: it matches no parameter"#,
+        ];
+        assert_eq!(found, expected.map(|text| format!("{text}{behind}")));
     }
 
     #[test]

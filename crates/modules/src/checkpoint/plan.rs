@@ -62,13 +62,16 @@ pub(crate) struct PlannedParameter {
 /// Every parameter of a module.
 pub(crate) struct LoadPlan {
     pub(crate) parameters: Vec<PlannedParameter>,
+    /// Tensors that no parameter has, and rules of the map that match nothing.
     pub(crate) unused: Vec<Mismatch>,
+    /// Scales of a quantized cache, which no parameter has either.
+    pub(crate) cache_scales: usize,
 }
 
 impl LoadPlan {
     /// # Errors
     /// [`Fp4Error::Attached`]; [`Fp4Error::Mismatch`] with all that does not go together and is
-    /// not allowed; [`Fp4Error::Rename`] and [`Fp4Error::Experts`].
+    /// not allowed; [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`].
     pub(crate) fn new<M: Module>(
         module: &M,
         weights: &[Weight<'_>],
@@ -95,10 +98,14 @@ impl LoadPlan {
             errors.extend(found.as_ref().err().filter(|one| !allowed(one)).cloned());
             parameters.push(PlannedParameter { target: target.clone(), found });
         }
-        let unused = search.unused();
+        let (mut unused, cache_scales) = search.unused();
+        unused.extend(names.idle_renames(weights.iter().map(|weight| weight.name.as_str())));
+        let known: Vec<_> =
+            targets.iter().map(|one| (one.path.as_str(), one.container.as_str())).collect();
+        unused.extend(names.idle_rules(&known));
         errors.extend(unused.iter().filter(|_| !map.allow_unused).cloned());
         match errors.is_empty() {
-            true => Ok(Self { parameters, unused }),
+            true => Ok(Self { parameters, unused, cache_scales }),
             false => Err(Fp4Error::Mismatch(errors)),
         }
     }
@@ -265,9 +272,9 @@ impl Search<'_> {
         names.iter().filter_map(|name| self.by_name.get(name).copied()).collect()
     }
 
-    /// Tensors, and matrices of stacked ones, that no parameter has. One that does not fit its
-    /// parameter has one.
-    fn unused(&self) -> Vec<Mismatch> {
+    /// Tensors, and matrices of stacked ones, that no parameter has, and how many more are scales
+    /// of a quantized cache. One that does not fit its parameter has one.
+    fn unused(&self) -> (Vec<Mismatch>, usize) {
         let mut used: BTreeMap<usize, BTreeSet<Option<usize>>> = BTreeMap::new();
         for target in self.targets {
             match self.source(target) {
@@ -283,10 +290,11 @@ impl Search<'_> {
                 }
             }
         }
-        let mut unused = Vec::new();
+        let (mut unused, mut cache_scales) = (Vec::new(), 0);
         for (at, weight) in self.weights.iter().enumerate() {
             let parameter = self.names.in_module(&weight.name);
             match used.get(&at) {
+                None if weight.is_cache_scale() => cache_scales += 1,
                 None => unused.push(Mismatch::Unused { tensor: weight.name.clone(), parameter }),
                 Some(parts) if parts.contains(&None) => {}
                 Some(parts) => {
@@ -299,7 +307,7 @@ impl Search<'_> {
                 }
             }
         }
-        unused
+        (unused, cache_scales)
     }
 }
 
@@ -313,7 +321,9 @@ fn check(
     let placement = map.placement(&target.container, target.shape.len());
     let first = &weights[source.pieces[0].weight];
     let packed = matches!(first.value, Value::Fp4(_));
-    let turn = if packed { placement.input_first() } else { placement.turns_dense() };
+    // Integers and truth values are no matrices of layers.
+    let turns_dense = target.kind == Kind::Float && placement.turns_dense();
+    let turn = if packed { placement.input_first() } else { turns_dense };
     let expected = turned(&target.shape, turn);
     for piece in &source.pieces {
         let weight = &weights[piece.weight];
@@ -324,6 +334,16 @@ fn check(
         let mut found = shape(weight)[usize::from(piece.matrix.is_some())..].to_vec();
         if source.stacked {
             found.insert(0, source.pieces.len());
+        }
+        if let Value::Fp4(fp4) = &weight.value
+            && !map.knows(&target.container)
+            && turned(&found, true) == target.shape
+            && (fp4.transposed || found != expected)
+        {
+            // Of a container that the map does not know blocks run along the last axis; the shape
+            // of a square one would fit either way.
+            let (expected, found) = (placement.axis, placement.axis - 1);
+            return Err(Mismatch::Axis { parameter, tensor, expected, found });
         }
         if found != expected {
             return Err(Mismatch::Shape { parameter, tensor, expected, found });
@@ -361,6 +381,9 @@ fn dense(target: &Target, weight: &Weight<'_>, turn: bool) -> How {
 /// What the numbers of a weight are.
 pub(crate) fn described(weight: &Weight<'_>) -> String {
     match &weight.value {
+        Value::Plain(tensor) if tensor.is(&[Dtype::F8_E4M3, Dtype::F8_E5M2]) => {
+            format!("{} without a scale", tensor.dtype)
+        }
         Value::Plain(tensor) => tensor.dtype.to_string(),
         Value::Fp8(fp8) => fp8.values.dtype.to_string(),
         Value::Fp4(fp4) => format!("{} in blocks of {}", fp4.format, fp4.block_size),

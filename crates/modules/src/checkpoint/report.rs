@@ -16,10 +16,13 @@ pub struct LoadReport {
     /// Every parameter, in the order of the module.
     pub parameters: Vec<LoadedParameter>,
     /// Tensors without a parameter ([`allow_unused`](crate::CheckpointMap::allow_unused)), in the
-    /// order of the file.
+    /// order of the file, and rules of the map that match nothing.
     pub unused: Vec<Mismatch>,
     /// Weights whose scale for a quantized input was left out: here inputs are not quantized.
     pub input_scales_left_out: usize,
+    /// Scales of a quantized cache of keys and values that were left out: modules have no such
+    /// cache.
+    pub cache_scales_left_out: usize,
 }
 
 /// Where a parameter came from.
@@ -120,10 +123,15 @@ impl fmt::Display for LoadReport {
         for unused in &self.unused {
             writeln!(f, "unused: {unused}")?;
         }
-        match self.input_scales_left_out {
-            0 => Ok(()),
-            count => writeln!(f, "scales of quantized inputs that were left out: {count}"),
+        for (what, count) in [
+            ("quantized inputs", self.input_scales_left_out),
+            ("a quantized cache", self.cache_scales_left_out),
+        ] {
+            if count > 0 {
+                writeln!(f, "scales of {what} that were left out: {count}")?;
+            }
         }
+        Ok(())
     }
 }
 

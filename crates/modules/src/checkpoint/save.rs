@@ -50,18 +50,23 @@ pub(crate) fn model<M: Module>(
             return Err(Fp4Error::Attached { path: parameter.path, name });
         }
     }
-    let (parameters, errors) = (Vec::new(), Vec::new());
-    let mut save = Save { names, map, packed, parameters, errors, failed: None };
+    let (visited, parameters, errors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut save = Save { names, map, packed, visited, parameters, errors, failed: None };
     caught(|| {
         visit_parameters(module, &mut save);
         Ok::<_, Fp4Error>(())
     })?;
-    let Save { names, parameters, mut errors, failed, .. } = save;
+    let Save { names, visited, parameters, mut errors, failed, .. } = save;
     if let Some(failed) = failed {
         return Err(failed);
     }
     let parameters = without_ties(&names, parameters, &mut errors);
     let weights = gathered(parameters, &mut errors);
+    if !map.allow_unused {
+        let known: Vec<_> = visited.iter().map(|(path, one)| (&**path, &**one)).collect();
+        errors.extend(names.idle_rules(&known));
+        errors.extend(names.idle_renames_back(weights.iter().map(|(name, ..)| name.as_str())));
+    }
     let mut named = Vec::with_capacity(weights.len());
     for (name, path, value) in weights {
         let tensor = names.in_file(&name);
@@ -91,6 +96,8 @@ struct Save<'m> {
     names: Names<'m>,
     map: &'m CheckpointMap,
     packed: BTreeMap<String, PackedWeight>,
+    /// Path and container of every parameter.
+    visited: Vec<(String, String)>,
     parameters: Vec<Saved>,
     errors: Vec<Mismatch>,
     /// The first packed weight that cannot be read back.
@@ -145,6 +152,7 @@ impl VisitParameters for Save<'_> {
             return;
         }
         let name = path.join();
+        self.visited.push((name.clone(), path.container().to_owned()));
         let placement = self.map.placement(path.container(), D);
         match self.packed.get(&name) {
             Some(packed) => {
@@ -170,12 +178,14 @@ impl VisitParameters for Save<'_> {
 
     fn int<const D: usize>(&mut self, path: &ModulePath, param: &Param<BurnTensor<D, Int>>) {
         if !path.is_attached() {
+            self.visited.push((path.join(), path.container().to_owned()));
             self.dense(path, param.val(), false);
         }
     }
 
     fn bool<const D: usize>(&mut self, path: &ModulePath, param: &Param<BurnTensor<D, Bool>>) {
         if !path.is_attached() {
+            self.visited.push((path.join(), path.container().to_owned()));
             self.dense(path, param.val(), false);
         }
     }

@@ -16,7 +16,8 @@ use crate::walk::parameters::{Parameter, Walk};
 use super::outcome::PackedWeights;
 use super::placeholder::{float_dtype, placeholder};
 
-/// A dense parameter for which codes and scales may be given.
+/// A dense parameter, for which [`pack_fp4`](crate::Fp4Module::pack_fp4) may be given codes and
+/// scales.
 pub struct DenseWeight<'a> {
     parameter: &'a Parameter,
     shape: Vec<usize>,

@@ -8,6 +8,7 @@
 mod tensors;
 mod weights;
 
+use std::fmt;
 use std::sync::OnceLock;
 
 use burn::backend::DispatchTensor;
@@ -36,9 +37,12 @@ const MOST: usize = 16;
 /// let mut layer = LinearConfig::new(64, 32).init(&device);
 /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
 ///
-/// let mut replay = Replay::new(layer, |layer: &Linear, x: Tensor<2>| layer.forward(x));
+/// let mut replay = Replay::new(layer, |layer: &Linear, x: Tensor<2>| layer.forward(x))
+///     .with_most_recordings(4);
 /// let output = replay.run(Tensor::ones([1, 64], &device))?;
 /// assert_eq!(output.dims(), [1, 32]);
+/// let layer = replay.into_model();
+/// assert_eq!(layer.weight.dims(), [64, 32]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
@@ -101,6 +105,18 @@ pub struct Replay<M, I, O, S = ()> {
     recordings: Vec<Recording>,
     most: usize,
     is_graph: bool,
+}
+
+impl<M, I, O, S> fmt::Debug for Replay<M, I, O, S> {
+    /// Without the model, the state and the pass.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inputs: Vec<_> = self.recordings.iter().map(|recording| &recording.inputs).collect();
+        f.debug_struct("Replay")
+            .field("recordings", &inputs)
+            .field("most", &self.most)
+            .field("is_graph", &self.is_graph)
+            .finish_non_exhaustive()
+    }
 }
 
 type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
@@ -184,6 +200,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// How many recordings are kept at most, one for each combination of shapes; at least one.
+    #[must_use]
     pub fn with_most_recordings(self, most: usize) -> Self {
         Self { most: most.max(1), ..self }
     }
@@ -223,6 +240,19 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// Changes the model, and forgets the recordings.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight, Replay};
+    ///
+    /// let layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let mut replay = Replay::new(layer, |layer: &Linear, x: Tensor<2>| layer.forward(x));
+    /// replay.change(|layer| layer.quantize_fp4(&Fp4Config::nvfp4()))?;
+    /// let weight = &replay.model().weight;
+    /// assert!(weight.reparameterization::<PackedWeight>().is_some());
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn change<R>(&mut self, change: impl FnOnce(&mut M) -> R) -> R {
         self.recordings.clear();
         self.state = match self.state.take() {
@@ -241,6 +271,22 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
 
     /// A copy of the state after all runs so far.
     ///
+    /// ```
+    /// use burn::nn::Relu;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::Replay;
+    ///
+    /// let device = Device::flex();
+    /// let count = |_: &Relu, total: Tensor<1>, x: Tensor<1>| (total + x.clone(), x);
+    /// let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([2], &device), count);
+    /// for total in [1.0, 2.0] {
+    ///     replay.run(Tensor::ones([2], &device))?;
+    ///     let expected = Tensor::<1>::full([2], total, &device);
+    ///     assert_eq!(replay.state()?.into_data(), expected.into_data());
+    /// }
+    /// # Ok::<(), burn_fp4_modules::ReplayError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`ReplayError::Lost`] if an earlier run panicked.
     pub fn state(&mut self) -> Result<S, ReplayError>
@@ -254,6 +300,21 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// Replaces the state, and forgets the recordings.
+    ///
+    /// ```
+    /// use burn::nn::Relu;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::Replay;
+    ///
+    /// let device = Device::flex();
+    /// let count = |_: &Relu, total: Tensor<1>, x: Tensor<1>| (total.clone() + x, total);
+    /// let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([2], &device), count);
+    /// replay.run(Tensor::ones([2], &device))?;
+    /// replay.set_state(Tensor::ones([2], &device));
+    /// let before = replay.run(Tensor::ones([2], &device))?;
+    /// assert_eq!(before.into_data(), Tensor::<1>::ones([2], &device).into_data());
+    /// # Ok::<(), burn_fp4_modules::ReplayError>(())
+    /// ```
     pub fn set_state(&mut self, state: S) {
         self.recordings.clear();
         self.state = Some(Held::Tensors(state));

@@ -1,6 +1,7 @@
 //! [`ReplayTensors`]: what goes into a replay and comes out of it, taken apart and put together.
 
 use std::collections::VecDeque;
+use std::fmt;
 
 use burn::backend::{DispatchTensor, TensorMetadata};
 use burn::tensor::kind::Basic;
@@ -44,6 +45,14 @@ pub trait ReplayTensors: Sized {
 pub struct ReplayParts {
     tensors: VecDeque<DispatchTensor>,
     lengths: VecDeque<usize>,
+}
+
+impl fmt::Debug for ReplayParts {
+    /// Devices, shapes and dtypes of the tensors, not their values.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Signature { tensors, lengths } = self.signature();
+        f.debug_struct("ReplayParts").field("tensors", &tensors).field("lengths", &lengths).finish()
+    }
 }
 
 /// What recordings of a pass are told apart by.

@@ -18,7 +18,25 @@ use super::report::{CandidateSensitivity, Sensitivity};
 const TENSOR_SCALE: usize = 4;
 
 /// A candidate for every group of weights.
+///
+/// ```
+/// # use burn::nn::LinearConfig;
+/// # use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fp4_modules::{Budget, Calibration, Candidate, Fp4Config, Fp4Module};
+///
+/// # let device = Device::flex();
+/// # let layer = LinearConfig::new(64, 64).init(&device);
+/// let mut inputs = Calibration::new();
+/// inputs.add("weight", 0, Tensor::<2>::random([128, 64], Distribution::Default, &device))?;
+/// let config = Fp4Config::nvfp4().with_calibration(&inputs);
+/// let sensitivity = layer.fp4_sensitivity(&config, &Candidate::DEFAULT)?;
+/// let choice = sensitivity.choose(Budget::BitsPerWeight(4.5))?;
+/// assert!(choice.bits_per_weight < 4.6);
+/// assert!(choice.gap() <= choice.error);
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct BudgetChoice {
     /// What quantizes a module like this. Saved, it lacks the calibration. If all weights stay
     /// dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4) refuses.

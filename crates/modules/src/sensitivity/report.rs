@@ -12,7 +12,24 @@ use super::candidate::Candidate;
 /// What [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) found.
 ///
 /// Displayed it is a table; serialized it is all there is to know but the calibration.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::{Candidate, Fp4Config, Fp4Module, ops::Fp4Scheme};
+///
+/// let layer = LinearConfig::new(64, 64).init(&Device::flex());
+/// let candidates = [Candidate::Fp4(Fp4Scheme::nvfp4()), Candidate::Dense];
+/// let sensitivity = layer.fp4_sensitivity(&Fp4Config::nvfp4(), &candidates)?;
+/// let group = &sensitivity.groups[0];
+/// let [packed, dense] = [&group.candidates[0], &group.candidates[1]];
+/// assert!(group.bits(packed) < 4.6 && group.bits(dense) == 32.0);
+/// assert_eq!((packed.error(), dense.error()), (None, Some(0.0))); // no calibration
+/// assert!(sensitivity.html().contains("nvfp4/16"));
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Sensitivity {
     /// The selected weights, those together that must have the same format, in the order of the
     /// first of each in the module.
@@ -24,6 +41,7 @@ pub struct Sensitivity {
 /// Weights that have the same format: one, those that
 /// [share a tensor scale](Fp4Config::share_scale), or those that are tied.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GroupSensitivity {
     /// Their paths.
     pub paths: Vec<String>,
@@ -37,6 +55,7 @@ pub struct GroupSensitivity {
 
 /// What a candidate costs a group. Of a dense one all errors are 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CandidateSensitivity {
     /// The candidate.
     pub candidate: Candidate,

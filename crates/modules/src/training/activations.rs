@@ -26,6 +26,22 @@ pub enum ActivationRange {
 }
 
 /// What to make a [`FakeQuantize`] of.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_modules::ops::{Fp4Scheme, Saturated};
+/// use burn_fp4_modules::{ActivationRange, FakeQuantizeConfig};
+///
+/// let device = Device::flex();
+/// let quantize = FakeQuantizeConfig::new(64)
+///     .with_scheme(Fp4Scheme::mxfp4())
+///     .with_range(ActivationRange::Dynamic)
+///     .with_saturated(Saturated::Zero)
+///     .init(&device)?;
+/// let rounded = quantize.forward(Tensor::<2>::full([1, 64], 1.1, &device)); // 4 * 2^-2
+/// assert_eq!(rounded.into_data(), Tensor::<2>::ones([1, 64], &device).into_data());
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[must_use]
 pub struct FakeQuantizeConfig {

@@ -91,6 +91,18 @@ impl Fp4TrainLinear {
     }
 
     /// Sets the number of forward passes, of this layer and its clones.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::Fp4TrainLinear;
+    ///
+    /// let device = Device::flex().autodiff();
+    /// let layer = Fp4TrainLinear::from(LinearConfig::new(64, 64).init(&device));
+    /// layer.set_step(100);
+    /// let output = layer.forward(Tensor::<2>::ones([4, 64], &device));
+    /// assert_eq!((output.dims(), layer.step()), ([4, 64], 101));
+    /// ```
     pub fn set_step(&self, step: u64) {
         self.step.store(step, Ordering::Relaxed);
     }

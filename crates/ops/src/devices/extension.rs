@@ -33,7 +33,9 @@ use crate::train::recipe::TrainRecipe;
 
 /// What a backend has to do. Without code of its own it does so by tensor operations.
 ///
-/// The list in the attribute is that of the devices: one line for each.
+/// The list in the attribute is that of the devices: one line for each. Who has another backend
+/// implements it for that, with an empty body or with code for some functions, and calls these: the
+/// functions on tensors only reach backends that a [`Device`](burn::tensor::Device) stands for.
 ///
 /// Callers have checked shapes, scheme and dtype (f32, f16 or bf16).
 #[backend_extension(

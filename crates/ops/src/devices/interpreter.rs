@@ -1,5 +1,7 @@
 //! Runs recorded operations on a backend, whichever it is.
 
+use core::fmt::Debug;
+
 use burn::backend::{BackendTensor, DispatchKindConversion, DispatchTensor};
 use burn::tensor::{Shape, TensorData};
 use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr};
@@ -9,7 +11,7 @@ use super::extension::Fp4Backend;
 use crate::untuned;
 
 /// An interpreter of recorded operations.
-pub(crate) trait Interpret {
+pub(crate) trait Interpret: Debug {
     /// Gives a tensor its values.
     fn insert_data(&mut self, id: TensorId, data: TensorData);
     /// Gives a tensor its values; an error says what is wrong with these.

@@ -99,6 +99,7 @@ pub(crate) fn is_host(device: &Device) -> bool {
 }
 
 /// Whether tensors of a device can show one value in any shape, without a copy for every element.
+#[must_use]
 pub fn repeats_values(device: &Device) -> bool {
     row(device).is_none_or(|row| row.repeats_values)
 }

@@ -15,6 +15,16 @@ use crate::saturated::Saturated;
 ///
 /// On an autodiff device the gradient passes straight through.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, fake_quantize};
+///
+/// let values = Tensor::<1>::from_floats([0.7, 6.0, -2.6, 0.2], &Device::flex()).repeat_dim(0, 8);
+/// let rounded = fake_quantize(values, 0, &Fp4Scheme::mxfp4())?; // the block scale is 1
+/// assert_eq!(rounded.slice([0..4]).into_data(), TensorData::from([0.5f32, 6.0, -3.0, 0.0]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// As [`quantize`](crate::quantize).
 pub fn fake_quantize<const D: usize>(
@@ -34,6 +44,20 @@ pub fn fake_quantize<const D: usize>(
 /// the gradient of the values passes straight through, unless they saturate and `saturated` says
 /// otherwise; that of the amax is the one of learned step sizes (Esser et al., ICLR 2020) with
 /// codes and block scales as they are.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, Saturated, fake_quantize_with_amax};
+///
+/// let device = Device::flex();
+/// let values = Tensor::<1>::full([16], 6.0, &device);
+/// let amax = Tensor::<1>::from_floats([1.3125], &device);
+/// let (scheme, saturated) = (Fp4Scheme::nvfp4(), Saturated::PassThrough);
+/// let rounded = fake_quantize_with_amax(values, amax, 0, &scheme, saturated)?;
+/// // No value is larger than the amax.
+/// assert_eq!(rounded.into_data(), TensorData::from([1.3125f32; 16]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize); [`OpsError::Search`] if the scheme has no tensor scale or says
@@ -65,6 +89,20 @@ pub fn fake_quantize_with_amax<const D: usize>(
 
 /// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what
 /// the references give. Elements that saturate have the gradient that `saturated` says.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Fp4Scheme, Saturated, fake_quantize_for_training};
+///
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<1>::from_floats([0.7, 7.5, -2.6, 0.2], &device).repeat_dim(0, 8);
+/// let x = x.require_grad();
+/// let y = fake_quantize_for_training(x.clone(), 0, &Fp4Scheme::mxfp4(), Saturated::Zero)?;
+/// let gradient = x.grad(&y.sum().backward()).unwrap().slice([0..4]);
+/// // With the block scale 1, only 7.5 is beyond the largest element.
+/// assert_eq!(gradient.into_data(), TensorData::from([1f32, 0.0, 1.0, 1.0]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), but for values that are not finite.

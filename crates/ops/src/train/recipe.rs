@@ -19,6 +19,18 @@ use crate::error::OpsError;
 /// What is not quantized is multiplied as it is. Operands are `element x block scale`, products are
 /// summed up in f32 and multiplied by both tensor scales at the end. Where blocks do not divide a
 /// contracted axis, zeros are appended.
+///
+/// ```
+/// use burn_fp4_ops::{Fp4Scheme, OpsError, TensorScaling, TrainRecipe};
+///
+/// let recipe = TrainRecipe::NVFP4;
+/// // Of 12 layers the last is not quantized.
+/// assert_eq!(recipe.for_layer(10, 12, 1), recipe);
+/// assert_eq!(recipe.for_layer(11, 12, 1), TrainRecipe::HIGH_PRECISION);
+/// let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+/// let refused = TrainRecipe { activations: Some(by_row), ..recipe }.validate();
+/// assert!(matches!(refused, Err(OpsError::Recipe { part: "activations", .. })));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainRecipe {
@@ -61,6 +73,7 @@ impl TrainRecipe {
 
     /// The recipe for one of a list of layers: [`HIGH_PRECISION`](Self::HIGH_PRECISION) for the
     /// last `keep_last`, this one for the others.
+    #[must_use]
     pub const fn for_layer(self, layer: usize, layers: usize, keep_last: usize) -> Self {
         if layer + keep_last < layers { self } else { Self::HIGH_PRECISION }
     }

@@ -15,6 +15,21 @@ use crate::layout::{check_dtype, check_len};
 ///
 /// Gradients are rounded by random numbers of this draw: another one for every layer and step.
 ///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::{Draw, Fp4Scheme, TrainRecipe, train_product};
+///
+/// let device = Device::flex().autodiff();
+/// let input = Tensor::<2>::ones([1, 32], &device).require_grad();
+/// let weight = Tensor::<2>::full([32, 1], 1.4, &device); // 1.5, both ways
+/// let recipe = TrainRecipe { weights: Some(Fp4Scheme::mxfp4()), ..TrainRecipe::HIGH_PRECISION };
+/// let output = train_product(input.clone(), weight, &recipe, Draw::default())?;
+/// let gradients = output.backward();
+/// assert_eq!(output.into_data(), TensorData::from([[32.0 * 1.5f32]]));
+/// assert_eq!(input.grad(&gradients).unwrap().into_data(), TensorData::from([[1.5f32; 32]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
 /// # Errors
 /// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe,
 /// [`OpsError::Contraction`] if K differs, [`OpsError::DType`] unless f32, f16 or bf16,

@@ -42,6 +42,7 @@ pub(crate) fn has_graphs(device: &CubeDevice) -> bool {
 }
 
 /// Tensors that stay in their memory from one run to the next.
+#[derive(Debug)]
 pub(crate) struct State {
     device: CubeDevice,
     /// Contiguous, with no other owner.
@@ -104,6 +105,17 @@ fn stream_of(device: &CubeDevice, tensors: Vec<DispatchTensor>) -> Option<Stream
 /// A pass whose launches a device has recorded.
 pub(crate) struct Recorded {
     graph: Arc<Graph>,
+}
+
+impl fmt::Debug for Recorded {
+    /// Without the graph itself, which is the driver's.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recorded")
+            .field("device", &self.graph.device)
+            .field("inputs", &self.graph.inputs)
+            .field("outputs", &self.graph.outputs)
+            .finish_non_exhaustive()
+    }
 }
 
 struct Graph {

@@ -53,10 +53,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (mut model, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    // Engines multiply by these as one, with one tensor scale.
     let config = arguments.recipe.config(&model);
-    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
-    let config = config.share_scale(["gate_proj", "up_proj"]);
     let quantized = arguments.recipe.apply(&mut model, &config, &tokens, &device)?;
     let WriteReport { files, bytes, .. } =
         folder.save(&model, &arguments.out, &arguments.saved.dialect)?;

@@ -72,8 +72,8 @@ struct Mlp<L: Module> {
     down_proj: L,
 }
 
-/// The keys and values of each block, `[batch, heads, positions, depth]`: of the tokens that a model
-/// has seen, where they are, and room for those to come.
+/// The keys and values of each block, `[batch, heads, positions, depth]`: of the tokens that a
+/// model has seen, where they are, and room for those to come.
 pub type Cache = Vec<KeysAndValues>;
 
 type KeysAndValues = [Tensor<4>; 2];

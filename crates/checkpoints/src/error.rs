@@ -97,7 +97,7 @@ pub enum CheckpointError {
     Ambiguous {
         /// The checkpoint.
         path: PathBuf,
-        /// Each dialect with what speaks for it.
+        /// Each dialect with the evidence for it.
         claims: Vec<String>,
     },
     /// The checkpoint says that it is written in another dialect than it is to be read in.
@@ -110,7 +110,7 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The dialect asked for.
         asked: &'static str,
-        /// The dialect that it names, with what speaks for it.
+        /// The dialect that it names, with the evidence for it.
         claim: String,
     },
     /// The dialect is not one of those known.

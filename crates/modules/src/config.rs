@@ -354,9 +354,10 @@ impl Fp4Config {
         self
     }
 
-    /// Chooses one of [`Candidate::DEFAULT`](crate::Candidate::DEFAULT) for each selected weight, or
-    /// group that has to stay whole, so that all of them take no more than this and the sum of the
-    /// relative errors of their outputs is small: what [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
+    /// Chooses one of [`Candidate::DEFAULT`](crate::Candidate::DEFAULT) for each selected weight,
+    /// or group that has to stay whole, so that all of them take no more than this and the sum of
+    /// the relative errors of their outputs is small: what
+    /// [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
     /// [`choose`](crate::Sensitivity::choose) do, with
     /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration with
     /// whole matrices `X^T X`, whatever the method does. The candidates' schemes take the place of

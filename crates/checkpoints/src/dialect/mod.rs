@@ -91,7 +91,7 @@ pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, Chec
     }
 }
 
-/// A dialect, and what in a checkpoint speaks for it.
+/// A dialect, and the evidence for it in a checkpoint.
 type Claim = (&'static dyn Dialect, &'static str);
 
 fn claims(container: &Container) -> Vec<Claim> {

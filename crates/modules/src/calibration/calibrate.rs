@@ -53,7 +53,8 @@ impl<'a, M: Module> Calibrate<'a, M> {
         Self { model, options: CalibrationOptions::default() }
     }
 
-    /// Sets what is gathered, on which devices, in how much memory, and who is told.
+    /// Sets what is gathered, on which devices, in how much memory, and where to report
+    /// progress.
     pub fn options(mut self, options: CalibrationOptions<'a>) -> Self {
         self.options = options;
         self

@@ -55,7 +55,7 @@ pub struct CalibrationProgress {
 }
 
 impl fmt::Debug for CalibrationOptions<'_> {
-    /// Without who is told of progress.
+    /// Without the function that progress is reported to.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CalibrationOptions")
             .field("memory", &self.memory)

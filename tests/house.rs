@@ -25,7 +25,8 @@ const RANKS: [&str; 8] = [
 
 /// The files that may name a format or the number format of its block scales; any other asks the
 /// rows of `Fp4Format`, `Minifloat` or `ScaleRule`.
-const FORMATS_ARE_NAMED_IN: [&str; 11] = [
+const FORMATS_ARE_NAMED_IN: [&str; 20] = [
+    // What formats are, how files hold them, and what is compiled for each.
     "crates/checkpoints/src/cast.rs",
     "crates/checkpoints/src/dialect/",
     "crates/checkpoints/src/fp8.rs",
@@ -37,25 +38,39 @@ const FORMATS_ARE_NAMED_IN: [&str; 11] = [
     "crates/search/src/method.rs",
     "crates/search/src/modelopt.rs",
     "crates/search/src/rule.rs",
+    // Presets and defaults, by which users choose a format, and what is exported of a name.
+    "crates/burn-fp4/src/lib.rs",
+    "crates/modules/src/config.rs",
+    "crates/modules/src/sensitivity/candidate.rs",
+    "crates/modules/src/training/activations.rs",
+    "crates/modules/src/training/train_linear.rs",
+    "crates/ops/src/lib.rs",
+    "crates/ops/src/train/recipe.rs",
+    "crates/search/src/lib.rs",
+    "crates/search/src/scheme.rs",
 ];
 
 /// The files that may name a scale rule, as that of a scheme or a preset; any other asks its row.
 const RULES_ARE_NAMED_IN: [&str; 2] =
     ["crates/cli/src/quantize/options.rs", "crates/search/src/scheme.rs"];
 
-/// The files that may decide by the name of a search or a method; any other asks its row. The
-/// recipe of a method in CONTRIBUTING.md names those where a new one has to be decided about.
-const METHODS_ARE_NAMED_IN: [&str; 19] = [
-    // Every search, or what is true of those that are not named.
+/// The files where a new search or method has to be decided about, as the recipe of a method in
+/// CONTRIBUTING.md says; they may name them.
+const METHODS_ARE_DECIDED_IN: [&str; 8] = [
+    "crates/modules/src/config.rs",
+    "crates/modules/src/pack/",
     "crates/ops/src/devices/cube/mod.rs",
     "crates/search/src/host/choose.rs",
     "crates/search/src/method.rs",
     "crates/search/src/reference/",
     "kernels-cubecl/src/plan/launch.rs",
     "kernels-cubecl/src/search/",
-    // How one of them is done.
-    "crates/modules/src/config.rs",
-    "crates/modules/src/pack/",
+];
+
+/// The files that may name a search or a method too, of which a new one makes no difference to
+/// them; any other asks the row.
+const METHODS_ARE_NAMED_IN: [&str; 11] = [
+    // How one of them is done, or what is done without a search.
     "crates/modules/src/training/weights.rs",
     "crates/modules/src/walk/scale_groups.rs",
     "crates/ops/src/devices/portable/",
@@ -70,9 +85,11 @@ const METHODS_ARE_NAMED_IN: [&str; 19] = [
     "crates/cli/src/quantize/options.rs",
 ];
 
-/// The folders of the engines that have a file for each method.
-const METHODS_ARE_IN: [&str; 3] =
-    ["crates/search/src/reference", "crates/search/src/host", "kernels-cubecl/src/search"];
+/// The folders of the engines, which have a file for each method, or one that is listed below.
+const METHODS_ARE_IN: [&str; 3] = [REFERENCE, HOST, KERNELS];
+const REFERENCE: &str = "crates/search/src/reference";
+const HOST: &str = "crates/search/src/host";
+const KERNELS: &str = "kernels-cubecl/src/search";
 
 /// What else is in those folders, used by several methods.
 const SHARED_BY_METHODS: [&str; 3] = [
@@ -80,6 +97,33 @@ const SHARED_BY_METHODS: [&str; 3] = [
     "mod arch choose codes dequantize element fake_quantize group hadamard matmul point quantize \
      scale_grid strip tile view",
     "mod best block_hessian choose task",
+];
+
+/// Where the methods are that have no file of their name in the folder of an engine.
+const METHODS_ELSEWHERE: [(&str, &str, &str); 16] = [
+    // The same search, with weights.
+    (REFERENCE, "sse_weighted", "crates/search/src/reference/sse.rs"),
+    (HOST, "sse_weighted", "crates/search/src/host/sse.rs"),
+    (KERNELS, "sse_weighted", "kernels-cubecl/src/search/sse.rs"),
+    // The same steps from another point.
+    (REFERENCE, "admm_published", "crates/search/src/reference/admm.rs"),
+    (HOST, "admm_published", "crates/search/src/host/admm.rs"),
+    (HOST, "gptq_textbook", "crates/search/src/host/gptq.rs"),
+    // Many times `sse`, of any engine.
+    (REFERENCE, "sse_tensor_scale", "crates/search/src/best_tensor_scale.rs"),
+    (HOST, "sse_tensor_scale", "crates/search/src/best_tensor_scale.rs"),
+    (KERNELS, "sse_tensor_scale", "crates/ops/src/importance.rs"),
+    // Engines sum over a matrix in orders of their own, so that no definition has the bits of all:
+    // tests compare the errors of outputs that they leave.
+    (REFERENCE, "gptq", "crates/search/src/host/gptq.rs"),
+    (REFERENCE, "gptq_textbook", "crates/search/src/host/gptq.rs"),
+    // Kernels with a folder of their own.
+    (KERNELS, "gptq", "kernels-cubecl/src/gptq/quantize.rs"),
+    (KERNELS, "gptq_textbook", "kernels-cubecl/src/gptq/quantize.rs"),
+    // No kernel: Cube devices read the weight back, and the host quantizes it.
+    (KERNELS, "admm", "crates/search/src/host/admm.rs"),
+    (KERNELS, "admm_published", "crates/search/src/host/admm.rs"),
+    (KERNELS, "joint", "crates/search/src/host/joint.rs"),
 ];
 
 /// Circles through this file do not count: an error has the types that it tells of, and what they
@@ -91,6 +135,9 @@ const FUNCTION: usize = 80;
 
 /// The most lines of a CubeCL kernel, which the compiler has to see whole.
 const KERNEL: usize = 120;
+
+/// The most arguments of a function of the kernels, where Clippy does not count them.
+const ARGUMENTS: usize = 8;
 
 /// The sources of the crates.
 fn sources() -> Vec<File> {
@@ -221,7 +268,8 @@ fn rules_are_named_where_their_facts_are() {
 
 #[test]
 fn methods_are_named_where_something_is_decided() {
-    named_only_in(&METHODS_ARE_NAMED_IN, "the method's row", |tokens, at| {
+    let listed = [&METHODS_ARE_DECIDED_IN[..], &METHODS_ARE_NAMED_IN].concat();
+    named_only_in(&listed, "the method's row", |tokens, at| {
         let is = |at: usize, text: &str| tokens.get(at).is_some_and(|token| token.text == text);
         let variant = tokens.get(at + 3).map_or("", |token| token.text);
         let camel = |text: &str| {
@@ -232,6 +280,23 @@ fn methods_are_named_where_something_is_decided() {
             && is(at + 2, ":")
             && camel(variant)
     });
+}
+
+#[test]
+fn contributing_names_where_methods_are_decided_about() {
+    const DOCUMENT: &str = "CONTRIBUTING.md";
+    let text = std::fs::read_to_string(root().join(DOCUMENT)).expect("the document");
+    let (_, recipe) = text.split_once("\n**A method**").expect("the recipe of a method");
+    let (recipe, _) = recipe.split_once("\n**A device.**").expect("the recipe of a device");
+    let named = named_paths(recipe);
+    // A folder is named by a file in it.
+    let missing = METHODS_ARE_DECIDED_IN
+        .into_iter()
+        .filter(|listed| !named.iter().any(|(_, path)| path.starts_with(listed)));
+    let broken = missing.map(|listed| {
+        breach(DOCUMENT, 1, format!("the recipe of a method does not name `{listed}`: add it"))
+    });
+    assert_kept("where methods are decided about is in CONTRIBUTING.md", broken.collect());
 }
 
 #[test]
@@ -313,25 +378,23 @@ fn named_only_in(list: &[&str], source: &str, is_name: impl Fn(&[Token<'_>], usi
     assert_kept(&format!("names are used where {source} is"), broken);
 }
 
-/// `NvFp4`, `E4M3` and their like, and constants that begin so.
+/// Words that begin with a format or the number format of its block scales, in any case: `NvFp4`,
+/// `nvfp4`, `E4M3_MAX`, `E4m3Range`.
 fn names_a_format(word: &str) -> bool {
-    let formats = ["NvFp4", "MxFp4", "E4M3", "E8M0"];
-    formats.iter().any(|format| {
-        word.strip_prefix(format).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
-    })
+    let word = word.to_lowercase();
+    ["nvfp4", "mxfp4", "e4m3", "e8m0"].iter().any(|format| word.starts_with(format))
 }
 
 #[test]
 fn a_method_has_a_file_of_its_name_in_every_engine() {
     let methods = Method::ALL.map(|method| method.row().name.replace('-', "_"));
     let mut broken = Vec::new();
-    let mut files = BTreeSet::new();
     for (folder, shared) in METHODS_ARE_IN.into_iter().zip(SHARED_BY_METHODS) {
         let stems = stems(folder);
         let shared: Vec<_> = shared.split(' ').collect();
         let path = |stem: &str| format!("{folder}/{stem}.rs");
         for stem in stems.iter().filter(|stem| !shared.contains(&stem.as_str())) {
-            if !methods.iter().any(|method| begins_with_words(method, stem)) {
+            if !methods.contains(stem) {
                 let what = "no method has this name: rename it, or list what it holds for several";
                 broken.push(breach(&path(stem), 1, what.to_owned()));
             }
@@ -340,12 +403,30 @@ fn a_method_has_a_file_of_its_name_in_every_engine() {
             let what = "does not exist: take it from the list in tests/house.rs";
             broken.push(breach(&path(stem), 1, what.to_owned()));
         }
-        files.extend(stems);
+        for method in &methods {
+            let is_method =
+                |(engine, name, _): &&(&str, &str, &str)| *engine == folder && name == method;
+            match (stems.contains(method), METHODS_ELSEWHERE.iter().find(is_method)) {
+                (true, None) => {}
+                (false, Some((_, _, file))) if root().join(file).is_file() => {}
+                (false, Some((_, _, file))) => {
+                    let what = format!("does not exist, but is listed for `{method}`");
+                    broken.push(breach(file, 1, what));
+                }
+                (false, None) => {
+                    let what = format!("define `{method}` here, or list where it is, and why");
+                    broken.push(breach(&path(method), 1, what));
+                }
+                (true, Some(_)) => {
+                    let what = "exists: take it from the methods that are elsewhere";
+                    broken.push(breach(&path(method), 1, what.to_owned()));
+                }
+            }
+        }
     }
-    for method in &methods {
-        if !files.iter().any(|stem| begins_with_words(method, stem)) {
-            let what = format!("define `{method}` in {}/{method}.rs", METHODS_ARE_IN[0]);
-            broken.push(breach("crates/search/src/method.rs", 1, what));
+    for (folder, name, file) in METHODS_ELSEWHERE {
+        if !methods.iter().any(|method| method == name) {
+            broken.push(breach(file, 1, format!("no method `{name}`, which {folder} should have")));
         }
     }
     assert_kept("a method has a file of its name in every engine", broken);
@@ -358,11 +439,6 @@ fn stems(folder: &str) -> BTreeSet<String> {
         (!name.contains('/')).then(|| name.to_owned())
     };
     files(folder, ".rs").into_iter().filter_map(name).collect()
-}
-
-/// Whether a name is `words`, or goes on with another word: `gptq_textbook` lies in `gptq.rs`.
-fn begins_with_words(name: &str, words: &str) -> bool {
-    name.strip_prefix(words).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
 }
 
 #[test]
@@ -383,6 +459,25 @@ fn functions_are_short() {
     }
     assert!(found > 1000, "found {found} functions");
     assert_kept("functions fit on a screen", broken);
+}
+
+#[test]
+fn functions_of_kernels_have_few_arguments() {
+    let mut broken = Vec::new();
+    let mut found = 0;
+    for file in files("kernels-cubecl/src", ".rs") {
+        let masked = mask(&file.text);
+        for function in functions(&tokens(&masked)) {
+            found += 1;
+            let (name, arguments) = (function.name, function.arguments);
+            if arguments > ARGUMENTS {
+                let what = format!("`{name}` has {arguments} arguments of at most {ARGUMENTS}");
+                broken.push(breach(&file.path, function.line, what));
+            }
+        }
+    }
+    assert!(found > 100, "found {found} functions");
+    assert_kept("functions of kernels have few arguments", broken);
 }
 
 #[test]

@@ -142,9 +142,13 @@ fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
 fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
     let mut model = load::<Linear>(folder);
     let config = llama::fp4_config(&model, format, Method::Sse);
-    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
-    let report = model.quantize_fp4(&config.share_scale(["gate_proj", "up_proj"]));
-    assert_eq!(report.expect("quantized").quantized().count(), 28);
+    let report = model.quantize_fp4(&config).expect("quantized");
+    assert_eq!(report.quantized().count(), 28);
+    // Engines multiply by q, k and v as one, and by gate and up.
+    let shared = report.parameters.iter().filter(|one| {
+        matches!(&one.outcome, Outcome::Quantized { shares_scale_with: Some(_), .. })
+    });
+    assert_eq!(shared.count(), 20);
     model
 }
 

@@ -346,3 +346,44 @@ fn losses_are_those_of_the_module_whatever_it_was_trained_for() {
         close(loss(&both), 2.0 * loss(&one), 1e-5);
     }
 }
+
+#[test]
+fn candidates_that_a_method_is_not_defined_for_are_left_out() {
+    assert_eq!(Candidate::DEFAULT, CANDIDATES);
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let calibration = Calibration::of(&net).run([inputs(&device)], Net::forward).unwrap();
+    let [nvfp4, nvfp4_of_32, mxfp4, dense] = CANDIDATES;
+    let only_nvfp4 = vec![nvfp4, nvfp4_of_32, dense];
+    for (method, expected) in [
+        (Method::Sse, CANDIDATES.to_vec()),
+        (Method::FourOverSix, only_nvfp4.clone()),
+        (Method::SseTensorScale, only_nvfp4),
+        (Method::Joint, vec![nvfp4, dense]),
+    ] {
+        let config = Fp4Config::nvfp4().method(method).unused(Unused::Report);
+        let config = config.with_calibration(&calibration);
+        let found = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+        for group in &found.groups {
+            let left: Vec<_> = group.candidates.iter().map(|one| one.candidate).collect();
+            assert_eq!(left, expected, "{method} {:?}", group.paths);
+        }
+        // All in FP4, by the method asked for.
+        let config = config.budget(Budget::BitsPerWeight(4.6));
+        let report = net.clone().quantize_fp4(&config);
+        let report = report.unwrap_or_else(|error| panic!("{method}: {error}"));
+        assert_eq!(report.quantized().count(), 3, "{method}: {report}");
+        for parameter in report.quantized() {
+            let Outcome::Quantized { chosen_by, .. } = &parameter.outcome else { unreachable!() };
+            assert_eq!(chosen_by.method(), method, "{}", parameter.path);
+        }
+    }
+    // If none in FP4 is left, there is nothing to measure.
+    let config = Fp4Config::nvfp4().method(Method::FourOverSix);
+    let error = net.fp4_sensitivity(&config, &[mxfp4, dense]).unwrap_err();
+    assert!(matches!(error, Fp4Error::Scheme(_)), "{error}");
+    // One that fits no method is an error, whatever the others are.
+    let odd = Candidate::Fp4(Fp4Scheme::nvfp4().with_block_size(24));
+    let error = net.fp4_sensitivity(&Fp4Config::nvfp4(), &[nvfp4, mxfp4, odd]).unwrap_err();
+    assert!(matches!(error, Fp4Error::Scheme(_)), "{error}");
+}

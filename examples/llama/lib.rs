@@ -30,7 +30,7 @@ pub use folder::{Folder, create};
 pub use generate::{Generated, Sampling, generate};
 pub use model::{Cache, Llama, Projection};
 pub use perplexity::{Perplexity, Windows, perplexity};
-pub use quantize::{CalibrationWindows, Recipe, fp4_config};
+pub use quantize::{CalibrationWindows, Recipe, fp4_config, methods};
 pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};
 pub use tokens::{Tokens, byte_tokenizer};
 pub use train::{Batches, distill, train};

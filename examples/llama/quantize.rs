@@ -6,6 +6,7 @@ use burn_fp4::{
     Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
     Method, ScaleRule,
 };
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
@@ -17,9 +18,8 @@ pub struct Recipe {
     /// nvfp4 or mxfp4.
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     pub format: Fp4Format,
-    /// How scales and codes are chosen: amax, four-over-six, sse, hessian, coordinate-descent,
-    /// gptq and others (`fp4 quantize --help` lists them).
-    #[arg(long, default_value_t = Method::Sse)]
+    /// How scales and codes are chosen.
+    #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
     pub method: Method,
     /// Calibrate each layer behind the quantized ones before it.
     #[arg(long)]
@@ -36,10 +36,10 @@ pub struct Recipe {
 /// The windows of a text that a model is calibrated on.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct CalibrationWindows {
-    /// Windows.
-    #[arg(long, default_value_t = 128)]
+    /// Windows to calibrate on.
+    #[arg(long = "calibration-windows", default_value_t = 128)]
     pub windows: usize,
-    /// Tokens of a window.
+    /// Tokens of such a window.
     #[arg(long, default_value_t = 256)]
     pub context: usize,
     /// Seed of the windows.
@@ -47,9 +47,20 @@ pub struct CalibrationWindows {
     pub seed: u64,
 }
 
-/// What of a model is quantized, and how: all linear layers but the output layer.
+/// The names of all methods, which the help lists.
+pub fn methods() -> impl TypedValueParser<Value = Method> {
+    let rows = Method::ALL.map(Method::row);
+    let names = rows.map(|row| PossibleValue::new(row.name).help(row.summary));
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<Method>())
+}
+
+/// What of a model is quantized, and how: all linear layers but the output layer. Those that
+/// inference engines multiply by as one have one tensor scale.
 pub fn fp4_config<L: Projection>(model: &Llama<L>, format: Fp4Format, method: Method) -> Fp4Config {
-    let config = Fp4Config::new(Fp4Scheme::of(ScaleRule::of_format(format))).method(method);
+    let config = Fp4Config::new(Fp4Scheme::of(ScaleRule::of_format(format)))
+        .method(method)
+        .share_scale(["q_proj", "k_proj", "v_proj"])
+        .share_scale(["gate_proj", "up_proj"]);
     if model.has_head() { config.exclude("lm_head.*") } else { config }
 }
 

@@ -5,7 +5,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::activation::{log_softmax, softmax};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
@@ -60,7 +60,7 @@ pub(super) fn next_token_loss<L: Projection>(
     windows: Tensor<2, Int>,
 ) -> Tensor<1> {
     let [_, length] = windows.dims();
-    let scores = model.forward(windows.clone().narrow(1, 0, length - 1));
+    let scores = in_f32(model.forward(windows.clone().narrow(1, 0, length - 1)));
     let next = windows.narrow(1, 1, length - 1).unsqueeze_dim(2);
     log_softmax(scores, 2).gather(2, next).sum().neg()
 }
@@ -84,13 +84,18 @@ pub fn distill<L: Projection>(
     let loss = |student: &Llama<L>| {
         let windows = windows();
         let [count, length] = windows.dims();
-        let expected = teacher.forward(windows.clone().without_autodiff());
-        let found = log_softmax(student.forward(windows), 2);
+        let expected = in_f32(teacher.forward(windows.clone().without_autodiff()));
+        let found = log_softmax(in_f32(student.forward(windows)), 2);
         let divergence = softmax(expected.clone(), 2) * (log_softmax(expected, 2) - found);
         divergence.sum().div_scalar((count * length) as f64)
     };
     // Weights are not pulled to 0: they are to stay where the teacher has them.
     Ok(training::train(student, &optimizer(0.0), schedule, loss, progress))
+}
+
+/// Scores whose logarithms and sums do not lose digits, whatever a model computes with.
+fn in_f32(scores: Tensor<3>) -> Tensor<3> {
+    scores.cast(DType::F32)
 }
 
 fn optimizer(weight_decay: f32) -> AdamWConfig {

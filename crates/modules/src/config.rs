@@ -160,8 +160,10 @@ pub struct Fp4Config {
     pub keep_first: usize,
     /// Layers at the end that stay dense.
     pub keep_last: usize,
-    /// What the selected weights may take: NVFP4, MXFP4 or dense, whichever leaves the smallest
-    /// errors of outputs within it.
+    /// What the selected weights may take: each as one of [`Candidate::DEFAULT`], whichever leave
+    /// the smallest errors of outputs within it.
+    ///
+    /// [`Candidate::DEFAULT`]: crate::Candidate::DEFAULT
     pub budget: Option<Budget>,
     /// Names of sibling modules whose weights share one tensor scale, as kernels need it that fuse
     /// their products.
@@ -352,9 +354,9 @@ impl Fp4Config {
         self
     }
 
-    /// Chooses NVFP4, MXFP4 or dense for each selected weight, or group that has to stay whole, so
-    /// that all of them take no more than this and the sum of the relative errors of their outputs
-    /// is small: what [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
+    /// Chooses one of [`Candidate::DEFAULT`](crate::Candidate::DEFAULT) for each selected weight, or
+    /// group that has to stay whole, so that all of them take no more than this and the sum of the
+    /// relative errors of their outputs is small: what [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
     /// [`choose`](crate::Sensitivity::choose) do, with
     /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration with
     /// whole matrices `X^T X`, whatever the method does. The candidates' schemes take the place of

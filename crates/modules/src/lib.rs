@@ -175,8 +175,9 @@ pub trait Fp4Module: Module {
     /// error of the weight and of its outputs. The module stays as it is.
     ///
     /// The schemes of the candidates take the place of those of the configuration; its method
-    /// quantizes, and its calibration says what inputs are. [`choose`](Sensitivity::choose) picks
-    /// among the candidates, within a [`Budget`].
+    /// quantizes, and its calibration says what inputs are. Candidates that the method is not
+    /// defined for are left out. [`choose`](Sensitivity::choose) picks among the others, within a
+    /// [`Budget`].
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -201,8 +202,8 @@ pub trait Fp4Module: Module {
     /// ```
     ///
     /// # Errors
-    /// As [`quantize_fp4`](Self::quantize_fp4), of any candidate;
-    /// [`Fp4Error::Sensitivity`] without candidates.
+    /// As [`quantize_fp4`](Self::quantize_fp4), of any candidate; [`Fp4Error::Scheme`] if the
+    /// method is defined for none in FP4; [`Fp4Error::Sensitivity`] without candidates.
     fn fp4_sensitivity(
         &self,
         config: &Fp4Config,

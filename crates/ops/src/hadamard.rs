@@ -2,11 +2,11 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
-use burn_fp4_search::{Fp4Scheme, Hadamard};
+use burn_fp4_search::Hadamard;
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
-use crate::layout::{Fp4Layout, check_dtype};
+use crate::layout::{check_divided, check_dtype};
 
 /// Transforms every 16 neighbours along an axis, in the dtype of the input; see [`Hadamard`].
 ///
@@ -65,8 +65,7 @@ fn transform<const D: usize>(
     hadamard: Hadamard,
     inverse: bool,
 ) -> Result<Tensor<D>, OpsError> {
-    // Groups are as long as NVFP4's blocks.
-    Fp4Layout::new(&values.shape(), axis, &Fp4Scheme::nvfp4())?;
+    check_divided(&values.dims(), axis, Hadamard::SIZE)?;
     check_dtype(&values)?;
     let values = values.into_dispatch();
     Ok(Tensor::from_dispatch(Dispatch::fp4_hadamard(values, axis, hadamard, inverse)))

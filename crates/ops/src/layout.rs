@@ -68,18 +68,8 @@ impl Fp4Layout {
     /// [`OpsError::Axis`], [`OpsError::TooLarge`], [`OpsError::Format`] for the block size, or
     /// [`OpsError::Indivisible`].
     pub fn validate(&self) -> Result<(), OpsError> {
-        let rank = self.shape.len();
-        if self.axis >= rank {
-            return Err(OpsError::Axis { axis: self.axis, rank });
-        }
         self.format.check_block_size(self.block_size)?;
-        check_len(&self.shape)?;
-        let (axis, length, block_size) = (self.axis, self.shape[self.axis], self.block_size);
-        if length.is_multiple_of(block_size) {
-            Ok(())
-        } else {
-            Err(OpsError::Indivisible { axis, length, block_size })
-        }
+        check_divided(&self.shape, self.axis, self.block_size)
     }
 
     /// The layout of a matrix as that of its transpose: packed rows keep their place, the axis
@@ -130,6 +120,25 @@ pub(crate) fn check_dtype<const D: usize>(values: &Tensor<D>) -> Result<(), OpsE
     match values.dtype() {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         found => Err(OpsError::DType { found }),
+    }
+}
+
+/// Checks that blocks divide an axis of a shape.
+///
+/// # Errors
+/// [`OpsError::Axis`], [`OpsError::TooLarge`] or [`OpsError::Indivisible`].
+pub(crate) fn check_divided(
+    shape: &[usize],
+    axis: usize,
+    block_size: usize,
+) -> Result<(), OpsError> {
+    let rank = shape.len();
+    let &length = shape.get(axis).ok_or(OpsError::Axis { axis, rank })?;
+    check_len(shape)?;
+    if length.is_multiple_of(block_size) {
+        Ok(())
+    } else {
+        Err(OpsError::Indivisible { axis, length, block_size })
     }
 }
 

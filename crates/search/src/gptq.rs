@@ -42,6 +42,9 @@ impl Gptq {
     pub const DEFAULT: Self =
         Self { damping: 0.3, order: BlockOrder::Activity, sweeps: 3, refits: 3 };
 
+    /// Channels that are brought up to date together, so that the rest is by large products.
+    pub const GROUP: usize = 128;
+
     /// As published: blocks as they lie, no sweeps.
     pub const TEXTBOOK: Self =
         Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };

@@ -53,7 +53,7 @@ mod quantize_weight;
 mod reference;
 mod rounding;
 mod rule;
-mod scale_grid;
+pub mod scale_grid;
 mod scheme;
 mod tensor_scale;
 mod tile;

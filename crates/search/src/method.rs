@@ -45,6 +45,10 @@ pub enum ScaleSearch {
 }
 
 impl ScaleSearch {
+    /// Passes of [`CoordinateDescent`](Self::CoordinateDescent) over the elements of a block at
+    /// most; most need two.
+    pub const SWEEPS: usize = 8;
+
     /// Whether it needs the Hessian of each block.
     pub const fn needs_hessians(self) -> bool {
         matches!(self.method().row().needs, Needs::BlockHessians)

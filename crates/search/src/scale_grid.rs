@@ -2,29 +2,38 @@
 //!
 //! A search works in the units of a block ([`Unit`]): elements are multiplied by a factor, so that
 //! the values of the scales are those of the format's table (a float grid) or `2^(code - base)`
-//! (powers of two). What the host engine computes faster is in `host/scale_grid.rs`.
+//! (powers of two). What the host engine computes faster is in `host/scale_grid.rs`; the constants
+//! are those of every engine.
 
 use core::ops::RangeInclusive;
 
 use burn_fp4_formats::{E2M1, Minifloat, ScaleGrid};
 
 /// Exponent field of 1.0 in an f32.
-pub(crate) const F32_BIAS: u32 = 127;
+pub const F32_BIAS: u32 = 127;
 
 /// Width of the mantissa field of an f32.
-pub(crate) const F32_MANTISSA_BITS: u32 = f32::MANTISSA_DIGITS - 1;
+pub const F32_MANTISSA_BITS: u32 = f32::MANTISSA_DIGITS - 1;
 
 /// One sixth in f32, 0x3E2AAAAB.
-pub(crate) const SIXTH: f32 = 1.0 / E2M1.max_value();
+pub const SIXTH: f32 = 1.0 / E2M1.max_value();
 
 /// Binade of the largest element: floor(log2 6).
-const ELEMENT_BINADE: u32 = (1 << E2M1.exponent_bits) - 1 - E2M1.bias as u32;
+pub const ELEMENT_BINADE: u32 = (1 << E2M1.exponent_bits) - 1 - E2M1.bias as u32;
 
 /// Powers of two above the base from which on every element of a block rounds to 0.
-const ZEROS: u32 = 5;
+pub const POWERS_ABOVE: u32 = 5;
 
 /// Powers of two below the base from which on 6 times a scale is nothing beside the amax, in f32.
-const NOTHING: u32 = 30;
+pub const POWERS_BELOW: u32 = 30;
+
+/// The amax over a scale up to which half the scale has no larger squared error; see
+/// `reference/sse.rs`.
+pub const HALF_IS_AS_GOOD: f32 = 3.5;
+
+/// By less than this part of it, rounding may move a limit of the scales that are tried; the limits
+/// are moved outward by as much.
+pub const MARGIN: f32 = 1.0 / 1024.0;
 
 /// How the amax of a block is rounded to a power of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -108,7 +117,7 @@ impl Unit {
         match self.grid {
             // Code 0 is the value 0.
             ScaleGrid::Float(_) => 1,
-            ScaleGrid::PowersOfTwo(_) => self.base.saturating_sub(NOTHING) as u8,
+            ScaleGrid::PowersOfTwo(_) => self.base.saturating_sub(POWERS_BELOW) as u8,
         }
     }
 
@@ -174,7 +183,7 @@ pub(crate) fn is_zero(grid: ScaleGrid, scale: u32) -> bool {
 /// The smallest power of two at which every element of a block rounds to 0.
 #[inline(always)]
 pub(crate) fn power_of_zeros(row: &Minifloat, base: u32) -> u32 {
-    (base + ZEROS).min(row.max_code().into())
+    (base + POWERS_ABOVE).min(row.max_code().into())
 }
 
 /// Beyond it, what elements are multiplied by overflows for the smallest scale: 2^127 times that.

@@ -5,9 +5,15 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::nn::Linear;
 use burn::tensor::Device;
-use burn_fp4::{CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Gptq, Method};
+use burn_fp4::{
+    Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Gptq,
+    Method, Unused,
+};
 use comfy_table::{CellAlignment, Table, presets};
-use llama::{Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, fp4_config, perplexity};
+use llama::{
+    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, fp4_config, perplexity,
+    sensitivity,
+};
 use serde::Serialize;
 
 use super::distill::Distillation;
@@ -25,6 +31,9 @@ pub(crate) struct Arguments {
     /// Windows of 256 tokens to calibrate on.
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
+    /// Windows of 128 tokens whose loss is differentiated for the budgets, one at a time.
+    #[arg(long, default_value_t = 256)]
+    loss_windows: usize,
     /// Trust in the calibration, for GPTQ: what is added to the diagonal of `X^T X`, as a multiple
     /// of its mean.
     #[arg(long, default_value_t = Gptq::DEFAULT.damping)]
@@ -59,6 +68,9 @@ struct Row {
 /// A way to quantize that the seed decides something about, and a perplexity.
 type Found = (&'static str, f64);
 
+/// Bits per weight within which each weight has the format that the loss suffers least from.
+const BUDGETS: [(&str, f64); 2] = [("budget 5.0", 5.0), ("budget 6.0", 6.0)];
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.place.device()?;
@@ -67,22 +79,37 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let measure = Measure { arguments, dense: &dense, tokens: &tokens, device: &device };
     let mut rows = vec![Row::new(None, "dense", vec![measure.perplexity(&dense)?])];
-    for format in Fp4Format::ALL {
+    // What each seed finds.
+    let (mut calibrated, mut budgets) = (Fp4Format::ALL.map(|_| Vec::new()), Vec::new());
+    for seed in 1..=arguments.seeds {
+        let windows = measure.windows(seed);
+        let known = windows.run(&dense, CalibrationOptions::default(), &tokens, &device)?;
+        for (format, found) in Fp4Format::ALL.into_iter().zip(&mut calibrated) {
+            found.push(measure.calibrated(format, seed, &known)?);
+        }
+        budgets.push(measure.budgets(seed, &known)?);
+    }
+    for (format, seeds) in Fp4Format::ALL.into_iter().zip(&calibrated) {
         for (variant, method) in [("amax", Method::Amax), ("sse", Method::Sse)] {
             let mut model = dense.clone();
             model.quantize_fp4(&fp4_config(&dense, format, method))?;
             rows.push(Row::new(Some(format), variant, vec![measure.perplexity(&model)?]));
         }
-        let seeds = (1..=arguments.seeds).map(|seed| measure.calibrated(format, seed));
-        let seeds: Vec<Vec<Found>> = seeds.collect::<Result<_>>()?;
-        let variants = seeds.first().map_or(0, Vec::len);
-        rows.extend((0..variants).map(|at| {
-            let each = seeds.iter().map(|found| found[at].1);
-            Row::new(Some(format), seeds[0][at].0, each.collect())
-        }));
+        rows.extend(of_seeds(Some(format), seeds));
     }
+    rows.extend(of_seeds(None, &budgets));
     recovered(&mut rows);
     print(&rows, arguments.json, || table(&rows))
+}
+
+/// A row for each way that seeds have found.
+fn of_seeds(format: Option<Fp4Format>, seeds: &[Vec<Found>]) -> Vec<Row> {
+    let variants = seeds.first().map_or(0, Vec::len);
+    let row = |at: usize| {
+        let each = seeds.iter().map(|found| found[at].1);
+        Row::new(format, seeds[0][at].0, each.collect())
+    };
+    (0..variants).map(row).collect()
 }
 
 /// What all rows are measured by.
@@ -99,26 +126,34 @@ impl Measure<'_> {
         Ok(perplexity(model, tokens, windows, self.device)?.perplexity)
     }
 
-    /// The ways that a seed decides something about.
-    fn calibrated(&self, format: Fp4Format, seed: u64) -> Result<Vec<Found>> {
+    /// What a seed calibrates on.
+    fn windows(&self, seed: u64) -> CalibrationWindows {
+        CalibrationWindows { windows: self.arguments.calibration_windows, context: 256, seed }
+    }
+
+    /// By GPTQ, with the damping asked for.
+    fn gptq(&self, format: Fp4Format) -> Fp4Config {
+        let config = fp4_config(self.dense, format, Method::Gptq);
+        config.gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT })
+    }
+
+    /// The perplexity of the model quantized by a configuration.
+    fn quantized(&self, config: &Fp4Config) -> Result<f64> {
+        let mut model = self.dense.clone();
+        model.quantize_fp4(config)?;
+        self.perplexity(&model)
+    }
+
+    /// The ways that a seed decides something about, calibrated on its windows.
+    fn calibrated(&self, format: Fp4Format, seed: u64, known: &Calibration) -> Result<Vec<Found>> {
         let Self { arguments, dense, tokens, device } = *self;
-        let windows = arguments.calibration_windows;
-        let calibration = CalibrationWindows { windows, context: 256, seed };
-        let options = CalibrationOptions::default();
-        let known = calibration.run(dense, options, tokens, device)?;
-        let quantized = |config: &Fp4Config| {
-            let mut model = dense.clone();
-            model.quantize_fp4(&config.with_calibration(&known))?;
-            self.perplexity(&model)
-        };
-        let hessian = fp4_config(dense, format, Method::Hessian);
-        let gptq = fp4_config(dense, format, Method::Gptq);
-        let gptq = gptq.gptq(Gptq { damping: arguments.damping, ..Gptq::DEFAULT });
+        let hessian = fp4_config(dense, format, Method::Hessian).with_calibration(known);
+        let gptq = self.gptq(format);
         let mut sequential = dense.clone();
-        calibration.quantize_sequential(&mut sequential, &gptq, tokens, device)?;
+        self.windows(seed).quantize_sequential(&mut sequential, &gptq, tokens, device)?;
         let mut found = vec![
-            ("hessian", quantized(&hessian)?),
-            ("gptq", quantized(&gptq)?),
+            ("hessian", self.quantized(&hessian)?),
+            ("gptq", self.quantized(&gptq.with_calibration(known))?),
             ("gptq, sequential", self.perplexity(&sequential)?),
         ];
         if arguments.distillation.steps > 0 {
@@ -128,6 +163,25 @@ impl Measure<'_> {
             found.push(("distilled", self.perplexity(&distilled)?));
         }
         Ok(found)
+    }
+
+    /// Each weight in a format of its own, by GPTQ, within some bits.
+    fn budgets(&self, seed: u64, known: &Calibration) -> Result<Vec<Found>> {
+        let config = self.gptq(Fp4Format::NvFp4).unused(Unused::Report).with_calibration(known);
+        let batches = Batches { batch: 1, seed, ..Batches::default() };
+        let found = sensitivity(
+            self.dense,
+            &config,
+            &Candidate::DEFAULT,
+            (self.arguments.loss_windows, batches),
+            self.tokens,
+            self.device,
+        )?;
+        let within = |(name, bits): (&'static str, f64)| -> Result<Found> {
+            let choice = found.choose(Budget::BitsPerWeight(bits))?;
+            Ok((name, self.quantized(&choice.config)?))
+        };
+        BUDGETS.into_iter().map(within).collect()
     }
 }
 
@@ -151,11 +205,11 @@ impl Row {
 fn recovered(rows: &mut [Row]) {
     let dense = rows[0].nats();
     let mut lost = 0.0;
-    // The rule's scales are the first row of each format.
+    // The rule's scales are the first row of each format; a budget has weights of several.
     for row in &mut rows[1..] {
         if row.variant == "amax" {
             lost = row.nats() - dense;
-        } else {
+        } else if row.format.is_some() {
             row.recovered_percent = Some(100.0 * (1.0 - (row.nats() - dense) / lost));
         }
     }

@@ -9,7 +9,7 @@ use burn::tensor::Device;
 use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Method, WriteReport};
 use examples::progress;
 use examples::training::Schedule;
-use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config};
+use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods};
 use serde::Serialize;
 
 use super::quantize::Saved;
@@ -43,8 +43,8 @@ pub(crate) struct Arguments {
 /// How a model is trained behind fake quantization.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Distillation {
-    /// How scales are chosen at every step: amax, four-over-six or sse.
-    #[arg(long, default_value_t = Method::Sse)]
+    /// How scales are chosen at every step, by a method that needs no calibration.
+    #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
     pub(crate) distill_method: Method,
     /// Batches to train on; 0: `compare` leaves it out.
     #[arg(long, default_value_t = 300)]
@@ -99,7 +99,10 @@ impl Distillation {
     ) -> Result<(Llama<Linear>, Fp4Report, [f64; 2])> {
         ensure!(self.steps > 0, "distillation takes at least one step");
         let mut student = teacher.clone().train();
-        student.fake_quantize_fp4(&fp4_config(teacher, format, self.distill_method))?;
+        // While it is trained, each weight has a tensor scale of its own.
+        let mut config = fp4_config(teacher, format, self.distill_method);
+        config.share_scale.clear();
+        student.fake_quantize_fp4(&config)?;
         let schedule =
             Schedule { steps: self.steps, learning_rate: self.learning_rate, warm_up: 20 };
         let bar = progress::bar(self.steps);

@@ -69,10 +69,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (mut model, _) = folder.load::<Linear>(&device)?;
     let load_seconds = lap()?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    // Engines multiply by these as one, with one tensor scale.
     let config = arguments.recipe.config(&model);
-    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
-    let config = config.share_scale(["gate_proj", "up_proj"]);
     let quantized = arguments.recipe.apply(&mut model, &config, &tokens, &device)?;
     let quantize_seconds = lap()?;
     let WriteReport { files, bytes, .. } =

@@ -6,10 +6,11 @@ use anyhow::{Context, Result};
 use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
-    Budget, BudgetChoice, Candidate, Fp4Config, Fp4Format, Fp4Module, Method, Sensitivity,
+    Budget, BudgetChoice, Candidate, CandidateSensitivity, Fp4Config, Fp4Format, Fp4Module, Method,
+    Sensitivity,
 };
 use llama::{
-    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config,
+    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config, methods,
     perplexity, quantized_alone, rank_correlation, sensitivity,
 };
 use serde::Serialize;
@@ -22,7 +23,7 @@ pub(crate) struct Arguments {
     /// A folder of Hugging Face, dense or FP8.
     folder: PathBuf,
     /// How scales and codes are chosen; one that needs a calibration is calibrated on the text.
-    #[arg(long, default_value_t = Method::Gptq)]
+    #[arg(long, value_parser = methods(), default_value_t = Method::Gptq)]
     method: Method,
     /// Windows of 128 tokens whose loss is differentiated, one at a time.
     #[arg(long, default_value_t = 256)]
@@ -88,9 +89,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let config = fp4_config(&dense, Fp4Format::NvFp4, arguments.method);
-    let config = config.share_scale(["q_proj", "k_proj", "v_proj"]);
-    let mut config = config.share_scale(["gate_proj", "up_proj"]);
+    let mut config = fp4_config(&dense, Fp4Format::NvFp4, arguments.method);
+    if arguments.method == Method::SseTensorScale {
+        // It chooses one for every weight.
+        config.share_scale.clear();
+    }
     // Without statistics of inputs there is no error of outputs, whatever the method needs.
     let known = arguments.calibration.run(&dense, Default::default(), &tokens, &device)?;
     config.unused = burn_fp4::Unused::Report;
@@ -124,19 +127,24 @@ struct Model<'a> {
 impl Model<'_> {
     fn measured(&self, found: &Sensitivity, config: &Fp4Config) -> Result<Vec<Measured>> {
         let mut all = Vec::new();
-        for (at, candidate) in Candidate::DEFAULT.iter().enumerate() {
-            if *candidate == Candidate::Dense {
+        for candidate in Candidate::DEFAULT {
+            if candidate == Candidate::Dense {
                 continue;
             }
             let (mut divergences, mut losses, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
             for group in &found.groups {
-                let one = &group.candidates[at];
+                // The method may not be defined for it.
+                let of = |one: &&CandidateSensitivity| one.candidate == candidate;
+                let Some(one) = group.candidates.iter().find(of) else { continue };
                 let model = quantized_alone(self.dense, config, group, one)?;
                 let window = self.arguments.windows.window;
                 let held_out = self.tokens.held_out();
                 divergences.push(divergence(&model, self.dense, held_out, window, self.device));
                 losses.push(one.loss.unwrap_or_default());
                 outputs.push(one.output_error.unwrap_or_default());
+            }
+            if divergences.is_empty() {
+                continue;
             }
             all.push(Measured {
                 candidate: candidate.to_string(),

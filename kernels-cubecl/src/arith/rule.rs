@@ -1,22 +1,26 @@
 //! Scale rules: amax -> block scale, and what elements are multiplied with or divided by.
 
 use burn_fp4_search::formats::Minifloat;
+use burn_fp4_search::scale_grid::{self, ELEMENT_BINADE};
 use burn_fp4_search::{
     Normalization, PowerRounding, ScaleForm, ScaleRule, TensorFactor as HostTensorFactor,
     TensorScaling,
 };
 use cubecl::prelude::*;
 
-use super::scale_grid::{
-    LARGEST_EXPONENT, float_value, power_code, power_reciprocal, round_to_float,
-};
+use super::scale_grid::{MANTISSA, float_value, power_code, power_reciprocal, round_to_float};
 use crate::plan::{Problem, Recipe};
 
 /// One sixth in f32, as bits.
-const SIXTH: u32 = 0x3E2A_AAAB;
+const SIXTH: u32 = scale_grid::SIXTH.to_bits();
 
 /// What the torch recipe and qwantize do not let a divisor fall below.
-const SMALLEST: f32 = 1e-12;
+const SMALLEST: f32 = ScaleRule::SMALLEST_DIVISOR;
+
+/// The mantissa field of an f32, its highest bit, and the one after that.
+const FRACTION: u32 = (1 << MANTISSA) - 1;
+const HALF: u32 = 1 << (MANTISSA - 1);
+const QUARTER: u32 = 1 << (MANTISSA - 2);
 
 /// The block scale of the format of a rule.
 pub(crate) const fn row_of(rule: ScaleRule) -> Minifloat {
@@ -171,16 +175,16 @@ pub(crate) fn block_scale(
 fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     let bits = u32::reinterpret(amax);
     match comptime!(rounding) {
-        PowerRounding::Floor => below_largest(bits >> 23u32),
-        PowerRounding::Even => below_largest((bits + 0x20_0000u32) >> 23u32),
+        PowerRounding::Floor => below_largest(bits >> MANTISSA),
+        PowerRounding::Even => below_largest((bits + QUARTER) >> MANTISSA),
         PowerRounding::Ceil => {
-            below_largest((bits >> 23u32) + u32::cast_from((bits & 0x7F_FFFFu32) != 0u32))
+            below_largest((bits >> MANTISSA) + u32::cast_from((bits & FRACTION) != 0u32))
         }
         PowerRounding::RoundUp => {
             let sixth = u32::reinterpret(amax * f32::reinterpret(SIXTH));
-            let exponent = sixth >> 23u32;
-            let mantissa = sixth & 0x7F_FFFFu32;
-            let above = select(exponent == 0u32, 0x40_0000u32, 0u32);
+            let exponent = sixth >> MANTISSA;
+            let mantissa = sixth & FRACTION;
+            let above = select(exponent == 0u32, HALF, 0u32);
             exponent + u32::cast_from(mantissa > above)
         }
     }
@@ -189,7 +193,7 @@ fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
 /// The exponent field of amax over the largest power of two among the elements.
 #[cube]
 fn below_largest(exponent: u32) -> u32 {
-    select(exponent < LARGEST_EXPONENT, 0u32, exponent - LARGEST_EXPONENT)
+    select(exponent < ELEMENT_BINADE, 0u32, exponent - ELEMENT_BINADE)
 }
 
 /// All bits, or none where every code of a block is 0: its factor is no number, or so small that it

@@ -12,20 +12,21 @@
 //! Codes are non-negative: block scales have no sign. They ascend with their values.
 
 use burn_fp4_search::formats::{E2M1, Minifloat, ScaleGrid};
+use burn_fp4_search::scale_grid::{
+    ELEMENT_BINADE, F32_BIAS, F32_MANTISSA_BITS, POWERS_ABOVE, POWERS_BELOW,
+};
 use cubecl::prelude::*;
 
 use crate::plan::Dtype;
 
 /// The exponent field of 1 in an f32.
-const BIAS: i32 = 127;
+const BIAS: i32 = F32_BIAS as i32;
 /// Mantissa bits of an f32.
-const MANTISSA: u32 = f32::MANTISSA_DIGITS - 1;
+pub(crate) const MANTISSA: u32 = F32_MANTISSA_BITS;
 /// Infinity, as bits of an f32.
 const INFINITY: u32 = 0x7F80_0000;
 /// NaN, as bits of an f32.
 const NAN: u32 = 0x7FC0_0000;
-/// The exponent of the largest element: 6 is 1.5 x 2^2.
-pub(crate) const LARGEST_EXPONENT: u32 = (1 << E2M1.exponent_bits) - 1 - E2M1.bias as u32;
 /// What decoding to f16 leaves to be multiplied with elements: they come as
 /// [`decode_pair`](super::element::decode_pair) leaves them.
 const F16_ELEMENT: i32 = 14;
@@ -174,7 +175,7 @@ pub(crate) fn unit(amax: f32, encode: f32, #[comptime] grid: ScaleGrid) -> Unit 
         ScaleGrid::Float(_) => Unit { factor: encode, base: 0u32.runtime() },
         ScaleGrid::PowersOfTwo(row) => {
             let field = u32::reinterpret(amax) >> MANTISSA;
-            let base = max(field, LARGEST_EXPONENT) - LARGEST_EXPONENT;
+            let base = max(field, ELEMENT_BINADE) - ELEMENT_BINADE;
             let twice = comptime!(2 * row.bias as u32);
             let exponent = twice - min(base, comptime!(twice - 1));
             Unit { factor: f32::reinterpret(exponent << MANTISSA), base }
@@ -197,7 +198,7 @@ pub(crate) fn value_in(unit: &Unit, code: u32, #[comptime] grid: ScaleGrid) -> f
 }
 
 /// Whether there is anything to search for: not among zeros, infinities and NaN, nor at the ends
-/// of f32; see `block.rs` in the search crate. `scaled` is the amax in the units of the block.
+/// of f32; see `scale_grid.rs` in the search crate. `scaled` is the amax in the units of the block.
 #[cube]
 pub(crate) fn is_searchable(
     amax: f32,
@@ -273,7 +274,7 @@ pub(crate) fn lowest(unit: &Unit, #[comptime] grid: ScaleGrid) -> u32 {
             smallest.runtime()
         }
         // 6 times this one is nothing beside the amax, in f32.
-        ScaleGrid::PowersOfTwo(_) => max(unit.base, 30u32) - 30u32,
+        ScaleGrid::PowersOfTwo(_) => max(unit.base, POWERS_BELOW) - POWERS_BELOW,
     }
 }
 
@@ -287,7 +288,7 @@ pub(crate) fn top(unit: &Unit, scaled: f32, #[comptime] grid: ScaleGrid) -> u32 
         }
         ScaleGrid::PowersOfTwo(row) => {
             let largest = comptime!(last(row));
-            min(unit.base + comptime!(LARGEST_EXPONENT + 3), largest)
+            min(unit.base + POWERS_ABOVE, largest)
         }
     }
 }
@@ -425,7 +426,6 @@ mod tests {
     fn the_constants_of_e8m0() {
         assert_eq!((ones(E8M0), last(E8M0), dropped(E8M0)), (0xFF, 254, 23));
         assert_eq!(E8M0.decode(0).to_bits(), 0x0040_0000);
-        assert_eq!(LARGEST_EXPONENT, 2);
         let grid = ScaleGrid::PowersOfTwo(E8M0);
         assert_eq!(element_shift(grid, Dtype::Bf16).map(f32::to_bits), Some(0x7E80_0000));
         assert!(!f16_holds_products(grid));

@@ -1,4 +1,5 @@
-//! GPTQ: codes that compensate each other's rounding errors; see `gptq.rs` in the search crate.
+//! GPTQ: codes that compensate each other's rounding errors; see `host/gptq.rs` in the search
+//! crate.
 //!
 //! With `H = X^T X` of the inputs X of a layer, what matters is `(w - q) H (w - q)^T` over a whole
 //! row w of the weight. Matrices lie channel by channel, `[channels, rows]`, so that the units of a

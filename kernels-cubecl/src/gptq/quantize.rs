@@ -79,8 +79,8 @@ pub fn quantize_gptq(
     Ok(packed)
 }
 
-/// Channels that are brought up to date together, so that the rest is by large products.
-const GROUP: usize = 128;
+/// Channels that are brought up to date together.
+const GROUP: usize = Gptq::GROUP;
 
 /// A weight while it is quantized.
 struct Weight<'a> {

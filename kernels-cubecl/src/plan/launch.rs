@@ -70,7 +70,9 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
         let fits = match scheme.search {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
-            search => !by_hessian && !search.needs_hessians(),
+            ScaleSearch::Amax | ScaleSearch::FourOverSix { .. } | ScaleSearch::Sse => !by_hessian,
+            // The host's.
+            ScaleSearch::Joint | ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
         };
         if !fits {
             return Err(Refusal::Search { operation, found: scheme.search });

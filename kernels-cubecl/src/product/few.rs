@@ -114,6 +114,17 @@ struct Loaded<W: Size, X: Size> {
     input: Array<Vector<u32, X>>,
 }
 
+/// What a lane multiplies in a step, while the next one is loaded.
+#[derive(CubeType)]
+struct Current<W: Size> {
+    /// Of both rows, two vectors of codes.
+    codes: Array<Vector<u32, W>>,
+    /// And the scales of their blocks, in a word.
+    scales: Array<u32>,
+    /// Where the input of the step begins in shared memory.
+    from: u32,
+}
+
 /// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
 #[cube]
 fn load_step<F: Float, S: Int, W: Size, X: Size>(
@@ -199,6 +210,7 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
             codes[comptime!(2 * row + 1)] = loaded.codes[comptime!(2 * row + 1)];
             scales[row] = loaded.scales[row];
         }
+        let current = Current::<W> { codes, scales, from };
         if step + depth < chunks {
             load_step::<F, S, W, X>(operands, step + depth, &mut loaded, &lane, plan);
         }
@@ -213,11 +225,9 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
                 multiply::<F, S, W, X, NA, NB, NC>(
                     operands,
                     &definition,
-                    &codes,
-                    &scales,
+                    &current,
                     &shared,
                     &mut sums,
-                    from,
                     &lane,
                     vector,
                     plan,
@@ -252,11 +262,9 @@ fn share_input<X: Size>(
 fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
     definition: &MmaDefinition<F, F, f32>,
-    codes: &Array<Vector<u32, W>>,
-    scales: &Array<u32>,
+    current: &Current<W>,
     shared: &[Vector<u32, X>],
     sums: &mut Sequence<Array<Vector<f32, NC>>>,
-    from: u32,
     lane: &Lane,
     #[comptime] vector: u32,
     #[comptime] plan: Few,
@@ -266,7 +274,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS) as usize));
     #[unroll]
     for row in 0..ROWS {
-        let scales = scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
+        let scales = current.scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
         decode_scales::<F, NA>(&mut factors, row, scales, recipe);
     }
     #[unroll]
@@ -275,7 +283,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
         #[unroll]
         for tile in 0..input_tiles {
             let row = (lane.quad + comptime!(tile * 8)) % plan.inputs;
-            let at = (from + row * ROW + lane.part * PART) as usize;
+            let at = (current.from + row * ROW + lane.part * PART) as usize;
             values[tile as usize] = shared[at + comptime!((vector * 4 + word) as usize)];
         }
         #[unroll]
@@ -285,7 +293,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             for register in 0..4u32 {
                 // As an instruction takes them: a pair of both rows, then the next pair.
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
-                let packed = codes[comptime!((2 * row + vector) as usize)];
+                let packed = current.codes[comptime!((2 * row + vector) as usize)];
                 let packed = packed.extract(comptime!(word as usize));
                 let decoded = elements::<F, NA>(packed << comptime!(12 - 4 * pair), recipe);
                 let factor = factors[comptime!((row * 2 + word / 2) as usize)];

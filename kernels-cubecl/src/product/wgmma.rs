@@ -165,6 +165,8 @@ struct Rings<W: Size, X: Size> {
 /// the first round, in vectors or, for the scales, in rounds.
 #[derive(CubeType)]
 struct Copies {
+    /// How many rounds there are.
+    rounds: u32,
     input_to: u32,
     input: Array<u32>,
     codes_to: u32,
@@ -192,6 +194,7 @@ fn copies<F: Float, W: Size, X: Size>(
     let from = min(lane.cube_row + code_row, extent.outputs - 1);
     let of_scales = min(lane.cube_row + UNIT_POS, extent.outputs - 1);
     Copies {
+        rounds: lane.rounds,
         input_to: row * VECTORS + (vector ^ (row % 8)),
         input,
         codes_to: code_row * CODES + (of_codes ^ (code_row / 4 % 2)),
@@ -209,12 +212,11 @@ fn copy_part<I: Instructions, F: Float, W: Size, X: Size>(
     round: u32,
     stage: u32,
     copies: &Copies,
-    lane: &Lane,
     #[comptime] half: u32,
     #[comptime] step: u32,
     #[comptime] plan: Wgmma,
 ) {
-    let wanted = round < lane.rounds;
+    let wanted = round < copies.rounds;
     let slot = stage * 2 + half;
     let to = slot * comptime!(plan.inputs * VECTORS) + copies.input_to;
     let from = round * (2 * VECTORS) + comptime!(half * VECTORS);
@@ -366,9 +368,7 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
             #[unroll]
             for step in 0..STEPS {
                 let to = round.runtime();
-                copy_part::<I, F, W, X>(
-                    operands, &mut rings, to, to, &copies, &lane, half, step, plan,
-                );
+                copy_part::<I, F, W, X>(operands, &mut rings, to, to, &copies, half, step, plan);
             }
             I::commit_copies();
         }
@@ -399,9 +399,7 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
                     comptime!(recipe.dtype == Dtype::Bf16),
                 );
                 let to = round + ahead;
-                copy_part::<I, F, W, X>(
-                    operands, &mut rings, to, last, &copies, &lane, half, step, plan,
-                );
+                copy_part::<I, F, W, X>(operands, &mut rings, to, last, &copies, half, step, plan);
                 I::wait_for_products(1u32);
             }
             I::commit_copies();

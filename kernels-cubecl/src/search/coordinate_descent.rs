@@ -1,12 +1,13 @@
 //! Codes of a block improved one at a time; see `coordinate_descent.rs` in the search crate.
 
+use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
 use super::block_hessian::{BlockHessian, again, row_vector};
 use crate::arith::element::{element_value, round_to_e2m1};
 
-/// Passes over the elements of a block at most, as on the host.
-const SWEEPS: u32 = 8;
+/// Passes over the elements of a block at most.
+const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
 
 /// What a gradient is multiplied by for the step that takes it to 0, of every element.
 #[cube]

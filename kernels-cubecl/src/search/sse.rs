@@ -4,6 +4,7 @@
 //! The scales that are tried, and why no other can be better, are those of `sse.rs` in the search
 //! crate.
 
+use burn_fp4_search::scale_grid::{HALF_IS_AS_GOOD, MARGIN};
 use cubecl::prelude::*;
 
 use super::best::{Best, Candidate, candidate, improve, own_candidate, start};
@@ -16,15 +17,15 @@ use crate::layout::share::load_blocks;
 use crate::layout::tile::sum_of_tile;
 use crate::plan::{Recipe, TileSharing};
 
-/// Rounding may move a limit by less than 2^-10; the limits are moved outward by as much.
-const MORE: f32 = 1.0 + 1.0 / 1024.0;
-const LESS: f32 = 1.0 - 1.0 / 1024.0;
+/// What limits are moved outward by.
+const MORE: f32 = 1.0 + MARGIN;
+const LESS: f32 = 1.0 - MARGIN;
 
 /// The scales to try for a block whose amax, in its units, is `scaled`.
 #[cube]
 fn window_of(unit: &Unit, scaled: f32, crest: f32, #[comptime] recipe: Recipe) -> Window {
     let above = scaled / crest * LESS;
-    let upto = scaled / 3.5f32 * MORE;
+    let upto = scaled / HALF_IS_AS_GOOD * MORE;
     window(unit, scaled, above, upto, comptime!(recipe.grid()))
 }
 

@@ -1,4 +1,4 @@
-//! How long functions are.
+//! How long functions are, and how many arguments they have.
 
 use super::tokens::{Token, after_bracket};
 
@@ -11,6 +11,8 @@ pub struct Function {
     pub line: usize,
     /// Lines from there to the closing brace; comments and attributes before it do not count.
     pub lines: usize,
+    /// Its arguments, `self` among them.
+    pub arguments: usize,
     /// Whether `#[cube]` is written before it.
     pub kernel: bool,
 }
@@ -35,7 +37,34 @@ fn function(tokens: &[Token], at: usize) -> Option<Function> {
     let kernel = before(tokens, at)
         .windows(3)
         .any(|w| [w[0].text, w[1].text, w[2].text] == ["#", "[", "cube"]);
-    Some(Function { name: name.text.to_owned(), line, lines: end - line + 1, kernel })
+    let (name, arguments) = (name.text.to_owned(), arguments(tokens, at));
+    Some(Function { name, line, lines: end - line + 1, arguments, kernel })
+}
+
+/// The number of arguments of a function: what begins in its first brackets outside of generics.
+fn arguments(tokens: &[Token], at: usize) -> usize {
+    let (mut count, mut depth) = (0, 0usize);
+    let (mut inside, mut begins) = (false, true);
+    for (before, token) in tokens[at..].iter().zip(&tokens[at + 1..]) {
+        let text = token.text;
+        if inside && depth == 1 {
+            match text {
+                ")" => break,
+                "," => begins = true,
+                _ if begins => (count, begins) = (count + 1, false),
+                _ => {}
+            }
+        }
+        match text {
+            "(" if depth == 0 => (inside, depth) = (true, 1),
+            "(" | "[" | "{" | "<" => depth += 1,
+            // The arrow of a function's type closes nothing.
+            ">" if before.text == "-" => {}
+            ")" | "]" | "}" | ">" => depth -= 1,
+            _ => {}
+        }
+    }
+    count
 }
 
 /// Where the body of a function opens, if it has one.
@@ -73,6 +102,20 @@ mod tests {
         let source =
             "/// Doc.\n#[inline]\nfn a(x: [u8; 2]) -> u8\n{\n  // }\n  \"}\"\n}\nfn b() {}";
         assert_eq!(found(source), [("a".into(), 3, 5, false), ("b".into(), 8, 1, false)]);
+    }
+
+    #[test]
+    fn arguments_are_counted_whatever_their_types() {
+        let count = |source: &str| functions(&tokens(&mask(source)))[0].arguments;
+        assert_eq!(count("fn a() {}"), 0);
+        assert_eq!(
+            count("fn a<F: Fn(A, B) -> C>(&self, x: [u8; 2], f: Box<dyn Fn(A) -> B>,) {}"),
+            3
+        );
+        assert_eq!(
+            count("fn a(#[comptime] x: (u8, u8), y: M<A, B>) -> (A, B, C) { f(a, b, c) }"),
+            2
+        );
     }
 
     #[test]

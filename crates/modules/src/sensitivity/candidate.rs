@@ -19,9 +19,13 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    /// What is tried if nothing else is said: NVFP4, MXFP4 and dense.
-    pub const DEFAULT: [Self; 3] =
-        [Self::Fp4(Fp4Scheme::nvfp4()), Self::Fp4(Fp4Scheme::mxfp4()), Self::Dense];
+    /// What is tried if nothing else is said: NVFP4 with blocks of 16 and of 32, MXFP4 and dense.
+    pub const DEFAULT: [Self; 4] = [
+        Self::Fp4(Fp4Scheme::nvfp4()),
+        Self::Fp4(Fp4Scheme::nvfp4().with_block_size(32)),
+        Self::Fp4(Fp4Scheme::mxfp4()),
+        Self::Dense,
+    ];
 
     /// Its scheme, with the search of a configuration.
     pub(super) fn scheme(&self, config: &Fp4Config) -> Option<Fp4Scheme> {

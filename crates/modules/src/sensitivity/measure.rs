@@ -8,8 +8,8 @@ use std::ptr;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_fp4_ops::Gram;
 use burn_fp4_ops::formats::check_length;
+use burn_fp4_ops::{Fp4Scheme, Gram, OpsError};
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
@@ -21,7 +21,7 @@ use crate::statistics::Calibration;
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::WeightPlan;
-use crate::walk::select::select;
+use crate::walk::select::{check_method, select};
 
 use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
@@ -70,8 +70,8 @@ pub(crate) fn measure<M: Module>(
     let mut weights = Weights::default();
     let mut found: Vec<BTreeMap<String, Errors>> = Vec::new();
     let mut packed = Vec::new();
-    for candidate in candidates {
-        let Some(scheme) = candidate.scheme(config) else {
+    for scheme in schemes(config, candidates)? {
+        let Some(scheme) = scheme else {
             found.push(BTreeMap::new());
             packed.push(BTreeMap::new());
             continue;
@@ -116,6 +116,35 @@ pub(crate) fn measure<M: Module>(
     });
     let sensitivity = Sensitivity { groups: groups.collect(), config: config.clone() };
     Ok(Measured { sensitivity, weights, packed })
+}
+
+/// The schemes of the candidates, with the search of the method; none of dense ones, and of those
+/// that the method is not defined for.
+///
+/// # Errors
+/// [`Fp4Error::Scheme`] for a candidate that is inconsistent by itself, or if the method is defined
+/// for none of those in FP4.
+fn schemes(
+    config: &Fp4Config,
+    candidates: &[Candidate],
+) -> Result<Vec<Option<Fp4Scheme>>, Fp4Error> {
+    let mut refused = None;
+    let mut schemes = Vec::with_capacity(candidates.len());
+    for candidate in candidates {
+        if let Candidate::Fp4(own) = candidate {
+            own.validate().map_err(OpsError::from)?;
+        }
+        let scheme = candidate.scheme(config);
+        let checked = scheme.map(|scheme| check_method(&scheme, config).map(|()| scheme));
+        schemes.push(checked.transpose().unwrap_or_else(|error| {
+            refused.get_or_insert(error);
+            None
+        }));
+    }
+    match refused {
+        Some(error) if schemes.iter().all(Option::is_none) => Err(error),
+        _ => Ok(schemes),
+    }
 }
 
 impl Weights {

@@ -47,8 +47,9 @@ pub struct GroupSensitivity {
     pub paths: Vec<String>,
     /// Number of their values.
     pub values: usize,
-    /// What is possible, in the order asked for: without those whose blocks do not divide a weight,
-    /// if the configuration [skips](crate::Indivisible::Skip) it.
+    /// What is possible, in the order asked for: without those that the method is not defined for,
+    /// and without those whose blocks do not divide a weight, if the configuration
+    /// [skips](crate::Indivisible::Skip) it.
     pub candidates: Vec<CandidateSensitivity>,
 }
 

@@ -71,7 +71,7 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
 
 /// # Errors
 /// [`Fp4Error::Scheme`] if a scheme is inconsistent, or does not go with the method.
-fn check_method(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
+pub(crate) fn check_method(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
     let validated = scheme.validate().and_then(|()| config.chosen_by(scheme).validate(scheme));
     Ok(validated.map_err(OpsError::from)?)
 }

@@ -4,7 +4,7 @@
 use burn::tensor::{Element, TensorData, bf16, f16};
 use burn_fp4_search::formats::Packed;
 use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
-use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance, TensorScaling};
+use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance};
 
 use crate::layout::Fp4Layout;
 
@@ -31,9 +31,10 @@ const CHECKED: &str = "callers check scheme, shape and dtype";
 
 /// The largest magnitude `[1]`, or one for each packed row `[rows]`, in f32.
 pub(crate) fn amax(values: Values<'_>, view: View, by_row: bool) -> TensorData {
-    let scaling = if by_row { TensorScaling::Row } else { TensorScaling::Tensor };
-    let scheme = Fp4Scheme::nvfp4().with_tensor_scale(scaling);
-    vector(each_dtype!(values, values => host::amax(values, view, &scheme)))
+    vector(each_dtype!(values, values => match by_row {
+        true => host::row_amax(values, view),
+        false => vec![host::tensor_amax(values)],
+    }))
 }
 
 /// Codes and scales, given the amax `[1]` or `[rows]`.

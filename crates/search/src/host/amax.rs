@@ -18,17 +18,19 @@ pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec
     match scheme.tensor_scale {
         TensorScaling::Amax(amax) => vec![amax],
         TensorScaling::Row if scheme.rule.row().tensor_scale => row_amax(values, view),
-        _ => {
-            let largest = values
-                .par_chunks(TASK)
-                .map(|values| arch().dispatch(LargestMagnitude { values }))
-                .max();
-            vec![T::from_bits(largest.unwrap_or_default()).to_f32()]
-        }
+        _ => vec![tensor_amax(values)],
     }
 }
 
-fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
+/// The largest magnitude of all values, NaN if one of them is.
+pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
+    let largest =
+        values.par_chunks(TASK).map(|values| arch().dispatch(LargestMagnitude { values })).max();
+    T::from_bits(largest.unwrap_or_default()).to_f32()
+}
+
+/// The largest magnitude of each packed row, NaN if one of its values is.
+pub fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
     if view.is_empty() {
         return vec![0.0; view.packed_rows()];
     }

@@ -6,8 +6,7 @@ use super::sse::start;
 use super::strip::{STRIP, Strip};
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::reference::coordinate_descent::SWEEPS;
-use crate::{Fp4Scheme, ScaleRule};
+use crate::{Fp4Scheme, ScaleRule, ScaleSearch};
 
 impl<const B: usize> Strip<B> {
     /// Takes the scales and codes that coordinate descent ends with, and returns them.
@@ -101,7 +100,7 @@ fn sweep<const B: usize>(
             }
         }
     }
-    for _ in 0..SWEEPS {
+    for _ in 0..ScaleSearch::SWEEPS {
         let mut changed = [false; STRIP];
         for i in 0..B {
             let mut changes = [0.0; STRIP];

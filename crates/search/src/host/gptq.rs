@@ -78,9 +78,6 @@ impl Curvature {
     }
 }
 
-/// Channels that are brought up to date together, so that the rest is by large products.
-const GROUP: usize = 128;
-
 /// A weight on its way, its channels in the order in which they are rounded.
 struct Rounded<'a> {
     curvature: &'a Curvature,
@@ -140,9 +137,9 @@ impl<'a> Rounded<'a> {
     fn round(&mut self) -> Result<(), SearchError> {
         let factor = self.curvature.factor();
         let (cols, size) = (self.cols, self.scheme.block_size);
-        let mut errors = vec![0.0; self.rows * GROUP.min(cols)];
-        for group in (0..cols).step_by(GROUP) {
-            let width = GROUP.min(cols - group);
+        let mut errors = vec![0.0; self.rows * Gptq::GROUP.min(cols)];
+        for group in (0..cols).step_by(Gptq::GROUP) {
+            let width = Gptq::GROUP.min(cols - group);
             for block in (group..group + width).step_by(size) {
                 let scales = self.weighted_scales(block)?;
                 self.round_block(block, group, width, &scales, &mut errors);
@@ -199,7 +196,7 @@ impl<'a> Rounded<'a> {
     ) {
         let factor = self.curvature.factor();
         let (cols, size, scheme) = (self.cols, self.scheme.block_size, self.scheme);
-        let stride = GROUP.min(cols);
+        let stride = Gptq::GROUP.min(cols);
         let factors = &self.factors;
         self.scales[block / size * self.rows..][..self.rows].copy_from_slice(scales);
         self.weights
@@ -274,11 +271,11 @@ impl<'a> Rounded<'a> {
     ) -> Result<(), SearchError> {
         let hessian = self.curvature.hessian();
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let stride = GROUP.min(cols);
+        let stride = Gptq::GROUP.min(cols);
         let mut changes = vec![0.0; rows * stride];
         let mut of_block = vec![0.0; rows * size];
-        for group in (0..cols).step_by(GROUP) {
-            let width = GROUP.min(cols - group);
+        for group in (0..cols).step_by(Gptq::GROUP) {
+            let width = Gptq::GROUP.min(cols - group);
             changes.fill(0.0);
             for block in (group..group + width).step_by(size) {
                 let current = self.columns(residuals, block);

@@ -47,7 +47,7 @@ mod strip;
 mod tile;
 mod view;
 
-pub use amax::amax;
+pub use amax::{amax, row_amax, tensor_amax};
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use fake_quantize::{Restore, fake_quantize};

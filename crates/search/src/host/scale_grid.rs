@@ -7,7 +7,8 @@
 use burn_fp4_formats::{Fp4Format, Minifloat, ScaleGrid};
 
 use crate::scale_grid::{
-    F32_BIAS, F32_MANTISSA_BITS, PowerRounding, Unit, is_zero, power_of_two, power_of_zeros,
+    F32_BIAS, F32_MANTISSA_BITS, HALF_IS_AS_GOOD, MARGIN, PowerRounding, Unit, is_zero,
+    power_of_two, power_of_zeros,
 };
 
 /// Work that is compiled for each format.
@@ -191,7 +192,7 @@ impl<const FORMAT: usize> Scales<FORMAT> {
     #[inline(always)]
     pub(super) fn window(base: u32, amax: f32, crest: f32) -> Window {
         let above = Self::at_most(amax / crest * (1.0 - MARGIN), base);
-        let upto = Self::at_most(amax / 3.5 * (1.0 + MARGIN), base);
+        let upto = Self::at_most(amax / HALF_IS_AS_GOOD * (1.0 + MARGIN), base);
         match Self::GRID {
             ScaleGrid::Float(_) => {
                 let steps = (amax * (4.0 / Self::STEP)).min(Self::LAST_MULTIPLE as f32) as u32;
@@ -208,9 +209,6 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         }
     }
 }
-
-/// Rounding may move a limit by less than this; the limits are moved outward by as much.
-const MARGIN: f32 = 1.0 / 1024.0;
 
 /// The scales that an exact search has to try, from the largest down; see `reference/sse.rs`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

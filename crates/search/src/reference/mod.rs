@@ -14,7 +14,7 @@
 pub(crate) mod admm;
 mod amax;
 mod block;
-pub(crate) mod coordinate_descent;
+mod coordinate_descent;
 mod four_over_six;
 mod hessian;
 pub(crate) mod joint;

@@ -60,7 +60,12 @@ fn quantize_rows<B: Backend>(
         ScaleSearch::FourOverSix { error, .. } => {
             four_over_six(&values, &amax, &factors, scheme, error)
         }
-        search => unreachable!("{search:?} is done on the host"),
+        ScaleSearch::Sse
+        | ScaleSearch::Hessian
+        | ScaleSearch::CoordinateDescent
+        | ScaleSearch::Joint
+        | ScaleSearch::Admm
+        | ScaleSearch::AdmmPublished => unreachable!("{:?} is done on the host", scheme.search),
     };
     let normalized = normalize(&values, &codes, &scales, &factors, scheme);
     Quantized {

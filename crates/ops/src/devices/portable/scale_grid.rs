@@ -2,15 +2,10 @@
 
 use burn::backend::Backend;
 use burn_fp4_search::PowerRounding;
-use burn_fp4_search::formats::{E2M1, Fp4Format, Minifloat, ScaleGrid};
+use burn_fp4_search::formats::{Fp4Format, Minifloat, ScaleGrid};
+use burn_fp4_search::scale_grid::{ELEMENT_BINADE, F32_BIAS, SIXTH};
 
 use super::floats::Floats;
-
-/// The exponent of the largest power of two among the elements, 4 of E2M1.
-const LARGEST_ELEMENT_EXPONENT: i32 = 2;
-
-/// The exponent field of 1 in f32.
-const F32_BIAS: i32 = 127;
 
 /// The value of every scale code of a format.
 pub(super) fn values(format: Fp4Format) -> Vec<f32> {
@@ -53,8 +48,8 @@ pub(super) fn round_to_power_of_two<B: Backend>(
 ) -> Floats<B> {
     // Whether the scale is found from a sixth of the amax, or from the exponent of the amax.
     let measured = match rounding {
-        PowerRounding::RoundUp => amax.times(1.0 / E2M1.max_value()),
-        _ => amax.clone(),
+        PowerRounding::RoundUp => amax.times(SIXTH),
+        PowerRounding::Floor | PowerRounding::Even | PowerRounding::Ceil => amax.clone(),
     };
     // The significand in [1, 2) and the biased exponent, by halving; both 0 for a subnormal.
     let large = measured.at_least(1.0).as_float();
@@ -80,12 +75,12 @@ pub(super) fn round_to_power_of_two<B: Backend>(
         }
     };
     let code = exponent.add(&up);
-    let rebiased = grid.bias - F32_BIAS;
-    let code = match rounding {
-        PowerRounding::RoundUp if rebiased == 0 => code,
-        PowerRounding::RoundUp => code.plus(rebiased as f32),
-        _ => code.plus((rebiased - LARGEST_ELEMENT_EXPONENT) as f32),
+    let above = match rounding {
+        PowerRounding::RoundUp => 0,
+        PowerRounding::Floor | PowerRounding::Even | PowerRounding::Ceil => ELEMENT_BINADE as i32,
     };
+    let offset = grid.bias - F32_BIAS as i32 - above;
+    let code = if offset == 0 { code } else { code.plus(offset as f32) };
     let (largest, nan) = (f32::from(grid.max_code()), f32::from(grid.encode(f32::NAN)));
     let code = code.or_where(code.below(0.0), 0.0);
     let code = code.or_where(code.above(largest), largest);

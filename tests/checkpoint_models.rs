@@ -1128,9 +1128,9 @@ mod tables {
 
     /// A container of the name of Burn's layer, without a float.
     #[derive(Module, Debug)]
-    pub struct Linear {
-        pub table: Param<Tensor<2, Int>>,
-        pub mask: Param<Tensor<2, Bool>>,
+    pub(super) struct Linear {
+        pub(super) table: Param<Tensor<2, Int>>,
+        pub(super) mask: Param<Tensor<2, Bool>>,
     }
 }
 

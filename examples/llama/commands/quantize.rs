@@ -1,6 +1,7 @@
 //! `llama quantize`: a folder becomes one in FP4.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use anyhow::Result;
 use burn::nn::Linear;
@@ -45,20 +46,51 @@ struct Report {
     quantized: Fp4Report,
     files: usize,
     bytes: u64,
+    /// To open the folder and load the weights.
+    load_seconds: f64,
+    /// To calibrate, if the method needs it, and to quantize.
+    quantize_seconds: f64,
+    save_seconds: f64,
+    /// Of the host, over the whole run.
+    peak_memory_mb: f64,
 }
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.place.device()?;
+    let mut start = Instant::now();
+    let mut lap = || -> Result<f64> {
+        device.sync()?;
+        let seconds = start.elapsed().as_secs_f64();
+        start = Instant::now();
+        Ok(seconds)
+    };
     let folder = Folder::open(&arguments.folder)?;
     let (mut model, _) = folder.load::<Linear>(&device)?;
+    let load_seconds = lap()?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let config = arguments.recipe.config(&model);
     let quantized = arguments.recipe.apply(&mut model, &config, &tokens, &device)?;
+    let quantize_seconds = lap()?;
     let WriteReport { files, bytes, .. } =
         folder.save(&model, &arguments.out, &arguments.saved.dialect)?;
-    let report = Report { quantized, files, bytes };
+    let report = Report {
+        quantized,
+        files,
+        bytes,
+        load_seconds,
+        quantize_seconds,
+        save_seconds: lap()?,
+        peak_memory_mb: crate::peak_memory_mb(),
+    };
     print(&report, arguments.json, || {
-        format!("{}\n{}: {bytes} bytes", report.quantized, arguments.out.display())
+        format!(
+            "{}\n{}: {bytes} bytes; loaded in {load_seconds:.1} s, quantized in \
+             {quantize_seconds:.1} s, saved in {:.1} s, peak memory {:.0} MB",
+            report.quantized,
+            arguments.out.display(),
+            report.save_seconds,
+            report.peak_memory_mb,
+        )
     })
 }

@@ -19,8 +19,11 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    /// What is tried if nothing else is said: NVFP4 with blocks of 16 and of 32, MXFP4 and dense.
-    pub const DEFAULT: [Self; 4] = [
+    /// What every dialect of checkpoints can hold: NVFP4 with blocks of 16, MXFP4 and dense.
+    pub const DEFAULT: [Self; 3] =
+        [Self::Fp4(Fp4Scheme::nvfp4()), Self::Fp4(Fp4Scheme::mxfp4()), Self::Dense];
+    /// NVFP4 with blocks of 16 and of 32, MXFP4 and dense.
+    pub const ALL: [Self; 4] = [
         Self::Fp4(Fp4Scheme::nvfp4()),
         Self::Fp4(Fp4Scheme::nvfp4().with_block_size(32)),
         Self::Fp4(Fp4Scheme::mxfp4()),

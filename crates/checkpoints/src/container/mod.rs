@@ -290,6 +290,13 @@ impl Container {
         (0..self.files.len()).map(|at| self.file(at))
     }
 
+    /// The paths of the index and the configs, of those that were read.
+    pub fn configs(&self) -> impl Iterator<Item = PathBuf> {
+        let of_folder = |name: &&str| self.root.is_dir() && self.root.join(name).is_file();
+        let names = [INDEX, CONFIG, QUANT_CONFIG].into_iter().filter(of_folder);
+        names.map(|name| self.root.join(name)).collect::<Vec<_>>().into_iter()
+    }
+
     /// The names of the files with tensors.
     pub fn file_names(&self) -> Vec<String> {
         let name =

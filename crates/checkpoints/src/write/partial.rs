@@ -21,9 +21,7 @@ const TRIES: usize = 100;
 /// # Errors
 /// [`CheckpointError::NotOurs`], [`CheckpointError::Busy`], and what the file system refuses.
 pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
-    let is_gone = |error: &CheckpointError| {
-        matches!(error, CheckpointError::Io { source, .. } if source.kind() == ErrorKind::NotFound)
-    };
+    let is_gone = |error: &CheckpointError| matches!(error, CheckpointError::Io { source, .. } if source.kind() == ErrorKind::NotFound);
     for _ in 0..TRIES {
         match fs::create_dir(path) {
             Ok(()) => {}
@@ -62,7 +60,8 @@ fn check_ours(path: &Path) -> Result<(), CheckpointError> {
     }
     let journal = path.join(JOURNAL);
     let known = |name: &std::ffi::OsString| *name == *JOURNAL || *name == *FILES;
-    if !names.iter().all(known) || !fs::symlink_metadata(&journal).is_ok_and(|file| file.is_file()) {
+    if !names.iter().all(known) || !fs::symlink_metadata(&journal).is_ok_and(|file| file.is_file())
+    {
         return Err(foreign());
     }
     // A kill may have cut off even its first words.

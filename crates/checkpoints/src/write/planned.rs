@@ -78,6 +78,11 @@ impl Piece<'_> {
     /// The most bytes that one has.
     pub const MOST: usize = 4 << 20;
 
+    /// The weight, by its place in the model.
+    pub fn weight(&self) -> usize {
+        self.weight
+    }
+
     /// How many bytes it has.
     pub fn len(&self) -> usize {
         self.mapped.len()

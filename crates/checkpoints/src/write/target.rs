@@ -29,7 +29,8 @@ impl Target {
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
         let cast = self.options.cast.is_some_and(|format| fp4.format != format);
-        let folded = fp4.tensor_scale.is_some() && self.writer.holds().tensor_scale == Stated::Folded;
+        let folded =
+            fp4.tensor_scale.is_some() && self.writer.holds().tensor_scale == Stated::Folded;
         self.options.decode_fp4.is_none() && (cast || folded)
     }
 
@@ -40,7 +41,8 @@ impl Target {
         weight: &'w Weight<'_>,
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
-        let (shape, dtype) = match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
+        let (shape, dtype) = match (&weight.value, self.options.decode_fp8, self.options.decode_fp4)
+        {
             (Value::Fp8(fp8), Some(dtype), _) => (fp8.values.shape.to_vec(), dtype),
             (Value::Fp4(fp4), _, Some(dtype)) => (fp4.parameter_shape(), dtype),
             (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {

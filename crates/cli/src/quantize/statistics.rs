@@ -170,3 +170,29 @@ impl StatisticsFile {
         CliError::TensorOf { file: self.path.clone(), name, source }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_file_of_statistics_that_is_cut_off_meanwhile_is_an_error() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("moments.safetensors");
+        // More than a page, of which what is left of the file is not.
+        let header = r#"{"up.weight":{"dtype":"F32","shape":[4096],"data_offsets":[0,16384]}}"#;
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend(1.0_f32.to_le_bytes().repeat(4096));
+        fs::write(&path, &bytes).expect("a file");
+        let statistics = StatisticsFile::open(&path).expect("statistics");
+        let file = fs::OpenOptions::new().write(true).open(&path).expect("the file");
+        file.set_len(100).expect("it is cut off");
+        let error = statistics.of("up.weight", 0, [1, 4096]).err().expect("an error");
+        let text = error.to_string();
+        assert!(text.contains("moments.safetensors: tensor `up.weight`: its file had"), "{text}");
+        assert_eq!(error.exit_code(), 3);
+    }
+}

@@ -44,6 +44,7 @@ impl Flusher {
         batch: Batch,
         wait: bool,
     ) -> Result<Option<Batch>, CheckpointError> {
+        let starts = self.running.is_none();
         if let Some(journal) = self.journal.take() {
             // No batch lies between: the thread takes one when it has done with the one before.
             let (sender, batches) = sync_channel::<Batch>(0);
@@ -57,7 +58,8 @@ impl Flusher {
             self.running = Some((sender, thread));
         }
         let Some((sender, _)) = &self.running else { return Ok(Some(batch)) };
-        let refused = match wait {
+        // A thread that was just started takes it as soon as it runs.
+        let refused = match wait || starts {
             true => sender.send(batch).err().map(|refused| refused.0),
             false => match sender.try_send(batch) {
                 Ok(()) => None,

@@ -21,7 +21,6 @@ const TRIES: usize = 100;
 /// # Errors
 /// [`CheckpointError::NotOurs`], [`CheckpointError::Busy`], and what the file system refuses.
 pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
-    let is_gone = |error: &CheckpointError| matches!(error, CheckpointError::Io { source, .. } if source.kind() == ErrorKind::NotFound);
     for _ in 0..TRIES {
         match fs::create_dir(path) {
             Ok(()) => {}
@@ -33,15 +32,11 @@ pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
         match journal {
             Ok(journal) if journal.is_in_place() => return Ok(journal),
             Ok(_) => {}
-            Err(error) if is_gone(&error) && path.parent().is_some_and(parent_exists) => {}
+            Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
     }
     Err(CheckpointError::Busy { path: path.to_owned() })
-}
-
-fn parent_exists(parent: &Path) -> bool {
-    parent.as_os_str().is_empty() || parent.is_dir()
 }
 
 /// What is removed has to be our own: a folder that is empty, or has a journal, and files at most.
@@ -58,10 +53,12 @@ fn check_ours(path: &Path) -> Result<(), CheckpointError> {
     if names.is_empty() {
         return Ok(());
     }
+    let has = |name: &str| names.iter().any(|found| *found == *name);
+    if !has(JOURNAL) || names.len() > 1 + usize::from(has(FILES)) {
+        return Err(foreign());
+    }
     let journal = path.join(JOURNAL);
-    let known = |name: &std::ffi::OsString| *name == *JOURNAL || *name == *FILES;
-    if !names.iter().all(known) || !fs::symlink_metadata(&journal).is_ok_and(|file| file.is_file())
-    {
+    if !fs::symlink_metadata(&journal).map_err(io(&journal))?.is_file() {
         return Err(foreign());
     }
     // A kill may have cut off even its first words.

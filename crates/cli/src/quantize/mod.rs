@@ -87,7 +87,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t)]
     device: Device,
     /// Memory to use at most, such as 2GB, but for what CUDA takes for itself; without, twice what
-    /// the largest group of weights takes and 256 MB.
+    /// the largest group of weights takes, with its statistics, and 256 MB.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
     /// Print what would become of every weight, and stop.

@@ -186,7 +186,7 @@ fn memory_is_that_of_statistics_too() {
             _ => fails(folder.path(), &command, code, &["down_proj.weight` takes ", "--memory"]),
         }
     };
-    // The Gram matrix takes 12 MB, its curvature 32 MB; a weight 0.1 MB, the program 67 MB.
+    // The Gram matrix takes 13 MB, its curvature 21 MB more; the program 67 MB.
     run("sse-weighted", "70MB", 2);
     run("hessian", "70MB", 2);
     run("sse-weighted", "82MB", 0);

@@ -105,17 +105,14 @@ impl StatisticsFile {
         self.imatrix || (found.len() == stacked * cols && found.shape.len() <= 2)
     }
 
-    /// Bytes of memory that the work on a matrix of a weight with so many columns takes beside its
-    /// values.
+    /// Bytes of memory that the statistics of a matrix with so many columns take.
     pub(super) fn memory(&self, weight: &str, [stacked, cols]: [usize; 2], method: Method) -> u64 {
         let Some(found) = self.find(weight).filter(|_| method.row().calibrated) else { return 0 };
         let cols = cols as u64;
-        let values = match (self.moments(&found, stacked, cols as usize), method.gptq()) {
-            (true, _) => 8 * cols,
+        let values = match self.moments(&found, stacked, cols as usize) {
+            true => 8 * cols,
             // Those of the file in f64, and the half that a Gram matrix keeps.
-            (false, None) => 12 * cols * cols,
-            // That half; H in f64, its factor and the inverse of that; H in f32.
-            (false, Some(_)) => 32 * cols * cols,
+            false => 12 * cols * cols,
         };
         values + PIECE as u64
     }

@@ -77,11 +77,12 @@ fn memory(
     let held = if native { bytes } else { 4 * values };
     let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };
     let whole = Group::of(model, group);
-    let matrix = whole.view.len() as u64;
+    let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
     let scratch = match method.gptq() {
-        // The rows in f32 as they are, in the order of rounding, and with the errors so far; the
-        // elements, what they leave, and its change.
-        Some(_) => 28 * matrix,
+        // The rows in f32: as they are, in the order of rounding, and with the errors so far; the
+        // elements, what they leave, and its change. Before, beside the first, the curvature is
+        // made: H in f32 and f64, its factor and the inverse of that.
+        Some(_) => (28 * matrix).max(4 * matrix + 20 * square),
         None => 0,
     };
     let axes = [whole.first.stacked, whole.first.cols];

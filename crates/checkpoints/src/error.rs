@@ -171,6 +171,25 @@ pub enum CheckpointError {
         /// The folder with what there is of it.
         path: PathBuf,
     },
+    /// What is where a write would begin was not left by one.
+    #[error(
+        "{}: was not left by a run of this program: move it away, or write to another name",
+        .path.display()
+    )]
+    NotOurs {
+        /// The folder that a write would make and remove.
+        path: PathBuf,
+    },
+    /// There is less space than will be written.
+    #[error("{}: {needed} bytes are to be written, {free} are free", .path.display())]
+    NoSpace {
+        /// The folder in which they would be.
+        path: PathBuf,
+        /// Bytes that are not on the disk yet.
+        needed: u64,
+        /// Bytes that may be written.
+        free: u64,
+    },
     /// Another process is writing the same target.
     #[error("{}: another process is writing here", .path.display())]
     Busy {

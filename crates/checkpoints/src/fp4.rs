@@ -424,16 +424,24 @@ impl Fp4Weight<'_> {
 }
 
 impl Fp4Weight<'_> {
+    /// The axes of the model's parameter.
+    pub(crate) fn parameter_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if self.transposed {
+            let axes = shape.len();
+            shape.swap(axes - 2, axes - 1);
+        }
+        shape
+    }
+
     /// [`dequantize`](Self::dequantize) in the axes of the model's parameter, which come first.
     #[must_use]
     pub fn parameter(&self) -> (Vec<usize>, Vec<f32>) {
-        let (mut shape, values) = (self.shape.clone(), self.dequantize());
-        if !self.transposed {
-            return (shape, values);
+        let (shape, values) = (self.parameter_shape(), self.dequantize());
+        match self.transposed {
+            true => (shape, transpose(&values, self.stacked(), self.rows(), self.cols())),
+            false => (shape, values),
         }
-        let axes = shape.len();
-        shape.swap(axes - 2, axes - 1);
-        (shape, transpose(&values, self.stacked(), self.rows(), self.cols()))
     }
 }
 

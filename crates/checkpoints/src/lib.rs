@@ -48,6 +48,7 @@
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
 //! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
 //! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
+//! | `system.rs` | what the system does with files beside reading and writing them |
 //! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
 //! | `json.rs` | [`Json`] that keeps the order of fields |
 //! | `error.rs` | [`CheckpointError`] |
@@ -69,6 +70,7 @@ mod reader;
 pub mod selection;
 mod stacked;
 mod storage;
+mod system;
 mod tensor;
 mod traps;
 mod weight;
@@ -90,4 +92,4 @@ pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
 pub use traps::{Trap, traps, unlike_scales};
 pub use weight::{Model, Quantization, Value, Weight};
-pub use write::{Output, Planned, Shards, Start, WriteOptions, WriteReport};
+pub use write::{Output, Piece, Planned, Shards, Start, WriteOptions, WriteReport};

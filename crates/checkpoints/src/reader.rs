@@ -3,19 +3,19 @@
 //! while it is kept.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
-use std::fmt;
 use std::fs::File;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::ErrorKind;
+use std::sync::Arc;
 
 use crate::container::Container;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::TensorScale;
 use crate::fp8::Fp8Weight;
+use crate::system;
 use crate::tensor::Tensor;
-use crate::weight::{Value, Weight};
+use crate::weight::{Model, Value, Weight};
 
-/// Reads the tensors of a container.
+/// Reads the tensors of a container. All readers of one share its open files.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{Checkpoint, Reader};
@@ -27,31 +27,21 @@ use crate::weight::{Value, Weight};
 /// # let path = std::env::temp_dir().join(path);
 /// # std::fs::write(&path, file)?;
 /// let checkpoint = Checkpoint::open(&path)?;
-/// let mut reader = Reader::new(checkpoint.container());
+/// let reader = Reader::new(checkpoint.container());
 /// let weight = reader.weight(&checkpoint.weights()?[0])?;
 /// assert_eq!(weight.values()?, (vec![1], vec![2.0]));
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[derive(Debug, Clone, Copy)]
 pub struct Reader<'c> {
     container: &'c Container,
-    open: HashMap<usize, File>,
-}
-
-impl fmt::Debug for Reader<'_> {
-    /// What it reads, and how many of the files are open.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reader")
-            .field("path", &self.container.root())
-            .field("open", &self.open.len())
-            .finish_non_exhaustive()
-    }
 }
 
 impl<'c> Reader<'c> {
-    /// A reader that has opened nothing yet.
+    /// A reader of a container's files, none of which it opens yet.
     pub fn new(container: &'c Container) -> Self {
-        Self { container, open: HashMap::new() }
+        Self { container }
     }
 
     /// Reads bytes that a tensor borrows from the container's map.
@@ -60,7 +50,7 @@ impl<'c> Reader<'c> {
     /// [`TensorProblem::Bytes`] if `into` is not as long as `mapped`, [`TensorProblem::Changed`] if
     /// the file is not as long as it was, and what the file system refuses.
     pub fn read(
-        &mut self,
+        &self,
         tensor: &str,
         mapped: &[u8],
         into: &mut [u8],
@@ -85,19 +75,12 @@ impl<'c> Reader<'c> {
         let changed = |found| {
             CheckpointError::tensor(path, tensor, TensorProblem::Changed { expected, found })
         };
-        let file = match self.open.entry(at) {
-            std::collections::hash_map::Entry::Occupied(open) => open.into_mut(),
-            std::collections::hash_map::Entry::Vacant(none) => {
-                let file = File::open(path).map_err(io)?;
-                let found = file.metadata().map_err(io)?.len();
-                if found != expected {
-                    return Err(changed(found));
-                }
-                none.insert(file)
-            }
-        };
-        file.seek(SeekFrom::Start(offset)).map_err(io)?;
-        match file.read_exact(into) {
+        let file = self.handle(at).map_err(io)?;
+        let found = file.metadata().map_err(io)?.len();
+        if found != expected {
+            return Err(changed(found));
+        }
+        match system::read_exact_at(&file, into, offset) {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
                 Err(changed(file.metadata().map_err(io)?.len()))
@@ -106,11 +89,50 @@ impl<'c> Reader<'c> {
         }
     }
 
+    /// Says that bytes that a tensor borrows from the container's map will be read: the system may
+    /// bring them into its cache meanwhile. Whatever is wrong with them shows when they are read.
+    pub fn will_read(&self, mapped: &[u8]) {
+        let Some((at, offset)) = self.container.place_of(mapped) else { return };
+        if let Ok(file) = self.handle(at) {
+            system::will_read(&file, offset, mapped.len() as u64);
+        }
+    }
+
+    fn handle(&self, at: usize) -> std::io::Result<Arc<File>> {
+        self.container.handle(at, || File::open(self.container.file(at).0))
+    }
+
+    /// Gives a model of the container the scales of its tensors and inputs in memory of their own:
+    /// whoever looks at these numbers touches no map then.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn scales(&self, model: &mut Model<'c>) -> Result<(), CheckpointError> {
+        for weight in &mut model.weights {
+            weight.input_scale = self.scale(&weight.name, weight.input_scale.as_ref())?;
+            if let Value::Fp4(fp4) = &mut weight.value {
+                fp4.tensor_scale = self.scale(&weight.name, fp4.tensor_scale.as_ref())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes that the numbers of a weight are, which [`weight`](Self::weight) reads: for
+    /// [`will_read`](Self::will_read). Scales of a whole tensor, a few bytes each, are not among
+    /// them.
+    pub fn regions<'w>(weight: &'w Weight<'_>) -> Vec<&'w [u8]> {
+        match &weight.value {
+            Value::Plain(tensor) => vec![&tensor.bytes],
+            Value::Fp8(fp8) => vec![&fp8.values.bytes, &fp8.scales.bytes],
+            Value::Fp4(fp4) => vec![&fp4.codes, &fp4.scales],
+        }
+    }
+
     /// The weight with bytes of its own.
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn weight(&mut self, weight: &Weight<'c>) -> Result<Weight<'c>, CheckpointError> {
+    pub fn weight(&self, weight: &Weight<'c>) -> Result<Weight<'c>, CheckpointError> {
         let name = &weight.name;
         let value = match &weight.value {
             Value::Plain(tensor) => Value::Plain(self.tensor(tensor)?),
@@ -137,31 +159,31 @@ impl<'c> Reader<'c> {
         })
     }
 
-    fn tensor(&mut self, tensor: &Tensor<'c>) -> Result<Tensor<'c>, CheckpointError> {
+    fn tensor(&self, tensor: &Tensor<'c>) -> Result<Tensor<'c>, CheckpointError> {
         let bytes: Cow<'c, [u8]> = self.bytes(&tensor.name, &tensor.bytes)?.into();
         let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
         Ok(Tensor { name, file: tensor.file, dtype: tensor.dtype, shape, bytes })
     }
 
-    fn bytes(&mut self, name: &str, mapped: &[u8]) -> Result<Vec<u8>, CheckpointError> {
+    fn bytes(&self, name: &str, mapped: &[u8]) -> Result<Vec<u8>, CheckpointError> {
         let mut bytes = vec![0; mapped.len()];
         self.read(name, mapped, &mut bytes)?;
         Ok(bytes)
     }
 
     fn scale(
-        &mut self,
+        &self,
         name: &str,
         scale: Option<&TensorScale<'c>>,
     ) -> Result<Option<TensorScale<'c>>, CheckpointError> {
-        let mut read = |mapped: &[u8]| self.bytes(name, mapped);
+        let read = |mapped: &[u8]| self.bytes(name, mapped);
         Ok(match scale {
             None => None,
             Some(TensorScale::Multiplier(numbers)) => {
-                Some(TensorScale::Multiplier(numbers.try_map(&mut read)?))
+                Some(TensorScale::Multiplier(numbers.try_map(read)?))
             }
             Some(TensorScale::Divisor(numbers)) => {
-                Some(TensorScale::Divisor(numbers.try_map(&mut read)?))
+                Some(TensorScale::Divisor(numbers.try_map(read)?))
             }
         })
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Checkpoint, DIALECTS, dialect};
+use burn_fp4_checkpoints::{Checkpoint, DIALECTS, Model, Reader, dialect};
 use clap::builder::PossibleValuesParser;
 
 use crate::error::CliError;
@@ -49,6 +49,25 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
         ))),
         (true, true) | (false, false) => Ok(path),
     }
+}
+
+/// What is in a checkpoint. The scales of whole tensors are in memory: who plans, warns or notes
+/// looks at them, and must not meet a map whose file was cut off.
+pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
+    let mut model = checkpoint.model()?;
+    Reader::new(checkpoint.container()).scales(&mut model)?;
+    Ok(model)
+}
+
+/// What of a folder is not copied, in a line, if there is such.
+pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
+    let name = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let slash = if path.is_dir() { "/" } else { "" };
+        format!("`{name}{slash}`")
+    };
+    let names: Vec<String> = checkpoint.container().left_out().iter().map(name).collect();
+    (!names.is_empty()).then(|| format!("not copied: {}", names.join(", ")))
 }
 
 /// The names of the dialects that are read.

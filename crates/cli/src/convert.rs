@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    Dtype, Model, Reader, Start, Value, Weight, WriteOptions, WriteReport, unlike_scales,
+    CheckpointError, Dtype, Model, Output, Reader, Start, Value, WriteOptions, WriteReport,
+    unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 
-use crate::checkpoint::{GGUF, Input, is_gguf, target, writable};
+use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::error::CliError;
 use crate::print::print;
 use crate::progress;
@@ -64,21 +65,44 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         inexact: arguments.inexact,
         ..WriteOptions::default()
     };
-    let model = checkpoint.model()?;
-    let planned = model.plan(dialect, &options)?;
+    let model = model(&checkpoint)?;
+    let reader = Reader::new(checkpoint.container());
+    let planned = model.plan_reading(dialect, &options, &reader).map_err(CliError::from);
+    let planned = planned.map_err(CliError::meanwhile)?;
     let mut output = planned.create(&out, "convert", Start::Anew)?;
-    let mut reader = Reader::new(checkpoint.container());
-    let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum());
+    let written = write(&mut output, &model, &reader);
+    let finished = written.and_then(|()| Ok(output.finish()?));
+    warn(finished.map_err(CliError::meanwhile)?);
+    print(&summary(&planned.report(), &out.display().to_string()))?;
+    let notes = notes(&model, dialect, &options)?.into_iter().chain(not_copied(&checkpoint));
+    notes.into_iter().try_for_each(|note| print(&format!("note: {note}\n")))
+}
+
+/// Writes the weights as they are: their tensors, or what another dialect makes of their codes and
+/// scales.
+fn write<'m>(
+    output: &mut Output<'_>,
+    model: &Model<'m>,
+    reader: &Reader<'m>,
+) -> Result<(), CliError> {
+    let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
-        convert(&mut output, at, weight, &mut reader)?;
+        match weight.value {
+            Value::Plain(_) => output.copy(at, reader)?,
+            Value::Fp8(_) | Value::Fp4(_) => output.write(at, &reader.weight(weight)?)?,
+        }
         bar.inc(weight.bytes() as u64);
     }
     bar.finish_and_clear();
-    output.finish()?;
-    print(&summary(&planned.report(), &out.display().to_string()))?;
-    let notes = notes(&model, dialect, &options)?;
-    notes.iter().try_for_each(|note| print(&format!("note: {note}\n")))
+    Ok(())
+}
+
+/// Says that a result is there, of which the file system has not confirmed that it stays.
+pub(crate) fn warn(unconfirmed: Option<CheckpointError>) {
+    if let Some(error) = unconfirmed {
+        eprintln!("warning: {error}: the result is whole, but may lose its name if power fails");
+    }
 }
 
 /// The dialect that is asked for, or that the name of the file says.
@@ -123,20 +147,6 @@ fn notes(
 /// What is true of GGUF files that were made from no GGUF file.
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names that they have in the input, which llama.cpp does not run";
-
-/// Writes a weight as it is: its tensors, or what another dialect makes of its codes and scales.
-pub(crate) fn convert<'c>(
-    output: &mut burn_fp4_checkpoints::Output<'_>,
-    at: usize,
-    weight: &Weight<'c>,
-    reader: &mut Reader<'c>,
-) -> Result<(), CliError> {
-    match weight.value {
-        Value::Plain(_) => output.copy(at, reader)?,
-        Value::Fp8(_) | Value::Fp4(_) => output.write(at, &reader.weight(weight)?)?,
-    }
-    Ok(())
-}
 
 /// What was written, and what changed on the way.
 fn summary(report: &WriteReport, path: &str) -> String {

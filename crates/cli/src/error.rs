@@ -14,10 +14,21 @@ pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
     #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
     Checkpoint(#[from] CheckpointError),
-    /// The same, and what is written so far stays.
+    /// The file system refused what it allowed when the work began.
+    #[error(transparent)]
+    Meanwhile(Box<CliError>),
+    /// The machine failed, and what is written so far stays.
     #[error("{error}; go on by the same command with --resume, or remove {}", .partial.display())]
     Interrupted {
         /// What went wrong.
+        error: Box<CliError>,
+        /// Where it is.
+        partial: PathBuf,
+    },
+    /// Something has to be changed, and what an earlier run has written stays.
+    #[error("{error}; what an earlier run has written stays: {}", .partial.display())]
+    Left {
+        /// What is wrong.
         error: Box<CliError>,
         /// Where it is.
         partial: PathBuf,
@@ -194,19 +205,39 @@ fn remedy(error: &CheckpointError) -> &'static str {
 }
 
 impl CliError {
-    /// 3 if the machine failed, 2 if the command or a file is wrong.
-    pub(crate) fn exit_code(&self) -> u8 {
-        let source = match self {
+    /// The error of work that has begun: files that are missing, or may not be read or written,
+    /// were there and allowed before, so that it is not the command that is wrong.
+    pub(crate) fn meanwhile(self) -> Self {
+        match self.source_of_io() {
+            Some(_) => Self::Meanwhile(Box::new(self)),
+            None => self,
+        }
+    }
+
+    fn source_of_io(&self) -> Option<&std::io::Error> {
+        match self {
             Self::Checkpoint(CheckpointError::Io { source, .. })
             | Self::Checkpoint(CheckpointError::TensorIo { source, .. })
-            | Self::File { source, .. } => source,
-            Self::Checkpoint(CheckpointError::Tensor { problem, .. }) => {
-                return if matches!(problem, TensorProblem::Changed { .. }) { 3 } else { 2 };
-            }
-            #[cfg(any(feature = "cpu", feature = "cuda"))]
-            Self::OnDevice { .. } => return 3,
-            Self::Interrupted { error, .. } => return error.exit_code(),
-            _ => return 2,
+            | Self::File { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+
+    /// 3 if the machine failed, 2 if the command or a file is wrong.
+    pub(crate) fn exit_code(&self) -> u8 {
+        let Some(source) = self.source_of_io() else {
+            return match self {
+                Self::Meanwhile(_) | Self::Interrupted { .. } => 3,
+                Self::Checkpoint(CheckpointError::NoSpace { .. }) => 3,
+                Self::Checkpoint(CheckpointError::Tensor { problem, .. })
+                    if matches!(problem, TensorProblem::Changed { .. }) =>
+                {
+                    3
+                }
+                #[cfg(any(feature = "cpu", feature = "cuda"))]
+                Self::OnDevice { .. } => 3,
+                _ => 2,
+            };
         };
         match source.kind() {
             ErrorKind::NotFound

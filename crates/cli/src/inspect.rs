@@ -4,7 +4,7 @@ use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
 use comfy_table::Table;
 use serde::Serialize;
 
-use crate::checkpoint::Input;
+use crate::checkpoint::{Input, model};
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
@@ -67,7 +67,7 @@ struct Totals {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
-    let report = examine(&arguments.input.open()?)?;
+    let report = examine(&arguments.input.open()?).map_err(CliError::meanwhile)?;
     if arguments.json {
         return print_json(&report);
     }
@@ -88,10 +88,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
 }
 
 fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
-    let model = checkpoint.model()?;
-    let mut reader = Reader::new(checkpoint.container());
+    let model = model(checkpoint)?;
+    let reader = Reader::new(checkpoint.container());
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
-    let bar = progress::bytes(total as u64);
+    let bar = progress::bytes(total as u64, 0);
     let (mut weights, mut facts) = (Vec::new(), Vec::new());
     let mut totals = Totals { weights: model.weights.len(), ..Totals::default() };
     for weight in &model.weights {

@@ -16,14 +16,21 @@ pub(crate) fn bar(length: usize) -> ProgressBar {
     start(length as u64, "{bar:24} {pos}/{len} {elapsed} {wide_msg}", of_steps)
 }
 
-/// The same for bytes, with the rate and the time that is left.
-pub(crate) fn bytes(length: u64) -> ProgressBar {
+/// The same for bytes, with the rate and the time that is left. So many were done before.
+pub(crate) fn bytes(length: u64, before: u64) -> ProgressBar {
     let template = "{bar:24} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
                     {eta} left {wide_msg}";
-    start(length, template, of_bytes)
+    let bar = start(length, template, move |bar| of_bytes(bar, before));
+    bar.set_position(before);
+    bar.reset_eta();
+    bar
 }
 
-fn start(length: u64, template: &str, describe: fn(&ProgressBar) -> String) -> ProgressBar {
+fn start(
+    length: u64,
+    template: &str,
+    describe: impl Fn(&ProgressBar) -> String + Send + 'static,
+) -> ProgressBar {
     let style = ProgressStyle::with_template(template);
     let bar = ProgressBar::new(length).with_style(style.expect("a template"));
     if bar.is_hidden() {
@@ -38,13 +45,15 @@ fn of_steps(bar: &ProgressBar) -> String {
     format!("{done}/{of} after {} s: {}", bar.elapsed().as_secs(), bar.message())
 }
 
-fn of_bytes(bar: &ProgressBar) -> String {
+/// The rate is that of this run, which began behind so many bytes.
+fn of_bytes(bar: &ProgressBar, before: u64) -> String {
     let (done, of) = (bar.position(), bar.length().unwrap_or(0));
-    if done == 0 {
+    let own = done.saturating_sub(before);
+    if own == 0 {
         return format!("{} of {}: {}", Size(done), Size(of), bar.message());
     }
     let seconds = bar.elapsed().as_secs_f64();
-    let rate = done as f64 / seconds.max(1e-3);
+    let rate = own as f64 / seconds.max(1e-3);
     let left = (of.saturating_sub(done)) as f64 / rate.max(1.0);
     let [done, of, rate] = [done, of, rate as u64].map(Size);
     format!("{done} of {of}, {rate}/s, {left:.0} s left: {}", bar.message())
@@ -54,7 +63,7 @@ fn of_bytes(bar: &ProgressBar) -> String {
 fn lines(
     bar: &WeakProgressBar,
     interval: Duration,
-    describe: fn(&ProgressBar) -> String,
+    describe: impl Fn(&ProgressBar) -> String,
     mut say: impl FnMut(String),
 ) {
     loop {
@@ -96,10 +105,23 @@ mod tests {
         bar.set_length(4_000_000);
         bar.inc(1_000_000);
         bar.set_message("up");
-        let line = of_bytes(&bar);
+        let line = of_bytes(&bar, 0);
         assert!(
             line.starts_with("1.00 MB of 4.00 MB, ") && line.ends_with(" s left: up"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn the_rate_of_work_that_is_gone_on_with_is_its_own() {
+        let bar = ProgressBar::hidden();
+        bar.set_length(4_000_000_000_000);
+        bar.set_position(3_000_000_000_000);
+        let none = of_bytes(&bar, 3_000_000_000_000);
+        assert_eq!(none, "3.00 TB of 4.00 TB: ");
+        bar.inc(1000);
+        thread::sleep(Duration::from_millis(10));
+        let line = of_bytes(&bar, 3_000_000_000_000);
+        assert!(line.contains(" kB/s, "), "{line}");
     }
 }

@@ -153,6 +153,34 @@ fn a_comparison_tells_by_its_exit_code() {
 }
 
 #[test]
+fn infinities_are_compared() {
+    let folder = tempdir().expect("a folder");
+    let write = |name: &str, values: &[f32]| {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let (name, shape) = (folder.path().join(name), vec![values.len()]);
+        let dtype = safetensors::Dtype::F32;
+        let tensor = model::Tensor { name: "a.weight".to_owned(), dtype, shape, bytes };
+        model::write(&name, &[tensor]);
+    };
+    let inf = f32::INFINITY;
+    write("inf.safetensors", &[inf, 3.0, 4.0]);
+    write("finite.safetensors", &[1.0, 3.0, 4.0]);
+    write("other.safetensors", &[-inf, 3.0, 4.0]);
+    write("beside.safetensors", &[inf, 3.0, 4.5]);
+    for (a, b) in [("inf", "finite"), ("finite", "inf"), ("inf", "other")] {
+        let command = format!("compare {a}.safetensors {b}.safetensors --tolerance 1000");
+        let (code, table, _) = run(folder.path(), &command);
+        assert!(code == 1 && table.contains("1 of 1 weights differ"), "{table}");
+        assert!(table.contains("infinite"), "{table}");
+    }
+    let same = succeeds(folder.path(), "compare inf.safetensors inf.safetensors");
+    assert!(same.contains("0 of 1 weights differ; all together by 0.0000 %"), "{same}");
+    // An error of 0.5 beside numbers of norm 5.
+    let (code, table, _) = run(folder.path(), "compare inf.safetensors beside.safetensors");
+    assert!(code == 1 && table.contains("10.0000"), "{table}");
+}
+
+#[test]
 fn formats_and_completions_are_printed() {
     let folder = tempdir().expect("a folder");
     let formats = succeeds(folder.path(), "formats --scales");

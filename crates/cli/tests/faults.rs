@@ -88,19 +88,28 @@ fn of_weights_that_share_a_scale_the_one_that_is_broken_is_named() {
     assert_eq!(names(folder.path()), ["model"]);
 }
 
-/// Starts to quantize, and waits until there is something of the output.
+/// Large enough that it is not done before something happens to it.
+const LARGE: Sizes = Sizes(6, 512, 1024);
+
+/// Starts to quantize, and waits until it has noted something, or ended.
 fn start(folder: &Path, more: &[&str]) -> Child {
+    start_from(folder, "model", "out", more)
+}
+
+fn start_from(folder: &Path, input: &str, out: &str, more: &[&str]) -> Child {
+    let journal = folder.join(format!(".{out}.partial/journal"));
+    let length = || fs::metadata(&journal).map_or(0, |journal| journal.len());
+    let before = length();
     let mut child = Command::new(env!("CARGO_BIN_EXE_fp4"))
         .current_dir(folder)
-        .args(["quantize", "model", "--out", "out"])
+        .args(["quantize", input, "--out", out])
         .args(more)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .expect("it runs");
-    let journal = folder.join(".out.partial/journal");
     let begun = Instant::now();
-    while fs::metadata(&journal).map_or(0, |journal| journal.len()) == 0 {
+    while length() <= before {
         let ended = child.try_wait().expect("a child").is_some();
         if ended || begun.elapsed() > Duration::from_secs(60) {
             break;
@@ -109,9 +118,6 @@ fn start(folder: &Path, more: &[&str]) -> Child {
     }
     child
 }
-
-/// Large enough that it is not done before something happens to it.
-const LARGE: Sizes = Sizes(6, 512, 1024);
 
 #[test]
 fn what_was_killed_is_gone_on_with_to_the_same_bytes() {
@@ -178,20 +184,298 @@ fn a_shard_that_is_cut_off_meanwhile_is_the_machines_fault() {
     assert_eq!(names(folder.path()), [".out.partial", "model"]);
 }
 
+/// The exit code of a process, and what it said in a line at its end: on a slow machine there are
+/// lines of progress before.
+fn ended(child: Child) -> (i32, String) {
+    let output = child.wait_with_output().expect("it ended");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
+    let last = said.trim_end().lines().last().unwrap_or_default().to_owned();
+    (output.status.code().expect("an exit code"), last)
+}
+
+/// More files than are kept open, so that the last is opened again when it is read.
+const SHARDS: usize = 40;
+
+#[test]
+fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
+    let folder = tempdir().expect("a folder");
+    let path = model::sharded(folder.path(), "model", SHARDS, [512, 512]);
+    succeeds(folder.path(), "quantize model --out whole");
+    let last = path.join(format!("model-{SHARDS:05}-of-{SHARDS:05}.safetensors"));
+    let away = folder.path().join("away");
+    for more in [&["--memory", "72MB"][..], &["--memory", "72MB", "--resume"]] {
+        let child = start(folder.path(), more);
+        fs::rename(&last, &away).expect("it is moved");
+        let (code, error) = ended(child);
+        fs::rename(&away, &last).expect("it is moved back");
+        assert_eq!(code, 3, "{error}");
+        for word in ["safetensors: tensor `model.layers.39.", "No such file", "--resume"] {
+            assert!(error.contains(word), "{error}");
+        }
+        assert_eq!(names(folder.path()), [".out.partial", "model", "whole"]);
+    }
+    succeeds(folder.path(), "quantize model --out out --resume");
+    assert_same(&folder.path().join("whole"), &folder.path().join("out"));
+}
+
+#[test]
+fn what_an_earlier_run_has_written_stays_whatever_is_wrong() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", LARGE);
+    // In the last layer.
+    let broken = "model.layers.5.self_attn.o_proj.weight";
+    let tensors = model::tensors(LARGE);
+    let place = tensors.iter().position(|tensor| tensor.name == broken).expect("a weight") % 2;
+    let mut own: Vec<_> = tensors.into_iter().skip(place).step_by(2).collect();
+    let tensor = own.iter_mut().find(|tensor| tensor.name == broken).expect("a weight");
+    tensor.bytes[..2].copy_from_slice(&[0xC0, 0x7F]);
+    model::write(&path.join(format!("model-{:05}-of-00002.safetensors", place + 1)), &own);
+    let mut child = start(folder.path(), &["--memory", "100MB"]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    let says = [broken, "not finite", "what an earlier run has written stays: .out.partial"];
+    let refused = |more: &[&str], says: &[&str]| {
+        let (code, error) = ended(start(folder.path(), more));
+        assert_eq!(code, 2, "{error}");
+        says.iter().for_each(|word| assert!(error.contains(word), "{error} does not say {word}"));
+    };
+    for _ in 0..2 {
+        refused(&["--memory", "100MB", "--resume"], &says);
+        assert_eq!(names(folder.path()), [".out.partial", "model"]);
+    }
+    refused(&[], &says[..2]);
+    assert_eq!(names(folder.path()), ["model"]);
+}
+
+#[test]
+fn a_gguf_file_that_is_cut_off_meanwhile_is_the_machines_fault() {
+    let folder = tempdir().expect("a folder");
+    let values = |seed| model::values(768 * 512, seed).into_iter().flat_map(f32::to_le_bytes);
+    let weight = |at: u64| {
+        let name = format!("blk.{at}.ffn_down.weight");
+        (name, vec![768, 512], 0, values(at).collect::<Vec<u8>>())
+    };
+    let tensors: Vec<_> = (0..24).map(weight).collect();
+    let path = folder.path().join("model.gguf");
+    model::write_gguf(&path, &tensors);
+    let child = start_from(folder.path(), "model.gguf", "out.gguf", &["--memory", "74MB"]);
+    let file = OpenOptions::new().write(true).open(&path).expect("the file");
+    file.set_len(100_000).expect("it is cut off");
+    let (code, error) = ended(child);
+    assert_eq!(code, 3, "{error}");
+    for word in ["model.gguf: tensor `blk.", "bytes when it was opened", "--resume"] {
+        assert!(error.contains(word), "{error}");
+    }
+    assert_eq!(names(folder.path()), [".out.gguf.partial", "model.gguf"]);
+}
+
+#[test]
+fn hostile_headers_of_gguf_files_are_named() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    model::gguf(&path);
+    let whole = fs::read(&path).expect("a file");
+    // The version; the numbers of tensors and of pairs; the length of the first key.
+    for at in [4, 8, 16, 24] {
+        let mut hostile = whole.clone();
+        hostile[at..at + 8].copy_from_slice(&(1_u64 << 60).to_le_bytes());
+        fs::write(&path, hostile).expect("a file");
+        fails(folder.path(), "quantize model.gguf --out out.gguf", 2, &["model.gguf: header: "]);
+    }
+    for length in [0, 3, 20, 100, whole.len() - 4000] {
+        fs::write(&path, &whole[..length]).expect("a file");
+        fails(folder.path(), "quantize model.gguf --out out.gguf", 2, &["model.gguf: "]);
+    }
+    assert_eq!(names(folder.path()), ["model.gguf"]);
+}
+
+/// Runs a command in a shell that limits something; its exit code and what it said.
+#[cfg(unix)]
+fn limited(folder: &Path, limit: &str, arguments: &str) -> (i32, String) {
+    let script = format!("{limit}; exec \"$0\" {arguments}");
+    let output = Command::new("sh")
+        .current_dir(folder)
+        .args(["-c", &script, env!("CARGO_BIN_EXE_fp4")])
+        .output()
+        .expect("a shell");
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    (output.status.code().expect("an exit code"), error)
+}
+
+#[cfg(unix)]
+#[test]
+fn more_files_than_a_process_may_open_are_read_and_written() {
+    let folder = tempdir().expect("a folder");
+    model::sharded(folder.path(), "model", SHARDS, [64, 64]);
+    succeeds(folder.path(), "quantize model --out whole --dialect modelopt");
+    for (out, arguments) in [
+        ("out", "quantize model --out out --dialect modelopt"),
+        ("again", "quantize model --out again --dialect modelopt --resume"),
+        ("converted", "convert whole --out converted --dialect modelopt"),
+    ] {
+        // The shards of the input, or those of the output, alone are nearly as many.
+        let (code, error) = limited(folder.path(), "ulimit -n 48", arguments);
+        assert_eq!(code, 0, "{error}");
+        assert_same(&folder.path().join("whole"), &folder.path().join(out));
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_disk_that_is_full_is_not_blamed_on_what_is_copied_there() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    fs::write(path.join("tokenizer.json"), " ".repeat(1_000_000)).expect("a tokenizer");
+    let full = "trap '' XFSZ; ulimit -f 1000";
+    let (code, error) = limited(folder.path(), full, "quantize model --out out");
+    assert_eq!(code, 3, "{error}");
+    for word in [".out.partial/files/tokenizer.json: ", "too large", "--resume"] {
+        assert!(error.contains(word), "{error}");
+    }
+    let (code, error) =
+        limited(folder.path(), full, "convert model --out converted --dialect plain");
+    assert_eq!(code, 3, "{error}");
+    assert!(error.contains(".converted.partial/files/tokenizer.json: "), "{error}");
+    assert_eq!(names(folder.path()), [".out.partial", "model"]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_disk_that_is_too_small_is_found_before_the_work() {
+    let folder = tempdir().expect("a folder");
+    // 8.8 TB.
+    let weights: Vec<String> = (0..64).map(|at| format!("model.layers.{at}.weight")).collect();
+    let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+    model::holes(&folder.path().join("holes.safetensors"), &weights);
+    let says = [".out.partial: ", "bytes are to be written, ", " are free"];
+    fails(folder.path(), "convert holes.safetensors --dialect plain --out out", 3, &says);
+    let only = "quantize holes.safetensors --only model.layers.0 --out out";
+    fails(folder.path(), only, 3, &says);
+    assert_eq!(names(folder.path()), ["holes.safetensors"]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn every_command_says_by_its_exit_code_that_the_machine_failed() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for command in ["inspect model", "compare model model", "formats", "quantize model --dry-run"] {
+        let (code, error) = limited(folder.path(), "exec >/dev/full", command);
+        assert_eq!(code, 3, "{command}: {error}");
+        assert!(error.contains("standard output: No space left"), "{error}");
+    }
+}
+
+#[test]
+fn folders_of_others_are_not_removed() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let foreign = folder.path().join(".out.partial");
+    let refused = || {
+        for command in [
+            "quantize model --out out",
+            "quantize model --out out --resume",
+            "convert model --out out --dialect plain",
+        ] {
+            fails(folder.path(), command, 2, &[".out.partial: was not left by a run"]);
+        }
+    };
+    fs::create_dir(&foreign).expect("a folder");
+    fs::write(foreign.join("thesis.txt"), "years of work").expect("a file");
+    refused();
+    fs::write(foreign.join("journal"), "burn-fp4 0.1.0: a task\n").expect("a file");
+    refused();
+    fs::remove_file(foreign.join("thesis.txt")).expect("a file");
+    fs::write(foreign.join("journal"), "Dear diary\n").expect("a file");
+    refused();
+    assert_eq!(fs::read_to_string(foreign.join("journal")).expect("it stays"), "Dear diary\n");
+    // What a kill leaves at once.
+    fs::write(foreign.join("journal"), "burn").expect("a file");
+    succeeds(folder.path(), "quantize model --out out --resume");
+    fs::create_dir(&foreign).expect("a folder");
+    succeeds(folder.path(), "quantize model --out other");
+    assert_eq!(names(folder.path()), [".out.partial", "model", "other", "out"]);
+}
+
+#[test]
+fn of_runs_that_start_at_once_one_goes_on() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out whole");
+    for round in 0..8 {
+        // What an earlier run has left, or nothing.
+        if round % 2 == 0 {
+            let mut child = start(folder.path(), &[]);
+            let _ = child.kill();
+            child.wait().expect("it ended");
+            let _ = fs::remove_dir_all(folder.path().join("out"));
+        }
+        let begin = |_| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_fp4"));
+            command.current_dir(folder.path()).args(["quantize", "model", "--out", "out"]);
+            command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it runs")
+        };
+        let children: Vec<Child> = (0..6).map(begin).collect();
+        let mut done = 0;
+        for child in children {
+            let output = child.wait_with_output().expect("it ended");
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            done += usize::from(output.status.success());
+            let expected = ["another process is writing here", "out: exists"];
+            let known = expected.iter().any(|word| error.contains(word));
+            assert!(output.status.success() || known, "{error}");
+        }
+        assert_eq!(done, 1);
+        assert_same(&folder.path().join("whole"), &folder.path().join("out"));
+        assert_eq!(names(folder.path()), ["model", "out", "whole"]);
+        fs::remove_dir_all(folder.path().join("out")).expect("a folder");
+    }
+}
+
+#[test]
+fn what_another_version_or_another_config_began_is_not_gone_on_with() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", LARGE);
+    let mut child = start(folder.path(), &[]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    let journal = folder.path().join(".out.partial/journal");
+    let text = fs::read_to_string(&journal).expect("a journal");
+    let version = concat!("burn-fp4 ", env!("CARGO_PKG_VERSION"), ": ");
+    assert!(text.starts_with(version), "{text}");
+    fs::write(&journal, text.replace(version, "burn-fp4 0.0.9: ")).expect("a journal");
+    let resume = "quantize model --out out --resume";
+    fails(folder.path(), resume, 2, &[".out.partial", "other options"]);
+    fs::write(&journal, &text).expect("a journal");
+    let config = fs::read_to_string(path.join("config.json")).expect("a config");
+    fs::write(path.join("config.json"), config + "\n").expect("a config");
+    fails(folder.path(), resume, 2, &[".out.partial", "other options"]);
+    assert_eq!(fs::read_to_string(&journal).expect("it stays"), text);
+}
+
+#[test]
+fn a_folder_in_the_place_of_a_shard_is_named() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    let shard = path.join("model-00002-of-00002.safetensors");
+    fs::remove_file(&shard).expect("a shard");
+    fs::create_dir(&shard).expect("a folder");
+    let says = ["model-00002-of-00002.safetensors: expected a file, found a folder"];
+    for command in ["quantize model --out out", "inspect model", "compare model model"] {
+        fails(folder.path(), command, 2, &says);
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn a_full_disk_is_the_machines_fault() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     // Files of at most 16 kB stand for a disk that is full.
-    let limited = "trap '' XFSZ; ulimit -f 32; exec \"$0\" quantize model --out out";
-    let output = Command::new("sh")
-        .current_dir(folder.path())
-        .args(["-c", limited, env!("CARGO_BIN_EXE_fp4")])
-        .output()
-        .expect("a shell");
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(3), "{error}");
+    let full = "trap '' XFSZ; ulimit -f 32";
+    let (code, error) = limited(folder.path(), full, "quantize model --out out");
+    assert_eq!(code, 3, "{error}");
     assert!(error.contains("too large") && error.contains(".safetensors"), "{error}");
     assert_eq!(error.trim_end().lines().count(), 1, "{error}");
     assert!(!folder.path().join("out").exists());
@@ -234,4 +518,38 @@ fn what_may_not_be_read_or_written_is_named() {
     set(folder.path(), 0o755);
     let (code, ..) = run(folder.path(), "inspect model");
     assert!(code == 2 || root);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_that_cannot_be_synchronized_is_refused_before_the_work() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    use std::os::unix::process::CommandExt;
+
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    let set = |path: &Path, mode| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("permissions");
+    };
+    set(folder.path(), 0o755);
+    names(&path).iter().for_each(|name| set(&path.join(name), 0o644));
+    let parent = folder.path().join("parent");
+    fs::create_dir(&parent).expect("a folder");
+    let root = fs::metadata(folder.path()).expect("a folder").uid() == 0;
+    let program = folder.path().join("fp4");
+    fs::copy(env!("CARGO_BIN_EXE_fp4"), &program).expect("a copy");
+    let mut command = Command::new(&program);
+    command.current_dir(folder.path()).args(["quantize", "model", "--out", "parent/out"]);
+    if root {
+        // Root may do anything.
+        chown(&parent, Some(65534), Some(65534)).expect("another owner");
+        command.uid(65534).gid(65534);
+    }
+    set(&parent, 0o300);
+    let output = command.output().expect("it runs");
+    set(&parent, 0o700);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("parent: Permission denied"), "{error}");
+    assert_eq!(names(&parent), [""; 0]);
 }

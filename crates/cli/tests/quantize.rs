@@ -50,6 +50,47 @@ fn a_plan_is_printed_and_nothing_is_written() {
     assert!(note.contains("runs as one with `model.layers.1.self_attn.q_proj.weight`"), "{note}");
 }
 
+/// As many bytes of tensors as no machine reads while a test runs.
+#[cfg(unix)]
+#[test]
+fn a_plan_reads_nothing_but_headers() {
+    let folder = tempdir().expect("a folder");
+    let names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "lm_head.weight",
+    ];
+    model::holes(&folder.path().join("holes.safetensors"), &names);
+    let begun = std::time::Instant::now();
+    let plan = succeeds(folder.path(), "quantize holes.safetensors --dry-run");
+    let seconds = begun.elapsed().as_secs();
+    assert!(plan.contains("6 of 8 weights quantized") && plan.contains("1.10 TB"), "{plan}");
+    assert!(seconds < 30, "it took {seconds} s");
+}
+
+#[test]
+fn what_is_not_copied_is_said() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    fs::create_dir(path.join("original")).expect("a folder");
+    fs::write(path.join("original/params.json"), "{}").expect("a file");
+    fs::write(path.join("pytorch_model.bin"), "weights").expect("a file");
+    let said = "note: not copied: `original/`, `pytorch_model.bin`";
+    let (code, _, error) = run(folder.path(), "quantize model --out out");
+    assert!(code == 0 && error.contains(said), "{error}");
+    let printed = succeeds(folder.path(), "convert model --out plain --dialect plain");
+    assert!(printed.contains(said), "{printed}");
+    for out in ["out", "plain"] {
+        assert!(!folder.path().join(out).join("original").exists());
+        assert!(folder.path().join(out).join("tokenizer.json").exists());
+    }
+}
+
 /// The multiplier of a weight, and whether it is FP4.
 fn multiplier(weight: &Weight<'_>) -> Option<f32> {
     match &weight.value {
@@ -124,6 +165,97 @@ fn methods_and_memory_do_not_change_who_is_right() {
     succeeds(folder.path(), "quantize model --out small --memory 68MB");
     assert_same(&folder.path().join("sse"), &folder.path().join("small"));
     fails(folder.path(), "quantize model --out none --memory 1MB", 2, &["--memory", "_proj"]);
+}
+
+#[test]
+fn memory_is_that_of_statistics_too() {
+    let folder = tempdir().expect("a folder");
+    let weight = model::tensor("model.layers.0.mlp.down_proj.weight", &[16, 1024], 1);
+    model::write(&folder.path().join("model.safetensors"), &[weight]);
+    let at = |i: usize| if i.is_multiple_of(1025) { 1.0_f32 } else { 0.0 };
+    let bytes = (0..1024 * 1024).flat_map(|i| at(i).to_le_bytes()).collect();
+    let (name, shape) = ("model.layers.0.mlp.down_proj.weight".to_owned(), vec![1024, 1024]);
+    let gram = model::Tensor { name, dtype: Dtype::F32, shape, bytes };
+    model::write(&folder.path().join("gram.safetensors"), &[gram]);
+    let run = |method: &str, memory: &str, code: i32| {
+        let options = format!("--method {method} --calibration gram.safetensors");
+        let command =
+            format!("quantize model.safetensors --out {method} {options} --memory {memory}");
+        match code {
+            0 => drop(succeeds(folder.path(), &command)),
+            _ => fails(folder.path(), &command, code, &["down_proj.weight` takes ", "--memory"]),
+        }
+    };
+    // The Gram matrix takes 13 MB, its curvature 21 MB more; the program 67 MB.
+    run("sse-weighted", "70MB", 2);
+    run("hessian", "70MB", 2);
+    run("sse-weighted", "82MB", 0);
+    run("gptq", "82MB", 2);
+    run("gptq", "104MB", 0);
+    let (code, _, error) =
+        model::run(folder.path(), "quantize model.safetensors --out sse --memory 70MB");
+    assert_eq!(code, 0, "{error}");
+}
+
+/// Each matrix of a stack has statistics of its own.
+#[test]
+fn stacked_matrices_are_quantized_by_their_own_statistics() {
+    let folder = tempdir().expect("a folder");
+    let name = "model.layers.0.mlp.experts.down_proj";
+    let config = r#"{"model_type": "mixtral", "num_hidden_layers": 1}"#;
+    let grams = |count: usize, first: usize| {
+        let of = |i: usize| {
+            let (at, row, col) = (first + i / 4096, i / 64 % 64, i % 64);
+            if row == col { 1.0 + ((at * 7 + row) % 5) as f32 } else { 0.1 * at as f32 }
+        };
+        let bytes = (0..count * 4096).flat_map(|i| f32::to_le_bytes(of(i))).collect();
+        let shape = vec![count, 64, 64];
+        model::Tensor { name: name.to_owned(), dtype: Dtype::F32, shape, bytes }
+    };
+    let whole = model::tensor(name, &[3, 32, 64], 5);
+    let quantized = |input: &str, tensor: model::Tensor, statistics: model::Tensor| {
+        let path = folder.path().join(input);
+        fs::create_dir(&path).expect("a folder");
+        fs::write(path.join("config.json"), config).expect("a config");
+        model::write(&path.join("model.safetensors"), &[tensor]);
+        model::write(&folder.path().join("grams.safetensors"), &[statistics]);
+        let options = "--only *experts* --dialect modelopt --method hessian";
+        let statistics = "--calibration grams.safetensors";
+        let command = format!("quantize {input} --out {input}-out {options} {statistics}");
+        succeeds(folder.path(), &command);
+        let checkpoint = Checkpoint::open(folder.path().join(format!("{input}-out")));
+        let checkpoint = checkpoint.expect("a checkpoint");
+        let weights = checkpoint.weights().expect("weights");
+        let Value::Fp4(fp4) = &weights[0].value else { panic!("it is quantized") };
+        fp4.plain_codes().into_owned()
+    };
+    let all = quantized("all", model::tensor(name, &[3, 32, 64], 5), grams(3, 0));
+    for at in 0..3 {
+        let bytes = whole.bytes[at * 4096..][..4096].to_vec();
+        let (dtype, shape) = (whole.dtype, vec![1, 32, 64]);
+        let one = model::Tensor { name: name.to_owned(), dtype, shape, bytes };
+        let alone = quantized(&format!("one-{at}"), one, grams(1, at));
+        assert_eq!(alone, all[at * 1024..][..1024], "matrix {at}");
+    }
+}
+
+/// Of which no more than a piece is in memory.
+#[test]
+fn what_is_kept_is_copied_in_pieces() {
+    let folder = tempdir().expect("a folder");
+    let tensors = [
+        model::tensor("model.embed_tokens.weight", &[3000, 2048], 1),
+        model::tensor("model.layers.0.mlp.down_proj.weight", &[64, 128], 2),
+        model::tensor("model.empty", &[0, 128], 3),
+    ];
+    model::write(&folder.path().join("model.safetensors"), &tensors);
+    // 5.9 MB beside what the program takes.
+    succeeds(folder.path(), "quantize model.safetensors --out out --memory 73MB");
+    let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
+    for tensor in [&tensors[0], &tensors[2]] {
+        let kept = checkpoint.container().get(&tensor.name).expect("it is there");
+        assert!(*kept.bytes == tensor.bytes[..], "{} has the same bytes", tensor.name);
+    }
 }
 
 #[test]

@@ -17,6 +17,11 @@ pub(crate) struct Mapped(Mmap);
 
 impl Mapped {
     pub(crate) fn open(path: &Path) -> Result<Self, CheckpointError> {
+        // Asked before it is opened: opening a pipe would wait for who writes to it.
+        if !std::fs::metadata(path).map_err(CheckpointError::io(path))?.is_file() {
+            let (path, expected) = (path.to_owned(), "a file, found a folder or a device");
+            return Err(CheckpointError::NotACheckpoint { path, expected });
+        }
         let file = File::open(path).map_err(CheckpointError::io(path))?;
         // SAFETY: the map is only read. That the file keeps its length and bytes while it is
         // mapped is asked of the caller, in the documentation of `Container::open`.

@@ -6,12 +6,15 @@
 mod entry;
 mod file;
 pub(crate) mod gguf;
+mod handles;
 pub(crate) mod safetensors;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use self::entry::{ByName, Entry};
 use self::file::{Mapped, read_text};
+use self::handles::Handles;
 use self::safetensors::{INDEX, SINGLE, WeightMap};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::{self, Json};
@@ -62,6 +65,8 @@ pub struct Container {
     config: Option<Json>,
     quant_config: Option<Json>,
     sidecars: Vec<PathBuf>,
+    left_out: Vec<PathBuf>,
+    handles: Handles,
 }
 
 impl Container {
@@ -118,7 +123,7 @@ impl Container {
         let bytes = container.files.iter().map(|file| file.map.bytes().len()).sum::<usize>();
         container.config = optional_json(&root.join(CONFIG), bytes)?;
         container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes)?;
-        container.sidecars = container.find_sidecars()?;
+        container.find_sidecars()?;
         Ok(container)
     }
 
@@ -131,6 +136,8 @@ impl Container {
             config: None,
             quant_config: None,
             sidecars: Vec::new(),
+            left_out: Vec::new(),
+            handles: Handles::default(),
         }
     }
 
@@ -200,20 +207,25 @@ impl Container {
     }
 
     /// The files of the folder that are copied as they are: tokenizer, chat template, and so on.
-    fn find_sidecars(&self) -> Result<Vec<PathBuf>, CheckpointError> {
+    fn find_sidecars(&mut self) -> Result<(), CheckpointError> {
         let io = CheckpointError::io;
-        let mut sidecars = Vec::new();
         for entry in std::fs::read_dir(&self.root).map_err(io(&self.root))? {
             let path = entry.map_err(io(&self.root))?.path();
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name);
+            let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name)
+                || self.files.iter().any(|file| file.path == path);
             let weights = [".safetensors", ".gguf", ".bin", ".pt", ".pth"];
-            if path.is_file() && !ours && !weights.iter().any(|end| name.ends_with(end)) {
-                sidecars.push(path);
+            if ours {
+                continue;
+            }
+            match path.is_file() && !weights.iter().any(|end| name.ends_with(end)) {
+                true => self.sidecars.push(path),
+                false => self.left_out.push(path),
             }
         }
-        sidecars.sort();
-        Ok(sidecars)
+        self.sidecars.sort();
+        self.left_out.sort();
+        Ok(())
     }
 
     /// The path it was opened at.
@@ -279,9 +291,25 @@ impl Container {
         (&file.path, file.map.bytes().len() as u64)
     }
 
+    /// A handle to read a file by, which all readers share.
+    pub(crate) fn handle<E>(
+        &self,
+        at: usize,
+        open: impl FnOnce() -> Result<std::fs::File, E>,
+    ) -> Result<Arc<std::fs::File>, E> {
+        self.handles.get(at, open)
+    }
+
     /// The paths of the files with tensors, and the bytes they had when they were opened.
     pub fn files(&self) -> impl Iterator<Item = (&Path, u64)> {
         (0..self.files.len()).map(|at| self.file(at))
+    }
+
+    /// The paths of the index and the configs, of those that were read.
+    pub fn configs(&self) -> impl Iterator<Item = PathBuf> {
+        let of_folder = |name: &&str| self.root.is_dir() && self.root.join(name).is_file();
+        let names = [INDEX, CONFIG, QUANT_CONFIG].into_iter().filter(of_folder);
+        names.map(|name| self.root.join(name)).collect::<Vec<_>>().into_iter()
     }
 
     /// The names of the files with tensors.
@@ -322,6 +350,12 @@ impl Container {
         let config = self.config()?;
         let key = "quantization_config";
         config.get(key).or_else(|| config.at(&["text_config", key])).filter(|q| **q != Json::Null)
+    }
+
+    /// The folders, and files with weights of something else, beside the tensors: no copy of the
+    /// checkpoint has them.
+    pub fn left_out(&self) -> &[PathBuf] {
+        &self.left_out
     }
 
     /// The files beside the tensors that a copy of the checkpoint needs.

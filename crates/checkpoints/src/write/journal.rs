@@ -7,6 +7,12 @@ use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 
 use crate::error::CheckpointError;
+use crate::system;
+
+/// Its name in the folder.
+pub(super) const JOURNAL: &str = "journal";
+/// What every journal begins with.
+pub(super) const MARK: &str = "burn-fp4 ";
 
 /// The open journal. Only one process has it.
 pub(super) struct Journal {
@@ -17,7 +23,7 @@ pub(super) struct Journal {
 impl Journal {
     /// Opens the journal of a folder, or makes one; refuses if another process has it.
     pub(super) fn open(folder: &Path) -> Result<Self, CheckpointError> {
-        let path = folder.join("journal");
+        let path = folder.join(JOURNAL);
         let io = CheckpointError::io;
         let options = OpenOptions::new().read(true).append(true).create(true).open(&path);
         let file = options.map_err(io(&path))?;
@@ -26,6 +32,24 @@ impl Journal {
             Err(TryLockError::WouldBlock) => Err(CheckpointError::Busy { path: folder.to_owned() }),
             Err(TryLockError::Error(source)) => Err(CheckpointError::Io { path, source }),
         }
+    }
+
+    /// Whether the journal is still what it was opened as: another process may have removed the
+    /// folder before it was locked.
+    pub(super) fn is_in_place(&self) -> bool {
+        let there = std::fs::symlink_metadata(&self.path).ok();
+        let own = self.file.metadata().ok();
+        there.zip(own).is_some_and(|(there, own)| system::is_same(&there, &own))
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Forgets all of it.
+    pub(super) fn clear(&mut self) -> Result<(), CheckpointError> {
+        self.file.set_len(0).map_err(CheckpointError::io(&self.path))
     }
 
     /// What is being written, and the weights that are done. A line that a kill cut off counts as

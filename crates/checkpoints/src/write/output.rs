@@ -7,19 +7,23 @@
 //! ```
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::btree_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
-use std::io::{ErrorKind, Read, Seek, SeekFrom, Write as _};
+use std::io::{ErrorKind, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::journal::Journal;
-use super::planned::Planned;
+use super::flusher::{Batch, Flusher};
+use super::journal::MARK;
+use super::partial::{self, FILES};
+use super::planned::{Piece, Planned};
 use super::report::WriteReport;
-use crate::error::{CheckpointError, TensorProblem};
+use crate::error::CheckpointError;
 use crate::reader::Reader;
-use crate::tensor::{Data, NewTensor};
+use crate::system;
+use crate::tensor::Data;
 use crate::weight::Weight;
 
 /// What to do with the rest of an earlier write.
@@ -34,10 +38,15 @@ pub enum Start {
 /// The bytes after which, or the time, what is written is flushed and noted as done.
 const FLUSH_BYTES: u64 = 256 << 20;
 const FLUSH_TIME: Duration = Duration::from_secs(1);
-/// Bytes of a copy that are in memory at a time.
-const PIECE: usize = 4 << 20;
+/// Bytes that are not flushed at which writing waits for the flush before.
+const MOST_BYTES: u64 = 4 * FLUSH_BYTES;
+/// Files that are open between two flushes: there may be more files than a process may open.
+const MOST_FILES: usize = 8;
+/// Bytes of a file beside the tensors that are copied at a time.
+const COPIED: usize = 1 << 20;
 
-/// A write that has begun. Unless it is finished, or asked to stay, it is removed.
+/// A write that has begun. Unless it is finished, or asked to stay, it is removed; what an earlier
+/// run has left, and a panic leaves, stays.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{Dtype, Model, Start, Tensor, Value, Weight, WriteOptions};
@@ -57,14 +66,15 @@ const PIECE: usize = 4 << 20;
 pub struct Output<'p> {
     planned: &'p Planned<'p>,
     target: PathBuf,
+    /// The folder of the target, opened while nothing depends on it.
+    parent: (PathBuf, Option<File>),
     partial: PathBuf,
-    journal: Journal,
-    files: Vec<(PathBuf, File)>,
-    /// For every weight its file, and its place among the file's weights.
-    homes: Vec<(usize, usize)>,
+    flusher: Flusher,
     done: HashSet<usize>,
-    /// Weights that are written but not noted, and their bytes.
-    unnoted: (String, u64),
+    /// Bytes that are left of weights of which pieces are written.
+    left: HashMap<usize, u64>,
+    /// What is written and not flushed.
+    batch: Batch,
     flushed: Instant,
     stays: bool,
 }
@@ -82,11 +92,13 @@ impl fmt::Debug for Output<'_> {
 
 impl Planned<'_> {
     /// Begins to write, beside `path`, as in the example of [`Output`]. `task` says in a line what
-    /// makes the bytes: only a write of the same task is gone on with.
+    /// makes the bytes: only a write of the same task, by the same version of this library, is gone
+    /// on with.
     ///
     /// # Errors
-    /// Something is at `path`; another process writes there; what is gone on with was another
-    /// task; and what the file system refuses.
+    /// Something is at `path`; another process writes there, or what is there was left by none;
+    /// what is gone on with was another task; there is too little space; and what the file system
+    /// refuses.
     pub fn create(
         &self,
         path: &Path,
@@ -99,61 +111,58 @@ impl Planned<'_> {
             return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
         };
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-        fs::metadata(parent).map_err(CheckpointError::io(parent))?;
+        let parent = (parent.to_owned(), open_folder(parent)?);
         let partial = path.with_file_name(format!(".{}.partial", name.to_string_lossy()));
-        match fs::create_dir(&partial) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            created => created.map_err(CheckpointError::io(&partial))?,
-        }
-        let mut journal = Journal::open(&partial)?;
+        let mut journal = partial::claim(&partial)?;
         let task = self.task(task);
-        let old = journal.read()?.filter(|_| start == Start::Resume);
-        let files = partial.join("files");
-        let (files, done) = match old {
+        let old = journal.read()?;
+        let new = old.is_none();
+        let files = partial.join(FILES);
+        let (done, stays) = match old.filter(|_| start == Start::Resume) {
             Some((found, _)) if found != task => {
                 return Err(CheckpointError::OtherTask { path: partial });
             }
-            Some((_, done)) => (self.open(&files)?, done),
+            Some((_, done)) => {
+                self.check(&files)?;
+                self.check_space(&partial)?;
+                (done, true)
+            }
             None => {
-                drop(journal);
-                fs::remove_dir_all(&partial).map_err(CheckpointError::io(&partial))?;
-                fs::create_dir(&partial).map_err(CheckpointError::io(&partial))?;
-                journal = Journal::open(&partial)?;
-                let created = self.lay_out(&files).and_then(|files| {
-                    journal.add(&format!("{task}\n"))?;
-                    Ok(files)
+                // The journal stays, and its lock: no other process comes between.
+                let begun = refuse_existing(path).and_then(|()| {
+                    journal.clear()?;
+                    self.lay_out(&partial)?;
+                    journal.add(&format!("{task}\n"))
                 });
-                let remove = |error| {
-                    let _ = fs::remove_dir_all(&partial);
-                    error
-                };
-                (created.map_err(remove)?, HashSet::new())
+                if let Err(error) = begun {
+                    // What an earlier run has left is still there if it was not touched.
+                    if new || !matches!(error, CheckpointError::Exists { .. }) {
+                        partial::remove(&partial);
+                    }
+                    return Err(error);
+                }
+                (HashSet::new(), false)
             }
         };
-        let mut homes = vec![(0, 0); self.model.weights.len()];
-        for (file, planned) in self.plan.files.iter().enumerate() {
-            for (place, &at) in planned.weights.iter().enumerate() {
-                homes[at] = (file, place);
-            }
-        }
         Ok(Output {
             planned: self,
             target: path.to_owned(),
+            parent,
             partial,
-            journal,
-            files,
-            homes,
+            flusher: Flusher::new(journal),
             done,
-            unnoted: (String::new(), 0),
+            left: HashMap::new(),
+            batch: Batch::default(),
             flushed: Instant::now(),
-            stays: false,
+            stays,
         })
     }
 
     /// The task in a line, with the number of weights, which the journal counts.
     fn task(&self, task: &str) -> String {
         let (weights, length) = (self.model.weights.len(), self.length());
-        format!("{weights} weights, {length} bytes, {}: {task}", self.target.dialect.name())
+        let (version, dialect) = (env!("CARGO_PKG_VERSION"), self.target.dialect.name());
+        format!("{MARK}{version}: {weights} weights, {length} bytes, {dialect}: {task}")
             .replace('\n', " ")
     }
 
@@ -163,9 +172,14 @@ impl Planned<'_> {
     }
 
     /// Makes the files, as long as they will be, with their headers.
-    fn lay_out(&self, folder: &Path) -> Result<Vec<(PathBuf, File)>, CheckpointError> {
+    fn lay_out(&self, partial: &Path) -> Result<(), CheckpointError> {
+        let folder = &partial.join(FILES);
+        match fs::remove_dir_all(folder) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            removed => removed.map_err(CheckpointError::io(folder))?,
+        }
+        self.check_space(partial)?;
         fs::create_dir(folder).map_err(CheckpointError::io(folder))?;
-        let mut files = Vec::new();
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
             let io = || CheckpointError::io(&path);
@@ -174,19 +188,16 @@ impl Planned<'_> {
             // The padding at the end, and holes of alignment, are zeros.
             file.set_len(planned.length).map_err(io())?;
             file.sync_all().map_err(io())?;
-            files.push((path, file));
         }
-        sync_folder(folder)?;
-        Ok(files)
+        sync_folder(folder)
     }
 
-    /// Opens the files of an earlier run, which are those of this plan.
-    fn open(&self, folder: &Path) -> Result<Vec<(PathBuf, File)>, CheckpointError> {
-        let mut files = Vec::new();
+    /// Checks that the files of an earlier run are those of this plan.
+    fn check(&self, folder: &Path) -> Result<(), CheckpointError> {
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
             let io = || CheckpointError::io(&path);
-            let mut file = OpenOptions::new().read(true).write(true).open(&path).map_err(io())?;
+            let mut file = File::open(&path).map_err(io())?;
             let mut header = vec![0; planned.header.len()];
             let same = file.metadata().map_err(io())?.len() == planned.length
                 && file.read_exact(&mut header).is_ok()
@@ -194,9 +205,25 @@ impl Planned<'_> {
             if !same {
                 return Err(CheckpointError::OtherTask { path });
             }
-            files.push((path, file));
         }
-        Ok(files)
+        Ok(())
+    }
+
+    /// Checks that what is not on the disk yet has room there.
+    fn check_space(&self, partial: &Path) -> Result<(), CheckpointError> {
+        let there = |planned: &super::plan::PlannedFile| {
+            let path = Self::path(&partial.join(FILES), &planned.name);
+            fs::metadata(path).map_or(0, |file| system::bytes_on_disk(&file))
+        };
+        let missing = self.plan.files.iter().map(|file| file.length.saturating_sub(there(file)));
+        let needed = missing.sum();
+        let folder = open_folder(partial)?;
+        match folder.and_then(|folder| system::free_bytes(&folder)) {
+            Some(free) if free < needed => {
+                Err(CheckpointError::NoSpace { path: partial.to_owned(), needed, free })
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 }
 
@@ -221,6 +248,11 @@ impl Output<'_> {
         &self.partial
     }
 
+    /// Where what is written stays if it is not finished. None: it is removed.
+    pub fn stays(&self) -> Option<&Path> {
+        self.stays.then_some(&self.partial)
+    }
+
     /// Writes a weight to its place: the one of the model, or what it was an outline of.
     ///
     /// # Errors
@@ -233,106 +265,128 @@ impl Output<'_> {
         let planned = self.planned;
         // What it counts was counted when the plan was made.
         let prepared = planned.target.prepare(weight, &mut WriteReport::default())?;
+        let (file, places) = planned.plan.places(at);
         let tensors = planned.target.writer.tensors(&prepared)?;
-        self.put(at, &tensors, |tensor, file, (offset, expected)| {
+        if tensors.len() != places.len() {
+            let (dialect, weight) = (planned.target.dialect.name(), &weight.name);
+            let what = "more or fewer tensors than were planned";
+            return Err(CheckpointError::cannot_hold(dialect, weight, what));
+        }
+        for (tensor, &(offset, expected)) in tensors.iter().zip(places) {
             let made: Cow<'_, [u8]> = match &tensor.data {
                 Data::Bytes(bytes) => Cow::Borrowed(bytes),
                 Data::Made(make) => make()?,
             };
-            check_length(tensor, &file.0, expected, made.len())?;
-            put_bytes(tensor, file, offset, &made)
-        })
+            planned.plan.check_length(file, &tensor.name, expected, made.len())?;
+            self.put_bytes(file, &tensor.name, offset, &made)?;
+        }
+        self.note(at);
+        self.flush_if_due()
     }
 
     /// Writes a weight of the model as it is, by small pieces that are read from its files.
     ///
     /// # Errors
-    /// As [`write`](Self::write), and [`Reader::read`].
+    /// As [`Planned::pieces`], [`Piece::read`] and [`put`](Self::put).
     ///
     /// # Panics
     /// If the model has not so many weights.
-    pub fn copy(&mut self, at: usize, reader: &mut Reader<'_>) -> Result<(), CheckpointError> {
+    pub fn copy(&mut self, at: usize, reader: &Reader<'_>) -> Result<(), CheckpointError> {
         let planned = self.planned;
-        let weight = &planned.model.weights[at];
-        let prepared = planned.target.prepare(weight, &mut WriteReport::default())?;
-        let tensors = planned.target.writer.tensors(&prepared)?;
-        self.put(at, &tensors, |tensor, file, (mut offset, expected)| {
-            let Data::Bytes(bytes) = &tensor.data else {
-                let (dialect, weight) = (planned.target.dialect.name(), tensor.name.clone());
-                let what = "a copy of what has to be made";
-                return Err(CheckpointError::CannotHold { dialect, weight, what });
-            };
-            check_length(tensor, &file.0, expected, bytes.len())?;
-            let mut piece = vec![0; PIECE.min(bytes.len())];
-            for mapped in bytes.chunks(PIECE) {
-                let piece = &mut piece[..mapped.len()];
-                reader.read(&tensor.name, mapped, piece)?;
-                put_bytes(tensor, file, offset, piece)?;
-                offset += mapped.len() as u64;
-            }
-            Ok(())
-        })
+        planned.pieces(at)?.iter().try_for_each(|piece| self.put(piece, &piece.read(reader)?))
     }
 
-    fn put(
+    /// Writes a piece, whose bytes were read. A weight is done when all of its pieces are written,
+    /// in whatever order.
+    ///
+    /// # Errors
+    /// What the file system refuses.
+    pub fn put(&mut self, piece: &Piece<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
+        let plan = &self.planned.plan;
+        plan.check_length(piece.file, &piece.tensor, piece.len() as u64, bytes.len())?;
+        self.put_bytes(piece.file, &piece.tensor, piece.offset, bytes)?;
+        let left = self.left.entry(piece.weight).or_insert_with(|| plan.bytes(piece.weight));
+        *left -= bytes.len() as u64;
+        if *left == 0 {
+            self.left.remove(&piece.weight);
+            self.note(piece.weight);
+        }
+        self.flush_if_due()
+    }
+
+    fn put_bytes(
         &mut self,
         at: usize,
-        tensors: &[NewTensor<'_>],
-        mut put: impl FnMut(
-            &NewTensor<'_>,
-            &mut (PathBuf, File),
-            (u64, u64),
-        ) -> Result<(), CheckpointError>,
+        tensor: &str,
+        offset: u64,
+        bytes: &[u8],
     ) -> Result<(), CheckpointError> {
-        let (file, place) = self.homes[at];
-        let places = &self.planned.plan.files[file].places[place];
-        if tensors.len() != places.len() {
-            let (dialect, weight) = (self.planned.target.dialect.name(), self.name(at));
-            let what = "more or fewer tensors than were planned";
-            return Err(CheckpointError::CannotHold { dialect, weight, what });
-        }
-        for (tensor, &place) in tensors.iter().zip(places) {
-            put(tensor, &mut self.files[file], place)?;
-            self.unnoted.1 += place.1;
-        }
+        let (path, file) = match self.batch.files.entry(at) {
+            Entry::Occupied(open) => open.into_mut(),
+            Entry::Vacant(none) => {
+                let folder = self.partial.join(FILES);
+                let path = Planned::path(&folder, &self.planned.plan.files[at].name);
+                let file = OpenOptions::new().write(true).open(&path);
+                let file = file.map_err(CheckpointError::io(&path))?;
+                none.insert((path, file))
+            }
+        };
+        let written = system::write_all_at(file, bytes, offset);
+        written.map_err(|source| CheckpointError::TensorIo {
+            file: path.clone(),
+            tensor: tensor.to_owned(),
+            source,
+        })?;
+        system::begin_to_sync(file, offset, bytes.len());
+        self.batch.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Notes a weight as done once what is written so far is on the disk.
+    fn note(&mut self, at: usize) {
         self.done.insert(at);
-        self.unnoted.0.push_str(&format!("{at}\n"));
-        if self.unnoted.1 > FLUSH_BYTES || self.flushed.elapsed() > FLUSH_TIME {
-            self.flush()?;
+        self.batch.lines.push_str(&format!("{at}\n"));
+    }
+
+    /// Hands what is written on to be flushed from time to time. Writing only waits where too much
+    /// of it would be open.
+    fn flush_if_due(&mut self) -> Result<(), CheckpointError> {
+        let (bytes, files) = (self.batch.bytes, self.batch.files.len());
+        let waits = bytes > MOST_BYTES || files >= MOST_FILES;
+        if waits || bytes > FLUSH_BYTES || self.flushed.elapsed() > FLUSH_TIME {
+            match self.flusher.take(std::mem::take(&mut self.batch), waits)? {
+                Some(batch) => self.batch = batch,
+                None => self.flushed = Instant::now(),
+            }
         }
         Ok(())
     }
 
-    /// The name of a weight.
-    fn name(&self, at: usize) -> String {
-        self.planned.model.weights[at].name.clone()
-    }
-
-    /// Waits until what is written is on the disk, then notes it as done.
-    fn flush(&mut self) -> Result<(), CheckpointError> {
-        for (path, file) in &self.files {
-            file.sync_data().map_err(CheckpointError::io(path))?;
-        }
-        self.journal.add(&self.unnoted.0)?;
-        self.unnoted = (String::new(), 0);
-        self.flushed = Instant::now();
-        Ok(())
-    }
-
-    /// Writes what surrounds the tensors, and gives all of it the name it was made for.
+    /// Writes what surrounds the tensors, and gives all of it the name it was made for. Returns
+    /// what the file system refused when all of it had that name: it is whole, but after a power
+    /// cut the name might not be there.
     ///
     /// # Errors
     /// [`CheckpointError::Unwritten`] if there is a weight that was not written, and what the file
-    /// system refuses.
-    pub fn finish(mut self) -> Result<(), CheckpointError> {
-        let mut weights = 0..self.planned.model.weights.len();
-        if let Some(at) = weights.find(|at| !self.done.contains(at)) {
-            return Err(CheckpointError::Unwritten { weight: self.name(at) });
+    /// system refuses before.
+    pub fn finish(mut self) -> Result<Option<CheckpointError>, CheckpointError> {
+        let weights = &self.planned.model.weights;
+        let unwritten = |&at: &usize| !self.done.contains(&at) && self.planned.plan.bytes(at) > 0;
+        if let Some(at) = (0..weights.len()).find(unwritten) {
+            return Err(CheckpointError::Unwritten { weight: weights[at].name.clone() });
         }
-        for (path, file) in &self.files {
+        self.flusher.end()?;
+        let files = self.partial.join(FILES);
+        // By the handles that were written by, and of all files that earlier runs have written.
+        for (path, file) in self.batch.files.values() {
             file.sync_all().map_err(CheckpointError::io(path))?;
         }
-        let files = self.partial.join("files");
+        for planned in &self.planned.plan.files {
+            let path = Planned::path(&files, &planned.name);
+            let file = OpenOptions::new().write(true).open(&path);
+            let synced = file.and_then(|file| file.sync_all());
+            synced.map_err(CheckpointError::io(&path))?;
+        }
         let made = match &self.planned.plan.texts {
             None => Planned::path(&files, ""),
             Some(texts) => {
@@ -350,52 +404,20 @@ impl Output<'_> {
         refuse_existing(&self.target)?;
         fs::rename(&made, &self.target).map_err(CheckpointError::io(&self.target))?;
         self.stays = false;
-        match self.target.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => sync_folder(parent),
-            _ => sync_folder(Path::new(".")),
-        }
+        let (path, folder) = &self.parent;
+        let synced = folder.as_ref().map_or(Ok(()), File::sync_all);
+        Ok(synced.err().map(CheckpointError::io(path)))
     }
 }
 
 impl Drop for Output<'_> {
     fn drop(&mut self) {
-        if !self.stays {
-            // What cannot be removed stays under a name that says what it is.
-            let _ = fs::remove_dir_all(&self.partial);
+        // What it could not flush is not noted, and done again by who goes on.
+        let _ = self.flusher.end();
+        if !self.stays && !std::thread::panicking() {
+            partial::remove(&self.partial);
         }
     }
-}
-
-/// The plan has a place for so many bytes.
-fn check_length(
-    tensor: &NewTensor<'_>,
-    path: &Path,
-    expected: u64,
-    found: usize,
-) -> Result<(), CheckpointError> {
-    let found = found as u64;
-    if found == expected {
-        return Ok(());
-    }
-    Err(CheckpointError::tensor(path, &tensor.name, TensorProblem::Bytes { expected, found }))
-}
-
-fn put_bytes(
-    tensor: &NewTensor<'_>,
-    (path, file): &mut (PathBuf, File),
-    offset: u64,
-    bytes: &[u8],
-) -> Result<(), CheckpointError> {
-    let mut put = || {
-        file.seek(SeekFrom::Start(offset))?;
-        file.write_all(bytes)
-    };
-    let (at, name) = (&*path, &tensor.name);
-    put().map_err(|source| CheckpointError::TensorIo {
-        file: at.clone(),
-        tensor: name.clone(),
-        source,
-    })
 }
 
 fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
@@ -410,17 +432,30 @@ fn copy_synced(from: &Path, to: &Path) -> Result<(), CheckpointError> {
     // Contents only: a copy of a file that may not be written could not be removed or replaced.
     let mut source = File::open(from).map_err(CheckpointError::io(from))?;
     let mut copy = File::create(to).map_err(CheckpointError::io(to))?;
-    std::io::copy(&mut source, &mut copy).map_err(CheckpointError::io(from))?;
+    let mut piece = vec![0; COPIED];
+    loop {
+        let length = match source.read(&mut piece) {
+            Ok(0) => break,
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            read => read.map_err(CheckpointError::io(from))?,
+        };
+        copy.write_all(&piece[..length]).map_err(CheckpointError::io(to))?;
+    }
     copy.sync_all().map_err(CheckpointError::io(to))
 }
 
-/// So that the names in a folder are on the disk too; Windows has no such thing.
-fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
-    if cfg!(unix) {
-        let folder = File::open(path).map_err(CheckpointError::io(path))?;
-        folder.sync_all().map_err(CheckpointError::io(path))?;
+/// A folder, so that names in it can be brought to the disk; Windows has no such thing.
+fn open_folder(path: &Path) -> Result<Option<File>, CheckpointError> {
+    match cfg!(unix) {
+        true => File::open(path).map(Some).map_err(CheckpointError::io(path)),
+        false => fs::metadata(path).map(|_| None).map_err(CheckpointError::io(path)),
     }
-    Ok(())
+}
+
+/// So that the names in a folder are on the disk too.
+fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
+    let folder = open_folder(path)?;
+    folder.map_or(Ok(()), |folder| folder.sync_all().map_err(CheckpointError::io(path)))
 }
 
 #[cfg(test)]

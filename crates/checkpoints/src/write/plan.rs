@@ -9,10 +9,11 @@ use super::target::Target;
 use crate::container::{gguf, safetensors};
 use crate::dialect::Frame;
 use crate::dtype::DataType;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::fp8::Fp8Weight;
 use crate::json::Json;
+use crate::reader::Reader;
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Value, Weight};
 
@@ -22,6 +23,8 @@ pub(super) struct PlannedFiles {
     /// Names and texts of the configs and the index. None: a GGUF file stands alone.
     pub(super) texts: Option<Vec<(String, String)>>,
     pub(super) report: WriteReport,
+    /// For every weight its file, and its place among the file's weights.
+    homes: Vec<(usize, usize)>,
 }
 
 /// A file to be written.
@@ -48,12 +51,21 @@ struct Spec {
 type Assignment = Vec<(String, Vec<usize>)>;
 
 impl PlannedFiles {
-    pub(super) fn new(model: &Model<'_>, target: &Target) -> Result<Self, CheckpointError> {
+    /// Looks at values only where something is cast or folded: by a reader, if there is one.
+    pub(super) fn new<'m>(
+        model: &Model<'m>,
+        target: &Target,
+        reader: Option<&Reader<'m>>,
+    ) -> Result<Self, CheckpointError> {
         let mut report = WriteReport::default();
         let mut specs = Vec::with_capacity(model.weights.len());
         let mut skeletons = Vec::with_capacity(model.weights.len());
         for weight in &model.weights {
-            let prepared = target.prepare(weight, &mut report)?;
+            let loaded = match reader.filter(|_| target.looks_at_values(weight)) {
+                Some(reader) => &reader.weight(weight)?,
+                None => weight,
+            };
+            let prepared = target.outline(loaded, &mut report)?;
             specs.push(specs_of(&prepared, target)?);
             skeletons.push(skeleton(&prepared));
         }
@@ -78,7 +90,8 @@ impl PlannedFiles {
             sidecars: Vec::new(),
         };
         (report.tensors, report.bytes) = (all().count(), all().map(|spec| spec.bytes).sum());
-        let mut plan = Self { files: Vec::new(), texts: None, report };
+        let homes = vec![(0, 0); model.weights.len()];
+        let mut plan = Self { files: Vec::new(), texts: None, report, homes };
         match target.writer.frame(&outline)? {
             Frame::Gguf(metadata) => plan.gguf(&specs, &metadata),
             Frame::Folder { metadata, configs } => {
@@ -87,7 +100,39 @@ impl PlannedFiles {
             }
         }
         plan.report.files = plan.files.len();
+        for (file, planned) in plan.files.iter().enumerate() {
+            for (place, &at) in planned.weights.iter().enumerate() {
+                plan.homes[at] = (file, place);
+            }
+        }
         Ok(plan)
+    }
+
+    /// The file of a weight, by its place, and offset and bytes of its tensors in it.
+    pub(super) fn places(&self, at: usize) -> (usize, &[(u64, u64)]) {
+        let (file, place) = self.homes[at];
+        (file, &self.files[file].places[place])
+    }
+
+    /// Bytes of all tensors of a weight.
+    pub(super) fn bytes(&self, at: usize) -> u64 {
+        self.places(at).1.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Checks that the plan has a place for so many bytes of a tensor.
+    pub(super) fn check_length(
+        &self,
+        file: usize,
+        tensor: &str,
+        expected: u64,
+        found: usize,
+    ) -> Result<(), CheckpointError> {
+        let found = found as u64;
+        if found == expected {
+            return Ok(());
+        }
+        let path = Path::new(&self.files[file].name);
+        Err(CheckpointError::tensor(path, tensor, TensorProblem::Bytes { expected, found }))
     }
 
     fn gguf(&mut self, specs: &[Vec<Spec>], metadata: &gguf::Metadata) {

@@ -5,6 +5,9 @@ use std::fmt;
 use super::plan::PlannedFiles;
 use super::report::WriteReport;
 use super::target::Target;
+use crate::error::CheckpointError;
+use crate::reader::Reader;
+use crate::tensor::{Data, NewTensor};
 use crate::weight::Model;
 
 /// A write of which everything is known but the numbers: nothing is on the disk yet.
@@ -24,6 +27,28 @@ impl fmt::Debug for Planned<'_> {
     }
 }
 
+/// A part of a weight that is written as it is: small enough for memory that is short.
+pub struct Piece<'p> {
+    /// The weight, by its place in the model.
+    pub(super) weight: usize,
+    pub(super) tensor: String,
+    mapped: &'p [u8],
+    /// The file, by its place in the plan, and the offset in it.
+    pub(super) file: usize,
+    pub(super) offset: u64,
+}
+
+impl fmt::Debug for Piece<'_> {
+    /// Where it goes, and its length.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Piece")
+            .field("tensor", &self.tensor)
+            .field("offset", &self.offset)
+            .field("bytes", &self.mapped.len())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Planned<'_> {
     /// What will be written, and what changes on the way as far as the model tells now.
     pub fn report(&self) -> WriteReport {
@@ -37,12 +62,67 @@ impl Planned<'_> {
 
     /// Bytes that each weight takes with all of its tensors.
     pub fn bytes(&self) -> Vec<u64> {
-        let mut bytes = vec![0; self.model.weights.len()];
-        for file in &self.plan.files {
-            for (&at, places) in file.weights.iter().zip(&file.places) {
-                bytes[at] = places.iter().map(|(_, bytes)| bytes).sum();
-            }
+        (0..self.model.weights.len()).map(|at| self.plan.bytes(at)).collect()
+    }
+
+    /// The pieces of a weight of the model that is written as it is, one at least.
+    ///
+    /// # Errors
+    /// [`CheckpointError::CannotHold`] for a weight whose tensors have to be made: a quantized one.
+    pub fn pieces(&self, at: usize) -> Result<Vec<Piece<'_>>, CheckpointError> {
+        let (file, places) = self.plan.places(at);
+        let mut pieces = Vec::new();
+        for (tensor, (begin, expected)) in self.tensors(at)?.into_iter().zip(places) {
+            let Data::Bytes(std::borrow::Cow::Borrowed(bytes)) = tensor.data else {
+                let what = "a copy of what has to be made";
+                let dialect = self.target.dialect.name();
+                return Err(CheckpointError::cannot_hold(dialect, &tensor.name, what));
+            };
+            self.plan.check_length(file, &tensor.name, *expected, bytes.len())?;
+            // Also of no bytes: so that it is noted.
+            let count = bytes.len().div_ceil(Piece::MOST).max(1);
+            pieces.extend((0..count).map(|piece| {
+                let begins = piece * Piece::MOST;
+                let mapped = &bytes[begins..bytes.len().min(begins + Piece::MOST)];
+                let (tensor, offset) = (tensor.name.clone(), begin + begins as u64);
+                Piece { weight: at, tensor, mapped, file, offset }
+            }));
         }
-        bytes
+        Ok(pieces)
+    }
+
+    /// The tensors of a weight of the model as it is.
+    fn tensors(&self, at: usize) -> Result<Vec<NewTensor<'_>>, CheckpointError> {
+        self.target.writer.tensors(&self.model.weights[at])
+    }
+}
+
+impl Piece<'_> {
+    /// The most bytes that one has.
+    pub const MOST: usize = 4 << 20;
+
+    /// The weight, by its place in the model.
+    pub fn weight(&self) -> usize {
+        self.weight
+    }
+
+    /// How many bytes it has.
+    pub fn len(&self) -> usize {
+        self.mapped.len()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.mapped.is_empty()
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// As [`Reader::read`].
+    pub fn read(&self, reader: &Reader<'_>) -> Result<Vec<u8>, CheckpointError> {
+        let mut bytes = vec![0; self.mapped.len()];
+        reader.read(&self.tensor, self.mapped, &mut bytes)?;
+        Ok(bytes)
     }
 }

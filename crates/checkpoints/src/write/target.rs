@@ -2,6 +2,7 @@
 //! dialect has no place.
 
 use std::borrow::Cow;
+use std::path::Path;
 
 use burn_fp4_formats::bf16;
 
@@ -9,7 +10,7 @@ use super::options::WriteOptions;
 use super::report::WriteReport;
 use crate::cast;
 use crate::dialect::{Dialect, Stated, Write};
-use crate::dtype::Dtype;
+use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::tensor::Tensor;
@@ -26,6 +27,39 @@ pub(super) struct Target {
 }
 
 impl Target {
+    /// Whether what becomes of a weight depends on its values, and not on names, shapes and scales
+    /// of whole tensors alone.
+    pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
+        let Value::Fp4(fp4) = &weight.value else { return false };
+        let cast = self.options.cast.is_some_and(|format| fp4.format != format);
+        let folded =
+            fp4.tensor_scale.is_some() && self.writer.holds().tensor_scale == Stated::Folded;
+        self.options.decode_fp4.is_none() && (cast || folded)
+    }
+
+    /// The weight as the dialect gets it, but without the values that are decoded: what a plan
+    /// needs.
+    pub(super) fn outline<'w>(
+        &self,
+        weight: &'w Weight<'_>,
+        report: &mut WriteReport,
+    ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
+        let (shape, dtype) = match (&weight.value, self.options.decode_fp8, self.options.decode_fp4)
+        {
+            (Value::Fp8(fp8), Some(dtype), _) => (fp8.values.shape.to_vec(), dtype),
+            (Value::Fp4(fp4), _, Some(dtype)) => (fp4.parameter_shape(), dtype),
+            (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {
+                return self.prepare(weight, report);
+            }
+        };
+        check_float(&weight.name, dtype)?;
+        report.decoded += 1;
+        let (file, dtype) = (Path::new(""), DataType::Plain(dtype));
+        let (name, shape) = (weight.name.clone().into(), shape.into());
+        let tensor = Tensor { name, file, dtype, shape, bytes: (&[]).into() };
+        Ok(Cow::Owned(decoded(weight, tensor)))
+    }
+
     /// The weight as the dialect gets it.
     pub(super) fn prepare<'w>(
         &self,
@@ -35,10 +69,12 @@ impl Target {
         let mut prepared: Cow<'w, Weight<'w>> = Cow::Borrowed(weight);
         match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
             (Value::Fp8(fp8), Some(dtype), _) => {
+                check_float(&weight.name, dtype)?;
                 report.decoded += 1;
                 return Ok(Cow::Owned(decoded(weight, fp8.decode(dtype)?)?));
             }
             (Value::Fp4(fp4), _, Some(dtype)) => {
+                check_float(&weight.name, dtype)?;
                 report.decoded += 1;
                 return Ok(Cow::Owned(decoded(weight, decode_fp4(&weight.name, fp4, dtype)?)?));
             }
@@ -115,6 +151,17 @@ fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Result<Weight<'w>, Ch
     Ok(Weight::new(weight.name.clone(), weight.file, Value::Plain(tensor)))
 }
 
+/// Checks that weights are decoded to a dtype.
+fn check_float(weight: &str, dtype: Dtype) -> Result<(), CheckpointError> {
+    match dtype {
+        Dtype::F32 | Dtype::BF16 => Ok(()),
+        _ => {
+            let what = "dtypes other than F32 and BF16";
+            Err(CheckpointError::cannot_hold(DECODING, weight, what))
+        }
+    }
+}
+
 /// The values as the model's parameter has them.
 fn decode_fp4(
     name: &str,
@@ -123,14 +170,10 @@ fn decode_fp4(
 ) -> Result<Tensor<'static>, CheckpointError> {
     let (shape, values) = fp4.parameter();
     let bytes: Vec<u8> = match dtype {
-        Dtype::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
         Dtype::BF16 => {
             values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
         }
-        _ => {
-            let what = "dtypes other than F32 and BF16";
-            return Err(CheckpointError::cannot_hold(DECODING, name, what));
-        }
+        _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
     };
     Tensor::new(name.to_owned(), dtype, shape, bytes)
 }

@@ -10,6 +10,7 @@ mod mutations;
 mod random;
 mod samples;
 mod stacked;
+mod writing;
 
 use std::collections::BTreeMap;
 use std::fs;

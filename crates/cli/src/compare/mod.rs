@@ -6,7 +6,7 @@ mod report;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::checkpoint::open;
+use crate::checkpoint::{model, open};
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
@@ -58,7 +58,7 @@ const SHOWN: usize = 20;
 /// Runs the command; whether a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     let [left, right] = [&arguments.left, &arguments.right].map(|path| open(path, None));
-    let report = compare(arguments, &left?, &right?)?;
+    let report = compare(arguments, &left?, &right?).map_err(CliError::meanwhile)?;
     if let Some(path) = &arguments.html {
         let write = std::fs::write(path, html::page(&report));
         write.map_err(|source| CliError::File { path: path.clone(), source })?;
@@ -76,7 +76,7 @@ fn compare(
     left: &Checkpoint,
     right: &Checkpoint,
 ) -> Result<Report, CliError> {
-    let (a, b) = (left.model()?, right.model()?);
+    let (a, b) = (model(left)?, model(right)?);
     let by_name: HashMap<&str, &Weight<'_>> =
         b.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
     let mut report = Report {
@@ -89,8 +89,8 @@ fn compare(
         only_right: Vec::new(),
         codes: [0; 16],
     };
-    let mut readers = (Reader::new(left.container()), Reader::new(right.container()));
-    let bar = progress::bytes(a.weights.iter().map(|weight| weight.bytes() as u64).sum());
+    let readers = (Reader::new(left.container()), Reader::new(right.container()));
+    let bar = progress::bytes(a.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     let mut total = Sums::default();
     let mut codes = [[0; 16]; 2];
     for weight in &a.weights {
@@ -154,21 +154,38 @@ fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
         row.problem = Some(format!("shapes {:?} and {:?}", a.0, b.0));
         return (row, Sums::default());
     }
+    match sums_of(&a.1, &b.1) {
+        Ok(sums) => {
+            (row.error_percent, row.largest_difference) = (percent(sums), sums.largest);
+            (row, sums)
+        }
+        Err(problem) => {
+            row.problem = Some(problem.to_owned());
+            (row, Sums::default())
+        }
+    }
+}
+
+/// The sums over values that can be subtracted; otherwise, why some cannot.
+fn sums_of(a: &[f32], b: &[f32]) -> Result<Sums, &'static str> {
     let mut sums = Sums::default();
-    for (&a, &b) in a.1.iter().zip(&b.1) {
-        // Equal infinities are no difference.
-        let difference = if a == b { 0.0 } else { f64::from(b) - f64::from(a) };
+    for (&a, &b) in a.iter().zip(b) {
+        if a.is_nan() || b.is_nan() {
+            return Err("a value is NaN");
+        }
+        if a.is_infinite() || b.is_infinite() {
+            // Equal infinities are no difference, and have no energy that others compare with.
+            if a != b {
+                return Err("a value is infinite in one, and another in the other");
+            }
+            continue;
+        }
+        let difference = f64::from(b) - f64::from(a);
         sums.error += difference * difference;
         sums.energy += f64::from(a) * f64::from(a);
-        sums.largest =
-            if difference.is_nan() { f64::NAN } else { sums.largest.max(difference.abs()) };
+        sums.largest = sums.largest.max(difference.abs());
     }
-    if sums.error.is_nan() {
-        row.problem = Some("a value is NaN".to_owned());
-        return (row, Sums::default());
-    }
-    (row.error_percent, row.largest_difference) = (percent(sums), sums.largest);
-    (row, sums)
+    Ok(sums)
 }
 
 fn summary(report: &Report) -> String {

@@ -5,14 +5,15 @@ use std::path::Path;
 use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
-use burn_fp4_search::host::{HostElement, View};
+use burn_fp4_search::host::HostElement;
 use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics};
 
 use super::engine::Engine;
+use super::group::{Group, native};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
-use super::plan::{Unit, native};
 use super::statistics::{Known, StatisticsFile};
+use super::units::Unit;
 use crate::error::CliError;
 
 /// Values one after another, in the type of the file.
@@ -26,7 +27,7 @@ pub(super) enum Floats {
 pub(super) fn read<'c>(
     model: &Model<'c>,
     group: &[usize],
-    reader: &mut Reader<'c>,
+    reader: &Reader<'c>,
 ) -> Result<Floats, CliError> {
     let weights = || group.iter().map(move |&at| &model.weights[at]);
     let dtype = match &model.weights[group[0]].value {
@@ -39,6 +40,9 @@ pub(super) fn read<'c>(
         Some(Dtype::BF16) => as_they_are(weights(), len, reader).map(Floats::BF16),
         Some(Dtype::F32) => as_they_are(weights(), len, reader).map(Floats::F32),
         _ => {
+            if let [alone] = group {
+                return Ok(Floats::F32(reader.weight(&model.weights[*alone])?.values()?.1));
+            }
             let mut values = Vec::with_capacity(len);
             for weight in weights() {
                 values.extend(reader.weight(weight)?.values()?.1);
@@ -52,7 +56,7 @@ pub(super) fn read<'c>(
 fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     weights: impl Iterator<Item = &'w Weight<'c>>,
     len: usize,
-    reader: &mut Reader<'c>,
+    reader: &Reader<'c>,
 ) -> Result<Vec<T>, CliError> {
     let mut values = vec![T::zeroed(); len];
     let mut rest: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
@@ -67,28 +71,6 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
         bytes.chunks_exact_mut(size_of::<T>()).for_each(<[u8]>::reverse);
     }
     Ok(values)
-}
-
-/// The weights of a group, and how their values lie.
-struct Group<'g> {
-    members: Vec<&'g Weight<'g>>,
-    /// The axes of the first.
-    first: Matrices,
-    view: View,
-}
-
-impl<'g> Group<'g> {
-    fn of(model: &'g Model<'g>, weights: &[usize]) -> Self {
-        let members: Vec<_> = weights.iter().map(|&at| &model.weights[at]).collect();
-        let first = Matrices::of(model, members[0]);
-        // Members of a group are single matrices, one below the other.
-        let rows = members.iter().map(|weight| Matrices::of(model, weight).rows).sum();
-        let view = match first.transposed {
-            true => View { outer: 1, axis: first.cols, inner: rows },
-            false => View::rows(rows, first.cols),
-        };
-        Self { members, first, view }
-    }
 }
 
 /// How weights are quantized.

@@ -7,14 +7,19 @@
 //! | `engine.rs`     | what quantizes them there                                           |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
 //! | `plan.rs`       | what will be done to every tensor                                   |
+//! | `units.rs`      | the work in parts, and the memory of each                           |
+//! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | what a file knows of the inputs of layers                           |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
+//! | `ahead.rs`      | what will be read soon, which the system is told                    |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
 //! | `budget.rs`     | memory that these share                                             |
 
+mod ahead;
 mod budget;
 mod device;
 mod engine;
+mod group;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod kernels;
 mod matrix;
@@ -22,26 +27,33 @@ mod options;
 mod pipeline;
 mod plan;
 mod statistics;
+mod units;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::UNIX_EPOCH;
 
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
-use burn_fp4_checkpoints::{Checkpoint, Model, Start, Weight, WriteOptions};
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, Model, Output, Reader, Start, Weight, WriteOptions,
+};
 
-use crate::checkpoint::{Input, target};
+use crate::checkpoint::{GGUF, Input, model, not_copied, target};
+use crate::convert::warn;
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
 use crate::size::Size;
+use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
 use engine::Engine;
 use matrix::Quantizer;
 use options::{Options, Settled};
 use pipeline::Work;
-use plan::{Report, Unit, units};
+use plan::Report;
 use statistics::StatisticsFile;
+use units::{Unit, units};
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
@@ -75,7 +87,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t)]
     device: Device,
     /// Memory to use at most, such as 2GB, but for what CUDA takes for itself; without, twice what
-    /// the largest group of weights takes and 256 MB.
+    /// the largest group of weights takes, with its statistics, and 256 MB.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
     /// Print what would become of every weight, and stop.
@@ -105,7 +117,7 @@ const ROOM: u64 = 256 << 20;
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
-    let model = checkpoint.model()?;
+    let model = model(&checkpoint)?;
     let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
     let settled = options.settle(&model, arguments.out.as_deref())?;
     let dialect = &settled.choice.dialect;
@@ -117,64 +129,89 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let scheme = settled.scheme(selection.has_tensor_scales())?;
     let statistics = settled.calibration.as_deref().map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &settled, statistics.as_ref())?;
-    let outline = selection.outline(&model);
-    let planned = outline.plan(&settled.choice.dialect, &WriteOptions::default())?;
+    let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
+    let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
     let (settings, device) = (settled.settings(), arguments.device);
     let report = Report::new(settings, device, &model, &outline, &selection, &planned);
-    let units = units(&model, &selection, settled.method.gptq().is_some());
-    let memory = memory(arguments.memory, &model, &units)?;
-    let engine = Engine::open(device)?;
     let (method, statistics) = (settled.method, statistics.as_ref());
-    let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
-    quantizer.check(&model, &units)?;
-    settled.notes(&model).iter().for_each(|note| eprintln!("note: {note}"));
-    let out = match &out {
-        Some(out) if !arguments.dry_run => out,
-        _ => {
-            match arguments.json {
-                true => print_json(&report)?,
-                false => print(&format!("{}\n{}", report.table(), report.summary()))?,
-            }
-            return Ok(selection.check_not_empty(&model)?);
+    let units = units(&model, &selection, &planned, method, statistics);
+    let memory = memory(arguments.memory, &model, &units)?;
+    let ahead = Ahead::default();
+    thread::scope(|scope| {
+        let _ends = Ends(&ahead);
+        let look = |units: Vec<_>| scope.spawn(|| ahead.look(&model, units.into_iter(), &reader));
+        if !arguments.dry_run && !arguments.resume {
+            // While the device is made ready.
+            look(units.iter().collect());
         }
-    };
-    let start = if arguments.resume { Start::Resume } else { Start::Anew };
-    let task = task(&checkpoint, &options, &settled)?;
-    let mut output = planned.create(out, &task, start)?;
-    let todo = |unit: &&Unit| !unit.weights.iter().all(|&at| output.is_done(at));
-    let todo: Vec<&Unit> = units.iter().filter(todo).collect();
-    let bar = progress::bytes(units.iter().map(|unit| unit.bytes).sum());
-    let left: u64 = todo.iter().map(|unit| unit.bytes).sum();
-    bar.set_position(bar.length().unwrap_or(0) - left);
-    bar.reset_eta();
-    let work = Work {
-        container: checkpoint.container(),
-        model: &model,
-        outline: &outline,
-        units: &todo,
-        quantizer: &quantizer,
-        budget: &Budget::new(memory),
-        bar: &bar,
-    };
-    if let Err(error) = pipeline::run(&work, &mut output) {
-        bar.finish_and_clear();
-        // What a user has to change makes another task; a machine may do better the next time.
-        return Err(match error.exit_code() {
-            3 => {
-                CliError::Interrupted { error: Box::new(error), partial: output.keep().to_owned() }
+        let engine = Engine::open(device)?;
+        let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
+        quantizer.check(&model, &units)?;
+        let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
+        let notes = settled.notes(&model).into_iter().chain(not_copied);
+        notes.for_each(|note| eprintln!("note: {note}"));
+        let out = match &out {
+            Some(out) if !arguments.dry_run => out,
+            _ => {
+                match arguments.json {
+                    true => print_json(&report)?,
+                    false => print(&format!("{}\n{}", report.table(), report.summary()))?,
+                }
+                return Ok(selection.check_not_empty(&model)?);
             }
-            _ => error,
-        });
-    }
-    bar.finish_and_clear();
-    let partial = output.keep().to_owned();
-    output.finish().map_err(|error| {
-        let error = Box::new(CliError::from(error));
+        };
+        let start = if arguments.resume { Start::Resume } else { Start::Anew };
+        let output = planned.create(out, &task(&checkpoint, &options, &settled)?, start)?;
+        let todo = |unit: &&Unit| !unit.weights.iter().all(|&at| output.is_done(at));
+        let todo: Vec<&Unit> = units.iter().filter(todo).collect();
+        if arguments.resume {
+            look(todo.clone());
+        }
+        let (all, left) = (bytes(units.iter()), bytes(todo.iter().copied()));
+        let bar = progress::bytes(all, all - left);
+        let work = Work {
+            reader,
+            model: &model,
+            outline: &outline,
+            planned: &planned,
+            units: &todo,
+            quantizer: &quantizer,
+            budget: &Budget::new(memory),
+            ahead: &ahead,
+            bar: &bar,
+        };
+        warn(write(&work, output)?);
+        match arguments.json {
+            true => print_json(&report),
+            false => print(&format!("{}: {}", out.display(), report.summary())),
+        }
+    })
+}
+
+/// Bytes of units.
+fn bytes<'u>(units: impl Iterator<Item = &'u Unit>) -> u64 {
+    units.map(|unit| unit.bytes).sum()
+}
+
+/// Does the work, and says what the file system has not confirmed at its end.
+fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<CheckpointError>, CliError> {
+    let done = pipeline::run(work, &mut output);
+    work.bar.finish_and_clear();
+    let interrupted = |error: CliError, partial: &Path| {
+        let (error, partial) = (Box::new(error), partial.to_owned());
         CliError::Interrupted { error, partial }
-    })?;
-    match arguments.json {
-        true => print_json(&report),
-        false => print(&format!("{}: {}", out.display(), report.summary())),
+    };
+    match done.map_err(CliError::meanwhile) {
+        Ok(()) => {
+            let partial = output.keep().to_owned();
+            output.finish().map_err(|error| interrupted(error.into(), &partial))
+        }
+        // What a user has to change makes another task; a machine may do better the next time.
+        Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),
+        Err(error) => Err(match output.stays() {
+            Some(partial) => CliError::Left { error: Box::new(error), partial: partial.to_owned() },
+            None => error,
+        }),
     }
 }
 
@@ -218,9 +255,10 @@ fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64,
 /// All that decides about the bytes that are written, in a line: who resumes compares it.
 fn task(checkpoint: &Checkpoint, options: &Options, settled: &Settled) -> Result<String, CliError> {
     let options = serde_json::to_string(options).expect("texts and numbers");
-    let mut task = format!("{}; {options}", settled.settings());
-    let files = checkpoint.container().files().map(|(path, _)| path.to_owned());
-    for path in files.chain(settled.calibration.clone()) {
+    let mut task = format!("{}; {options}; from {}", settled.settings(), checkpoint.dialect());
+    let container = checkpoint.container();
+    let files = container.files().map(|(path, _)| path.to_owned());
+    for path in files.chain(container.configs()).chain(settled.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

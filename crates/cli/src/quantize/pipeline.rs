@@ -9,39 +9,43 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use burn_fp4_checkpoints::{Container, Model, Output, Reader, Weight};
+use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Weight};
 use indicatif::ProgressBar;
 
+use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::matrix::{Floats, Quantizer, read};
-use super::plan::Unit;
-use crate::convert::convert;
+use super::units::Unit;
 use crate::error::CliError;
 
 /// What all threads know.
 pub(super) struct Work<'w, 'c> {
-    pub(super) container: &'c Container,
+    pub(super) reader: Reader<'c>,
     pub(super) model: &'w Model<'c>,
     pub(super) outline: &'w Model<'c>,
+    pub(super) planned: &'w Planned<'w>,
     pub(super) units: &'w [&'w Unit],
     pub(super) quantizer: &'w Quantizer<'w>,
     pub(super) budget: &'w Budget,
+    pub(super) ahead: &'w Ahead,
     pub(super) bar: &'w ProgressBar,
 }
 
-/// A unit that is read.
+/// A unit that is read, and will be quantized.
 struct Loaded<'w> {
     unit: &'w Unit,
-    /// None: it is copied by who writes.
-    floats: Option<Floats>,
+    floats: Floats,
     taken: Taken<'w>,
 }
 
-/// A unit that is ready to be written.
-struct Made<'w> {
-    unit: &'w Unit,
-    weights: Vec<(usize, Weight<'static>)>,
-    taken: Taken<'w>,
+/// What is ready to be written.
+enum Made<'w, 'c> {
+    /// A unit that is quantized.
+    Quantized { unit: &'w Unit, weights: Vec<(usize, Weight<'static>)>, taken: Taken<'w> },
+    /// A weight that stays quantized as it was.
+    Kept { unit: &'w Unit, weight: Box<Weight<'c>>, taken: Taken<'w> },
+    /// A part of one that stays as it is.
+    Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
 
 /// Does all of the work.
@@ -71,8 +75,8 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
             })
             .collect();
         running.extend((0..threads.readers).map(|_| {
-            let to_quantize = to_quantize.clone();
-            scope.spawn(move || noted(read_ahead(work, next, &to_quantize)))
+            let (to_quantize, to_write) = (to_quantize.clone(), to_write.clone());
+            scope.spawn(move || noted(read_ahead(work, next, &to_quantize, &to_write)))
         }));
         running.push(scope.spawn(move || noted(write(work, &made, output))));
         drop((loaded, to_quantize, to_write));
@@ -84,66 +88,102 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
     })
 }
 
-fn read_ahead<'w>(
-    work: &Work<'w, '_>,
+fn read_ahead<'w, 'c>(
+    work: &'w Work<'w, 'c>,
     next: impl Fn() -> Option<&'w Unit>,
     to_quantize: &SyncSender<Loaded<'w>>,
+    to_write: &SyncSender<Made<'w, 'c>>,
 ) -> Result<(), CliError> {
-    let mut reader = Reader::new(work.container);
     while let Some(unit) = next() {
-        let taken = work.budget.take(unit.memory);
-        let floats = match unit.quantized {
-            true => Some(read(work.model, &unit.weights, &mut reader)?),
-            false => None,
+        work.ahead.passed(unit.bytes);
+        // Who takes no more has failed, and says so.
+        let all = if unit.quantized {
+            let taken = work.budget.take(unit.memory);
+            let floats = read(work.model, &unit.weights, &work.reader)?;
+            to_quantize.send(Loaded { unit, floats, taken }).is_ok()
+        } else {
+            read_kept(work, unit, to_write)?
         };
-        // Who quantizes has failed, and says so.
-        if to_quantize.send(Loaded { unit, floats, taken }).is_err() {
+        if !all {
             break;
         }
     }
     Ok(())
+}
+
+/// Reads a unit that is not quantized, of which no more than a piece has to be in memory unless it
+/// was quantized before; whether all of it was taken.
+fn read_kept<'w, 'c>(
+    work: &'w Work<'w, 'c>,
+    unit: &'w Unit,
+    to_write: &SyncSender<Made<'w, 'c>>,
+) -> Result<bool, CliError> {
+    for &at in &unit.weights {
+        let weight = &work.model.weights[at];
+        if weight.is_quantized() {
+            let taken = work.budget.take(unit.memory);
+            let weight = Box::new(work.reader.weight(weight)?);
+            if to_write.send(Made::Kept { unit, weight, taken }).is_err() {
+                return Ok(false);
+            }
+            continue;
+        }
+        for piece in work.planned.pieces(at)? {
+            let taken = work.budget.take(piece.len() as u64);
+            let bytes = piece.read(&work.reader)?;
+            if to_write.send(Made::Piece { piece, bytes, taken }).is_err() {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 fn quantize<'w>(
     work: &Work<'w, '_>,
     loaded: &Mutex<Receiver<Loaded<'w>>>,
-    to_write: &SyncSender<Made<'w>>,
+    to_write: &SyncSender<Made<'w, '_>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
     while let Ok(Loaded { unit, floats, mut taken }) = next() {
-        let weights = match floats {
-            Some(floats) => {
-                let (model, outline) = (work.model, work.outline);
-                work.quantizer.quantize(model, outline, &unit.weights, floats)?
-            }
-            None => Vec::new(),
-        };
+        let (model, outline) = (work.model, work.outline);
+        let weights = work.quantizer.quantize(model, outline, &unit.weights, floats)?;
         taken.keep(unit.made);
-        if to_write.send(Made { unit, weights, taken }).is_err() {
+        if to_write.send(Made::Quantized { unit, weights, taken }).is_err() {
             break;
         }
     }
     Ok(())
 }
 
-fn write<'w>(
-    work: &Work<'w, '_>,
-    made: &Receiver<Made<'w>>,
+fn write(
+    work: &Work<'_, '_>,
+    made: &Receiver<Made<'_, '_>>,
     output: &mut Output<'_>,
 ) -> Result<(), CliError> {
-    let mut reader = Reader::new(work.container);
-    for Made { unit, weights, taken } in made {
-        work.bar.set_message(work.model.weights[unit.weights[0]].name.clone());
-        for (at, weight) in &weights {
-            output.write(*at, weight)?;
-        }
-        if !unit.quantized {
-            for &at in &unit.weights {
-                convert(output, at, &work.model.weights[at], &mut reader)?;
+    let begin = |at: usize| work.bar.set_message(work.model.weights[at].name.clone());
+    for made in made {
+        // What was taken is given back when its bytes are dropped.
+        match made {
+            Made::Quantized { unit, weights, taken } => {
+                begin(unit.weights[0]);
+                weights.iter().try_for_each(|(at, weight)| output.write(*at, weight))?;
+                drop((weights, taken));
+                work.bar.inc(unit.bytes);
+            }
+            Made::Kept { unit, weight, taken } => {
+                begin(unit.weights[0]);
+                output.write(unit.weights[0], &weight)?;
+                drop((weight, taken));
+                work.bar.inc(unit.bytes);
+            }
+            Made::Piece { piece, bytes, taken } => {
+                begin(piece.weight());
+                output.put(&piece, &bytes)?;
+                work.bar.inc(bytes.len() as u64);
+                drop((bytes, taken));
             }
         }
-        drop((weights, taken));
-        work.bar.inc(unit.bytes);
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! What will be done to every tensor, and how large the result will be: known from headers alone.
 
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
-use burn_fp4_checkpoints::{Dtype, Model, Planned, Value, Weight};
+use burn_fp4_checkpoints::{Model, Planned};
 use comfy_table::Table;
 use serde::Serialize;
 
@@ -9,62 +9,6 @@ use super::device::Device;
 use super::options::Settings;
 use crate::size::Size;
 use crate::table::{Column, table};
-
-/// Work that is done at once, and what it takes.
-pub(super) struct Unit {
-    /// The weights, by their place in the model.
-    pub(super) weights: Vec<usize>,
-    /// Whether they are quantized, or copied.
-    pub(super) quantized: bool,
-    /// Bytes to read.
-    pub(super) bytes: u64,
-    /// Bytes of memory.
-    pub(super) memory: u64,
-    /// Those of them that are still taken when it is quantized and not yet written.
-    pub(super) made: u64,
-}
-
-/// The units in the order of the model.
-pub(super) fn units(model: &Model<'_>, selection: &Selection, floats: bool) -> Vec<Unit> {
-    let mut units = Vec::new();
-    for (at, decision) in selection.decisions.iter().enumerate() {
-        let weights = match decision {
-            Decision::Keep(_) => vec![at],
-            Decision::Quantize(group) => selection.groups[*group].clone(),
-        };
-        // A group is where its first member is.
-        if weights[0] != at {
-            continue;
-        }
-        let bytes = weights.iter().map(|&at| model.weights[at].bytes() as u64).sum();
-        let values: u64 = weights.iter().map(|&at| model.weights[at].len() as u64).sum();
-        let quantized = matches!(decision, Decision::Quantize(_));
-        let native = !floats && native(&weights.iter().map(|&at| &model.weights[at]));
-        let (memory, made) = match (quantized, native) {
-            // Floats are copied piece by piece, codes and scales at once.
-            (false, _) if model.weights[at].is_quantized() => (bytes, bytes),
-            (false, _) => (0, 0),
-            // The values, and codes and scales in the order of the search and of the file.
-            (true, true) => (bytes + 2 * values, 2 * values),
-            // All of that, and the values in f32.
-            (true, false) => (bytes + 6 * values, 2 * values),
-        };
-        units.push(Unit { weights, quantized, bytes, memory, made });
-    }
-    units
-}
-
-/// Whether weights are of one float type, which the search reads as it is.
-pub(super) fn native<'w, 'a: 'w>(weights: &(impl Iterator<Item = &'w Weight<'a>> + Clone)) -> bool {
-    let dtype = |weight: &Weight<'_>| match &weight.value {
-        Value::Plain(tensor) => tensor.plain(),
-        Value::Fp8(_) | Value::Fp4(_) => None,
-    };
-    let mut dtypes = weights.clone().map(dtype);
-    let first = dtypes.next().flatten();
-    let known = [Dtype::F32, Dtype::F16, Dtype::BF16];
-    first.is_some_and(|dtype| known.contains(&dtype)) && dtypes.all(|dtype| dtype == first)
-}
 
 /// The plan of a tensor.
 #[derive(Serialize)]

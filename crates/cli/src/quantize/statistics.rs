@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Tensor, Weight};
+use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Reader, Tensor, Weight};
 use burn_fp4_search::{Gram, Method, Needs, SearchError};
 
 use crate::error::CliError;
@@ -20,6 +20,9 @@ pub(super) enum Known {
     SecondMoments(Vec<f32>),
     Gram(Gram),
 }
+
+/// Bytes of statistics that are read at a time.
+const PIECE: usize = 1 << 20;
 
 impl StatisticsFile {
     /// Opens the file.
@@ -102,6 +105,18 @@ impl StatisticsFile {
         self.imatrix || (found.len() == stacked * cols && found.shape.len() <= 2)
     }
 
+    /// Bytes of memory that the statistics of a matrix with so many columns take.
+    pub(super) fn memory(&self, weight: &str, [stacked, cols]: [usize; 2], method: Method) -> u64 {
+        let Some(found) = self.find(weight).filter(|_| method.row().calibrated) else { return 0 };
+        let cols = cols as u64;
+        let values = match self.moments(&found, stacked, cols as usize) {
+            true => 8 * cols,
+            // Those of the file in f64, and the half that a Gram matrix keeps.
+            false => 12 * cols * cols,
+        };
+        values + PIECE as u64
+    }
+
     /// The statistics of one of the matrices of a weight.
     pub(super) fn of(
         &self,
@@ -110,16 +125,14 @@ impl StatisticsFile {
         [stacked, cols]: [usize; 2],
     ) -> Result<Known, CliError> {
         let Some(found) = self.find(weight) else { return Ok(Known::Nothing) };
-        let slice = found.to_f32()?;
         if self.moments(&found, stacked, cols) {
-            let moments = slice.get(at * cols..(at + 1) * cols).unwrap_or_default().to_vec();
+            let moments: Vec<f32> = self.slice(&found, at * cols, cols, |value| value)?;
             // An expert that saw no token: every channel counts the same.
             let unseen = moments.iter().all(|&moment| moment == 0.0);
             return Ok(Known::SecondMoments(if unseen { vec![1.0; cols] } else { moments }));
         }
         let square = cols * cols;
-        let values = slice.get(at * square..(at + 1) * square).unwrap_or_default();
-        let mut values: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+        let mut values: Vec<f64> = self.slice(&found, at * square, square, f64::from)?;
         if values.iter().all(|&value| value == 0.0) {
             values.iter_mut().step_by(cols + 1).for_each(|value| *value = 1.0);
         }
@@ -127,9 +140,56 @@ impl StatisticsFile {
         Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))
     }
 
+    /// So many of a tensor's numbers, which were checked to be f32 and as many as are asked for.
+    fn slice<T>(
+        &self,
+        tensor: &Tensor<'_>,
+        begin: usize,
+        count: usize,
+        wide: impl Fn(f32) -> T,
+    ) -> Result<Vec<T>, CliError> {
+        let reader = Reader::new(&self.file);
+        let mapped = tensor.bytes.get(4 * begin..4 * (begin + count)).unwrap_or_default();
+        let mut piece = vec![0; PIECE.min(mapped.len())];
+        let mut values = Vec::with_capacity(count);
+        for mapped in mapped.chunks(PIECE) {
+            let piece = &mut piece[..mapped.len()];
+            reader.read(&tensor.name, mapped, piece)?;
+            let numbers = piece.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]);
+            values.extend(numbers.map(|bytes| wide(f32::from_le_bytes(bytes))));
+        }
+        Ok(values)
+    }
+
     /// The error, of the statistics of a weight.
     pub(super) fn blame(&self, weight: &str, source: SearchError) -> CliError {
         let name = self.find(weight).map_or_else(|| weight.to_owned(), |t| t.name.to_string());
         CliError::TensorOf { file: self.path.clone(), name, source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_file_of_statistics_that_is_cut_off_meanwhile_is_an_error() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("moments.safetensors");
+        // More than a page, of which what is left of the file is not.
+        let header = r#"{"up.weight":{"dtype":"F32","shape":[4096],"data_offsets":[0,16384]}}"#;
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend(1.0_f32.to_le_bytes().repeat(4096));
+        fs::write(&path, &bytes).expect("a file");
+        let statistics = StatisticsFile::open(&path).expect("statistics");
+        let file = fs::OpenOptions::new().write(true).open(&path).expect("the file");
+        file.set_len(100).expect("it is cut off");
+        let error = statistics.of("up.weight", 0, [1, 4096]).err().expect("an error");
+        let text = error.to_string();
+        assert!(text.contains("moments.safetensors: tensor `up.weight`: its file had"), "{text}");
+        assert_eq!(error.exit_code(), 3);
     }
 }

@@ -137,6 +137,44 @@ pub(crate) fn model(parent: &Path, name: &str, sizes: Sizes) -> PathBuf {
     folder
 }
 
+/// Makes the folder of a model with a shard for each of so many layers.
+pub(crate) fn sharded(parent: &Path, name: &str, shards: usize, shape: [usize; 2]) -> PathBuf {
+    let folder = parent.join(name);
+    fs::create_dir_all(&folder).expect("a folder");
+    let mut map = BTreeMap::new();
+    for at in 0..shards {
+        let tensor =
+            tensor(&format!("model.layers.{at:02}.mlp.down_proj.weight"), &shape, at as u64 + 1);
+        let shard = format!("model-{:05}-of-{shards:05}.safetensors", at + 1);
+        map.insert(tensor.name.clone(), shard.clone());
+        write(&folder.join(shard), &[tensor]);
+    }
+    let index = serde_json::json!({"metadata": {"total_size": 0}, "weight_map": map});
+    fs::write(folder.join("model.safetensors.index.json"), index.to_string()).expect("an index");
+    folder
+}
+
+/// Makes a file whose tensors, of 128 GiB each, are holes.
+pub(crate) fn holes(path: &Path, names: &[&str]) {
+    let side = 1_u64 << 18;
+    let mut header = serde_json::Map::new();
+    for (at, name) in names.iter().enumerate() {
+        let bytes = 2 * side * side;
+        let offsets = [at as u64 * bytes, (at as u64 + 1) * bytes];
+        let entry =
+            serde_json::json!({"dtype": "BF16", "shape": [side, side], "data_offsets": offsets});
+        header.insert((*name).to_owned(), entry);
+    }
+    let mut text = serde_json::Value::Object(header).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    let mut file = (text.len() as u64).to_le_bytes().to_vec();
+    file.extend(text.as_bytes());
+    fs::write(path, &file).expect("a header");
+    let length = file.len() as u64 + names.len() as u64 * 2 * side * side;
+    let file = fs::OpenOptions::new().write(true).open(path).expect("the file");
+    file.set_len(length).expect("holes");
+}
+
 /// Writes a GGUF file of f16 tensors, with the names of llama.cpp.
 pub(crate) fn gguf(path: &Path) {
     let shapes: [(&str, &[usize]); 5] = [

@@ -1,0 +1,122 @@
+//! Writing step by step: what is planned, put in pieces, flushed and gone on with.
+
+use std::fs::{self, OpenOptions};
+
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, Dtype, Model, Reader, Start, Tensor, TensorProblem, Value, Weight,
+    WriteOptions,
+};
+use burn_fp4_formats::Fp4Format;
+
+use super::folder;
+use super::models::model;
+
+/// A map would end the process.
+#[test]
+fn plans_touch_no_map_whose_file_was_cut_off() {
+    let folder = folder("cut");
+    let source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
+    let path = folder.join("source");
+    source.write(&path, "modelopt", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
+    let reader = Reader::new(checkpoint.container());
+    let mut model = checkpoint.model().expect("weights");
+    reader.scales(&mut model).expect("scales");
+    let file = &checkpoint.container().file_names()[0];
+    let file = OpenOptions::new().write(true).open(path.join(file)).expect("the file");
+    file.set_len(10).expect("it is cut off");
+    let decoded = WriteOptions { decode_fp4: Some(Dtype::F32), ..WriteOptions::default() };
+    let planned = model.plan_reading("plain", &decoded, &reader).expect("nothing is read");
+    assert_eq!(planned.report().decoded, 2);
+    model.plan_reading("compressed-tensors", &WriteOptions::default(), &reader).expect("a plan");
+    let cast = WriteOptions { cast: Some(Fp4Format::MxFp4), inexact: true, ..decoded };
+    let cast = WriteOptions { decode_fp4: None, ..cast };
+    for (dialect, options) in [("modelopt", cast), ("mlx", WriteOptions { cast: None, ..cast })] {
+        let refused = model.plan_reading(dialect, &options, &reader).err();
+        let Some(CheckpointError::Tensor { problem, .. }) = refused else { panic!("{dialect}") };
+        assert!(matches!(problem, TensorProblem::Changed { found: 10, .. }), "{problem}");
+    }
+}
+
+/// A file with a tensor of several pieces, and a small one.
+fn pieces(folder: &std::path::Path) -> Checkpoint {
+    let bytes: Vec<u8> = (0..9_000_000_usize).map(|at| (at % 251) as u8).collect();
+    let weight = |name: &str, bytes: &[u8]| {
+        let tensor = Tensor::new(name.to_owned(), Dtype::U8, vec![bytes.len()], bytes.to_vec());
+        Weight::new(name.to_owned(), 0, Value::Plain(tensor.expect("a tensor")))
+    };
+    let weights = vec![weight("large", &bytes), weight("small", &bytes[..7])];
+    let model = Model { weights, ..Model::default() };
+    model.write(folder.join("source"), "plain", &WriteOptions::default()).expect("written");
+    Checkpoint::open(folder.join("source")).expect("a checkpoint")
+}
+
+#[test]
+fn pieces_are_put_in_any_order_and_noted_when_all_of_them_are_there() {
+    let folder = folder("pieces");
+    let checkpoint = pieces(&folder);
+    let (model, reader) =
+        (checkpoint.model().expect("weights"), Reader::new(checkpoint.container()));
+    let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
+    let out = folder.join("out");
+    let mut output = planned.create(&out, "task", Start::Anew).expect("it begins");
+    let pieces = planned.pieces(0).expect("pieces");
+    assert_eq!(pieces.len(), 3);
+    let put = |output: &mut burn_fp4_checkpoints::Output<'_>, at: usize| {
+        output.put(&pieces[at], &pieces[at].read(&reader).expect("read")).expect("written");
+    };
+    put(&mut output, 2);
+    put(&mut output, 0);
+    output.copy(1, &reader).expect("copied");
+    // Noted after a second at the latest, when something more is written.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    output.copy(1, &reader).expect("copied");
+    output.keep();
+    drop(output);
+    let mut output = planned.create(&out, "task", Start::Resume).expect("it goes on");
+    assert_eq!([0, 1].map(|at| output.is_done(at)), [false, true]);
+    (0..3).rev().for_each(|at| put(&mut output, at));
+    assert!(output.finish().expect("finished").is_none());
+    for name in ["model.safetensors"] {
+        let read = |folder| fs::read(folder).expect("a file");
+        assert!(read(folder.join("source").join(name)) == read(out.join(name)), "{name}");
+    }
+    assert!(!folder.join(".out.partial").exists());
+}
+
+#[test]
+fn what_was_gone_on_with_stays_without_being_asked_to() {
+    let folder = folder("stays");
+    let checkpoint = pieces(&folder);
+    let model = checkpoint.model().expect("weights");
+    let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
+    let (out, partial) = (folder.join("out"), folder.join(".out.partial"));
+    drop(planned.create(&out, "task", Start::Anew).expect("it begins"));
+    assert!(!partial.exists());
+    planned.create(&out, "task", Start::Anew).expect("it begins").keep();
+    let output = planned.create(&out, "task", Start::Resume).expect("it goes on");
+    assert_eq!(output.stays(), Some(&*partial));
+    drop(output);
+    assert!(partial.exists());
+    let other = planned.create(&out, "other", Start::Resume).err();
+    assert!(matches!(other, Some(CheckpointError::OtherTask { .. })));
+    assert!(partial.exists());
+    drop(planned.create(&out, "other", Start::Anew).expect("it begins"));
+    assert!(!partial.exists());
+}
+
+#[test]
+fn a_panic_leaves_what_is_written() {
+    let folder = folder("panic");
+    let checkpoint = pieces(&folder);
+    let model = checkpoint.model().expect("weights");
+    let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
+    let out = folder.join("out");
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _output = planned.create(&out, "task", Start::Anew).expect("it begins");
+        std::panic::resume_unwind(Box::new("a defect"));
+    }));
+    assert!(panicked.is_err());
+    assert!(folder.join(".out.partial").exists());
+    planned.create(&out, "task", Start::Resume).expect("it goes on");
+}

@@ -1,0 +1,40 @@
+//! Weights that are quantized together, and how their values lie.
+
+use burn_fp4_checkpoints::selection::Matrices;
+use burn_fp4_checkpoints::{Dtype, Model, Value, Weight};
+use burn_fp4_search::host::View;
+
+/// The weights of a group, and how their values lie.
+pub(super) struct Group<'g> {
+    pub(super) members: Vec<&'g Weight<'g>>,
+    /// The axes of the first.
+    pub(super) first: Matrices,
+    /// How the values of one of the stacked matrices lie.
+    pub(super) view: View,
+}
+
+impl<'g> Group<'g> {
+    pub(super) fn of(model: &'g Model<'g>, weights: &[usize]) -> Self {
+        let members: Vec<_> = weights.iter().map(|&at| &model.weights[at]).collect();
+        let first = Matrices::of(model, members[0]);
+        // Members of a group are single matrices, one below the other.
+        let rows = members.iter().map(|weight| Matrices::of(model, weight).rows).sum();
+        let view = match first.transposed {
+            true => View { outer: 1, axis: first.cols, inner: rows },
+            false => View::rows(rows, first.cols),
+        };
+        Self { members, first, view }
+    }
+}
+
+/// Whether weights are of one float type, which the search reads as it is.
+pub(super) fn native<'w, 'a: 'w>(weights: &(impl Iterator<Item = &'w Weight<'a>> + Clone)) -> bool {
+    let dtype = |weight: &Weight<'_>| match &weight.value {
+        Value::Plain(tensor) => tensor.plain(),
+        Value::Fp8(_) | Value::Fp4(_) => None,
+    };
+    let mut dtypes = weights.clone().map(dtype);
+    let first = dtypes.next().flatten();
+    let known = [Dtype::F32, Dtype::F16, Dtype::BF16];
+    first.is_some_and(|dtype| known.contains(&dtype)) && dtypes.all(|dtype| dtype == first)
+}

@@ -1,0 +1,92 @@
+//! The work in parts, and the memory that each takes: known from headers alone.
+
+use burn_fp4_checkpoints::selection::{Decision, Selection};
+use burn_fp4_checkpoints::{Model, Piece, Planned};
+use burn_fp4_search::Method;
+
+use super::group::{Group, native};
+use super::statistics::StatisticsFile;
+
+/// Work that is done at once, and what it takes.
+pub(super) struct Unit {
+    /// The weights, by their place in the model.
+    pub(super) weights: Vec<usize>,
+    /// Whether they are quantized, or copied.
+    pub(super) quantized: bool,
+    /// Bytes to read.
+    pub(super) bytes: u64,
+    /// Bytes of memory: of one that is copied piece by piece, those of a piece.
+    pub(super) memory: u64,
+    /// Those of them that are still taken when it is quantized and not yet written.
+    pub(super) made: u64,
+}
+
+/// The units in the order of the model.
+pub(super) fn units(
+    model: &Model<'_>,
+    selection: &Selection,
+    planned: &Planned<'_>,
+    method: Method,
+    statistics: Option<&StatisticsFile>,
+) -> Vec<Unit> {
+    let after = planned.bytes();
+    let mut units = Vec::new();
+    for (at, decision) in selection.decisions.iter().enumerate() {
+        let weights = match decision {
+            Decision::Keep(_) => vec![at],
+            Decision::Quantize(group) => selection.groups[*group].clone(),
+        };
+        // A group is where its first member is.
+        if weights[0] != at {
+            continue;
+        }
+        let bytes: u64 = weights.iter().map(|&at| model.weights[at].bytes() as u64).sum();
+        let quantized = matches!(decision, Decision::Quantize(_));
+        let whole = model.weights[at].is_quantized();
+        // Each tensor is put into the order of the file by itself.
+        let largest = weights.iter().map(|&at| after[at]).max().unwrap_or(0);
+        let made = weights.iter().map(|&at| after[at]).sum::<u64>() + largest;
+        let memory = match quantized {
+            true => memory(model, &weights, method, statistics).max(made),
+            false if whole => bytes + made,
+            false => bytes.min(Piece::MOST as u64),
+        };
+        let made = if quantized { made } else { memory };
+        units.push(Unit { weights, quantized, bytes, memory, made });
+    }
+    units
+}
+
+/// Bytes of memory that it takes to read and quantize a group of weights.
+fn memory(
+    model: &Model<'_>,
+    group: &[usize],
+    method: Method,
+    statistics: Option<&StatisticsFile>,
+) -> u64 {
+    let members = || group.iter().map(|&at| &model.weights[at]);
+    let bytes: u64 = members().map(|weight| weight.bytes() as u64).sum();
+    let values: u64 = members().map(|weight| weight.len() as u64).sum();
+    let native = native(&members());
+    // The values as they are or in f32; what is decoded is there in the bytes of the file as well,
+    // one after another, and one that is not alone a second time in f32.
+    let decoded = members().map(|weight| {
+        let second = if group.len() > 1 { 4 * weight.len() as u64 } else { 0 };
+        weight.bytes() as u64 + second
+    });
+    let held = if native { bytes } else { 4 * values };
+    let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };
+    let whole = Group::of(model, group);
+    let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
+    let scratch = match method.gptq() {
+        // The rows in f32: as they are, in the order of rounding, and with the errors so far; the
+        // elements, what they leave, and its change. Before, beside the first, the curvature is
+        // made: H in f32 and f64, its factor and the inverse of that.
+        Some(_) => (28 * matrix).max(4 * matrix + 20 * square),
+        None => 0,
+    };
+    let axes = [whole.first.stacked, whole.first.cols];
+    let known = statistics.map_or(0, |file| file.memory(&whole.members[0].name, axes, method));
+    // Codes and scales in the order of the search and of the file.
+    read.max(held + 2 * values + scratch + known)
+}

@@ -202,7 +202,7 @@ mod tests {
         std::fs::write(&path, [&length[..], &header[..], &[1, 2]].concat()).expect("written");
         let container = Container::open(&path).expect("a file");
         let mapped = container.get("x").expect("a tensor").bytes;
-        let mut reader = Reader::new(&container);
+        let reader = Reader::new(&container);
         let mut whole = [0; 2];
         reader.read("x", &mapped, &mut whole).expect("as long");
         assert_eq!(whole, [1, 2]);

@@ -57,7 +57,7 @@ impl Target {
         let (file, dtype) = (Path::new(""), DataType::Plain(dtype));
         let (name, shape) = (weight.name.clone().into(), shape.into());
         let tensor = Tensor { name, file, dtype, shape, bytes: (&[]).into() };
-        Ok(Cow::Owned(decoded(weight, tensor)))
+        Ok(Cow::Owned(decoded(weight, tensor)?))
     }
 
     /// The weight as the dialect gets it.

@@ -88,9 +88,9 @@ fn the_cache_changes_nothing_and_200_tokens_are_those_of_transformers() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let model = load::<Linear>(&folder);
     let tokens = Tensor::<2, Int>::from_data(golden("genesis.tokens"), &device);
-    let [_, count] = tokens.dims();
+    let [batch, count] = tokens.dims();
     let whole = model.forward(tokens.clone());
-    let mut cache = model.cache(1, count + 3);
+    let mut cache = model.cache(batch, count + 3);
     // Tokens by themselves, and some at a time.
     for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
         let part;

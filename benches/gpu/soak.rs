@@ -1,6 +1,7 @@
 //! Replays for long: changing inputs, threads, weights quantized anew and dropped in between. No
 //! output may differ from the forward pass, no memory may be lost.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::module::Module;
@@ -10,6 +11,7 @@ use burn_fp4::{Fp4Config, Fp4Module, Replay};
 
 const SIDE: usize = 1024;
 const CONTEXT: usize = 64;
+const ROUNDS: usize = 4;
 const THREADS: usize = 8;
 
 #[derive(Module, Debug)]
@@ -35,9 +37,8 @@ fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache
 pub(crate) fn soak(replays: usize) {
     let device = Device::cuda(0);
     let layers = (0..6).map(|_| {
-        let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
+        let mut layer = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&device);
         layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
-        layer.bias = layer.bias.map(|bias| bias.map(|bias| bias.cast(DType::BF16)));
         layer
     });
     let dense = Net { layers: layers.collect() };
@@ -45,34 +46,43 @@ pub(crate) fn soak(replays: usize) {
     packed.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
     let (different, compared, failed) =
         (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
-    for round in 0..4 {
-        std::thread::scope(|scope| {
-            for thread in 0..THREADS {
-                let (dense, packed, device) = (dense.clone(), packed.clone(), device.clone());
-                let (different, compared, failed) = (&different, &compared, &failed);
-                scope.spawn(move || {
-                    let runs = replays / THREADS / 4;
-                    let counts = thread_runs(&device, &dense, packed, 8 * round + thread, runs);
+    // The threads stay: memory is kept for each that a device has seen.
+    let (begin, end) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (dense, packed, device) = (dense.clone(), packed.clone(), device.clone());
+            let (different, compared, failed) = (&different, &compared, &failed);
+            let (begin, end) = (&begin, &end);
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    let (runs, seed) = (replays / THREADS / ROUNDS, THREADS * round + thread);
+                    let counts = thread_runs(&device, &dense, packed.clone(), seed, runs);
                     for (counter, count) in [different, compared, failed].into_iter().zip(counts) {
                         counter.fetch_add(count, Ordering::Relaxed);
                     }
-                });
-            }
-        });
-        device.sync().expect("the device answers");
-        let usage = device.memory_pool_usage().expect("a Cube device");
-        println!(
-            "soak: {} replays: {} of {} outputs different, {} not recorded; {} allocations, {} \
-             bytes in use, {} reserved",
-            (round + 1) * replays / 4,
-            different.load(Ordering::Relaxed),
-            compared.load(Ordering::Relaxed),
-            failed.load(Ordering::Relaxed),
-            usage.number_allocs,
-            usage.bytes_in_use,
-            usage.bytes_reserved,
-        );
-    }
+                    end.wait();
+                    begin.wait();
+                }
+            });
+        }
+        for round in 0..ROUNDS {
+            end.wait();
+            device.sync().expect("the device answers");
+            let usage = device.memory_pool_usage().expect("a Cube device");
+            println!(
+                "soak: {} replays: {} of {} outputs different, {} not recorded; {} allocations, \
+                 {} bytes in use, {} reserved",
+                (round + 1) * replays / ROUNDS,
+                different.load(Ordering::Relaxed),
+                compared.load(Ordering::Relaxed),
+                failed.load(Ordering::Relaxed),
+                usage.number_allocs,
+                usage.bytes_in_use,
+                usage.bytes_reserved,
+            );
+            begin.wait();
+        }
+    });
     let wrong = different.into_inner() + failed.into_inner();
     assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
 }

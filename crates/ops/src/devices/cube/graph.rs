@@ -50,6 +50,8 @@ pub(crate) struct State {
     /// The stream that records and runs on them, so that runs happen one after the other. It is
     /// that of the weights: a recording that reads memory of another stream is void.
     stream: StreamId,
+    /// Whether some of the weights are memory of another stream.
+    mixed: bool,
     /// The stream in whose queue the latest of them is.
     latest: StreamId,
     /// Of the memory that they are in: a recording on other memory is void.
@@ -64,10 +66,10 @@ impl State {
         tensors: Vec<DispatchTensor>,
     ) -> Result<Self, OpsError> {
         let latest = StreamId::current();
-        let stream = stream_of(device, weights).unwrap_or(latest);
+        let (stream, mixed) = stream_of(device, weights).unwrap_or((latest, false));
         let sources = resolved(device, tensors)?;
         let tensors = stream.executes(|| sources.iter().map(copy).collect());
-        Ok(Self { device: device.clone(), tensors, stream, latest, memory: Arc::new(()) })
+        Ok(Self { device: device.clone(), tensors, stream, mixed, latest, memory: Arc::new(()) })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -90,8 +92,9 @@ impl State {
     }
 }
 
-/// The stream that most of the bytes of these tensors are memory of.
-fn stream_of(device: &CubeDevice, tensors: Vec<DispatchTensor>) -> Option<StreamId> {
+/// The stream that most of the bytes of these tensors are memory of, and whether others are of
+/// another.
+fn stream_of(device: &CubeDevice, tensors: Vec<DispatchTensor>) -> Option<(StreamId, bool)> {
     let mut bytes = HashMap::<StreamId, u64>::new();
     for tensor in tensors {
         if let Ok(found) = resolved(device, vec![tensor]) {
@@ -99,7 +102,8 @@ fn stream_of(device: &CubeDevice, tensors: Vec<DispatchTensor>) -> Option<Stream
             handles.for_each(|handle| *bytes.entry(handle.stream).or_default() += handle.size());
         }
     }
-    bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(stream, _)| stream)
+    let mixed = bytes.len() > 1;
+    bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(stream, _)| (stream, mixed))
 }
 
 /// A pass whose launches a device has recorded.
@@ -158,7 +162,12 @@ impl Recorded {
                 state.tensors = backup;
                 state.memory = Arc::new(());
             }
-            let (graph, left) = recorded?;
+            let (graph, left) = recorded.map_err(|error| match error {
+                OpsError::Recording(reason) if state.mixed => not_recorded(format!(
+                    "tensors of the model were made by different threads: {reason}"
+                )),
+                other => other,
+            })?;
             state.tensors = left.state;
             let (outputs, memory) = (left.outputs, state.memory.clone());
             let graph = Graph { device: device.clone(), graph, stream, memory, inputs, outputs };

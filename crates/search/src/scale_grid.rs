@@ -1,6 +1,6 @@
 //! The block scales that a format has, as the searches see them, derived from its row.
 //!
-//! A search works in the units of a block ([`Unit`]): elements are multiplied by a factor, so that
+//! A search works in the units of a block (`Unit`): elements are multiplied by a factor, so that
 //! the values of the scales are those of the format's table (a float grid) or `2^(code - base)`
 //! (powers of two). What the host engine computes faster is in `host/scale_grid.rs`; the constants
 //! are those of every engine.

@@ -22,7 +22,7 @@
 //! | [`Fp4Module`]   | modules: `quantize_fp4`, `fake_quantize_fp4`, `lora_fp4`, records     |
 //! | [`LoadCheckpoint`] | files of other projects into modules; `save_fp4` out of them       |
 //! | [`ops`]         | tensors: `quantize`, `dequantize`, `fake_quantize`, `matmul`          |
-//! | [`search`][ops::search] | slices: the reference quantizer, and the fast host engine             |
+//! | [`search`]      | slices: the reference quantizer, and the fast host engine             |
 //! | [`formats`]     | bits: what codes and scales mean                                      |
 //!
 //! | file         | what it holds                                                            |

@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use burn_fp4_checkpoints::{Model, Reader};
 
-use super::units::Unit;
+use super::jobs::Job;
 
 /// Bytes between what is read and what the system is told about.
 const WINDOW: u64 = 1 << 30;
@@ -21,7 +21,7 @@ pub(super) struct Ahead {
 
 #[derive(Default)]
 struct State {
-    /// Bytes of units that are being read, or were.
+    /// Bytes of jobs that are being read, or were.
     read: u64,
     ended: bool,
 }
@@ -30,20 +30,20 @@ struct State {
 pub(super) struct Ends<'a>(pub(super) &'a Ahead);
 
 impl Ahead {
-    /// Says that a unit of so many bytes is being read.
+    /// Says that a job of so many bytes is being read.
     pub(super) fn passed(&self, bytes: u64) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).read += bytes;
         self.changed.notify_all();
     }
 
-    /// Tells the system about the units, in their order.
+    /// Tells the system about the jobs, in their order.
     pub(super) fn look<'u>(
         &self,
         model: &Model<'_>,
-        units: impl Iterator<Item = &'u Unit>,
+        jobs: impl Iterator<Item = &'u Job>,
         reader: &Reader<'_>,
     ) {
-        let weights = units.flat_map(|unit| unit.weights.iter().map(|&at| &model.weights[at]));
+        let weights = jobs.flat_map(|job| job.weights.iter().map(|&at| &model.weights[at]));
         let mut told = 0;
         for weight in weights {
             for piece in Reader::regions(weight).into_iter().flat_map(|part| part.chunks(PIECE)) {

@@ -10,10 +10,10 @@ use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics};
 
 use super::engine::Engine;
 use super::group::{Group, native};
+use super::jobs::Job;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
-use super::units::Unit;
 use crate::error::CliError;
 
 /// Values one after another, in the type of the file.
@@ -87,13 +87,13 @@ impl Quantizer<'_> {
     /// # Errors
     /// [`CliError::Device`], which names the method or the weight.
     #[cfg_attr(not(any(feature = "cpu", feature = "cuda")), expect(unused_variables))]
-    pub(super) fn check(&self, model: &Model<'_>, units: &[Unit]) -> Result<(), CliError> {
+    pub(super) fn check(&self, model: &Model<'_>, jobs: &[Job]) -> Result<(), CliError> {
         match self.engine {
             Engine::Host => Ok(()),
             #[cfg(any(feature = "cpu", feature = "cuda"))]
             Engine::Kernels(kernels) => {
-                units.iter().filter(|unit| unit.quantized).try_for_each(|unit| {
-                    let group = Group::of(model, &unit.weights);
+                jobs.iter().filter(|job| job.quantized).try_for_each(|job| {
+                    let group = Group::of(model, &job.weights);
                     kernels.check(self.method, &self.scheme, &group.members[0].name, group.view)
                 })
             }

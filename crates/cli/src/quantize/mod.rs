@@ -7,7 +7,7 @@
 //! | `engine.rs`     | what quantizes them there                                           |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
 //! | `plan.rs`       | what will be done to every tensor                                   |
-//! | `units.rs`      | the work in parts, and the memory of each                           |
+//! | `jobs.rs`       | what is quantized or copied at once, and the memory that takes      |
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | what a file knows of the inputs of layers                           |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
@@ -20,6 +20,7 @@ mod budget;
 mod device;
 mod engine;
 mod group;
+mod jobs;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod kernels;
 mod matrix;
@@ -27,7 +28,6 @@ mod options;
 mod pipeline;
 mod plan;
 mod statistics;
-mod units;
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -48,12 +48,12 @@ use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
 use engine::Engine;
+use jobs::{Job, jobs};
 use matrix::Quantizer;
-use options::{Options, Settled};
+use options::{Options, ResolvedOptions};
 use pipeline::Work;
 use plan::Report;
 use statistics::StatisticsFile;
-use units::{Unit, units};
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
@@ -119,36 +119,36 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = model(&checkpoint)?;
     let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
-    let settled = options.settle(&model, arguments.out.as_deref())?;
-    let dialect = &settled.choice.dialect;
+    let resolved = options.resolve(&model, arguments.out.as_deref())?;
+    let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
-    let selection = Selection::of(&model, &settled.choice)?;
+    let selection = Selection::of(&model, &resolved.choice)?;
     if !arguments.dry_run {
         selection.check_not_empty(&model)?;
     }
-    let scheme = settled.scheme(selection.has_tensor_scales())?;
-    let statistics = settled.calibration.as_deref().map(StatisticsFile::open).transpose()?;
-    check_statistics(&model, &selection, &settled, statistics.as_ref())?;
+    let scheme = resolved.scheme(selection.has_tensor_scales())?;
+    let statistics = resolved.calibration.as_deref().map(StatisticsFile::open).transpose()?;
+    check_statistics(&model, &selection, &resolved, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
-    let (settings, device) = (settled.settings(), arguments.device);
+    let (settings, device) = (resolved.settings(), arguments.device);
     let report = Report::new(settings, device, &model, &outline, &selection, &planned);
-    let (method, statistics) = (settled.method, statistics.as_ref());
-    let units = units(&model, &selection, &planned, method, statistics);
-    let memory = memory(arguments.memory, &model, &units)?;
+    let (method, statistics) = (resolved.method, statistics.as_ref());
+    let jobs = jobs(&model, &selection, &planned, method, statistics);
+    let memory = memory(arguments.memory, &model, &jobs)?;
     let ahead = Ahead::default();
     thread::scope(|scope| {
         let _ends = Ends(&ahead);
-        let look = |units: Vec<_>| scope.spawn(|| ahead.look(&model, units.into_iter(), &reader));
+        let look = |jobs: Vec<_>| scope.spawn(|| ahead.look(&model, jobs.into_iter(), &reader));
         if !arguments.dry_run && !arguments.resume {
             // While the device is made ready.
-            look(units.iter().collect());
+            look(jobs.iter().collect());
         }
         let engine = Engine::open(device)?;
         let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
-        quantizer.check(&model, &units)?;
+        quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = settled.notes(&model).into_iter().chain(not_copied);
+        let notes = resolved.notes(&model).into_iter().chain(not_copied);
         notes.for_each(|note| eprintln!("note: {note}"));
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
@@ -161,20 +161,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::Anew };
-        let output = planned.create(out, &task(&checkpoint, &options, &settled)?, start)?;
-        let todo = |unit: &&Unit| !unit.weights.iter().all(|&at| output.is_done(at));
-        let todo: Vec<&Unit> = units.iter().filter(todo).collect();
+        let output = planned.create(out, &task(&checkpoint, &options, &resolved)?, start)?;
+        let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
+        let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
             look(todo.clone());
         }
-        let (all, left) = (bytes(units.iter()), bytes(todo.iter().copied()));
+        let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
         let work = Work {
             reader,
             model: &model,
             outline: &outline,
             planned: &planned,
-            units: &todo,
+            jobs: &todo,
             quantizer: &quantizer,
             budget: &Budget::new(memory),
             ahead: &ahead,
@@ -188,9 +188,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     })
 }
 
-/// Bytes of units.
-fn bytes<'u>(units: impl Iterator<Item = &'u Unit>) -> u64 {
-    units.map(|unit| unit.bytes).sum()
+/// Bytes of jobs.
+fn bytes<'u>(jobs: impl Iterator<Item = &'u Job>) -> u64 {
+    jobs.map(|job| job.bytes).sum()
 }
 
 /// Does the work, and says what the file system has not confirmed at its end.
@@ -219,10 +219,10 @@ fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<Checkpoin
 fn check_statistics(
     model: &Model<'_>,
     selection: &Selection,
-    settled: &Settled,
+    resolved: &ResolvedOptions,
     statistics: Option<&StatisticsFile>,
 ) -> Result<(), CliError> {
-    let Some(statistics) = statistics.filter(|_| settled.method.row().calibrated) else {
+    let Some(statistics) = statistics.filter(|_| resolved.method.row().calibrated) else {
         return Ok(());
     };
     let chosen = |(_, decision): &(_, &Decision)| matches!(decision, Decision::Quantize(_));
@@ -232,14 +232,14 @@ fn check_statistics(
     for weight in chosen {
         let matrices = Matrices::of(model, weight);
         let axes = [matrices.stacked, matrices.cols];
-        statistics.check(&weight.name, axes, settled.method)?;
+        statistics.check(&weight.name, axes, resolved.method)?;
     }
     Ok(())
 }
 
 /// The memory that weights may take.
-fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64, CliError> {
-    let largest = units.iter().max_by_key(|unit| unit.memory);
+fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, CliError> {
+    let largest = jobs.iter().max_by_key(|job| job.memory);
     let Some(largest) = largest else { return Ok(0) };
     let allowed = asked.map_or(2 * largest.memory + ROOM, |size| size.0);
     match allowed.checked_sub(OWN_MEMORY).filter(|left| *left >= largest.memory) {
@@ -253,12 +253,16 @@ fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64,
 }
 
 /// All that decides about the bytes that are written, in a line: who resumes compares it.
-fn task(checkpoint: &Checkpoint, options: &Options, settled: &Settled) -> Result<String, CliError> {
+fn task(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    resolved: &ResolvedOptions,
+) -> Result<String, CliError> {
     let options = serde_json::to_string(options).expect("texts and numbers");
-    let mut task = format!("{}; {options}; from {}", settled.settings(), checkpoint.dialect());
+    let mut task = format!("{}; {options}; from {}", resolved.settings(), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(settled.calibration.clone()) {
+    for path in files.chain(container.configs()).chain(resolved.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

@@ -144,12 +144,12 @@ impl Options {
         })
     }
 
-    /// What is done to a model, everything open decided.
-    pub(super) fn settle(
+    /// What is done to a model: these choices, and a default for each that is left open.
+    pub(super) fn resolve(
         &self,
         model: &Model<'_>,
         out: Option<&Path>,
-    ) -> Result<Settled, CliError> {
+    ) -> Result<ResolvedOptions, CliError> {
         let preset = self.preset.unwrap_or_default();
         let miles = preset == Preset::Miles;
         let format = self.format.unwrap_or_else(|| Fp4Scheme::default().format());
@@ -200,19 +200,19 @@ impl Options {
             return Err(CliError::Choice(what));
         }
         let calibration = self.calibration.clone();
-        Ok(Settled { choice, method, rule, calibration })
+        Ok(ResolvedOptions { choice, method, rule, calibration })
     }
 }
 
-/// Choices that are made.
-pub(super) struct Settled {
+/// Choices of which none is left open.
+pub(super) struct ResolvedOptions {
     pub(super) choice: Choice,
     pub(super) method: Method,
     pub(super) rule: ScaleRule,
     pub(super) calibration: Option<PathBuf>,
 }
 
-impl Settled {
+impl ResolvedOptions {
     /// How tensors are quantized: with a tensor scale, if the dialect has a place for one.
     pub(super) fn scheme(&self, has_tensor_scales: bool) -> Result<Fp4Scheme, CliError> {
         let scheme = Fp4Scheme::of(self.rule).with_block_size(self.choice.block_size);
@@ -257,7 +257,7 @@ impl Settled {
     }
 }
 
-/// Choices that are made, as they are printed.
+/// Choices of which none is left open, as they are printed.
 #[derive(Serialize)]
 pub(super) struct Settings {
     format: Fp4Format,

@@ -14,8 +14,8 @@ use indicatif::ProgressBar;
 
 use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
+use super::jobs::Job;
 use super::matrix::{Floats, Quantizer, read};
-use super::units::Unit;
 use crate::error::CliError;
 
 /// What all threads know.
@@ -24,26 +24,26 @@ pub(super) struct Work<'w, 'c> {
     pub(super) model: &'w Model<'c>,
     pub(super) outline: &'w Model<'c>,
     pub(super) planned: &'w Planned<'w>,
-    pub(super) units: &'w [&'w Unit],
+    pub(super) jobs: &'w [&'w Job],
     pub(super) quantizer: &'w Quantizer<'w>,
     pub(super) budget: &'w Budget,
     pub(super) ahead: &'w Ahead,
     pub(super) bar: &'w ProgressBar,
 }
 
-/// A unit that is read, and will be quantized.
+/// A job whose weights are read, and will be quantized.
 struct Loaded<'w> {
-    unit: &'w Unit,
+    job: &'w Job,
     floats: Floats,
     taken: Taken<'w>,
 }
 
 /// What is ready to be written.
 enum Made<'w, 'c> {
-    /// A unit that is quantized.
-    Quantized { unit: &'w Unit, weights: Vec<(usize, Weight<'static>)>, taken: Taken<'w> },
+    /// A job whose weights are quantized.
+    Quantized { job: &'w Job, weights: Vec<(usize, Weight<'static>)>, taken: Taken<'w> },
     /// A weight that stays quantized as it was.
-    Kept { unit: &'w Unit, weight: Box<Weight<'c>>, taken: Taken<'w> },
+    Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
     /// A part of one that stays as it is.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
@@ -55,7 +55,7 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
     let (to_write, made) = sync_channel(64);
     // Dropped with the last who quantizes: who reads then has no one to send to.
     let loaded = Arc::new(Mutex::new(loaded));
-    let units = Mutex::new(work.units.iter());
+    let jobs = Mutex::new(work.jobs.iter());
     let failed = AtomicBool::new(false);
     let threads = work.quantizer.engine.threads();
     thread::scope(|scope| {
@@ -65,8 +65,8 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
             result
         };
         let next = || {
-            let unit = units.lock().unwrap_or_else(PoisonError::into_inner).next().copied();
-            unit.filter(|_| !failed.load(Ordering::Relaxed))
+            let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next().copied();
+            job.filter(|_| !failed.load(Ordering::Relaxed))
         };
         let mut running: Vec<_> = (0..threads.quantizers)
             .map(|_| {
@@ -90,19 +90,19 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
 
 fn read_ahead<'w, 'c>(
     work: &'w Work<'w, 'c>,
-    next: impl Fn() -> Option<&'w Unit>,
+    next: impl Fn() -> Option<&'w Job>,
     to_quantize: &SyncSender<Loaded<'w>>,
     to_write: &SyncSender<Made<'w, 'c>>,
 ) -> Result<(), CliError> {
-    while let Some(unit) = next() {
-        work.ahead.passed(unit.bytes);
+    while let Some(job) = next() {
+        work.ahead.passed(job.bytes);
         // Who takes no more has failed, and says so.
-        let all = if unit.quantized {
-            let taken = work.budget.take(unit.memory);
-            let floats = read(work.model, &unit.weights, &work.reader)?;
-            to_quantize.send(Loaded { unit, floats, taken }).is_ok()
+        let all = if job.quantized {
+            let taken = work.budget.take(job.memory);
+            let floats = read(work.model, &job.weights, &work.reader)?;
+            to_quantize.send(Loaded { job, floats, taken }).is_ok()
         } else {
-            read_kept(work, unit, to_write)?
+            read_kept(work, job, to_write)?
         };
         if !all {
             break;
@@ -111,19 +111,19 @@ fn read_ahead<'w, 'c>(
     Ok(())
 }
 
-/// Reads a unit that is not quantized, of which no more than a piece has to be in memory unless it
-/// was quantized before; whether all of it was taken.
+/// Reads a job whose weights are not quantized, of which no more than a piece has to be in memory
+/// unless they were quantized before; whether all of it was taken.
 fn read_kept<'w, 'c>(
     work: &'w Work<'w, 'c>,
-    unit: &'w Unit,
+    job: &'w Job,
     to_write: &SyncSender<Made<'w, 'c>>,
 ) -> Result<bool, CliError> {
-    for &at in &unit.weights {
+    for &at in &job.weights {
         let weight = &work.model.weights[at];
         if weight.is_quantized() {
-            let taken = work.budget.take(unit.memory);
+            let taken = work.budget.take(job.memory);
             let weight = Box::new(work.reader.weight(weight)?);
-            if to_write.send(Made::Kept { unit, weight, taken }).is_err() {
+            if to_write.send(Made::Kept { job, weight, taken }).is_err() {
                 return Ok(false);
             }
             continue;
@@ -145,11 +145,11 @@ fn quantize<'w>(
     to_write: &SyncSender<Made<'w, '_>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
-    while let Ok(Loaded { unit, floats, mut taken }) = next() {
+    while let Ok(Loaded { job, floats, mut taken }) = next() {
         let (model, outline) = (work.model, work.outline);
-        let weights = work.quantizer.quantize(model, outline, &unit.weights, floats)?;
-        taken.keep(unit.made);
-        if to_write.send(Made::Quantized { unit, weights, taken }).is_err() {
+        let weights = work.quantizer.quantize(model, outline, &job.weights, floats)?;
+        taken.keep(job.made);
+        if to_write.send(Made::Quantized { job, weights, taken }).is_err() {
             break;
         }
     }
@@ -165,17 +165,17 @@ fn write(
     for made in made {
         // What was taken is given back when its bytes are dropped.
         match made {
-            Made::Quantized { unit, weights, taken } => {
-                begin(unit.weights[0]);
+            Made::Quantized { job, weights, taken } => {
+                begin(job.weights[0]);
                 weights.iter().try_for_each(|(at, weight)| output.write(*at, weight))?;
                 drop((weights, taken));
-                work.bar.inc(unit.bytes);
+                work.bar.inc(job.bytes);
             }
-            Made::Kept { unit, weight, taken } => {
-                begin(unit.weights[0]);
-                output.write(unit.weights[0], &weight)?;
+            Made::Kept { job, weight, taken } => {
+                begin(job.weights[0]);
+                output.write(job.weights[0], &weight)?;
                 drop((weight, taken));
-                work.bar.inc(unit.bytes);
+                work.bar.inc(job.bytes);
             }
             Made::Piece { piece, bytes, taken } => {
                 begin(piece.weight());

@@ -1,4 +1,4 @@
-//! The work in parts, and the memory that each takes: known from headers alone.
+//! The jobs of a run, and the memory that each takes: known from headers alone.
 
 use burn_fp4_checkpoints::selection::{Decision, Selection};
 use burn_fp4_checkpoints::{Model, Piece, Planned};
@@ -7,8 +7,8 @@ use burn_fp4_search::Method;
 use super::group::{Group, native};
 use super::statistics::StatisticsFile;
 
-/// Work that is done at once, and what it takes.
-pub(super) struct Unit {
+/// Weights that are quantized together, or one that is copied, and what that takes.
+pub(super) struct Job {
     /// The weights, by their place in the model.
     pub(super) weights: Vec<usize>,
     /// Whether they are quantized, or copied.
@@ -21,16 +21,16 @@ pub(super) struct Unit {
     pub(super) made: u64,
 }
 
-/// The units in the order of the model.
-pub(super) fn units(
+/// The jobs in the order of the model.
+pub(super) fn jobs(
     model: &Model<'_>,
     selection: &Selection,
     planned: &Planned<'_>,
     method: Method,
     statistics: Option<&StatisticsFile>,
-) -> Vec<Unit> {
+) -> Vec<Job> {
     let after = planned.bytes();
-    let mut units = Vec::new();
+    let mut jobs = Vec::new();
     for (at, decision) in selection.decisions.iter().enumerate() {
         let weights = match decision {
             Decision::Keep(_) => vec![at],
@@ -52,9 +52,9 @@ pub(super) fn units(
             false => bytes.min(Piece::MOST as u64),
         };
         let made = if quantized { made } else { memory };
-        units.push(Unit { weights, quantized, bytes, memory, made });
+        jobs.push(Job { weights, quantized, bytes, memory, made });
     }
-    units
+    jobs
 }
 
 /// Bytes of memory that it takes to read and quantize a group of weights.

@@ -289,6 +289,7 @@ fn take_byte(word: u32, places: u32) -> u32 {
 #[allow(unused_variables)]
 fn shared_address<T: CubePrimitive>(shared: &[T]) -> u32 {
     intrinsic!(|scope| {
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
         let shared = unsafe { *shared.__expand_as_ptr_method(scope) }.value(scope);
         let op = SharedAddressOp::new(scope.ctx_mut(), shared);
         scope.register_with_result(&op).into()
@@ -309,6 +310,7 @@ fn copy_async<T: CubePrimitive>(
     intrinsic!(|scope| {
         let wanted = wanted.read_value(scope);
         let (to, at) = (to.read_value(scope), at.read_value(scope));
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let bytes = IndexAttr(bytes);
         scope.register(&CopyAsyncOp::new(scope.ctx_mut(), wanted, to, from, at, bytes));

@@ -48,6 +48,7 @@ impl AllocationController for Reused {
         AllocationProperty::Other
     }
 
+    // SAFETY: as the trait asks, callers write initialized bytes only.
     unsafe fn memory_mut(
         &mut self,
         _policy: AccessPolicy,

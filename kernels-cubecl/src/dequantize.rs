@@ -56,7 +56,7 @@ fn launch<F: Float>(
             CubeDim::new_1d(UNITS),
             share.vector as usize,
             words,
-            packed.read(problem, words),
+            packed.read(view.len(), 8 * words, scheme.block_size),
             BufferArg::from_raw_parts(values.clone(), view.len() / share.vector as usize),
             extent(problem, &launch),
             scheme.block_size as u32,
@@ -72,7 +72,7 @@ fn launch<F: Float>(
 /// neighbouring 16 bytes; along a strided one it takes a share.
 #[cube(launch_unchecked)]
 fn dequantize_kernel<F: Float, N: Size, W: Size>(
-    packed: &PackedIn<W>,
+    packed: &PackedIn<u8, W>,
     values: &mut [Vector<F, N>],
     extent: Extent,
     #[comptime] block_size: u32,

@@ -31,13 +31,19 @@ impl PackedHandles {
         }
     }
 
-    /// What a kernel reads that takes `words` words of eight codes at a time.
-    pub(crate) fn read<W: Size>(self, problem: &Problem, words: usize) -> PackedInLaunch<W> {
-        // SAFETY: the lengths are those of the problem.
+    /// What a kernel reads of so many values: `codes` of them at a time, and the block scales of
+    /// `scales` of them.
+    pub(crate) fn read<S: Int, W: Size>(
+        self,
+        values: usize,
+        codes: usize,
+        scales: usize,
+    ) -> PackedInLaunch<S, W> {
+        // SAFETY: callers have checked that memory holds so many values.
         unsafe {
             PackedInLaunch::new(
-                BufferArg::from_raw_parts(self.codes, problem.code_bytes() / 4 / words),
-                BufferArg::from_raw_parts(self.scales, problem.scale_bytes()),
+                BufferArg::from_raw_parts(self.codes, values / codes),
+                BufferArg::from_raw_parts(self.scales, values / scales),
                 BufferArg::from_raw_parts(self.tensor_scale, self.tensor_scales),
             )
         }
@@ -57,11 +63,11 @@ impl PackedHandles {
     }
 }
 
-/// A packed tensor that a kernel reads.
+/// A packed tensor that a kernel reads. An `S` is the block scales that it loads at a time.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct PackedIn<W: Size> {
+pub(crate) struct PackedIn<S: Int, W: Size> {
     pub(crate) codes: &'static [Vector<u32, W>],
-    pub(crate) scales: &'static [u8],
+    pub(crate) scales: &'static [S],
     /// Bits of the tensor scales.
     pub(crate) tensor_scale: &'static [u32],
 }

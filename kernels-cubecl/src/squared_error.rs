@@ -68,7 +68,7 @@ fn launch<E: Int>(
             1,
             1,
             BufferArg::from_raw_parts(values, view.len()),
-            packed.read(problem, 1),
+            packed.read(view.len(), 8, scheme.block_size),
             BufferArg::from_raw_parts(sums.clone(), 2 * count),
             extent(problem, &launch),
             scheme.block_size as u32,
@@ -85,7 +85,7 @@ fn launch<E: Int>(
 #[cube(launch_unchecked)]
 fn squared_error_kernel<E: Int, N: Size, W: Size>(
     values: &[Vector<E, N>],
-    packed: &PackedIn<W>,
+    packed: &PackedIn<u8, W>,
     sums: &mut [f32],
     extent: Extent,
     #[comptime] block_size: u32,

@@ -141,9 +141,9 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
         let row = min(lane.row + half * 8, extent.outputs - 1);
         let at = ((row * extent.chunks + step) * 4 + lane.part) as usize;
         let to = comptime!(half as usize);
-        loaded.codes[comptime!(2 * to)] = operands.codes[at * 2];
-        loaded.codes[comptime!(2 * to + 1)] = operands.codes[at * 2 + 1];
-        loaded.scales[to] = u32::cast_from(operands.scales[at]);
+        loaded.codes[comptime!(2 * to)] = operands.weight.codes[at * 2];
+        loaded.codes[comptime!(2 * to + 1)] = operands.weight.codes[at * 2 + 1];
+        loaded.scales[to] = u32::cast_from(operands.weight.scales[at]);
     }
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::plan::Product;
 use crate::layout::share::narrow;
-use crate::packed::PackedHandles;
+use crate::packed::{PackedHandles, PackedIn};
 use crate::plan::{Capability, Conversion, Dtype};
 
 /// What the kernels of products are compiled for.
@@ -51,10 +51,7 @@ pub(crate) struct ProductExtent {
 /// What a product is computed from.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Operands<F: Float, S: Int, W: Size, X: Size> {
-    pub(crate) codes: &'static [Vector<u32, W>],
-    pub(crate) scales: &'static [S],
-    /// Bits of the tensor scales.
-    pub(crate) tensor_scale: &'static [u32],
+    pub(crate) weight: PackedIn<S, W>,
     pub(crate) input: &'static [Vector<u32, X>],
     /// Something that is not read where there is none.
     pub(crate) bias: &'static [F],
@@ -92,13 +89,10 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
 ) -> OperandsLaunch<F, S, W, X> {
     let OperandHandles { weight, input, bias } = handles;
     let Product { inputs, outputs, channels, .. } = *product;
-    let weight_values = outputs * channels;
     // SAFETY: the lengths are those of the product.
     unsafe {
         OperandsLaunch::new(
-            BufferArg::from_raw_parts(weight.codes, weight_values / widths.codes),
-            BufferArg::from_raw_parts(weight.scales, weight_values / widths.scales),
-            BufferArg::from_raw_parts(weight.tensor_scale, weight.tensor_scales),
+            weight.read(outputs * channels, widths.codes, widths.scales),
             BufferArg::from_raw_parts(input.clone(), inputs * channels / widths.input),
             match bias {
                 Some(bias) => BufferArg::from_raw_parts(bias, outputs),
@@ -123,7 +117,7 @@ pub(crate) fn finish<F: Float, S: Int, W: Size, X: Size>(
 ) -> F {
     let recipe = comptime!(operands.recipe);
     let factor = if comptime!(recipe.by_row) { row } else { 0u32.runtime() };
-    let mut value = sum * f32::reinterpret(operands.tensor_scale[factor as usize]);
+    let mut value = sum * f32::reinterpret(operands.weight.tensor_scale[factor as usize]);
     if comptime!(recipe.bias) {
         value += f32::cast_from(operands.bias[row as usize]);
     }

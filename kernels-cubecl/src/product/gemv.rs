@@ -86,11 +86,11 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
         #[unroll]
         for row in 0..rows {
             let at = min(first_row + row, extent.outputs - 1);
-            loaded[row as usize] = operands.codes[(at * extent.chunks + chunk) as usize];
+            loaded[row as usize] = operands.weight.codes[(at * extent.chunks + chunk) as usize];
             let block = at * row_blocks + chunk * words / block_words;
             #[unroll]
             for index in 0..chunk_blocks {
-                let code = u32::cast_from(operands.scales[(block + index) as usize]);
+                let code = u32::cast_from(operands.weight.scales[(block + index) as usize]);
                 factors[comptime!((row * chunk_blocks + index) as usize)] = scale_value(code, grid);
             }
         }

@@ -157,8 +157,8 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
     for tile in 0..comptime!(2 * plan.row_tiles) {
         let row = min(lane.row + tile * 8, extent.outputs - 1);
         let at = (row * extent.chunks + step) * 4 + lane.part;
-        loaded.words[tile as usize] = operands.codes[at as usize];
-        loaded.scales[tile as usize] = u32::cast_from(operands.scales[at as usize]);
+        loaded.words[tile as usize] = operands.weight.codes[at as usize];
+        loaded.scales[tile as usize] = u32::cast_from(operands.weight.scales[at as usize]);
     }
     if comptime!(plan.takes_input()) {
         let row = min(lane.input, extent.inputs - 1);

@@ -233,14 +233,14 @@ fn copy_part<I: Instructions, F: Float, W: Size, X: Size>(
         let to = slot * comptime!(ROWS * CODES) + copies.codes_to;
         let from = round * (2 * CODES) + comptime!(half * CODES) + copies.codes;
         let address = rings.codes_address;
-        I::copy(wanted, &mut rings.codes, address, to, operands.codes, from, 1u32, 16u32);
+        I::copy(wanted, &mut rings.codes, address, to, operands.weight.codes, from, 1u32, 16u32);
     }
     if comptime!(step == 2 && half == 0) {
         let wanted = select(copies.has_scales, wanted, false);
         let words = comptime!(scale_words(operands.recipe));
         let (to, from) = (stage * ROWS + UNIT_POS, round + copies.scales);
         let (address, bytes) = (rings.scales_address, comptime!(4 * words));
-        I::copy(wanted, &mut rings.scales, address, to, operands.scales, from, words, bytes);
+        I::copy(wanted, &mut rings.scales, address, to, operands.weight.scales, from, words, bytes);
     }
 }
 

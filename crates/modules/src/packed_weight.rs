@@ -114,6 +114,7 @@ impl PackedWeight {
     /// If `D` is not the rank of the parameter, or a mapper changed the shape of codes or scales.
     pub fn tensor<const D: usize>(&self) -> Fp4Tensor<D> {
         let (codes, scales) = (self.codes.val(), self.scales.val());
+        // Checked at every use, in constant time: a mapper can replace each part by itself.
         Fp4Tensor::from_parts_unread(codes, scales, self.tensor_scale.val(), self.layout.clone())
             .expect("a packed weight keeps the shape it was made with")
     }

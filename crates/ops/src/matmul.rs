@@ -71,10 +71,10 @@ pub fn linear<const D: usize>(
         let (expected, found) = (vec![outputs], bias.dims().to_vec());
         return Err(OpsError::Shape { what: "bias", expected, found });
     }
-    let layout = weight.layout().clone();
     #[cfg(feature = "cube")]
     let device = weight.device();
-    let (dtype, input, weight) = (input.dtype(), input.into_dispatch(), weight.to_primitive());
+    let (dtype, input) = (input.dtype(), input.into_dispatch());
+    let (weight, layout) = weight.clone().into_primitive();
     let (bias, other_bias) = match bias {
         Some(bias) if bias.dtype() == dtype => (Some(bias.into_dispatch()), None),
         other => (None, other),

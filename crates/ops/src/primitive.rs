@@ -36,31 +36,22 @@ pub struct Fp4Primitive<B: Backend> {
 }
 
 impl<B: Backend> Fp4Primitive<B> {
-    /// A matrix in host memory as tensors, each made of its data in a dtype by `upload`.
+    /// A matrix in host memory as tensors, each made of its data in a dtype by `upload`; the data
+    /// has that dtype.
     pub(crate) fn from_packed(
         packed: Packed,
         upload: impl Fn(TensorData, IntDType) -> IntTensor<B>,
     ) -> Self {
-        let [codes, scales, tensor_scale] = tensor_data(packed);
+        let (rows, blocks) = (packed.rows, packed.blocks());
+        let tensor_scale = packed.tensor_scale.as_slice();
+        let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
+        let count = bits.len();
         Self {
-            codes: upload(codes, IntDType::U8),
-            scales: upload(scales, IntDType::U8),
-            tensor_scale: upload(tensor_scale, IntDType::I32),
+            codes: upload(TensorData::new(packed.codes, [rows, packed.cols / 2]), IntDType::U8),
+            scales: upload(TensorData::new(packed.scales, [rows, blocks]), IntDType::U8),
+            tensor_scale: upload(TensorData::new(bits, [count]), IntDType::I32),
         }
     }
-}
-
-/// Codes, block scales and the bits of the tensor scale in the shapes and dtypes of an
-/// [`Fp4Primitive`].
-pub(crate) fn tensor_data(packed: Packed) -> [TensorData; 3] {
-    let tensor_scale = packed.tensor_scale.as_slice();
-    let bits: Vec<_> = tensor_scale.iter().map(|scale| scale.to_bits() as i32).collect();
-    let (count, blocks) = (bits.len(), packed.blocks());
-    [
-        TensorData::new(packed.codes, [packed.rows, packed.cols / 2]),
-        TensorData::new(packed.scales, [packed.rows, blocks]),
-        TensorData::new(bits, [count]),
-    ]
 }
 
 /// Shapes and dtypes of a quantized tensor, known before it is computed.

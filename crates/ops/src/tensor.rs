@@ -1,13 +1,14 @@
 //! [`Fp4Tensor`]: codes and scales of a tensor on any device.
 
 use burn::backend::Dispatch;
+use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transaction};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::layout::{Fp4Layout, check_dtype};
-use crate::primitive::{Fp4Primitive, tensor_data};
+use crate::primitive::Fp4Primitive;
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -135,12 +136,14 @@ impl<const D: usize> Fp4Tensor<D> {
         }
     }
 
-    pub(crate) fn to_primitive(&self) -> Fp4Primitive<Dispatch> {
-        Fp4Primitive {
-            codes: self.codes.clone().into_dispatch(),
-            scales: self.scales.clone().into_dispatch(),
-            tensor_scale: self.tensor_scale.clone().into_dispatch(),
-        }
+    pub(crate) fn into_primitive(self) -> (Fp4Primitive<Dispatch>, Fp4Layout) {
+        let Self { codes, scales, tensor_scale, layout } = self;
+        let packed = Fp4Primitive {
+            codes: codes.into_dispatch(),
+            scales: scales.into_dispatch(),
+            tensor_scale: tensor_scale.into_dispatch(),
+        };
+        (packed, layout)
     }
 
     /// The codes, u8 `[rows, axis / 2]`: two per byte, the even one in the low nibble.
@@ -220,12 +223,7 @@ impl<const D: usize> Fp4Tensor<D> {
     #[must_use]
     pub fn into_dense(self, dtype: FloatDType) -> Tensor<D> {
         self.drain_stream();
-        let Self { codes, scales, tensor_scale, layout } = self;
-        let packed = Fp4Primitive {
-            codes: codes.into_dispatch(),
-            scales: scales.into_dispatch(),
-            tensor_scale: tensor_scale.into_dispatch(),
-        };
+        let (packed, layout) = self.into_primitive();
         // Engines write the dtypes they read; any other is made from f32.
         let written = match dtype {
             FloatDType::F16 | FloatDType::BF16 => dtype,
@@ -262,11 +260,9 @@ impl<const D: usize> Fp4Tensor<D> {
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
         check_dtype(&values)?;
         check_shape("values", &self.dims(), &values.dims())?;
-        Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(
-            values.without_autodiff().into_dispatch(),
-            self.to_primitive(),
-            self.layout.clone(),
-        )))
+        let values = values.without_autodiff().into_dispatch();
+        let (packed, layout) = self.clone().into_primitive();
+        Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(values, packed, layout)))
     }
 
     /// The tensor on another device, bits unchanged.
@@ -340,13 +336,10 @@ impl<const D: usize> Fp4Tensor<D> {
         let found = [packed.rows, packed.cols];
         check_shape("packed matrix", &[layout.rows(), shape[axis]], &found)?;
         packed.validate()?;
-        let [codes, scales, tensor_scale] = tensor_data(packed);
-        Ok(Self {
-            codes: Tensor::from_data(codes, (device, DType::U8)),
-            scales: Tensor::from_data(scales, (device, DType::U8)),
-            tensor_scale: Tensor::from_data(tensor_scale, (device, DType::I32)),
-            layout,
-        })
+        let packed = Fp4Primitive::<Dispatch>::from_packed(packed, |data, _its_own_dtype| {
+            Dispatch::int_from_data(data, device.as_dispatch())
+        });
+        Ok(Self::from_primitive(packed, layout))
     }
 }
 

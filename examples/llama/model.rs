@@ -6,7 +6,6 @@ use burn::nn::{
     Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig,
 };
 use burn::tensor::activation::{silu, softmax};
-use burn::tensor::module::linear;
 use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::Fp4Linear;
 
@@ -171,7 +170,14 @@ impl<L: Projection> Llama<L> {
     fn scores(&self, hidden: Tensor<3>) -> Tensor<3> {
         match &self.lm_head {
             Some(head) => head.project(hidden),
-            None => linear(hidden, self.embed_tokens.weight.val().transpose(), None),
+            None => {
+                let [batch, count, width] = hidden.dims();
+                let weight = self.embed_tokens.weight.val();
+                let [vocabulary, _] = weight.dims();
+                // Of matrices: `linear` would copy the transposed weight where rows are few.
+                let rows = hidden.reshape([batch * count, width]);
+                rows.matmul(weight.transpose()).reshape([batch, count, vocabulary])
+            }
         }
     }
 

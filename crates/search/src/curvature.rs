@@ -4,11 +4,10 @@
 use std::fmt;
 
 use burn_fp4_formats::check_length;
-use faer::linalg::triangular_inverse::invert_lower_triangular;
-use faer::{Mat, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
 
 use crate::gram::check_blocks;
+use crate::matrix::{Matrix, invert_factor, product};
 use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, ScaleSearch, SearchError};
 
 impl Gptq {
@@ -156,8 +155,14 @@ impl Curvature {
     pub(crate) fn new(gram: &Gram, damped: Damped) -> Result<Self, SearchError> {
         let mut wide = hessian(gram, &damped);
         let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
+        // H backward in both axes is `L L^T`; the inverse of L, backward again, is upper triangular.
         wide.reverse();
-        let factor = inverse_factor(&wide).ok_or(SearchError::Singular)?;
+        let channels = damped.channels();
+        invert_factor(&mut wide, channels).ok_or(SearchError::Singular)?;
+        let factor: Vec<f32> = wide.par_iter().rev().map(|&value| value as f32).collect();
+        if !factor.par_iter().all(|value| value.is_finite()) {
+            return Err(SearchError::Singular);
+        }
         Ok(Self { damped, factor, hessian })
     }
 
@@ -211,44 +216,10 @@ fn hessian(gram: &Gram, damped: &Damped) -> Vec<f64> {
     hessian
 }
 
-/// The upper triangular U of `H^-1 = U^T U`, row by row; nothing if H is singular. `backward` is H,
-/// backward in both axes: that has a lower factor L, and U is its inverse, backward again.
-fn inverse_factor(backward: &[f64]) -> Option<Vec<f32>> {
-    let n = backward.len().isqrt();
-    // Symmetric, so that it does not matter which axis is which.
-    let lower = MatRef::from_column_major_slice(backward, n, n).llt(Side::Lower).ok()?;
-    let mut inverse = vec![0.0f64; n * n];
-    invert_lower_triangular(
-        MatMut::from_column_major_slice_mut(&mut inverse, n, n),
-        lower.L(),
-        Par::rayon(0),
-    );
-    drop(lower);
-    let mut factor = vec![0.0; n * n];
-    // Transposed by squares, of which both sides are in the cache.
-    factor.par_chunks_mut(SQUARE * n.max(1)).enumerate().for_each(|(rows, factor)| {
-        let first = rows * SQUARE;
-        for cols in (first..n).step_by(SQUARE) {
-            for col in cols..n.min(cols + SQUARE) {
-                let column = &inverse[(n - 1 - col) * n..][..n];
-                for (row, factor) in factor.chunks_exact_mut(n).enumerate() {
-                    if first + row <= col {
-                        factor[col] = column[n - 1 - first - row] as f32;
-                    }
-                }
-            }
-        }
-    });
-    factor.par_iter().all(|value| value.is_finite()).then_some(factor)
-}
-
-/// Side of a square that is transposed at a time.
-const SQUARE: usize = 64;
-
 /// The inverse of a positive definite matrix; nothing if it is singular.
 fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
-    use faer::linalg::solvers::DenseSolveCore;
-    let wide = Mat::from_fn(n, n, |i, j| f64::from(matrix[i * n + j]));
-    let inverse = wide.llt(Side::Lower).ok()?.inverse();
-    Some((0..n * n).map(|at| inverse[(at / n, at % n)] as f32).collect())
+    let mut root: Vec<f64> = matrix.iter().map(|&value| value.into()).collect();
+    invert_factor(&mut root, n)?;
+    let root = Matrix::row_major(&root, n, n);
+    Some(product(root.transposed(), root).into_iter().map(|value| value as f32).collect())
 }

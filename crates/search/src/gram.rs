@@ -1,11 +1,10 @@
 //! Sums of products of a layer's inputs.
 
 use burn_fp4_formats::{FormatError, check_length};
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use crate::importance::check_symmetric;
+use crate::matrix::{Matrix, add_product};
 use crate::{BlockHessians, GramTiles, SearchError};
 
 /// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added:
@@ -169,22 +168,15 @@ impl Gram {
         for chunk in activations.chunks(CHUNK * channels) {
             let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
             let rows = wide.len() / channels;
-            let x = MatRef::from_row_major_slice(&wide, rows, channels);
+            let x = Matrix::row_major(&wide, rows, channels);
             let mut rest = &mut self.values[..];
             for first in (0..channels).step_by(side) {
                 // A column of tiles, down to the diagonal.
                 let (column, after) = rest.split_at_mut((first + side) * side);
                 rest = after;
                 let end = channels.min(first + side);
-                let sums = MatMut::from_row_major_slice_mut(column, first + side, side);
-                matmul(
-                    sums.submatrix_mut(0, 0, end, end - first),
-                    Accum::Add,
-                    x.subcols(0, end).transpose(),
-                    x.subcols(first, end - first),
-                    1.0,
-                    Par::rayon(0),
-                );
+                let left = x.part(0..rows, 0..end).transposed();
+                add_product(column, side, 1.0, left, x.part(0..rows, first..end));
             }
         }
         self.mirror();

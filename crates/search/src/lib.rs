@@ -25,6 +25,7 @@
 //! | `gram.rs`               | [`Gram`]: `X^T X` of the inputs of a layer                         |
 //! | `tiles.rs`              | [`GramTiles`]: how that is laid out                                |
 //! | `gptq.rs`               | [`Gptq`]: the options of GPTQ                                      |
+//! | `matrix.rs`             | products and triangular factors of dense matrices                  |
 //! | `curvature.rs`          | [`Curvature`]: what GPTQ needs of a Gram matrix                    |
 //! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                |
 //! | `quantize_weight.rs`    | a weight quantized by a [`Method`], with [`Statistics`]            |
@@ -44,6 +45,7 @@ mod gram;
 mod hadamard;
 pub mod host;
 mod importance;
+mod matrix;
 mod method;
 mod metrics;
 pub mod modelopt;

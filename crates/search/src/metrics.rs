@@ -1,11 +1,10 @@
 //! How far a quantized weight is from the original, in its values and in the outputs of its layer.
 
 use burn_fp4_formats::{Packed, check_length};
-use faer::linalg::matmul::matmul;
-use faer::{Accum, Mat, MatRef, Par};
 
 use crate::SearchError;
 use crate::gram::check_activations;
+use crate::matrix::{Matrix, product};
 
 /// How far a quantized weight is from the original, as the other projects measure it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,15 +48,10 @@ impl Metrics {
         let mut sums = [0.0; 2];
         for chunk in activations.chunks(CHUNK * cols) {
             let count = chunk.len() / cols;
-            let x = MatRef::from_row_major_slice(chunk, count, cols);
+            let x = Matrix::row_major(chunk, count, cols);
             for (matrix, sum) in [errors.as_slice(), weight].into_iter().zip(&mut sums) {
-                let matrix = MatRef::from_row_major_slice(matrix, rows, cols);
-                let mut output = Mat::<f32>::zeros(count, rows);
-                matmul(output.as_mut(), Accum::Replace, x, matrix.transpose(), 1.0, Par::rayon(0));
-                let columns = output.col_iter();
-                *sum += columns
-                    .flat_map(|column| column.iter().map(|&y| f64::from(y).powi(2)))
-                    .sum::<f64>();
+                let outputs = product(x, Matrix::row_major(matrix, rows, cols).transposed());
+                *sum += outputs.iter().map(|&y| f64::from(y).powi(2)).sum::<f64>();
             }
         }
         Ok(100.0 * ratio(sums[0], sums[1]))

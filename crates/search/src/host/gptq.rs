@@ -13,12 +13,11 @@
 //! Rows are independent of each other, so they are done in parallel.
 
 use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{View, quantize_packed};
 use crate::e2m1::nearest_element;
+use crate::matrix::{Matrix, add_product, product};
 use crate::{Curvature, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, SearchError, TensorFactor};
 
 impl Gptq {
@@ -238,15 +237,8 @@ impl<'a> Rounded<'a> {
                 *left -= element * self.scale_value(row, self.scales[block * rows + row]);
             }
         }
-        let mut residuals = vec![0.0; rows * cols];
-        matmul(
-            MatMut::from_row_major_slice_mut(&mut residuals, rows, cols),
-            Accum::Replace,
-            MatRef::from_row_major_slice(&left, rows, cols),
-            MatRef::from_row_major_slice(hessian, cols, cols),
-            1.0,
-            Par::rayon(0),
-        );
+        let left = Matrix::row_major(&left, rows, cols);
+        let mut residuals = product(left, Matrix::row_major(hessian, cols, cols));
         for sweep in 0..options.sweeps.max(options.refits) {
             if sweep < options.sweeps {
                 self.sweep(&mut residuals, |state, block, residuals, changes| {
@@ -353,14 +345,8 @@ impl<'a> Rounded<'a> {
             .collect();
         // Where the cost, a quadratic form around the target, would be 0.
         let mut targets = now.clone();
-        matmul(
-            MatMut::from_row_major_slice_mut(&mut targets, rows, size),
-            Accum::Add,
-            MatRef::from_row_major_slice(residuals, rows, size),
-            MatRef::from_row_major_slice(inverse, size, size),
-            1.0,
-            Par::Seq,
-        );
+        let inverse = Matrix::row_major(inverse, size, size);
+        add_product(&mut targets, size, 1.0, Matrix::row_major(residuals, rows, size), inverse);
         let (scales, codes) = self.choose(&targets, self.scheme, Importance::Blocks(&hessians))?;
         let values: Vec<f32> =
             scales.iter().enumerate().map(|(row, &scale)| self.scale_value(row, scale)).collect();
@@ -431,17 +417,11 @@ impl Spread<'_> {
     /// `target [rows, n]`.
     fn subtract(&self, target: &mut [f32], cols: core::ops::Range<usize>, steps: &[f32]) {
         let rows = target.len() / self.n;
-        let target = MatMut::from_row_major_slice_mut(target, rows, self.n);
-        let matrix = MatRef::from_row_major_slice(self.matrix, self.n, self.n);
-        let steps = MatRef::from_row_major_slice(steps, rows, steps.len() / rows);
-        matmul(
-            target.subcols_mut(cols.start, cols.len()),
-            Accum::Add,
-            steps.subcols(0, self.width),
-            matrix.submatrix(self.from, cols.start, self.width, cols.len()),
-            -1.0,
-            Par::rayon(0),
-        );
+        let steps = Matrix::row_major(steps, rows, steps.len() / rows);
+        let matrix = Matrix::row_major(self.matrix, self.n, self.n);
+        let right = matrix.part(self.from..self.from + self.width, cols.clone());
+        let left = steps.part(0..rows, 0..self.width);
+        add_product(&mut target[cols.start..], self.n, -1.0, left, right);
     }
 }
 

@@ -54,7 +54,8 @@ impl<const B: usize> ByFormat for Search<'_, B> {
     fn run<const FORMAT: usize>(self) {
         let Self { strip, scheme, importance, n } = self;
         strip.find_scales_of::<FORMAT>(scheme.rule);
-        let own = strip.scales;
+        // Elements that a search chooses too; otherwise they are the nearest.
+        let mut chosen = None;
         match scheme.search {
             ScaleSearch::Amax => {}
             ScaleSearch::FourOverSix { error, .. } => {
@@ -67,19 +68,24 @@ impl<const B: usize> ByFormat for Search<'_, B> {
             },
             ScaleSearch::Hessian => strip.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
             ScaleSearch::AdmmPublished => {
-                return strip.search_admm_published::<FORMAT>(scheme, importance.hessian(), n);
+                chosen = Some(strip.search_admm_published::<FORMAT>(importance.hessian(), n));
             }
             ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
                 let hessian = importance.hessian();
                 let start = strip.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
-                if scheme.search == ScaleSearch::Admm {
-                    strip.search_admm::<FORMAT>(scheme, hessian, n, own, start);
-                } else if scheme.search == ScaleSearch::Joint {
-                    strip.search_joint::<FORMAT>(scheme, hessian, n, own, start);
-                }
-                return;
+                chosen = Some(match scheme.search {
+                    ScaleSearch::Admm => strip.search_admm::<FORMAT>(hessian, n, start),
+                    ScaleSearch::Joint => strip.search_joint::<FORMAT>(hessian, n, start),
+                    _ => start,
+                });
             }
         }
+        if let Some((scales, _)) = &chosen {
+            strip.take_scales::<FORMAT>(scheme.rule, scales);
+        }
         strip.find_codes(scheme);
+        if let Some((_, elements)) = &chosen {
+            strip.take_elements(elements, &strip.units::<FORMAT>(n).searchable);
+        }
     }
 }

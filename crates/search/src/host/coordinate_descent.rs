@@ -2,6 +2,7 @@
 //! definition is in `reference/coordinate_descent.rs`.
 
 use super::hessian::{Descent, Line, Lines, cost};
+use super::point::Points;
 use super::sse::start;
 use super::strip::{STRIP, Strip};
 use crate::e2m1::nearest_element;
@@ -9,40 +10,44 @@ use crate::importance::BlockHessian;
 use crate::{Fp4Scheme, ScaleRule, ScaleSearch};
 
 impl<const B: usize> Strip<B> {
-    /// Takes the scales and codes that coordinate descent ends with, and returns them.
+    /// The scales and elements that coordinate descent ends with.
     #[inline(always)]
     pub(super) fn search_coordinate_descent<const FORMAT: usize>(
-        &mut self,
+        &self,
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
-    ) -> ([u32; STRIP], Lines<B>) {
+    ) -> Points<B> {
         let steps: [f32; B] = core::array::from_fn(|i| {
             let curvature = hessian.at(i, i);
             if curvature > 0.0 { 1.0 / curvature } else { 0.0 }
         });
         let mut descent = Descent::new::<FORMAT>(self, hessian, n);
-        // The rule's own scale first, then all from the largest down.
         let mut elements = [[0.0; STRIP]; B];
-        let own = descent.own;
-        let by = (scheme.rule, hessian, &steps);
-        let costs = self.descend::<FORMAT>(by, &descent, &own, &mut elements);
-        descent.best = start::<FORMAT>(&own, &costs);
         let mut best_elements = elements;
-        while descent.active.contains(&true) {
-            let codes = descent.code;
+        let by = (scheme.rule, hessian, &steps);
+        // The rule's own scale first, then all from the largest down, by one loop: what is inlined
+        // in it is long.
+        let (mut codes, mut is_own) = (descent.own, true);
+        loop {
             let costs = self.descend::<FORMAT>(by, &descent, &codes, &mut elements);
-            let kept = descent.keep_better(&costs, &descent.active.clone());
-            for (best, elements) in best_elements.iter_mut().zip(&elements) {
-                for block in 0..STRIP {
-                    best[block] = if kept[block] { elements[block] } else { best[block] };
+            if is_own {
+                descent.best = start::<FORMAT>(&codes, &costs);
+                best_elements = elements;
+            } else {
+                let kept = descent.keep_better(&costs, &descent.active.clone());
+                for (best, elements) in best_elements.iter_mut().zip(&elements) {
+                    for block in 0..STRIP {
+                        best[block] = if kept[block] { elements[block] } else { best[block] };
+                    }
                 }
+                descent.advance::<FORMAT>(self, scheme.rule, hessian);
             }
-            descent.advance::<FORMAT>(self, scheme.rule, hessian);
+            if !descent.active.contains(&true) {
+                break;
+            }
+            (codes, is_own) = (descent.code, false);
         }
-        self.take_scales::<FORMAT>(scheme.rule, &descent.best_code);
-        self.find_codes(scheme);
-        self.take_elements(&best_elements, &descent.units.searchable);
         (descent.best_code, best_elements)
     }
 

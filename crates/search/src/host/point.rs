@@ -3,7 +3,6 @@
 use super::hessian::Lines;
 use super::scale_grid::Scales;
 use super::strip::{STRIP, Strip};
-use crate::Fp4Scheme;
 use crate::importance::BlockHessian;
 use crate::reference::point::{Point, Target};
 
@@ -11,23 +10,20 @@ use crate::reference::point::{Point, Target};
 pub(super) type Points<const B: usize> = ([u32; STRIP], Lines<B>);
 
 impl<const B: usize> Strip<B> {
-    /// Takes the scales and codes that `improve` ends with, given the rule's own scales and from
-    /// where to start.
+    /// The scales and elements that `improve` ends with, given from where to start.
     #[inline(always)]
     pub(super) fn improve_points<const FORMAT: usize>(
-        &mut self,
-        scheme: &Fp4Scheme,
+        &self,
         hessian: BlockHessian<'_>,
         n: usize,
-        own: [u8; STRIP],
         (mut scales, mut elements): Points<B>,
         improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
-    ) {
+    ) -> Points<B> {
         let units = self.units::<FORMAT>(n);
         for block in (0..n).filter(|&block| units.searchable[block]) {
             let target = Target {
                 unit: Scales::<FORMAT>::unit(self.amax[block], self.encode[block]),
-                own: own[block],
+                own: self.scales[block],
                 amax: self.amax[block] * units.factor[block],
                 scaled: core::array::from_fn(|k| {
                     self.values()[k * STRIP + block] * units.factor[block]
@@ -42,8 +38,6 @@ impl<const B: usize> Strip<B> {
                 line[block] = element;
             }
         }
-        self.take_scales::<FORMAT>(scheme.rule, &scales);
-        self.find_codes(scheme);
-        self.take_elements(&elements, &units.searchable);
+        (scales, elements)
     }
 }

@@ -40,33 +40,38 @@ impl<const B: usize> Strip<B> {
             active[block] = mask(units.searchable[block] & (code[block] >= window.low));
         }
         let own = self.scales.map(u32::from);
-        let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &own, &units.base);
-        let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
-        if tiles {
-            sum_tiles(&mut costs, n);
-        }
-        let mut best = start::<FORMAT>(&own, &costs);
-        let mut best_code = own;
-        while active.iter().fold(0, |any, active| any | active) != 0 {
-            let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &code, &units.base);
+        let (mut best, mut best_code) = ([f32::INFINITY; STRIP], own);
+        // The rule's own scale first, then those of the window, by one loop: what is inlined in it
+        // is long.
+        let (mut tried, mut is_own) = (own, true);
+        loop {
+            let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &tried, &units.base);
             let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
             if tiles {
                 sum_tiles(&mut costs, n);
             }
-            for block in 0..STRIP {
-                let better = active[block]
-                    & mask(is_better(costs[block], best[block], best_code[block], own[block]));
-                best[block] = if better != 0 { costs[block] } else { best[block] };
-                best_code[block] = if better != 0 { code[block] } else { best_code[block] };
-                let next = Window::next(code[block], high[block]);
-                let value = Scales::<FORMAT>::value(next, units.base[block]);
-                let clipped = (-6.0f32).mul_add(value, amax[block]).max(0.0);
-                let hopeless = (weight[block] * clipped) * clipped > best[block];
-                // Below 0 codes wrap around.
-                let left = (next as i32) >= (low[block] as i32);
-                active[block] &= mask(left & !hopeless);
-                code[block] = next;
+            if is_own {
+                best = start::<FORMAT>(&own, &costs);
+            } else {
+                for block in 0..STRIP {
+                    let better = active[block]
+                        & mask(is_better(costs[block], best[block], best_code[block], own[block]));
+                    best[block] = if better != 0 { costs[block] } else { best[block] };
+                    best_code[block] = if better != 0 { code[block] } else { best_code[block] };
+                    let next = Window::next(code[block], high[block]);
+                    let value = Scales::<FORMAT>::value(next, units.base[block]);
+                    let clipped = (-6.0f32).mul_add(value, amax[block]).max(0.0);
+                    let hopeless = (weight[block] * clipped) * clipped > best[block];
+                    // Below 0 codes wrap around.
+                    let left = (next as i32) >= (low[block] as i32);
+                    active[block] &= mask(left & !hopeless);
+                    code[block] = next;
+                }
             }
+            if active.iter().fold(0, |any, active| any | active) == 0 {
+                break;
+            }
+            (tried, is_own) = (code, false);
         }
         self.take_scales::<FORMAT>(scheme.rule, &best_code);
     }

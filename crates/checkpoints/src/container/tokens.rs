@@ -178,7 +178,7 @@ fn utf8(json: &[u8]) -> Result<&str, &'static str> {
 
 /// The character of an escape, and how many bytes it has behind the backslash.
 fn escaped(escape: &str) -> Option<(char, usize)> {
-    let char = match escape.as_bytes().first()? {
+    let char = match *escape.as_bytes().first()? {
         b'b' => '\u{8}',
         b'f' => '\u{C}',
         b'n' => '\n',
@@ -192,7 +192,7 @@ fn escaped(escape: &str) -> Option<(char, usize)> {
             let char = chars.next()?.ok()?;
             return Some((char, if char.len_utf16() == 2 { 11 } else { 5 }));
         }
-        byte @ (b'"' | b'\\' | b'/') => char::from(*byte),
+        byte @ (b'"' | b'\\' | b'/') => char::from(byte),
         _ => return None,
     };
     Some((char, 1))

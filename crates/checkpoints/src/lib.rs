@@ -78,6 +78,7 @@ mod write;
 
 pub use checkpoint::Checkpoint;
 pub use container::gguf::Metadata as GgufMetadata;
+pub use container::safetensors::Metadata as SafetensorsMetadata;
 pub use container::{Container, Metadata};
 pub use dialect::{DIALECTS, Dialect};
 pub use dtype::{DataType, Dtype, GgmlRow};

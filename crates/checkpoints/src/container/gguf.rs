@@ -5,14 +5,16 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::entry::Entry;
+use super::entry::{self, FileEntries};
 use super::file::Mapped;
+use super::leb128;
 use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 const VERSION: u32 = 3;
 const ALIGNMENT: u64 = 32;
+const ARCHITECTURE: &str = "general.architecture";
 /// `GGML_MAX_DIMS`.
 const MAX_AXES: u32 = 4;
 
@@ -31,23 +33,29 @@ pub struct Metadata {
     pairs: u64,
     bytes: Vec<u8>,
     alignment: u64,
-    architecture: Option<String>,
 }
 
 impl Metadata {
     /// The pairs that every file has: `general.architecture`.
     pub fn new(architecture: &str) -> Self {
         let mut bytes = Vec::new();
-        text(&mut bytes, "general.architecture");
+        text(&mut bytes, ARCHITECTURE);
         bytes.extend(Kind::String.id().to_le_bytes());
         text(&mut bytes, architecture);
-        let architecture = Some(architecture.to_owned());
-        Self { pairs: 1, bytes, alignment: ALIGNMENT, architecture }
+        Self { pairs: 1, bytes, alignment: ALIGNMENT }
     }
 
     /// `general.architecture`.
     pub fn architecture(&self) -> Option<&str> {
-        self.architecture.as_deref()
+        let mut cursor = self.cursor();
+        let mut found = None;
+        for _ in 0..self.pairs {
+            let Pair { key, kind, mut value } = cursor.pair().ok()?;
+            if key == ARCHITECTURE && kind == Kind::String {
+                found = value.text().ok();
+            }
+        }
+        found
     }
 
     /// Gives a key this number, in its place or behind all others.
@@ -67,15 +75,17 @@ impl Metadata {
 
     /// Where a key and its value are among the bytes.
     fn place_of(&self, key: &str) -> Option<Range<usize>> {
-        let mut cursor = Cursor { path: Path::new(""), bytes: &self.bytes, at: 0 };
+        let mut cursor = self.cursor();
         (0..self.pairs).find_map(|_| {
             let begin = cursor.at;
-            // The pairs were read before, or are our own.
-            let found = cursor.text().ok()?;
-            let kind = Kind::of(cursor.u32().ok()?)?;
-            cursor.skip(kind).ok()?;
+            let found = cursor.pair().ok()?.key;
             (found == key).then_some(begin..cursor.at)
         })
+    }
+
+    /// The pairs, which were read before or are our own.
+    fn cursor(&self) -> Cursor<'_> {
+        Cursor { path: Path::new(""), bytes: &self.bytes, at: 0 }
     }
 }
 
@@ -120,6 +130,13 @@ impl Kind {
     }
 }
 
+/// A key and its value.
+struct Pair<'a> {
+    key: &'a str,
+    kind: Kind,
+    value: Cursor<'a>,
+}
+
 /// Reads a file from the front; no read leaves it.
 struct Cursor<'a> {
     path: &'a Path,
@@ -150,11 +167,22 @@ impl<'a> Cursor<'a> {
         Ok(u64::from(self.u32()?) | u64::from(self.u32()?) << 32)
     }
 
-    fn text(&mut self) -> Result<String, CheckpointError> {
+    fn text(&mut self) -> Result<&'a str, CheckpointError> {
         let length = self.u64()?;
         let bytes = self.take(length)?;
-        let text = std::str::from_utf8(bytes);
-        text.map(str::to_owned).map_err(|e| self.wrong("UTF-8", e.valid_up_to() as u64))
+        std::str::from_utf8(bytes).map_err(|e| self.wrong("UTF-8", e.valid_up_to() as u64))
+    }
+
+    fn pair(&mut self) -> Result<Pair<'a>, CheckpointError> {
+        let key = self.text()?;
+        let id = self.u32()?;
+        let Some(kind) = Kind::of(id) else {
+            return Err(self.wrong("the type of a value", id.into()));
+        };
+        let begin = self.at;
+        self.skip(kind)?;
+        let value = Cursor { path: self.path, bytes: &self.bytes[begin..self.at], at: 0 };
+        Ok(Pair { key, kind, value })
     }
 
     /// A count of things that take at least `least` bytes each.
@@ -191,7 +219,10 @@ impl<'a> Cursor<'a> {
 }
 
 /// Reads the header; checks every offset.
-pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Metadata), CheckpointError> {
+///
+/// The tensor infos are read twice: what is made of them depends on where the last one ends, and
+/// is allocated once.
+pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata), CheckpointError> {
     let mut cursor = Cursor { path, bytes: map.bytes(), at: 0 };
     let magic = cursor.u32()?;
     if magic != u32::from_le_bytes(*MAGIC) {
@@ -208,11 +239,26 @@ pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Metadata), 
         return Err(cursor.wrong("a count of tensors that fits into the file", tensors));
     }
     let metadata = read_pairs(&mut cursor)?;
-    let infos: Result<Vec<_>, _> = (0..tensors).map(|_| read_info(&mut cursor)).collect();
-    let file = map.bytes().len() as u64;
+    let (infos, file) = (cursor.at, map.bytes().len() as u64);
+    let mut room = 0;
+    for _ in 0..tensors {
+        room += read_info(&mut cursor)?.room(file);
+    }
+    if u32::try_from(room).is_err() {
+        return Err(cursor.wrong("tensor infos of less than 2^32 bytes", room as u64));
+    }
     // Without data there may be no padding either.
     let start = (cursor.at as u64).next_multiple_of(metadata.alignment).min(file);
-    let entries = place(path, infos?, start, file, metadata.alignment)?;
+    let mut entries = FileEntries::new(start as usize, room);
+    cursor.at = infos;
+    for _ in 0..tensors {
+        let info = read_info(&mut cursor)?;
+        let checked = info.check(file - start, metadata.alignment);
+        let (dtype, shape, data) =
+            checked.map_err(|problem| CheckpointError::tensor(path, info.name, problem))?;
+        entries.push(info.name, dtype, &shape, data);
+    }
+    check_apart(path, &entries, file - start)?;
     Ok((entries, metadata))
 }
 
@@ -220,20 +266,9 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
     let pairs = cursor.count(8 + 4 + 1)?;
     let begin = cursor.at;
     let mut alignment = ALIGNMENT;
-    let mut architecture = None;
     for _ in 0..pairs {
-        let key = cursor.text()?;
-        let id = cursor.u32()?;
-        let Some(kind) = Kind::of(id) else {
-            return Err(cursor.wrong("the type of a value", id.into()));
-        };
-        let value: Range<usize> = {
-            let begin = cursor.at;
-            cursor.skip(kind)?;
-            begin..cursor.at
-        };
-        let mut value = Cursor { path: cursor.path, bytes: &cursor.bytes[value], at: 0 };
-        match (key.as_str(), kind) {
+        let Pair { key, kind, mut value } = cursor.pair()?;
+        match (key, kind) {
             ("general.alignment", Kind::Fixed(4)) => alignment = u64::from(value.u32()?),
             // `LLM_KV_SPLIT_COUNT` of llama.cpp: u16.
             ("split.count", Kind::Fixed(2)) => {
@@ -248,7 +283,7 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
                     });
                 }
             }
-            ("general.architecture", Kind::String) => architecture = Some(value.text()?),
+            (ARCHITECTURE, Kind::String) => _ = value.text()?,
             _ => {}
         }
     }
@@ -256,70 +291,73 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
         return Err(cursor.wrong("an alignment that is a power of two up to 2^20", alignment));
     }
     let bytes = cursor.bytes[begin..cursor.at].to_vec();
-    Ok(Metadata { pairs, bytes, alignment, architecture })
+    Ok(Metadata { pairs, bytes, alignment })
 }
 
 /// A tensor as the header describes it: name, axes (the contiguous one first), type, offset.
-struct Info {
-    name: String,
+struct Info<'a> {
+    name: &'a str,
     axes: Vec<u64>,
     id: u32,
     offset: u64,
 }
 
-fn read_info(cursor: &mut Cursor<'_>) -> Result<Info, CheckpointError> {
+fn read_info<'a>(cursor: &mut Cursor<'a>) -> Result<Info<'a>, CheckpointError> {
     let name = cursor.text()?;
     let count = cursor.u32()?;
     if count > MAX_AXES {
         let problem = TensorProblem::Axes { most: MAX_AXES, found: count };
-        return Err(CheckpointError::tensor(cursor.path, &name, problem));
+        return Err(CheckpointError::tensor(cursor.path, name, problem));
     }
     let axes: Result<Vec<u64>, _> = (0..count).map(|_| cursor.u64()).collect();
     Ok(Info { name, axes: axes?, id: cursor.u32()?, offset: cursor.u64()? })
 }
 
-/// Checks types, sizes and offsets, and that no two tensors overlap.
-fn place(
-    path: &Path,
-    infos: Vec<Info>,
-    start: u64,
-    file: u64,
-    alignment: u64,
-) -> Result<Vec<Entry>, CheckpointError> {
-    let limit = file - start;
-    let mut entries = Vec::with_capacity(infos.len());
-    for info in infos {
-        let wrong = |problem| CheckpointError::tensor(path, &info.name, problem);
-        let Some(dtype) = DataType::of_ggml(info.id) else {
-            return Err(wrong(TensorProblem::UnknownDtype { found: info.id.to_string() }));
+impl Info<'_> {
+    /// The most bytes that it takes as an entry of a file of so many bytes.
+    fn room(&self, file: u64) -> usize {
+        let numbers = self.axes.iter().chain([&self.offset, &file]);
+        entry::room(self.name.len()) + numbers.map(|&number| leb128::width(number)).sum::<usize>()
+    }
+
+    /// Checks type, size and offset in so many bytes of data.
+    fn check(
+        &self,
+        limit: u64,
+        alignment: u64,
+    ) -> Result<(DataType, Vec<usize>, Range<u64>), TensorProblem> {
+        let Some(dtype) = DataType::of_ggml(self.id) else {
+            return Err(TensorProblem::UnknownDtype { found: self.id.to_string() });
         };
-        let axes = info.axes.iter().rev().map(|&axis| usize::try_from(axis).ok());
+        let axes = self.axes.iter().rev().map(|&axis| usize::try_from(axis).ok());
         let shape: Option<Vec<usize>> = axes.collect();
         let sized = shape.and_then(|shape| Some((dtype.bytes(&shape)? as u64, shape)));
         let Some((bytes, shape)) = sized else {
-            return Err(wrong(TensorProblem::Size { found: info.axes }));
+            return Err(TensorProblem::Size { found: self.axes.clone() });
         };
-        let begin = info.offset;
+        let begin = self.offset;
         let end = begin.saturating_add(bytes);
         if end > limit || !begin.is_multiple_of(alignment) {
             let expected = "an aligned offset and an end";
-            return Err(wrong(TensorProblem::Offsets { begin, end, expected, limit }));
+            return Err(TensorProblem::Offsets { begin, end, expected, limit });
         }
-        let [begin, end] = [begin, end].map(|offset| (start + offset) as usize);
-        let (name, shape) = (info.name.into(), shape.into());
-        entries.push(Entry { name, dtype, shape, file: 0, begin, end });
+        Ok((dtype, shape, begin..end))
     }
-    let mut order: Vec<&Entry> = entries.iter().collect();
-    order.sort_by_key(|entry| (entry.begin, entry.end));
-    for pair in order.windows(2) {
-        if pair[1].begin < pair[0].end {
-            let (begin, end) = (pair[1].begin as u64 - start, pair[1].end as u64 - start);
+}
+
+/// No two tensors may overlap.
+fn check_apart(path: &Path, entries: &FileEntries, limit: u64) -> Result<(), CheckpointError> {
+    let mut free = 0;
+    for (at, data) in entries.by_data() {
+        if data.start < free {
+            let (begin, end) = (data.start, data.end);
             let expected = "an offset behind the tensor before";
             let problem = TensorProblem::Offsets { begin, end, expected, limit };
-            return Err(CheckpointError::tensor(path, &pair[1].name, problem));
+            return Err(CheckpointError::tensor(path, entries.name(at), problem));
         }
+        free = data.end;
     }
-    Ok(entries)
+    Ok(())
 }
 
 fn text(bytes: &mut Vec<u8>, text: &str) {

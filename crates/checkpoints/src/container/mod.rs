@@ -1,21 +1,25 @@
 //! The files of a checkpoint, opened by memory map: names, shapes and bytes, without a meaning.
 //!
-//! Nothing here reads a tensor's bytes, and what is allocated is bounded by the headers, whose
-//! lengths are checked first: opening takes as long as reading the headers does.
+//! Nothing here reads a tensor's bytes: opening takes as long as reading the headers does. Their
+//! lengths are checked first, and what is made of them takes no more memory than they do; with the
+//! configs, opening takes at most the bytes of all files and 16 MB.
 
 mod entry;
 mod file;
 pub(crate) mod gguf;
 mod handles;
+mod leb128;
 pub(crate) mod safetensors;
+mod tokens;
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use self::entry::{ByName, Entry};
+use self::entry::{Entries, Entry, FileEntries};
 use self::file::{Mapped, read_text};
 use self::handles::Handles;
-use self::safetensors::{INDEX, SINGLE, WeightMap};
+use self::safetensors::{INDEX, IndexFile, SINGLE};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::{self, Json};
 use crate::tensor::Tensor;
@@ -27,7 +31,7 @@ pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 #[derive(Debug)]
 pub enum Metadata {
     /// `__metadata__` of a safetensors file.
-    Safetensors(Vec<(String, String)>),
+    Safetensors(safetensors::Metadata),
     /// The key-value pairs of a GGUF file.
     Gguf(gguf::Metadata),
 }
@@ -60,8 +64,7 @@ pub(crate) struct File {
 pub struct Container {
     root: PathBuf,
     files: Vec<File>,
-    entries: Vec<Entry>,
-    by_name: ByName,
+    entries: Entries,
     config: Option<Json>,
     quant_config: Option<Json>,
     sidecars: Vec<PathBuf>,
@@ -102,27 +105,28 @@ impl Container {
                 return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
             }
         };
-        container.index(entries)?;
+        container.index(vec![entries])?;
         Ok(container)
     }
 
     fn open_folder(root: &Path) -> Result<Self, CheckpointError> {
         let mut container = Self::empty(root);
         let index = root.join(INDEX);
-        let entries = if index.is_file() {
-            container.add_shards(&index)?
+        if index.is_file() {
+            container.add_shards(&index)?;
         } else {
             let mut entries = Vec::new();
             for path in shards_without_index(root)? {
-                entries.extend(container.add_safetensors(path)?);
+                entries.push(container.add_safetensors(path)?);
             }
-            entries
-        };
-        container.index(entries)?;
-        // Configs name modules: what they may take grows with what there is.
-        let bytes = container.files.iter().map(|file| file.map.bytes().len()).sum::<usize>();
-        container.config = optional_json(&root.join(CONFIG), bytes)?;
-        container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes)?;
+            container.index(entries)?;
+        }
+        // Configs name modules: what they may take grows with what there is beside the headers, of
+        // which the entries are made. Each of the two may take half of it.
+        let files = container.files.iter().zip(container.entries.starts());
+        let bytes = files.map(|(file, start)| file.map.bytes().len() - start).sum::<usize>();
+        container.config = optional_json(&root.join(CONFIG), bytes / 2)?;
+        container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes / 2)?;
         container.find_sidecars()?;
         Ok(container)
     }
@@ -131,8 +135,7 @@ impl Container {
         Self {
             root: root.to_owned(),
             files: Vec::new(),
-            entries: Vec::new(),
-            by_name: ByName::default(),
+            entries: Entries::default(),
             config: None,
             quant_config: None,
             sidecars: Vec::new(),
@@ -142,67 +145,68 @@ impl Container {
     }
 
     /// Opens the shards that an index names; the tensors come in the order of the index.
-    fn add_shards(&mut self, index: &Path) -> Result<Vec<Entry>, CheckpointError> {
-        let index = (index, safetensors::read_index(index)?);
-        let mut found = Vec::with_capacity(index.1.tensors.len());
-        for (at, shard) in index.1.shards.iter().enumerate() {
-            let opened = self.add_safetensors(self.root.join(shard));
-            found.extend(opened.map_err(|error| index.1.blame(error, at))?);
+    fn add_shards(&mut self, path: &Path) -> Result<(), CheckpointError> {
+        let index = IndexFile::open(path)?;
+        let mut shards: HashMap<String, usize> = HashMap::new();
+        let mut entries = Vec::new();
+        for pair in index.pairs() {
+            let (tensor, shard) = pair?;
+            if !shards.contains_key(&*shard) {
+                let opened = self.add_safetensors(self.root.join(&*shard));
+                entries.push(opened.map_err(|error| blame(error, &tensor))?);
+                shards.insert(shard.into_owned(), shards.len());
+            }
         }
-        let order = self.order(&index, &found)?;
-        let mut found: Vec<Option<Entry>> = found.into_iter().map(Some).collect();
-        Ok(order.into_iter().filter_map(|at| found[at].take()).collect())
+        self.index(entries)?;
+        self.order(&index, &shards)
     }
 
-    /// Where the tensors of the index are among those of the shards: each once, in its shard.
+    /// Puts the tensors into the order of the index, which names each once, in its shard.
     fn order(
-        &self,
-        (path, index): &(&Path, WeightMap),
-        found: &[Entry],
-    ) -> Result<Vec<usize>, CheckpointError> {
-        let by_name = self.by_name(found)?;
-        let mut named = vec![false; found.len()];
-        let mut order = Vec::with_capacity(index.tensors.len());
-        for (name, shard) in &index.tensors {
-            match by_name.find(found, name).filter(|&at| found[at].file == *shard && !named[at]) {
-                Some(at) => {
-                    named[at] = true;
-                    order.push(at);
-                }
+        &mut self,
+        index: &IndexFile<'_>,
+        shards: &HashMap<String, usize>,
+    ) -> Result<(), CheckpointError> {
+        const UNNAMED: u32 = u32::MAX;
+        let mut order = vec![UNNAMED; self.len()];
+        for (place, pair) in (0..).zip(index.pairs()) {
+            let (name, shard) = pair?;
+            let in_shard = |at: usize| shards.get(&*shard) == Some(&self.entries.file(at));
+            let found = self.entries.find(&name);
+            match found.filter(|&at| in_shard(at) && order[at] == UNNAMED) {
+                Some(at) => order[at] = place,
                 None => {
-                    let problem =
-                        TensorProblem::NotThere { expected: index.shards[*shard].clone() };
-                    return Err(CheckpointError::tensor(path, name, problem));
+                    let problem = TensorProblem::NotThere { expected: shard.into_owned() };
+                    return Err(CheckpointError::tensor(index.path(), &name, problem));
                 }
             }
         }
-        if let Some(at) = named.iter().position(|named| !named) {
-            let (path, expected) = (&self.files[found[at].file].path, INDEX.to_owned());
-            let problem = TensorProblem::NotThere { expected };
-            return Err(CheckpointError::tensor(path, &found[at].name, problem));
+        if let Some(at) = order.iter().position(|&place| place == UNNAMED) {
+            let path = &self.files[self.entries.file(at)].path;
+            let problem = TensorProblem::NotThere { expected: INDEX.to_owned() };
+            return Err(CheckpointError::tensor(path, self.entries.get(at).name, problem));
         }
-        Ok(order)
+        self.entries.reorder(&order);
+        Ok(())
     }
 
-    /// The places of tensors of the opened files; no two have a name.
-    fn by_name(&self, entries: &[Entry]) -> Result<ByName, CheckpointError> {
-        ByName::new(entries).map_err(|at| {
-            let (path, name) = (&self.files[entries[at].file].path, &entries[at].name);
-            CheckpointError::tensor(path, name, TensorProblem::Duplicate)
-        })
-    }
-
-    fn add_safetensors(&mut self, path: PathBuf) -> Result<Vec<Entry>, CheckpointError> {
+    fn add_safetensors(&mut self, path: PathBuf) -> Result<FileEntries, CheckpointError> {
         let map = Mapped::open(&path)?;
-        let (mut entries, metadata) = safetensors::read(&path, &map)?;
-        entries.iter_mut().for_each(|entry| entry.file = self.files.len());
+        let (entries, metadata) = safetensors::read(&path, &map)?;
         self.files.push(File { path, map, metadata: Metadata::Safetensors(metadata) });
         Ok(entries)
     }
 
-    fn index(&mut self, entries: Vec<Entry>) -> Result<(), CheckpointError> {
-        self.by_name = self.by_name(&entries)?;
-        self.entries = entries;
+    /// Makes the tensors of the opened files those of the container; no two have a name.
+    fn index(&mut self, files: Vec<FileEntries>) -> Result<(), CheckpointError> {
+        let found: usize = files.iter().map(FileEntries::len).sum();
+        if u32::try_from(found).is_err() {
+            let (path, expected) = (self.root.clone(), "less than 2^32 tensors");
+            return Err(CheckpointError::Header { path, expected, found: found as u64 });
+        }
+        self.entries = Entries::new(files).map_err(|(file, name)| {
+            CheckpointError::tensor(&self.files[file].path, &name, TensorProblem::Duplicate)
+        })?;
         Ok(())
     }
 
@@ -240,7 +244,7 @@ impl Container {
 
     /// Whether there is no tensor.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.entries.len() == 0
     }
 
     /// The tensors, in the order of the index or of the header.
@@ -254,24 +258,20 @@ impl Container {
     }
 
     pub(crate) fn position(&self, name: &str) -> Option<usize> {
-        self.by_name.find(&self.entries, name)
+        self.entries.find(name)
     }
 
     /// The file of a tensor, by its place among [`file_names`](Self::file_names).
     pub(crate) fn file_of(&self, at: usize) -> usize {
-        self.entries[at].file
+        self.entries.file(at)
     }
 
     pub(crate) fn tensor(&self, at: usize) -> Tensor<'_> {
-        let entry = &self.entries[at];
-        let file = &self.files[entry.file];
-        Tensor {
-            name: (*entry.name).into(),
-            file: &file.path,
-            dtype: entry.dtype,
-            shape: (*entry.shape).into(),
-            bytes: file.map.bytes()[entry.begin..entry.end].into(),
-        }
+        let Entry { name, dtype, shape, data } = self.entries.get(at);
+        let file = &self.files[self.entries.file(at)];
+        let bytes = &file.map.bytes()[data];
+        let (name, shape, bytes) = (name.into(), shape.into(), bytes.into());
+        Tensor { name, file: &file.path, dtype, shape, bytes }
     }
 
     /// Where bytes that a tensor of this container borrows lie: the file, by its place among
@@ -327,9 +327,7 @@ impl Container {
     /// A field of the first safetensors file's `__metadata__`.
     pub fn metadata_text(&self, key: &str) -> Option<&str> {
         match self.metadata()? {
-            Metadata::Safetensors(fields) => {
-                fields.iter().find(|(name, _)| name == key).map(|(_, text)| text.as_str())
-            }
+            Metadata::Safetensors(texts) => texts.get(key),
             Metadata::Gguf(_) => None,
         }
     }
@@ -385,12 +383,22 @@ fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(found)
 }
 
-/// A config, if it is there, beside files of so many bytes.
-fn optional_json(path: &Path, files: usize) -> Result<Option<Json>, CheckpointError> {
+/// An error of the file system about a shard, as one of the first tensor that it should have.
+fn blame(error: CheckpointError, tensor: &str) -> CheckpointError {
+    match error {
+        CheckpointError::Io { path: file, source } => {
+            CheckpointError::TensorIo { file, tensor: tensor.to_owned(), source }
+        }
+        error => error,
+    }
+}
+
+/// A config, if it is there, whose values may take so many bytes and 6 MB.
+fn optional_json(path: &Path, bytes: usize) -> Result<Option<Json>, CheckpointError> {
     if !path.is_file() {
         return Ok(None);
     }
-    let parsed = Json::parse_within(&read_text(path)?, files.saturating_add(json::FREE / 2));
+    let parsed = Json::parse_within(&read_text(path)?, bytes.saturating_add(json::FREE / 2));
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
     parsed.map(Some).map_err(json)
 }

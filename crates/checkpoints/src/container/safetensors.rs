@@ -4,15 +4,18 @@
 //! The format: <https://github.com/huggingface/safetensors#format>. The index:
 //! `model.safetensors.index.json` of huggingface_hub (`serialization/_base.py`).
 
-use std::collections::HashMap;
+use std::borrow::Cow;
 use std::fmt;
+use std::marker::PhantomData;
 use std::path::Path;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::entry::Entry;
-use super::file::{MAX_TEXT, Mapped, read_text};
+use super::entry::FileEntries;
+use super::file::{MAX_TEXT, Mapped};
+use super::leb128::Rest;
+use super::tokens::{self, LONGEST, Outline};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::Json;
@@ -22,31 +25,107 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The name of the only file of a folder.
 pub(crate) const SINGLE: &str = "model.safetensors";
 
+/// The field of a header that is no tensor.
+const METADATA: &str = "__metadata__";
+/// The field of an index that names the shards.
+const WEIGHT_MAP: &str = "weight_map";
+
 /// Most axes of a tensor; torch has no more.
 const MAX_AXES: usize = 64;
 
-/// `__metadata__`.
-type Texts = Vec<(String, String)>;
+/// `__metadata__` of a file: texts by their keys, in its order.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Container, Metadata};
+///
+/// # let path = format!("burn-fp4-metadata-{}.safetensors", std::process::id());
+/// # let path = std::env::temp_dir().join(path);
+/// let header = br#"{"__metadata__":{"format":"pt","step":"7"}}"#;
+/// let file = [&(header.len() as u64).to_le_bytes()[..], &header[..]].concat();
+/// std::fs::write(&path, file)?;
+/// let container = Container::open(&path)?;
+/// let Some(Metadata::Safetensors(metadata)) = container.metadata() else { panic!() };
+/// assert_eq!(metadata.get("format"), Some("pt"));
+/// assert_eq!(metadata.iter().last(), Some(("step", "7")));
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, PartialEq, Default)]
+pub struct Metadata {
+    /// Keys and texts in turn, each behind its length.
+    bytes: Vec<u8>,
+}
+
+impl Metadata {
+    /// The keys, each with its text.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.pairs().map(|(key, text)| (utf8(key), utf8(text)))
+    }
+
+    /// The text of a key; if it stands there twice, the first.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.pairs().find(|(name, _)| *name == key.as_bytes()).map(|(_, text)| utf8(text))
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        let mut rest = Rest(&self.bytes);
+        std::iter::from_fn(move || (!rest.0.is_empty()).then(|| (rest.bytes(), rest.bytes())))
+    }
+
+    /// Of the fields of an object, which serde_json has read.
+    fn of(fields: &[u8]) -> Result<Self, serde_json::Error> {
+        let rooms = tokens::fields(fields)
+            .map(|(key, text)| tokens::text_room(key) + text.map_or(0, tokens::text_room));
+        let mut bytes = Vec::with_capacity(rooms.sum());
+        for (key, text) in tokens::fields(fields) {
+            let wrong = |what| {
+                let key = String::from_utf8_lossy(key);
+                serde_json::Error::custom(format_args!("`{METADATA}`: `{key}`: {what}"))
+            };
+            let text = text.ok_or_else(|| wrong("expected a string"))?;
+            tokens::push(&mut bytes, key).map_err(wrong)?;
+            tokens::push(&mut bytes, text).map_err(wrong)?;
+        }
+        Ok(Self { bytes })
+    }
+}
+
+impl fmt::Debug for Metadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}
+
+fn utf8(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("it was a text")
+}
 
 /// Reads the header; checks every offset.
-pub(super) fn read(path: &Path, map: &Mapped) -> Result<(Vec<Entry>, Texts), CheckpointError> {
+///
+/// What is kept of it takes less than it does, and is allocated once.
+pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata), CheckpointError> {
     let (header, data) = split(path, map.bytes())?;
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "header", source };
-    let header: Header = serde_json::from_slice(header).map_err(json)?;
-    let start = (map.bytes().len() - data.len()) as u64;
-    let mut entries = Vec::with_capacity(header.tensors.len());
-    for (name, raw) in header.tensors {
-        let entry = raw
-            .check(data.len() as u64)
-            .map_err(|problem| CheckpointError::tensor(path, &name, problem));
-        let (dtype, shape) = entry?;
-        // Within the data, so within an address space.
-        let [begin, end] = raw.data_offsets.map(|offset| (start + offset) as usize);
-        let (name, shape) = (name.into(), shape.into());
-        entries.push(Entry { name, dtype, shape, file: 0, begin, end });
+    let outline = Outline::of(header, METADATA).map_err(|found| too_long(path, found))?;
+    let limit = data.len() as u64;
+    let mut entries = FileEntries::new(map.bytes().len() - data.len(), outline.room);
+    let long = outline.longest > LONGEST;
+    let mut deserializer = serde_json::Deserializer::from_slice(header);
+    let tensors = Tensors { entries: &mut entries, limit, long };
+    let wrong = deserializer.deserialize_map(tensors).map_err(json)?;
+    deserializer.end().map_err(json)?;
+    let metadata = outline.texts.map(|texts| Metadata::of(&header[texts..]));
+    let metadata = metadata.transpose().map_err(json)?.unwrap_or_default();
+    if let Some((name, problem)) = wrong {
+        return Err(CheckpointError::tensor(path, &name, problem));
     }
-    check_cover(path, &entries, start, data.len() as u64)?;
-    Ok((entries, header.metadata))
+    check_cover(path, &entries, limit)?;
+    Ok((entries, metadata))
+}
+
+fn too_long(path: &Path, found: u64) -> CheckpointError {
+    let expected = "names, numbers and nesting of at most 1,048,576 bytes each";
+    CheckpointError::Header { path: path.to_owned(), expected, found }
 }
 
 /// The JSON text and the data behind it.
@@ -67,40 +146,33 @@ fn split<'a>(path: &Path, bytes: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), Check
 }
 
 /// The tensors must cover the data, without holes and overlaps.
-fn check_cover(
-    path: &Path,
-    entries: &[Entry],
-    start: u64,
-    limit: u64,
-) -> Result<(), CheckpointError> {
-    let mut order: Vec<&Entry> = entries.iter().collect();
-    order.sort_by_key(|entry| (entry.begin, entry.end));
-    let mut covered = start;
-    for entry in &order {
-        if entry.begin as u64 != covered {
-            let (begin, end) = (entry.begin as u64 - start, entry.end as u64 - start);
+fn check_cover(path: &Path, entries: &FileEntries, limit: u64) -> Result<(), CheckpointError> {
+    let mut covered = 0;
+    for (at, data) in entries.by_data() {
+        if data.start != covered {
+            let (begin, end) = (data.start, data.end);
             let expected = "the byte after the tensor before";
             let problem = TensorProblem::Offsets { begin, end, expected, limit };
-            return Err(CheckpointError::tensor(path, &entry.name, problem));
+            return Err(CheckpointError::tensor(path, entries.name(at), problem));
         }
-        covered = entry.end as u64;
+        covered = data.end;
     }
-    if covered != start + limit {
+    if covered != limit {
         let expected = "tensors that cover the data; it has more bytes than these";
-        let found = covered - start;
+        let found = covered;
         return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
     }
     Ok(())
 }
 
-struct Header {
-    metadata: Texts,
-    tensors: Vec<(String, RawEntry)>,
-}
+/// A name, borrowed from the header where it has no escapes.
+#[derive(Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
 #[derive(Deserialize)]
-struct RawEntry {
-    dtype: String,
+struct RawEntry<'a> {
+    #[serde(borrow)]
+    dtype: Cow<'a, str>,
     shape: Axes,
     data_offsets: [u64; 2],
 }
@@ -135,10 +207,10 @@ impl<'de> Deserialize<'de> for Axes {
     }
 }
 
-impl RawEntry {
+impl RawEntry<'_> {
     fn check(&self, limit: u64) -> Result<(DataType, Vec<usize>), TensorProblem> {
         let Some(dtype) = DataType::named(&self.dtype) else {
-            return Err(TensorProblem::UnknownDtype { found: self.dtype.clone() });
+            return Err(TensorProblem::UnknownDtype { found: self.dtype.to_string() });
         };
         let shape: Option<Vec<usize>> =
             self.shape.0.iter().map(|&axis| usize::try_from(axis).ok()).collect();
@@ -158,130 +230,142 @@ impl RawEntry {
     }
 }
 
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct HeaderVisitor;
+/// Reads a header into entries, until one is wrong; what is no JSON comes before that.
+struct Tensors<'e> {
+    entries: &'e mut FileEntries,
+    /// Bytes of data in the file.
+    limit: u64,
+    /// Whether serde_json only skips the texts of `__metadata__`.
+    long: bool,
+}
 
-        impl<'de> Visitor<'de> for HeaderVisitor {
-            type Value = Header;
+impl<'de> Visitor<'de> for Tensors<'_> {
+    /// The first tensor that is wrong.
+    type Value = Option<(String, TensorProblem)>;
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensors")
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
+        let mut wrong = None;
+        while let Some(Name(name)) = access.next_key()? {
+            if name == METADATA {
+                let skipped = match self.long {
+                    true => access.next_value::<Fields<IgnoredAny>>().map(drop),
+                    false => access.next_value::<Fields<String>>().map(drop),
+                };
+                skipped.map_err(|e| A::Error::custom(format_args!("`{METADATA}`: {e}")))?;
+                continue;
             }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Header, A::Error> {
-                let mut header = Header { metadata: Vec::new(), tensors: Vec::new() };
-                while let Some(name) = access.next_key::<String>()? {
-                    let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
-                    if name == "__metadata__" {
-                        let Fields(texts) = access
-                            .next_value()
-                            .map_err(|e| A::Error::custom(format_args!("`__metadata__`: {e}")))?;
-                        header.metadata = texts;
-                    } else {
-                        let raw = access.next_value().map_err(named)?;
-                        header.tensors.push((name, raw));
-                    }
+            let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
+            let raw: RawEntry<'_> = access.next_value().map_err(named)?;
+            if wrong.is_some() {
+                continue;
+            }
+            match raw.check(self.limit) {
+                Ok((dtype, shape)) => {
+                    let [begin, end] = raw.data_offsets;
+                    self.entries.push(&name, dtype, &shape, begin..end);
                 }
-                Ok(header)
+                Err(problem) => wrong = Some((name.into_owned(), problem)),
             }
         }
-
-        deserializer.deserialize_map(HeaderVisitor)
+        Ok(wrong)
     }
 }
 
-/// The fields of an object whose values are texts.
-struct Fields(Texts);
+/// An object of texts, of which nothing is kept: of values `V`, which are texts or not looked at.
+struct Fields<V>(PhantomData<V>);
 
-impl<'de> Deserialize<'de> for Fields {
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for Fields<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut fields = Vec::new();
-        deserializer.deserialize_map(EachText(|key, text| fields.push((key, text))))?;
-        Ok(Self(fields))
+        deserializer.deserialize_map(Self(PhantomData))
     }
 }
 
-/// Does something with every field of an object whose values are texts.
-struct EachText<F>(F);
-
-impl<'de, F: FnMut(String, String)> Visitor<'de> for EachText<F> {
-    type Value = ();
+impl<'de, V: Deserialize<'de>> Visitor<'de> for Fields<V> {
+    type Value = Self;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of texts")
     }
 
-    fn visit_map<A: MapAccess<'de>>(mut self, mut access: A) -> Result<(), A::Error> {
-        while let Some(key) = access.next_key::<String>()? {
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self, A::Error> {
+        while let Some(Name(key)) = access.next_key()? {
             let named = |e| A::Error::custom(format_args!("`{key}`: {e}"));
-            let text = access.next_value::<String>().map_err(named)?;
-            (self.0)(key, text);
+            access.next_value::<V>().map_err(named)?;
         }
-        Ok(())
+        Ok(self)
     }
 }
 
 #[derive(Deserialize)]
 struct Index {
-    weight_map: WeightMap,
+    weight_map: Fields<String>,
 }
 
-/// The shards of an index, and the shard of every tensor, in its order.
-#[derive(Default)]
-pub(super) struct WeightMap {
-    pub(super) shards: Vec<String>,
-    pub(super) tensors: Vec<(Box<str>, usize)>,
+/// An index. Its text stays in the file and is gone through again for every question.
+pub(super) struct IndexFile<'p> {
+    path: &'p Path,
+    map: Mapped,
+    /// Where the fields of `weight_map` begin.
+    weight_map: usize,
 }
 
-impl<'de> Deserialize<'de> for WeightMap {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut map = Self::default();
-        // The name of a shard is there once, however many tensors it has.
-        let mut places: HashMap<String, usize> = HashMap::new();
-        deserializer.deserialize_map(EachText(|tensor: String, shard: String| {
-            let next = places.len();
-            let place = *places.entry(shard).or_insert_with_key(|shard| {
-                map.shards.push(shard.clone());
-                next
-            });
-            map.tensors.push((tensor.into(), place));
-        }))?;
-        Ok(map)
-    }
-}
-
-impl WeightMap {
-    /// An error of the file system about a shard, of the first tensor that the shard should have.
-    pub(super) fn blame(&self, error: CheckpointError, shard: usize) -> CheckpointError {
-        let first = self.tensors.iter().find(|(_, of)| *of == shard);
-        match (error, first) {
-            (CheckpointError::Io { path: file, source }, Some((name, _))) => {
-                CheckpointError::TensorIo { file, tensor: name.to_string(), source }
+impl<'p> IndexFile<'p> {
+    /// Checks an index.
+    pub(super) fn open(path: &'p Path) -> Result<Self, CheckpointError> {
+        let map = Mapped::open(path)?;
+        let text = map.bytes();
+        let found = text.len() as u64;
+        if found > MAX_TEXT {
+            let expected = "a text of at most 100,000,000 bytes";
+            return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
+        }
+        let outline = Outline::of(text, WEIGHT_MAP).map_err(|found| too_long(path, found))?;
+        if outline.longest > LONGEST {
+            return Err(too_long(path, outline.longest as u64));
+        }
+        let Index { weight_map: Fields(_) } =
+            serde_json::from_slice(text).map_err(|source| wrong_index(path, source))?;
+        let weight_map = outline.texts.unwrap_or(text.len());
+        let index = Self { path, map, weight_map };
+        for pair in index.pairs() {
+            let (_, shard) = pair?;
+            // A name, not a path: an index must not lead out of its folder.
+            let plain = !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
+            if !plain {
+                return Err(CheckpointError::Field {
+                    path: path.to_owned(),
+                    field: WEIGHT_MAP.to_owned(),
+                    expected: "names of safetensors files in the same folder",
+                    found: shard.into_owned(),
+                });
             }
-            (error, _) => error,
         }
+        Ok(index)
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &'p Path {
+        self.path
+    }
+
+    /// Each tensor and its shard, in its order.
+    pub(super) fn pairs(
+        &self,
+    ) -> impl Iterator<Item = Result<(Cow<'_, str>, Cow<'_, str>), CheckpointError>> {
+        tokens::fields(&self.map.bytes()[self.weight_map..]).map(move |(tensor, shard)| {
+            let wrong = |what| wrong_index(self.path, serde_json::Error::custom(what));
+            let shard = shard.ok_or_else(|| wrong("expected a string"))?;
+            Ok((tokens::text(tensor).map_err(wrong)?, tokens::text(shard).map_err(wrong)?))
+        })
     }
 }
 
-/// Reads an index.
-pub(super) fn read_index(path: &Path) -> Result<WeightMap, CheckpointError> {
-    let text = read_text(path)?;
-    let json = |source| CheckpointError::Json { path: path.to_owned(), what: "index", source };
-    let Index { weight_map } = serde_json::from_slice(&text).map_err(json)?;
-    for shard in &weight_map.shards {
-        // A name, not a path: an index must not lead out of its folder.
-        let plain = !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
-        if !plain {
-            return Err(CheckpointError::Field {
-                path: path.to_owned(),
-                field: "weight_map".to_owned(),
-                expected: "names of safetensors files in the same folder",
-                found: shard.clone(),
-            });
-        }
-    }
-    Ok(weight_map)
+fn wrong_index(path: &Path, source: serde_json::Error) -> CheckpointError {
+    CheckpointError::Json { path: path.to_owned(), what: "index", source }
 }
 
 /// The header of a file of these tensors, and the offset of each in the file.

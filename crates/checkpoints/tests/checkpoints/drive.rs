@@ -13,7 +13,7 @@ use burn_fp4_formats::Fp4Format;
 use super::counting::peak;
 
 /// What may be allocated beyond the size of the files.
-const SLACK: usize = 16 << 20;
+pub(crate) const SLACK: usize = 16 << 20;
 
 /// What came of a checkpoint that could be read.
 #[derive(Debug, Default, Clone, Copy)]
@@ -58,7 +58,7 @@ pub(crate) fn exercise(
 }
 
 /// Bytes of a file, or of all files of a folder.
-fn size(path: &Path) -> usize {
+pub(crate) fn size(path: &Path) -> usize {
     let length = |path: PathBuf| fs::metadata(path).map_or(0, |file| file.len() as usize);
     match fs::read_dir(path) {
         Ok(entries) => entries.flatten().map(|entry| length(entry.path())).sum(),

@@ -94,23 +94,5 @@ fn texts_do_not_take_many_times_their_length() {
     let (result, bytes) = peak(|| Checkpoint::open(&path).map(|_| ()));
     let error = result.expect_err("too many axes").to_string();
     assert!(error.contains("tensor `x`") && error.contains("at most 64 axes"), "{error}");
-    assert!(bytes < 1 << 20, "{bytes} bytes for a shape");
-}
-
-/// The worst that a header does: tensors of no data, with names of few letters. For what is
-/// usual see the test of 20 GB.
-#[test]
-fn tensors_of_nothing_take_a_small_multiple_of_their_text() {
-    const TENSORS: usize = 100_000;
-    let path = folder("hostile-names").join("x.safetensors");
-    let entry = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
-    let fields: Vec<String> = (0..TENSORS).map(|at| format!("\"{at:x}\":{entry}")).collect();
-    let header = format!("{{{}}}", fields.join(","));
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.as_bytes());
-    fs::write(&path, &file).expect("written");
-    let (checkpoint, bytes) = peak(|| Checkpoint::open(&path).expect("valid"));
-    assert_eq!(checkpoint.container().len(), TENSORS);
-    println!("{TENSORS} empty tensors: {bytes} bytes of {} of text", file.len());
-    assert!(bytes < 8 * file.len(), "{bytes} bytes");
+    assert!(bytes < file.len(), "{bytes} bytes for a shape");
 }

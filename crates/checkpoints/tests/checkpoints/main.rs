@@ -3,6 +3,7 @@
 
 mod counting;
 mod drive;
+mod headers;
 mod hostile;
 mod models;
 mod mutate;

@@ -200,7 +200,10 @@ impl Sheet {
             offsets: None,
         };
         let (metadata, gguf) = match container.metadata() {
-            Some(Metadata::Safetensors(metadata)) => (metadata.clone(), false),
+            Some(Metadata::Safetensors(metadata)) => {
+                let owned = |(key, text): (&str, &str)| (key.to_owned(), text.to_owned());
+                (metadata.iter().map(owned).collect(), false)
+            }
             Some(Metadata::Gguf(_)) => (Vec::new(), true),
             None => (Vec::new(), false),
         };

@@ -33,10 +33,11 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::UNIX_EPOCH;
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
+use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Model, Output, Reader, Start, Weight, WriteOptions,
 };
+use burn_fp4_search::{Method, RecipeScheme};
 
 use crate::checkpoint::{GGUF, Input, model, not_copied, target};
 use crate::convert::warn;
@@ -80,7 +81,11 @@ pub(crate) struct Arguments {
     options: Options,
     /// A TOML file with any of the options from --format to --calibration, without their dashes:
     /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. What is on the command line goes first:
-    /// --preset and --only each before either.
+    /// --preset and --only each before either. Only a file can choose another format, block size,
+    /// method or rule for some of the weights, or keep them dense, by tables `[[weights]]` with
+    /// their `names`, of which the last one that names a weight counts; and say by `together`
+    /// whether layers that run as one stay together, whatever the dialect is. A budget in Burn
+    /// saves such a file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
     /// Where weights are quantized; the bits are the same.
@@ -118,23 +123,23 @@ const ROOM: u64 = 256 << 20;
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = model(&checkpoint)?;
-    let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
-    let settled = options.settle(&model, arguments.out.as_deref())?;
+    let recipe = arguments.options.with_recipe(arguments.recipe.as_deref())?;
+    let settled = Settled::of(recipe, &model, arguments.out.as_deref())?;
     let dialect = &settled.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let selection = Selection::of(&model, &settled.choice)?;
     if !arguments.dry_run {
         selection.check_not_empty(&model)?;
     }
-    let scheme = settled.scheme(selection.has_tensor_scales())?;
-    let statistics = settled.calibration.as_deref().map(StatisticsFile::open).transpose()?;
-    check_statistics(&model, &selection, &settled, statistics.as_ref())?;
+    let schemes = settled.schemes(&model, &selection)?;
+    let statistics = settled.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
+    check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
     let (settings, device) = (settled.settings(), arguments.device);
     let report = Report::new(settings, device, &model, &outline, &selection, &planned);
-    let (method, statistics) = (settled.method, statistics.as_ref());
-    let units = units(&model, &selection, &planned, method, statistics);
+    let statistics = statistics.as_ref();
+    let units = units(&model, &selection, &planned, &schemes, statistics);
     let memory = memory(arguments.memory, &model, &units)?;
     let ahead = Ahead::default();
     thread::scope(|scope| {
@@ -145,7 +150,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             look(units.iter().collect());
         }
         let engine = Engine::open(device)?;
-        let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
+        let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &units)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
         let notes = settled.notes(&model).into_iter().chain(not_copied);
@@ -161,7 +166,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::Anew };
-        let output = planned.create(out, &task(&checkpoint, &options, &settled)?, start)?;
+        let output = planned.create(out, &task(&checkpoint, &settled)?, start)?;
         let todo = |unit: &&Unit| !unit.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Unit> = units.iter().filter(todo).collect();
         if arguments.resume {
@@ -219,20 +224,26 @@ fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<Checkpoin
 fn check_statistics(
     model: &Model<'_>,
     selection: &Selection,
-    settled: &Settled,
+    schemes: &[RecipeScheme],
     statistics: Option<&StatisticsFile>,
 ) -> Result<(), CliError> {
-    let Some(statistics) = statistics.filter(|_| settled.method.row().calibrated) else {
-        return Ok(());
+    let groups = selection.groups.iter().zip(schemes);
+    let calibrated = groups.filter(|(_, how)| how.method.row().calibrated);
+    let weights = |(group, how): (&Vec<usize>, &RecipeScheme)| {
+        let method = how.method;
+        let of = |&at: &usize| (&model.weights[at], method);
+        group.iter().map(of).collect::<Vec<_>>()
     };
-    let chosen = |(_, decision): &(_, &Decision)| matches!(decision, Decision::Quantize(_));
-    let chosen = model.weights.iter().zip(&selection.decisions).filter(chosen);
-    let chosen: Vec<&Weight<'_>> = chosen.map(|(weight, _)| weight).collect();
-    statistics.check_any(&chosen)?;
-    for weight in chosen {
+    let chosen: Vec<(&Weight<'_>, Method)> = calibrated.flat_map(weights).collect();
+    let Some((_, method)) = chosen.first() else { return Ok(()) };
+    let Some(statistics) = statistics else {
+        let what = format!("method `{method}` needs statistics: name them by --calibration");
+        return Err(CliError::Choice(what));
+    };
+    statistics.check_any(&chosen.iter().map(|(weight, _)| *weight).collect::<Vec<_>>())?;
+    for (weight, method) in chosen {
         let matrices = Matrices::of(model, weight);
-        let axes = [matrices.stacked, matrices.cols];
-        statistics.check(&weight.name, axes, settled.method)?;
+        statistics.check(&weight.name, [matrices.stacked, matrices.cols], method)?;
     }
     Ok(())
 }
@@ -253,12 +264,12 @@ fn memory(asked: Option<Size>, model: &Model<'_>, units: &[Unit]) -> Result<u64,
 }
 
 /// All that decides about the bytes that are written, in a line: who resumes compares it.
-fn task(checkpoint: &Checkpoint, options: &Options, settled: &Settled) -> Result<String, CliError> {
-    let options = serde_json::to_string(options).expect("texts and numbers");
-    let mut task = format!("{}; {options}; from {}", settled.settings(), checkpoint.dialect());
+fn task(checkpoint: &Checkpoint, settled: &Settled) -> Result<String, CliError> {
+    let recipe = serde_json::to_string(&settled.recipe).expect("texts and numbers");
+    let mut task = format!("{}; {recipe}; from {}", settled.settings(), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(settled.calibration.clone()) {
+    for path in files.chain(container.configs()).chain(settled.recipe.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

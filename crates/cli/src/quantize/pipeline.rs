@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Weight};
+use burn_fp4_search::RecipeScheme;
 use indicatif::ProgressBar;
 
 use super::ahead::Ahead;
@@ -34,6 +35,7 @@ pub(super) struct Work<'w, 'c> {
 /// A unit that is read, and will be quantized.
 struct Loaded<'w> {
     unit: &'w Unit,
+    how: RecipeScheme,
     floats: Floats,
     taken: Taken<'w>,
 }
@@ -97,10 +99,10 @@ fn read_ahead<'w, 'c>(
     while let Some(unit) = next() {
         work.ahead.passed(unit.bytes);
         // Who takes no more has failed, and says so.
-        let all = if unit.quantized {
+        let all = if let Some(how) = unit.how {
             let taken = work.budget.take(unit.memory);
             let floats = read(work.model, &unit.weights, &work.reader)?;
-            to_quantize.send(Loaded { unit, floats, taken }).is_ok()
+            to_quantize.send(Loaded { unit, how, floats, taken }).is_ok()
         } else {
             read_kept(work, unit, to_write)?
         };
@@ -145,9 +147,9 @@ fn quantize<'w>(
     to_write: &SyncSender<Made<'w, '_>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
-    while let Ok(Loaded { unit, floats, mut taken }) = next() {
+    while let Ok(Loaded { unit, how, floats, mut taken }) = next() {
         let (model, outline) = (work.model, work.outline);
-        let weights = work.quantizer.quantize(model, outline, &unit.weights, floats)?;
+        let weights = work.quantizer.quantize(model, outline, &unit.weights, &how, floats)?;
         taken.keep(unit.made);
         if to_write.send(Made::Quantized { unit, weights, taken }).is_err() {
             break;

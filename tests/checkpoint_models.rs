@@ -23,7 +23,7 @@ use burn_fp4::checkpoints::{
 use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
     Calibration, Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error,
-    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, TensorScaling,
+    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, Recipe, TensorScaling,
 };
 use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};
 use tests::inputs::{Random, normals};
@@ -1038,6 +1038,55 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
     let nowhere = file.join("below").join("a.safetensors");
     let error = Calibration::new().save(&nowhere, &map).unwrap_err();
     assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
+}
+
+/// As the command `fp4` reads them: by the names of the checkpoint, stacked as there.
+#[test]
+fn recipes_have_the_names_of_the_checkpoint() {
+    let device = Device::flex();
+    let unsaid = |result: Result<_, Fp4Error>| match result {
+        Err(Fp4Error::RecipeParameter { path, problem }) => (path, problem),
+        Err(error) => panic!("{error}"),
+        Ok(()) => panic!("it was said"),
+    };
+    // Stacked here, one by one there.
+    let map = CheckpointMap::new()
+        .container("Experts", 1, FileLayout::OutIn)
+        .experts("experts.up", "experts.{}.up_proj.weight");
+    let dense = seeded(mixture(&device), 3);
+    let (mut first, mut again) = (dense.clone(), dense.clone());
+    let config = Fp4Config::mxfp4().container("Experts", 1).exclude("**.up_bias");
+    let recipe = first.quantize_fp4(&config).unwrap().recipe(&map).unwrap();
+    let names: Vec<_> = (0..EXPERTS).map(|at| format!("experts.{at}.up_proj.weight")).collect();
+    assert_eq!(recipe.weights[1].names, names);
+    again.quantize_fp4(&Fp4Config::of_recipe(&recipe, &dense, &map).unwrap()).unwrap();
+    assert!(first.experts.up.reparameterization::<PackedWeight>().is_some());
+    assert_eq!(floats(again.experts.up.val()), floats(first.experts.up.val()));
+    let one = Recipe::parse("[[weights]]\nnames = [\"experts.1.*\"]\nformat = \"dense\"\n");
+    let config = Fp4Config::of_recipe(&one.unwrap(), &dense, &map);
+    let (path, problem) = unsaid(config.map(drop));
+    assert!(path == "experts.up" && problem.contains("several tensors"), "{path}: {problem}");
+
+    // The other way round.
+    let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up_proj");
+    let dense = seeded(separate(&device), 4);
+    let config = Fp4Config::mxfp4();
+    let recipe = dense.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
+    assert_eq!(recipe.weights[1].names, ["experts.up_proj"]);
+    let of = Fp4Config::of_recipe(&recipe, &dense, &map).unwrap();
+    assert_eq!(of.include, [0, 1, 2].map(|at| format!("experts.{at}.up.weight")));
+    let report = dense.clone().quantize_fp4(&config.exclude("experts.1.**")).unwrap();
+    let (path, problem) = unsaid(report.recipe(&map).map(drop));
+    assert!(path == "experts.1.up.weight" && problem.contains("`experts.up_proj`"), "{problem}");
+
+    // Two parameters of one tensor.
+    let map = CheckpointMap::new().tie("head.weight", "embed.weight");
+    let module = tied(&device);
+    let config = Fp4Config::mxfp4().container("Embedding", 1);
+    let recipe = module.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
+    assert_eq!(recipe.weights[1].names, ["embed.weight"]);
+    let of = Fp4Config::of_recipe(&recipe, &module, &map).unwrap();
+    assert_eq!(of.include, ["embed.weight", "head.weight"]);
 }
 
 #[derive(Module, Debug)]

@@ -107,7 +107,7 @@ pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteRep
 
 /// Tensors are named as `transformers` does, where a module around the decoder has the output
 /// layer.
-fn names() -> CheckpointMap {
+pub fn names() -> CheckpointMap {
     CheckpointMap::new()
         .rename(r"^model\.", "")
         .rename_back(r"^(embed_tokens|layers|norm)\.", "model.$1.")

@@ -26,7 +26,7 @@ mod tokens;
 mod train;
 
 pub use config::{LlamaConfig, ModelType};
-pub use folder::{Folder, create};
+pub use folder::{Folder, create, names};
 pub use generate::{Generated, Sampling, generate};
 pub use model::{Cache, Llama, Projection};
 pub use perplexity::{Perplexity, Windows, perplexity};

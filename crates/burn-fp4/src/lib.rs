@@ -41,8 +41,9 @@ pub use burn_fp4_modules::{
     FakeQuantizeConfig, Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear,
     Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
-    PackedWeight, ParameterReport, Reason, Replay, ReplayError, ReplayParts, ReplayTensors,
-    Sensitivity, Unused, WriteReport, checkpoints, ops,
+    PackedWeight, ParameterReport, Reason, Recipe, RecipeError, RecipeFormat, RecipeScheme,
+    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, Unused,
+    WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::{CheckpointError, TensorProblem};
-use burn_fp4_search::SearchError;
+use burn_fp4_search::{RecipeError, SearchError};
 
 use crate::size::Size;
 
@@ -60,16 +60,9 @@ pub(crate) enum CliError {
         /// What is allowed.
         found: Size,
     },
-    /// A recipe is not understood.
-    #[error("{path}: line {line}: {problem}", path = .path.display())]
-    Recipe {
-        /// The file.
-        path: PathBuf,
-        /// Where.
-        line: usize,
-        /// Why.
-        problem: String,
-    },
+    /// A recipe cannot be read, or its choices do not go together.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
     /// Choices that exclude each other.
     #[error("{0}")]
     Choice(String),
@@ -218,7 +211,8 @@ impl CliError {
         match self {
             Self::Checkpoint(CheckpointError::Io { source, .. })
             | Self::Checkpoint(CheckpointError::TensorIo { source, .. })
-            | Self::File { source, .. } => Some(source),
+            | Self::File { source, .. }
+            | Self::Recipe(RecipeError::File { source, .. }) => Some(source),
             _ => None,
         }
     }

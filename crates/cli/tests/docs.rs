@@ -51,9 +51,11 @@ fn the_commands_of_the_page_do_what_it_says() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let recipes = blocks(&page, "toml");
-    fs::write(folder.path().join("recipe.toml"), recipes[0]).expect("a recipe");
-    assert_eq!((run(&page, folder.path()), recipes.len()), (9, 1));
-    for made in ["model-nvfp4/tokenizer.json", "model.gguf", "errors.html", "model-modelopt"] {
+    for (name, recipe) in ["recipe.toml", "mixed.toml"].iter().zip(&recipes) {
+        fs::write(folder.path().join(name), recipe).expect("a recipe");
+    }
+    assert_eq!((run(&page, folder.path()), recipes.len()), (10, 2));
+    for made in ["model-nvfp4/tokenizer.json", "model.gguf", "model-mixed", "model-modelopt"] {
         assert!(folder.path().join(made).exists(), "{made}");
     }
 }

@@ -2,6 +2,7 @@
 
 mod model;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -452,9 +453,142 @@ fn a_recipe_says_the_same_as_the_command_line() {
     let expected = serde_json::json!({
         "format": "nvfp4", "block_size": 16, "dialect": "compressed-tensors", "method": "amax",
         "rule": "te", "preset": null, "only": ["*.o_proj"], "keep": ["*.0.*"],
-        "first_layers_high_precision": 0, "last_layers_high_precision": 0, "calibration": null,
+        "first_layers_high_precision": 0, "last_layers_high_precision": 0, "together": null,
+        "calibration": null, "weights": [],
     });
     assert_eq!(*settings, expected);
+}
+
+/// Format, codes and block scales of what is quantized, by name.
+fn packed(path: &Path) -> BTreeMap<String, (String, Vec<u8>, Vec<u8>)> {
+    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+    let weights = checkpoint.weights().expect("weights");
+    let packed = weights.iter().filter_map(|weight| match &weight.value {
+        Value::Fp4(fp4) => {
+            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
+            Some((weight.name.clone(), (weight.kind(), codes, scales)))
+        }
+        Value::Plain(_) | Value::Fp8(_) => None,
+    });
+    packed.collect()
+}
+
+/// A recipe with other formats for some weights.
+const MIXED: &str = r#"
+method = "amax"
+
+[[weights]]
+names = ["*.mlp.*"]
+format = "mxfp4"
+
+[[weights]]
+names = ["*.1.*.down_proj", "*.o_proj"]
+format = "dense"
+
+[[weights]]
+names = ["model.layers.0.self_attn.o_proj.weight"]
+format = "nvfp4"
+method = "sse"
+"#;
+
+#[test]
+fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("mixed.toml"), MIXED).expect("a recipe");
+    for (dialect, says) in [
+        ("modelopt", "MIXED_PRECISION"),
+        ("compressed-tensors", "mixed-precision"),
+        ("mlx", "mxfp4"),
+        ("gguf", ""),
+    ] {
+        let end = if dialect == "gguf" { ".gguf" } else { "" };
+        let made = |name: &str, options: &str| {
+            let out = format!("{dialect}-{name}{end}");
+            let command = format!("quantize model --out {out} --dialect {dialect} {options}");
+            succeeds(folder.path(), &command);
+            folder.path().join(out)
+        };
+        let mixed = made("mixed", "--recipe mixed.toml");
+        let found = packed(&mixed);
+        let nvfp4 = packed(&made("nvfp4", "--method amax"));
+        let mxfp4 = packed(&made("mxfp4", "--method amax --format mxfp4"));
+        let sse = packed(&made("sse", "--method sse"));
+        assert_eq!((found.len(), nvfp4.len()), (12, 14), "{dialect}");
+        for (name, found) in &found {
+            let expected = match name.as_str() {
+                name if name.contains(".mlp.") => &mxfp4,
+                "model.layers.0.self_attn.o_proj.weight" => &sse,
+                _ => &nvfp4,
+            };
+            assert!(*found == expected[name], "{dialect}: {name}: {}", found.0);
+        }
+        assert!(!found.contains_key("model.layers.1.mlp.down_proj.weight"), "{dialect}");
+        assert!(!found.contains_key("model.layers.1.self_attn.o_proj.weight"), "{dialect}");
+        if !end.is_empty() {
+            continue;
+        }
+        let config = fs::read_to_string(mixed.join("config.json")).expect("a config");
+        assert!(config.contains(says), "{config} does not say {says}");
+        // And it is the same model in another dialect.
+        let other = if dialect == "modelopt" { "compressed-tensors" } else { "modelopt" };
+        let convert = format!("convert {dialect}-mixed --out {dialect}-{other} --dialect {other}");
+        succeeds(folder.path(), &convert);
+        assert!(packed(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
+    }
+    let table = succeeds(folder.path(), "quantize model --dry-run --recipe mixed.toml");
+    for word in ["asked to keep `*.o_proj`", "3 lists of weights otherwise", "mxfp4 32"] {
+        assert!(table.contains(word), "{table} does not say {word}");
+    }
+}
+
+#[test]
+fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let bad = |options: &str, recipe: &str, says: &[&str]| {
+        fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
+        let command = format!("quantize model --out out.gguf --recipe recipe.toml {options}");
+        let command =
+            if options.contains("gguf") { command } else { command.replace("out.gguf", "out") };
+        fails(folder.path(), &command, 2, says);
+    };
+    let of = |names: &str, rest: &str| format!("[[weights]]\nnames = [\"{names}\"]\n{rest}\n");
+    // Dialects without a place for it.
+    let large = of("*.o_proj", "block-size = 32");
+    for dialect in ["compressed-tensors", "gguf", "mlx", "miles"] {
+        let says = ["o_proj.weight`: the dialect `", dialect, "cannot hold"];
+        bad(&format!("--dialect {dialect}"), &large, &says);
+    }
+    let small = of("*.o_proj", "format = \"mxfp4\"");
+    let says = ["o_proj.weight`: the dialect `miles` cannot hold FP4 other than NVFP4"];
+    bad("--dialect miles", &small, &says);
+    bad("--dialect gpt-oss", &small, &["`: the dialect `gpt-oss` cannot hold"]);
+    // Layers that run as one.
+    let key = of("*.0.*.k_proj", "format = \"mxfp4\"");
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let says = ["0.self_attn.", "_proj.weight`: the dialect `", dialect, "another format"];
+        bad(&format!("--dialect {dialect}"), &key, &says);
+    }
+    let apart = format!("together = false\n{key}");
+    fs::write(folder.path().join("recipe.toml"), apart).expect("a recipe");
+    succeeds(folder.path(), "quantize model --out apart --recipe recipe.toml");
+    let method = of("*.0.*.k_proj", "method = \"amax\"");
+    bad("", &method, &["_proj.weight` share a tensor scale: choose the same method"]);
+    // Choices that do not go together, and names of nothing.
+    let joint = of("*.o_proj", "block-size = 32\nmethod = \"joint\"");
+    bad("--dialect modelopt", &joint, &["weights `*.o_proj`: method `joint` is not defined for"]);
+    bad("", &of("*.o_proj", "rule = \"even\""), &["weights `*.o_proj`: the rule `even`"]);
+    bad("", &of("*.o_proj", "block-size = 8"), &["block size 8: expected 16 or 32"]);
+    bad("", &of("*.q", "method = \"sse\""), &["`weights` pattern `*.q` matches none of 19"]);
+    bad("", &of("*.o_proj", "method = \"gptq\""), &["method `gptq` needs", "--calibration"]);
+    let dense = of("*.o_proj", "format = \"dense\"\nmethod = \"sse\"");
+    bad("", &dense, &["weights `*.o_proj`: dense ones have no method"]);
+    bad("", "[[weights]]\nformat = \"dense\"\n", &["recipe.toml: line ", "`names`"]);
+    let format = of("*.o_proj", "format = \"int4\"");
+    bad("", &format, &["recipe.toml: line 3: ", "`int4`: expected dense, nvfp4, mxfp4"]);
+    bad("", "preset = \"attention\"\n", &["unknown preset `attention`", "mlp-only"]);
+    assert_eq!(names(folder.path()), ["apart", "model", "recipe.toml"]);
 }
 
 #[test]

@@ -359,11 +359,12 @@ impl Fp4Config {
     /// the relative errors of their outputs is small: what
     /// [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) and
     /// [`choose`](crate::Sensitivity::choose) do, with
-    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call. It needs a calibration with
-    /// whole matrices `X^T X`, whatever the method does. The candidates' schemes take the place of
-    /// this configuration's, of which the method counts; schemes of [`with`](Self::with), and a
-    /// budget that all weights fit as they are, are errors. The errors of outputs say nothing of
-    /// the loss; where there is one,
+    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call, whose report
+    /// [saves](crate::Fp4Report::save_recipe) the choice. It needs a calibration with whole
+    /// matrices `X^T X`, whatever the method does. The candidates' schemes take the place of this
+    /// configuration's, of which the method counts; schemes of [`with`](Self::with), and a budget
+    /// that all weights fit as they are, are errors. The errors of outputs say nothing of the loss;
+    /// where there is one,
     /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.
     ///
     /// ```

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::CheckpointError;
+use burn_fp4_ops::search::RecipeError;
 use burn_fp4_ops::{OpsError, panic_message};
 
 use crate::checkpoint::mismatch::Mismatch;
@@ -233,6 +234,17 @@ pub enum Fp4Error {
         /// The end of a tensor's name.
         tensor: String,
     },
+    /// A recipe cannot be read or written, or its choices do not go together.
+    #[error("recipe: {0}")]
+    Recipe(Box<RecipeError>),
+    /// A recipe cannot say what was done to a parameter, or a module cannot do what one asks for.
+    #[error("recipe: parameter `{path}`: {problem}")]
+    RecipeParameter {
+        /// Path of the parameter.
+        path: String,
+        /// What cannot be said or done.
+        problem: String,
+    },
     /// A record does not fit the module.
     #[error("record: {problem}{}", list(.names))]
     Record {
@@ -259,6 +271,12 @@ impl Fp4Error {
 impl From<CheckpointError> for Fp4Error {
     fn from(problem: CheckpointError) -> Self {
         Self::Checkpoint(Box::new(problem))
+    }
+}
+
+impl From<RecipeError> for Fp4Error {
+    fn from(problem: RecipeError) -> Self {
+        Self::Recipe(Box::new(problem))
     }
 }
 

@@ -59,7 +59,9 @@ use burn::tensor::Tensor;
 pub use burn_fp4_checkpoints as checkpoints;
 pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
 pub use burn_fp4_ops as ops;
-pub use burn_fp4_ops::search::{ChosenBy, Method};
+pub use burn_fp4_ops::search::{
+    ChosenBy, Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
+};
 pub use calibration::calibrate::Calibrate;
 pub use calibration::options::{CalibrationOptions, CalibrationProgress};
 pub use checkpoint::load::LoadCheckpoint;

@@ -1,6 +1,8 @@
-//! Why something cannot be quantized as asked.
+//! Why something cannot be quantized as asked, or a recipe be used.
 
-use burn_fp4_formats::FormatError;
+use std::path::PathBuf;
+
+use burn_fp4_formats::{FormatError, Fp4Format};
 
 use crate::method::{Method, ScaleSearch};
 use crate::rule::ScaleRule;
@@ -111,6 +113,102 @@ pub enum SearchError {
         /// The method.
         method: Method,
     },
+}
+
+/// Why a [`Recipe`](crate::Recipe) cannot be used.
+///
+/// `weights` are those that the choice is for; none if it is for all.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecipeError {
+    /// A file cannot be read or written.
+    #[error("{path}: {source}", path = .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: std::io::Error,
+    },
+    /// Something is wrong in a file.
+    #[error("{path}: {problem}", path = .path.display())]
+    In {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: Box<RecipeError>,
+    },
+    /// A text is no recipe.
+    #[error("line {line}: {problem}")]
+    Syntax {
+        /// Where, from 1 on.
+        line: usize,
+        /// Why.
+        problem: String,
+    },
+    /// A recipe cannot be written as TOML.
+    #[error("the recipe cannot be written as TOML: {0}")]
+    NotToml(String),
+    /// Two ways to say which weights.
+    #[error("`only` cannot be used with `preset`: it is instead of one")]
+    OnlyWithPreset,
+    /// A preset is not known, or not for this.
+    #[error("{0}")]
+    Preset(String),
+    /// Something is said of no weights.
+    #[error("`weights` without `names`")]
+    Nameless,
+    /// Dense weights are said to be quantized somehow.
+    #[error("weights `{weights}`: dense ones have no method, rule or block size")]
+    Dense {
+        /// The weights.
+        weights: String,
+    },
+    /// A rule is for another format.
+    #[error("{}the rule `{rule}` is for {}, not {format}", of(.weights), .rule.row().format)]
+    Rule {
+        /// The weights.
+        weights: Option<String>,
+        /// The rule.
+        rule: ScaleRule,
+        /// The format chosen.
+        format: Fp4Format,
+    },
+    /// A format does not have blocks of this size.
+    #[error("{}block size {found}: expected {}", of(.weights), sizes(.expected))]
+    BlockSize {
+        /// The weights.
+        weights: Option<String>,
+        /// Sizes that the format has.
+        expected: &'static [usize],
+        /// The size chosen.
+        found: usize,
+    },
+    /// A method is not defined for the format, or for blocks of this size.
+    #[error(
+        "{}method `{method}` is not defined for {format} in blocks of {block_size}", of(.weights)
+    )]
+    Method {
+        /// The weights.
+        weights: Option<String>,
+        /// The method.
+        method: Method,
+        /// The format chosen.
+        format: Fp4Format,
+        /// The block size chosen.
+        block_size: usize,
+    },
+    /// Other choices do not go together.
+    #[error("{}{problem}", of(.weights))]
+    Scheme {
+        /// The weights.
+        weights: Option<String>,
+        /// Why.
+        problem: SearchError,
+    },
+}
+
+fn of(weights: &Option<String>) -> String {
+    weights.as_ref().map_or_else(String::new, |weights| format!("weights `{weights}`: "))
 }
 
 fn matrix_name(block: &Option<usize>) -> String {

@@ -31,7 +31,8 @@
 //! | `quantize_weight.rs`    | a weight quantized by a [`Method`], with [`Statistics`]            |
 //! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original       |
 //! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                      |
-//! | `error.rs`              | [`SearchError`]                                                    |
+//! | `recipe.rs`             | [`Recipe`]: what is chosen for the weights of a model, as TOML     |
+//! | `error.rs`              | [`SearchError`], [`RecipeError`]                                   |
 
 // The indices of loops over lanes and matrices are those of the formulas.
 #![allow(clippy::needless_range_loop)]
@@ -52,6 +53,7 @@ pub mod modelopt;
 mod names;
 pub mod philox;
 mod quantize_weight;
+mod recipe;
 mod reference;
 mod rounding;
 mod rule;
@@ -66,7 +68,7 @@ pub use best_tensor_scale::{
 };
 pub use burn_fp4_formats as formats;
 pub use curvature::{Curvature, Damped};
-pub use error::SearchError;
+pub use error::{RecipeError, SearchError};
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
 pub use hadamard::Hadamard;
@@ -74,6 +76,7 @@ pub use importance::{BlockHessians, Importance};
 pub use method::{ChosenBy, E4m3Range, ErrorMetric, Method, MethodRow, Needs, ScaleSearch};
 pub use metrics::Metrics;
 pub use quantize_weight::Statistics;
+pub use recipe::{Recipe, RecipeFormat, RecipeScheme, RecipeWeights};
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};

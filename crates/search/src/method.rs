@@ -107,8 +107,10 @@ pub enum ErrorMetric {
     Mse,
 }
 
-/// A way to choose scales and codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+/// A way to choose scales and codes. The default is what the command `fp4` quantizes by.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// The rule's scale.
@@ -116,6 +118,7 @@ pub enum Method {
     /// The better of two scales.
     FourOverSix,
     /// The best scale by squared error.
+    #[default]
     Sse,
     /// The same with the tensor scale that has the smallest total error.
     SseTensorScale,

@@ -1,6 +1,6 @@
 //! `llama sensitivity`: which layers can take FP4, and the best formats under a budget.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use burn::nn::Linear;
@@ -11,7 +11,7 @@ use burn_fp4::{
 };
 use llama::{
     Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config, methods,
-    perplexity, quantized_alone, rank_correlation, sensitivity,
+    names, perplexity, quantized_alone, rank_correlation, sensitivity,
 };
 use serde::Serialize;
 
@@ -38,6 +38,12 @@ pub(crate) struct Arguments {
     /// Where to save the configuration of the first budget, as JSON.
     #[arg(long, value_name = "FILE", requires = "budget")]
     save_config: Option<PathBuf>,
+    /// Where to save what the first budget chose for each layer, for `fp4 quantize --recipe`.
+    #[arg(long, value_name = "FILE.toml", requires = "budget")]
+    recipe: Option<PathBuf>,
+    /// Where to save the statistics of the inputs of layers, for `fp4 quantize --calibration`.
+    #[arg(long, value_name = "FILE")]
+    save_calibration: Option<PathBuf>,
     /// Where to write a page with bars.
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
@@ -96,6 +102,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     }
     // Without statistics of inputs there is no error of outputs, whatever the method needs.
     let known = arguments.calibration.run(&dense, Default::default(), &tokens, &device)?;
+    if let Some(path) = &arguments.save_calibration {
+        known.save(path, &names())?;
+    }
     config.unused = burn_fp4::Unused::Report;
     let config = config.with_calibration(&known);
     let batches = Batches { batch: 1, seed: arguments.calibration.seed, ..Batches::default() };
@@ -164,7 +173,8 @@ impl Model<'_> {
                 let json = serde_json::to_string_pretty(&choice.config)?;
                 std::fs::write(path, json).with_context(|| path.display().to_string())?;
             }
-            rows.push(self.chosen(format!("budget of {bits}"), &choice)?);
+            let recipe = self.arguments.recipe.as_deref().filter(|_| at == 0);
+            rows.push(self.chosen(format!("budget of {bits}"), &choice, recipe)?);
         }
         if rows.is_empty() {
             return Ok(rows);
@@ -183,13 +193,16 @@ impl Model<'_> {
             perplexity: self.perplexity(&model)?,
         });
         let choice = found.choose(Budget::Bytes(bytes))?;
-        rows.push(self.chosen("budget of that size".to_owned(), &choice)?);
+        rows.push(self.chosen("budget of that size".to_owned(), &choice, None)?);
         Ok(rows)
     }
 
-    fn chosen(&self, name: String, choice: &BudgetChoice) -> Result<Row> {
+    fn chosen(&self, name: String, choice: &BudgetChoice, recipe: Option<&Path>) -> Result<Row> {
         let mut model = self.dense.clone();
-        model.quantize_fp4(&choice.config)?;
+        let report = model.quantize_fp4(&choice.config)?;
+        if let Some(path) = recipe {
+            report.save_recipe(path, &names())?;
+        }
         Ok(Row {
             name,
             bits_per_weight: choice.bits_per_weight,

@@ -30,9 +30,9 @@ pub use reason::Reason;
 /// What a user chooses.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    /// The format of what is quantized.
+    /// The format of what is quantized, where no exception says another.
     pub format: Fp4Format,
-    /// Numbers that share a block scale.
+    /// Numbers that share a block scale, with the same exceptions.
     pub block_size: usize,
     /// The dialect that is written.
     pub dialect: String,
@@ -46,6 +46,21 @@ pub struct Choice {
     pub first_layers: usize,
     /// Layers at the end that are kept.
     pub last_layers: usize,
+    /// Weights, of those that are chosen, that become something else. Of several exceptions that
+    /// are about a weight the last one counts.
+    pub exceptions: Vec<Exception>,
+    /// Whether layers that may be run as one are kept or quantized together, in one format and with
+    /// one tensor scale. None: if readers of the dialect run them as one.
+    pub together: Option<bool>,
+}
+
+/// What a user chooses for some of the weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exception {
+    /// Names of these weights or modules: [`Pattern`]s.
+    pub names: Vec<String>,
+    /// Their format, and the numbers that share a block scale. None: they are kept.
+    pub becomes: Option<(Fp4Format, usize)>,
 }
 
 /// What becomes of a weight.
@@ -67,12 +82,15 @@ pub enum Decision {
 /// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
 /// #     Weight::new(name, 0, Value::Plain(tensor))
 /// # });
-/// # let (keep, only, first_layers, last_layers) = (Vec::new(), Vec::new(), 0, 0);
+/// # let (keep, only, exceptions) = (Vec::new(), Vec::new(), Vec::new());
+/// # let (first_layers, last_layers, together) = (0, 0, None);
 /// # let (format, preset) = (burn_fp4_formats::Fp4Format::NvFp4, Preset::AllLinear);
 /// let model = Model { weights: weights.into(), ..Model::default() };
-/// let dialect = "modelopt".to_owned();
-/// let choice =
-///     Choice { format, block_size: 16, dialect, preset, keep, only, first_layers, last_layers };
+/// let (block_size, dialect) = (16, "modelopt".to_owned());
+/// let choice = Choice {
+///     format, block_size, dialect, preset, keep, only, first_layers, last_layers, exceptions,
+///     together,
+/// };
 /// let selection = Selection::of(&model, &choice)?;
 /// assert_eq!(selection.groups, [[1]]);
 /// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
@@ -85,6 +103,8 @@ pub struct Selection {
     /// The weights that are quantized with one tensor scale, in the order of the model. Most are
     /// alone.
     pub groups: Vec<Vec<usize>>,
+    /// For each weight the exception that is about it, by its place in the choice.
+    pub exceptions: Vec<Option<usize>>,
     choice: Choice,
     layers: Layers,
     scaled: bool,
@@ -125,10 +145,11 @@ impl Selection {
     ///
     /// # Errors
     /// An unknown dialect or one that is only read, a block size that the format does not have, a
-    /// pattern that is none or matches nothing, and a preset that needs a number of layers where
-    /// there is none.
+    /// pattern that is none or matches nothing, a preset that needs a number of layers where there
+    /// is none, and [`CheckpointError::CannotHold`] for layers that are run as one and would have
+    /// different formats.
     pub fn of(model: &Model<'_>, choice: &Choice) -> Result<Self, CheckpointError> {
-        let (_, writer) = dialect::writer(&choice.dialect)?;
+        let (dialect, writer) = dialect::writer(&choice.dialect)?;
         choice.format.check_block_size(choice.block_size)?;
         let (keep, only) = (matchers(&choice.keep)?, matchers(&choice.only)?);
         for (list, texts, matchers) in
@@ -136,16 +157,29 @@ impl Selection {
         {
             check_matches(model, list, texts, matchers)?;
         }
+        let found = exceptions_of(model, &choice.exceptions)?;
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
         let names = Names::of(choice.preset)?;
         let judge = Judge { model, choice, writer, names, keep, only, layers: &layers };
         let mut reasons: Vec<Option<Reason>> =
-            model.weights.iter().map(|w| judge.keeps(w)).collect();
+            model.weights.iter().zip(&found).map(|(w, other)| judge.keeps(w, *other)).collect();
+        let exceptions: Vec<Option<usize>> =
+            found.into_iter().map(|found| found.map(|(at, _)| at)).collect();
+        let becomes = |at: usize| choice.becomes(exceptions[at]);
         let families = fused::families(model);
-        if writer.fuses() && choice.preset != Preset::Miles {
+        let fuses = choice.together.unwrap_or_else(|| writer.fuses());
+        if fuses && choice.preset != Preset::Miles {
             keep_together(model, &families, &mut reasons);
+            if let Some(other) = of_another_format(&families, &reasons, becomes) {
+                let (dialect, weight) = (dialect.name(), &model.weights[other].name);
+                let what = "another format than that of the layers that it is run as one with";
+                return Err(CheckpointError::cannot_hold(dialect, weight, what));
+            }
         }
-        let shares = writer.fuses() && choice.format.row().tensor_scale;
+        let shares = |first: usize, at: usize| {
+            let scaled = becomes(first).is_some_and(|(format, _)| format.row().tensor_scale);
+            fuses && scaled && becomes(first) == becomes(at)
+        };
         let groups = groups(choice.preset, shares, &families, &reasons, model);
         let mut decisions: Vec<Decision> = Vec::with_capacity(reasons.len());
         let of_weight: HashMap<usize, usize> = groups
@@ -160,7 +194,7 @@ impl Selection {
             });
         }
         let scaled = writer.holds().tensor_scale != Stated::Folded;
-        Ok(Self { decisions, groups, choice: choice.clone(), layers, scaled })
+        Ok(Self { decisions, groups, exceptions, choice: choice.clone(), layers, scaled })
     }
 
     /// Checks that something is quantized: otherwise it is a mistake, not a result.
@@ -203,32 +237,33 @@ impl Selection {
         })
     }
 
-    /// Whether what is written has a place for tensor scales; where not they are 1.
+    /// Whether what is written has a place for the tensor scales of formats that have them; where
+    /// not they are 1.
     pub fn has_tensor_scales(&self) -> bool {
-        self.scaled && self.choice.format.row().tensor_scale
+        self.scaled
     }
 
     /// The model as it will be written, without the bytes of what is quantized.
     #[must_use]
     pub fn outline<'a>(&self, model: &Model<'a>) -> Model<'a> {
-        let outline = |(weight, decision): (&Weight<'a>, &Decision)| match decision {
-            Decision::Keep(_) => weight.clone(),
-            Decision::Quantize(_) => {
-                let matrices = Matrices::of(model, weight);
-                let value = Value::Fp4(Fp4Weight::outline(
-                    self.choice.format,
-                    self.choice.block_size,
-                    matrices.shape(weight.shape().len()),
-                    matrices.transposed,
-                    self.has_tensor_scales(),
-                ));
-                Weight::new(weight.name.clone(), weight.file, value)
-            }
+        let outline = |(at, weight): (usize, &Weight<'a>)| {
+            let chosen = matches!(self.decisions[at], Decision::Quantize(_));
+            let becomes = self.choice.becomes(self.exceptions[at]).filter(|_| chosen);
+            let Some((format, block_size)) = becomes else { return weight.clone() };
+            let matrices = Matrices::of(model, weight);
+            let value = Value::Fp4(Fp4Weight::outline(
+                format,
+                block_size,
+                matrices.shape(weight.shape().len()),
+                matrices.transposed,
+                self.scaled && format.row().tensor_scale,
+            ));
+            Weight::new(weight.name.clone(), weight.file, value)
         };
         let mut ignore = model.quantization.ignore.clone();
         ignore.extend(self.layers.kept().map(Pattern::Within));
         Model {
-            weights: model.weights.iter().zip(&self.decisions).map(outline).collect(),
+            weights: model.weights.iter().enumerate().map(outline).collect(),
             files: model.files.clone(),
             config: model.config.clone(),
             // What the source says of its quantization is no longer all of it.
@@ -236,6 +271,13 @@ impl Selection {
             gguf: model.gguf.clone(),
             sidecars: model.sidecars.clone(),
         }
+    }
+}
+
+impl Choice {
+    /// What a weight becomes that an exception is about, or none. None: it is kept.
+    fn becomes(&self, exception: Option<usize>) -> Option<(Fp4Format, usize)> {
+        exception.map_or(Some((self.format, self.block_size)), |at| self.exceptions[at].becomes)
     }
 }
 
@@ -275,8 +317,9 @@ struct Judge<'j> {
 }
 
 impl Judge<'_> {
-    /// Why a weight stays as it is, if it does.
-    fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
+    /// Why a weight stays as it is, if it does. `exception` is the one that is about it, with the
+    /// place of the name that is.
+    fn keeps(&self, weight: &Weight<'_>, exception: Option<(usize, usize)>) -> Option<Reason> {
         if let Some(reason) = unfit(weight) {
             return Some(reason);
         }
@@ -294,8 +337,12 @@ impl Judge<'_> {
         } else if hit(&self.only).is_none() {
             return Some(Reason::NotAsked);
         }
+        let Some((format, block_size)) = self.choice.becomes(exception.map(|(at, _)| at)) else {
+            let name = exception.map(|(at, name)| self.choice.exceptions[at].names[name].clone());
+            return Some(Reason::Asked(name.unwrap_or_default()));
+        };
         let cols = Matrices::of(self.model, weight).cols;
-        let of = self.writer.columns(self.choice.format, self.choice.block_size);
+        let of = self.writer.columns(format, block_size);
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
 }
@@ -321,6 +368,27 @@ fn check_matches(
     let first = model.weights.first().map_or("none", |weight| &weight.name).to_owned();
     let (pattern, tensors) = (texts[at].clone(), model.weights.len());
     Err(CheckpointError::NoMatch { list, pattern, tensors, first })
+}
+
+/// For each weight the last exception that is about it, with the place of the first of its names
+/// that is.
+fn exceptions_of(
+    model: &Model<'_>,
+    exceptions: &[Exception],
+) -> Result<Vec<Option<(usize, usize)>>, CheckpointError> {
+    let mut found = vec![None; model.weights.len()];
+    for (at, Exception { names, becomes }) in exceptions.iter().enumerate() {
+        if let Some((format, block_size)) = becomes {
+            format.check_block_size(*block_size)?;
+        }
+        let matchers = matchers(names)?;
+        check_matches(model, "weights", names, &matchers)?;
+        for (weight, found) in model.weights.iter().zip(&mut found) {
+            let name = matchers.iter().position(|matcher| hits(matcher, weight));
+            *found = name.map(|name| (at, name)).or(*found);
+        }
+    }
+    Ok(found)
 }
 
 /// What no choice of a user makes a matrix of floats.
@@ -353,16 +421,31 @@ fn keep_together(
     }
 }
 
-/// The weights that are quantized, those of a family together if they share a tensor scale.
+/// A weight that becomes something else than another one of its family, of those that are
+/// quantized.
+fn of_another_format(
+    families: &BTreeMap<String, Vec<usize>>,
+    reasons: &[Option<Reason>],
+    becomes: impl Fn(usize) -> Option<(Fp4Format, usize)>,
+) -> Option<usize> {
+    families.values().find_map(|members| {
+        let mut chosen = members.iter().copied().filter(|&at| reasons[at].is_none());
+        let first = becomes(chosen.next()?);
+        chosen.find(|&at| becomes(at) != first)
+    })
+}
+
+/// The weights that are quantized, those of a family together if they share a tensor scale, which
+/// is asked of the first and another one.
 fn groups(
     preset: Preset,
-    shares: bool,
+    shares: impl Fn(usize, usize) -> bool,
     families: &BTreeMap<String, Vec<usize>>,
     reasons: &[Option<Reason>],
     model: &Model<'_>,
 ) -> Vec<Vec<usize>> {
     let mut family: HashMap<usize, &str> = HashMap::new();
-    for (name, members) in families.iter().filter(|_| shares) {
+    for (name, members) in families {
         let of = |at: usize| Matrices::of(model, &model.weights[at]);
         let first = members.iter().copied().find(|&at| reasons[at].is_none());
         for &at in members {
@@ -371,7 +454,7 @@ fn groups(
             let like = first.is_some_and(|first| {
                 let (a, b) = (of(first), of(at));
                 let single = |matrices: Matrices| matrices.stacked == 1 && !matrices.transposed;
-                a.cols == b.cols && single(a) && single(b)
+                a.cols == b.cols && single(a) && single(b) && shares(first, at)
             });
             if like && preset.shares(&model.weights[at].name) {
                 family.insert(at, name);
@@ -398,26 +481,106 @@ fn groups(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tensor::Tensor;
+
+    fn choice(dialect: &str) -> Choice {
+        Choice {
+            format: Fp4Format::NvFp4,
+            block_size: 16,
+            dialect: dialect.to_owned(),
+            preset: Preset::AllLinear,
+            keep: Vec::new(),
+            only: Vec::new(),
+            first_layers: 0,
+            last_layers: 0,
+            exceptions: Vec::new(),
+            together: None,
+        }
+    }
+
+    fn exception(name: &str, becomes: Option<(Fp4Format, usize)>) -> Exception {
+        Exception { names: vec![name.to_owned()], becomes }
+    }
+
+    /// A layer of these matrices `[1, 64]`.
+    fn layer(names: &[&str]) -> Model<'static> {
+        let weight = |name: &&str| {
+            let name = format!("layers.0.{name}.weight");
+            let tensor = Tensor::new(name.clone(), Dtype::BF16, vec![1, 64], vec![0; 128]);
+            Weight::new(name, 0, Value::Plain(tensor.expect("a shape")))
+        };
+        Model { weights: names.iter().map(weight).collect(), ..Model::default() }
+    }
 
     #[test]
     fn a_block_size_that_the_format_does_not_have_is_an_error() {
         let of = |block_size| {
-            let choice = Choice {
-                format: Fp4Format::NvFp4,
-                block_size,
-                dialect: "modelopt".to_owned(),
-                preset: Preset::AllLinear,
-                keep: Vec::new(),
-                only: Vec::new(),
-                first_layers: 0,
-                last_layers: 0,
-            };
-            Selection::of(&Model::default(), &choice)
+            let all = Choice { block_size, ..choice("modelopt") };
+            let exceptions = vec![exception("*", Some((Fp4Format::MxFp4, block_size)))];
+            let some = Choice { exceptions, ..choice("modelopt") };
+            let model = layer(&["up_proj"]);
+            [all, some].map(|choice| Selection::of(&model, &choice))
         };
-        assert!(of(16).expect("a selection").groups.is_empty());
+        assert!(of(16).iter().all(Result::is_ok));
         for block_size in [0, 7, 64] {
-            let error = of(block_size).expect_err("no such block size").to_string();
-            assert!(error.contains(&format!("block size {block_size} is not one of")), "{error}");
+            for selection in of(block_size) {
+                let error = selection.expect_err("no such block size").to_string();
+                let says = format!("block size {block_size} is not one of");
+                assert!(error.contains(&says), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_exception_about_a_weight_counts() {
+        let model = layer(&["up_proj", "down_proj", "o_proj", "router"]);
+        let small = Some((Fp4Format::MxFp4, 32));
+        let exceptions = vec![
+            exception("*.layers.*", None),
+            exception("layers.*", small),
+            exception("*_proj", Some((Fp4Format::NvFp4, 32))),
+            exception("layers.0.down_proj.weight", small),
+            exception("re:.*\\.o_proj$", None),
+        ];
+        let all = Choice { exceptions, ..choice("modelopt") };
+        let error = Selection::of(&model, &all).expect_err("a pattern of nothing").to_string();
+        assert!(error.starts_with("`weights` pattern `*.layers.*` matches none"), "{error}");
+
+        let some = Choice { exceptions: all.exceptions[1..].to_vec(), ..all };
+        let selection = Selection::of(&model, &some).expect("a selection");
+        let kinds: Vec<_> = selection.outline(&model).weights.iter().map(Weight::kind).collect();
+        assert_eq!(kinds, ["nvfp4 32", "mxfp4 32", "BF16", "BF16"]);
+        assert_eq!(selection.exceptions, [Some(1), Some(2), Some(3), Some(0)]);
+        let asked = Reason::Asked("re:.*\\.o_proj$".to_owned());
+        assert_eq!(selection.decisions[2], Decision::Keep(asked));
+        assert_eq!(selection.decisions[3], Decision::Keep(Reason::Preset("a router")));
+    }
+
+    #[test]
+    fn layers_that_run_as_one_have_one_format_unless_the_user_knows_better() {
+        let model = layer(&["q_proj", "k_proj", "v_proj"]);
+        let of = |name, becomes, dialect, together| {
+            let exceptions = vec![exception(name, becomes)];
+            Selection::of(&model, &Choice { exceptions, together, ..choice(dialect) })
+        };
+        let small = Some((Fp4Format::MxFp4, 32));
+        for (dialect, together) in [("modelopt", None), ("gguf", Some(true))] {
+            let error = of("*.k_proj", small, dialect, together).expect_err("another format");
+            let CheckpointError::CannotHold { dialect: by, weight, .. } = &error else {
+                panic!("{error}");
+            };
+            assert_eq!((*by, weight.as_str()), (dialect, "layers.0.k_proj.weight"));
+            // With one of them all are kept.
+            let kept = of("*.k_proj", None, dialect, together).expect("a selection");
+            assert!(kept.groups.is_empty());
+            let all = of("*_proj", Some((Fp4Format::NvFp4, 32)), dialect, together);
+            assert_eq!(all.expect("a selection").groups, [[0, 1, 2]]);
+        }
+        for (dialect, together) in [("gguf", None), ("modelopt", Some(false))] {
+            let mixed = of("*.k_proj", small, dialect, together).expect("a selection");
+            assert_eq!(mixed.groups, [[0], [1], [2]]);
+            let kept = of("*.k_proj", None, dialect, together).expect("a selection");
+            assert_eq!(kept.groups, [[0], [2]]);
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The jobs of a run, and the memory that each takes: known from headers alone.
+//! The work in parts, and the memory that each takes: known from headers alone.
 
 use burn_fp4_checkpoints::selection::{Decision, Selection};
 use burn_fp4_checkpoints::{Model, Piece, Planned};
-use burn_fp4_search::Method;
+use burn_fp4_search::{Method, RecipeScheme};
 
 use super::group::{Group, native};
 use super::statistics::StatisticsFile;
@@ -11,8 +11,8 @@ use super::statistics::StatisticsFile;
 pub(super) struct Job {
     /// The weights, by their place in the model.
     pub(super) weights: Vec<usize>,
-    /// Whether they are quantized, or copied.
-    pub(super) quantized: bool,
+    /// How they are quantized. None: they are copied.
+    pub(super) how: Option<RecipeScheme>,
     /// Bytes to read.
     pub(super) bytes: u64,
     /// Bytes of memory: of one that is copied piece by piece, those of a piece.
@@ -21,38 +21,37 @@ pub(super) struct Job {
     pub(super) made: u64,
 }
 
-/// The jobs in the order of the model.
+/// The jobs in the order of the model. `schemes` are those of the selection's groups.
 pub(super) fn jobs(
     model: &Model<'_>,
     selection: &Selection,
     planned: &Planned<'_>,
-    method: Method,
+    schemes: &[RecipeScheme],
     statistics: Option<&StatisticsFile>,
 ) -> Vec<Job> {
     let after = planned.bytes();
     let mut jobs = Vec::new();
     for (at, decision) in selection.decisions.iter().enumerate() {
-        let weights = match decision {
-            Decision::Keep(_) => vec![at],
-            Decision::Quantize(group) => selection.groups[*group].clone(),
+        let (weights, how) = match decision {
+            Decision::Keep(_) => (vec![at], None),
+            Decision::Quantize(group) => (selection.groups[*group].clone(), Some(schemes[*group])),
         };
         // A group is where its first member is.
         if weights[0] != at {
             continue;
         }
         let bytes: u64 = weights.iter().map(|&at| model.weights[at].bytes() as u64).sum();
-        let quantized = matches!(decision, Decision::Quantize(_));
         let whole = model.weights[at].is_quantized();
         // Each tensor is put into the order of the file by itself.
         let largest = weights.iter().map(|&at| after[at]).max().unwrap_or(0);
         let made = weights.iter().map(|&at| after[at]).sum::<u64>() + largest;
-        let memory = match quantized {
-            true => memory(model, &weights, method, statistics).max(made),
-            false if whole => bytes + made,
-            false => bytes.min(Piece::MOST as u64),
+        let memory = match how {
+            Some(how) => memory(model, &weights, how.method, statistics).max(made),
+            None if whole => bytes + made,
+            None => bytes.min(Piece::MOST as u64),
         };
-        let made = if quantized { made } else { memory };
-        jobs.push(Job { weights, quantized, bytes, memory, made });
+        let made = if how.is_some() { made } else { memory };
+        jobs.push(Job { weights, how, bytes, memory, made });
     }
     jobs
 }

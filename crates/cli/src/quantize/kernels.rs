@@ -12,7 +12,7 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{HostElement, View};
-use burn_fp4_search::{Fp4Scheme, Importance, Method, SearchError, Statistics};
+use burn_fp4_search::{Fp4Scheme, Importance, RecipeScheme, SearchError, Statistics};
 
 use super::device::Device;
 use crate::error::CliError;
@@ -85,18 +85,18 @@ impl Kernels {
     /// [`CliError::Device`], which names the weight.
     pub(super) fn check(
         &self,
-        method: Method,
-        scheme: &Fp4Scheme,
+        how: &RecipeScheme,
         weight: &str,
         view: View,
     ) -> Result<(), CliError> {
+        let RecipeScheme { method, scheme } = *how;
         let refused = |problem| Err(CliError::Device { device: self.device.name(), problem });
         let on_host = || refused(format!("method `{method}` runs on the host: leave --device out"));
         if method.row().chosen_by.sums_matrices() {
             return on_host();
         }
-        let problem = Problem { view, dtype: Dtype::F32, scheme: *scheme };
-        match plan(operation(scheme), &problem, &self.capability) {
+        let problem = Problem { view, dtype: Dtype::F32, scheme };
+        match plan(operation(&scheme), &problem, &self.capability) {
             Ok(_) => Ok(()),
             Err(Refusal::Search { .. }) => on_host(),
             Err(refusal) => refused(format!("`{weight}`: {refusal}")),

@@ -6,7 +6,7 @@ use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::HostElement;
-use burn_fp4_search::{Fp4Scheme, Method, SearchError, Statistics};
+use burn_fp4_search::{RecipeScheme, SearchError, Statistics};
 
 use super::engine::Engine;
 use super::group::{Group, native};
@@ -73,11 +73,9 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     Ok(values)
 }
 
-/// How weights are quantized.
+/// What weights are quantized by.
 pub(super) struct Quantizer<'q> {
     pub(super) engine: &'q Engine,
-    pub(super) method: Method,
-    pub(super) scheme: Fp4Scheme,
     pub(super) statistics: Option<&'q StatisticsFile>,
 }
 
@@ -91,12 +89,11 @@ impl Quantizer<'_> {
         match self.engine {
             Engine::Host => Ok(()),
             #[cfg(any(feature = "cpu", feature = "cuda"))]
-            Engine::Kernels(kernels) => {
-                jobs.iter().filter(|job| job.quantized).try_for_each(|job| {
-                    let group = Group::of(model, &job.weights);
-                    kernels.check(self.method, &self.scheme, &group.members[0].name, group.view)
-                })
-            }
+            Engine::Kernels(kernels) => jobs.iter().try_for_each(|job| {
+                let Some(how) = &job.how else { return Ok(()) };
+                let group = Group::of(model, &job.weights);
+                kernels.check(how, &group.members[0].name, group.view)
+            }),
         }
     }
 
@@ -106,20 +103,21 @@ impl Quantizer<'_> {
         model: &Model<'_>,
         outline: &Model<'_>,
         group: &[usize],
+        how: &RecipeScheme,
         floats: Floats,
     ) -> Result<Vec<(usize, Weight<'static>)>, CliError> {
         let whole = Group::of(model, group);
         let packed = match self.engine {
             Engine::Host => match floats {
-                Floats::F32(values) => self.on_host(&whole, &values),
-                Floats::F16(values) => self.on_host(&whole, &values),
-                Floats::BF16(values) => self.on_host(&whole, &values),
+                Floats::F32(values) => self.on_host(&whole, how, &values),
+                Floats::F16(values) => self.on_host(&whole, how, &values),
+                Floats::BF16(values) => self.on_host(&whole, how, &values),
             },
             #[cfg(any(feature = "cpu", feature = "cuda"))]
             Engine::Kernels(kernels) => match floats {
-                Floats::F32(values) => self.on_device(kernels, &whole, values),
-                Floats::F16(values) => self.on_device(kernels, &whole, values),
-                Floats::BF16(values) => self.on_device(kernels, &whole, values),
+                Floats::F32(values) => self.on_device(kernels, &whole, how, values),
+                Floats::F16(values) => self.on_device(kernels, &whole, how, values),
+                Floats::BF16(values) => self.on_device(kernels, &whole, how, values),
             },
         }?;
         let mut begin = 0;
@@ -134,12 +132,13 @@ impl Quantizer<'_> {
     fn on_host<T: HostElement>(
         &self,
         group: &Group<'_>,
+        how: &RecipeScheme,
         values: &[T],
     ) -> Result<Vec<Packed>, CliError> {
         let len = group.view.len();
-        self.slices(group, |at, given| {
+        self.slices(group, how, |at, given| {
             let values = &values[at * len..][..len];
-            let quantized = self.method.quantize_view(values, group.view, &self.scheme, given);
+            let quantized = how.method.quantize_view(values, group.view, &how.scheme, given);
             quantized.map_err(|source| self.blame(source, group, at * len, values))
         })
     }
@@ -149,12 +148,13 @@ impl Quantizer<'_> {
         &self,
         kernels: &Kernels,
         group: &Group<'_>,
+        how: &RecipeScheme,
         values: Vec<T>,
     ) -> Result<Vec<Packed>, CliError> {
         let len = group.view.len();
         let uploaded = kernels.upload(values);
-        self.slices(group, |at, given| {
-            let quantized = kernels.quantize(&uploaded, at, group.view, &self.scheme, given);
+        self.slices(group, how, |at, given| {
+            let quantized = kernels.quantize(&uploaded, at, group.view, &how.scheme, given);
             quantized.map_err(|failure| match failure {
                 Failure::Search(source) => {
                     self.blame(source, group, at * len, &uploaded.values()[at * len..][..len])
@@ -170,12 +170,13 @@ impl Quantizer<'_> {
     fn slices(
         &self,
         group: &Group<'_>,
+        how: &RecipeScheme,
         quantize: impl Fn(usize, Statistics<'_>) -> Result<Packed, CliError>,
     ) -> Result<Vec<Packed>, CliError> {
         let name = &group.members[0].name;
         let axes = [group.first.stacked, group.first.cols];
         let slice = |at: usize| {
-            let known = match self.statistics.filter(|_| self.method.row().calibrated) {
+            let known = match self.statistics.filter(|_| how.method.row().calibrated) {
                 Some(statistics) => statistics.of(name, at, axes)?,
                 None => Known::Nothing,
             };

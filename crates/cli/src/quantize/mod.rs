@@ -7,7 +7,7 @@
 //! | `engine.rs`     | what quantizes them there                                           |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
 //! | `plan.rs`       | what will be done to every tensor                                   |
-//! | `jobs.rs`       | what is quantized or copied at once, and the memory that takes      |
+//! | `jobs.rs`      | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | what a file knows of the inputs of layers                           |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
@@ -33,10 +33,11 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::UNIX_EPOCH;
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
+use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Model, Output, Reader, Start, Weight, WriteOptions,
 };
+use burn_fp4_search::{Method, RecipeScheme};
 
 use crate::checkpoint::{GGUF, Input, model, not_copied, target};
 use crate::convert::warn;
@@ -80,7 +81,11 @@ pub(crate) struct Arguments {
     options: Options,
     /// A TOML file with any of the options from --format to --calibration, without their dashes:
     /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. What is on the command line goes first:
-    /// --preset and --only each before either.
+    /// --preset and --only each before either. Only a file can choose another format, block size,
+    /// method or rule for some of the weights, or keep them dense, by tables `[[weights]]` with
+    /// their `names`, of which the last one that names a weight counts; and say by `together`
+    /// whether layers that run as one stay together, whatever the dialect is. A budget in Burn
+    /// saves such a file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
     /// Where weights are quantized; the bits are the same.
@@ -118,23 +123,24 @@ const ROOM: u64 = 256 << 20;
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = model(&checkpoint)?;
-    let options = arguments.options.with_recipe(arguments.recipe.as_deref())?;
-    let resolved = options.resolve(&model, arguments.out.as_deref())?;
+    let recipe = arguments.options.with_recipe(arguments.recipe.as_deref())?;
+    let resolved = ResolvedOptions::of(recipe, &model, arguments.out.as_deref())?;
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let selection = Selection::of(&model, &resolved.choice)?;
     if !arguments.dry_run {
         selection.check_not_empty(&model)?;
     }
-    let scheme = resolved.scheme(selection.has_tensor_scales())?;
-    let statistics = resolved.calibration.as_deref().map(StatisticsFile::open).transpose()?;
-    check_statistics(&model, &selection, &resolved, statistics.as_ref())?;
+    let schemes = resolved.schemes(&model, &selection)?;
+    let statistics =
+        resolved.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
+    check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
     let (settings, device) = (resolved.settings(), arguments.device);
     let report = Report::new(settings, device, &model, &outline, &selection, &planned);
-    let (method, statistics) = (resolved.method, statistics.as_ref());
-    let jobs = jobs(&model, &selection, &planned, method, statistics);
+    let statistics = statistics.as_ref();
+    let jobs = jobs(&model, &selection, &planned, &schemes, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
     let ahead = Ahead::default();
     thread::scope(|scope| {
@@ -145,7 +151,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             look(jobs.iter().collect());
         }
         let engine = Engine::open(device)?;
-        let quantizer = Quantizer { engine: &engine, method, scheme, statistics };
+        let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
         let notes = resolved.notes(&model).into_iter().chain(not_copied);
@@ -161,7 +167,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::Anew };
-        let output = planned.create(out, &task(&checkpoint, &options, &resolved)?, start)?;
+        let output = planned.create(out, &task(&checkpoint, &resolved)?, start)?;
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
@@ -219,20 +225,26 @@ fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<Checkpoin
 fn check_statistics(
     model: &Model<'_>,
     selection: &Selection,
-    resolved: &ResolvedOptions,
+    schemes: &[RecipeScheme],
     statistics: Option<&StatisticsFile>,
 ) -> Result<(), CliError> {
-    let Some(statistics) = statistics.filter(|_| resolved.method.row().calibrated) else {
-        return Ok(());
+    let groups = selection.groups.iter().zip(schemes);
+    let calibrated = groups.filter(|(_, how)| how.method.row().calibrated);
+    let weights = |(group, how): (&Vec<usize>, &RecipeScheme)| {
+        let method = how.method;
+        let of = |&at: &usize| (&model.weights[at], method);
+        group.iter().map(of).collect::<Vec<_>>()
     };
-    let chosen = |(_, decision): &(_, &Decision)| matches!(decision, Decision::Quantize(_));
-    let chosen = model.weights.iter().zip(&selection.decisions).filter(chosen);
-    let chosen: Vec<&Weight<'_>> = chosen.map(|(weight, _)| weight).collect();
-    statistics.check_any(&chosen)?;
-    for weight in chosen {
+    let chosen: Vec<(&Weight<'_>, Method)> = calibrated.flat_map(weights).collect();
+    let Some((_, method)) = chosen.first() else { return Ok(()) };
+    let Some(statistics) = statistics else {
+        let what = format!("method `{method}` needs statistics: name them by --calibration");
+        return Err(CliError::Choice(what));
+    };
+    statistics.check_any(&chosen.iter().map(|(weight, _)| *weight).collect::<Vec<_>>())?;
+    for (weight, method) in chosen {
         let matrices = Matrices::of(model, weight);
-        let axes = [matrices.stacked, matrices.cols];
-        statistics.check(&weight.name, axes, resolved.method)?;
+        statistics.check(&weight.name, [matrices.stacked, matrices.cols], method)?;
     }
     Ok(())
 }
@@ -253,16 +265,12 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
 }
 
 /// All that decides about the bytes that are written, in a line: who resumes compares it.
-fn task(
-    checkpoint: &Checkpoint,
-    options: &Options,
-    resolved: &ResolvedOptions,
-) -> Result<String, CliError> {
-    let options = serde_json::to_string(options).expect("texts and numbers");
-    let mut task = format!("{}; {options}; from {}", resolved.settings(), checkpoint.dialect());
+fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
+    let recipe = serde_json::to_string(&resolved.recipe).expect("texts and numbers");
+    let mut task = format!("{}; {recipe}; from {}", resolved.settings(), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(resolved.calibration.clone()) {
+    for path in files.chain(container.configs()).chain(resolved.recipe.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use burn_fp4_checkpoints::Model;
-use burn_fp4_checkpoints::selection::{Choice, Preset};
+use burn_fp4_checkpoints::selection::{Choice, Exception, Preset, Selection};
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, TensorScaling};
+use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, writable};
 use crate::convert::UNKNOWN_NAMES;
@@ -19,8 +19,7 @@ use crate::listed::{listed, methods};
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
 // command.
-#[derive(Debug, Clone, Default, clap::Args, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(clap::Args)]
 pub(super) struct Options {
     /// The format: nvfp4 (the default) or mxfp4.
     #[arg(long)]
@@ -77,7 +76,7 @@ pub(super) struct Options {
     /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF, which is
     /// enough for sse-weighted.
     #[arg(long, value_name = "FILE")]
-    pub(super) calibration: Option<PathBuf>,
+    calibration: Option<PathBuf>,
 }
 
 /// What `--method` takes.
@@ -99,37 +98,18 @@ where
 }
 
 impl Options {
-    /// The choices of a recipe.
-    fn read(path: &Path) -> Result<Self, CliError> {
-        let file = |source| CliError::File { path: path.to_owned(), source };
-        let text = std::fs::read_to_string(path).map_err(file)?;
-        let recipe: Self = toml::from_str(&text).map_err(|error| {
-            let before = &text[..error.span().map_or(0, |span| span.start)];
-            let line = before.matches('\n').count() + 1;
-            let problem = error.message().replace('\n', "; ");
-            CliError::Recipe { path: path.to_owned(), line, problem }
-        })?;
-        if recipe.preset.is_some() && !recipe.only.is_empty() {
-            let path = path.display();
-            let what = format!("{path}: `only` cannot be used with `preset`: it is instead of one");
-            return Err(CliError::Choice(what));
-        }
-        Ok(recipe)
-    }
-
     /// These choices, and a recipe's where they are open.
-    pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Self, CliError> {
-        let Some(path) = path else { return Ok(self.clone()) };
-        let recipe = Self::read(path)?;
+    pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Recipe, CliError> {
+        let recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
         let keep = if self.keep.is_empty() { recipe.keep } else { self.keep.clone() };
         // A preset and a list are two ways to say which weights.
         let (preset, only) = match (self.preset, &self.only[..]) {
             (None, []) => (recipe.preset, recipe.only),
-            (preset, only) => (preset, only.to_vec()),
+            (preset, only) => (preset.map(|preset| preset.to_string()), only.to_vec()),
         };
         let first = self.first_layers_high_precision.or(recipe.first_layers_high_precision);
         let last = self.last_layers_high_precision.or(recipe.last_layers_high_precision);
-        Ok(Self {
+        Ok(Recipe {
             format: self.format.or(recipe.format),
             block_size: self.block_size.or(recipe.block_size),
             dialect: self.dialect.clone().or(recipe.dialect),
@@ -140,21 +120,50 @@ impl Options {
             only,
             first_layers_high_precision: first,
             last_layers_high_precision: last,
+            together: recipe.together,
             calibration: self.calibration.clone().or(recipe.calibration),
+            weights: recipe.weights,
         })
     }
+}
 
-    /// What is done to a model: these choices, and a default for each that is left open.
-    pub(super) fn resolve(
-        &self,
+/// Choices that are made.
+pub(super) struct ResolvedOptions {
+    pub(super) recipe: Recipe,
+    pub(super) choice: Choice,
+    /// How weights are quantized that no exception is about.
+    base: RecipeScheme,
+    /// By exception how its weights are quantized. None: they are kept.
+    exceptions: Vec<Option<RecipeScheme>>,
+}
+
+impl ResolvedOptions {
+    /// What is done to a model, everything open decided.
+    pub(super) fn of(
+        mut recipe: Recipe,
         model: &Model<'_>,
         out: Option<&Path>,
-    ) -> Result<ResolvedOptions, CliError> {
-        let preset = self.preset.unwrap_or_default();
+    ) -> Result<Self, CliError> {
+        let preset = match &recipe.preset {
+            None => Preset::default(),
+            Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,
+        };
         let miles = preset == Preset::Miles;
-        let format = self.format.unwrap_or_else(|| Fp4Scheme::default().format());
-        let own = format.row().block_size;
-        let dialect = self.dialect.clone().unwrap_or_else(|| {
+        if miles {
+            // The converter of miles ran on TransformerEngine 2.10 when it was merged.
+            let rule = ScaleRule::TeDivision;
+            let fits = rule.row().format;
+            if let (None, Some(format)) = (recipe.rule, recipe.format)
+                && format != fits
+            {
+                let what = format!("the preset `{preset}` is for {fits}, not {format}");
+                return Err(CliError::Choice(what));
+            }
+            recipe.rule = recipe.rule.or(Some(rule));
+            recipe.method = recipe.method.or(Some(Method::Amax));
+        }
+        let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
+        let dialect = recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
@@ -162,92 +171,90 @@ impl Options {
             }
             .to_owned()
         });
+        let becomes = |how: &RecipeScheme| (how.scheme.format(), how.scheme.block_size);
+        let exception = |(weights, how): (&RecipeWeights, &Option<RecipeScheme>)| Exception {
+            names: weights.names.clone(),
+            becomes: how.as_ref().map(becomes),
+        };
+        let (format, block_size) = becomes(&base);
         let choice = Choice {
             format,
-            block_size: self.block_size.unwrap_or(own),
+            block_size,
             dialect,
             preset,
-            keep: self.keep.clone(),
-            only: self.only.clone(),
-            first_layers: self.first_layers_high_precision.unwrap_or(0),
-            last_layers: self.last_layers_high_precision.unwrap_or(0),
+            keep: recipe.keep.clone(),
+            only: recipe.only.clone(),
+            first_layers: recipe.first_layers_high_precision.unwrap_or(0),
+            last_layers: recipe.last_layers_high_precision.unwrap_or(0),
+            exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
+            together: recipe.together,
         };
-        let method = self.method.unwrap_or(if miles { Method::Amax } else { Method::Sse });
-        // The converter of miles ran on TransformerEngine 2.10 when it was merged.
-        let default = if miles { ScaleRule::TeDivision } else { ScaleRule::of_format(format) };
-        let rule = self.rule.unwrap_or(default);
-        let fits = rule.row().format;
-        if fits != format {
-            let what = match self.rule {
-                None if miles => format!("the preset `{preset}`"),
-                None | Some(_) => format!("the rule `{rule}`"),
-            };
-            return Err(CliError::Choice(format!("{what} is for {fits}, not {format}")));
-        }
-        let row = method.row();
-        let (size, sizes) = (choice.block_size, format.row().block_sizes);
-        if !sizes.contains(&size) {
-            let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
-            let what = format!("--block-size {size}: expected {}", sizes.join(" or "));
-            return Err(CliError::Choice(what));
-        }
-        if !row.formats.contains(&format) || !row.block_sizes.contains(&choice.block_size) {
-            let what = format!("method `{method}` is not defined for {format} in blocks of {size}");
-            return Err(CliError::Choice(what));
-        }
-        if row.calibrated && self.calibration.is_none() {
-            let what = format!("method `{method}` needs statistics: name them by --calibration");
-            return Err(CliError::Choice(what));
-        }
-        let calibration = self.calibration.clone();
-        Ok(ResolvedOptions { choice, method, rule, calibration })
+        Ok(Self { recipe, choice, base, exceptions })
     }
-}
 
-/// Choices of which none is left open.
-pub(super) struct ResolvedOptions {
-    pub(super) choice: Choice,
-    pub(super) method: Method,
-    pub(super) rule: ScaleRule,
-    pub(super) calibration: Option<PathBuf>,
-}
-
-impl ResolvedOptions {
-    /// How tensors are quantized: with a tensor scale, if the dialect has a place for one.
-    pub(super) fn scheme(&self, has_tensor_scales: bool) -> Result<Fp4Scheme, CliError> {
-        let scheme = Fp4Scheme::of(self.rule).with_block_size(self.choice.block_size);
-        let scheme = scheme.with_search(self.method.row().chosen_by.search());
-        let scheme = match has_tensor_scales || !self.choice.format.row().tensor_scale {
-            true => scheme,
-            false => scheme.with_tensor_scale(TensorScaling::Multiplier(1.0)),
+    /// How the weights of each group of a selection are quantized: with a tensor scale, if the
+    /// dialect has a place for one.
+    ///
+    /// # Errors
+    /// [`CliError::Choice`] for choices that do not go together, and for weights with one tensor
+    /// scale that are to be quantized in different ways.
+    pub(super) fn schemes(
+        &self,
+        model: &Model<'_>,
+        selection: &Selection,
+    ) -> Result<Vec<RecipeScheme>, CliError> {
+        let of = |at: usize| {
+            let exception = selection.exceptions[at].and_then(|at| self.exceptions[at]);
+            exception.unwrap_or(self.base)
         };
-        scheme.validate().map_err(|error| CliError::Choice(error.to_string()))?;
-        Ok(scheme)
+        let group = |members: &Vec<usize>| {
+            let first = members[0];
+            if let Some(&other) = members.iter().find(|&&at| of(at) != of(first)) {
+                let [first, other] = [first, other].map(|at| &model.weights[at].name);
+                let what = "share a tensor scale: choose the same method and rule for both";
+                return Err(CliError::Choice(format!("`{first}` and `{other}` {what}")));
+            }
+            let how = match selection.has_tensor_scales() {
+                true => of(first),
+                false => of(first).without_tensor_scale(),
+            };
+            how.scheme.validate().map_err(|error| CliError::Choice(error.to_string()))?;
+            Ok(how)
+        };
+        selection.groups.iter().map(group).collect()
+    }
+
+    /// Whether a method that is asked for needs statistics.
+    fn is_calibrated(&self) -> bool {
+        let mut all = self.exceptions.iter().flatten().chain([&self.base]);
+        all.any(|how| how.method.row().calibrated)
     }
 
     /// All that decides about bytes.
     pub(super) fn settings(&self) -> Settings {
-        let choice = self.choice.clone();
+        let (choice, recipe) = (self.choice.clone(), &self.recipe);
         Settings {
             format: choice.format,
             block_size: choice.block_size,
             dialect: choice.dialect,
-            method: self.method,
-            rule: self.rule,
+            method: self.base.method,
+            rule: self.base.scheme.rule,
             preset: choice.only.is_empty().then_some(choice.preset),
             only: choice.only,
             keep: choice.keep,
             first_layers_high_precision: choice.first_layers,
             last_layers_high_precision: choice.last_layers,
-            calibration: self.calibration.clone().filter(|_| self.method.row().calibrated),
+            together: choice.together,
+            calibration: recipe.calibration.clone().filter(|_| self.is_calibrated()),
+            weights: recipe.weights.clone(),
         }
     }
 
     /// What is worth knowing before it is done.
     pub(super) fn notes(&self, model: &Model<'_>) -> Vec<String> {
         let mut notes = Vec::new();
-        if let Some(path) = self.calibration.as_ref().filter(|_| !self.method.row().calibrated) {
-            let (path, method) = (path.display(), self.method);
+        if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
+            let (path, method) = (path.display(), self.base.method);
             notes.push(format!("method `{method}` needs no statistics: {path} is not used"));
         }
         if self.choice.dialect == GGUF && model.gguf.is_none() {
@@ -257,7 +264,7 @@ impl ResolvedOptions {
     }
 }
 
-/// Choices of which none is left open, as they are printed.
+/// Choices that are made, as they are printed.
 #[derive(Serialize)]
 pub(super) struct Settings {
     format: Fp4Format,
@@ -271,8 +278,12 @@ pub(super) struct Settings {
     keep: Vec<String>,
     first_layers_high_precision: usize,
     last_layers_high_precision: usize,
-    /// None: the method needs none.
+    /// None: as readers of the dialect need it.
+    together: Option<bool>,
+    /// None: no method needs any.
     calibration: Option<PathBuf>,
+    /// What else is chosen for some weights, as the recipe says it.
+    weights: Vec<RecipeWeights>,
 }
 
 impl fmt::Display for Settings {
@@ -280,8 +291,13 @@ impl fmt::Display for Settings {
         let Self { format, block_size, dialect, method, rule, .. } = self;
         write!(f, "{format} in blocks of {block_size}, {dialect}, {method} by rule {rule}, ")?;
         match self.preset {
-            Some(preset) => write!(f, "{preset}"),
-            None => write!(f, "only {}", self.only.join(", ")),
+            Some(preset) => write!(f, "{preset}")?,
+            None => write!(f, "only {}", self.only.join(", "))?,
+        }
+        match self.weights.len() {
+            0 => Ok(()),
+            1 => write!(f, ", one list of weights otherwise"),
+            lists => write!(f, ", {lists} lists of weights otherwise"),
         }
     }
 }

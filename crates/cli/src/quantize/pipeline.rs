@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Weight};
+use burn_fp4_search::RecipeScheme;
 use indicatif::ProgressBar;
 
 use super::ahead::Ahead;
@@ -31,16 +32,17 @@ pub(super) struct Work<'w, 'c> {
     pub(super) bar: &'w ProgressBar,
 }
 
-/// A job whose weights are read, and will be quantized.
+/// A job that is read, and will be quantized.
 struct Loaded<'w> {
     job: &'w Job,
+    how: RecipeScheme,
     floats: Floats,
     taken: Taken<'w>,
 }
 
 /// What is ready to be written.
 enum Made<'w, 'c> {
-    /// A job whose weights are quantized.
+    /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<(usize, Weight<'static>)>, taken: Taken<'w> },
     /// A weight that stays quantized as it was.
     Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
@@ -97,10 +99,10 @@ fn read_ahead<'w, 'c>(
     while let Some(job) = next() {
         work.ahead.passed(job.bytes);
         // Who takes no more has failed, and says so.
-        let all = if job.quantized {
+        let all = if let Some(how) = job.how {
             let taken = work.budget.take(job.memory);
             let floats = read(work.model, &job.weights, &work.reader)?;
-            to_quantize.send(Loaded { job, floats, taken }).is_ok()
+            to_quantize.send(Loaded { job, how, floats, taken }).is_ok()
         } else {
             read_kept(work, job, to_write)?
         };
@@ -111,8 +113,8 @@ fn read_ahead<'w, 'c>(
     Ok(())
 }
 
-/// Reads a job whose weights are not quantized, of which no more than a piece has to be in memory
-/// unless they were quantized before; whether all of it was taken.
+/// Reads a job that is not quantized, of which no more than a piece has to be in memory unless it
+/// was quantized before; whether all of it was taken.
 fn read_kept<'w, 'c>(
     work: &'w Work<'w, 'c>,
     job: &'w Job,
@@ -145,9 +147,9 @@ fn quantize<'w>(
     to_write: &SyncSender<Made<'w, '_>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
-    while let Ok(Loaded { job, floats, mut taken }) = next() {
+    while let Ok(Loaded { job, how, floats, mut taken }) = next() {
         let (model, outline) = (work.model, work.outline);
-        let weights = work.quantizer.quantize(model, outline, &job.weights, floats)?;
+        let weights = work.quantizer.quantize(model, outline, &job.weights, &how, floats)?;
         taken.keep(job.made);
         if to_write.send(Made::Quantized { job, weights, taken }).is_err() {
             break;

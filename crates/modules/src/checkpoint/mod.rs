@@ -11,6 +11,7 @@
 //! | `load.rs`       | [`LoadCheckpoint`]: into a module                                      |
 //! | `save.rs`       | out of a module                                                        |
 //! | `statistics.rs` | statistics of inputs, for the command `fp4`                            |
+//! | `recipe.rs`     | recipes of the command `fp4`: of what was done, and for a module       |
 
 pub(crate) mod bytes;
 pub(crate) mod load;
@@ -18,6 +19,7 @@ pub(crate) mod map;
 pub(crate) mod mismatch;
 pub(crate) mod names;
 pub(crate) mod plan;
+mod recipe;
 pub(crate) mod report;
 pub(crate) mod save;
 mod statistics;

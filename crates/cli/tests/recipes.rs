@@ -1,0 +1,219 @@
+//! Recipes that models in Burn were quantized by, given to `fp4 quantize` of the same folder.
+
+mod model;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::nn::Linear;
+use burn::tensor::Device;
+use burn_fp4::checkpoints::{Checkpoint, Value, Weight};
+use burn_fp4::{
+    Budget, Calibration, Candidate, CheckpointMap, Fp4Config, Fp4Error, Fp4Format, Fp4Module,
+    Method, Recipe, ScaleRule, Unused,
+};
+use llama::{CalibrationWindows, Folder, Llama, Tokens, fp4_config};
+use model::{run, succeeds};
+use tempfile::tempdir;
+
+const BOOK: &str = include_str!("../../../examples/data/genesis.txt");
+
+/// The path of the small model that comes with the project.
+fn genesis() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/genesis")
+}
+
+fn load() -> Llama<Linear> {
+    let folder = Folder::open(&genesis()).expect("the model");
+    folder.load(&Device::flex()).expect("its weights").0
+}
+
+/// What the layers of the model are given by some of the book.
+fn calibration(model: &Llama<Linear>) -> Calibration {
+    let folder = Folder::open(&genesis()).expect("the model");
+    let tokenizer = folder.tokenizer().expect("a tokenizer");
+    let tokens = Tokens::new(&tokenizer, BOOK, 0.1).expect("tokens");
+    let windows = CalibrationWindows { windows: 4, context: 64, seed: 1 };
+    windows.run(model, Default::default(), &tokens, &Device::flex()).expect("statistics")
+}
+
+/// Format, codes and block scales of what is quantized, by its name in files.
+type Packed = BTreeMap<String, (String, Vec<u8>, Vec<u8>)>;
+
+fn packed(weights: &[Weight<'_>]) -> Packed {
+    let one = |weight: &Weight<'_>| match &weight.value {
+        Value::Fp4(fp4) => {
+            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
+            Some((weight.name.clone(), (weight.kind(), codes, scales)))
+        }
+        Value::Plain(_) | Value::Fp8(_) => None,
+    };
+    weights.iter().filter_map(one).collect()
+}
+
+fn of_module(model: &Llama<Linear>) -> Packed {
+    packed(&model.checkpoint_fp4(&llama::names()).expect("a checkpoint").weights)
+}
+
+fn of_folder(path: &Path) -> Packed {
+    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+    packed(&checkpoint.weights().expect("weights"))
+}
+
+#[test]
+fn what_a_budget_has_chosen_is_what_fp4_quantizes_by_its_recipe() {
+    let folder = tempdir().expect("a folder");
+    let dense = load();
+    let known = calibration(&dense);
+    let config = fp4_config(&dense, Fp4Format::NvFp4, Method::Sse).unused(Unused::Report);
+    let found = dense.fp4_sensitivity(&config.with_calibration(&known), &Candidate::ALL);
+    let found = found.expect("what formats cost");
+    let mut kinds = BTreeSet::new();
+    for (at, bits) in [4.3, 4.45, 9.0].into_iter().enumerate() {
+        let choice = found.choose(Budget::BitsPerWeight(bits)).expect("a choice");
+        let mut model = dense.clone();
+        let quantized = choice.config.with_calibration(&Calibration::new());
+        let report = model.quantize_fp4(&quantized).expect("quantized");
+        let path = folder.path().join(format!("{at}.toml"));
+        report.save_recipe(&path, &llama::names()).expect("a recipe");
+        let expected = of_module(&model);
+        kinds.extend(expected.values().map(|(kind, ..)| kind.clone()));
+
+        let input = genesis();
+        // Of the dialects that hold NVFP4 in blocks of 32.
+        let options = format!("--out {at} --dialect modelopt --recipe {at}.toml");
+        succeeds(folder.path(), &format!("quantize {} {options}", input.display()));
+        assert!(of_folder(&folder.path().join(at.to_string())) == expected, "{bits}");
+
+        let recipe = Recipe::read(&path).expect("the recipe");
+        let mut again = load();
+        let config = Fp4Config::of_recipe(&recipe, &again, &llama::names());
+        let again_report = again.quantize_fp4(&config.expect("a configuration"));
+        assert!(of_module(&again) == expected, "{bits}");
+        let names = |report: &burn_fp4::Fp4Report| -> Vec<String> {
+            report.quantized().map(|one| one.path.clone()).collect()
+        };
+        assert_eq!(names(&again_report.expect("quantized")), names(&report));
+    }
+    assert!(kinds.len() > 1, "{kinds:?}");
+}
+
+#[test]
+fn one_call_with_a_budget_saves_a_recipe_for_every_dialect_that_can_say_it() {
+    let folder = tempdir().expect("a folder");
+    let mut model = load();
+    let known = calibration(&model);
+    let config = fp4_config(&model, Fp4Format::NvFp4, Method::Sse).unused(Unused::Report);
+    let config = config.with_calibration(&known).budget(Budget::BitsPerWeight(4.4));
+    let report = model.quantize_fp4(&config).expect("quantized");
+    let path = folder.path().join("recipe.toml");
+    report.save_recipe(&path, &llama::names()).expect("a recipe");
+    let (input, expected) = (genesis(), of_module(&model));
+    for dialect in ["compressed-tensors", "modelopt", "gguf"] {
+        // Layers that run as one share a tensor scale, whoever reads the file.
+        let out = if dialect == "gguf" { "out.gguf" } else { dialect };
+        let options = format!("--out {out} --dialect {dialect} --recipe recipe.toml");
+        succeeds(folder.path(), &format!("quantize {} {options}", input.display()));
+        let found = of_folder(&folder.path().join(out));
+        assert!(found == expected, "{dialect}");
+    }
+    let options = "--out gpt-oss --dialect gpt-oss --recipe recipe.toml";
+    let (code, _, error) = run(folder.path(), &format!("quantize {} {options}", input.display()));
+    assert!(code == 2 && error.contains("the dialect `gpt-oss` cannot hold"), "{error}");
+}
+
+#[test]
+fn calibrated_methods_take_the_statistics_that_are_saved_beside_a_recipe() {
+    let folder = tempdir().expect("a folder");
+    let mut model = load();
+    let known = calibration(&model);
+    known.save(folder.path().join("known.safetensors"), &llama::names()).expect("statistics");
+    let config = fp4_config(&model, Fp4Format::NvFp4, Method::SseWeighted);
+    let report = model.quantize_fp4(&config.with_calibration(&known)).expect("quantized");
+    report.save_recipe(folder.path().join("recipe.toml"), &llama::names()).expect("a recipe");
+    let options = "--out out --recipe recipe.toml --calibration known.safetensors";
+    succeeds(folder.path(), &format!("quantize {} {options}", genesis().display()));
+    let (found, expected) = (of_folder(&folder.path().join("out")), of_module(&model));
+    let names = |packed: &Packed| packed.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(&found), names(&expected));
+    for (name, (kind, codes, _)) in &found {
+        let (expected_kind, expected, _) = &expected[name];
+        assert_eq!((kind, codes.len()), (expected_kind, expected.len()), "{name}");
+        // The file holds statistics in f32: a tie of two scales may be broken otherwise.
+        let different = codes.iter().zip(expected).filter(|(one, other)| one != other).count();
+        assert!(100 * different <= codes.len(), "{name}: {different} of {}", codes.len());
+    }
+}
+
+/// A module is told what a recipe of files means for it, or that it means nothing.
+#[test]
+fn recipes_that_a_module_cannot_obey_are_errors() {
+    let model = load();
+    let of = |text: &str| {
+        let recipe = Recipe::parse(text).expect("a recipe");
+        Fp4Config::of_recipe(&recipe, &model, &llama::names())
+    };
+    let config = of("format = \"mxfp4\"\npreset = \"mlp-only\"\nkeep = [\"*.0.*\"]\n");
+    let config = config.expect("a configuration");
+    assert_eq!(config.include.len(), 9, "{:?}", config.include);
+    assert!(config.include.iter().all(|path| path.contains("mlp.") && !path.contains(".0.")));
+    assert_eq!(of("").expect("a configuration").share_scale.len(), 2);
+    assert!(of("together = false").expect("a configuration").share_scale.is_empty());
+
+    let key = "[[weights]]\nnames = [\"*.0.*.k_proj\"]\n";
+    let error = of(&format!("{key}format = \"mxfp4\"\n")).expect_err("it runs as one");
+    assert!(matches!(error, Fp4Error::Checkpoint(_)), "{error}");
+    assert!(error.to_string().contains("layers.0.self_attn."), "{error}");
+    let error = of("[[weights]]\nnames = [\"*.gate\"]\n").expect_err("no such name");
+    assert!(error.to_string().contains("`weights` pattern `*.gate`"), "{error}");
+    for wrong in ["block-size = 8", "preset = \"miles\"", "preset = \"all\""] {
+        let error = of(wrong).expect_err(wrong);
+        assert!(matches!(error, Fp4Error::Recipe(_)), "{error}");
+    }
+    let gptq = "[[weights]]\nnames = [\"*.down_proj\"]\nmethod = \"gptq\"\n";
+    let error = of(gptq).expect_err("for all or none");
+    let Fp4Error::RecipeParameter { path, problem } = &error else { panic!("{error}") };
+    assert!(path.contains("down_proj") && problem.contains("`gptq` beside"), "{error}");
+}
+
+#[test]
+fn what_a_recipe_cannot_say_is_not_saved() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("recipe.toml");
+    let dense = load();
+    let saved = |config: Fp4Config, map: CheckpointMap| {
+        let report = dense.clone().quantize_fp4(&config).expect("quantized");
+        report.save_recipe(&path, &map)
+    };
+    let config = fp4_config(&dense, Fp4Format::NvFp4, Method::Amax);
+    let of = |config: Fp4Config| saved(config, llama::names());
+    let mut given = config.clone();
+    given.scheme = given.scheme.with_tensor_scale(burn_fp4::TensorScaling::Row);
+    given.share_scale.clear();
+    let mut two = config.clone();
+    two.share_scale = vec![vec!["q_proj".to_owned(), "k_proj".to_owned()]];
+    let one = config.clone().exclude("**.k_proj.*").unused(Unused::Report);
+    for (config, says) in [
+        (given, "more of a scheme"),
+        (two, "which weights share its tensor scale"),
+        (one, "would keep it: runs as one with"),
+    ] {
+        let error = of(config).expect_err(says);
+        assert!(matches!(error, Fp4Error::RecipeParameter { .. }), "{error}");
+        assert!(error.to_string().contains(says), "{error}");
+    }
+    // Names that would not be found again.
+    let map = CheckpointMap::new().rename_back("^layers", "blocks");
+    let error = saved(config.clone(), map).expect_err("another name");
+    assert!(matches!(error, Fp4Error::Mismatch(_)), "{error}");
+    assert!(!path.exists());
+
+    // Nothing shared is said too.
+    let mut alone = config;
+    alone.share_scale.clear();
+    alone.scheme = alone.scheme.with_rule(ScaleRule::TeDivision);
+    of(alone).expect("a recipe");
+    let text = fs::read_to_string(&path).expect("the recipe");
+    assert!(text.contains("together = false") && text.contains("rule = \"te-division\""), "{text}");
+}

@@ -1,0 +1,507 @@
+//! Recipes of the command `fp4`: of what was done to a module, and for one.
+//!
+//! Both are decided about by the names and shapes that parameters have in files, and by the same
+//! selection as in the command.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+
+use burn::module::Module;
+use burn_fp4_checkpoints::selection::{Choice, Decision, Exception, Preset, Selection};
+use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
+use burn_fp4_ops::Fp4Scheme;
+use burn_fp4_ops::search::{
+    ChosenBy, Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
+};
+
+use crate::config::{Container, Fp4Config};
+use crate::error::Fp4Error;
+use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
+use crate::walk::parameters::{Parameter, Walk};
+
+use super::map::{CheckpointMap, turned};
+use super::mismatch::Mismatch;
+use super::names::{Names, Wanted};
+
+/// The dialect of a recipe that names none, as in the command.
+const DIALECT: &str = "compressed-tensors";
+
+/// All names, as a pattern.
+const ALL: &str = "*";
+
+impl Fp4Report {
+    /// Saves what was done as a recipe, which does the same again: to the files of the model, by
+    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. So do formats become
+    /// a file that a [budget](Fp4Config::budget) has chosen. Names are those that the map gives
+    /// weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
+    ///
+    /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
+    /// methods that take statistics of inputs, which have to be given again
+    /// ([`Calibration::save`](crate::Calibration::save)), and for weights of rank 3 in formats with
+    /// a tensor scale: those of a file have one for each matrix.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::ops::Fp4Scheme;
+    /// use burn_fp4_modules::{CheckpointMap, Fp4Config, Fp4Module, Recipe};
+    ///
+    /// # let folder = std::env::temp_dir().join(format!("burn-fp4-recipe-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).unwrap();
+    /// # let path = folder.join("recipe.toml");
+    /// let device = Device::flex();
+    /// let dense: Vec<_> = (0..3).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    /// let (mut first, mut again) = (dense.clone(), dense);
+    /// let config = Fp4Config::nvfp4().exclude("0.*").with("2.*", Fp4Scheme::mxfp4());
+    /// let map = CheckpointMap::new();
+    /// first.quantize_fp4(&config)?.save_recipe(&path, &map)?;
+    ///
+    /// let config = Fp4Config::of_recipe(&Recipe::read(&path)?, &again, &map)?;
+    /// again.quantize_fp4(&config)?;
+    /// assert_eq!(again[2].weight.val().into_data(), first[2].weight.val().into_data());
+    /// # std::fs::remove_dir_all(&folder).unwrap();
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`recipe`](Self::recipe), and [`Fp4Error::Recipe`] if the file cannot be written.
+    pub fn save_recipe(&self, path: impl AsRef<Path>, map: &CheckpointMap) -> Result<(), Fp4Error> {
+        Ok(self.recipe(map)?.save(path)?)
+    }
+
+    /// What [`save_recipe`](Self::save_recipe) writes.
+    ///
+    /// # Errors
+    /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule
+    /// and a block size, options of a method, blocks along another axis than in files, codes that
+    /// were handed over or packed before, and tensor scales that are shared by others than the
+    /// layers that inference engines run as one. [`Fp4Error::Mismatch`], [`Fp4Error::Rename`],
+    /// [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
+    pub fn recipe(&self, map: &CheckpointMap) -> Result<Recipe, Fp4Error> {
+        let attached = Outcome::Kept { reason: Reason::PartOfReparameterization };
+        let parameters: Vec<&ParameterReport> =
+            self.parameters.iter().filter(|one| one.outcome != attached).collect();
+        let known: Vec<Known<'_>> = parameters.iter().map(|one| Known::of_report(one)).collect();
+        let files = Files::new(&known, map)?;
+        let mut schemes = Vec::with_capacity(files.of.len());
+        let mut lists: Vec<(RecipeScheme, Vec<String>)> = Vec::new();
+        for (weight, of) in files.model.weights.iter().zip(&files.of) {
+            let scheme = said(parameters[of[0]], map)?;
+            for &other in &of[1..] {
+                if said(parameters[other], map)? != scheme {
+                    let what = format!("that it differs from others in `{}`", weight.name);
+                    return Err(unsaid(&parameters[other].path, &what));
+                }
+            }
+            schemes.push(scheme);
+            let Some(scheme) = scheme else { continue };
+            let exact = Pattern::Exact(weight.name.clone()).write(Syntax::Both);
+            let name = exact.unwrap_or_else(|| weight.name.clone());
+            match lists.iter_mut().find(|(known, _)| *known == scheme) {
+                Some((_, names)) => names.push(name),
+                None => lists.push((scheme, vec![name])),
+            }
+        }
+        let all = || vec![ALL.to_owned()];
+        let kept = RecipeWeights {
+            names: all(),
+            format: Some(RecipeFormat::Dense),
+            ..RecipeWeights::default()
+        };
+        let list = |(how, names): (RecipeScheme, Vec<String>)| RecipeWeights {
+            names,
+            format: Some(RecipeFormat::Fp4(how.scheme.format())),
+            block_size: Some(how.scheme.block_size),
+            method: Some(how.method),
+            rule: Some(how.scheme.rule),
+        };
+        let recipe = Recipe {
+            only: all(),
+            together: Some(parameters.iter().any(|one| scale_group(one).is_some())),
+            weights: [kept].into_iter().chain(lists.into_iter().map(list)).collect(),
+            ..Recipe::default()
+        };
+        check(&recipe, &files, &parameters, &schemes)?;
+        Ok(recipe)
+    }
+}
+
+impl Fp4Config {
+    /// What a recipe of `fp4 quantize` does to the files of a module, for the module itself: the
+    /// weights that it selects, their schemes, the method and which share a tensor scale. The map
+    /// is that of [`save_fp4`](crate::Fp4Module::save_fp4); the example is that of
+    /// [`Fp4Report::save_recipe`].
+    ///
+    /// Layers that run as one share a tensor scale, unless the recipe says `together = false`, or
+    /// names a dialect of which readers do not need that. Statistics of inputs are handed over by
+    /// [`with_calibration`](Self::with_calibration): the recipe's `calibration` is a file of the
+    /// command.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Recipe`] for choices that do not go together, and for the preset `miles`, which
+    /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
+    /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
+    /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: methods that are for all
+    /// weights beside others, tensor scales shared by parameters that are no siblings. For the map
+    /// as [`Fp4Report::recipe`].
+    pub fn of_recipe<M: Module>(
+        recipe: &Recipe,
+        module: &M,
+        map: &CheckpointMap,
+    ) -> Result<Self, Fp4Error> {
+        let mut parameters = Walk::over_values(module).parameters;
+        parameters.retain(|one| !one.inside_reparameterization);
+        let known: Vec<Known<'_>> = parameters.iter().map(Known::of_parameter).collect();
+        let files = Files::new(&known, map)?;
+        let decided = Decided::new(recipe, &files)?;
+        decided.selection.check_not_empty(&files.model)?;
+        // One for each parameter that a tensor is made of.
+        let mut schemes: BTreeMap<usize, Option<RecipeScheme>> = BTreeMap::new();
+        for (tensor, of) in files.of.iter().enumerate() {
+            let scheme = decided.scheme(tensor);
+            for &at in of {
+                if *schemes.entry(at).or_insert(scheme) != scheme {
+                    let problem = "its matrices are several tensors in files, of several schemes";
+                    return Err(impossible(&parameters[at].path, problem));
+                }
+            }
+        }
+        let chosen = schemes.iter().filter_map(|(&at, scheme)| Some((&parameters[at], (*scheme)?)));
+        let chosen: Vec<(&Parameter, RecipeScheme)> = chosen.collect();
+        let mut config = with_containers(with_method(decided.base, &chosen)?, &chosen, map)?;
+        for (Parameter { path, .. }, how) in &chosen {
+            config = config.include(path).with(path, how.scheme);
+        }
+        for group in decided.selection.groups.iter().filter(|group| group.len() > 1) {
+            let paths: Vec<_> = group.iter().map(|&at| known[files.of[at][0]].path).collect();
+            config = with_shared_scale(config, &paths)?;
+        }
+        Ok(config)
+    }
+}
+
+/// A parameter, as far as files are concerned.
+struct Known<'p> {
+    path: &'p str,
+    container: &'p str,
+    shape: &'p [usize],
+}
+
+impl<'p> Known<'p> {
+    fn of_report(one: &'p ParameterReport) -> Self {
+        Self { path: &one.path, container: &one.container, shape: &one.shape }
+    }
+
+    fn of_parameter(one: &'p Parameter) -> Self {
+        Self { path: &one.path, container: &one.container, shape: &one.shape }
+    }
+}
+
+/// The tensors that parameters are in files, without their values.
+struct Files {
+    model: Model<'static>,
+    /// By tensor the parameters that it is made of, or that take it, by their places.
+    of: Vec<Vec<usize>>,
+}
+
+/// Tensors by name, before they are renamed.
+#[derive(Default)]
+struct Tensors {
+    places: HashMap<String, usize>,
+    found: Vec<(String, Vec<usize>, Vec<usize>)>,
+}
+
+impl Tensors {
+    /// Adds a tensor of a parameter; a stacked one once for each of its matrices.
+    fn add(&mut self, name: String, shape: Vec<usize>, parameter: usize) {
+        let Some(&place) = self.places.get(&name) else {
+            self.places.insert(name.clone(), self.found.len());
+            self.found.push((name, shape, vec![parameter]));
+            return;
+        };
+        let (_, known, of) = &mut self.found[place];
+        if let (Some(known), Some(more)) = (known.first_mut(), shape.first()) {
+            *known = (*known).max(*more);
+        }
+        of.push(parameter);
+    }
+}
+
+impl Files {
+    /// # Errors
+    /// [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`] for a map that is none;
+    /// [`Fp4Error::Mismatch`] for names that are not loaded back.
+    fn new(parameters: &[Known<'_>], map: &CheckpointMap) -> Result<Self, Fp4Error> {
+        let names = Names::new(map)?;
+        let mut tensors = Tensors::default();
+        let mut tied = Vec::new();
+        for (at, one) in parameters.iter().enumerate() {
+            let with = names.tied_to(one.path).filter(|with| *with != one.path);
+            if let Some(with) = parameters.iter().position(|other| Some(other.path) == with) {
+                tied.push((at, with));
+                continue;
+            }
+            let input_first = map.placement(one.container, one.shape.len()).input_first();
+            let shape = turned(one.shape, input_first);
+            match names.wanted(one.path, one.container) {
+                // The last one is the name in files.
+                Wanted::One(mut wanted) => {
+                    let name = wanted.pop().unwrap_or_else(|| one.path.to_owned());
+                    tensors.add(name, shape, at);
+                }
+                Wanted::Each(before, behind) => {
+                    let [count, matrix @ ..] = &shape[..] else { continue };
+                    for index in 0..*count {
+                        let name = Wanted::numbered(&before, &behind, index);
+                        tensors.add(name, matrix.to_vec(), at);
+                    }
+                }
+                Wanted::Matrix(name, index) => {
+                    tensors.add(name, [&[index + 1], &shape[..]].concat(), at);
+                }
+            }
+        }
+        for (at, with) in tied {
+            let takes = tensors.found.iter_mut().filter(|(.., of)| of.contains(&with));
+            takes.for_each(|(.., of)| of.push(at));
+        }
+        let (mut weights, mut places, mut errors) = (Vec::new(), Vec::new(), Vec::new());
+        for (name, shape, of) in tensors.found {
+            let tensor = names.in_file(&name);
+            let loaded = names.in_module(&tensor);
+            if loaded != name {
+                let parameter = parameters[of[0]].path.to_owned();
+                errors.push(Mismatch::RenamedBack { parameter, tensor, loaded });
+                continue;
+            }
+            weights.push(outline(tensor, shape));
+            places.push(of);
+        }
+        match errors.is_empty() {
+            true => Ok(Self { model: Model { weights, ..Model::default() }, of: places }),
+            false => Err(Fp4Error::Mismatch(errors)),
+        }
+    }
+}
+
+/// A dense weight without values.
+fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
+    let tensor = Tensor {
+        name: name.clone().into(),
+        file: Path::new(""),
+        dtype: DataType::Plain(Dtype::F32),
+        shape: shape.into(),
+        bytes: (&[]).into(),
+    };
+    Weight::new(name, 0, Value::Plain(tensor))
+}
+
+/// What a recipe decides about tensors.
+struct Decided {
+    selection: Selection,
+    base: RecipeScheme,
+    exceptions: Vec<Option<RecipeScheme>>,
+}
+
+impl Decided {
+    fn new(recipe: &Recipe, files: &Files) -> Result<Self, Fp4Error> {
+        let preset = match &recipe.preset {
+            None => Preset::default(),
+            Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,
+        };
+        if preset == Preset::Miles {
+            let problem = format!("the preset `{preset}` is for the files of its converter alone");
+            return Err(RecipeError::Preset(problem).into());
+        }
+        let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
+        let becomes = |how: &RecipeScheme| (how.scheme.format(), how.scheme.block_size);
+        let exception = |(weights, how): (&RecipeWeights, &Option<RecipeScheme>)| Exception {
+            names: weights.names.clone(),
+            becomes: how.as_ref().map(becomes),
+        };
+        let (format, block_size) = becomes(&base);
+        let choice = Choice {
+            format,
+            block_size,
+            dialect: recipe.dialect.clone().unwrap_or_else(|| DIALECT.to_owned()),
+            preset,
+            keep: recipe.keep.clone(),
+            only: recipe.only.clone(),
+            first_layers: recipe.first_layers_high_precision.unwrap_or(0),
+            last_layers: recipe.last_layers_high_precision.unwrap_or(0),
+            exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
+            together: recipe.together,
+        };
+        Ok(Self { selection: Selection::of(&files.model, &choice)?, base, exceptions })
+    }
+
+    /// How a tensor is quantized. None: it is kept.
+    fn scheme(&self, tensor: usize) -> Option<RecipeScheme> {
+        match self.selection.decisions[tensor] {
+            Decision::Keep(_) => None,
+            Decision::Quantize(_) => {
+                let exception = self.selection.exceptions[tensor];
+                let how = exception.map_or(Some(self.base), |at| self.exceptions[at])?;
+                Some(match self.selection.has_tensor_scales() {
+                    true => how,
+                    false => how.without_tensor_scale(),
+                })
+            }
+        }
+    }
+}
+
+/// The error of something that a recipe has no words for.
+fn unsaid(path: &str, what: &str) -> Fp4Error {
+    impossible(path, &format!("a recipe cannot say {what}"))
+}
+
+fn impossible(path: &str, problem: &str) -> Fp4Error {
+    Fp4Error::RecipeParameter { path: path.to_owned(), problem: problem.to_owned() }
+}
+
+/// How a parameter was quantized, in the words of a recipe. None: it was kept.
+fn said(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeScheme>, Fp4Error> {
+    let cannot = |what: &str| Err(unsaid(&one.path, what));
+    let (scheme, chosen_by, axis) = match &one.outcome {
+        Outcome::Quantized { scheme, chosen_by, axis, .. } => (scheme, chosen_by, *axis),
+        Outcome::Kept { reason: Reason::AlreadyQuantized } => {
+            return cannot("how it was quantized before");
+        }
+        Outcome::Kept { .. } => return Ok(None),
+        Outcome::Given { .. } => return cannot("which codes it was given"),
+        Outcome::FakeQuantized { .. } => return cannot("that it is trained"),
+    };
+    let placement = map.placement(&one.container, one.shape.len());
+    if placement.axis != axis || !placement.has_matrices() {
+        return cannot("that blocks run along another axis than in files");
+    }
+    let method = chosen_by.method();
+    if ChosenBy::from(method) != *chosen_by {
+        return cannot("other options of a method than its own");
+    }
+    let own = Fp4Scheme::of(scheme.rule).with_block_size(scheme.block_size);
+    let own = own.with_search(chosen_by.search());
+    if scheme.with_search(own.search) != own {
+        return cannot("more of a scheme than its rule and block size");
+    }
+    Ok(Some(RecipeScheme { method, scheme: own }))
+}
+
+/// The group of parameters whose tensor scale it shares.
+fn scale_group(one: &ParameterReport) -> Option<&str> {
+    match &one.outcome {
+        Outcome::Quantized { shares_scale_with, .. } => shares_scale_with.as_deref(),
+        _ => None,
+    }
+}
+
+/// Checks that a recipe decides about tensors as was decided about parameters.
+fn check(
+    recipe: &Recipe,
+    files: &Files,
+    parameters: &[&ParameterReport],
+    schemes: &[Option<RecipeScheme>],
+) -> Result<(), Fp4Error> {
+    let decided = Decided::new(recipe, files)?;
+    let mut sharing: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (tensor, of) in files.of.iter().enumerate() {
+        if let Some(group) = scale_group(parameters[of[0]]) {
+            sharing.entry(group).or_default().push(tensor);
+        }
+    }
+    for (tensor, of) in files.of.iter().enumerate() {
+        let one = parameters[of[0]];
+        match (&decided.selection.decisions[tensor], schemes[tensor]) {
+            (Decision::Keep(reason), Some(_)) => {
+                let problem = format!("`fp4 quantize` would keep it: {reason}");
+                return Err(impossible(&one.path, &problem));
+            }
+            (Decision::Quantize(group), Some(how)) if how.scheme.format().row().tensor_scale => {
+                let alone = vec![tensor];
+                let expected = scale_group(one).map_or(&alone, |group| &sharing[group]);
+                if decided.selection.groups[*group] != *expected {
+                    let what = "which weights share its tensor scale, but for those that engines \
+                                run as one";
+                    return Err(unsaid(&one.path, what));
+                }
+            }
+            (Decision::Keep(_) | Decision::Quantize(_), _) => {}
+        }
+    }
+    Ok(())
+}
+
+/// A configuration with the method of all weights, or one beside which each can have its own.
+fn with_method(
+    base: RecipeScheme,
+    chosen: &[(&Parameter, RecipeScheme)],
+) -> Result<Fp4Config, Fp4Error> {
+    let with = |method: Method| Fp4Config::new(base.scheme).method(method);
+    let other = |config: &Fp4Config| {
+        let by = |how: &RecipeScheme| config.chosen_by(&how.scheme).method();
+        chosen.iter().find(|(_, how)| by(how) != how.method)
+    };
+    let methods: BTreeSet<Method> = chosen.iter().map(|(_, how)| how.method).collect();
+    let mut configs = [base.method].into_iter().chain(methods).map(with);
+    match (configs.find(|config| other(config).is_none()), other(&with(base.method))) {
+        (Some(config), _) => Ok(config),
+        (None, found) => {
+            let (path, method) =
+                found.map_or(("", base.method), |(one, how)| (one.path.as_str(), how.method));
+            let problem = format!("a configuration has no method `{method}` beside other methods");
+            Err(impossible(path, &problem))
+        }
+    }
+}
+
+/// The configuration with the containers of parameters, along the axes of their blocks in files.
+fn with_containers(
+    mut config: Fp4Config,
+    chosen: &[(&Parameter, RecipeScheme)],
+    map: &CheckpointMap,
+) -> Result<Fp4Config, Fp4Error> {
+    let mut axes: BTreeMap<&str, usize> = BTreeMap::new();
+    for (Parameter { path, container, shape, .. }, _) in chosen {
+        let placement = map.placement(container, shape.len());
+        let axis = *axes.entry(container).or_insert(placement.axis);
+        if axis != placement.axis || !placement.has_matrices() {
+            return Err(impossible(path, "its container has its blocks along another axis"));
+        }
+    }
+    for (container, axis) in axes {
+        let same = |known: &Container| known.name == container && known.axis == axis;
+        if !config.containers.iter().any(same) {
+            config = config.container(container, axis);
+        }
+    }
+    Ok(config)
+}
+
+/// The configuration with a tensor scale that parameters share.
+fn with_shared_scale(config: Fp4Config, paths: &[&str]) -> Result<Fp4Config, Fp4Error> {
+    let no_siblings = |path: &str| {
+        let others = paths.iter().filter(|other| **other != path).copied();
+        let others = others.collect::<Vec<_>>().join("`, `");
+        let problem = format!(
+            "its tensor scale cannot be shared with `{others}`, as only siblings share one; say \
+             `together = false`"
+        );
+        Err(impossible(path, &problem))
+    };
+    let mut siblings = Vec::with_capacity(paths.len());
+    let mut places = BTreeSet::new();
+    for &path in paths {
+        let Some((module, name)) = path.rsplit_once('.') else { return no_siblings(path) };
+        let (parent, sibling) = module.rsplit_once('.').unwrap_or(("", module));
+        places.insert((parent, name));
+        siblings.push(sibling.to_owned());
+    }
+    let of_these = |group: &&Vec<String>| group.iter().any(|one| siblings.contains(one));
+    match config.share_scale.iter().find(of_these) {
+        _ if places.len() > 1 => no_siblings(paths[0]),
+        Some(group) if *group == siblings => Ok(config),
+        Some(_) => no_siblings(paths[0]),
+        None => Ok(config.share_scale(siblings)),
+    }
+}

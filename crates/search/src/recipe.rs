@@ -1,0 +1,389 @@
+//! [`Recipe`]: what is chosen for the weights of a model, as a TOML file.
+//!
+//! What a recipe says of weights is decided here; which weights a name is about decides who has the
+//! names: the command `fp4` those of a file, a module of Burn those it would have in one.
+
+use core::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn_fp4_formats::Fp4Format;
+use serde::{Deserialize, Serialize};
+
+use crate::error::RecipeError;
+use crate::method::Method;
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorScaling;
+
+/// What is chosen for the weights of a model: the TOML file of `fp4 quantize --recipe`, which a
+/// module of Burn is quantized by too. Keys are the names of the fields, with dashes.
+///
+/// Weights have their names in a checkpoint, `model.layers.0.mlp.up_proj.weight`, or those of their
+/// modules, without `.weight`. In lists of names `*` and `?` are wild cards of a whole name, and
+/// `re:` begins a regular expression that matches from the start of a name on.
+///
+/// ```
+/// use burn_fp4_search::formats::Fp4Format;
+/// use burn_fp4_search::{Method, Recipe};
+///
+/// let recipe = Recipe::parse(
+///     r#"
+///     method = "amax"
+///
+///     [[weights]]
+///     names = ["*.down_proj", "*.layers.0.*"]
+///     format = "mxfp4"
+///
+///     [[weights]]
+///     names = ["*.o_proj"]
+///     format = "dense"
+///     "#,
+/// )?;
+/// let schemes = recipe.schemes()?;
+/// let down = schemes[0].expect("not dense");
+/// assert_eq!((down.scheme.format(), down.method), (Fp4Format::MxFp4, Method::Amax));
+/// assert_eq!(schemes[1], None);
+/// assert_eq!(Recipe::parse(&recipe.to_toml()?)?, recipe);
+/// # Ok::<(), burn_fp4_search::RecipeError>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Recipe {
+    /// The format of weights, where [`weights`](Self::weights) says no other; without, that of
+    /// [`Fp4Scheme::default`].
+    pub format: Option<Fp4Format>,
+    /// Elements that share a block scale; without, the format's own number.
+    pub block_size: Option<usize>,
+    /// The dialect to write, by its name in `burn-fp4-checkpoints`.
+    pub dialect: Option<String>,
+    /// How scales and codes are chosen; without, [`Method::default`].
+    pub method: Option<Method>,
+    /// The arithmetic of scales; without, the first rule of the format.
+    pub rule: Option<ScaleRule>,
+    /// Which weights, by the name of a preset of `burn-fp4-checkpoints`.
+    pub preset: Option<String>,
+    /// Weights that are kept, whatever else is said.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub keep: Vec<String>,
+    /// Which weights, instead of those that a preset chooses.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub only: Vec<String>,
+    /// Layers at the start that are kept.
+    pub first_layers_high_precision: Option<usize>,
+    /// Layers at the end that are kept.
+    pub last_layers_high_precision: Option<usize>,
+    /// Whether layers that inference engines run as one (query, key and value; gate and up) are
+    /// kept or quantized together, in one format and with one tensor scale; without, if the dialect
+    /// is read by such engines.
+    pub together: Option<bool>,
+    /// A file with statistics of the inputs of layers.
+    pub calibration: Option<PathBuf>,
+    /// What else is chosen for some of the weights that a preset or [`only`](Self::only) chooses.
+    /// Of several that name a weight the last one counts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub weights: Vec<RecipeWeights>,
+}
+
+/// What a [`Recipe`] says of some weights; what is not said here is as for all others. Another
+/// format has a block size and a rule of its own.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct RecipeWeights {
+    /// Their names, one at least.
+    pub names: Vec<String>,
+    /// Their format, or dense.
+    pub format: Option<RecipeFormat>,
+    /// Elements that share a block scale.
+    pub block_size: Option<usize>,
+    /// How scales and codes are chosen.
+    pub method: Option<Method>,
+    /// The arithmetic of scales.
+    pub rule: Option<ScaleRule>,
+}
+
+/// What weights become: `"dense"`, or the name of a format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum RecipeFormat {
+    /// They are kept as they are.
+    Dense,
+    /// They are quantized.
+    Fp4(Fp4Format),
+}
+
+/// How a [`Recipe`] has weights quantized.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RecipeScheme {
+    /// How scales and codes are chosen.
+    pub method: Method,
+    /// Format, rule and blocks, with the search of the method.
+    pub scheme: Fp4Scheme,
+}
+
+/// The name of [`RecipeFormat::Dense`].
+const DENSE: &str = "dense";
+
+impl Recipe {
+    /// The recipe of a text in TOML.
+    ///
+    /// # Errors
+    /// [`RecipeError::Syntax`] with the line, and [`RecipeError::OnlyWithPreset`]. Whether choices
+    /// go together is told by [`base`](Self::base) and [`schemes`](Self::schemes).
+    pub fn parse(text: &str) -> Result<Self, RecipeError> {
+        let recipe: Self = toml::from_str(text).map_err(|error| {
+            let before = &text[..error.span().map_or(0, |span| span.start)];
+            let line = before.matches('\n').count() + 1;
+            RecipeError::Syntax { line, problem: error.message().replace('\n', "; ") }
+        })?;
+        match recipe.preset.is_some() && !recipe.only.is_empty() {
+            true => Err(RecipeError::OnlyWithPreset),
+            false => Ok(recipe),
+        }
+    }
+
+    /// The recipe of a file.
+    ///
+    /// # Errors
+    /// [`RecipeError::File`] if it cannot be read; [`RecipeError::In`] with what is wrong in it, as
+    /// [`parse`](Self::parse) says it.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self, RecipeError> {
+        let path = path.as_ref();
+        let file = |source| RecipeError::File { path: path.to_owned(), source };
+        let text = fs::read_to_string(path).map_err(file)?;
+        Self::parse(&text).map_err(|problem| {
+            let problem = Box::new(problem);
+            RecipeError::In { path: path.to_owned(), problem }
+        })
+    }
+
+    /// The text that [`parse`](Self::parse) makes this recipe of.
+    ///
+    /// # Errors
+    /// [`RecipeError::NotToml`] for a path of a calibration that is no text.
+    pub fn to_toml(&self) -> Result<String, RecipeError> {
+        toml::to_string_pretty(self).map_err(|error| RecipeError::NotToml(error.to_string()))
+    }
+
+    /// Writes the file that [`read`](Self::read) reads.
+    ///
+    /// # Errors
+    /// As [`to_toml`](Self::to_toml), and [`RecipeError::File`] if it cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), RecipeError> {
+        let path = path.as_ref();
+        let file = |source| RecipeError::File { path: path.to_owned(), source };
+        fs::write(path, self.to_toml()?).map_err(file)
+    }
+
+    /// How weights are quantized that none of [`weights`](Self::weights) names.
+    ///
+    /// # Errors
+    /// [`RecipeError`] for choices that do not go together.
+    pub fn base(&self) -> Result<RecipeScheme, RecipeError> {
+        resolved(None, self.base_format(), self.block_size, self.method, self.rule)
+    }
+
+    /// By entry of [`weights`](Self::weights), how its weights are quantized; none if they are
+    /// dense.
+    ///
+    /// # Errors
+    /// [`RecipeError`] for choices that do not go together, with the names of the weights.
+    pub fn schemes(&self) -> Result<Vec<Option<RecipeScheme>>, RecipeError> {
+        self.weights.iter().map(|weights| self.scheme(weights)).collect()
+    }
+
+    fn scheme(&self, weights: &RecipeWeights) -> Result<Option<RecipeScheme>, RecipeError> {
+        let RecipeWeights { names, format, block_size, method, rule } = weights;
+        let named = match &names[..] {
+            [] => return Err(RecipeError::Nameless),
+            [one] => one.clone(),
+            [first, ..] => format!("{first}, .."),
+        };
+        let base = self.base_format();
+        let format = match format {
+            None => base,
+            Some(RecipeFormat::Fp4(format)) => *format,
+            Some(RecipeFormat::Dense) => {
+                let said = block_size.is_some() || method.is_some() || rule.is_some();
+                return if said { Err(RecipeError::Dense { weights: named }) } else { Ok(None) };
+            }
+        };
+        let same = format == base;
+        let block_size = block_size.or(self.block_size.filter(|_| same));
+        let rule = rule.or(self.rule.filter(|_| same));
+        resolved(Some(named), format, block_size, method.or(self.method), rule).map(Some)
+    }
+
+    fn base_format(&self) -> Fp4Format {
+        self.format.unwrap_or_else(|| Fp4Scheme::default().format())
+    }
+}
+
+/// Choices with what is left open decided, if they go together.
+fn resolved(
+    weights: Option<String>,
+    format: Fp4Format,
+    block_size: Option<usize>,
+    method: Option<Method>,
+    rule: Option<ScaleRule>,
+) -> Result<RecipeScheme, RecipeError> {
+    let rule = rule.unwrap_or_else(|| ScaleRule::of_format(format));
+    if rule.row().format != format {
+        return Err(RecipeError::Rule { weights, rule, format });
+    }
+    let (own, expected) = (format.row().block_size, format.row().block_sizes);
+    let block_size = block_size.unwrap_or(own);
+    if !expected.contains(&block_size) {
+        return Err(RecipeError::BlockSize { weights, expected, found: block_size });
+    }
+    let method = method.unwrap_or_default();
+    let row = method.row();
+    if !row.formats.contains(&format) || !row.block_sizes.contains(&block_size) {
+        return Err(RecipeError::Method { weights, method, format, block_size });
+    }
+    let scheme = Fp4Scheme::of(rule).with_block_size(block_size);
+    let scheme = scheme.with_search(row.chosen_by.search());
+    match row.chosen_by.validate(&scheme) {
+        Ok(()) => Ok(RecipeScheme { method, scheme }),
+        Err(problem) => Err(RecipeError::Scheme { weights, problem }),
+    }
+}
+
+impl RecipeScheme {
+    /// The same with a tensor scale of 1, for files that have no place for another.
+    #[must_use]
+    pub const fn without_tensor_scale(self) -> Self {
+        match self.scheme.rule.row().tensor_scale {
+            true => {
+                let scheme = self.scheme.with_tensor_scale(TensorScaling::Multiplier(1.0));
+                Self { scheme, ..self }
+            }
+            false => self,
+        }
+    }
+}
+
+impl fmt::Display for RecipeFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dense => f.pad(DENSE),
+            Self::Fp4(format) => f.pad(format.row().name),
+        }
+    }
+}
+
+impl From<RecipeFormat> for String {
+    fn from(format: RecipeFormat) -> Self {
+        format.to_string()
+    }
+}
+
+impl TryFrom<String> for RecipeFormat {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        if name == DENSE {
+            return Ok(Self::Dense);
+        }
+        name.parse().map(Self::Fp4).map_err(|_| {
+            let names = Fp4Format::ALL.map(|format| format.row().name).join(", ");
+            format!("unknown format `{name}`: expected {DENSE}, {names}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn first(text: &str) -> Result<Option<RecipeScheme>, RecipeError> {
+        Ok(Recipe::parse(text)?.schemes()?[0])
+    }
+
+    #[test]
+    fn what_is_not_said_of_some_weights_is_as_for_all_if_it_can_be() {
+        let all = "block-size = 32\nrule = \"te-division\"\nmethod = \"amax\"\n\n[[weights]]\n\
+                   names = [\"a\"]\n";
+        let found = first(all).unwrap().unwrap();
+        assert_eq!(found, Recipe::parse(all).unwrap().base().unwrap());
+        assert_eq!((found.scheme.block_size, found.scheme.rule), (32, ScaleRule::TeDivision));
+        // Those of another format are its own.
+        let found = first(&format!("{all}format = \"mxfp4\"\n")).unwrap().unwrap();
+        assert_eq!(found.scheme, Fp4Scheme::mxfp4());
+        assert_eq!(found.method, Method::Amax);
+        let found = first(&format!("{all}block-size = 16\nmethod = \"joint\"\n")).unwrap().unwrap();
+        assert_eq!((found.scheme.block_size, found.method), (16, Method::Joint));
+        let found = first(&format!("{all}format = \"mxfp4\"\nblock-size = 16\n"));
+        assert_eq!(found.unwrap().unwrap().scheme, Fp4Scheme::mxfp4().with_block_size(16));
+    }
+
+    #[test]
+    fn recipes_come_back_from_their_text() {
+        let entry = |names: &[&str], format, method| RecipeWeights {
+            names: names.iter().map(|name| (*name).to_owned()).collect(),
+            format,
+            method,
+            ..RecipeWeights::default()
+        };
+        let formats = Fp4Format::ALL.map(RecipeFormat::Fp4);
+        let mut weights = vec![entry(&["*"], Some(RecipeFormat::Dense), None)];
+        weights.extend(formats.map(|format| entry(&["a.\"b\"", "c"], Some(format), None)));
+        weights.extend(Method::ALL.map(|method| entry(&["re:a\\.b$"], None, Some(method))));
+        let recipe = Recipe {
+            format: Some(Fp4Format::ALL[1]),
+            block_size: Some(16),
+            dialect: Some("modelopt".to_owned()),
+            method: Some(Method::Sse),
+            rule: Some(ScaleRule::Even),
+            preset: None,
+            keep: vec!["a".to_owned()],
+            only: vec!["*".to_owned()],
+            first_layers_high_precision: Some(1),
+            last_layers_high_precision: Some(0),
+            together: Some(false),
+            calibration: Some("x/y.safetensors".into()),
+            weights,
+        };
+        let text = recipe.to_toml().unwrap();
+        assert_eq!(Recipe::parse(&text).unwrap(), recipe, "{text}");
+        assert_eq!(Recipe::parse("").unwrap(), Recipe::default());
+        assert_eq!(Recipe::default().to_toml().unwrap(), "");
+    }
+
+    #[test]
+    fn wrong_recipes_are_told_with_their_line_or_their_weights() {
+        let line = |text: &str| match Recipe::parse(text).unwrap_err() {
+            RecipeError::Syntax { line, problem } => (line, problem),
+            error => panic!("{error}"),
+        };
+        let (at, problem) = line("[[weights]]\nnames = [\"a\"]\nformat = \"int4\"\n");
+        assert_eq!(at, 3);
+        assert!(problem.contains("`int4`: expected dense, nvfp4, mxfp4"), "{problem}");
+        let (at, problem) = line("\n[[weights]]\nname = [\"a\"]\n");
+        assert!(at == 3 && problem.contains("`name`"), "{at} {problem}");
+        assert!(line("[[weights]]\nformat = \"dense\"\n").1.contains("`names`"));
+
+        let wrong = |text: &str| first(&format!("[[weights]]\n{text}")).unwrap_err().to_string();
+        assert_eq!(wrong("names = []"), "`weights` without `names`");
+        let dense = "names = [\"a\", \"b\"]\nformat = \"dense\"\nmethod = \"sse\"";
+        assert_eq!(wrong(dense), "weights `a, ..`: dense ones have no method, rule or block size");
+        for (text, says) in [
+            ("rule = \"even\"", "weights `a`: the rule `even` is for mxfp4, not nvfp4"),
+            ("block-size = 48", "weights `a`: block size 48: expected 16 or 32"),
+            (
+                "block-size = 32\nmethod = \"joint\"",
+                "weights `a`: method `joint` is not defined for nvfp4 in blocks of 32",
+            ),
+            (
+                "rule = \"gist\"\nmethod = \"four-over-six\"",
+                "weights `a`: ScaleSearch::FourOverSix",
+            ),
+        ] {
+            let found = wrong(&format!("names = [\"a\"]\n{text}"));
+            assert!(found.starts_with(says), "{found}");
+        }
+        assert!(matches!(Recipe::read("/nowhere.toml"), Err(RecipeError::File { .. })));
+        let both = Recipe::parse("only = [\"a\"]\npreset = \"miles\"\n").unwrap_err();
+        assert!(matches!(both, RecipeError::OnlyWithPreset), "{both}");
+    }
+}

@@ -32,8 +32,8 @@ struct Block {
     heads: Linear,
     output: Linear,
     before_mlp: RmsNorm,
-    gate: Linear,
-    up: Linear,
+    /// Gate, then up: one product too.
+    inner: Linear,
     down: Linear,
 }
 
@@ -71,8 +71,7 @@ impl Block {
             heads: linear(HIDDEN, ALL * HEAD),
             output: linear(HIDDEN, HIDDEN),
             before_mlp: norm(),
-            gate: linear(HIDDEN, INNER),
-            up: linear(HIDDEN, INNER),
+            inner: linear(HIDDEN, 2 * INNER),
             down: linear(INNER, HIDDEN),
         })
     }
@@ -93,9 +92,9 @@ impl Block {
         let weights = softmax(scores.mask_fill(later, f32::NEG_INFINITY), 3);
         let attended = weights.matmul(values).reshape([batch, 1, HIDDEN]);
         let x = x + self.output.forward(attended);
-        let normed = self.before_mlp.forward(x.clone());
-        let inner = silu(self.gate.forward(normed.clone())) * self.up.forward(normed);
-        (x + self.down.forward(inner), cache)
+        let inner = self.inner.forward(self.before_mlp.forward(x.clone()));
+        let (gate, up) = (inner.clone().narrow(2, 0, INNER), inner.narrow(2, INNER, INNER));
+        (x + self.down.forward(silu(gate) * up), cache)
     }
 }
 

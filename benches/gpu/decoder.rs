@@ -86,10 +86,13 @@ impl Block {
         let [keys, values] = [0, GROUPS].map(|first| cache.clone().narrow(1, first, GROUPS));
         // The queries that share keys are rows of one product.
         let query = heads.reshape([batch, ALL / SHARING, SHARING, HEAD]).narrow(1, 0, GROUPS);
-        let scores = query.matmul(keys.transpose()).mul_scalar((HEAD as f64).powf(-0.5));
-        let shape = scores.shape();
-        let later = token.later.clone().expand(shape);
+        let [.., context] = token.later.dims();
+        let scores = query.matmul(keys.transpose()).reshape([batch, HEADS, 1, context]);
+        // Before the scale, which is then fused with the softmax, and the product tuned alone.
+        let later = token.later.clone().expand(scores.shape());
+        let scores = scores.mul_scalar((HEAD as f64).powf(-0.5));
         let weights = softmax(scores.mask_fill(later, f32::NEG_INFINITY), 3);
+        let weights = weights.reshape([batch, GROUPS, SHARING, context]);
         let attended = weights.matmul(values).reshape([batch, 1, HIDDEN]);
         let x = x + self.output.forward(attended);
         let inner = self.inner.forward(self.before_mlp.forward(x.clone()));

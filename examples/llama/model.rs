@@ -234,13 +234,13 @@ impl<L: Projection> Attention<L> {
         let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
             let heads = values.reshape([batch, count, heads, self.depth]);
-            let heads = norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads));
-            heads.swap_dims(1, 2)
+            norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads))
         };
         let queries = split(self.q_proj.project(input.clone()), self.heads, &self.q_norm);
         let keys = split(self.k_proj.project(input.clone()), self.key_value_heads, &self.k_norm);
         let values = split(self.v_proj.project(input), self.key_value_heads, &None);
-        let (queries, keys) = (tokens.turn.turn(queries), tokens.turn.turn(keys));
+        let values = values.swap_dims(1, 2);
+        let [queries, keys] = tokens.turn.turn([queries, keys]);
         let [keys, values] = match known {
             None => [keys, values],
             Some([known_keys, known_values]) => {

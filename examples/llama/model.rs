@@ -280,7 +280,9 @@ impl<L: Projection> Mlp<L> {
     }
 
     fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        let gate = silu(self.gate_proj.project(input.clone()));
-        self.down_proj.project(gate * self.up_proj.project(input))
+        // Both products first, that of the gate last: all that follows is one kernel then.
+        let up = self.up_proj.project(input.clone());
+        let gate = self.gate_proj.project(input);
+        self.down_proj.project(silu(gate) * up)
     }
 }

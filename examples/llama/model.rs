@@ -256,10 +256,11 @@ impl<L: Projection> Attention<L> {
         let rows = self.heads / self.key_value_heads * count;
         let queries = queries.reshape([batch, self.key_value_heads, rows, self.depth]);
         let scores = queries.matmul(keys.clone().swap_dims(2, 3));
-        let scores = scores.div_scalar((self.depth as f64).sqrt());
         let [_, _, _, all] = scores.dims();
         let scores = scores.reshape([batch, self.heads, count, all]);
         let (dtype, later) = (scores.dtype(), tokens.later.clone().expand(scores.shape()));
+        // Behind the views, where it is fused with the softmax.
+        let scores = scores.div_scalar((self.depth as f64).sqrt());
         let scores = scores.mask_fill(later, f32::NEG_INFINITY);
         let read = softmax(scores.cast(DType::F32), 3).cast(dtype);
         let read = read.reshape([batch, self.key_value_heads, rows, all]);

@@ -19,18 +19,21 @@ const HEADS: usize = 32;
 /// Heads of keys and values.
 const GROUPS: usize = 8;
 const HEAD: usize = HIDDEN / HEADS;
+/// Heads of queries, then of keys, then of values.
+const ALL: usize = HEADS + 2 * GROUPS;
+/// Queries that share a head of keys; it divides `ALL`.
+const SHARING: usize = HEADS / GROUPS;
 const WORDS: usize = 128_256;
 
 #[derive(Module, Debug)]
 struct Block {
     before_attention: RmsNorm,
-    query: Linear,
-    key: Linear,
-    value: Linear,
+    /// Queries, keys and values, as engines have them: one product.
+    heads: Linear,
     output: Linear,
     before_mlp: RmsNorm,
-    gate: Linear,
-    up: Linear,
+    /// Gate, then up: one product too.
+    inner: Linear,
     down: Linear,
 }
 
@@ -48,10 +51,12 @@ struct Model {
     decoder: Decoder,
     cosines: Tensor<2>,
     sines: Tensor<2>,
+    /// The channel that each channel of a head is rotated with, `[HEAD]`.
+    partners: Tensor<1, Int>,
 }
 
-/// Keys and values of every block, `[batch, GROUPS, context, HEAD]`.
-type Cache = Vec<[Tensor<4>; 2]>;
+/// Keys, then values, of every block, `[batch, 2 * GROUPS, context, HEAD]`.
+type Cache = Vec<Tensor<4>>;
 
 /// Tokens `[batch, 1]`, and where they are, `[1]`.
 type Inputs = (Tensor<2, Int>, Tensor<1, Int>);
@@ -63,65 +68,75 @@ impl Block {
         let norm = || RmsNormConfig::new(HIDDEN).init(device);
         in_bf16(Self {
             before_attention: norm(),
-            query: linear(HIDDEN, HIDDEN),
-            key: linear(HIDDEN, GROUPS * HEAD),
-            value: linear(HIDDEN, GROUPS * HEAD),
+            heads: linear(HIDDEN, ALL * HEAD),
             output: linear(HIDDEN, HIDDEN),
             before_mlp: norm(),
-            gate: linear(HIDDEN, INNER),
-            up: linear(HIDDEN, INNER),
+            inner: linear(HIDDEN, 2 * INNER),
             down: linear(INNER, HIDDEN),
         })
     }
 
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        cache: [Tensor<4>; 2],
-        token: &Token,
-    ) -> (Tensor<3>, [Tensor<4>; 2]) {
+    fn forward(&self, x: Tensor<3>, cache: Tensor<4>, token: &Token) -> (Tensor<3>, Tensor<4>) {
         let [batch, ..] = x.dims();
-        let normed = self.before_attention.forward(x.clone());
-        let heads = |layer: &Linear, heads: usize| {
-            layer.forward(normed.clone()).reshape([batch, heads, 1, HEAD])
-        };
-        let query = token.rotate(heads(&self.query, HEADS));
-        let key = token.rotate(heads(&self.key, GROUPS));
-        let value = heads(&self.value, GROUPS);
-        let [keys, values] = cache;
-        let write = |cache: Tensor<4>, row| {
-            cache.select_assign(2, token.position.clone(), row, IndexingUpdateOp::Assign)
-        };
-        let (keys, values) = (write(keys, key), write(values, value));
+        let [weighted, factor] = weight(&self.before_attention, x.clone());
+        let heads = token.rotate(self.heads.forward(weighted), factor);
+        let written = heads.clone().narrow(1, HEADS, 2 * GROUPS);
+        let position = token.position.clone();
+        let cache = cache.select_assign(2, position, written, IndexingUpdateOp::Assign);
+        let [keys, values] = [0, GROUPS].map(|first| cache.clone().narrow(1, first, GROUPS));
         // The queries that share keys are rows of one product.
-        let query = query.reshape([batch, GROUPS, HEADS / GROUPS, HEAD]);
-        let scores = query.matmul(keys.clone().transpose()).mul_scalar((HEAD as f64).powf(-0.5));
-        let shape = scores.shape();
-        let later = token.later.clone().expand(shape);
+        let query = heads.reshape([batch, ALL / SHARING, SHARING, HEAD]).narrow(1, 0, GROUPS);
+        let [.., context] = token.later.dims();
+        let scores = query.matmul(keys.transpose()).reshape([batch, HEADS, 1, context]);
+        // Before the scale, which is then fused with the softmax, and the product tuned alone.
+        let later = token.later.clone().expand(scores.shape());
+        let scores = scores.mul_scalar((HEAD as f64).powf(-0.5));
         let weights = softmax(scores.mask_fill(later, f32::NEG_INFINITY), 3);
-        let attended = weights.matmul(values.clone()).reshape([batch, 1, HIDDEN]);
+        let weights = weights.reshape([batch, GROUPS, SHARING, context]);
+        let attended = weights.matmul(values).reshape([batch, 1, HIDDEN]);
         let x = x + self.output.forward(attended);
-        let normed = self.before_mlp.forward(x.clone());
-        let inner = silu(self.gate.forward(normed.clone())) * self.up.forward(normed);
-        (x + self.down.forward(inner), [keys, values])
+        let [weighted, factor] = weight(&self.before_mlp, x.clone());
+        let inner = self.inner.forward(weighted);
+        let (gate, up) = (inner.clone().narrow(2, 0, INNER), inner.narrow(2, INNER, INNER));
+        let gate = silu(gate.cast(DType::F32) * factor.clone());
+        let inner = (gate * (up.cast(DType::F32) * factor)).cast(DType::BF16);
+        (x + self.down.forward(inner), cache)
     }
+}
+
+/// The norm `x / rms * gamma` of a product's input as `x * gamma`, and `1 / rms` in f32,
+/// `[batch, 1, 1]`, for the product to be multiplied by. One kernel makes both; to divide the input
+/// takes a second one, since the mean of all channels has to be there before.
+fn weight(norm: &RmsNorm, x: Tensor<3>) -> [Tensor<3>; 2] {
+    let weighted = x.clone() * norm.gamma.val().unsqueeze();
+    let mean = x.cast(DType::F32).square().mean_dim(2);
+    [weighted, (mean + norm.epsilon).sqrt().recip()]
 }
 
 /// What all blocks need of a token.
 struct Token {
     position: Tensor<1, Int>,
+    /// Of every head, `[1, ALL, 1, HEAD]`: values are not rotated.
     cosines: Tensor<4>,
     sines: Tensor<4>,
+    partners: Tensor<1, Int>,
     /// Which positions are behind it, `[1, 1, 1, context]`.
     later: Tensor<4, Bool>,
 }
 
 impl Token {
-    fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
-        let [batch, heads, ..] = x.dims();
-        let swapped = x.clone().reshape([batch, heads, 2, HEAD / 2]).flip([2]);
-        let swapped = swapped.reshape([batch, heads, 1, HEAD]);
-        x * self.cosines.clone() + swapped * self.sines.clone()
+    /// Heads `[batch, 1, ALL * HEAD]` as `[batch, ALL, 1, HEAD]`, times a factor `[batch, 1, 1]`;
+    /// queries and keys are rotated.
+    fn rotate(&self, heads: Tensor<3>, factor: Tensor<3>) -> Tensor<4> {
+        let [batch, ..] = heads.dims();
+        let factor = factor.reshape([batch, 1, 1, 1]);
+        // Two tensors in the same memory: Burn fuses `select` with what follows only if nothing
+        // else there reads the tensor that it selects from.
+        let [heads, partners] =
+            [heads.clone(), heads].map(|heads| heads.reshape([batch, ALL, 1, HEAD]));
+        let partners = partners.select(3, self.partners.clone()).cast(DType::F32);
+        let heads = heads.cast(DType::F32) * self.cosines.clone() + partners * self.sines.clone();
+        (heads * factor).cast(DType::BF16)
     }
 }
 
@@ -156,24 +171,30 @@ impl Model {
             let values: Vec<f32> = (0..context)
                 .flat_map(|at| angles(at).enumerate().map(|(i, angle)| value(i, angle) as f32))
                 .collect();
-            let values = TensorData::new(values, [context, HEAD]);
-            Tensor::<2>::from_data(values, device).cast(DType::BF16)
+            Tensor::<2>::from_data(TensorData::new(values, [context, HEAD]), device)
         };
         let cosines = table(&|_, angle| angle.cos());
         let sines = table(&|i, angle| if i < HEAD / 2 { -angle.sin() } else { angle.sin() });
+        let partners: Vec<_> = (0..HEAD).map(|i| ((i + HEAD / 2) % HEAD) as i32).collect();
+        let partners = Tensor::from_data(TensorData::new(partners, [HEAD]), device);
         let decoder = Decoder { words, blocks, norm, head };
-        (Self { decoder, cosines, sines }, bytes)
+        (Self { decoder, cosines, sines, partners }, bytes)
     }
 
     fn step(&self, cache: Cache, (words, position): Inputs) -> (Cache, Tensor<3>) {
         let [context, _] = self.cosines.dims();
-        let row =
-            |table: &Tensor<2>| table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD]);
-        let positions = Tensor::<1, Int>::arange(0..context as i64, &position.device());
+        let device = position.device();
+        let row = |table: &Tensor<2>, of_values: Tensor<4>| {
+            let row = table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD]);
+            Tensor::cat(vec![row.expand([1, HEADS + GROUPS, 1, HEAD]), of_values], 1)
+        };
+        let (values, place) = ([1, GROUPS, 1, HEAD], (&device, DType::F32));
+        let positions = Tensor::<1, Int>::arange(0..context as i64, &device);
         let later = positions.greater(position.clone().expand([context]));
         let token = Token {
-            cosines: row(&self.cosines),
-            sines: row(&self.sines),
+            cosines: row(&self.cosines, Tensor::ones(values, place)),
+            sines: row(&self.sines, Tensor::zeros(values, place)),
+            partners: self.partners.clone(),
             later: later.reshape([1, 1, 1, context]),
             position,
         };
@@ -239,10 +260,10 @@ fn token(
     name: &str,
 ) -> [f64; 2] {
     let zeros = || {
-        let shape = [batch, GROUPS, context, HEAD];
+        let shape = [batch, 2 * GROUPS, context, HEAD];
         Tensor::<4>::zeros(shape, device).cast(DType::BF16)
     };
-    let empty = || -> Cache { (0..BLOCKS).map(|_| [zeros(), zeros()]).collect() };
+    let empty = || -> Cache { (0..BLOCKS).map(|_| zeros()).collect() };
     let inputs = |at: usize| -> Inputs {
         let words = (0..batch).map(|i| ((at * 7919 + i * 104_729) % WORDS) as i32).collect();
         let words = TensorData::new::<i32, _>(words, [batch, 1]);

@@ -240,13 +240,13 @@ impl<L: Projection> Attention<L> {
         let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
             let heads = values.reshape([batch, count, heads, self.depth]);
-            let heads = norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads));
-            heads.swap_dims(1, 2)
+            norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads))
         };
         let queries = split(self.q_proj.project(input.clone()), self.heads, &self.q_norm);
         let keys = split(self.k_proj.project(input.clone()), self.key_value_heads, &self.k_norm);
         let values = split(self.v_proj.project(input), self.key_value_heads, &None);
-        let (queries, keys) = (tokens.turn.turn(queries), tokens.turn.turn(keys));
+        let values = values.swap_dims(1, 2);
+        let [queries, keys] = tokens.turn.turn([queries, keys]);
         let [keys, values] = match known {
             None => [keys, values],
             Some([known_keys, known_values]) => {
@@ -262,10 +262,11 @@ impl<L: Projection> Attention<L> {
         let rows = self.heads / self.key_value_heads * count;
         let queries = queries.reshape([batch, self.key_value_heads, rows, self.depth]);
         let scores = queries.matmul(keys.clone().swap_dims(2, 3));
-        let scores = scores.div_scalar((self.depth as f64).sqrt());
         let [_, _, _, all] = scores.dims();
         let scores = scores.reshape([batch, self.heads, count, all]);
         let (dtype, later) = (scores.dtype(), tokens.later.clone().expand(scores.shape()));
+        // Behind the views, where it is fused with the softmax.
+        let scores = scores.div_scalar((self.depth as f64).sqrt());
         let scores = scores.mask_fill(later, f32::NEG_INFINITY);
         let read = softmax(scores.cast(DType::F32), 3).cast(dtype);
         let read = read.reshape([batch, self.key_value_heads, rows, all]);
@@ -286,7 +287,9 @@ impl<L: Projection> Mlp<L> {
     }
 
     fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        let gate = silu(self.gate_proj.project(input.clone()));
-        self.down_proj.project(gate * self.up_proj.project(input))
+        // Both products first, that of the gate last: all that follows is one kernel then.
+        let up = self.up_proj.project(input.clone());
+        let gate = self.gate_proj.project(input);
+        self.down_proj.project(silu(gate) * up)
     }
 }

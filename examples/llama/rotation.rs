@@ -9,6 +9,8 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 pub(super) struct Rotation {
     cosines: Tensor<2>,
     sines: Tensor<2>,
+    /// The channel that each channel of a head is paired with, `[depth]`.
+    partners: Tensor<1, Int>,
 }
 
 impl Rotation {
@@ -22,31 +24,46 @@ impl Rotation {
             let data = TensorData::new(values, [positions, frequencies.len()]);
             Tensor::from_data(data, (device, DType::F32))
         };
-        Self { cosines: table(f64::cos), sines: table(f64::sin) }
+        let half = frequencies.len() as i32;
+        let partners: Vec<i32> = (half..2 * half).chain(0..half).collect();
+        let partners = TensorData::new(partners, [2 * frequencies.len()]);
+        let partners = Tensor::from_data(partners, device);
+        Self { cosines: table(f64::cos), sines: table(f64::sin), partners }
     }
 
     /// For tokens at these positions, in numbers of this dtype.
     pub(super) fn at(&self, positions: &Tensor<1, Int>, dtype: DType) -> Turn {
-        let part =
-            |table: &Tensor<2>| table.clone().select(0, positions.clone()).cast(dtype).unsqueeze();
-        Turn { cosines: part(&self.cosines), sines: part(&self.sines) }
+        let part = |table: &Tensor<2>| -> Tensor<4> {
+            table.clone().select(0, positions.clone()).cast(dtype).unsqueeze()
+        };
+        let (cosines, sines) = (part(&self.cosines), part(&self.sines));
+        Turn {
+            cosines: Tensor::cat(vec![cosines.clone(), cosines], 3),
+            sines: Tensor::cat(vec![sines.clone().neg(), sines], 3),
+            partners: self.partners.clone(),
+        }
     }
 }
 
-/// Cosines and sines of some tokens, `[1, 1, tokens, depth / 2]`.
+/// How some tokens are turned.
 pub(super) struct Turn {
+    /// Cosines of their angles, `[1, 1, tokens, depth]`.
     cosines: Tensor<4>,
+    /// What a partner is multiplied by: sines, negative in the first half of a head.
     sines: Tensor<4>,
+    partners: Tensor<1, Int>,
 }
 
 impl Turn {
-    /// Turns heads `[batch, heads, tokens, depth]`.
-    pub(super) fn turn(&self, heads: Tensor<4>) -> Tensor<4> {
-        let [_, _, _, depth] = heads.dims();
-        let (cosines, sines) = (&self.cosines, &self.sines);
-        let first = heads.clone().narrow(3, 0, depth / 2);
-        let second = heads.narrow(3, depth / 2, depth / 2);
-        let turned = first.clone() * cosines.clone() - second.clone() * sines.clone();
-        Tensor::cat(vec![turned, second * cosines.clone() + first * sines.clone()], 3)
+    /// Turns heads `[batch, tokens, heads, depth]`, which become `[batch, heads, tokens, depth]`.
+    ///
+    /// Burn's fusion makes one kernel of each turn. It needs all views before, and partners
+    /// selected from a tensor that nothing else in the kernel reads: a view of its own.
+    pub(super) fn turn<const N: usize>(&self, heads: [Tensor<4>; N]) -> [Tensor<4>; N] {
+        let views = heads.map(|heads| [heads.clone(), heads].map(|view| view.swap_dims(1, 2)));
+        views.map(|[heads, partners]| {
+            let partners = partners.select(3, self.partners.clone());
+            heads * self.cosines.clone() + partners * self.sines.clone()
+        })
     }
 }

@@ -137,7 +137,7 @@ fn long_texts_that_are_none_are_refused() {
     for wrong in ["7", r#""\ud83d""#] {
         let header = format!(r#"{{"__metadata__":{{"a":"{long}","b":{wrong}}}}}"#);
         write(&path, &header, 0);
-        let error = open("wrong text", &path).err().expect("refused").to_string();
+        let error = open("wrong text", &path).expect_err("refused").to_string();
         assert!(error.contains("`__metadata__`: `b`: "), "{error}");
     }
 }
@@ -228,12 +228,12 @@ fn names_numbers_and_nesting_of_megabytes_are_refused() {
     ];
     for text in texts {
         write(&path, &text, 0);
-        let error = open("long", &path).err().expect("refused").to_string();
+        let error = open("long", &path).expect_err("refused").to_string();
         assert!(error.contains("of at most 1,048,576 bytes each"), "{error}");
     }
     let folder = folder("headers-long-index");
     let index = format!(r#"{{"weight_map":{{"x":"{long}.safetensors"}}}}"#);
     fs::write(folder.join("model.safetensors.index.json"), index).expect("written");
-    let error = open("long", &folder).err().expect("refused").to_string();
+    let error = open("long", &folder).expect_err("refused").to_string();
     assert!(error.contains("of at most 1,048,576 bytes each"), "{error}");
 }

@@ -78,8 +78,8 @@ impl Block {
 
     fn forward(&self, x: Tensor<3>, cache: Tensor<4>, token: &Token) -> (Tensor<3>, Tensor<4>) {
         let [batch, ..] = x.dims();
-        let [weighted, factor] = weight(&self.before_attention, x.clone());
-        let heads = token.rotate(self.heads.forward(weighted), factor);
+        let normed = self.before_attention.forward(x.clone());
+        let heads = token.rotate(self.heads.forward(normed));
         let written = heads.clone().narrow(1, HEADS, 2 * GROUPS);
         let position = token.position.clone();
         let cache = cache.select_assign(2, position, written, IndexingUpdateOp::Assign);
@@ -95,22 +95,10 @@ impl Block {
         let weights = weights.reshape([batch, GROUPS, SHARING, context]);
         let attended = weights.matmul(values).reshape([batch, 1, HIDDEN]);
         let x = x + self.output.forward(attended);
-        let [weighted, factor] = weight(&self.before_mlp, x.clone());
-        let inner = self.inner.forward(weighted);
+        let inner = self.inner.forward(self.before_mlp.forward(x.clone()));
         let (gate, up) = (inner.clone().narrow(2, 0, INNER), inner.narrow(2, INNER, INNER));
-        let gate = silu(gate.cast(DType::F32) * factor.clone());
-        let inner = (gate * (up.cast(DType::F32) * factor)).cast(DType::BF16);
-        (x + self.down.forward(inner), cache)
+        (x + self.down.forward(silu(gate) * up), cache)
     }
-}
-
-/// The norm `x / rms * gamma` of a product's input as `x * gamma`, and `1 / rms` in f32,
-/// `[batch, 1, 1]`, for the product to be multiplied by. One kernel makes both; to divide the input
-/// takes a second one, since the mean of all channels has to be there before.
-fn weight(norm: &RmsNorm, x: Tensor<3>) -> [Tensor<3>; 2] {
-    let weighted = x.clone() * norm.gamma.val().unsqueeze();
-    let mean = x.cast(DType::F32).square().mean_dim(2);
-    [weighted, (mean + norm.epsilon).sqrt().recip()]
 }
 
 /// What all blocks need of a token.
@@ -125,18 +113,15 @@ struct Token {
 }
 
 impl Token {
-    /// Heads `[batch, 1, ALL * HEAD]` as `[batch, ALL, 1, HEAD]`, times a factor `[batch, 1, 1]`;
-    /// queries and keys are rotated.
-    fn rotate(&self, heads: Tensor<3>, factor: Tensor<3>) -> Tensor<4> {
+    /// Heads `[batch, 1, ALL * HEAD]` as `[batch, ALL, 1, HEAD]`, queries and keys rotated.
+    fn rotate(&self, heads: Tensor<3>) -> Tensor<4> {
         let [batch, ..] = heads.dims();
-        let factor = factor.reshape([batch, 1, 1, 1]);
         // Two tensors in the same memory: Burn fuses `select` with what follows only if nothing
         // else there reads the tensor that it selects from.
         let [heads, partners] =
             [heads.clone(), heads].map(|heads| heads.reshape([batch, ALL, 1, HEAD]));
-        let partners = partners.select(3, self.partners.clone()).cast(DType::F32);
-        let heads = heads.cast(DType::F32) * self.cosines.clone() + partners * self.sines.clone();
-        (heads * factor).cast(DType::BF16)
+        let partners = partners.select(3, self.partners.clone());
+        heads * self.cosines.clone() + partners * self.sines.clone()
     }
 }
 
@@ -171,7 +156,8 @@ impl Model {
             let values: Vec<f32> = (0..context)
                 .flat_map(|at| angles(at).enumerate().map(|(i, angle)| value(i, angle) as f32))
                 .collect();
-            Tensor::<2>::from_data(TensorData::new(values, [context, HEAD]), device)
+            let values = TensorData::new(values, [context, HEAD]);
+            Tensor::<2>::from_data(values, device).cast(DType::BF16)
         };
         let cosines = table(&|_, angle| angle.cos());
         let sines = table(&|i, angle| if i < HEAD / 2 { -angle.sin() } else { angle.sin() });
@@ -188,7 +174,7 @@ impl Model {
             let row = table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD]);
             Tensor::cat(vec![row.expand([1, HEADS + GROUPS, 1, HEAD]), of_values], 1)
         };
-        let (values, place) = ([1, GROUPS, 1, HEAD], (&device, DType::F32));
+        let (values, place) = ([1, GROUPS, 1, HEAD], (&device, DType::BF16));
         let positions = Tensor::<1, Int>::arange(0..context as i64, &device);
         let later = positions.greater(position.clone().expand([context]));
         let token = Token {

@@ -7,7 +7,7 @@
 //! | `engine.rs`     | what quantizes them there                                           |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
 //! | `plan.rs`       | what will be done to every tensor                                   |
-//! | `jobs.rs`      | the work in parts, and the memory of each                           |
+//! | `jobs.rs`       | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | what a file knows of the inputs of layers                           |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |

@@ -33,13 +33,16 @@ impl PackedHandles {
 
     /// What a kernel reads of so many values: `codes` of them at a time, and the block scales of
     /// `scales` of them.
-    pub(crate) fn read<S: Int, W: Size>(
+    ///
+    /// # Safety
+    /// Codes and scales have to hold so many values.
+    pub(crate) unsafe fn read<S: Int, W: Size>(
         self,
         values: usize,
         codes: usize,
         scales: usize,
     ) -> PackedInLaunch<S, W> {
-        // SAFETY: callers have checked that memory holds so many values.
+        // SAFETY: memory holds so many values, as callers have checked.
         unsafe {
             PackedInLaunch::new(
                 BufferArg::from_raw_parts(self.codes, values / codes),

@@ -155,7 +155,7 @@ impl Curvature {
     pub(crate) fn new(gram: &Gram, damped: Damped) -> Result<Self, SearchError> {
         let mut wide = hessian(gram, &damped);
         let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
-        // H backward in both axes is `L L^T`; the inverse of L, backward again, is upper triangular.
+        // Backward in both axes H is `L L^T`; the inverse of L, backward again, is U.
         wide.reverse();
         let channels = damped.channels();
         invert_factor(&mut wide, channels).ok_or(SearchError::Singular)?;

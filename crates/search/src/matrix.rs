@@ -73,7 +73,8 @@ pub(crate) fn add_product<T: Real>(
     assert!(cols <= stride && (rows - 1) * stride + cols <= sums.len(), "[{rows}, {cols}]");
     assert!(left.end() <= left.values.len() && right.end() <= right.values.len());
     // SAFETY: the last element of each matrix lies within its slice, as asserted above; rows of
-    // the sums do not overlap, and nothing else refers to them.
+    // the sums do not overlap, and nothing else refers to them. `T` is f32 or f64, which are all
+    // that are `Real`, and which `gemm` knows.
     unsafe {
         gemm(
             rows,

@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=x86_64-unknown-linux-gnu
 export RUSTFLAGS="-Zsanitizer=address"
+# The lines of what it finds.
+export CARGO_PROFILE_DEV_DEBUG=line-tables-only
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/sanitize"
 test() { cargo +nightly test --locked --target "$target" "$@"; }
 

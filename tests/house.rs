@@ -130,6 +130,14 @@ const METHODS_ELSEWHERE: [(&str, &str, &str); 16] = [
 /// do returns it.
 const ERRORS: &str = "error.rs";
 
+/// The errors that have a table in the guide, and the files that define them.
+const ERRORS_OF_THE_GUIDE: [(&str, &str); 4] = [
+    ("Fp4Error", "crates/modules/src/error.rs"),
+    ("RecipeError", "crates/search/src/error.rs"),
+    ("ReplayError", "crates/modules/src/replay/mod.rs"),
+    ("OpsError", "crates/ops/src/error.rs"),
+];
+
 /// The most lines of a function.
 const FUNCTION: usize = 80;
 
@@ -328,6 +336,38 @@ fn the_guide_has_every_rule() {
     let broken = missing
         .map(|rule| breach(PAGE, 1, format!("`{rule:?}` has no row with its format: add it")));
     assert_kept("the guide has every rule", broken.collect());
+}
+
+#[test]
+fn the_guide_has_every_error() {
+    const PAGE: &str = "crates/burn-fp4/src/guide/errors.md";
+    let page = std::fs::read_to_string(root().join(PAGE)).expect("the page");
+    let mut broken = Vec::new();
+    for (name, file) in ERRORS_OF_THE_GUIDE {
+        let source = std::fs::read_to_string(root().join(file)).expect("the source");
+        let variants = variants(&source, name);
+        assert!(variants.len() > 3, "found {} variants of {name}", variants.len());
+        let header = format!("| `{name}` | cause");
+        let table = page
+            .lines()
+            .skip_while(|line| !line.starts_with(&header))
+            .take_while(|line| line.starts_with('|'));
+        let first_cells: String = table.filter_map(|row| row.split('|').nth(1)).collect();
+        let missing = variants.into_iter().filter(|v| !first_cells.contains(&format!("`{v}`")));
+        broken.extend(missing.map(|variant| {
+            breach(PAGE, 1, format!("`{name}::{variant}` has no row: add its cause and remedy"))
+        }));
+    }
+    assert_kept("the guide has every error", broken);
+}
+
+/// The variants of an enum that is formatted, by its name.
+fn variants<'s>(source: &'s str, name: &str) -> Vec<&'s str> {
+    let (_, rest) = source.split_once(&format!("pub enum {name} {{\n")).expect("the enum");
+    let (body, _) = rest.split_once("\n}").expect("its end");
+    let indented = body.lines().filter_map(|line| line.strip_prefix("    "));
+    let variants = indented.filter(|line| line.starts_with(char::is_uppercase));
+    variants.filter_map(|line| line.split([' ', '(', ',']).next()).collect()
 }
 
 #[test]

@@ -7,7 +7,9 @@ use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
-use burn_fp4::{CheckpointMap, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport};
+use burn_fp4::{
+    CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport,
+};
 use llama::{
     CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens, Windows,
     generate, perplexity,
@@ -190,6 +192,40 @@ fn it_is_calibrated_at_once_and_layer_by_layer() {
             _ => true,
         };
         assert!(!report.quantized().any(fell), "{report}");
+    }
+}
+
+#[test]
+fn it_is_calibrated_for_what_a_recipe_says_of_some_weights() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
+    let file = burn_fp4::Recipe::parse(
+        r#"
+        method = "sse"
+        weights = [
+            { names = ["*.mlp.*"], format = "mxfp4" },
+            { names = ["*.o_proj"], method = "hessian" },
+        ]
+        "#,
+    );
+    let mut model = load::<Linear>(&folder);
+    let config = Fp4Config::of_recipe(&file.expect("a recipe"), &model, &llama::names());
+    // Its format and method are for models without a file.
+    let (format, method) = (Fp4Format::NvFp4, Method::Sse);
+    let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
+    let recipe = Recipe { format, method, sequential: false, damping: None, calibration };
+    let report = recipe.apply(&mut model, &config.expect("a configuration"), &tokens, &device);
+    let report = report.expect("quantized");
+    assert_eq!(report.quantized().count(), 28);
+    for one in report.quantized() {
+        let Outcome::Quantized { scheme, chosen_by, fallback, .. } = &one.outcome else {
+            panic!("{}: quantized by this call", one.path);
+        };
+        let mxfp4 = one.path.contains(".mlp.");
+        assert_eq!(scheme.format() == Fp4Format::MxFp4, mxfp4, "{}", one.path);
+        let hessian = one.path.contains("o_proj");
+        assert_eq!(chosen_by.method() == Method::Hessian, hessian, "{}", one.path);
+        assert!(fallback.is_none(), "{report}");
     }
 }
 

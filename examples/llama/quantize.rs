@@ -74,7 +74,8 @@ impl Recipe {
         }
     }
 
-    /// Quantizes a model by a configuration of [`config`](Self::config).
+    /// Quantizes a model by a configuration: that of [`config`](Self::config), or of a file. It is
+    /// calibrated if any method of the configuration needs that.
     ///
     /// # Errors
     /// A text shorter than a window, and what `quantize_fp4` and calibration refuse.
@@ -85,7 +86,8 @@ impl Recipe {
         tokens: &Tokens,
         device: &Device,
     ) -> Result<Fp4Report> {
-        if !self.method.row().calibrated {
+        let mut schemes = config.overrides.iter().map(|one| &one.scheme).chain([&config.scheme]);
+        if !schemes.any(|scheme| config.chosen_by(scheme).needs_inputs()) {
             return Ok(model.quantize_fp4(config)?);
         }
         if self.sequential {

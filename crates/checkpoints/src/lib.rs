@@ -21,6 +21,13 @@
 //! | comfyui, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
 //! | fp-quant | refused |  | its layers transform their input |  |
 //!
+//! The configs and metadata of a checkpoint name its dialect; one that names none, or several, is
+//! opened by [`Checkpoint::open_as`]. FP-Quant is known by its name, and an error. Shapes of
+//! ComfyUI's NVFP4 weights include their padding to multiples of 16. GGUF is written to a path that
+//! ends in `.gguf`, as one file, for which [`WriteOptions::shards`] does nothing; all others to a
+//! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
+//! floats of.
+//!
 //! ```no_run
 //! # fn main() -> Result<(), burn_fp4_checkpoints::CheckpointError> {
 //! use burn_fp4_checkpoints::{Checkpoint, WriteOptions};

@@ -71,7 +71,7 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
 }
 
 /// The names of the dialects that are read.
-fn readable() -> PossibleValuesParser {
+pub(crate) fn readable() -> PossibleValuesParser {
     PossibleValuesParser::new(DIALECTS.iter().map(|dialect| dialect.name()))
 }
 

@@ -14,6 +14,14 @@ pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
     #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
     Checkpoint(#[from] CheckpointError),
+    /// One of several checkpoints does not say its dialect.
+    #[error("{error} ({option})")]
+    Dialect {
+        /// What it says instead.
+        error: Box<CheckpointError>,
+        /// The option that names its dialect.
+        option: &'static str,
+    },
     /// The file system refused what it allowed when the work began.
     #[error(transparent)]
     Meanwhile(Box<CliError>),
@@ -204,6 +212,16 @@ impl CliError {
         match self.source_of_io() {
             Some(_) => Self::Meanwhile(Box::new(self)),
             None => self,
+        }
+    }
+
+    /// The error of one of several checkpoints, whose dialect another option names than `--from`.
+    pub(crate) fn with_option(self, option: &'static str) -> Self {
+        match self {
+            Self::Checkpoint(
+                error @ (CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. }),
+            ) => Self::Dialect { error: Box::new(error), option },
+            other => other,
         }
     }
 

@@ -153,6 +153,31 @@ fn a_comparison_tells_by_its_exit_code() {
 }
 
 #[test]
+fn each_checkpoint_of_a_comparison_is_given_its_dialect() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out");
+    // A file alone does not say its dialect.
+    let shard = folder.path().join("out/model-00001-of-00002.safetensors");
+    fs::copy(shard, folder.path().join("alone.safetensors")).expect("a file");
+    let alone = "compare alone.safetensors alone.safetensors";
+    fails(folder.path(), alone, 2, &["nothing says what", "(--from-a)"]);
+    let from_a = "--from-a compressed-tensors";
+    fails(folder.path(), &format!("{alone} {from_a}"), 2, &["nothing says what", "(--from-b)"]);
+    let from_b = "--from-b compressed-tensors";
+    fails(folder.path(), &format!("{alone} {from_b}"), 2, &["nothing says what", "(--from-a)"]);
+    let same = succeeds(folder.path(), &format!("{alone} {from_a} {from_b}"));
+    assert!(same.contains("0 of "), "{same}");
+    // A folder says two.
+    let second = folder.path().join("out/hf_quant_config.json");
+    fs::write(second, r#"{"quantization": {}}"#).expect("a config");
+    fails(folder.path(), "compare out model", 2, &["several dialects", "(--from-a)"]);
+    fails(folder.path(), "compare model out", 2, &["several dialects", "(--from-b)"]);
+    fails(folder.path(), "inspect out", 2, &["several dialects", "(--from)"]);
+    succeeds(folder.path(), &format!("compare model out {from_b} --tolerance 20"));
+}
+
+#[test]
 fn infinities_are_compared() {
     let folder = tempdir().expect("a folder");
     let write = |name: &str, values: &[f32]| {

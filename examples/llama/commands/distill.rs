@@ -74,7 +74,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (student, quantized, divergence) =
         arguments.distillation.run(&teacher, format, &tokens, batches, &device)?;
     let WriteReport { files, bytes, .. } =
-        folder.save(&student, &arguments.out, &arguments.saved.dialect)?;
+        folder.save(&student, &arguments.out, &arguments.saved.dialect_or(None))?;
     let report = Report { quantized, divergence, files, bytes };
     print(&report, arguments.json, || {
         let [before, after] = divergence;

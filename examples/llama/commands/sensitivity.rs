@@ -38,7 +38,8 @@ pub(crate) struct Arguments {
     /// Where to save the configuration of the first budget, as JSON.
     #[arg(long, value_name = "FILE", requires = "budget")]
     save_config: Option<PathBuf>,
-    /// Where to save what the first budget chose for each layer, for `fp4 quantize --recipe`.
+    /// Where to save what the first budget chose for each layer, for `fp4 quantize --recipe` and
+    /// `llama quantize --recipe`.
     #[arg(long, value_name = "FILE.toml", requires = "budget")]
     recipe: Option<PathBuf>,
     /// Where to save the statistics of the inputs of layers, for `fp4 quantize --calibration`.

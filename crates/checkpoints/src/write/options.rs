@@ -17,7 +17,7 @@ pub enum Shards {
 /// What is done to the weights on the way.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
-    /// How tensors are spread over files.
+    /// How tensors are spread over files; GGUF is always one.
     pub shards: Shards,
     /// FP4 of another format is cast to this one.
     pub cast: Option<Fp4Format>,

@@ -6,7 +6,7 @@ mod report;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::checkpoint::{model, open};
+use crate::checkpoint::{model, open, readable};
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
@@ -26,6 +26,12 @@ pub(crate) struct Arguments {
     /// What is compared.
     #[arg(value_name = "B")]
     right: PathBuf,
+    /// The dialect to read A in, where its config does not say.
+    #[arg(long, value_name = "DIALECT", value_parser = readable())]
+    from_a: Option<String>,
+    /// The dialect to read B in, where its config does not say.
+    #[arg(long, value_name = "DIALECT", value_parser = readable())]
+    from_b: Option<String>,
     /// Largest relative error in percent that is no difference.
     #[arg(long, value_name = "PERCENT", default_value_t = 0.0, value_parser = tolerance)]
     tolerance: f64,
@@ -52,13 +58,19 @@ struct Sums {
     largest: f64,
 }
 
+/// The options that name the dialects of A and of B.
+const FROM: [&str; 2] = ["--from-a", "--from-b"];
+
 /// Rows of a table on a terminal.
 const SHOWN: usize = 20;
 
 /// Runs the command; whether a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
-    let [left, right] = [&arguments.left, &arguments.right].map(|path| open(path, None));
-    let report = compare(arguments, &left?, &right?).map_err(CliError::meanwhile)?;
+    let left = open(&arguments.left, arguments.from_a.as_deref());
+    let left = left.map_err(|error| error.with_option(FROM[0]))?;
+    let right = open(&arguments.right, arguments.from_b.as_deref());
+    let right = right.map_err(|error| error.with_option(FROM[1]))?;
+    let report = compare(arguments, &left, &right).map_err(CliError::meanwhile)?;
     if let Some(path) = &arguments.html {
         let write = std::fs::write(path, html::page(&report));
         write.map_err(|source| CliError::File { path: path.clone(), source })?;
@@ -76,7 +88,8 @@ fn compare(
     left: &Checkpoint,
     right: &Checkpoint,
 ) -> Result<Report, CliError> {
-    let (a, b) = (model(left)?, model(right)?);
+    let a = model(left).map_err(|error| error.with_option(FROM[0]))?;
+    let b = model(right).map_err(|error| error.with_option(FROM[1]))?;
     let by_name: HashMap<&str, &Weight<'_>> =
         b.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
     let mut report = Report {

@@ -194,7 +194,8 @@ impl CheckpointMap {
         self
     }
 
-    /// Saves files of at most so many bytes of data each, unless a single weight has more.
+    /// Saves files of at most so many bytes of data each, unless a single weight has more. GGUF is
+    /// always one file.
     pub fn shard_size(mut self, bytes: u64) -> Self {
         self.shard_size = Some(bytes);
         self

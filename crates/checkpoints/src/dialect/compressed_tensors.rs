@@ -285,17 +285,19 @@ fn fp8_tensors<'w>(module: &str, fp8: &'w Fp8Weight<'_>) -> Vec<NewTensor<'w>> {
     vec![NewTensor::copy(format!("{module}.weight"), &fp8.values), scales]
 }
 
+/// How numbers are quantized (`quant_args.py`).
+fn args(bits: u64, strategy: &str, dynamic: Json) -> Json {
+    Json::object([
+        ("num_bits", bits.into()),
+        ("type", "float".into()),
+        ("strategy", strategy.into()),
+        ("symmetric", true.into()),
+        ("dynamic", dynamic),
+    ])
+}
+
 /// `format` of a group, its weights and its input (`quant_scheme.py`).
 fn group(scheme: Scheme) -> (&'static str, Json, Json) {
-    let args = |bits: u64, strategy: &str, dynamic: Json| {
-        Json::object([
-            ("num_bits", bits.into()),
-            ("type", "float".into()),
-            ("strategy", strategy.into()),
-            ("symmetric", true.into()),
-            ("dynamic", dynamic),
-        ])
-    };
     let grouped = |bits, strategy, size: u64, scale: &str, dynamic| {
         let mut args = args(bits, strategy, dynamic);
         args.set("group_size", size.into());
@@ -367,9 +369,12 @@ fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
         [one] => one,
         _ => "mixed-precision",
     };
-    // ModelOpt's object is the same three fields; a bare name of it has no counterpart.
-    let kv_cache = model.quantization.kv_cache.clone();
-    let kv_cache = kv_cache.filter(|scheme| scheme.as_object().is_some()).unwrap_or(Json::Null);
+    // ModelOpt's object is the same three fields; of its names only this one has a counterpart.
+    let kv_cache = match &model.quantization.kv_cache {
+        Some(scheme) if scheme.as_object().is_some() => scheme.clone(),
+        Some(scheme) if scheme.as_str() == Some("FP8") => args(8, "tensor", false.into()),
+        Some(_) | None => Json::Null,
+    };
     Ok(Json::object([
         ("config_groups", Json::Object(groups)),
         ("format", format.into()),

@@ -115,12 +115,15 @@ pub(super) fn quantization(
     }
     let list = config.and_then(|config| config.get("ignore"));
     let list = list.or_else(|| export?.get("exclude_modules"));
-    let field = |name| config.and_then(|config| config.get(name)).cloned();
+    // ModelOpt writes null for what is not quantized.
+    let stated = |value: &&Json| **value != Json::Null;
+    let field = |name| config.and_then(|config| config.get(name)).filter(stated).cloned();
     let exported = |name| container.quant_config().and_then(|export| export.get(name)).cloned();
+    let exported_cache = || export?.get("kv_cache_quant_algo").filter(stated).cloned();
     Ok(Quantization {
         dialect,
         ignore: Pattern::list(list, Syntax::Glob),
-        kv_cache: field("kv_cache_scheme").or_else(|| export?.get("kv_cache_quant_algo").cloned()),
+        kv_cache: field("kv_cache_scheme").or_else(exported_cache),
         producer: field("producer").or_else(|| exported("producer")),
         quant_config: container.quant_config().cloned(),
     })
@@ -392,8 +395,13 @@ fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
     }
     if let Some(scheme) = &model.quantization.kv_cache {
         config.set("kv_cache_scheme", scheme.clone());
-        let name = scheme.as_str().map_or(Json::from("FP8"), Json::from);
-        export.set("kv_cache_quant_algo", name);
+        let (bits, kind) = (scheme.get("num_bits"), scheme.get("type"));
+        let fp8 =
+            bits.and_then(Json::as_u64) == Some(8) && kind.and_then(Json::as_str) == Some("float");
+        // A scheme without a name of ModelOpt's stands in `config.json` alone.
+        if let Some(name) = scheme.as_str().or(fp8.then_some("FP8")) {
+            export.set("kv_cache_quant_algo", name.into());
+        }
     }
     export.set("exclude_modules", ignore);
     if mixed {

@@ -987,3 +987,57 @@ fn scales_of_a_quantized_cache_are_known_in_every_dialect() {
         assert!(!scalar(name, 1.0).is_cache_scale(), "{name}");
     }
 }
+
+/// The config of a folder.
+fn config_of(path: &Path, name: &str) -> Json {
+    Json::parse(&fs::read(path.join(name)).expect("a config")).expect("JSON")
+}
+
+#[test]
+fn a_cache_is_quantized_only_if_the_source_says_so() {
+    let folder = folder("cache-scheme");
+    let first = folder.join("source");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.write(&first, "modelopt", &WriteOptions::default()).expect("written");
+    let given = config_of(&first, "hf_quant_config.json");
+    let fp8 = Json::object([
+        ("num_bits", 8_u64.into()),
+        ("type", "float".into()),
+        ("strategy", "tensor".into()),
+        ("symmetric", true.into()),
+        ("dynamic", false.into()),
+    ]);
+    let path = ["quantization", "kv_cache_quant_algo"];
+    // With this option the configs are written anew.
+    let cast = WriteOptions { cast: Some(Fp4Format::NvFp4), ..WriteOptions::default() };
+    let cases = [(Json::Null, Json::Null, None), ("FP8".into(), fp8, Some("FP8"))];
+    for (at, (stated, scheme, name)) in cases.into_iter().enumerate() {
+        let mut export = given.clone();
+        let mut quantization = export.get(path[0]).expect("an object").clone();
+        quantization.set(path[1], stated);
+        export.set(path[0], quantization);
+        fs::write(first.join("hf_quant_config.json"), export.pretty()).expect("written");
+        let checkpoint = Checkpoint::open(&first).expect("modelopt");
+        let read = checkpoint.model().expect("weights");
+        let [there, back, again] =
+            ["ct", "back", "again"].map(|n| folder.join(format!("{n}-{at}")));
+        read.write(&there, "compressed-tensors", &WriteOptions::default()).expect("written");
+        let found = config_of(&there, "config.json");
+        assert_eq!(found.at(&["quantization_config", "kv_cache_scheme"]), Some(&scheme));
+        let converted = Checkpoint::open(&there).expect("compressed-tensors");
+        let converted = converted.model().expect("weights");
+        converted.write(&back, "modelopt", &WriteOptions::default()).expect("written");
+        read.write(&again, "modelopt", &cast).expect("written");
+        for path_of_it in [back, again] {
+            let export = config_of(&path_of_it, "hf_quant_config.json");
+            assert_eq!(export.at(&path).cloned(), name.map(Json::from), "{path_of_it:?}");
+        }
+    }
+    let four = Json::object([("num_bits", 4_u64.into()), ("type", "float".into())]);
+    source.quantization.kv_cache = Some(four.clone());
+    let other = folder.join("four");
+    source.write(&other, "modelopt", &WriteOptions::default()).expect("written");
+    assert_eq!(config_of(&other, "hf_quant_config.json").at(&path), None);
+    let config = config_of(&other, "config.json");
+    assert_eq!(config.at(&["quantization_config", "kv_cache_scheme"]), Some(&four));
+}

@@ -237,6 +237,10 @@ impl Write for CompressedTensors {
         }
     }
 
+    fn quantizes_input(&self, weight: &Weight<'_>) -> bool {
+        scheme::scheme(weight).is_none_or(|scheme| group(scheme).2 != Json::Null)
+    }
+
     fn fuses(&self) -> bool {
         true
     }
@@ -327,7 +331,12 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
                 let sizes = [rows, cols].map(|size| (size as u64).into());
                 weights.set("block_structure", Json::Array(sizes.into()));
             }
-            let input = if activations { args(8, "tensor", no) } else { Json::Null };
+            let input = match granularity {
+                _ if activations => args(8, "tensor", no),
+                // As ModelOpt's FP8_PER_CHANNEL_PER_TOKEN, and FP8_DYNAMIC here.
+                Granularity::Row => args(8, "token", true.into()),
+                Granularity::Tensor | Granularity::Block { .. } => Json::Null,
+            };
             ("float-quantized", weights, input)
         }
     }

@@ -211,6 +211,11 @@ impl Write for ModelOpt {
         }
     }
 
+    fn quantizes_input(&self, weight: &Weight<'_>) -> bool {
+        let of_weights = ["W4A16_NVFP4", "FP8_PB_WO"];
+        scheme::scheme(weight).is_none_or(|scheme| !of_weights.contains(&algorithm(scheme).0))
+    }
+
     fn fuses(&self) -> bool {
         true
     }

@@ -1041,3 +1041,42 @@ fn a_cache_is_quantized_only_if_the_source_says_so() {
     let config = config_of(&other, "config.json");
     assert_eq!(config.at(&["quantization_config", "kv_cache_scheme"]), Some(&four));
 }
+
+/// `FP8_DYNAMIC` of compressed-tensors; DeepSeek's FP8 has an input in groups of 128.
+#[test]
+fn inputs_that_are_quantized_as_layers_run_are_said_or_counted() {
+    let folder = folder("dynamic");
+    let rows = folder.join("rows");
+    mixed().write(&rows, "compressed-tensors", &WriteOptions::default()).expect("written");
+    let config = config_of(&rows, "config.json");
+    let groups = config.at(&["quantization_config", "config_groups"]).expect("groups");
+    let strategy = |group: &Json, of: &str| {
+        group.at(&[of, "strategy"]).and_then(Json::as_str).unwrap_or_default().to_owned()
+    };
+    let groups = groups.as_object().expect("an object").iter().map(|(_, group)| group);
+    let mut rows = groups.filter(|group| strategy(group, "weights") == "channel");
+    let rows = rows.next().expect("a group of rows");
+    assert_eq!(strategy(rows, "input_activations"), "token");
+    let dynamic = rows.at(&["input_activations", "dynamic"]);
+    assert_eq!(dynamic.and_then(Json::as_bool), Some(true));
+
+    let source = folder.join("source");
+    fs::create_dir(&source).expect("a folder");
+    let tensors = [
+        ("a.weight", Dtype::F8_E4M3, vec![4, 32], vec![0x38; 128]),
+        ("a.weight_scale_inv", Dtype::F32, vec![1, 1], 2.0_f32.to_le_bytes().to_vec()),
+    ];
+    raw_file(&source.join("model.safetensors"), &[], &tensors);
+    for (scheme, expected) in [("dynamic", 1), ("static", 0)] {
+        let fields = [("quant_method", "fp8".into()), ("activation_scheme", scheme.into())];
+        let config = Json::object([("quantization_config", Json::object(fields))]);
+        fs::write(source.join("config.json"), config.pretty()).expect("a config");
+        let checkpoint = Checkpoint::open(&source).expect("deepseek");
+        let model = checkpoint.model().expect("weights");
+        for dialect in ["compressed-tensors", "modelopt"] {
+            let path = folder.join(format!("{scheme}-{dialect}"));
+            let report = model.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+            assert_eq!(report.dynamic_inputs_left_out, expected, "{scheme} {dialect}");
+        }
+    }
+}

@@ -389,6 +389,22 @@ fn the_dialect_is_what_the_files_say() {
         let error = error.expect(text).to_string().to_lowercase();
         assert!(error.contains(&word.to_lowercase()), "{text}: {error}");
     }
+    // Nor does a folder without a config: ModelOpt's stacked experts, and DeepSeek's from V4 on.
+    let bare = folder.join("bare");
+    fs::create_dir(&bare).expect("a folder");
+    for (name, dtype, cols) in [
+        ("experts.gate_up_proj_weight_scale", Dtype::F8_E4M3, 2),
+        ("experts.gate_up_proj_weight_scale_2", Dtype::F8_E4M3, 2),
+        ("e.w1.scale", Dtype::F8_E8M0, 2),
+        ("e.w1.weight", Dtype::F4, 4),
+    ] {
+        let tensors = [(name, dtype, vec![2, cols], vec![0x38; 4])];
+        raw_file(&bare.join("model.safetensors"), &[], &tensors);
+        let checkpoint = Checkpoint::open(&bare).expect("a folder");
+        let error = checkpoint.model().map(|_| ()).expect_err(name);
+        let CheckpointError::NoDialect { tensor, .. } = &error else { panic!("{error}") };
+        assert_eq!(tensor, name);
+    }
     let unwritten = source.write(folder.join("x"), "quark", &WriteOptions::default());
     assert!(matches!(unwritten, Err(CheckpointError::ReadOnly { .. })));
     assert_eq!(DIALECTS.iter().filter(|dialect| dialect.writer().is_some()).count(), 7);

@@ -19,7 +19,8 @@ pub enum Shards {
 pub struct WriteOptions {
     /// How tensors are spread over files.
     pub shards: Shards,
-    /// FP4 of another format is cast to this one.
+    /// FP4 of another format is cast to this one, and FP4 in blocks of another size than this one's
+    /// definition has.
     pub cast: Option<Fp4Format>,
     /// FP8 is decoded to this dtype (F32 or BF16).
     pub decode_fp8: Option<Dtype>,

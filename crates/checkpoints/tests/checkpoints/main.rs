@@ -1096,3 +1096,26 @@ fn inputs_that_are_quantized_as_layers_run_are_said_or_counted() {
         }
     }
 }
+
+#[test]
+fn blocks_of_another_size_are_cast_when_they_are_written() {
+    let folder = folder("blocks");
+    let format = Fp4Format::NvFp4;
+    let mut packed = Random(3).packed(format, 24, 128, 0.25);
+    packed.block_size = 32;
+    packed.scales.truncate(24 * 4);
+    let weight = fp4("up.weight", &[packed]);
+    let values = weight.values().expect("values").1;
+    let source = Model { weights: vec![weight], ..Model::default() };
+    for dialect in ["compressed-tensors", "gguf"] {
+        let path = path_of(&folder, dialect);
+        let refused = source.write(&path, dialect, &WriteOptions::default());
+        assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
+        let cast = WriteOptions { cast: Some(format), ..WriteOptions::default() };
+        let report = source.write(&path, dialect, &cast).expect(dialect);
+        assert_eq!((report.cast.blocks, report.cast.changed_values), (24 * 8, 0));
+        let checkpoint = Checkpoint::open(&path).expect(dialect);
+        let weights = checkpoint.weights().expect(dialect);
+        assert_eq!(weights[0].values().expect("values").1, values, "{dialect}");
+    }
+}

@@ -28,7 +28,7 @@ use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
 
 use counting::{Counting, peak};
-use models::{fp4, mixed, model, raw_file, scalar, writable};
+use models::{experts, fp4, mixed, model, raw_file, scalar, writable};
 use random::Random;
 
 #[global_allocator]
@@ -1118,4 +1118,26 @@ fn blocks_of_another_size_are_cast_when_they_are_written() {
         let weights = checkpoint.weights().expect(dialect);
         assert_eq!(weights[0].values().expect("values").1, values, "{dialect}");
     }
+}
+
+/// As llama.cpp creates them: `{n_expert}`.
+#[test]
+fn experts_that_share_a_tensor_scale_have_one_each_in_gguf() {
+    let path = path_of(&folder("shared-scale"), "gguf");
+    let mut source = experts(Fp4Format::NvFp4);
+    let stack = &mut source.weights[1];
+    let one = |number| Some(TensorScale::Multiplier(Numbers::new(&[number])));
+    stack.input_scale = one(0.5);
+    let Value::Fp4(fp4) = &mut stack.value else { panic!("FP4") };
+    fp4.tensor_scale = one(0.017);
+    source.write(&path, "gguf", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("gguf");
+    for (end, number) in [("scale", 0.017), ("input_scale", 0.5)] {
+        let name = format!("model.layers.0.mlp.experts.gate_up_proj.{end}");
+        let tensor = checkpoint.container().get(&name).expect("a scale");
+        assert_eq!(tensor.shape[..], [3], "{end}");
+        assert_eq!(tensor.to_f32().expect("f32"), [number; 3], "{end}");
+    }
+    let read = checkpoint.model().expect("weights");
+    assert_eq!(fp4_weights(&read), fp4_weights(&source));
 }

@@ -32,8 +32,8 @@ impl Target {
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
         let cast = self.cast_of(fp4).is_some();
-        let folded =
-            fp4.tensor_scale.is_some() && self.writer.holds().tensor_scale == Stated::Folded;
+        let stated = self.writer.holds_of(weight).tensor_scale;
+        let folded = fp4.tensor_scale.is_some() && stated == Stated::Folded;
         self.options.decode_fp4.is_none() && (cast || folded)
     }
 

@@ -46,11 +46,8 @@ const FORMATS: [&str; 8] = [
     "compressed",
 ];
 
-/// The names of a scale of the cache: here, and in ModelOpt.
-const CACHE_SCALES: [(&str, &str); 2] = [
-    (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
-    (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
-];
+/// The name of a scale of the cache, and the layer beside it, to which it belongs in ModelOpt.
+const CACHE_SCALES: [(&str, &str); 2] = [(".k_scale", ".k_proj"), (".v_scale", ".v_proj")];
 
 impl Dialect for CompressedTensors {
     fn name(&self) -> &'static str {
@@ -72,10 +69,8 @@ impl Dialect for CompressedTensors {
             read_weight(reader, tensor, block)
         })?;
         for weight in &mut weights {
-            for (here, there) in CACHE_SCALES {
-                if let Some(layer) = weight.name.strip_suffix(here) {
-                    weight.name = format!("{layer}{there}");
-                }
+            if let Some(name) = of_layer(container, &weight.name) {
+                weight.name = name;
             }
         }
         let ignore = config.and_then(|config| config.get("ignore"));
@@ -95,6 +90,25 @@ impl Dialect for CompressedTensors {
     fn writer(&self) -> Option<&'static dyn Write> {
         Some(&Self)
     }
+}
+
+/// The name that ModelOpt has for a scale of the cache. Other parameters may be called so too: it
+/// stands in an attention, or beside the layer.
+fn of_layer(container: &Container, name: &str) -> Option<String> {
+    CACHE_SCALES.iter().find_map(|(scale, layer)| {
+        let parent = name.strip_suffix(scale).filter(|parent| !parent.ends_with(layer))?;
+        let there = |end: &&str| container.position(&format!("{parent}{layer}{end}")).is_some();
+        let known = parent.ends_with("attn") || [".weight_packed", ".weight"].iter().any(there);
+        known.then(|| format!("{parent}{layer}{scale}"))
+    })
+}
+
+/// The name here of a scale of the cache.
+fn beside_layers(name: &str) -> Option<String> {
+    CACHE_SCALES.iter().find_map(|(scale, layer)| {
+        let parent = name.strip_suffix(scale)?.strip_suffix(layer)?;
+        Some(format!("{parent}{scale}"))
+    })
 }
 
 /// Refuses transforms and formats that are not understood; the size of FP8's blocks.
@@ -191,9 +205,7 @@ impl Write for CompressedTensors {
         };
         match &weight.value {
             Value::Plain(tensor) => {
-                let cache = CACHE_SCALES.iter().find_map(|(here, there)| {
-                    Some(format!("{}{here}", weight.name.strip_suffix(there)?))
-                });
+                let cache = beside_layers(&weight.name);
                 Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)])
             }
             Value::Fp8(fp8) => {

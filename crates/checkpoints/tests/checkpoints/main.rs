@@ -13,7 +13,7 @@ mod samples;
 mod stacked;
 mod writing;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -999,7 +999,10 @@ fn scales_of_a_quantized_cache_are_known_in_every_dialect() {
         assert!(found.iter().zip(expected).all(|(name, end)| name.ends_with(end)), "{found:?}");
         assert_eq!(found.len(), 2, "{dialect}");
     }
-    for name in ["k_scale", "model.temperature.k_scale", "a.k_proj.input_scale"] {
+    for name in ["a.attn.k_proj.k_bias", "a.attn.v_proj.v_bias"] {
+        assert!(scalar(name, 1.0).is_cache_scale(), "{name}");
+    }
+    for name in ["k_scale", "model.temperature.k_scale", "a.k_proj.input_scale", "a.attn.k_bias"] {
         assert!(!scalar(name, 1.0).is_cache_scale(), "{name}");
     }
 }
@@ -1140,4 +1143,25 @@ fn experts_that_share_a_tensor_scale_have_one_each_in_gguf() {
     }
     let read = checkpoint.model().expect("weights");
     assert_eq!(fp4_weights(&read), fp4_weights(&source));
+}
+
+#[test]
+fn scales_of_a_cache_stand_beside_the_layers_of_any_attention() {
+    let path = folder("cache-names").join("ct");
+    let packed = Random(2).packed(Fp4Format::NvFp4, 16, 64, 0.5);
+    let weights = vec![
+        fp4("h.0.attention.k_proj.weight", &[packed]),
+        scalar("h.0.attention.k_proj.k_scale", 0.75),
+        scalar("h.0.mixer.k_scale", 0.5),
+    ];
+    let source = Model { weights, ..Model::default() };
+    source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("compressed-tensors");
+    for name in ["h.0.attention.k_scale", "h.0.mixer.k_scale"] {
+        assert!(checkpoint.container().get(name).is_some(), "{name}");
+    }
+    let names = |weights: &[Weight<'_>]| -> BTreeSet<String> {
+        weights.iter().map(|weight| weight.name.clone()).collect()
+    };
+    assert_eq!(names(&checkpoint.weights().expect("weights")), names(&source.weights));
 }

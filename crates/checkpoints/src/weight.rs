@@ -156,10 +156,8 @@ impl Weight<'_> {
         let projection = ["q_proj", "k_proj", "v_proj"].contains(&layer);
         let known = match scale {
             "q_scale" | "k_scale" | "v_scale" => projection || layer.contains("attn"),
-            // ModelOpt's offsets.
-            "k_bias" | "v_bias" => projection,
-            // Quark's.
-            "output_scale" => projection,
+            // ModelOpt's offsets, and Quark's scale.
+            "k_bias" | "v_bias" | "output_scale" => projection,
             _ => false,
         };
         known && tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16])

@@ -1165,3 +1165,79 @@ fn scales_of_a_cache_stand_beside_the_layers_of_any_attention() {
     };
     assert_eq!(names(&checkpoint.weights().expect("weights")), names(&source.weights));
 }
+
+#[test]
+fn what_no_reader_of_ours_computes_is_refused_by_name() {
+    let folder = folder("refused");
+    let refused = |config: &str, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]| {
+        let config = format!(r#"{{"quantization_config": {config}}}"#);
+        fs::write(folder.join("config.json"), config).expect("a config");
+        raw_file(&folder.join("model.safetensors"), &[], tensors);
+        let read = Checkpoint::open(&folder).and_then(|c| c.model().map(|_| ()));
+        read.expect_err("not read")
+    };
+    for name in ["rotation", "QuaRot", "hadamard"] {
+        let config = format!(
+            r#"{{"quant_method": "quark", "algo_config": [{{"name": "awq"}}, {{"name": "{name}"}}]}}"#
+        );
+        let error = refused(&config, &[("x", Dtype::U8, vec![1], vec![0])]);
+        let CheckpointError::Refused { what, .. } = &error else { panic!("{error}") };
+        assert_eq!(*what, format!("algo_config `{name}`"));
+    }
+    let tensors = [
+        ("x.weight_packed", Dtype::U8, vec![4, 16], vec![0x22; 64]),
+        ("x.weight_scale", Dtype::U8, vec![4, 1], vec![127; 4]),
+        ("x.weight_zero_point", Dtype::U8, vec![4, 1], vec![0; 4]),
+    ];
+    let error = refused(r#"{"quant_method": "compressed-tensors"}"#, &tensors);
+    let CheckpointError::Refused { what, .. } = &error else { panic!("{error}") };
+    assert_eq!(what, "x.weight_zero_point");
+    let tensors = [
+        ("x.weight", Dtype::I8, vec![4, 16], vec![0x22; 64]),
+        ("x.scale", Dtype::F8_E8M0, vec![4, 1], vec![127; 4]),
+    ];
+    for (config, said) in [
+        (r#"{"quant_method": "fp8"}"#, "null"),
+        (r#"{"quant_method": "fp8"}, "expert_dtype": "fp8""#, "\"fp8\""),
+    ] {
+        let error = refused(config, &tensors);
+        let CheckpointError::Field { field, found, .. } = &error else { panic!("{error}") };
+        assert_eq!((&**field, &**found), ("expert_dtype", said));
+    }
+}
+
+#[test]
+fn modelopt_is_read_whatever_dtype_names_its_bytes() {
+    let folder = folder("modelopt-dtypes");
+    let file = folder.join("model.safetensors");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(folder.join("config.json"), config).expect("a config");
+    let random = &mut Random(4);
+    let mx = random.packed(Fp4Format::MxFp4, 4, 64, 1.0);
+    let nv = random.packed(Fp4Format::NvFp4, 4, 64, 0.017);
+    let g = 0.017_f32.to_le_bytes().to_vec();
+    for (codes, cols) in [(Dtype::U8, 32), (Dtype::I8, 32), (Dtype::F4, 64)] {
+        for scales in [Dtype::U8, Dtype::F8_E8M0] {
+            let tensors = [
+                ("x.weight", codes, vec![4, cols], mx.codes.clone()),
+                ("x.weight_scale", scales, vec![4, 2], mx.scales.clone()),
+                ("y.weight", codes, vec![4, cols], nv.codes.clone()),
+                ("y.weight_scale", Dtype::F8_E4M3, vec![4, 4], nv.scales.clone()),
+                ("y.weight_scale_2", Dtype::F32, vec![], g.clone()),
+            ];
+            raw_file(&file, &[], &tensors);
+            check("modelopt", &folder, &[("x.weight", &mx), ("y.weight", &nv)]);
+        }
+    }
+    // Powers of two have no tensor scale beside them.
+    let tensors = [
+        ("x.weight", Dtype::U8, vec![4, 32], mx.codes.clone()),
+        ("x.weight_scale", Dtype::F8_E8M0, vec![4, 2], mx.scales.clone()),
+        ("x.weight_scale_2", Dtype::F32, vec![], g),
+    ];
+    raw_file(&file, &[], &tensors);
+    let error = Checkpoint::open(&folder).and_then(|c| c.model().map(|_| ())).err();
+    let Some(CheckpointError::Tensor { tensor, problem, .. }) = error else { panic!("{error:?}") };
+    assert_eq!(tensor, "x.weight_scale");
+    assert!(matches!(problem, TensorProblem::Dtype { .. }), "{problem}");
+}

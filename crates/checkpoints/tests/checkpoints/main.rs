@@ -1177,9 +1177,8 @@ fn what_no_reader_of_ours_computes_is_refused_by_name() {
         read.expect_err("not read")
     };
     for name in ["rotation", "QuaRot", "hadamard"] {
-        let config = format!(
-            r#"{{"quant_method": "quark", "algo_config": [{{"name": "awq"}}, {{"name": "{name}"}}]}}"#
-        );
+        let algorithms = format!(r#"[{{"name": "awq"}}, {{"name": "{name}"}}]"#);
+        let config = format!(r#"{{"quant_method": "quark", "algo_config": {algorithms}}}"#);
         let error = refused(&config, &[("x", Dtype::U8, vec![1], vec![0])]);
         let CheckpointError::Refused { what, .. } = &error else { panic!("{error}") };
         assert_eq!(*what, format!("algo_config `{name}`"));
@@ -1237,7 +1236,7 @@ fn modelopt_is_read_whatever_dtype_names_its_bytes() {
     ];
     raw_file(&file, &[], &tensors);
     let error = Checkpoint::open(&folder).and_then(|c| c.model().map(|_| ())).err();
-    let Some(CheckpointError::Tensor { tensor, problem, .. }) = error else { panic!("{error:?}") };
+    let Some(CheckpointError::Tensor { tensor, problem, .. }) = &error else { panic!("{error:?}") };
     assert_eq!(tensor, "x.weight_scale");
     assert!(matches!(problem, TensorProblem::Dtype { .. }), "{problem}");
 }

@@ -52,7 +52,8 @@ pub trait Write: Sync {
         self.holds()
     }
 
-    /// Whether readers quantize the layer's input as the layer runs, if the file has no scale of it.
+    /// Whether readers quantize the layer's input as the layer runs, if the file has no scale of
+    /// it.
     fn quantizes_input(&self, _weight: &Weight<'_>) -> bool {
         true
     }

@@ -1240,3 +1240,48 @@ fn modelopt_is_read_whatever_dtype_names_its_bytes() {
     assert_eq!(tensor, "x.weight_scale");
     assert!(matches!(problem, TensorProblem::Dtype { .. }), "{problem}");
 }
+
+#[test]
+fn a_weight_whose_scales_lie_in_another_file_is_written_into_one() {
+    let folder = folder("apart");
+    let source = folder.join("source");
+    fs::create_dir(&source).expect("a folder");
+    let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let packed = Random(8).packed(Fp4Format::NvFp4, 4, 64, 0.5);
+    let codes = [("x.weight", Dtype::U8, vec![4, 32], packed.codes.clone())];
+    let others = [
+        ("x.weight_scale", Dtype::F8_E4M3, vec![4, 4], packed.scales.clone()),
+        ("x.weight_scale_2", Dtype::F32, vec![], 0.5_f32.to_le_bytes().to_vec()),
+        ("y.weight", Dtype::F32, vec![1], vec![0; 4]),
+    ];
+    raw_file(&source.join(files[0]), &[], &codes);
+    raw_file(&source.join(files[1]), &[], &others);
+    let map = [
+        ("x.weight", files[0].into()),
+        ("x.weight_scale", files[1].into()),
+        ("x.weight_scale_2", files[1].into()),
+        ("y.weight", files[1].into()),
+    ];
+    let index = Json::object([("weight_map", Json::object(map))]);
+    fs::write(source.join("model.safetensors.index.json"), index.pretty()).expect("an index");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(source.join("config.json"), config).expect("a config");
+    let checkpoint = Checkpoint::open(&source).expect("modelopt");
+    let read = checkpoint.model().expect("weights");
+    let expected = [("x.weight".to_owned(), (packed.codes, packed.scales, vec![0.5_f32]))];
+    assert_eq!(fp4_weights(&read), BTreeMap::from(expected));
+    let out = folder.join("out");
+    read.write(&out, "modelopt", &WriteOptions::default()).expect("written");
+    let index = config_of(&out, "model.safetensors.index.json");
+    for (name, file) in [
+        ("x.weight", files[0]),
+        ("x.weight_scale", files[0]),
+        ("x.weight_scale_2", files[0]),
+        ("y.weight", files[1]),
+    ] {
+        let found = index.at(&["weight_map", name]).and_then(Json::as_str);
+        assert_eq!(found, Some(file), "{name}");
+    }
+    let again = Checkpoint::open(&out).expect("modelopt");
+    assert_eq!(fp4_weights(&again.model().expect("weights")), fp4_weights(&read));
+}

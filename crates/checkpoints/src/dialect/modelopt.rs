@@ -326,28 +326,31 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
     }
 }
 
+/// How numbers are quantized, in the words of `config.json`.
+fn floats(bits: u64, group_size: Option<usize>) -> Json {
+    let mut spec = Json::object([
+        ("dynamic", false.into()),
+        ("num_bits", bits.into()),
+        ("type", "float".into()),
+    ]);
+    if let Some(size) = group_size {
+        spec.set("group_size", (size as u64).into());
+    }
+    spec
+}
+
 /// `weights` and `input_activations` of a config group, for the algorithms that have one
 /// (`convert_hf_config.py`).
 fn group(scheme: Scheme) -> Option<Vec<(String, Json)>> {
-    let bits = |bits: u64, group_size: Option<usize>| {
-        let mut spec = Json::object([
-            ("dynamic", false.into()),
-            ("num_bits", bits.into()),
-            ("type", "float".into()),
-        ]);
-        if let Some(size) = group_size {
-            spec.set("group_size", (size as u64).into());
-        }
-        spec
-    };
     let (weights, activations) = match scheme {
         Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, activations, .. } => {
-            (bits(4, Some(block_size)), activations.then(|| bits(4, Some(block_size))))
+            let spec = floats(4, Some(block_size));
+            (spec.clone(), activations.then_some(spec))
         }
         Scheme::Fp8 { granularity: Granularity::Tensor, .. } => {
-            (bits(8, None), Some(bits(8, None)))
+            (floats(8, None), Some(floats(8, None)))
         }
-        Scheme::MxFp8 => (bits(8, Some(32)), Some(bits(8, Some(32)))),
+        Scheme::MxFp8 => (floats(8, Some(32)), Some(floats(8, Some(32)))),
         Scheme::Fp4 { .. } | Scheme::Fp8 { .. } => return None,
     };
     let activations = activations.map(|spec| ("input_activations".to_owned(), spec));
@@ -399,7 +402,12 @@ fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
         }
     }
     if let Some(scheme) = &model.quantization.kv_cache {
-        config.set("kv_cache_scheme", scheme.clone());
+        // `config.json` has the words for this name.
+        let words = match scheme.as_str() {
+            Some("FP8") => floats(8, None),
+            Some(_) | None => scheme.clone(),
+        };
+        config.set("kv_cache_scheme", words);
         let (bits, kind) = (scheme.get("num_bits"), scheme.get("type"));
         let fp8 =
             bits.and_then(Json::as_u64) == Some(8) && kind.and_then(Json::as_str) == Some("float");

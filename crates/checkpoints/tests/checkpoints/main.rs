@@ -1050,6 +1050,10 @@ fn a_cache_is_quantized_only_if_the_source_says_so() {
         for path_of_it in [back, again] {
             let export = config_of(&path_of_it, "hf_quant_config.json");
             assert_eq!(export.at(&path).cloned(), name.map(Json::from), "{path_of_it:?}");
+            let config = config_of(&path_of_it, "config.json");
+            let scheme = config.at(&["quantization_config", "kv_cache_scheme"]);
+            let kind = scheme.and_then(|scheme| scheme.get("type")).and_then(Json::as_str);
+            assert_eq!(kind, name.map(|_| "float"), "{path_of_it:?}");
         }
     }
     let four = Json::object([("num_bits", 4_u64.into()), ("type", "float".into())]);

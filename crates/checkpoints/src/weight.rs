@@ -147,8 +147,8 @@ impl Weight<'_> {
         }
     }
 
-    /// Whether it is the scale of a quantized cache of keys and values, which is part of no layer's
-    /// weight: `self_attn.k_proj.k_scale` and its like.
+    /// Whether it is the scale, or the offset, of a quantized cache of keys and values, which is
+    /// part of no layer's weight: `self_attn.k_proj.k_scale` and its like.
     pub fn is_cache_scale(&self) -> bool {
         let Value::Plain(tensor) = &self.value else { return false };
         let mut names = self.name.rsplit('.');
@@ -156,8 +156,8 @@ impl Weight<'_> {
         let projection = ["q_proj", "k_proj", "v_proj"].contains(&layer);
         let known = match scale {
             "q_scale" | "k_scale" | "v_scale" => projection || layer.contains("attn"),
-            // Quark's.
-            "output_scale" => projection,
+            // ModelOpt's offsets, and Quark's scale.
+            "k_bias" | "v_bias" | "output_scale" => projection,
             _ => false,
         };
         known && tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16])

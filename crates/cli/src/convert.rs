@@ -171,6 +171,8 @@ fn summary(report: &WriteReport, path: &str) -> String {
     }
     let left_out = report.input_scales_left_out;
     note(left_out, format!("{left_out} input scales have no place in this dialect"));
+    let dynamic = report.dynamic_inputs_left_out;
+    note(dynamic, format!("the inputs of {dynamic} layers are no longer quantized as they run"));
     note(report.decoded, format!("{} weights were decoded to floats", report.decoded));
     text
 }

@@ -46,11 +46,8 @@ const FORMATS: [&str; 8] = [
     "compressed",
 ];
 
-/// The names of a scale of the cache: here, and in ModelOpt.
-const CACHE_SCALES: [(&str, &str); 2] = [
-    (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
-    (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
-];
+/// The name of a scale of the cache, and the layer beside it, to which it belongs in ModelOpt.
+const CACHE_SCALES: [(&str, &str); 2] = [(".k_scale", ".k_proj"), (".v_scale", ".v_proj")];
 
 impl Dialect for CompressedTensors {
     fn name(&self) -> &'static str {
@@ -72,10 +69,8 @@ impl Dialect for CompressedTensors {
             read_weight(reader, tensor, block)
         })?;
         for weight in &mut weights {
-            for (here, there) in CACHE_SCALES {
-                if let Some(layer) = weight.name.strip_suffix(here) {
-                    weight.name = format!("{layer}{there}");
-                }
+            if let Some(name) = of_layer(container, &weight.name) {
+                weight.name = name;
             }
         }
         let ignore = config.and_then(|config| config.get("ignore"));
@@ -95,6 +90,25 @@ impl Dialect for CompressedTensors {
     fn writer(&self) -> Option<&'static dyn Write> {
         Some(&Self)
     }
+}
+
+/// The name that ModelOpt has for a scale of the cache. Other parameters may be called so too: it
+/// stands in an attention, or beside the layer.
+fn of_layer(container: &Container, name: &str) -> Option<String> {
+    CACHE_SCALES.iter().find_map(|(scale, layer)| {
+        let parent = name.strip_suffix(scale).filter(|parent| !parent.ends_with(layer))?;
+        let there = |end: &&str| container.position(&format!("{parent}{layer}{end}")).is_some();
+        let known = parent.ends_with("attn") || [".weight_packed", ".weight"].iter().any(there);
+        known.then(|| format!("{parent}{layer}{scale}"))
+    })
+}
+
+/// The name here of a scale of the cache.
+fn beside_layers(name: &str) -> Option<String> {
+    CACHE_SCALES.iter().find_map(|(scale, layer)| {
+        let parent = name.strip_suffix(scale)?.strip_suffix(layer)?;
+        Some(format!("{parent}{scale}"))
+    })
 }
 
 /// Refuses transforms and formats that are not understood; the size of FP8's blocks.
@@ -191,9 +205,7 @@ impl Write for CompressedTensors {
         };
         match &weight.value {
             Value::Plain(tensor) => {
-                let cache = CACHE_SCALES.iter().find_map(|(here, there)| {
-                    Some(format!("{}{here}", weight.name.strip_suffix(there)?))
-                });
+                let cache = beside_layers(&weight.name);
                 Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)])
             }
             Value::Fp8(fp8) => {
@@ -235,6 +247,10 @@ impl Write for CompressedTensors {
             }
             Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
         }
+    }
+
+    fn quantizes_input(&self, weight: &Weight<'_>) -> bool {
+        scheme::scheme(weight).is_none_or(|scheme| group(scheme).2 != Json::Null)
     }
 
     fn fuses(&self) -> bool {
@@ -285,17 +301,19 @@ fn fp8_tensors<'w>(module: &str, fp8: &'w Fp8Weight<'_>) -> Vec<NewTensor<'w>> {
     vec![NewTensor::copy(format!("{module}.weight"), &fp8.values), scales]
 }
 
+/// How numbers are quantized (`quant_args.py`).
+fn args(bits: u64, strategy: &str, dynamic: Json) -> Json {
+    Json::object([
+        ("num_bits", bits.into()),
+        ("type", "float".into()),
+        ("strategy", strategy.into()),
+        ("symmetric", true.into()),
+        ("dynamic", dynamic),
+    ])
+}
+
 /// `format` of a group, its weights and its input (`quant_scheme.py`).
 fn group(scheme: Scheme) -> (&'static str, Json, Json) {
-    let args = |bits: u64, strategy: &str, dynamic: Json| {
-        Json::object([
-            ("num_bits", bits.into()),
-            ("type", "float".into()),
-            ("strategy", strategy.into()),
-            ("symmetric", true.into()),
-            ("dynamic", dynamic),
-        ])
-    };
     let grouped = |bits, strategy, size: u64, scale: &str, dynamic| {
         let mut args = args(bits, strategy, dynamic);
         args.set("group_size", size.into());
@@ -325,7 +343,12 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
                 let sizes = [rows, cols].map(|size| (size as u64).into());
                 weights.set("block_structure", Json::Array(sizes.into()));
             }
-            let input = if activations { args(8, "tensor", no) } else { Json::Null };
+            let input = match granularity {
+                _ if activations => args(8, "tensor", no),
+                // As ModelOpt's FP8_PER_CHANNEL_PER_TOKEN, and FP8_DYNAMIC here.
+                Granularity::Row => args(8, "token", true.into()),
+                Granularity::Tensor | Granularity::Block { .. } => Json::Null,
+            };
             ("float-quantized", weights, input)
         }
     }
@@ -367,9 +390,12 @@ fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
         [one] => one,
         _ => "mixed-precision",
     };
-    // ModelOpt's object is the same three fields; a bare name of it has no counterpart.
-    let kv_cache = model.quantization.kv_cache.clone();
-    let kv_cache = kv_cache.filter(|scheme| scheme.as_object().is_some()).unwrap_or(Json::Null);
+    // ModelOpt's object is the same three fields; of its names only this one has a counterpart.
+    let kv_cache = match &model.quantization.kv_cache {
+        Some(scheme) if scheme.as_object().is_some() => scheme.clone(),
+        Some(scheme) if scheme.as_str() == Some("FP8") => args(8, "tensor", false.into()),
+        Some(_) | None => Json::Null,
+    };
     Ok(Json::object([
         ("config_groups", Json::Object(groups)),
         ("format", format.into()),

@@ -158,7 +158,10 @@ impl Write for Gguf {
         let scales = [("scale", &fp4.tensor_scale), ("input_scale", &weight.input_scale)];
         for (end, scale) in scales {
             if let Some(numbers) = scale.as_ref().map(TensorScale::multipliers) {
-                let (shape, bytes) = ([numbers.len()], numbers.bytes().to_vec());
+                // Every expert has a number. What came from GGUF keeps what it has.
+                let shared = numbers.len() == 1 && fp4.storage != Storage::Records;
+                let count = if shared { fp4.stacked() } else { 1 };
+                let (shape, bytes) = ([count * numbers.len()], numbers.bytes().repeat(count));
                 tensors.push(NewTensor::bytes(format!("{module}.{end}"), Dtype::F32, shape, bytes));
             }
         }

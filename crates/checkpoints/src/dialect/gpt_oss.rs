@@ -115,6 +115,10 @@ impl Write for GptOss {
         Holds { tensor_scale: Stated::Folded, input_scale: false }
     }
 
+    fn quantizes_input(&self, _: &Weight<'_>) -> bool {
+        false
+    }
+
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let config = match &model.config {
             Some(config) if model.quantization.dialect == self.name() => config.clone(),

@@ -158,6 +158,10 @@ impl Write for Mlx {
         Holds { tensor_scale: Stated::Folded, input_scale: false }
     }
 
+    fn quantizes_input(&self, _: &Weight<'_>) -> bool {
+        false
+    }
+
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = vec![("format".to_owned(), "mlx".to_owned())];
         let config = match &model.config {

@@ -30,6 +30,7 @@ mod traits;
 use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::json::Json;
+pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Frame, Holds, Stated, Write};
 
 /// What a checkpoint is that says nothing else.

@@ -115,12 +115,15 @@ pub(super) fn quantization(
     }
     let list = config.and_then(|config| config.get("ignore"));
     let list = list.or_else(|| export?.get("exclude_modules"));
-    let field = |name| config.and_then(|config| config.get(name)).cloned();
+    // ModelOpt writes null for what is not quantized.
+    let stated = |value: &&Json| **value != Json::Null;
+    let field = |name| config.and_then(|config| config.get(name)).filter(stated).cloned();
     let exported = |name| container.quant_config().and_then(|export| export.get(name)).cloned();
+    let exported_cache = || export?.get("kv_cache_quant_algo").filter(stated).cloned();
     Ok(Quantization {
         dialect,
         ignore: Pattern::list(list, Syntax::Glob),
-        kv_cache: field("kv_cache_scheme").or_else(|| export?.get("kv_cache_quant_algo").cloned()),
+        kv_cache: field("kv_cache_scheme").or_else(exported_cache),
         producer: field("producer").or_else(|| exported("producer")),
         quant_config: container.quant_config().cloned(),
     })
@@ -206,6 +209,11 @@ impl Write for ModelOpt {
             }
             Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
         }
+    }
+
+    fn quantizes_input(&self, weight: &Weight<'_>) -> bool {
+        let of_weights = ["W4A16_NVFP4", "FP8_PB_WO"];
+        scheme::scheme(weight).is_none_or(|scheme| !of_weights.contains(&algorithm(scheme).0))
     }
 
     fn fuses(&self) -> bool {
@@ -318,28 +326,31 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
     }
 }
 
+/// How numbers are quantized, in the words of `config.json`.
+fn floats(bits: u64, group_size: Option<usize>) -> Json {
+    let mut spec = Json::object([
+        ("dynamic", false.into()),
+        ("num_bits", bits.into()),
+        ("type", "float".into()),
+    ]);
+    if let Some(size) = group_size {
+        spec.set("group_size", (size as u64).into());
+    }
+    spec
+}
+
 /// `weights` and `input_activations` of a config group, for the algorithms that have one
 /// (`convert_hf_config.py`).
 fn group(scheme: Scheme) -> Option<Vec<(String, Json)>> {
-    let bits = |bits: u64, group_size: Option<usize>| {
-        let mut spec = Json::object([
-            ("dynamic", false.into()),
-            ("num_bits", bits.into()),
-            ("type", "float".into()),
-        ]);
-        if let Some(size) = group_size {
-            spec.set("group_size", (size as u64).into());
-        }
-        spec
-    };
     let (weights, activations) = match scheme {
         Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, activations, .. } => {
-            (bits(4, Some(block_size)), activations.then(|| bits(4, Some(block_size))))
+            let spec = floats(4, Some(block_size));
+            (spec.clone(), activations.then_some(spec))
         }
         Scheme::Fp8 { granularity: Granularity::Tensor, .. } => {
-            (bits(8, None), Some(bits(8, None)))
+            (floats(8, None), Some(floats(8, None)))
         }
-        Scheme::MxFp8 => (bits(8, Some(32)), Some(bits(8, Some(32)))),
+        Scheme::MxFp8 => (floats(8, Some(32)), Some(floats(8, Some(32)))),
         Scheme::Fp4 { .. } | Scheme::Fp8 { .. } => return None,
     };
     let activations = activations.map(|spec| ("input_activations".to_owned(), spec));
@@ -391,9 +402,19 @@ fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
         }
     }
     if let Some(scheme) = &model.quantization.kv_cache {
-        config.set("kv_cache_scheme", scheme.clone());
-        let name = scheme.as_str().map_or(Json::from("FP8"), Json::from);
-        export.set("kv_cache_quant_algo", name);
+        // `config.json` has the words for this name.
+        let words = match scheme.as_str() {
+            Some("FP8") => floats(8, None),
+            Some(_) | None => scheme.clone(),
+        };
+        config.set("kv_cache_scheme", words);
+        let (bits, kind) = (scheme.get("num_bits"), scheme.get("type"));
+        let fp8 =
+            bits.and_then(Json::as_u64) == Some(8) && kind.and_then(Json::as_str) == Some("float");
+        // A scheme without a name of ModelOpt's stands in `config.json` alone.
+        if let Some(name) = scheme.as_str().or(fp8.then_some("FP8")) {
+            export.set("kv_cache_quant_algo", name.into());
+        }
     }
     export.set("exclude_modules", ignore);
     if mixed {

@@ -4,8 +4,9 @@ use super::parts;
 use super::scheme::{torch_metadata, without_quantization};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::{CONFIG, Container};
+use crate::dtype::Dtype;
 use crate::error::CheckpointError;
-use crate::tensor::NewTensor;
+use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
 
 /// No quantization; also what a checkpoint is that says nothing about one.
@@ -21,15 +22,18 @@ const NAME: &str = "plain";
 
 /// Ends of names that only some dialect can explain.
 const QUANTIZED: [&str; 8] = [
-    ".weight_scale",
-    ".weight_scale_2",
+    "weight_scale",
+    "weight_scale_2",
     ".weight_packed",
-    ".weight_scale_inv",
+    "weight_scale_inv",
     "_blocks",
     ".qweight",
     "._weight_qdata",
     ".scales",
 ];
+
+/// Dtypes of which a tensor is only a part of a weight: block scales, codes.
+const PARTS: [Dtype; 2] = [Dtype::F8_E8M0, Dtype::F4];
 
 impl Dialect for Plain {
     fn name(&self) -> &'static str {
@@ -44,8 +48,10 @@ impl Dialect for Plain {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
-        let quantized = |name: &str| QUANTIZED.iter().any(|end| name.ends_with(end));
-        if let Some(tensor) = container.tensors().find(|tensor| quantized(&tensor.name)) {
+        let quantized = |tensor: &Tensor<'_>| {
+            QUANTIZED.iter().any(|end| tensor.name.ends_with(end)) || tensor.is(&PARTS)
+        };
+        if let Some(tensor) = container.tensors().find(quantized) {
             return Err(CheckpointError::NoDialect {
                 path: container.root().to_owned(),
                 tensor: tensor.name.into_owned(),

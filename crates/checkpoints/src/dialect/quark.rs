@@ -57,7 +57,8 @@ fn refuse_rotations(container: &Container, config: Option<&Json>) -> Result<(), 
     let algorithms = config.and_then(|config| config.get("algo_config"));
     for algorithm in algorithms.and_then(Json::as_array).unwrap_or_default() {
         let name = algorithm.get("name").and_then(Json::as_str).unwrap_or_default();
-        if name.contains("rot") {
+        // `rotation`, `quarot`, and what names the matrix.
+        if ["rot", "hadamard"].iter().any(|part| name.to_ascii_lowercase().contains(part)) {
             return Err(CheckpointError::Refused {
                 path: container.root().join(CONFIG),
                 what: format!("algo_config `{name}`"),

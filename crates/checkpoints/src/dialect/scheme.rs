@@ -60,6 +60,38 @@ pub(super) fn schemes<'m>(model: &'m Model<'_>) -> Vec<(Scheme, Vec<&'m str>)> {
     groups
 }
 
+/// The algorithms of ModelOpt that quantize inputs as the layers run.
+const DYNAMIC: [&str; 2] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"];
+
+/// Whether the source says that inputs are quantized as the layers run, with scales that no file
+/// has.
+pub(crate) fn has_dynamic_inputs(model: &Model<'_>) -> bool {
+    let key = "quantization_config";
+    let config = model.config.as_ref();
+    let config = config.and_then(|c| c.get(key).or_else(|| c.at(&["text_config", key])));
+    let export = model.quantization.quant_config.as_ref();
+    let export = export.and_then(|export| export.get("quantization"));
+    [config, export].into_iter().flatten().any(says_dynamic)
+}
+
+fn says_dynamic(config: &Json) -> bool {
+    let entries = |key| config.get(key).and_then(Json::as_object).unwrap_or_default();
+    let is_true = |value: Option<&Json>| value.and_then(Json::as_bool) == Some(true);
+    let algorithm = |of: &Json| {
+        let name = of.get("quant_algo").and_then(Json::as_str).unwrap_or_default();
+        DYNAMIC.iter().any(|known| known.eq_ignore_ascii_case(name))
+    };
+    // compressed-tensors, where `dynamic` of NVFP4 is a text: it has a scale in the file.
+    entries("config_groups").iter().any(|(_, g)| is_true(g.at(&["input_activations", "dynamic"])))
+        // Quark.
+        || is_true(config.at(&["global_quant_config", "input_tensors", "is_dynamic"]))
+        // DeepSeek.
+        || config.get("activation_scheme").and_then(Json::as_str) == Some("dynamic")
+        // ModelOpt.
+        || algorithm(config)
+        || entries("quantized_layers").iter().any(|(_, layer)| algorithm(layer))
+}
+
 /// Whether a weight could be a layer's matrix that is left as it is: a float matrix `X.weight`.
 pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
     let floats = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64];

@@ -52,6 +52,12 @@ pub trait Write: Sync {
         self.holds()
     }
 
+    /// Whether readers quantize the layer's input as the layer runs, if the file has no scale of
+    /// it.
+    fn quantizes_input(&self, _weight: &Weight<'_>) -> bool {
+        true
+    }
+
     /// What the columns of a weight in blocks of this size have to be a multiple of.
     fn columns(&self, _format: Fp4Format, block_size: usize) -> usize {
         block_size

@@ -7,8 +7,9 @@ use crate::dtype::Dtype;
 /// How tensors are spread over files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shards {
-    /// As in the source: each weight in the file of its name. What came from no safetensors file
-    /// goes into one.
+    /// As in the source: each weight in the file of the tensor that stands for it, with all its
+    /// scales. Files of a source that has some of these in another one are not written byte for
+    /// byte. What came from no safetensors file goes into one.
     AsRead,
     /// New files of at most so many bytes of data, unless a single weight has more.
     Size(u64),
@@ -19,7 +20,8 @@ pub enum Shards {
 pub struct WriteOptions {
     /// How tensors are spread over files; GGUF is always one.
     pub shards: Shards,
-    /// FP4 of another format is cast to this one.
+    /// FP4 of another format is cast to this one, and FP4 in blocks of another size than this one's
+    /// definition has.
     pub cast: Option<Fp4Format>,
     /// FP8 is decoded to this dtype (F32 or BF16).
     pub decode_fp8: Option<Dtype>,

@@ -7,7 +7,7 @@ use super::options::Shards;
 use super::report::WriteReport;
 use super::target::Target;
 use crate::container::{gguf, safetensors};
-use crate::dialect::Frame;
+use crate::dialect::{Frame, has_dynamic_inputs};
 use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
@@ -60,12 +60,25 @@ impl PlannedFiles {
         let mut report = WriteReport::default();
         let mut specs = Vec::with_capacity(model.weights.len());
         let mut skeletons = Vec::with_capacity(model.weights.len());
+        let options = target.options;
+        let changed = [options.decode_fp4, options.decode_fp8].iter().any(Option::is_some)
+            || options.cast.is_some();
+        // Where not, the configs are the source's own.
+        let other = changed || model.quantization.dialect != target.dialect.name();
+        let dynamic = other && has_dynamic_inputs(model);
         for weight in &model.weights {
             let loaded = match reader.filter(|_| target.looks_at_values(weight)) {
                 Some(reader) => &reader.weight(weight)?,
                 None => weight,
             };
             let prepared = target.outline(loaded, &mut report)?;
+            if dynamic
+                && loaded.input_scale.is_none()
+                && prepared.is_quantized()
+                && !target.writer.quantizes_input(&prepared)
+            {
+                report.dynamic_inputs_left_out += 1;
+            }
             specs.push(specs_of(&prepared, target)?);
             skeletons.push(skeleton(&prepared));
         }
@@ -74,9 +87,6 @@ impl PlannedFiles {
         if let Some(twice) = all().find(|spec| !names.insert(&spec.name)) {
             return Err(CheckpointError::DuplicateName { name: twice.name.clone() });
         }
-        let options = target.options;
-        let changed = [options.decode_fp4, options.decode_fp8].iter().any(Option::is_some)
-            || options.cast.is_some();
         let mut quantization = model.quantization.clone();
         if changed {
             quantization.dialect = "";

@@ -26,6 +26,9 @@ pub struct WriteReport {
     pub inverted_inexactly: u64,
     /// Scales of inputs for which the dialect has no place.
     pub input_scales_left_out: u64,
+    /// Layers whose inputs the source may quantize as they run, with scales that no file has, and
+    /// what was written does not.
+    pub dynamic_inputs_left_out: u64,
     /// Weights that were decoded to floats.
     pub decoded: u64,
 }
@@ -51,6 +54,10 @@ impl fmt::Display for WriteReport {
             0 => {}
             count => writeln!(f, "scales of quantized inputs that were left out: {count}")?,
         }
+        match self.dynamic_inputs_left_out {
+            0 => {}
+            count => writeln!(f, "inputs that are no longer quantized as layers run: {count}")?,
+        }
         match self.decoded {
             0 => Ok(()),
             count => writeln!(f, "weights that were decoded to floats: {count}"),
@@ -68,12 +75,13 @@ mod tests {
         assert_eq!(report.to_string(), "tensors: 3 of 144 bytes, files: 1\n");
         let folded = CastReport { blocks: 8, changed_blocks: 2, changed_values: 5 };
         let (inverted, inverted_inexactly) = (6, 1);
-        let (input_scales_left_out, decoded) = (4, 7);
+        let (input_scales_left_out, dynamic_inputs_left_out, decoded) = (4, 3, 7);
         let report = WriteReport {
             folded,
             inverted,
             inverted_inexactly,
             input_scales_left_out,
+            dynamic_inputs_left_out,
             decoded,
             ..report
         };
@@ -82,6 +90,7 @@ mod tests {
             "blocks that took in a tensor scale: 8, 5 values of 2 changed",
             "tensor scales that were inverted: 6, inexactly: 1",
             "scales of quantized inputs that were left out: 4",
+            "inputs that are no longer quantized as layers run: 3",
             "weights that were decoded to floats: 7",
         ];
         assert_eq!(report.to_string().lines().collect::<Vec<_>>(), lines);

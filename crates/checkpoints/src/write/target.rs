@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use burn_fp4_formats::bf16;
+use burn_fp4_formats::{Fp4Format, bf16};
 
 use super::options::WriteOptions;
 use super::report::WriteReport;
@@ -31,10 +31,17 @@ impl Target {
     /// of whole tensors alone.
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
-        let cast = self.options.cast.is_some_and(|format| fp4.format != format);
-        let folded =
-            fp4.tensor_scale.is_some() && self.writer.holds().tensor_scale == Stated::Folded;
+        let cast = self.cast_of(fp4).is_some();
+        let stated = self.writer.holds_of(weight).tensor_scale;
+        let folded = fp4.tensor_scale.is_some() && stated == Stated::Folded;
         self.options.decode_fp4.is_none() && (cast || folded)
+    }
+
+    /// The format that a weight is cast to. A cast has the blocks of the format's definition.
+    fn cast_of(&self, fp4: &Fp4Weight<'_>) -> Option<Fp4Format> {
+        let other =
+            |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
+        self.options.cast.filter(other)
     }
 
     /// The weight as the dialect gets it, but without the values that are decoded: what a plan
@@ -80,8 +87,8 @@ impl Target {
             }
             (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {}
         }
-        if let (Value::Fp4(fp4), Some(format)) = (&weight.value, self.options.cast)
-            && fp4.format != format
+        if let Value::Fp4(fp4) = &weight.value
+            && let Some(format) = self.cast_of(fp4)
         {
             let (cast, counted) = cast::cast(&weight.name, fp4, format)?;
             report.cast.add(counted);

@@ -13,7 +13,7 @@ mod samples;
 mod stacked;
 mod writing;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -28,7 +28,7 @@ use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
 
 use counting::{Counting, peak};
-use models::{fp4, mixed, model, raw_file, scalar, writable};
+use models::{experts, fp4, mixed, model, raw_file, scalar, writable};
 use random::Random;
 
 #[global_allocator]
@@ -388,6 +388,22 @@ fn the_dialect_is_what_the_files_say() {
         let error = Checkpoint::open(&ct).and_then(|c| c.model().map(|_| ())).err();
         let error = error.expect(text).to_string().to_lowercase();
         assert!(error.contains(&word.to_lowercase()), "{text}: {error}");
+    }
+    // Nor does a folder without a config: ModelOpt's stacked experts, and DeepSeek's from V4 on.
+    let bare = folder.join("bare");
+    fs::create_dir(&bare).expect("a folder");
+    for (name, dtype, cols) in [
+        ("experts.gate_up_proj_weight_scale", Dtype::F8_E4M3, 2),
+        ("experts.gate_up_proj_weight_scale_2", Dtype::F8_E4M3, 2),
+        ("e.w1.scale", Dtype::F8_E8M0, 2),
+        ("e.w1.weight", Dtype::F4, 4),
+    ] {
+        let tensors = [(name, dtype, vec![2, cols], vec![0x38; 4])];
+        raw_file(&bare.join("model.safetensors"), &[], &tensors);
+        let checkpoint = Checkpoint::open(&bare).expect("a folder");
+        let error = checkpoint.model().map(|_| ()).expect_err(name);
+        let CheckpointError::NoDialect { tensor, .. } = &error else { panic!("{error}") };
+        assert_eq!(tensor, name);
     }
     let unwritten = source.write(folder.join("x"), "quark", &WriteOptions::default());
     assert!(matches!(unwritten, Err(CheckpointError::ReadOnly { .. })));
@@ -983,7 +999,293 @@ fn scales_of_a_quantized_cache_are_known_in_every_dialect() {
         assert!(found.iter().zip(expected).all(|(name, end)| name.ends_with(end)), "{found:?}");
         assert_eq!(found.len(), 2, "{dialect}");
     }
-    for name in ["k_scale", "model.temperature.k_scale", "a.k_proj.input_scale"] {
+    for name in ["a.attn.k_proj.k_bias", "a.attn.v_proj.v_bias"] {
+        assert!(scalar(name, 1.0).is_cache_scale(), "{name}");
+    }
+    for name in ["k_scale", "model.temperature.k_scale", "a.k_proj.input_scale", "a.attn.k_bias"] {
         assert!(!scalar(name, 1.0).is_cache_scale(), "{name}");
     }
+}
+
+/// The config of a folder.
+fn config_of(path: &Path, name: &str) -> Json {
+    Json::parse(&fs::read(path.join(name)).expect("a config")).expect("JSON")
+}
+
+#[test]
+fn a_cache_is_quantized_only_if_the_source_says_so() {
+    let folder = folder("cache-scheme");
+    let first = folder.join("source");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.write(&first, "modelopt", &WriteOptions::default()).expect("written");
+    let given = config_of(&first, "hf_quant_config.json");
+    let fp8 = Json::object([
+        ("num_bits", 8_u64.into()),
+        ("type", "float".into()),
+        ("strategy", "tensor".into()),
+        ("symmetric", true.into()),
+        ("dynamic", false.into()),
+    ]);
+    let path = ["quantization", "kv_cache_quant_algo"];
+    // With this option the configs are written anew.
+    let cast = WriteOptions { cast: Some(Fp4Format::NvFp4), ..WriteOptions::default() };
+    let cases = [(Json::Null, Json::Null, None), ("FP8".into(), fp8, Some("FP8"))];
+    for (at, (stated, scheme, name)) in cases.into_iter().enumerate() {
+        let mut export = given.clone();
+        let mut quantization = export.get(path[0]).expect("an object").clone();
+        quantization.set(path[1], stated);
+        export.set(path[0], quantization);
+        fs::write(first.join("hf_quant_config.json"), export.pretty()).expect("written");
+        let checkpoint = Checkpoint::open(&first).expect("modelopt");
+        let read = checkpoint.model().expect("weights");
+        let [there, back, again] =
+            ["ct", "back", "again"].map(|n| folder.join(format!("{n}-{at}")));
+        read.write(&there, "compressed-tensors", &WriteOptions::default()).expect("written");
+        let found = config_of(&there, "config.json");
+        assert_eq!(found.at(&["quantization_config", "kv_cache_scheme"]), Some(&scheme));
+        let converted = Checkpoint::open(&there).expect("compressed-tensors");
+        let converted = converted.model().expect("weights");
+        converted.write(&back, "modelopt", &WriteOptions::default()).expect("written");
+        read.write(&again, "modelopt", &cast).expect("written");
+        for path_of_it in [back, again] {
+            let export = config_of(&path_of_it, "hf_quant_config.json");
+            assert_eq!(export.at(&path).cloned(), name.map(Json::from), "{path_of_it:?}");
+            let config = config_of(&path_of_it, "config.json");
+            let scheme = config.at(&["quantization_config", "kv_cache_scheme"]);
+            let kind = scheme.and_then(|scheme| scheme.get("type")).and_then(Json::as_str);
+            assert_eq!(kind, name.map(|_| "float"), "{path_of_it:?}");
+        }
+    }
+    let four = Json::object([("num_bits", 4_u64.into()), ("type", "float".into())]);
+    source.quantization.kv_cache = Some(four.clone());
+    let other = folder.join("four");
+    source.write(&other, "modelopt", &WriteOptions::default()).expect("written");
+    assert_eq!(config_of(&other, "hf_quant_config.json").at(&path), None);
+    let config = config_of(&other, "config.json");
+    assert_eq!(config.at(&["quantization_config", "kv_cache_scheme"]), Some(&four));
+}
+
+/// `FP8_DYNAMIC` of compressed-tensors; DeepSeek's FP8 has an input in groups of 128.
+#[test]
+fn inputs_that_are_quantized_as_layers_run_are_said_or_counted() {
+    let folder = folder("dynamic");
+    let rows = folder.join("rows");
+    mixed().write(&rows, "compressed-tensors", &WriteOptions::default()).expect("written");
+    let config = config_of(&rows, "config.json");
+    let groups = config.at(&["quantization_config", "config_groups"]).expect("groups");
+    let strategy = |group: &Json, of: &str| {
+        group.at(&[of, "strategy"]).and_then(Json::as_str).unwrap_or_default().to_owned()
+    };
+    let groups = groups.as_object().expect("an object").iter().map(|(_, group)| group);
+    let mut rows = groups.filter(|group| strategy(group, "weights") == "channel");
+    let rows = rows.next().expect("a group of rows");
+    assert_eq!(strategy(rows, "input_activations"), "token");
+    let dynamic = rows.at(&["input_activations", "dynamic"]);
+    assert_eq!(dynamic.and_then(Json::as_bool), Some(true));
+
+    let source = folder.join("source");
+    fs::create_dir(&source).expect("a folder");
+    let tensors = [
+        ("a.weight", Dtype::F8_E4M3, vec![4, 32], vec![0x38; 128]),
+        ("a.weight_scale_inv", Dtype::F32, vec![1, 1], 2.0_f32.to_le_bytes().to_vec()),
+    ];
+    raw_file(&source.join("model.safetensors"), &[], &tensors);
+    for (scheme, expected) in [("dynamic", 1), ("static", 0)] {
+        let fields = [("quant_method", "fp8".into()), ("activation_scheme", scheme.into())];
+        let config = Json::object([("quantization_config", Json::object(fields))]);
+        fs::write(source.join("config.json"), config.pretty()).expect("a config");
+        let checkpoint = Checkpoint::open(&source).expect("deepseek");
+        let model = checkpoint.model().expect("weights");
+        for dialect in ["compressed-tensors", "modelopt"] {
+            let path = folder.join(format!("{scheme}-{dialect}"));
+            let report = model.write(&path, dialect, &WriteOptions::default()).expect(dialect);
+            assert_eq!(report.dynamic_inputs_left_out, expected, "{scheme} {dialect}");
+        }
+    }
+}
+
+#[test]
+fn blocks_of_another_size_are_cast_when_they_are_written() {
+    let folder = folder("blocks");
+    let format = Fp4Format::NvFp4;
+    let mut packed = Random(3).packed(format, 24, 128, 0.25);
+    packed.block_size = 32;
+    packed.scales.truncate(24 * 4);
+    let weight = fp4("up.weight", &[packed]);
+    let values = weight.values().expect("values").1;
+    let source = Model { weights: vec![weight], ..Model::default() };
+    for dialect in ["compressed-tensors", "gguf"] {
+        let path = path_of(&folder, dialect);
+        let refused = source.write(&path, dialect, &WriteOptions::default());
+        assert!(matches!(refused, Err(CheckpointError::CannotHold { .. })), "{dialect}");
+        let cast = WriteOptions { cast: Some(format), ..WriteOptions::default() };
+        let report = source.write(&path, dialect, &cast).expect(dialect);
+        assert_eq!((report.cast.blocks, report.cast.changed_values), (24 * 8, 0));
+        let checkpoint = Checkpoint::open(&path).expect(dialect);
+        let weights = checkpoint.weights().expect(dialect);
+        assert_eq!(weights[0].values().expect("values").1, values, "{dialect}");
+    }
+}
+
+/// As llama.cpp creates them: `{n_expert}`.
+#[test]
+fn experts_that_share_a_tensor_scale_have_one_each_in_gguf() {
+    let path = path_of(&folder("shared-scale"), "gguf");
+    let mut source = experts(Fp4Format::NvFp4);
+    let stack = &mut source.weights[1];
+    let one = |number| Some(TensorScale::Multiplier(Numbers::new(&[number])));
+    stack.input_scale = one(0.5);
+    let Value::Fp4(fp4) = &mut stack.value else { panic!("FP4") };
+    fp4.tensor_scale = one(0.017);
+    source.write(&path, "gguf", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("gguf");
+    for (end, number) in [("scale", 0.017), ("input_scale", 0.5)] {
+        let name = format!("model.layers.0.mlp.experts.gate_up_proj.{end}");
+        let tensor = checkpoint.container().get(&name).expect("a scale");
+        assert_eq!(tensor.shape[..], [3], "{end}");
+        assert_eq!(tensor.to_f32().expect("f32"), [number; 3], "{end}");
+    }
+    let read = checkpoint.model().expect("weights");
+    assert_eq!(fp4_weights(&read), fp4_weights(&source));
+}
+
+#[test]
+fn scales_of_a_cache_stand_beside_the_layers_of_any_attention() {
+    let path = folder("cache-names").join("ct");
+    let packed = Random(2).packed(Fp4Format::NvFp4, 16, 64, 0.5);
+    let weights = vec![
+        fp4("h.0.attention.k_proj.weight", &[packed]),
+        scalar("h.0.attention.k_proj.k_scale", 0.75),
+        scalar("h.0.mixer.k_scale", 0.5),
+    ];
+    let source = Model { weights, ..Model::default() };
+    source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("compressed-tensors");
+    for name in ["h.0.attention.k_scale", "h.0.mixer.k_scale"] {
+        assert!(checkpoint.container().get(name).is_some(), "{name}");
+    }
+    let names = |weights: &[Weight<'_>]| -> BTreeSet<String> {
+        weights.iter().map(|weight| weight.name.clone()).collect()
+    };
+    assert_eq!(names(&checkpoint.weights().expect("weights")), names(&source.weights));
+}
+
+#[test]
+fn what_no_reader_of_ours_computes_is_refused_by_name() {
+    let folder = folder("refused");
+    let refused = |config: &str, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]| {
+        let config = format!(r#"{{"quantization_config": {config}}}"#);
+        fs::write(folder.join("config.json"), config).expect("a config");
+        raw_file(&folder.join("model.safetensors"), &[], tensors);
+        let read = Checkpoint::open(&folder).and_then(|c| c.model().map(|_| ()));
+        read.expect_err("not read")
+    };
+    for name in ["rotation", "QuaRot", "hadamard"] {
+        let algorithms = format!(r#"[{{"name": "awq"}}, {{"name": "{name}"}}]"#);
+        let config = format!(r#"{{"quant_method": "quark", "algo_config": {algorithms}}}"#);
+        let error = refused(&config, &[("x", Dtype::U8, vec![1], vec![0])]);
+        let CheckpointError::Refused { what, .. } = &error else { panic!("{error}") };
+        assert_eq!(*what, format!("algo_config `{name}`"));
+    }
+    let tensors = [
+        ("x.weight_packed", Dtype::U8, vec![4, 16], vec![0x22; 64]),
+        ("x.weight_scale", Dtype::U8, vec![4, 1], vec![127; 4]),
+        ("x.weight_zero_point", Dtype::U8, vec![4, 1], vec![0; 4]),
+    ];
+    let error = refused(r#"{"quant_method": "compressed-tensors"}"#, &tensors);
+    let CheckpointError::Refused { what, .. } = &error else { panic!("{error}") };
+    assert_eq!(what, "x.weight_zero_point");
+    let tensors = [
+        ("x.weight", Dtype::I8, vec![4, 16], vec![0x22; 64]),
+        ("x.scale", Dtype::F8_E8M0, vec![4, 1], vec![127; 4]),
+    ];
+    for (config, said) in [
+        (r#"{"quant_method": "fp8"}"#, "null"),
+        (r#"{"quant_method": "fp8"}, "expert_dtype": "fp8""#, "\"fp8\""),
+    ] {
+        let error = refused(config, &tensors);
+        let CheckpointError::Field { field, found, .. } = &error else { panic!("{error}") };
+        assert_eq!((&**field, &**found), ("expert_dtype", said));
+    }
+}
+
+#[test]
+fn modelopt_is_read_whatever_dtype_names_its_bytes() {
+    let folder = folder("modelopt-dtypes");
+    let file = folder.join("model.safetensors");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(folder.join("config.json"), config).expect("a config");
+    let random = &mut Random(4);
+    let mx = random.packed(Fp4Format::MxFp4, 4, 64, 1.0);
+    let nv = random.packed(Fp4Format::NvFp4, 4, 64, 0.017);
+    let g = 0.017_f32.to_le_bytes().to_vec();
+    for (codes, cols) in [(Dtype::U8, 32), (Dtype::I8, 32), (Dtype::F4, 64)] {
+        for scales in [Dtype::U8, Dtype::F8_E8M0] {
+            let tensors = [
+                ("x.weight", codes, vec![4, cols], mx.codes.clone()),
+                ("x.weight_scale", scales, vec![4, 2], mx.scales.clone()),
+                ("y.weight", codes, vec![4, cols], nv.codes.clone()),
+                ("y.weight_scale", Dtype::F8_E4M3, vec![4, 4], nv.scales.clone()),
+                ("y.weight_scale_2", Dtype::F32, vec![], g.clone()),
+            ];
+            raw_file(&file, &[], &tensors);
+            check("modelopt", &folder, &[("x.weight", &mx), ("y.weight", &nv)]);
+        }
+    }
+    // Powers of two have no tensor scale beside them.
+    let tensors = [
+        ("x.weight", Dtype::U8, vec![4, 32], mx.codes.clone()),
+        ("x.weight_scale", Dtype::F8_E8M0, vec![4, 2], mx.scales.clone()),
+        ("x.weight_scale_2", Dtype::F32, vec![], g),
+    ];
+    raw_file(&file, &[], &tensors);
+    let error = Checkpoint::open(&folder).and_then(|c| c.model().map(|_| ())).err();
+    let Some(CheckpointError::Tensor { tensor, problem, .. }) = &error else { panic!("{error:?}") };
+    assert_eq!(tensor, "x.weight_scale");
+    assert!(matches!(problem, TensorProblem::Dtype { .. }), "{problem}");
+}
+
+#[test]
+fn a_weight_whose_scales_lie_in_another_file_is_written_into_one() {
+    let folder = folder("apart");
+    let source = folder.join("source");
+    fs::create_dir(&source).expect("a folder");
+    let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let packed = Random(8).packed(Fp4Format::NvFp4, 4, 64, 0.5);
+    let codes = [("x.weight", Dtype::U8, vec![4, 32], packed.codes.clone())];
+    let others = [
+        ("x.weight_scale", Dtype::F8_E4M3, vec![4, 4], packed.scales.clone()),
+        ("x.weight_scale_2", Dtype::F32, vec![], 0.5_f32.to_le_bytes().to_vec()),
+        ("y.weight", Dtype::F32, vec![1], vec![0; 4]),
+    ];
+    raw_file(&source.join(files[0]), &[], &codes);
+    raw_file(&source.join(files[1]), &[], &others);
+    let map = [
+        ("x.weight", files[0].into()),
+        ("x.weight_scale", files[1].into()),
+        ("x.weight_scale_2", files[1].into()),
+        ("y.weight", files[1].into()),
+    ];
+    let index = Json::object([("weight_map", Json::object(map))]);
+    fs::write(source.join("model.safetensors.index.json"), index.pretty()).expect("an index");
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
+    fs::write(source.join("config.json"), config).expect("a config");
+    let checkpoint = Checkpoint::open(&source).expect("modelopt");
+    let read = checkpoint.model().expect("weights");
+    let expected = [("x.weight".to_owned(), (packed.codes, packed.scales, vec![0.5_f32]))];
+    assert_eq!(fp4_weights(&read), BTreeMap::from(expected));
+    let out = folder.join("out");
+    read.write(&out, "modelopt", &WriteOptions::default()).expect("written");
+    let index = config_of(&out, "model.safetensors.index.json");
+    for (name, file) in [
+        ("x.weight", files[0]),
+        ("x.weight_scale", files[0]),
+        ("x.weight_scale_2", files[0]),
+        ("y.weight", files[1]),
+    ] {
+        let found = index.at(&["weight_map", name]).and_then(Json::as_str);
+        assert_eq!(found, Some(file), "{name}");
+    }
+    let again = Checkpoint::open(&out).expect("modelopt");
+    assert_eq!(fp4_weights(&again.model().expect("weights")), fp4_weights(&read));
 }

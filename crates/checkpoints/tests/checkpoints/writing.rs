@@ -3,8 +3,8 @@
 use std::fs::{self, OpenOptions};
 
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, Dtype, Model, Reader, Start, Tensor, TensorProblem, Value, Weight,
-    WriteOptions,
+    Checkpoint, CheckpointError, Dtype, Model, Numbers, Reader, Start, Tensor, TensorProblem,
+    TensorScale, Value, Weight, WriteOptions,
 };
 use burn_fp4_formats::Fp4Format;
 
@@ -33,6 +33,30 @@ fn plans_touch_no_map_whose_file_was_cut_off() {
     let cast = WriteOptions { decode_fp4: None, ..cast };
     for (dialect, options) in [("modelopt", cast), ("mlx", WriteOptions { cast: None, ..cast })] {
         let refused = model.plan_reading(dialect, &options, &reader).err();
+        let Some(CheckpointError::Tensor { problem, .. }) = refused else { panic!("{dialect}") };
+        assert!(matches!(problem, TensorProblem::Changed { found: 10, .. }), "{problem}");
+    }
+}
+
+/// MXFP4 with the tensor scale that GGUF has for any format: values are looked at to fold it.
+#[test]
+fn plans_that_fold_a_scale_beside_mxfp4_touch_no_map_whose_file_was_cut_off() {
+    let path = folder("cut-mxfp4").join("source.gguf");
+    let mut source = model(Fp4Format::MxFp4, [1.0, 1.0], None);
+    for weight in &mut source.weights {
+        if let Value::Fp4(fp4) = &mut weight.value {
+            fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5])));
+        }
+    }
+    source.write(&path, "gguf", &WriteOptions::default()).expect("written");
+    let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
+    let reader = Reader::new(checkpoint.container());
+    let mut model = checkpoint.model().expect("weights");
+    reader.scales(&mut model).expect("scales");
+    let file = OpenOptions::new().write(true).open(&path).expect("the file");
+    file.set_len(10).expect("it is cut off");
+    for dialect in ["modelopt", "compressed-tensors"] {
+        let refused = model.plan_reading(dialect, &WriteOptions::default(), &reader).err();
         let Some(CheckpointError::Tensor { problem, .. }) = refused else { panic!("{dialect}") };
         assert!(matches!(problem, TensorProblem::Changed { found: 10, .. }), "{problem}");
     }

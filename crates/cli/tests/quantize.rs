@@ -591,6 +591,28 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     assert_eq!(names(folder.path()), ["apart", "model", "recipe.toml"]);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_path_of_statistics_that_is_no_text_is_refused() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for last in ["--json", "--dry-run", "--resume"] {
+        let output = model::fp4()
+            .current_dir(folder.path())
+            .args(["quantize", "model", "--out", "out", last, "--calibration"])
+            .arg(OsStr::from_bytes(b"known-\xFF.safetensors"))
+            .output()
+            .expect("it runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{last}: {error}");
+        assert!(error.contains(".safetensors: expected a path in UTF-8"), "{last}: {error}");
+    }
+    assert_eq!(names(folder.path()), ["model"]);
+}
+
 #[test]
 fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
     let folder = tempdir().expect("a folder");

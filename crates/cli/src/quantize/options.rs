@@ -144,6 +144,11 @@ impl ResolvedOptions {
         model: &Model<'_>,
         out: Option<&Path>,
     ) -> Result<Self, CliError> {
+        // It is printed, and stands in the task of a run that may be resumed.
+        if let Some(path) = recipe.calibration.as_deref().filter(|path| path.to_str().is_none()) {
+            let what = format!("--calibration {}: expected a path in UTF-8", path.display());
+            return Err(CliError::Choice(what));
+        }
         let preset = match &recipe.preset {
             None => Preset::default(),
             Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,

@@ -10,7 +10,8 @@ mod layers;
 mod preset;
 mod reason;
 
-use std::collections::{BTreeMap, HashMap};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use burn_fp4_formats::Fp4Format;
 
@@ -364,31 +365,58 @@ fn check_matches(
     matchers: &[Matcher],
 ) -> Result<(), CheckpointError> {
     let misses = |matcher: &Matcher| !model.weights.iter().any(|weight| hits(matcher, weight));
-    let Some(at) = matchers.iter().position(misses) else { return Ok(()) };
+    match matchers.iter().position(misses) {
+        None => Ok(()),
+        Some(at) => Err(no_match(model, list, &texts[at])),
+    }
+}
+
+fn no_match(model: &Model<'_>, list: &'static str, pattern: &str) -> CheckpointError {
     let first = model.weights.first().map_or("none", |weight| &weight.name).to_owned();
-    let (pattern, tensors) = (texts[at].clone(), model.weights.len());
-    Err(CheckpointError::NoMatch { list, pattern, tensors, first })
+    let (pattern, tensors) = (pattern.to_owned(), model.weights.len());
+    CheckpointError::NoMatch { list, pattern, tensors, first }
 }
 
 /// For each weight the last exception that is about it, with the place of the first of its names
 /// that is.
+///
+/// Exact names are looked up: a recipe of what was done to a model has one for every weight.
 fn exceptions_of(
     model: &Model<'_>,
     exceptions: &[Exception],
 ) -> Result<Vec<Option<(usize, usize)>>, CheckpointError> {
-    let mut found = vec![None; model.weights.len()];
+    let mut exact: HashMap<String, Vec<(usize, usize)>> = HashMap::new();
+    let mut others: Vec<((usize, usize), Matcher)> = Vec::new();
+    // Names that no weight has.
+    let mut idle = BTreeSet::new();
     for (at, Exception { names, becomes }) in exceptions.iter().enumerate() {
         if let Some((format, block_size)) = becomes {
             format.check_block_size(*block_size)?;
         }
-        let matchers = matchers(names)?;
-        check_matches(model, "weights", names, &matchers)?;
-        for (weight, found) in model.weights.iter().zip(&mut found) {
-            let name = matchers.iter().position(|matcher| hits(matcher, weight));
-            *found = name.map(|name| (at, name)).or(*found);
+        for (name, text) in names.iter().enumerate() {
+            idle.insert((at, name));
+            match Pattern::parse(text, Syntax::Both) {
+                Pattern::Exact(text) => exact.entry(text).or_default().push((at, name)),
+                pattern => others.push(((at, name), pattern.matcher()?)),
+            }
         }
     }
-    Ok(found)
+    let mut found: Vec<Option<(usize, usize)>> = Vec::with_capacity(model.weights.len());
+    for weight in &model.weights {
+        let mut last: Option<(usize, usize)> = None;
+        let same = [weight.name.as_str(), weight.module()];
+        let same = same.into_iter().filter_map(|name| exact.get(name)).flatten();
+        let alike = others.iter().filter(|(_, matcher)| hits(matcher, weight));
+        for &place in same.chain(alike.map(|(place, _)| place)) {
+            idle.remove(&place);
+            last = last.into_iter().chain([place]).max_by_key(|&(at, name)| (at, Reverse(name)));
+        }
+        found.push(last);
+    }
+    match idle.first() {
+        None => Ok(found),
+        Some(&(at, name)) => Err(no_match(model, "weights", &exceptions[at].names[name])),
+    }
 }
 
 /// What no choice of a user makes a matrix of floats.
@@ -554,6 +582,23 @@ mod tests {
         let asked = Reason::Asked("re:.*\\.o_proj$".to_owned());
         assert_eq!(selection.decisions[2], Decision::Keep(asked));
         assert_eq!(selection.decisions[3], Decision::Keep(Reason::Preset("a router")));
+    }
+
+    #[test]
+    fn the_first_name_of_a_weight_counts_and_every_name_is_that_of_one() {
+        let model = layer(&["up_proj", "down_proj"]);
+        let of = |names: [&str; 3]| {
+            let names = names.map(str::to_owned).into();
+            let exceptions = vec![Exception { names, becomes: None }];
+            Selection::of(&model, &Choice { exceptions, ..choice("modelopt") })
+        };
+        let kept = of(["*.up_proj", "layers.0.up_proj.weight", "layers.0.down_proj"]);
+        let asked = |name: &str| Decision::Keep(Reason::Asked(name.to_owned()));
+        let expected = [asked("*.up_proj"), asked("layers.0.down_proj")];
+        assert_eq!(kept.expect("a selection").decisions, expected);
+        let error = of(["*", "layers.0.up_proj", "layers.0.o_proj"]).expect_err("no such name");
+        let says = "`weights` pattern `layers.0.o_proj` matches none of 2";
+        assert!(error.to_string().starts_with(says), "{error}");
     }
 
     #[test]

@@ -169,11 +169,14 @@ impl Selection {
         let becomes = |at: usize| choice.becomes(exceptions[at]);
         let families = fused::families(model);
         let fuses = choice.together.unwrap_or_else(|| writer.fuses());
-        if fuses && choice.preset != Preset::Miles {
+        // The converter of miles does not look at both of a pair; a user who says so does.
+        let fuses_all = choice.together.unwrap_or(fuses && choice.preset != Preset::Miles);
+        if fuses_all {
             keep_together(model, &families, &mut reasons);
             if let Some(other) = of_another_format(&families, &reasons, becomes) {
                 let (dialect, weight) = (dialect.name(), &model.weights[other].name);
-                let what = "another format than that of the layers that it is run as one with";
+                let what = "another format than that of layers that run as one with it; say \
+                            `together = false` to let them differ";
                 return Err(CheckpointError::cannot_hold(dialect, weight, what));
             }
         }
@@ -599,6 +602,21 @@ mod tests {
         let error = of(["*", "layers.0.up_proj", "layers.0.o_proj"]).expect_err("no such name");
         let says = "`weights` pattern `layers.0.o_proj` matches none of 2";
         assert!(error.to_string().starts_with(says), "{error}");
+    }
+
+    #[test]
+    fn one_of_a_pair_of_miles_is_kept_alone_unless_the_user_wants_them_together() {
+        let pair = layer(&["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]);
+        let config = Some(Json::object([("num_hidden_layers", 1_u64.into())]));
+        let model = Model { config, ..pair };
+        let of = |together| {
+            let (preset, keep) = (Preset::Miles, vec!["*.up_proj".to_owned()]);
+            let selection = Choice { preset, keep, together, ..choice("miles") };
+            Selection::of(&model, &selection).expect("a selection").groups
+        };
+        assert_eq!(of(None), [[0]]);
+        assert_eq!(of(Some(false)), [[0]]);
+        assert!(of(Some(true)).is_empty());
     }
 
     #[test]

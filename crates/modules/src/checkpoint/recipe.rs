@@ -4,6 +4,7 @@
 //! selection as in the command.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
@@ -236,8 +237,7 @@ impl Files {
         let mut tensors = Tensors::default();
         let mut tied = Vec::new();
         for (at, one) in parameters.iter().enumerate() {
-            let with = names.tied_to(one.path).filter(|with| *with != one.path);
-            if let Some(with) = parameters.iter().position(|other| Some(other.path) == with) {
+            if let Some(with) = tied_to(&names, parameters, at) {
                 tied.push((at, with));
                 continue;
             }
@@ -282,6 +282,16 @@ impl Files {
             false => Err(Fp4Error::Mismatch(errors)),
         }
     }
+}
+
+/// The parameter whose tensors a parameter takes, at the end of its ties; none if it has its own.
+fn tied_to(names: &Names<'_>, parameters: &[Known<'_>], at: usize) -> Option<usize> {
+    let next = |at: usize| {
+        let with = names.tied_to(parameters[at].path)?;
+        parameters.iter().position(|other| other.path == with).filter(|with| *with != at)
+    };
+    // Ties in a circle have no end.
+    iter::successors(next(at), |&at| next(at)).take(parameters.len()).last()
 }
 
 /// A dense weight without values.
@@ -503,5 +513,21 @@ fn with_shared_scale(config: Fp4Config, paths: &[&str]) -> Result<Fp4Config, Fp4
         Some(group) if *group == siblings => Ok(config),
         Some(_) => no_siblings(paths[0]),
         None => Ok(config.share_scale(siblings)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_that_are_tied_in_a_row_take_one_tensor() {
+        let paths = ["a.weight", "b.weight", "c.weight", "d.weight"];
+        let known = paths.map(|path| Known { path, container: "Linear", shape: &[64, 64] });
+        let map = CheckpointMap::new().tie("a.weight", "b.weight").tie("b.weight", "c.weight");
+        let files = Files::new(&known, &map).expect("files");
+        let names = files.model.weights.iter().map(|weight| weight.name.as_str());
+        assert!(names.eq(["c.weight", "d.weight"]));
+        assert_eq!(files.of, [vec![2, 0, 1], vec![3]]);
     }
 }

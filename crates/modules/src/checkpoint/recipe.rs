@@ -1,7 +1,7 @@
 //! Recipes of the command `fp4`: of what was done to a module, and for one.
 //!
-//! Both are decided about by the names and shapes that parameters have in files, and by the same
-//! selection as in the command.
+//! Names and shapes of parameters in files decide about both, by the same selection as in the
+//! command.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::iter;
@@ -32,14 +32,17 @@ const ALL: &str = "*";
 
 impl Fp4Report {
     /// Saves what was done as a recipe, which does the same again: to the files of the model, by
-    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. So do formats become
-    /// a file that a [budget](Fp4Config::budget) has chosen. Names are those that the map gives
+    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. Formats that a
+    /// [budget](Fp4Config::budget) has chosen become a file so. Names are those that the map gives
     /// weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
     ///
     /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
     /// methods that take statistics of inputs, which have to be given again
     /// ([`Calibration::save`](crate::Calibration::save)), and for weights of rank 3 in formats with
-    /// a tensor scale: those of a file have one for each matrix.
+    /// a tensor scale: those of a file have one for each matrix. Where some weights got another
+    /// method for want of statistics ([`Fallback`](crate::Fallback)) the recipe says which: the
+    /// command does the same, but [`Fp4Config::of_recipe`] refuses it, as a configuration has one
+    /// method for all weights.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -143,8 +146,9 @@ impl Fp4Config {
     /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
     /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
     /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: methods that are for all
-    /// weights beside others, tensor scales shared by parameters that are no siblings. For the map
-    /// as [`Fp4Report::recipe`].
+    /// weights beside others, also where these are what some weights got for want of statistics
+    /// before the recipe was saved; tensor scales shared by parameters that are no siblings. For
+    /// the map as [`Fp4Report::recipe`].
     pub fn of_recipe<M: Module>(
         recipe: &Recipe,
         module: &M,

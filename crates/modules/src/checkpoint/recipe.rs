@@ -515,7 +515,14 @@ fn with_shared_scale(config: Fp4Config, paths: &[&str]) -> Result<Fp4Config, Fp4
     match config.share_scale.iter().find(of_these) {
         _ if places.len() > 1 => no_siblings(paths[0]),
         Some(group) if *group == siblings => Ok(config),
-        Some(_) => no_siblings(paths[0]),
+        Some(group) => {
+            let [group, siblings] = [group, &siblings].map(|names| names.join(", "));
+            let problem = format!(
+                "the siblings that share its tensor scale are others than in another layer: \
+                 expected `{group}`, found `{siblings}`"
+            );
+            Err(impossible(paths[0], &problem))
+        }
         None => Ok(config.share_scale(siblings)),
     }
 }
@@ -533,5 +540,25 @@ mod tests {
         let names = files.model.weights.iter().map(|weight| weight.name.as_str());
         assert!(names.eq(["c.weight", "d.weight"]));
         assert_eq!(files.of, [vec![2, 0, 1], vec![3]]);
+    }
+
+    #[test]
+    fn siblings_that_share_a_tensor_scale_are_the_same_in_every_layer() {
+        let config =
+            with_shared_scale(Fp4Config::nvfp4(), &["0.q.weight", "0.k.weight"]).expect("siblings");
+        assert_eq!(config.share_scale, [["q", "k"]]);
+        let again =
+            with_shared_scale(config.clone(), &["1.q.weight", "1.k.weight"]).expect("the same");
+        assert_eq!(again.share_scale.len(), 1);
+        let says =
+            |paths: &[&str]| match with_shared_scale(config.clone(), paths).expect_err("others") {
+                Fp4Error::RecipeParameter { path, problem } => (path, problem),
+                error => panic!("{error}"),
+            };
+        let (path, problem) = says(&["1.q.weight", "1.k.weight", "1.v.weight"]);
+        assert_eq!(path, "1.q.weight");
+        assert!(problem.ends_with("expected `q, k`, found `q, k, v`"), "{problem}");
+        let (_, problem) = says(&["1.q.weight", "2.k.weight"]);
+        assert!(problem.contains("as only siblings share one"), "{problem}");
     }
 }

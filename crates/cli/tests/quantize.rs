@@ -577,9 +577,11 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     bad("", &method, &["_proj.weight` share a tensor scale: choose the same method"]);
     // Choices that do not go together, and names of nothing.
     let joint = of("*.o_proj", "block-size = 32\nmethod = \"joint\"");
-    bad("--dialect modelopt", &joint, &["weights `*.o_proj`: method `joint` is not defined for"]);
+    let says = ["recipe.toml: weights `*.o_proj`: method `joint` is not defined for"];
+    bad("--dialect modelopt", &joint, &says);
     bad("", &of("*.o_proj", "rule = \"even\""), &["weights `*.o_proj`: the rule `even`"]);
     bad("", &of("*.o_proj", "block-size = 8"), &["block size 8: expected 16 or 32"]);
+    bad("", "block-size = 8", &["recipe.toml: block size 8: expected 16 or 32"]);
     bad("", &of("*.q", "method = \"sse\""), &["`weights` pattern `*.q` matches none of 19"]);
     bad("", &of("*.o_proj", "method = \"gptq\""), &["method `gptq` needs", "--calibration"]);
     let dense = of("*.o_proj", "format = \"dense\"\nmethod = \"sse\"");
@@ -587,7 +589,7 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     bad("", "[[weights]]\nformat = \"dense\"\n", &["recipe.toml: line ", "`names`"]);
     let format = of("*.o_proj", "format = \"int4\"");
     bad("", &format, &["recipe.toml: line 3: ", "`int4`: expected dense, nvfp4, mxfp4"]);
-    bad("", "preset = \"attention\"\n", &["unknown preset `attention`", "mlp-only"]);
+    bad("", "preset = \"attention\"\n", &["recipe.toml: unknown preset `attention`", "mlp-only"]);
     assert_eq!(names(folder.path()), ["apart", "model", "recipe.toml"]);
 }
 

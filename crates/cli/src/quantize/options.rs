@@ -138,9 +138,10 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// What is done to a model, everything open decided.
+    /// What is done to a model, everything open decided. `path` is the file of the recipe.
     pub(super) fn of(
         mut recipe: Recipe,
+        path: Option<&Path>,
         model: &Model<'_>,
         out: Option<&Path>,
     ) -> Result<Self, CliError> {
@@ -149,9 +150,15 @@ impl ResolvedOptions {
             let what = format!("--calibration {}: expected a path in UTF-8", path.display());
             return Err(CliError::Choice(what));
         }
+        let wrong = |problem| match path {
+            None => problem,
+            Some(path) => RecipeError::In { path: path.to_owned(), problem: Box::new(problem) },
+        };
         let preset = match &recipe.preset {
             None => Preset::default(),
-            Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,
+            Some(name) => {
+                name.parse::<Preset>().map_err(|problem| wrong(RecipeError::Preset(problem)))?
+            }
         };
         let miles = preset == Preset::Miles;
         if miles {
@@ -167,7 +174,8 @@ impl ResolvedOptions {
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
         }
-        let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
+        let base = recipe.base().map_err(wrong)?;
+        let exceptions = recipe.schemes().map_err(wrong)?;
         let dialect = recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",

@@ -537,9 +537,21 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
         assert!(packed(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
     }
     let table = succeeds(folder.path(), "quantize model --dry-run --recipe mixed.toml");
-    for word in ["asked to keep `*.o_proj`", "3 lists of weights otherwise", "mxfp4 32"] {
+    for word in ["asked to keep `*.o_proj`", "other choices for 3 lists of weights", "mxfp4 32"] {
         assert!(table.contains(word), "{table} does not say {word}");
     }
+}
+
+#[test]
+fn statistics_that_no_method_of_a_recipe_needs_are_noted() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("mixed.toml"), MIXED).expect("a recipe");
+    model::write(&folder.path().join("other.safetensors"), &[model::tensor("other", &[8], 1)]);
+    let options = "--dry-run --recipe mixed.toml --calibration other.safetensors";
+    let (code, _, note) = run(folder.path(), &format!("quantize model {options}"));
+    let says = "note: no method that is asked for needs statistics: other.safetensors is not used";
+    assert!(code == 0 && note.contains(says), "{note}");
 }
 
 #[test]

@@ -268,7 +268,13 @@ impl ResolvedOptions {
         let mut notes = Vec::new();
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
             let (path, method) = (path.display(), self.base.method);
-            notes.push(format!("method `{method}` needs no statistics: {path} is not used"));
+            let others = self.exceptions.iter().flatten().any(|how| how.method != method);
+            notes.push(match others {
+                true => {
+                    format!("no method that is asked for needs statistics: {path} is not used")
+                }
+                false => format!("method `{method}` needs no statistics: {path} is not used"),
+            });
         }
         if self.choice.dialect == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
@@ -309,8 +315,8 @@ impl fmt::Display for Settings {
         }
         match self.weights.len() {
             0 => Ok(()),
-            1 => write!(f, ", one list of weights otherwise"),
-            lists => write!(f, ", {lists} lists of weights otherwise"),
+            1 => write!(f, ", other choices for one list of weights"),
+            lists => write!(f, ", other choices for {lists} lists of weights"),
         }
     }
 }

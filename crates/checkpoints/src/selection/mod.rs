@@ -28,6 +28,9 @@ use preset::Names;
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
 
+/// The dialect to write where none is chosen.
+pub const DEFAULT: &str = "compressed-tensors";
+
 /// What a user chooses.
 #[derive(Debug, Clone)]
 pub struct Choice {
@@ -83,15 +86,10 @@ pub enum Decision {
 /// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
 /// #     Weight::new(name, 0, Value::Plain(tensor))
 /// # });
-/// # let (keep, only, exceptions) = (Vec::new(), Vec::new(), Vec::new());
-/// # let (first_layers, last_layers, together) = (0, 0, None);
-/// # let (format, preset) = (burn_fp4_formats::Fp4Format::NvFp4, Preset::AllLinear);
+/// # let format = burn_fp4_formats::Fp4Format::NvFp4;
 /// let model = Model { weights: weights.into(), ..Model::default() };
-/// let (block_size, dialect) = (16, "modelopt".to_owned());
-/// let choice = Choice {
-///     format, block_size, dialect, preset, keep, only, first_layers, last_layers, exceptions,
-///     together,
-/// };
+/// let (preset, dialect) = (Preset::AllLinear, "modelopt".to_owned());
+/// let choice = Choice { preset, dialect, ..Choice::all(format, 16) };
 /// let selection = Selection::of(&model, &choice)?;
 /// assert_eq!(selection.groups, [[1]]);
 /// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
@@ -279,6 +277,24 @@ impl Selection {
 }
 
 impl Choice {
+    /// A format for all weights that the default preset chooses, in the default dialect, without
+    /// exceptions.
+    #[must_use]
+    pub fn all(format: Fp4Format, block_size: usize) -> Self {
+        Self {
+            format,
+            block_size,
+            dialect: DEFAULT.to_owned(),
+            preset: Preset::default(),
+            keep: Vec::new(),
+            only: Vec::new(),
+            first_layers: 0,
+            last_layers: 0,
+            exceptions: Vec::new(),
+            together: None,
+        }
+    }
+
     /// What a weight becomes that an exception is about, or none. None: it is kept.
     fn becomes(&self, exception: Option<usize>) -> Option<(Fp4Format, usize)> {
         exception.map_or(Some((self.format, self.block_size)), |at| self.exceptions[at].becomes)
@@ -515,18 +531,7 @@ mod tests {
     use crate::tensor::Tensor;
 
     fn choice(dialect: &str) -> Choice {
-        Choice {
-            format: Fp4Format::NvFp4,
-            block_size: 16,
-            dialect: dialect.to_owned(),
-            preset: Preset::AllLinear,
-            keep: Vec::new(),
-            only: Vec::new(),
-            first_layers: 0,
-            last_layers: 0,
-            exceptions: Vec::new(),
-            together: None,
-        }
+        Choice { dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) }
     }
 
     fn exception(name: &str, becomes: Option<(Fp4Format, usize)>) -> Exception {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use burn_fp4_checkpoints::Model;
-use burn_fp4_checkpoints::selection::{Choice, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -180,7 +180,7 @@ impl ResolvedOptions {
             match miles {
                 true => "miles",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
-                false => "compressed-tensors",
+                false => DEFAULT,
             }
             .to_owned()
         });
@@ -191,8 +191,6 @@ impl ResolvedOptions {
         };
         let (format, block_size) = becomes(&base);
         let choice = Choice {
-            format,
-            block_size,
             dialect,
             preset,
             keep: recipe.keep.clone(),
@@ -201,6 +199,7 @@ impl ResolvedOptions {
             last_layers: recipe.last_layers_high_precision.unwrap_or(0),
             exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
             together: recipe.together,
+            ..Choice::all(format, block_size)
         };
         Ok(Self { recipe, choice, base, exceptions })
     }

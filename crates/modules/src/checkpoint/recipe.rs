@@ -8,7 +8,7 @@ use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
-use burn_fp4_checkpoints::selection::{Choice, Decision, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Decision, Exception, Preset, Selection};
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
 use burn_fp4_ops::search::{
@@ -23,9 +23,6 @@ use crate::walk::parameters::{Parameter, Walk};
 use super::map::{CheckpointMap, turned};
 use super::mismatch::Mismatch;
 use super::names::{Names, Wanted};
-
-/// The dialect of a recipe that names none, as in the command.
-const DIALECT: &str = "compressed-tensors";
 
 /// All names, as a pattern.
 const ALL: &str = "*";
@@ -335,9 +332,7 @@ impl Decided {
         };
         let (format, block_size) = becomes(&base);
         let choice = Choice {
-            format,
-            block_size,
-            dialect: recipe.dialect.clone().unwrap_or_else(|| DIALECT.to_owned()),
+            dialect: recipe.dialect.clone().unwrap_or_else(|| DEFAULT.to_owned()),
             preset,
             keep: recipe.keep.clone(),
             only: recipe.only.clone(),
@@ -345,6 +340,7 @@ impl Decided {
             last_layers: recipe.last_layers_high_precision.unwrap_or(0),
             exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
             together: recipe.together,
+            ..Choice::all(format, block_size)
         };
         Ok(Self { selection: Selection::of(&files.model, &choice)?, base, exceptions })
     }

@@ -196,7 +196,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
 }
 
 /// Bytes of jobs.
-fn bytes<'u>(jobs: impl Iterator<Item = &'u Job>) -> u64 {
+fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 

@@ -2,12 +2,11 @@
 
 mod model;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
-use model::{SMALL, assert_same, fails, names, run, succeeds};
+use model::{SMALL, assert_same, fails, names, packed_in, run, succeeds};
 use safetensors::Dtype;
 use tempfile::tempdir;
 
@@ -459,20 +458,6 @@ fn a_recipe_says_the_same_as_the_command_line() {
     assert_eq!(*settings, expected);
 }
 
-/// Format, codes and block scales of what is quantized, by name.
-fn packed(path: &Path) -> BTreeMap<String, (String, Vec<u8>, Vec<u8>)> {
-    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-    let weights = checkpoint.weights().expect("weights");
-    let packed = weights.iter().filter_map(|weight| match &weight.value {
-        Value::Fp4(fp4) => {
-            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
-            Some((weight.name.clone(), (weight.kind(), codes, scales)))
-        }
-        Value::Plain(_) | Value::Fp8(_) => None,
-    });
-    packed.collect()
-}
-
 /// A recipe with other formats for some weights.
 const MIXED: &str = r#"
 method = "amax"
@@ -510,10 +495,10 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
             folder.path().join(out)
         };
         let mixed = made("mixed", "--recipe mixed.toml");
-        let found = packed(&mixed);
-        let nvfp4 = packed(&made("nvfp4", "--method amax"));
-        let mxfp4 = packed(&made("mxfp4", "--method amax --format mxfp4"));
-        let sse = packed(&made("sse", "--method sse"));
+        let found = packed_in(&mixed);
+        let nvfp4 = packed_in(&made("nvfp4", "--method amax"));
+        let mxfp4 = packed_in(&made("mxfp4", "--method amax --format mxfp4"));
+        let sse = packed_in(&made("sse", "--method sse"));
         assert_eq!((found.len(), nvfp4.len()), (12, 14), "{dialect}");
         for (name, found) in &found {
             let expected = match name.as_str() {
@@ -534,7 +519,7 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
         let other = if dialect == "modelopt" { "compressed-tensors" } else { "modelopt" };
         let convert = format!("convert {dialect}-mixed --out {dialect}-{other} --dialect {other}");
         succeeds(folder.path(), &convert);
-        assert!(packed(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
+        assert!(packed_in(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
     }
     let table = succeeds(folder.path(), "quantize model --dry-run --recipe mixed.toml");
     for word in ["asked to keep `*.o_proj`", "other choices for 3 lists of weights", "mxfp4 32"] {

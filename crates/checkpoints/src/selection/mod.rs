@@ -167,7 +167,7 @@ impl Selection {
         let becomes = |at: usize| choice.becomes(exceptions[at]);
         let families = fused::families(model);
         let fuses = choice.together.unwrap_or_else(|| writer.fuses());
-        // The converter of miles does not look at both of a pair; a user who says so does.
+        // The converter of miles decides about each of a pair alone; a user may say otherwise.
         let fuses_all = choice.together.unwrap_or(fuses && choice.preset != Preset::Miles);
         if fuses_all {
             keep_together(model, &families, &mut reasons);

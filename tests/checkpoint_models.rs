@@ -23,12 +23,13 @@ use burn_fp4::checkpoints::{
 use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
     Calibration, Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error,
-    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Mismatch, PackedWeight, Recipe, TensorScaling,
+    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Method, Mismatch, PackedWeight, Recipe,
+    TensorScaling,
 };
 use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};
 use tests::inputs::{Random, normals};
-use tests::modules::seeded;
-use tests::tensors::floats;
+use tests::modules::{Net, seeded};
+use tests::tensors::{floats, random};
 
 /// An empty folder.
 fn folder(name: &str) -> PathBuf {
@@ -1087,6 +1088,26 @@ fn recipes_have_the_names_of_the_checkpoint() {
     assert_eq!(recipe.weights[1].names, ["embed.weight"]);
     let of = Fp4Config::of_recipe(&recipe, &module, &map).unwrap();
     assert_eq!(of.include, ["embed.weight", "head.weight"]);
+}
+
+/// A configuration has one method for all weights, and cannot say what is done without statistics.
+#[test]
+fn a_recipe_says_which_weights_had_no_statistics() {
+    let (device, map) = (Device::flex(), CheckpointMap::new());
+    let dense = Net::new([32, 48, 16], &device);
+    let mut calibration = Calibration::new();
+    calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
+    let config = Fp4Config::nvfp4().method(Method::Gptq).with_calibration(&calibration);
+    let recipe = dense.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
+    let [_, first, second] = &recipe.weights[..] else { panic!("{recipe:?}") };
+    assert_eq!(first.names, ["first.weight"]);
+    assert_eq!([first.method, second.method], [Some(Method::Gptq), Some(Method::Sse)]);
+    match Fp4Config::of_recipe(&recipe, &dense, &map) {
+        Err(Fp4Error::RecipeParameter { path, problem }) => {
+            assert!(path == "first.weight" && problem.contains("`gptq` beside"), "{problem}");
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 #[derive(Module, Debug)]

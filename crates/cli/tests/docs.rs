@@ -51,11 +51,19 @@ fn the_commands_of_the_page_do_what_it_says() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let recipes = blocks(&page, "toml");
+    assert_eq!(recipes.len(), 2);
     for (name, recipe) in ["recipe.toml", "mixed.toml"].iter().zip(&recipes) {
         fs::write(folder.path().join(name), recipe).expect("a recipe");
     }
-    assert_eq!((run(&page, folder.path()), recipes.len()), (10, 2));
-    for made in ["model-nvfp4/tokenizer.json", "model.gguf", "model-mixed", "model-modelopt"] {
+    assert_eq!(run(&page, folder.path()), 10);
+    let all = [
+        "model-nvfp4/tokenizer.json",
+        "model.gguf",
+        "model-mixed",
+        "errors.html",
+        "model-modelopt",
+    ];
+    for made in all {
         assert!(folder.path().join(made).exists(), "{made}");
     }
 }

@@ -2,12 +2,11 @@
 
 mod model;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
-use model::{SMALL, assert_same, fails, names, run, succeeds};
+use model::{SMALL, assert_same, fails, names, packed_in, run, succeeds};
 use safetensors::Dtype;
 use tempfile::tempdir;
 
@@ -459,20 +458,6 @@ fn a_recipe_says_the_same_as_the_command_line() {
     assert_eq!(*settings, expected);
 }
 
-/// Format, codes and block scales of what is quantized, by name.
-fn packed(path: &Path) -> BTreeMap<String, (String, Vec<u8>, Vec<u8>)> {
-    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-    let weights = checkpoint.weights().expect("weights");
-    let packed = weights.iter().filter_map(|weight| match &weight.value {
-        Value::Fp4(fp4) => {
-            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
-            Some((weight.name.clone(), (weight.kind(), codes, scales)))
-        }
-        Value::Plain(_) | Value::Fp8(_) => None,
-    });
-    packed.collect()
-}
-
 /// A recipe with other formats for some weights.
 const MIXED: &str = r#"
 method = "amax"
@@ -510,10 +495,10 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
             folder.path().join(out)
         };
         let mixed = made("mixed", "--recipe mixed.toml");
-        let found = packed(&mixed);
-        let nvfp4 = packed(&made("nvfp4", "--method amax"));
-        let mxfp4 = packed(&made("mxfp4", "--method amax --format mxfp4"));
-        let sse = packed(&made("sse", "--method sse"));
+        let found = packed_in(&mixed);
+        let nvfp4 = packed_in(&made("nvfp4", "--method amax"));
+        let mxfp4 = packed_in(&made("mxfp4", "--method amax --format mxfp4"));
+        let sse = packed_in(&made("sse", "--method sse"));
         assert_eq!((found.len(), nvfp4.len()), (12, 14), "{dialect}");
         for (name, found) in &found {
             let expected = match name.as_str() {
@@ -534,12 +519,24 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
         let other = if dialect == "modelopt" { "compressed-tensors" } else { "modelopt" };
         let convert = format!("convert {dialect}-mixed --out {dialect}-{other} --dialect {other}");
         succeeds(folder.path(), &convert);
-        assert!(packed(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
+        assert!(packed_in(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
     }
     let table = succeeds(folder.path(), "quantize model --dry-run --recipe mixed.toml");
-    for word in ["asked to keep `*.o_proj`", "3 lists of weights otherwise", "mxfp4 32"] {
+    for word in ["asked to keep `*.o_proj`", "other choices for 3 lists of weights", "mxfp4 32"] {
         assert!(table.contains(word), "{table} does not say {word}");
     }
+}
+
+#[test]
+fn statistics_that_no_method_of_a_recipe_needs_are_noted() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("mixed.toml"), MIXED).expect("a recipe");
+    model::write(&folder.path().join("other.safetensors"), &[model::tensor("other", &[8], 1)]);
+    let options = "--dry-run --recipe mixed.toml --calibration other.safetensors";
+    let (code, _, note) = run(folder.path(), &format!("quantize model {options}"));
+    let says = "note: no method that is asked for needs statistics: other.safetensors is not used";
+    assert!(code == 0 && note.contains(says), "{note}");
 }
 
 #[test]
@@ -577,9 +574,11 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     bad("", &method, &["_proj.weight` share a tensor scale: choose the same method"]);
     // Choices that do not go together, and names of nothing.
     let joint = of("*.o_proj", "block-size = 32\nmethod = \"joint\"");
-    bad("--dialect modelopt", &joint, &["weights `*.o_proj`: method `joint` is not defined for"]);
+    let says = ["recipe.toml: weights `*.o_proj`: method `joint` is not defined for"];
+    bad("--dialect modelopt", &joint, &says);
     bad("", &of("*.o_proj", "rule = \"even\""), &["weights `*.o_proj`: the rule `even`"]);
     bad("", &of("*.o_proj", "block-size = 8"), &["block size 8: expected 16 or 32"]);
+    bad("", "block-size = 8", &["recipe.toml: block size 8: expected 16 or 32"]);
     bad("", &of("*.q", "method = \"sse\""), &["`weights` pattern `*.q` matches none of 19"]);
     bad("", &of("*.o_proj", "method = \"gptq\""), &["method `gptq` needs", "--calibration"]);
     let dense = of("*.o_proj", "format = \"dense\"\nmethod = \"sse\"");
@@ -587,8 +586,30 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     bad("", "[[weights]]\nformat = \"dense\"\n", &["recipe.toml: line ", "`names`"]);
     let format = of("*.o_proj", "format = \"int4\"");
     bad("", &format, &["recipe.toml: line 3: ", "`int4`: expected dense, nvfp4, mxfp4"]);
-    bad("", "preset = \"attention\"\n", &["unknown preset `attention`", "mlp-only"]);
+    bad("", "preset = \"attention\"\n", &["recipe.toml: unknown preset `attention`", "mlp-only"]);
     assert_eq!(names(folder.path()), ["apart", "model", "recipe.toml"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_path_of_statistics_that_is_no_text_is_refused() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for last in ["--json", "--dry-run", "--resume"] {
+        let output = model::fp4()
+            .current_dir(folder.path())
+            .args(["quantize", "model", "--out", "out", last, "--calibration"])
+            .arg(OsStr::from_bytes(b"known-\xFF.safetensors"))
+            .output()
+            .expect("it runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{last}: {error}");
+        assert!(error.contains(".safetensors: expected a path in UTF-8"), "{last}: {error}");
+    }
+    assert_eq!(names(folder.path()), ["model"]);
 }
 
 #[test]

@@ -2,19 +2,18 @@
 
 mod model;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use burn::nn::Linear;
 use burn::tensor::Device;
-use burn_fp4::checkpoints::{Checkpoint, Value, Weight};
 use burn_fp4::{
     Budget, Calibration, Candidate, CheckpointMap, Fp4Config, Fp4Error, Fp4Format, Fp4Module,
     Method, Recipe, ScaleRule, Unused,
 };
 use llama::{CalibrationWindows, Folder, Llama, Tokens, fp4_config};
-use model::{run, succeeds};
+use model::{Packed, packed, packed_in, run, succeeds};
 use tempfile::tempdir;
 
 const BOOK: &str = include_str!("../../../examples/data/genesis.txt");
@@ -38,27 +37,8 @@ fn calibration(model: &Llama<Linear>) -> Calibration {
     windows.run(model, Default::default(), &tokens, &Device::flex()).expect("statistics")
 }
 
-/// Format, codes and block scales of what is quantized, by its name in files.
-type Packed = BTreeMap<String, (String, Vec<u8>, Vec<u8>)>;
-
-fn packed(weights: &[Weight<'_>]) -> Packed {
-    let one = |weight: &Weight<'_>| match &weight.value {
-        Value::Fp4(fp4) => {
-            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
-            Some((weight.name.clone(), (weight.kind(), codes, scales)))
-        }
-        Value::Plain(_) | Value::Fp8(_) => None,
-    };
-    weights.iter().filter_map(one).collect()
-}
-
 fn of_module(model: &Llama<Linear>) -> Packed {
     packed(&model.checkpoint_fp4(&llama::names()).expect("a checkpoint").weights)
-}
-
-fn of_folder(path: &Path) -> Packed {
-    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-    packed(&checkpoint.weights().expect("weights"))
 }
 
 #[test]
@@ -84,7 +64,7 @@ fn what_a_budget_has_chosen_is_what_fp4_quantizes_by_its_recipe() {
         // Of the dialects that hold NVFP4 in blocks of 32.
         let options = format!("--out {at} --dialect modelopt --recipe {at}.toml");
         succeeds(folder.path(), &format!("quantize {} {options}", input.display()));
-        assert!(of_folder(&folder.path().join(at.to_string())) == expected, "{bits}");
+        assert!(packed_in(&folder.path().join(at.to_string())) == expected, "{bits}");
 
         let recipe = Recipe::read(&path).expect("the recipe");
         let mut again = load();
@@ -115,7 +95,7 @@ fn one_call_with_a_budget_saves_a_recipe_for_every_dialect_that_can_say_it() {
         let out = if dialect == "gguf" { "out.gguf" } else { dialect };
         let options = format!("--out {out} --dialect {dialect} --recipe recipe.toml");
         succeeds(folder.path(), &format!("quantize {} {options}", input.display()));
-        let found = of_folder(&folder.path().join(out));
+        let found = packed_in(&folder.path().join(out));
         assert!(found == expected, "{dialect}");
     }
     let options = "--out gpt-oss --dialect gpt-oss --recipe recipe.toml";
@@ -134,7 +114,7 @@ fn calibrated_methods_take_the_statistics_that_are_saved_beside_a_recipe() {
     report.save_recipe(folder.path().join("recipe.toml"), &llama::names()).expect("a recipe");
     let options = "--out out --recipe recipe.toml --calibration known.safetensors";
     succeeds(folder.path(), &format!("quantize {} {options}", genesis().display()));
-    let (found, expected) = (of_folder(&folder.path().join("out")), of_module(&model));
+    let (found, expected) = (packed_in(&folder.path().join("out")), of_module(&model));
     let names = |packed: &Packed| packed.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&found), names(&expected));
     for (name, (kind, codes, _)) in &found {

@@ -1,7 +1,7 @@
 //! [`Recipe`]: what is chosen for the weights of a model, as a TOML file.
 //!
-//! What a recipe says of weights is decided here; which weights a name is about decides who has the
-//! names: the command `fp4` those of a file, a module of Burn those it would have in one.
+//! What a recipe says of weights is decided here; who has the names decides which weights they are:
+//! the command `fp4`, of a file; a module of Burn, of what it would be in one.
 
 use core::fmt;
 use std::fs;
@@ -136,10 +136,8 @@ impl Recipe {
             let line = before.matches('\n').count() + 1;
             RecipeError::Syntax { line, problem: error.message().replace('\n', "; ") }
         })?;
-        match recipe.preset.is_some() && !recipe.only.is_empty() {
-            true => Err(RecipeError::OnlyWithPreset),
-            false => Ok(recipe),
-        }
+        recipe.check_selection()?;
+        Ok(recipe)
     }
 
     /// The recipe of a file.
@@ -160,7 +158,8 @@ impl Recipe {
     /// The text that [`parse`](Self::parse) makes this recipe of.
     ///
     /// # Errors
-    /// [`RecipeError::NotToml`] for a path of a calibration that is no text.
+    /// [`RecipeError::NotToml`] for a path of a calibration that is no text, and for numbers that
+    /// TOML does not have.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
         toml::to_string_pretty(self).map_err(|error| RecipeError::NotToml(error.to_string()))
     }
@@ -180,6 +179,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] for choices that do not go together.
     pub fn base(&self) -> Result<RecipeScheme, RecipeError> {
+        self.check_selection()?;
         resolved(None, self.base_format(), self.block_size, self.method, self.rule)
     }
 
@@ -212,6 +212,14 @@ impl Recipe {
         let block_size = block_size.or(self.block_size.filter(|_| same));
         let rule = rule.or(self.rule.filter(|_| same));
         resolved(Some(named), format, block_size, method.or(self.method), rule).map(Some)
+    }
+
+    /// A preset and a list are two ways to say which weights.
+    fn check_selection(&self) -> Result<(), RecipeError> {
+        match self.preset.is_some() && !self.only.is_empty() {
+            true => Err(RecipeError::OnlyWithPreset),
+            false => Ok(()),
+        }
     }
 
     fn base_format(&self) -> Fp4Format {
@@ -384,6 +392,9 @@ mod tests {
         }
         assert!(matches!(Recipe::read("/nowhere.toml"), Err(RecipeError::File { .. })));
         let both = Recipe::parse("only = [\"a\"]\npreset = \"miles\"\n").unwrap_err();
+        assert!(matches!(both, RecipeError::OnlyWithPreset), "{both}");
+        let (only, preset) = (vec!["a".to_owned()], Some("miles".to_owned()));
+        let both = Recipe { only, preset, ..Recipe::default() }.base().unwrap_err();
         assert!(matches!(both, RecipeError::OnlyWithPreset), "{both}");
     }
 }

@@ -10,6 +10,8 @@ use crate::error::CheckpointError;
 
 /// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
 pub(super) const MAX_TEXT: u64 = 100_000_000;
+/// What is expected of one that has more.
+pub(super) const TOO_LONG: &str = "a text of at most 100,000,000 bytes";
 
 /// A file in memory. The pages are read when they are touched.
 #[derive(Debug)]
@@ -39,8 +41,8 @@ pub(super) fn read_text(path: &Path) -> Result<Vec<u8>, CheckpointError> {
     let file = File::open(path).map_err(CheckpointError::io(path))?;
     let found = file.metadata().map_err(CheckpointError::io(path))?.len();
     if found > MAX_TEXT {
-        let expected = "a text of at most 100,000,000 bytes";
-        return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
+        let (path, expected) = (path.to_owned(), TOO_LONG);
+        return Err(CheckpointError::Header { path, expected, found });
     }
     let mut text = Vec::with_capacity(found as usize);
     file.take(MAX_TEXT).read_to_end(&mut text).map_err(CheckpointError::io(path))?;

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::entry::FileEntries;
-use super::file::{MAX_TEXT, Mapped};
+use super::file::{MAX_TEXT, Mapped, TOO_LONG};
 use super::leb128::Rest;
 use super::tokens::{self, LONGEST, Outline};
 use crate::dtype::{DataType, Dtype};
@@ -320,8 +320,8 @@ impl<'p> IndexFile<'p> {
         let text = map.bytes();
         let found = text.len() as u64;
         if found > MAX_TEXT {
-            let expected = "a text of at most 100,000,000 bytes";
-            return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
+            let (path, expected) = (path.to_owned(), TOO_LONG);
+            return Err(CheckpointError::Header { path, expected, found });
         }
         let outline = Outline::of(text, WEIGHT_MAP).map_err(|found| too_long(path, found))?;
         if outline.longest > LONGEST {
@@ -329,7 +329,11 @@ impl<'p> IndexFile<'p> {
         }
         let Index { weight_map: Fields(_) } =
             serde_json::from_slice(text).map_err(|source| wrong_index(path, source))?;
-        let weight_map = outline.texts.unwrap_or(text.len());
+        // serde takes a list for an object of these fields too.
+        let weight_map = outline.texts.ok_or_else(|| {
+            let what = format!("expected an object with the field `{WEIGHT_MAP}`");
+            wrong_index(path, serde_json::Error::custom(what))
+        })?;
         let index = Self { path, map, weight_map };
         for pair in index.pairs() {
             let (_, shard) = pair?;
@@ -384,7 +388,7 @@ pub(crate) fn layout(
     let mut fields = Vec::with_capacity(tensors.len() + 1);
     if !metadata.is_empty() {
         let texts = metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into()));
-        fields.push(("__metadata__".to_owned(), Json::Object(texts.collect())));
+        fields.push((METADATA.to_owned(), Json::Object(texts.collect())));
     }
     let mut offsets = vec![0; tensors.len()];
     let mut end = 0;

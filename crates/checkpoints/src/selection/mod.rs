@@ -10,7 +10,8 @@ mod layers;
 mod preset;
 mod reason;
 
-use std::collections::{BTreeMap, HashMap};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use burn_fp4_formats::Fp4Format;
 
@@ -26,6 +27,9 @@ use layers::Layers;
 use preset::Names;
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
+
+/// The dialect to write where none is chosen.
+pub const DEFAULT: &str = "compressed-tensors";
 
 /// What a user chooses.
 #[derive(Debug, Clone)]
@@ -82,15 +86,10 @@ pub enum Decision {
 /// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
 /// #     Weight::new(name, 0, Value::Plain(tensor))
 /// # });
-/// # let (keep, only, exceptions) = (Vec::new(), Vec::new(), Vec::new());
-/// # let (first_layers, last_layers, together) = (0, 0, None);
-/// # let (format, preset) = (burn_fp4_formats::Fp4Format::NvFp4, Preset::AllLinear);
+/// # let format = burn_fp4_formats::Fp4Format::NvFp4;
 /// let model = Model { weights: weights.into(), ..Model::default() };
-/// let (block_size, dialect) = (16, "modelopt".to_owned());
-/// let choice = Choice {
-///     format, block_size, dialect, preset, keep, only, first_layers, last_layers, exceptions,
-///     together,
-/// };
+/// let (preset, dialect) = (Preset::AllLinear, "modelopt".to_owned());
+/// let choice = Choice { preset, dialect, ..Choice::all(format, 16) };
 /// let selection = Selection::of(&model, &choice)?;
 /// assert_eq!(selection.groups, [[1]]);
 /// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
@@ -168,11 +167,14 @@ impl Selection {
         let becomes = |at: usize| choice.becomes(exceptions[at]);
         let families = fused::families(model);
         let fuses = choice.together.unwrap_or_else(|| writer.fuses());
-        if fuses && choice.preset != Preset::Miles {
+        // The converter of miles decides about each of a pair alone; a user may say otherwise.
+        let fuses_all = choice.together.unwrap_or(fuses && choice.preset != Preset::Miles);
+        if fuses_all {
             keep_together(model, &families, &mut reasons);
             if let Some(other) = of_another_format(&families, &reasons, becomes) {
                 let (dialect, weight) = (dialect.name(), &model.weights[other].name);
-                let what = "another format than that of the layers that it is run as one with";
+                let what = "another format than that of layers that run as one with it; say \
+                            `together = false` to let them differ";
                 return Err(CheckpointError::cannot_hold(dialect, weight, what));
             }
         }
@@ -275,6 +277,24 @@ impl Selection {
 }
 
 impl Choice {
+    /// A format for all weights that the default preset chooses, in the default dialect, without
+    /// exceptions.
+    #[must_use]
+    pub fn all(format: Fp4Format, block_size: usize) -> Self {
+        Self {
+            format,
+            block_size,
+            dialect: DEFAULT.to_owned(),
+            preset: Preset::default(),
+            keep: Vec::new(),
+            only: Vec::new(),
+            first_layers: 0,
+            last_layers: 0,
+            exceptions: Vec::new(),
+            together: None,
+        }
+    }
+
     /// What a weight becomes that an exception is about, or none. None: it is kept.
     fn becomes(&self, exception: Option<usize>) -> Option<(Fp4Format, usize)> {
         exception.map_or(Some((self.format, self.block_size)), |at| self.exceptions[at].becomes)
@@ -364,31 +384,58 @@ fn check_matches(
     matchers: &[Matcher],
 ) -> Result<(), CheckpointError> {
     let misses = |matcher: &Matcher| !model.weights.iter().any(|weight| hits(matcher, weight));
-    let Some(at) = matchers.iter().position(misses) else { return Ok(()) };
+    match matchers.iter().position(misses) {
+        None => Ok(()),
+        Some(at) => Err(no_match(model, list, &texts[at])),
+    }
+}
+
+fn no_match(model: &Model<'_>, list: &'static str, pattern: &str) -> CheckpointError {
     let first = model.weights.first().map_or("none", |weight| &weight.name).to_owned();
-    let (pattern, tensors) = (texts[at].clone(), model.weights.len());
-    Err(CheckpointError::NoMatch { list, pattern, tensors, first })
+    let (pattern, tensors) = (pattern.to_owned(), model.weights.len());
+    CheckpointError::NoMatch { list, pattern, tensors, first }
 }
 
 /// For each weight the last exception that is about it, with the place of the first of its names
 /// that is.
+///
+/// Exact names are looked up: a recipe of what was done to a model has one for every weight.
 fn exceptions_of(
     model: &Model<'_>,
     exceptions: &[Exception],
 ) -> Result<Vec<Option<(usize, usize)>>, CheckpointError> {
-    let mut found = vec![None; model.weights.len()];
+    let mut exact: HashMap<String, Vec<(usize, usize)>> = HashMap::new();
+    let mut others: Vec<((usize, usize), Matcher)> = Vec::new();
+    // Names that no weight has.
+    let mut idle = BTreeSet::new();
     for (at, Exception { names, becomes }) in exceptions.iter().enumerate() {
         if let Some((format, block_size)) = becomes {
             format.check_block_size(*block_size)?;
         }
-        let matchers = matchers(names)?;
-        check_matches(model, "weights", names, &matchers)?;
-        for (weight, found) in model.weights.iter().zip(&mut found) {
-            let name = matchers.iter().position(|matcher| hits(matcher, weight));
-            *found = name.map(|name| (at, name)).or(*found);
+        for (name, text) in names.iter().enumerate() {
+            idle.insert((at, name));
+            match Pattern::parse(text, Syntax::Both) {
+                Pattern::Exact(text) => exact.entry(text).or_default().push((at, name)),
+                pattern => others.push(((at, name), pattern.matcher()?)),
+            }
         }
     }
-    Ok(found)
+    let mut found: Vec<Option<(usize, usize)>> = Vec::with_capacity(model.weights.len());
+    for weight in &model.weights {
+        let mut last: Option<(usize, usize)> = None;
+        let same = [weight.name.as_str(), weight.module()];
+        let same = same.into_iter().filter_map(|name| exact.get(name)).flatten();
+        let alike = others.iter().filter(|(_, matcher)| hits(matcher, weight));
+        for &place in same.chain(alike.map(|(place, _)| place)) {
+            idle.remove(&place);
+            last = last.into_iter().chain([place]).max_by_key(|&(at, name)| (at, Reverse(name)));
+        }
+        found.push(last);
+    }
+    match idle.first() {
+        None => Ok(found),
+        Some(&(at, name)) => Err(no_match(model, "weights", &exceptions[at].names[name])),
+    }
 }
 
 /// What no choice of a user makes a matrix of floats.
@@ -484,18 +531,7 @@ mod tests {
     use crate::tensor::Tensor;
 
     fn choice(dialect: &str) -> Choice {
-        Choice {
-            format: Fp4Format::NvFp4,
-            block_size: 16,
-            dialect: dialect.to_owned(),
-            preset: Preset::AllLinear,
-            keep: Vec::new(),
-            only: Vec::new(),
-            first_layers: 0,
-            last_layers: 0,
-            exceptions: Vec::new(),
-            together: None,
-        }
+        Choice { dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) }
     }
 
     fn exception(name: &str, becomes: Option<(Fp4Format, usize)>) -> Exception {
@@ -554,6 +590,38 @@ mod tests {
         let asked = Reason::Asked("re:.*\\.o_proj$".to_owned());
         assert_eq!(selection.decisions[2], Decision::Keep(asked));
         assert_eq!(selection.decisions[3], Decision::Keep(Reason::Preset("a router")));
+    }
+
+    #[test]
+    fn the_first_name_of_a_weight_counts_and_every_name_is_that_of_one() {
+        let model = layer(&["up_proj", "down_proj"]);
+        let of = |names: [&str; 3]| {
+            let names = names.map(str::to_owned).into();
+            let exceptions = vec![Exception { names, becomes: None }];
+            Selection::of(&model, &Choice { exceptions, ..choice("modelopt") })
+        };
+        let kept = of(["*.up_proj", "layers.0.up_proj.weight", "layers.0.down_proj"]);
+        let asked = |name: &str| Decision::Keep(Reason::Asked(name.to_owned()));
+        let expected = [asked("*.up_proj"), asked("layers.0.down_proj")];
+        assert_eq!(kept.expect("a selection").decisions, expected);
+        let error = of(["*", "layers.0.up_proj", "layers.0.o_proj"]).expect_err("no such name");
+        let says = "`weights` pattern `layers.0.o_proj` matches none of 2";
+        assert!(error.to_string().starts_with(says), "{error}");
+    }
+
+    #[test]
+    fn one_of_a_pair_of_miles_is_kept_alone_unless_the_user_wants_them_together() {
+        let pair = layer(&["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]);
+        let config = Some(Json::object([("num_hidden_layers", 1_u64.into())]));
+        let model = Model { config, ..pair };
+        let of = |together| {
+            let (preset, keep) = (Preset::Miles, vec!["*.up_proj".to_owned()]);
+            let selection = Choice { preset, keep, together, ..choice("miles") };
+            Selection::of(&model, &selection).expect("a selection").groups
+        };
+        assert_eq!(of(None), [[0]]);
+        assert_eq!(of(Some(false)), [[0]]);
+        assert!(of(Some(true)).is_empty());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::reason::Reason;
 use crate::error::CheckpointError;
@@ -11,7 +11,7 @@ use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Value, Weight};
 
 /// Which weights are quantized, by their names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Preset {
     /// Every linear layer but those that no one quantizes.

@@ -74,6 +74,19 @@ fn a_gguf_file_may_end_with_its_header_which_names_what_is_wrong() {
     assert_eq!((&*tensor, found), ("x", TensorProblem::Axes { most: 4, found: 5 }));
 }
 
+/// A list may stand for an object where serde reads it; such a folder would seem to be empty.
+#[test]
+fn an_index_is_an_object() {
+    let folder = folder("hostile-index");
+    for index in [r#"[{"a":"x.safetensors"}]"#, "[{}]", r#"[{"weight_map":"x.safetensors"}]"#] {
+        fs::write(folder.join("model.safetensors.index.json"), index).expect("written");
+        let error = Checkpoint::open(&folder).expect_err("a list");
+        assert!(matches!(error, CheckpointError::Json { what: "index", .. }), "{error}");
+        let says = "expected an object with the field `weight_map`";
+        assert!(error.to_string().contains(says), "{index}: {error}");
+    }
+}
+
 #[test]
 fn texts_do_not_take_many_times_their_length() {
     let folder = folder("hostile-texts");

@@ -37,10 +37,10 @@ impl Ahead {
     }
 
     /// Tells the system about the jobs, in their order.
-    pub(super) fn look<'u>(
+    pub(super) fn look<'j>(
         &self,
         model: &Model<'_>,
-        jobs: impl Iterator<Item = &'u Job>,
+        jobs: impl Iterator<Item = &'j Job>,
         reader: &Reader<'_>,
     ) {
         let weights = jobs.flat_map(|job| job.weights.iter().map(|&at| &model.weights[at]));

@@ -123,8 +123,9 @@ const ROOM: u64 = 256 << 20;
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = model(&checkpoint)?;
-    let recipe = arguments.options.with_recipe(arguments.recipe.as_deref())?;
-    let resolved = ResolvedOptions::of(recipe, &model, arguments.out.as_deref())?;
+    let path = arguments.recipe.as_deref();
+    let recipe = arguments.options.with_recipe(path)?;
+    let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let selection = Selection::of(&model, &resolved.choice)?;
@@ -195,7 +196,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
 }
 
 /// Bytes of jobs.
-fn bytes<'u>(jobs: impl Iterator<Item = &'u Job>) -> u64 {
+fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 

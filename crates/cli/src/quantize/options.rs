@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use burn_fp4_checkpoints::Model;
-use burn_fp4_checkpoints::selection::{Choice, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -138,15 +138,27 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// What is done to a model, everything open decided.
+    /// What is done to a model, everything open decided. `path` is the file of the recipe.
     pub(super) fn of(
         mut recipe: Recipe,
+        path: Option<&Path>,
         model: &Model<'_>,
         out: Option<&Path>,
     ) -> Result<Self, CliError> {
+        // It is printed, and stands in the task of a run that may be resumed.
+        if let Some(path) = recipe.calibration.as_deref().filter(|path| path.to_str().is_none()) {
+            let what = format!("--calibration {}: expected a path in UTF-8", path.display());
+            return Err(CliError::Choice(what));
+        }
+        let wrong = |problem| match path {
+            None => problem,
+            Some(path) => RecipeError::In { path: path.to_owned(), problem: Box::new(problem) },
+        };
         let preset = match &recipe.preset {
             None => Preset::default(),
-            Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,
+            Some(name) => {
+                name.parse::<Preset>().map_err(|problem| wrong(RecipeError::Preset(problem)))?
+            }
         };
         let miles = preset == Preset::Miles;
         if miles {
@@ -162,12 +174,13 @@ impl ResolvedOptions {
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
         }
-        let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
+        let base = recipe.base().map_err(wrong)?;
+        let exceptions = recipe.schemes().map_err(wrong)?;
         let dialect = recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
-                false => "compressed-tensors",
+                false => DEFAULT,
             }
             .to_owned()
         });
@@ -178,8 +191,6 @@ impl ResolvedOptions {
         };
         let (format, block_size) = becomes(&base);
         let choice = Choice {
-            format,
-            block_size,
             dialect,
             preset,
             keep: recipe.keep.clone(),
@@ -188,6 +199,7 @@ impl ResolvedOptions {
             last_layers: recipe.last_layers_high_precision.unwrap_or(0),
             exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
             together: recipe.together,
+            ..Choice::all(format, block_size)
         };
         Ok(Self { recipe, choice, base, exceptions })
     }
@@ -255,7 +267,13 @@ impl ResolvedOptions {
         let mut notes = Vec::new();
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
             let (path, method) = (path.display(), self.base.method);
-            notes.push(format!("method `{method}` needs no statistics: {path} is not used"));
+            let others = self.exceptions.iter().flatten().any(|how| how.method != method);
+            notes.push(match others {
+                true => {
+                    format!("no method that is asked for needs statistics: {path} is not used")
+                }
+                false => format!("method `{method}` needs no statistics: {path} is not used"),
+            });
         }
         if self.choice.dialect == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
@@ -296,8 +314,8 @@ impl fmt::Display for Settings {
         }
         match self.weights.len() {
             0 => Ok(()),
-            1 => write!(f, ", one list of weights otherwise"),
-            lists => write!(f, ", {lists} lists of weights otherwise"),
+            1 => write!(f, ", other choices for one list of weights"),
+            lists => write!(f, ", other choices for {lists} lists of weights"),
         }
     }
 }

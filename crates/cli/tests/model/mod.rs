@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
@@ -255,4 +256,25 @@ pub(crate) fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> = entries.map(name).collect();
     names.sort();
     names
+}
+
+/// Format, codes and block scales of what is quantized, by its name in files.
+pub(crate) type Packed = BTreeMap<String, (String, Vec<u8>, Vec<u8>)>;
+
+/// What of these weights is quantized.
+pub(crate) fn packed(weights: &[Weight<'_>]) -> Packed {
+    let one = |weight: &Weight<'_>| match &weight.value {
+        Value::Fp4(fp4) => {
+            let (codes, scales) = (fp4.plain_codes().into_owned(), fp4.plain_scales().into_owned());
+            Some((weight.name.clone(), (weight.kind(), codes, scales)))
+        }
+        Value::Plain(_) | Value::Fp8(_) => None,
+    };
+    weights.iter().filter_map(one).collect()
+}
+
+/// What is quantized of a folder or file.
+pub(crate) fn packed_in(path: &Path) -> Packed {
+    let checkpoint = Checkpoint::open(path).expect("a checkpoint");
+    packed(&checkpoint.weights().expect("weights"))
 }

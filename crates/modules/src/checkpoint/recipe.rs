@@ -1,13 +1,14 @@
 //! Recipes of the command `fp4`: of what was done to a module, and for one.
 //!
-//! Both are decided about by the names and shapes that parameters have in files, and by the same
-//! selection as in the command.
+//! Names and shapes of parameters in files decide about both, by the same selection as in the
+//! command.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
-use burn_fp4_checkpoints::selection::{Choice, Decision, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Decision, Exception, Preset, Selection};
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
 use burn_fp4_ops::search::{
@@ -23,22 +24,22 @@ use super::map::{CheckpointMap, turned};
 use super::mismatch::Mismatch;
 use super::names::{Names, Wanted};
 
-/// The dialect of a recipe that names none, as in the command.
-const DIALECT: &str = "compressed-tensors";
-
 /// All names, as a pattern.
 const ALL: &str = "*";
 
 impl Fp4Report {
     /// Saves what was done as a recipe, which does the same again: to the files of the model, by
-    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. So do formats become
-    /// a file that a [budget](Fp4Config::budget) has chosen. Names are those that the map gives
+    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. Formats that a
+    /// [budget](Fp4Config::budget) has chosen become a file so. Names are those that the map gives
     /// weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
     ///
     /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
     /// methods that take statistics of inputs, which have to be given again
     /// ([`Calibration::save`](crate::Calibration::save)), and for weights of rank 3 in formats with
-    /// a tensor scale: those of a file have one for each matrix.
+    /// a tensor scale: those of a file have one for each matrix. Where some weights got another
+    /// method for want of statistics ([`Fallback`](crate::Fallback)) the recipe says which: the
+    /// command does the same, but [`Fp4Config::of_recipe`] refuses it, as a configuration has one
+    /// method for all weights.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -142,8 +143,9 @@ impl Fp4Config {
     /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
     /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
     /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: methods that are for all
-    /// weights beside others, tensor scales shared by parameters that are no siblings. For the map
-    /// as [`Fp4Report::recipe`].
+    /// weights beside others, also where these are what some weights got for want of statistics
+    /// before the recipe was saved; tensor scales shared by parameters that are no siblings. For
+    /// the map as [`Fp4Report::recipe`].
     pub fn of_recipe<M: Module>(
         recipe: &Recipe,
         module: &M,
@@ -236,8 +238,7 @@ impl Files {
         let mut tensors = Tensors::default();
         let mut tied = Vec::new();
         for (at, one) in parameters.iter().enumerate() {
-            let with = names.tied_to(one.path).filter(|with| *with != one.path);
-            if let Some(with) = parameters.iter().position(|other| Some(other.path) == with) {
+            if let Some(with) = tied_to(&names, parameters, at) {
                 tied.push((at, with));
                 continue;
             }
@@ -284,6 +285,16 @@ impl Files {
     }
 }
 
+/// The parameter whose tensors a parameter takes, at the end of its ties; none if it has its own.
+fn tied_to(names: &Names<'_>, parameters: &[Known<'_>], at: usize) -> Option<usize> {
+    let next = |at: usize| {
+        let with = names.tied_to(parameters[at].path)?;
+        parameters.iter().position(|other| other.path == with).filter(|with| *with != at)
+    };
+    // Ties in a circle have no end.
+    iter::successors(next(at), |&at| next(at)).take(parameters.len()).last()
+}
+
 /// A dense weight without values.
 fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
     let tensor = Tensor {
@@ -321,9 +332,7 @@ impl Decided {
         };
         let (format, block_size) = becomes(&base);
         let choice = Choice {
-            format,
-            block_size,
-            dialect: recipe.dialect.clone().unwrap_or_else(|| DIALECT.to_owned()),
+            dialect: recipe.dialect.clone().unwrap_or_else(|| DEFAULT.to_owned()),
             preset,
             keep: recipe.keep.clone(),
             only: recipe.only.clone(),
@@ -331,6 +340,7 @@ impl Decided {
             last_layers: recipe.last_layers_high_precision.unwrap_or(0),
             exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
             together: recipe.together,
+            ..Choice::all(format, block_size)
         };
         Ok(Self { selection: Selection::of(&files.model, &choice)?, base, exceptions })
     }
@@ -501,7 +511,50 @@ fn with_shared_scale(config: Fp4Config, paths: &[&str]) -> Result<Fp4Config, Fp4
     match config.share_scale.iter().find(of_these) {
         _ if places.len() > 1 => no_siblings(paths[0]),
         Some(group) if *group == siblings => Ok(config),
-        Some(_) => no_siblings(paths[0]),
+        Some(group) => {
+            let [group, siblings] = [group, &siblings].map(|names| names.join(", "));
+            let problem = format!(
+                "the siblings that share its tensor scale are others than in another layer: \
+                 expected `{group}`, found `{siblings}`"
+            );
+            Err(impossible(paths[0], &problem))
+        }
         None => Ok(config.share_scale(siblings)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_that_are_tied_in_a_row_take_one_tensor() {
+        let paths = ["a.weight", "b.weight", "c.weight", "d.weight"];
+        let known = paths.map(|path| Known { path, container: "Linear", shape: &[64, 64] });
+        let map = CheckpointMap::new().tie("a.weight", "b.weight").tie("b.weight", "c.weight");
+        let files = Files::new(&known, &map).expect("files");
+        let names = files.model.weights.iter().map(|weight| weight.name.as_str());
+        assert!(names.eq(["c.weight", "d.weight"]));
+        assert_eq!(files.of, [vec![2, 0, 1], vec![3]]);
+    }
+
+    #[test]
+    fn siblings_that_share_a_tensor_scale_are_the_same_in_every_layer() {
+        let config =
+            with_shared_scale(Fp4Config::nvfp4(), &["0.q.weight", "0.k.weight"]).expect("siblings");
+        assert_eq!(config.share_scale, [["q", "k"]]);
+        let again =
+            with_shared_scale(config.clone(), &["1.q.weight", "1.k.weight"]).expect("the same");
+        assert_eq!(again.share_scale.len(), 1);
+        let says =
+            |paths: &[&str]| match with_shared_scale(config.clone(), paths).expect_err("others") {
+                Fp4Error::RecipeParameter { path, problem } => (path, problem),
+                error => panic!("{error}"),
+            };
+        let (path, problem) = says(&["1.q.weight", "1.k.weight", "1.v.weight"]);
+        assert_eq!(path, "1.q.weight");
+        assert!(problem.ends_with("expected `q, k`, found `q, k, v`"), "{problem}");
+        let (_, problem) = says(&["1.q.weight", "2.k.weight"]);
+        assert!(problem.contains("as only siblings share one"), "{problem}");
     }
 }

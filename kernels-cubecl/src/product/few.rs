@@ -10,12 +10,13 @@
 //! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
 //!
 //! cube: row_planes x depth planes
+//! load codes, scales and input of the first two steps                  (load_step)
 //! for step in the steps of the channels, `depth` at a time:
 //!     the input goes to shared memory, in the order of decoded codes   (share_input)
-//!     load codes, scales and input of the next step                    (load_step)
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
+//!     load the step after the next                                     (load_step)
 //! add the sums of the planes along the depth, and store them           (store_sums)
 //! ```
 
@@ -65,6 +66,8 @@ const PART: u32 = STEP_VECTORS / 4 + 1;
 const ROW: u32 = 4 * PART;
 /// Packed rows of a lane: its own among eight, and the one after eight more.
 const ROWS: u32 = 2;
+/// Steps whose codes are in registers: one is multiplied, those after it are being loaded.
+const TURNS: u32 = 2;
 
 /// Where a lane is, and the rows it works on.
 #[derive(CubeType, Clone, Copy)]
@@ -114,17 +117,6 @@ struct Loaded<W: Size, X: Size> {
     input: Array<Vector<u32, X>>,
 }
 
-/// What a lane multiplies in a step, while the next one is loaded.
-#[derive(CubeType)]
-struct Current<W: Size> {
-    /// Of both rows, two vectors of codes.
-    codes: Array<Vector<u32, W>>,
-    /// And the scales of their blocks, in a word.
-    scales: Array<u32>,
-    /// Where the input of the step begins in shared memory.
-    from: u32,
-}
-
 /// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
 #[cube]
 fn load_step<F: Float, S: Int, W: Size, X: Size>(
@@ -159,8 +151,7 @@ fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: Few) -> u32 
     (lane.row_plane * comptime!(plan.copies()) + copy) % plan.inputs
 }
 
-/// See the head of this file. What a step needs from device memory is loaded while the one before
-/// is computed.
+/// See the head of this file.
 #[cube(launch_unchecked)]
 fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -182,60 +173,61 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
         sums.push(zeros);
     }
 
-    // The input of a step and of the next.
     let buffer = comptime!(depth * inputs * ROW);
-    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * buffer as usize));
-    let mut turn = 0u32.runtime();
-    let mut loaded = Loaded::<W, X> {
-        codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize)),
-        scales: Array::<u32>::new(comptime!(ROWS as usize)),
-        input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
-    };
-    let mut step = lane.depth;
-    load_step::<F, S, W, X>(operands, step, &mut loaded, &lane, plan);
+    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!((TURNS * buffer) as usize));
+    let mut loaded = Sequence::<Loaded<W, X>>::new();
+    #[unroll]
+    for turn in 0..TURNS {
+        let mut next = Loaded::<W, X> {
+            codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize)),
+            scales: Array::<u32>::new(comptime!(ROWS as usize)),
+            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
+        };
+        load_step::<F, S, W, X>(operands, lane.depth + turn * depth, &mut next, &lane, plan);
+        loaded.push(next);
+    }
 
     let shares = comptime!(plan.row_planes > 1);
     let chunks = operands.extent.chunks;
     // Planes that wait for each other go round as often.
     let end = if comptime!(shares) { chunks.div_ceil(depth) * depth } else { chunks };
-    while step < end {
-        let from = turn * buffer + lane.depth * comptime!(inputs * ROW);
-        share_input::<X>(&mut shared, from, &loaded.input, &lane, plan);
-        let mut codes = Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize));
-        let mut scales = Array::<u32>::new(comptime!(ROWS as usize));
+    let mut first = lane.depth;
+    while first < end {
+        // A turn has registers of its own, so that nothing is moved between them.
         #[unroll]
-        for row in 0..ROWS {
-            let row = comptime!(row as usize);
-            codes[comptime!(2 * row)] = loaded.codes[comptime!(2 * row)];
-            codes[comptime!(2 * row + 1)] = loaded.codes[comptime!(2 * row + 1)];
-            scales[row] = loaded.scales[row];
-        }
-        let current = Current::<W> { codes, scales, from };
-        if step + depth < chunks {
-            load_step::<F, S, W, X>(operands, step + depth, &mut loaded, &lane, plan);
-        }
-        if comptime!(shares) {
-            sync_cube();
-        } else {
-            sync_plane();
-        }
-        if step < chunks {
-            #[unroll]
-            for vector in 0..2u32 {
-                multiply::<F, S, W, X, NA, NB, NC>(
-                    operands,
-                    &definition,
-                    &current,
-                    &shared,
-                    &mut sums,
-                    &lane,
-                    vector,
-                    plan,
-                );
+        for turn in 0..TURNS {
+            let step = first + turn * depth;
+            let from = turn * buffer + lane.depth * comptime!(inputs * ROW);
+            let current = loaded.index(comptime!(turn as usize));
+            share_input::<X>(&mut shared, from, &current.input, &lane, plan);
+            if comptime!(shares) {
+                sync_cube();
+            } else {
+                sync_plane();
+            }
+            if step < chunks {
+                #[unroll]
+                for vector in 0..2u32 {
+                    multiply::<F, S, W, X, NA, NB, NC>(
+                        operands,
+                        &definition,
+                        current,
+                        from,
+                        &shared,
+                        &mut sums,
+                        &lane,
+                        vector,
+                        plan,
+                    );
+                }
+            }
+            let next = step + comptime!(TURNS * depth);
+            if next < chunks {
+                let loaded = loaded.index_mut(comptime!(turn as usize));
+                load_step::<F, S, W, X>(operands, next, loaded, &lane, plan);
             }
         }
-        turn = 1u32 - turn;
-        step += depth;
+        first += comptime!(TURNS * depth);
     }
     store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
 }
@@ -262,7 +254,8 @@ fn share_input<X: Size>(
 fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
     definition: &MmaDefinition<F, F, f32>,
-    current: &Current<W>,
+    loaded: &Loaded<W, X>,
+    from: u32,
     shared: &[Vector<u32, X>],
     sums: &mut Sequence<Array<Vector<f32, NC>>>,
     lane: &Lane,
@@ -274,7 +267,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS) as usize));
     #[unroll]
     for row in 0..ROWS {
-        let scales = current.scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
+        let scales = loaded.scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
         decode_scales::<F, NA>(&mut factors, row, scales, recipe);
     }
     #[unroll]
@@ -283,7 +276,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
         #[unroll]
         for tile in 0..input_tiles {
             let row = (lane.quad + comptime!(tile * 8)) % plan.inputs;
-            let at = (current.from + row * ROW + lane.part * PART) as usize;
+            let at = (from + row * ROW + lane.part * PART) as usize;
             values[tile as usize] = shared[at + comptime!((vector * 4 + word) as usize)];
         }
         #[unroll]
@@ -293,7 +286,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             for register in 0..4u32 {
                 // As an instruction takes them: a pair of both rows, then the next pair.
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
-                let packed = current.codes[comptime!((2 * row + vector) as usize)];
+                let packed = loaded.codes[comptime!((2 * row + vector) as usize)];
                 let packed = packed.extract(comptime!(word as usize));
                 let decoded = elements::<F, NA>(packed << comptime!(12 - 4 * pair), recipe);
                 let factor = factors[comptime!((row * 2 + word / 2) as usize)];

@@ -301,6 +301,8 @@ impl Product {
         let busy = |row_planes, least| cubes(row_planes) >= least as usize;
         // By measurements on an H200. More packed rows a cube read the input less often.
         let (row_planes, depth) = match self.inputs {
+            // All cubes at once: a processor holds three of eight planes, or six of four.
+            0..=2 if busy(1, 3 * processors + 1) => (1, 4),
             0..=2 => (1, 8),
             3..=8 if busy(2, processors) => (2, 4),
             3..=8 => (1, 8),
@@ -445,7 +447,8 @@ mod tests {
             Kernel::Few(few) => Some((few.cubes, few.row_planes, few.depth, few.inputs)),
             _ => None,
         };
-        assert_eq!(of(1, 8192), Some((512, 1, 8, 1)));
+        assert_eq!(of(1, 8192), Some((512, 1, 4, 1)));
+        assert_eq!(of(1, 4096), Some((256, 1, 8, 1)));
         assert_eq!(of(1, 20), Some((2, 1, 8, 1)));
         assert_eq!(of(3, 8192), Some((256, 2, 4, 4)));
         assert_eq!(of(3, 4096), Some((256, 1, 8, 4)));

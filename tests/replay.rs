@@ -8,6 +8,7 @@ use burn::module::Module;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
+use burn_fp4_ops::LaunchState;
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -25,19 +26,30 @@ struct Net {
 
 impl Net {
     fn new(device: &Device) -> Self {
+        packed(Self::dense(device))
+    }
+
+    fn dense(device: &Device) -> Self {
         let net = Self {
             table: EmbeddingConfig::new(32, CHANNELS).init(device),
             first: LinearConfig::new(CHANNELS, 2 * CHANNELS).init(device),
             second: LinearConfig::new(2 * CHANNELS, CHANNELS).init(device),
         };
-        let mut net = seeded(net, 7);
-        net.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
-        net
+        seeded(net, 7)
     }
 
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         self.second.forward(Relu::new().forward(self.first.forward(x)))
     }
+}
+
+fn packed<M: Module>(mut module: M) -> M {
+    module.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
+    module
+}
+
+fn on_another_thread<T: Send + 'static>(make: impl FnOnce() -> T + Send + 'static) -> T {
+    std::thread::spawn(make).join().expect("the thread runs")
 }
 
 /// Keys and values of attention, one for each position.
@@ -316,6 +328,68 @@ fn a_replay_moves_to_other_threads() {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().expect("equal"));
+    });
+}
+
+/// Memory belongs to the thread that took it: of the first model only the biases to this one, of
+/// the second all but codes and scales of a layer.
+#[test]
+fn several_threads_may_make_a_model() {
+    each_device(|name, device| {
+        let forward = |net: &Net, x: Tensor<2>| net.forward(x);
+        let dense = Net::dense(device);
+        let net = on_another_thread(move || packed(dense));
+        let mut replay = Replay::new(net.clone(), forward);
+        for (seed, rows) in [1, 5, 1].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, CHANNELS], device);
+            let found = replay.run(x.clone()).expect("recordable");
+            assert_eq!(floats(found), floats(net.forward(x)), "{name}: {rows} rows");
+            assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+        }
+
+        let mut net = Net::dense(device);
+        let second = net.second.clone();
+        net.second = on_another_thread(move || packed(second));
+        replay.change(|old| *old = net.clone());
+        let x = random(3, [2, CHANNELS], device);
+        let found = replay.run(x.clone()).expect("recordable");
+        assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+        // Burn tunes its products for each thread, and may sum in another order.
+        let [found, expected] = [found, net.forward(x)].map(floats);
+        assert_near(name, &found, &expected, ROUNDING_OF_FACTORS);
+    });
+}
+
+/// Tensors of another thread than made most are copied with their layout, and only they.
+#[test]
+fn tensors_of_other_threads_are_gathered() {
+    each_device(|name, device| {
+        // Others have no memory of threads.
+        if !["cpu", "cuda"].contains(&name) {
+            return;
+        }
+        let most = random::<2>(1, [64, 64], device);
+        let of_another = device.clone();
+        let views = on_another_thread(move || {
+            let matrix = random::<2>(2, [8, 32], &of_another);
+            let row = random::<2>(3, [1, 32], &of_another);
+            [matrix.clone(), matrix.transpose(), row.expand([8, 32])]
+        });
+        let weights = views.iter().chain([&most]).map(|tensor| tensor.clone().into_dispatch());
+        let state = LaunchState::new(device, weights.collect(), vec![]);
+        let mut state = state.expect("it has streams");
+        assert!(state.is_mixed(), "{name}");
+        let mut gathered = |tensor: &Tensor<2>| {
+            let gathered = state.gather(tensor.clone().into_dispatch()).expect("it is computed");
+            gathered.map(Tensor::<2>::from_dispatch)
+        };
+        assert!(gathered(&most).is_none(), "{name}");
+        for view in views {
+            let copy = gathered(&view).expect("of another thread");
+            assert!(gathered(&copy).is_none(), "{name}");
+            assert_eq!(copy.dims(), view.dims(), "{name}");
+            assert_eq!(floats(copy), floats(view), "{name}");
+        }
     });
 }
 

@@ -37,8 +37,10 @@ fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache
 pub(crate) fn soak(replays: usize) {
     let device = Device::cuda(0);
     let layers = (0..6).map(|_| {
-        let mut layer = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&device);
+        let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
         layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
+        // Of this thread, whichever quantizes the weights.
+        layer.bias = layer.bias.map(|bias| bias.map(|bias| bias.cast(DType::BF16)));
         layer
     });
     let dense = Net { layers: layers.collect() };

@@ -53,7 +53,9 @@ impl Folder {
     /// Weights that do not fit the config, or that it does not know.
     pub fn load<L: Projection>(&self, device: &Device) -> Result<(Llama<L>, LoadReport)> {
         let mut model = Llama::new(&self.config, device)?;
-        let report = self.checkpoint.load_into(&mut model, &names().allow_unused())?;
+        // Opened for this alone: what was read of its files stays mapped for as long as it is open.
+        let checkpoint = Checkpoint::open(self.checkpoint.container().root())?;
+        let report = checkpoint.load_into(&mut model, &names().allow_unused())?;
         // What follows from the config, or from another tensor.
         let follows = |unused: &&Mismatch| match unused {
             Mismatch::Unused { tensor, .. } => {

@@ -33,8 +33,10 @@ impl LaunchState {
     /// Copies of these tensors on a device that [`records_launches`], for passes that read these
     /// weights.
     ///
-    /// A device has a stream of launches for each thread. The one that made the weights, or most of
-    /// their bytes, has to be the one that records.
+    /// A device has a stream of launches for each thread, with memory of its own. That of the
+    /// thread that made the weights, or most of their bytes, is the one that records, whichever
+    /// thread asks for it. A recording reads memory of that stream alone: other weights have to be
+    /// [gathered](Self::gather).
     ///
     /// # Errors
     /// [`OpsError::Recording`] if a tensor is on another device, or the device records nothing.
@@ -49,6 +51,32 @@ impl LaunchState {
         }
         drop((weights, tensors));
         Err(OpsError::Recording(format!("{device:?} has no graphs")))
+    }
+
+    /// Whether some of the weights are in memory of another stream than the one that records.
+    pub fn is_mixed(&self) -> bool {
+        #[cfg(feature = "cube")]
+        return self.state.is_mixed();
+        #[cfg(not(feature = "cube"))]
+        match self.never {}
+    }
+
+    /// A copy of a tensor that is in memory of another stream, with the same layout in memory of
+    /// the one that records; `None` for what is there already, and for what cannot be recorded: on
+    /// another device, differentiated, or quantized by Burn. Tensors that share memory share the
+    /// copy, which is kept as long as this.
+    ///
+    /// # Errors
+    /// [`OpsError::Device`] if the tensor could not be computed; [`OpsError::Recording`] if the
+    /// device records nothing.
+    pub fn gather(&mut self, tensor: DispatchTensor) -> Result<Option<DispatchTensor>, OpsError> {
+        #[cfg(feature = "cube")]
+        return self.state.gather(tensor);
+        #[cfg(not(feature = "cube"))]
+        {
+            let _ = tensor;
+            match self.never {}
+        }
     }
 
     /// Whether there are none.
@@ -102,9 +130,9 @@ impl Launches {
     ///
     /// # Errors
     /// [`OpsError::Recording`] if the pass cannot be recorded: it reads values, waits for the
-    /// device, takes memory that it did not take before, has tensors on another device, or shapes
-    /// that differ between runs. The state is as it was, but other recordings on it are void,
-    /// unless it is empty.
+    /// device, takes memory that it did not take before, has tensors on another device, or of
+    /// another stream, or shapes that differ between runs. The state is as it was, but other
+    /// recordings on it are void, unless it is empty.
     pub fn record(
         state: &mut LaunchState,
         inputs: Vec<DispatchTensor>,

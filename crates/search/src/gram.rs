@@ -99,7 +99,11 @@ impl Gram {
             check_length("tile of a Gram matrix", layout.tile_len(), tile.len())?;
         }
         if layout == GramTiles::compact(channels, block_size) {
-            return Self::from_own_tiles(tiles.concat(), channels, block_size, rows, amax);
+            let mut values = vec![0.0; layout.count() * layout.tile_len()];
+            // By all threads: the first touch of new memory takes longer than the copy.
+            let own = values.par_chunks_exact_mut(layout.tile_len()).zip(tiles);
+            own.for_each(|(own, tile)| own.copy_from_slice(tile));
+            return Self::from_own_tiles(values, channels, block_size, rows, amax);
         }
         if layout.is_diagonal() && channels > layout.side() {
             check_blocks(layout.side(), block_size)?;

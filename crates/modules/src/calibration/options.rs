@@ -77,9 +77,10 @@ impl<'a> CalibrationOptions<'a> {
     /// Bytes that the activations of all batches in flight may take on a device at a time: 3 GiB.
     /// Tensors that batches and the module bring along count, too, but for parameters; those that
     /// are the same in several batches, such as tables of position encodings, are on every device
-    /// once and count once. What does not fit runs after the rest, from its beginning; at least one
-    /// batch is in flight. The statistics of one input of a layer, f64 `[in, in]` or less for each
-    /// slice of the weight, come on top.
+    /// once and count once. A pass ends with the last input that is gathered: what a model computes
+    /// after it does not count. What does not fit runs after the rest, from its beginning; at least
+    /// one batch is in flight. The statistics of one input of a layer, f64 `[in, in]` or less for
+    /// each slice of the weight, come on top.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = bytes;
         self

@@ -24,7 +24,8 @@ pub(crate) struct Recording {
     pub(crate) forgotten: Vec<Vec<TensorIr>>,
 }
 
-/// Bytes that a recording takes on its device, but for parameters and values that are shared.
+/// Bytes that a recording takes on its device until the last input of a layer is known, where it
+/// ends, but for parameters and values that are shared.
 #[derive(Clone, Copy)]
 pub(crate) struct Memory {
     /// At most.
@@ -84,8 +85,9 @@ impl Recording {
         });
         let bytes = living(&self.operations, own.collect());
         let largest = |bytes: &mut dyn Iterator<Item = usize>| bytes.max().unwrap_or(0);
+        let end = self.inputs.last().map_or(0, |input| input.at);
         Memory {
-            peak: largest(&mut bytes.iter().map(|[_, during]| *during)),
+            peak: largest(&mut bytes[..end].iter().map(|[_, during]| *during)),
             waiting: largest(&mut self.inputs.iter().map(|input| bytes[input.at][0])),
         }
     }

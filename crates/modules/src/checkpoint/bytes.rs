@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use burn::tensor::{Bytes, DType, TensorData};
 use burn_fp4_checkpoints::Dtype;
+use rayon::prelude::*;
 
 /// The dtypes that files and Burn have in common. Truth values are apart: devices store them in
 /// their own ways.
@@ -32,10 +33,33 @@ pub(crate) fn in_file(dtype: DType) -> Option<Dtype> {
     DTYPES.iter().find(|(_, burn)| *burn == dtype).map(|(file, _)| *file)
 }
 
-/// Values in another dtype.
-pub(crate) fn data(bytes: Vec<u8>, shape: &[usize], from: DType, to: DType) -> TensorData {
-    let data = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.to_vec(), from);
+/// Numbers of a file in a dtype of Burn, matrices `[.., rows, cols]` as `[.., cols, rows]` if
+/// asked.
+pub(crate) fn data(
+    values: &[u8],
+    shape: &[usize],
+    turn: bool,
+    from: DType,
+    to: DType,
+) -> TensorData {
+    let mut own = zeros(values.len(), from.size());
+    match (turn, shape) {
+        (true, [.., rows, cols]) => turn_matrices(values, &mut own, from.size(), [*rows, *cols]),
+        _ => own.copy_from_slice(values),
+    }
+    let data = TensorData::from_bytes(own, [shape.iter().product::<usize>()], from);
     if from == to { data } else { data.convert_dtype(to) }
+}
+
+/// Zeros for numbers of so many bytes, in memory of their alignment: `Bytes::from_bytes_vec` copies
+/// all into memory of another one.
+fn zeros(len: usize, size: usize) -> Bytes {
+    match size {
+        1 => Bytes::from_elems(vec![0_u8; len]),
+        2 => Bytes::from_elems(vec![0_u16; len / 2]),
+        4 => Bytes::from_elems(vec![0_u32; len / 4]),
+        _ => Bytes::from_elems(vec![0_u64; len / 8]),
+    }
 }
 
 /// Matrices `[.., rows, cols]` of numbers of so many bytes as `[.., cols, rows]`, if asked.
@@ -46,34 +70,39 @@ pub(crate) fn turned<'b>(
     turn: bool,
 ) -> Cow<'b, [u8]> {
     let (true, [.., rows, cols]) = (turn, shape) else { return bytes };
+    let mut turned = vec![0; bytes.len()];
+    turn_matrices(&bytes, &mut turned, size, [*rows, *cols]);
+    turned.into()
+}
+
+fn turn_matrices(from: &[u8], into: &mut [u8], size: usize, matrix: [usize; 2]) {
     match size {
-        1 => turn_matrices::<1>(&bytes, *rows, *cols).into(),
-        2 => turn_matrices::<2>(&bytes, *rows, *cols).into(),
-        4 => turn_matrices::<4>(&bytes, *rows, *cols).into(),
-        _ => turn_matrices::<8>(&bytes, *rows, *cols).into(),
+        1 => turn_sized::<1>(from, into, matrix),
+        2 => turn_sized::<2>(from, into, matrix),
+        4 => turn_sized::<4>(from, into, matrix),
+        _ => turn_sized::<8>(from, into, matrix),
     }
 }
 
-/// Rows and columns that are turned together, so that both sides stay in the cache.
-const TILE: usize = 32;
+/// Columns that a thread turns together, so that what it writes stays in its cache.
+const COLUMNS: usize = 32;
 
-fn turn_matrices<const SIZE: usize>(bytes: &[u8], rows: usize, cols: usize) -> Vec<u8> {
-    let mut turned = vec![0; bytes.len()];
-    let (from, _) = bytes.as_chunks::<SIZE>();
-    let (to, _) = turned.as_chunks_mut::<SIZE>();
+fn turn_sized<const SIZE: usize>(from: &[u8], into: &mut [u8], [rows, cols]: [usize; 2]) {
+    let (from, _) = from.as_chunks::<SIZE>();
+    let (into, _) = into.as_chunks_mut::<SIZE>();
     let matrix = (rows * cols).max(1);
-    for (from, to) in from.chunks_exact(matrix).zip(to.chunks_exact_mut(matrix)) {
-        for first_row in (0..rows).step_by(TILE) {
-            for first_col in (0..cols).step_by(TILE) {
-                for row in first_row..rows.min(first_row + TILE) {
-                    for col in first_col..cols.min(first_col + TILE) {
-                        to[col * rows + row] = from[row * cols + col];
-                    }
+    for (from, into) in from.chunks_exact(matrix).zip(into.chunks_exact_mut(matrix)) {
+        let parts = into.par_chunks_mut(COLUMNS * rows).enumerate();
+        parts.for_each(|(part, into)| {
+            let columns = into.len() / rows;
+            for (row, from) in from.chunks_exact(cols).enumerate() {
+                let from = &from[part * COLUMNS..][..columns];
+                for (col, number) in from.iter().enumerate() {
+                    into[col * rows + row] = *number;
                 }
             }
-        }
+        });
     }
-    turned
 }
 
 #[cfg(test)]
@@ -94,5 +123,17 @@ mod tests {
             (matrix * rows * cols + row * cols + col) as u16
         };
         assert_eq!(found, (0..numbers.len()).map(at).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn numbers_are_in_memory_that_burn_takes_as_it_is() {
+        let numbers = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+        let found = |turn| {
+            let data = data(&bytes, &[2, 3], turn, DType::F32, DType::F32);
+            data.into_bytes().try_into_vec::<f32>().expect("memory of f32, not of bytes")
+        };
+        assert_eq!(found(false), numbers);
+        assert_eq!(found(true), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     }
 }

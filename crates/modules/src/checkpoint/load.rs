@@ -196,8 +196,7 @@ impl LoadDense<'_> {
         let Ok((source, How::Dense { dtype, turn })) = &planned.found else { return None };
         let mut parts = source.pieces.iter().map(|piece| {
             let (values, from, shape) = values(&self.weights[piece.weight], piece.matrix);
-            let values = bytes::turned(values, &shape, from.size(), *turn);
-            bytes::data(values.into_owned(), &[shape.iter().product()], from, *dtype)
+            bytes::data(&values, &shape, *turn, from, *dtype)
         });
         let first = parts.next()?;
         let shape = planned.target.shape.clone();

@@ -17,7 +17,7 @@ use burn::tensor::Device;
 use burn_fp4_ops::{LaunchState, Launches, OpsError, records_launches};
 
 use self::tensors::Signature;
-use self::weights::weights;
+use self::weights::{gathered, weights};
 
 pub use self::tensors::{ReplayParts, ReplayTensors};
 
@@ -88,14 +88,21 @@ const MOST: usize = 16;
 /// **Where graphs are.** On the first CUDA device, after [`init`](burn_fp4_ops::init), for inputs
 /// that are not differentiated; the device of the first input counts.
 ///
-/// **Threads.** A replay may run on any thread, and threads may have replays of one model: they
-/// take turns on the device. While one records, the operations of other threads wait, but data do
-/// not that other threads put on the device (`from_data`, not `zeros`): if the model was made by
-/// another thread than the one that records, that thread must not do so meanwhile, or its data are
-/// lost without an error; of other threads, and on other CUDA devices, memory that is taken then
-/// can make the recording fail. So record first, by a run for each combination of shapes, and serve
-/// then. All tensors of a model have to be made by one thread. The pass uses the device from the
-/// thread that it is called on, and from no other, which would wait for ever.
+/// **Threads.** A replay may run on any thread, threads may have replays of one model, and a model
+/// may have been made by several: the device records on the stream of the thread that made most of
+/// its bytes, and parameters of the others are copied into memory of that stream, once. Tensors of
+/// other threads that are no parameters, as a field that is a plain tensor, cannot be recorded.
+///
+/// While a replay records, operations of other threads wait, and so do other replays. What other
+/// threads put on a CUDA device as data (`from_data`, not `zeros`) or read from one does not wait.
+/// Data of the thread on whose stream is recorded, or that has the same one (CubeCL has 128, which
+/// threads get in turn), may be lost then without an error; memory that the data of any other
+/// thread take, and waits for what is read, can make the recording fail, and fail themselves. So
+/// record first, by a run for each combination of shapes, and serve then.
+///
+/// The pass uses the device from the thread that it is called on, and from no other, which would
+/// wait for ever. So would a lock that another thread holds while it uses the device: clones of a
+/// `BatchNorm` have one.
 pub struct Replay<M, I, O, S = ()> {
     model: M,
     /// `None` if a pass panicked with it.
@@ -139,10 +146,13 @@ struct Recording {
 #[non_exhaustive]
 pub enum ReplayError {
     /// The pass reads values, waits for the device, takes more memory in one run than in another,
-    /// has tensors on other devices than its first input, or gives other shapes in another run.
+    /// has tensors on other devices than its first input, or of other threads that are no
+    /// parameters, or gives other shapes in another run. Or other threads put data on a device, or
+    /// read from one, while it was recorded.
     #[error(
         "the pass cannot be recorded: {reason}; it may not read values (`into_data`, \
-         `into_scalar`), nor depend on anything but its arguments"
+         `into_scalar`), nor depend on anything but its arguments, and tensors of other threads \
+         have to be parameters"
     )]
     Recording {
         /// What the device says.
@@ -412,7 +422,10 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         // What follows may fail, or panic where a lazy parameter does.
         let again = ReplayParts::new(tensors.clone(), &lengths).into();
         self.state = Some(Held::Tensors(again));
-        let state = LaunchState::new(device, weights(&self.model), tensors)?;
+        let mut state = LaunchState::new(device, weights(&self.model), tensors)?;
+        if state.is_mixed() {
+            self.model = gathered(&self.model, &mut state)?;
+        }
         self.state = Some(Held::Recorded { state, lengths });
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! The tensors of a model that a recording reads.
 
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParameterValue};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor};
+use burn_fp4_ops::{LaunchState, OpsError};
 
 /// The parameters of a model as they are stored: codes and scales of what is packed.
 pub(crate) fn weights(model: &impl Module) -> Vec<DispatchTensor> {
@@ -28,5 +30,57 @@ impl ModuleVisitor for Stored {
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         self.tensors.push(param.val().into_dispatch());
+    }
+}
+
+/// A model whose parameters are all where a recording can read them.
+///
+/// # Errors
+/// [`OpsError::Device`], [`OpsError::Recording`].
+pub(crate) fn gathered<M: Module>(model: &M, state: &mut LaunchState) -> Result<M, OpsError> {
+    let mut gather = Gather { state, error: None };
+    let model = model.clone().map(&mut gather);
+    match gather.error {
+        Some(error) => Err(error),
+        None => Ok(model),
+    }
+}
+
+struct Gather<'a> {
+    state: &'a mut LaunchState,
+    error: Option<OpsError>,
+}
+
+impl Gather<'_> {
+    /// A parameter that is where it should be stays as it is, mappers and all.
+    fn param<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: ParameterValue,
+    {
+        match self.state.gather(param.val().into_dispatch()) {
+            Ok(Some(moved)) => param.map(|_| Tensor::from_dispatch(moved)),
+            Ok(None) => param,
+            Err(error) => {
+                self.error = Some(error);
+                param
+            }
+        }
+    }
+}
+
+impl ModuleMapper for Gather<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.param(param)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.param(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.param(param)
     }
 }

@@ -5,6 +5,11 @@
 //! that is carried from one run to the next stays in its buffers, which operations write in place
 //! where they can; where they cannot, the recording ends with a copy into them. CubeCL gives no
 //! memory that a recording uses to anything else for as long as the recording lives.
+//!
+//! CubeCL has a stream of launches for each thread, whose memory is its own. What a launch reads of
+//! another stream it holds until the launch has run, and a thread waits for that. The driver voids
+//! a recording as soon as anything waits for it, or begins to wait for any other launch: so all
+//! that a recording reads has to be memory of the stream that records.
 
 use core::fmt;
 use std::collections::HashMap;
@@ -26,6 +31,8 @@ use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fp4_cubecl::cubecl::MemoryScope;
+use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
 
 use super::device::beside;
@@ -35,6 +42,10 @@ use crate::pass::Pass;
 
 /// Runs before the recording, besides the one that compiles and tunes: they take memory as it does.
 const WARM_UPS: usize = 3;
+
+/// Held by who records, from the first run of the pass on: what a pass puts on the device goes past
+/// the lane, and to the stream that another thread may be recording.
+static TURN: Mutex<()> = Mutex::new(());
 
 /// Whether launches can be recorded: by a GPU, with a lane to keep other threads out meanwhile.
 pub(crate) fn has_graphs(device: &CubeDevice) -> bool {
@@ -47,11 +58,13 @@ pub(crate) struct State {
     device: CubeDevice,
     /// Contiguous, with no other owner.
     tensors: Vec<CubeTensor>,
-    /// The stream that records and runs on them, so that runs happen one after the other. It is
-    /// that of the weights: a recording that reads memory of another stream is void.
+    /// The stream that records and runs on them, so that runs happen one after the other: that of
+    /// most of the weights.
     stream: StreamId,
     /// Whether some of the weights are memory of another stream.
     mixed: bool,
+    /// What was copied into memory of the stream, by where it was.
+    gathered: HashMap<Place, Handle>,
     /// The stream in whose queue the latest of them is.
     latest: StreamId,
     /// Of the memory that they are in: a recording on other memory is void.
@@ -68,8 +81,51 @@ impl State {
         let latest = StreamId::current();
         let (stream, mixed) = stream_of(device, weights).unwrap_or((latest, false));
         let sources = resolved(device, tensors)?;
-        let tensors = stream.executes(|| sources.iter().map(copy).collect());
-        Ok(Self { device: device.clone(), tensors, stream, mixed, latest, memory: Arc::new(()) })
+        let tensors = match sources.is_empty() {
+            true => Vec::new(),
+            false => launched_on(device, stream, || sources.iter().map(copy).collect())?,
+        };
+        Ok(Self {
+            device: device.clone(),
+            tensors,
+            stream,
+            mixed,
+            gathered: HashMap::new(),
+            latest,
+            memory: Arc::new(()),
+        })
+    }
+
+    /// Whether some of the weights have to be [gathered](Self::gather).
+    pub(crate) fn is_mixed(&self) -> bool {
+        self.mixed
+    }
+
+    /// The same values in memory of the stream that records, if they are in that of another.
+    pub(crate) fn gather(
+        &mut self,
+        tensor: DispatchTensor,
+    ) -> Result<Option<DispatchTensor>, OpsError> {
+        let autodiff = tensor.autodiff;
+        // Tensors that cannot be recorded stay as they are.
+        let Ok(tensor) = on(&self.device, tensor) else { return Ok(None) };
+        let source = resolve(tensor)?;
+        if source.handle.stream == self.stream {
+            return Ok(None);
+        }
+        let place = place(&source);
+        let handle = match self.gathered.get(&place).cloned() {
+            Some(handle) => handle,
+            None => {
+                let launch = || copy_of_memory(&source);
+                let handle = launched_on(&self.device, self.stream, launch)?;
+                self.gathered.insert(place, handle.clone());
+                handle
+            }
+        };
+        let moved = vec![CubeTensor { handle, ..source }];
+        let given = self.stream.executes(|| give(&self.device, moved)).pop();
+        Ok(given.map(|tensor| DispatchTensor { autodiff, ..tensor }))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -78,9 +134,15 @@ impl State {
 
     /// Copies of what the tensors are after all runs so far.
     pub(crate) fn read(&mut self) -> Vec<DispatchTensor> {
+        if self.is_empty() {
+            return Vec::new();
+        }
         self.wait_for_other_queues();
-        let copies = self.stream.executes(|| self.tensors.iter().map(copy).collect());
-        give(&self.device, readable(copies, self.stream))
+        let copies = launched_on(&self.device, StreamId::current(), || {
+            let copies = self.stream.executes(|| self.tensors.iter().map(copy).collect());
+            readable(copies, self.stream)
+        });
+        give(&self.device, copies.expect("copied as when it was made"))
     }
 
     /// Has the runs that wait in the queue of another thread go before what follows in this one's.
@@ -124,7 +186,8 @@ impl fmt::Debug for Recorded {
 
 struct Graph {
     device: CubeDevice,
-    graph: BackendGraph<CubeBackend>,
+    /// Taken only when it is dropped.
+    graph: Option<BackendGraph<CubeBackend>>,
     /// That the launches were recorded on.
     stream: StreamId,
     /// Of the state.
@@ -132,6 +195,15 @@ struct Graph {
     /// Contiguous.
     inputs: Vec<CubeTensor>,
     outputs: Vec<CubeTensor>,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let graph = self.graph.take();
+        // CubeCL waits for the device before it drops a graph, which would void what another
+        // thread records. Without a lane nothing records.
+        let _ = lane::alone(&self.device, || drop(graph));
+    }
 }
 
 impl Recorded {
@@ -149,6 +221,7 @@ impl Recorded {
         state.wait_for_other_queues();
         let (device, stream) = (state.device.clone(), state.stream);
         let sources = resolved(&device, inputs)?;
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         stream.executes(|| {
             let inputs: Vec<_> = sources.iter().map(copy).collect();
             let backup: Vec<_> = state.tensors.iter().map(copy).collect();
@@ -162,15 +235,11 @@ impl Recorded {
                 state.tensors = backup;
                 state.memory = Arc::new(());
             }
-            let (graph, left) = recorded.map_err(|error| match error {
-                OpsError::Recording(reason) if state.mixed => not_recorded(format!(
-                    "tensors of the model were made by different threads: {reason}"
-                )),
-                other => other,
-            })?;
+            let (graph, left) = recorded?;
             state.tensors = left.state;
+            let (graph, device) = (Some(graph), device.clone());
             let (outputs, memory) = (left.outputs, state.memory.clone());
-            let graph = Graph { device: device.clone(), graph, stream, memory, inputs, outputs };
+            let graph = Graph { device, graph, stream, memory, inputs, outputs };
             Ok(Self { graph: Arc::new(graph) })
         })
     }
@@ -250,6 +319,7 @@ impl Rounds<'_> {
         drop((after, outputs));
         // The others take and free memory as the recording does: no other thread may in between.
         lane::alone(self.device, || {
+            wait_for_all_streams(self.device)?;
             let window = Window::prepare(self.device)?;
             // Closing the window waits for the device, which may not be done while unwinding.
             caught(|| {
@@ -324,6 +394,16 @@ impl Rounds<'_> {
     }
 }
 
+/// Waits for the launches of all threads: CubeCL's waits for them, which would begin while one
+/// records, are over then.
+fn wait_for_all_streams(device: &CubeDevice) -> Result<(), OpsError> {
+    let streams = device.client().memory_report(MemoryScope::Device).streams;
+    streams.into_iter().try_for_each(|report| {
+        let synced = report.stream.executes(|| CubeBackend::sync(device));
+        synced.map_err(OpsError::device)
+    })
+}
+
 /// From the first run before a recording to its end.
 struct Window<'a> {
     device: &'a CubeDevice,
@@ -379,6 +459,7 @@ impl Operation<FusionCubeRuntime> for Run {
         handles: &mut HandleContainer<CubeFusionHandle>,
     ) -> Result<(), ExecutionError> {
         let Graph { device, graph, stream, inputs, outputs, .. } = &*self.graph;
+        let graph = graph.as_ref().expect("taken only when it is dropped");
         let sources: Vec<_> =
             self.inputs.iter().map(|ir| handles.get_float_tensor::<CubeBackend>(ir)).collect();
         let outputs: Vec<_> = stream.executes(|| {
@@ -429,7 +510,7 @@ fn give(device: &CubeDevice, tensors: Vec<CubeTensor>) -> Vec<DispatchTensor> {
     let given: Vec<_> =
         tensors.into_iter().map(|tensor| (client.create_empty_handle(), tensor)).collect();
     let outputs: Vec<_> = (given.iter())
-        .map(|(id, tensor)| TensorIr::uninit(*id, tensor.meta.shape().clone(), tensor.dtype))
+        .map(|(id, tensor)| TensorIr::uninit(*id, tensor.shape(), tensor.dtype))
         .collect();
     let repr = OperationIr::Custom(CustomOpIr::new("fp4_give", &[], &outputs));
     let tensors = client.register(StreamId::current(), repr, Give { tensors: Mutex::new(given) });
@@ -441,14 +522,23 @@ fn resolved(
     device: &CubeDevice,
     tensors: Vec<DispatchTensor>,
 ) -> Result<Vec<CubeTensor>, OpsError> {
-    let client = get_client::<CubeBackend>(device);
-    let resolve = |tensor: DispatchTensor| {
-        let tensor = on(device, tensor)?;
-        // An operation that failed panics where its result is asked for.
-        catch_unwind(AssertUnwindSafe(|| client.resolve_tensor_float::<CubeBackend>(tensor)))
-            .map_err(|panic| OpsError::Device(panic_message(&*panic)))
-    };
-    tensors.into_iter().map(resolve).collect()
+    tensors.into_iter().map(|tensor| on(device, tensor).and_then(resolve)).collect()
+}
+
+fn resolve(tensor: Fused) -> Result<CubeTensor, OpsError> {
+    let client = tensor.client.clone();
+    // An operation that failed panics where its result is asked for.
+    catch_unwind(AssertUnwindSafe(|| client.resolve_tensor_float::<CubeBackend>(tensor)))
+        .map_err(|panic| OpsError::Device(panic_message(&*panic)))
+}
+
+/// Runs what launches on a stream while no thread records: it might be on this stream.
+fn launched_on<R: Send>(
+    device: &CubeDevice,
+    stream: StreamId,
+    launch: impl FnOnce() -> R + Send,
+) -> Result<R, OpsError> {
+    lane::alone(device, || stream.executes(launch)).map_err(not_recorded)
 }
 
 /// A tensor of the stream of operations of a device.
@@ -504,6 +594,20 @@ fn copy(tensor: &CubeTensor) -> CubeTensor {
     let bytes = shape.num_elements() * dtype_to_storage_type(tensor.dtype).size();
     let made = beside(tensor, tensor.client.empty(bytes), shape, tensor.dtype);
     write(tensor.clone(), &made);
+    made
+}
+
+/// A copy of all the memory behind a tensor, for its layout: products may sum in another order
+/// for another.
+fn copy_of_memory(tensor: &CubeTensor) -> Handle {
+    let (handle, dtype) = (&tensor.handle, tensor.dtype);
+    let bytes = handle.size_in_used() as usize;
+    let flat = |handle| {
+        let shape = Shape::new([bytes / dtype_to_storage_type(dtype).size()]);
+        beside(tensor, handle, shape, dtype)
+    };
+    let made = tensor.client.empty(bytes);
+    write(flat(handle.clone()), &flat(made.clone()));
     made
 }
 

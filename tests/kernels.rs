@@ -723,6 +723,23 @@ fn staged_exchanges_move_every_block_to_its_place() {
     }
 }
 
+/// What the units of a cube read of a block of 32 in shared memory. Inputs of one channel are all
+/// zeros: nothing stops the search early there, and its element has no best value.
+#[test]
+fn staged_hessians_give_the_bits_of_the_host() {
+    let mut device = Device::new();
+    device.capability.stages = true;
+    let mut random = Random::new(12);
+    let view = View::rows(70, 64);
+    let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent);
+    let dense = Dense::new(1, view.len(), &Kind::Ties.values(view.len(), 3), Dtype::Bf16);
+    let x: Vec<f32> = (0..100 * view.axis)
+        .map(|at| if at % view.axis == 3 { 0.0 } else { random.normal() })
+        .collect();
+    let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
+    device.check_importance(&dense, view, scheme, Importance::Blocks(&hessians));
+}
+
 /// Rows that are too many for a plane each.
 #[test]
 fn every_row_has_its_amax() {

@@ -6,7 +6,7 @@
 //! for scale in all others from the first that leaves only zeros, downward:
 //!     nearest codes and their errors                                        (round_all)
 //!     unless one of these errors alone costs more than the best:
-//!         r^T H r of the nearest codes, and its gradient H r                (cost, slope)
+//!         the gradient H r, and r^T H r of the nearest codes                (slope)
 //!         codes moved one at a time while that lowers r^T H r               (sweep)
 //!         best = scale and codes, if r^T H r is smaller
 //!     stop where no smaller scale can be better, whatever the codes
@@ -107,11 +107,9 @@ fn try_scale<H: Size>(
     let limits = round_all::<H>(elements, &mut nearest, &mut errors, tried, unit, &hessian, recipe);
     let mut result = f32::reinterpret(0x7F80_0000u32);
     if limits.largest * limits.largest <= best {
-        let of_nearest = cost::<H>(&errors, &hessian, size);
-        let turn = u32::reinterpret(of_nearest);
-        let hessian = again::<H>(&hessian, turn);
         let mut gradient = Array::<f32>::new(comptime!(size as usize));
-        slope::<H>(&mut gradient, &errors, &hessian, size);
+        let of_nearest = slope::<H>(&mut gradient, &errors, &hessian, size);
+        let turn = u32::reinterpret(of_nearest);
         let mut values = Array::<f32>::new(comptime!(size as usize));
         #[unroll]
         for word in 0..words {
@@ -129,7 +127,7 @@ fn try_scale<H: Size>(
             let element = elements[k as usize] * factor;
             errors[k as usize] = fma(-values[k as usize], tried.value, element);
         }
-        let hessian = again::<H>(&hessian, tried.code);
+        let hessian = again::<H>(&hessian, turn);
         let of_moved = cost::<H>(&errors, &hessian, size);
         let improved = of_moved < of_nearest;
         result = select(improved, of_moved, of_nearest);
@@ -192,28 +190,44 @@ fn round_all<H: Size>(
     Limits { largest, clipped }
 }
 
-/// `H r`, each sum in the order of the reference.
+/// The gradient `H r`, and `r^T H r`, each sum in the order of the reference. H is symmetric: a row
+/// is read up to its diagonal, and added to the gradient of every element before it too.
 #[cube]
 fn slope<H: Size>(
     gradient: &mut Array<f32>,
     errors: &Array<f32>,
     hessian: &BlockHessian<'_, H>,
     #[comptime] size: u32,
-) {
+) -> f32 {
+    let mut cost = 0.0f32.runtime();
     #[unroll]
     for i in 0..size {
+        let error = errors[i as usize];
+        let mut of_row = 0.0f32.runtime();
         let mut sum = 0.0f32.runtime();
         #[unroll]
-        for vector in 0..comptime!(size / 4) {
+        for vector in 0..comptime!(i / 4 + 1) {
             let row = row_vector::<H>(hessian, comptime!(i * size / 4 + vector));
             #[unroll]
             for index in 0..4u32 {
-                let error = errors[comptime!((vector * 4 + index) as usize)];
-                sum = fma(row.extract(comptime!(index as usize)), error, sum);
+                let j = comptime!((vector * 4 + index) as usize);
+                let curvature = row.extract(comptime!(index as usize));
+                if comptime!(vector * 4 + index < i) {
+                    let before = errors[j];
+                    // Twice either factor is exact.
+                    sum = fma(curvature, 2.0f32 * before, sum);
+                    of_row = fma(curvature, before, of_row);
+                    gradient[j] = fma(curvature, error, gradient[j]);
+                } else if comptime!(vector * 4 + index == i) {
+                    sum = fma(curvature, error, sum);
+                    of_row = fma(curvature, error, of_row);
+                }
             }
         }
-        gradient[i as usize] = sum;
+        gradient[i as usize] = of_row;
+        cost = fma(error, sum, cost);
     }
+    cost
 }
 
 /// Moves elements one at a time to where they are best while all others stay, until none does.

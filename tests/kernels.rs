@@ -9,7 +9,7 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype as KernelDtype, Hessians, PackedHandles as Handles,
     PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
-    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian,
+    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_gptq,
     quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
@@ -872,4 +872,31 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     let damped = undamped.damped(&gram, 16).unwrap();
     let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
+}
+
+/// Products by tiles of either size, of rows that fill no whole number of them.
+#[test]
+fn tiles_of_gptq_make_no_difference_to_its_codes() {
+    let Device { client, capability } = Device::new();
+    let mut random = Random::new(13);
+    let (rows, channels) = (140, 272);
+    let options = Gptq { sweeps: 1, refits: 0, ..Gptq::default() };
+    let x: Vec<f32> = (0..2 * channels * channels).map(|_| random.normal()).collect();
+    let gram = Gram::of(&x, channels).unwrap();
+    let damped = options.damped(&gram, 16).unwrap();
+    let scheme = damped.scheme(&Fp4Scheme::nvfp4()).unwrap();
+    let problem = Problem { view: View::rows(rows, channels), dtype: KernelDtype::F32, scheme };
+    let weights = Kind::Weights.values(rows * channels, 3);
+    let largest = weights.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
+    let curvature = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    // A device that one cube keeps busy gets the larger tiles.
+    let [larger, smaller] = [1, 1 << 20].map(|cubes| {
+        let device = Capability { cubes, ..capability };
+        let values = client.create_from_slice(f32::as_bytes(&weights));
+        let amax = client.create_from_slice(f32::as_bytes(&[largest]));
+        let packed = quantize_gptq(&client, &device, values, amax, &curvature, &options, &problem)
+            .expect("a plan");
+        client.read_one_unchecked(packed.codes).to_vec()
+    });
+    assert!(larger == smaller);
 }

@@ -345,7 +345,8 @@ impl Weight<'_> {
             from: from.start - group..from.end - group,
             first: from.start,
         };
-        spread(self.client, target, matrix, steps, [self.rows, self.channels], region);
+        let shape = [self.rows, self.channels];
+        spread(self.client, self.device, target, matrix, steps, shape, region);
     }
 
     /// Step 7: codes and scales, their blocks back where they came from.

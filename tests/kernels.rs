@@ -9,7 +9,7 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype as KernelDtype, Hessians, PackedHandles as Handles,
     PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
-    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian,
+    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_gptq,
     quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
@@ -723,6 +723,23 @@ fn staged_exchanges_move_every_block_to_its_place() {
     }
 }
 
+/// What the units of a cube read of a block of 32 in shared memory. Inputs of one channel are all
+/// zeros: nothing stops the search early there, and its element has no best value.
+#[test]
+fn staged_hessians_give_the_bits_of_the_host() {
+    let mut device = Device::new();
+    device.capability.stages = true;
+    let mut random = Random::new(12);
+    let view = View::rows(70, 64);
+    let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent);
+    let dense = Dense::new(1, view.len(), &Kind::Ties.values(view.len(), 3), Dtype::Bf16);
+    let x: Vec<f32> = (0..100 * view.axis)
+        .map(|at| if at % view.axis == 3 { 0.0 } else { random.normal() })
+        .collect();
+    let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
+    device.check_importance(&dense, view, scheme, Importance::Blocks(&hessians));
+}
+
 /// Rows that are too many for a plane each.
 #[test]
 fn every_row_has_its_amax() {
@@ -855,4 +872,31 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     let damped = undamped.damped(&gram, 16).unwrap();
     let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
+}
+
+/// Products by tiles of either size, of rows that fill no whole number of them.
+#[test]
+fn tiles_of_gptq_make_no_difference_to_its_codes() {
+    let Device { client, capability } = Device::new();
+    let mut random = Random::new(13);
+    let (rows, channels) = (140, 272);
+    let options = Gptq { sweeps: 1, refits: 0, ..Gptq::default() };
+    let x: Vec<f32> = (0..2 * channels * channels).map(|_| random.normal()).collect();
+    let gram = Gram::of(&x, channels).unwrap();
+    let damped = options.damped(&gram, 16).unwrap();
+    let scheme = damped.scheme(&Fp4Scheme::nvfp4()).unwrap();
+    let problem = Problem { view: View::rows(rows, channels), dtype: KernelDtype::F32, scheme };
+    let weights = Kind::Weights.values(rows * channels, 3);
+    let largest = weights.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
+    let curvature = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    // A device that one cube keeps busy gets the larger tiles.
+    let [larger, smaller] = [1, 1 << 20].map(|cubes| {
+        let device = Capability { cubes, ..capability };
+        let values = client.create_from_slice(f32::as_bytes(&weights));
+        let amax = client.create_from_slice(f32::as_bytes(&[largest]));
+        let packed = quantize_gptq(&client, &device, values, amax, &curvature, &options, &problem)
+            .expect("a plan");
+        client.read_one_unchecked(packed.codes).to_vec()
+    });
+    assert!(larger == smaller);
 }

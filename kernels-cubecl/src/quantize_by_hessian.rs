@@ -22,7 +22,7 @@ use crate::layout::share::load_blocks;
 use crate::memory::check_memory;
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, plan};
-use crate::search::block_hessian::block_hessian;
+use crate::search::block_hessian::{block_hessian, stage, staged_vectors};
 use crate::search::hessian::search;
 use crate::search::task::{Task, task};
 
@@ -108,18 +108,14 @@ fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
     if cube < task.extent.items / CUBE_DIM {
         let block = cube % task.extent.blocks;
         let row = cube / task.extent.blocks * CUBE_DIM + UNIT_POS;
-        let vectors = comptime!(size * size / 4);
-        let first = block * vectors;
         if comptime!(task.share.staged) {
-            let mut shared = Shared::<[Vector<f32, H>]>::new_slice(comptime!(vectors as usize));
-            let mut at = UNIT_POS;
-            while at < vectors {
-                shared[at as usize] = hessians[(first + at) as usize];
-                at += CUBE_DIM;
-            }
+            let vectors = comptime!(staged_vectors(size) as usize);
+            let mut shared = Shared::<[Vector<f32, H>]>::new_slice(vectors);
+            stage::<H>(&mut shared, hessians, task.weights, block, size);
             sync_cube();
             quantize_row::<E, N, H, W>(task, &shared, 0u32, packed, row, block);
         } else {
+            let first = block * comptime!(size * size / 4);
             quantize_row::<E, N, H, W>(task, hessians, first, packed, row, block);
         }
     }
@@ -142,8 +138,9 @@ fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
         let elements = load_blocks::<E, N>(task.values, &place, &task.extent, size, share);
         let tensor = tensor_factor(task.amax, row, &task.factors, recipe);
         let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
-        let stay = u32::cast_from(task.factors.one) - 1u32;
-        let hessian = block_hessian::<H>(hessian, first, stay, task.weights, block * size);
+        let stay = (u32::cast_from(task.factors.one) - 1u32) & 1u32;
+        let channel = block * size;
+        let hessian = block_hessian::<H>(hessian, first, stay, task.weights, channel, share.staged);
         let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &task.factors, recipe);
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]

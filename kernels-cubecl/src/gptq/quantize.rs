@@ -241,24 +241,31 @@ impl Weight<'_> {
             let region = Region { fresh: group.start == 0, ..Region::of(0..self.channels) };
             self.spread(&residuals, hessian, group.clone(), group.start, region);
         }
-        for sweep in 0..options.sweeps.max(options.refits) {
-            if sweep < options.sweeps {
-                self.sweep(&residuals, |block, group| {
+        let rounds = options.sweeps.max(options.refits);
+        for round in 0..rounds {
+            let (moves, refits) = (round < options.sweeps, round < options.refits);
+            let is_last = round + 1 == rounds;
+            if moves {
+                self.sweep(&residuals, is_last && !refits, |block, group| {
                     self.move_codes(&residuals, block, group);
                     Ok(())
                 })?;
             }
-            if sweep < options.refits {
-                self.sweep(&residuals, |block, group| self.choose_anew(&residuals, block, group))?;
+            if refits {
+                self.sweep(&residuals, is_last, |block, group| {
+                    self.choose_anew(&residuals, block, group)
+                })?;
             }
         }
         Ok(())
     }
 
-    /// Lets `improve` change one block after the other and brings the residuals up to date.
+    /// Lets `improve` change one block after the other and brings the residuals up to date; in the
+    /// last sweep those of the channels that follow, as no others are looked at again.
     fn sweep(
         &self,
         residuals: &Handle,
+        is_last: bool,
         improve: impl Fn(Range<usize>, usize) -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         let hessian = &self.curvature.hessian;
@@ -266,9 +273,15 @@ impl Weight<'_> {
             for block in self.blocks(&group) {
                 improve(block.clone(), group.start)?;
                 // Within the group at once, beyond it together.
-                self.spread(residuals, hessian, block, group.start, Region::of(group.clone()));
+                let start = if is_last { block.end } else { group.start };
+                let near = Region::of(start..group.end);
+                self.spread(residuals, hessian, block, group.start, near);
             }
-            let others = Region { skipped: group.clone(), ..Region::of(0..self.channels) };
+            let others = if is_last {
+                Region::of(group.end..self.channels)
+            } else {
+                Region { skipped: group.clone(), ..Region::of(0..self.channels) }
+            };
             self.spread(residuals, hessian, group.clone(), group.start, others);
         }
         Ok(())
@@ -345,7 +358,8 @@ impl Weight<'_> {
             from: from.start - group..from.end - group,
             first: from.start,
         };
-        spread(self.client, target, matrix, steps, [self.rows, self.channels], region);
+        let shape = [self.rows, self.channels];
+        spread(self.client, self.device, target, matrix, steps, shape, region);
     }
 
     /// Step 7: codes and scales, their blocks back where they came from.

@@ -8,12 +8,14 @@
 //! matrix ..   |         |                  a cube takes 16 x 16 units, a unit some channels c by
 //!   c         +---------+                  some vectors of rows:
 //! +-----+     +---------+
-//! |     |     |  |unit| |                      few channels:  4 x 1 vectors
-//! |     |  c  |  +----+ |  target              many channels: 8 x 2 vectors
-//! +-----+     +---------+
+//! |     |     |  |unit| |                      few channels:         4 x 1 vectors
+//! |     |  c  |  +----+ |  target              many:                 8 x 2 vectors
+//! +-----+     +---------+                      many, of many rows:   8 x 4 vectors
 //! ```
 //!
-//! The sum is in the order of k, each product fused with its addition.
+//! The sum is in the order of k, each product fused with its addition, whatever the tile. What is
+//! loaded for a product of 8 x 2 vectors takes as long to reach the registers as it takes to add it
+//! up, for 8 x 4 three quarters of that; then a multiprocessor holds one cube.
 
 use core::ops::Range;
 
@@ -21,7 +23,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::plan::common_power_of_two;
+use crate::plan::{Capability, common_power_of_two};
 
 /// Errors, or changes of the values, of a group of channels, f32 `[group, rows]`.
 pub(crate) struct Steps<'a> {
@@ -50,12 +52,13 @@ impl Region {
 }
 
 /// Channels up to which there is little to do, so that it is divided among more units.
-const FEW_CHANNELS: usize = 128;
+const FEW_CHANNELS: u32 = 128;
 
 /// Subtracts the products of steps with a matrix from the channels of a region: `target` is f32
-/// `[channels, rows]`, `matrix` is f32 `[channels, channels]`.
+/// `[channels, rows]`, `matrix` is f32 `[channels, channels]`. The steps are those of whole blocks.
 pub(crate) fn spread(
     client: &Client,
+    device: &Capability,
     target: &Handle,
     matrix: &Handle,
     steps: Steps<'_>,
@@ -67,14 +70,9 @@ pub(crate) fn spread(
         return;
     }
     let vector = common_power_of_two(rows as u32, 4);
-    let tile = if count <= FEW_CHANNELS {
-        UnitTile { channels: 4, vectors: 1 }
-    } else {
-        UnitTile { channels: 8, vectors: 2 }
-    };
     let row_vectors = rows as u32 / vector;
-    let row_tiles = row_vectors.div_ceil(SIDE * tile.vectors);
-    let channel_tiles = (count as u32).div_ceil(SIDE * tile.channels);
+    let tile = UnitTile::of(count as u32, row_vectors, device);
+    let cubes = tile.cubes(count as u32, row_vectors);
     let Region { channels: updated, skipped, fresh } = region;
     let [start, count, skipped, skip] =
         [updated.start, count, skipped.start, skipped.len()].map(|length| length as u32);
@@ -85,7 +83,7 @@ pub(crate) fn spread(
     unsafe {
         spread_kernel::launch_unchecked(
             client,
-            CubeCount::Static(row_tiles * channel_tiles, 1, 1),
+            CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(SIDE * SIDE),
             vector as usize,
             4,
@@ -108,6 +106,30 @@ struct UnitTile {
     channels: u32,
     /// Vectors of rows.
     vectors: u32,
+    /// Steps that are loaded before the first of them is added: blocks are whole multiples.
+    ahead: u32,
+}
+
+impl UnitTile {
+    /// Of few channels, the one that waits least for memory; of many, the largest that leaves
+    /// enough cubes to keep the device busy.
+    fn of(channels: u32, row_vectors: u32, device: &Capability) -> Self {
+        let few = Self { channels: 4, vectors: 1, ahead: 8 };
+        let many = Self { channels: 8, vectors: 2, ahead: 1 };
+        let most = Self { channels: 8, vectors: 4, ahead: 2 };
+        if channels <= FEW_CHANNELS {
+            few
+        } else if most.cubes(channels, row_vectors) >= device.cubes / 2 {
+            most
+        } else {
+            many
+        }
+    }
+
+    /// Cubes for channels of vectors of rows.
+    const fn cubes(self, channels: u32, row_vectors: u32) -> u32 {
+        row_vectors.div_ceil(SIDE * self.vectors) * channels.div_ceil(SIDE * self.channels)
+    }
 }
 
 /// The channels that are brought up to date.
@@ -147,15 +169,15 @@ fn spread_kernel<V: Size, Q: Size>(
     #[comptime] tile: UnitTile,
     #[comptime] fresh: bool,
 ) {
-    let UnitTile { channels, vectors } = comptime!(tile);
+    let UnitTile { channels, vectors, ahead } = comptime!(tile);
     let row_tiles = spread.row_vectors.div_ceil(comptime!(SIDE * vectors));
     let cube = CUBE_POS as u32;
     let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;
     let first_vector = cube % row_tiles * comptime!(SIDE * vectors) + UNIT_POS % SIDE;
     if own < spread.updated.count {
-        let ahead = spread.updated.start + own;
-        let skips = ahead >= spread.updated.skipped;
-        let channel = ahead + select(skips, spread.updated.skip, 0u32);
+        let unskipped = spread.updated.start + own;
+        let skips = unskipped >= spread.updated.skipped;
+        let channel = unskipped + select(skips, spread.updated.skip, 0u32);
         let mut sums = Array::<Vector<f32, V>>::new(comptime!((channels * vectors) as usize));
         #[unroll]
         for c in 0..channels {
@@ -168,29 +190,43 @@ fn spread_kernel<V: Size, Q: Size>(
                     if comptime!(fresh) { Vector::empty().fill(0.0f32) } else { target[at] };
             }
         }
-        for k in 0..spread.width {
-            let mut row_steps = Array::<Vector<f32, V>>::new(comptime!(vectors as usize));
+        let quads = comptime!(channels / 4);
+        let mut k = 0u32;
+        while k < spread.width {
+            let mut row_steps = Array::<Vector<f32, V>>::new(comptime!((ahead * vectors) as usize));
+            let mut shares = Array::<Vector<f32, Q>>::new(comptime!((ahead * quads) as usize));
             #[unroll]
-            for v in 0..vectors {
-                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
-                row_steps[v as usize] =
-                    steps[((spread.step + k) * spread.row_vectors + vector) as usize];
-            }
-            let shares = ((spread.first + k) * spread.channels + channel) / 4;
-            #[unroll]
-            for quad in 0..comptime!(channels / 4) {
-                let share = matrix[(shares + quad) as usize];
+            for next in 0..ahead {
+                let step = spread.step + k + next;
                 #[unroll]
-                for c in 0..4u32 {
-                    let negative =
-                        Vector::<f32, V>::empty().fill(-share.extract(comptime!(c as usize)));
+                for v in 0..vectors {
+                    let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
+                    row_steps[comptime!((next * vectors + v) as usize)] =
+                        steps[(step * spread.row_vectors + vector) as usize];
+                }
+                let first = ((spread.first + k + next) * spread.channels + channel) / 4;
+                #[unroll]
+                for quad in 0..quads {
+                    shares[comptime!((next * quads + quad) as usize)] =
+                        matrix[(first + quad) as usize];
+                }
+            }
+            #[unroll]
+            for next in 0..ahead {
+                #[unroll]
+                for c in 0..channels {
+                    let share = shares[comptime!((next * quads + c / 4) as usize)];
+                    let share = share.extract(comptime!((c % 4) as usize));
+                    let negative = Vector::<f32, V>::empty().fill(-share);
                     #[unroll]
                     for v in 0..vectors {
-                        let sum = comptime!(((quad * 4 + c) * vectors + v) as usize);
-                        sums[sum] = fma(negative, row_steps[v as usize], sums[sum]);
+                        let step = row_steps[comptime!((next * vectors + v) as usize)];
+                        let sum = comptime!((c * vectors + v) as usize);
+                        sums[sum] = fma(negative, step, sums[sum]);
                     }
                 }
             }
+            k += comptime!(ahead);
         }
         #[unroll]
         for c in 0..channels {

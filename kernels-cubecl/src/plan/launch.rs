@@ -95,6 +95,10 @@ fn units(operation: Operation, problem: &Problem, device: &Capability) -> u32 {
         // A cube takes a block of as many rows as it has units: fewer where there would be too few
         // cubes to keep the device busy.
         Operation::QuantizeByHessian if rows.div_ceil(UNITS) * blocks < device.cubes => FEW_UNITS,
+        // A unit needs so many registers that of larger cubes fewer units find room at a time.
+        Operation::QuantizeByHessian if problem.scheme.search == ScaleSearch::CoordinateDescent => {
+            FEW_UNITS
+        }
         Operation::Gptq => FEW_UNITS,
         _ => UNITS,
     }
@@ -328,9 +332,13 @@ mod tests {
         let share = Share { vector: 8, along: true, staged: true, ..ONE_ROW };
         let (units, cubes) = (FEW_UNITS, 5 * 4);
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
-        let (units, cubes) = (UNITS, 157 * 4);
-        let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
-        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
+        for (search, units, of_rows) in
+            [(ScaleSearch::Hessian, UNITS, 157), (ScaleSearch::CoordinateDescent, FEW_UNITS, 625)]
+        {
+            let launch = of(search, View::rows(40_000, 64)).unwrap();
+            let cubes = of_rows * 4;
+            assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
+        }
         for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");

@@ -1,18 +1,27 @@
 //! The Hessian of a block, as searches read it: `r^T H r` is what errors `r` cost.
+//!
+//! What the units of a cube share of a block lies in shared memory where the device gains by that,
+//! in vectors of four:
+//!
+//! ```text
+//! | H, row by row: size x size / 4 | bounds: size / 4 | steps: size / 4 |
+//! ```
 
 use cubecl::prelude::*;
 
 /// The Hessian of a block.
 #[derive(CubeType)]
 pub(crate) struct BlockHessian<'a, H: Size> {
-    /// The rows of the matrix in vectors of four, from `first` on.
+    /// The rows of the matrix in vectors of four, from `first` on; if staged, what [`stage`] adds.
     values: &'a [Vector<f32, H>],
     first: u32,
-    /// 0, which the compiler does not know; see [`again`].
+    /// 0, of which the compiler knows no more than that it is 0 or 1; see [`again`].
     stay: u32,
-    /// Lower bounds of the cost of an error of each channel, from `channel` on.
+    /// Lower bounds of the cost of an error of each channel, from `channel` on; not read if staged.
     bounds: &'a [f32],
     channel: u32,
+    #[cube(comptime)]
+    staged: bool,
 }
 
 /// The Hessian of the block that starts at a channel.
@@ -23,21 +32,71 @@ pub(crate) fn block_hessian<'a, H: Size>(
     stay: u32,
     bounds: &'a [f32],
     channel: u32,
+    #[comptime] staged: bool,
 ) -> BlockHessian<'a, H> {
-    BlockHessian::<'a, H> { values, first, stay, bounds, channel }
+    BlockHessian::<'a, H> { values, first, stay, bounds, channel, staged }
 }
 
-/// The same for each turn of a loop: the compiler would load all of the matrix before the loop, and
-/// spill it, if it knew that nothing of it changes.
+/// Vectors that are staged of a block.
+pub(crate) const fn staged_vectors(size: u32) -> u32 {
+    (size * size + 2 * size) / 4
+}
+
+/// Puts into shared memory what the units of a cube read of a block. The bounds are those of all
+/// channels.
+#[cube]
+pub(crate) fn stage<H: Size>(
+    shared: &mut [Vector<f32, H>],
+    hessians: &[Vector<f32, H>],
+    bounds: &[f32],
+    block: u32,
+    #[comptime] size: u32,
+) {
+    let vectors = comptime!(size * size / 4);
+    let quads = comptime!(size / 4);
+    let first = block * vectors;
+    let mut at = UNIT_POS;
+    while at < vectors {
+        shared[at as usize] = hessians[(first + at) as usize];
+        at += CUBE_DIM;
+    }
+    if UNIT_POS < quads {
+        let mut four_bounds = Vector::<f32, H>::empty();
+        let mut four_steps = Vector::<f32, H>::empty();
+        #[unroll]
+        for index in 0..4u32 {
+            let element = UNIT_POS * 4 + index;
+            let bound = bounds[(block * size + element) as usize];
+            let diagonal = hessians[(first + element * quads + UNIT_POS) as usize];
+            let step = step_by(diagonal.extract(comptime!(index as usize)));
+            four_bounds.insert(comptime!(index as usize), bound);
+            four_steps.insert(comptime!(index as usize), step);
+        }
+        shared[(UNIT_POS + vectors) as usize] = four_bounds;
+        shared[(UNIT_POS + comptime!(vectors + quads)) as usize] = four_steps;
+    }
+}
+
+/// The same for another pass over the matrix, given a number that the compiler cannot know to be
+/// the same as that of another pass: if it knew that nothing changes, it would keep all of the
+/// matrix from one pass to the next, and spill it.
 #[cube]
 pub(crate) fn again<'a, H: Size>(hessian: &BlockHessian<'a, H>, turn: u32) -> BlockHessian<'a, H> {
     BlockHessian::<'a, H> {
         values: hessian.values,
-        first: hessian.first + turn * hessian.stay,
+        first: anew::<H>(hessian.first, hessian, turn),
         stay: hessian.stay,
         bounds: hessian.bounds,
         channel: hessian.channel,
+        staged: comptime!(hessian.staged),
     }
+}
+
+/// The same bits for another pass, as by [`again`]: what is made of them is computed in each pass,
+/// and no register keeps it.
+#[cube]
+pub(crate) fn anew<H: Size>(bits: u32, hessian: &BlockHessian<'_, H>, turn: u32) -> u32 {
+    bits + (turn & hessian.stay)
 }
 
 /// Four values of the matrix, counted row by row.
@@ -51,8 +110,39 @@ pub(crate) fn row_vector<H: Size>(
 
 /// The bound of an element.
 #[cube]
-pub(crate) fn bound<H: Size>(hessian: &BlockHessian<'_, H>, #[comptime] element: u32) -> f32 {
-    hessian.bounds[(hessian.channel + element) as usize]
+pub(crate) fn bound<H: Size>(
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] element: u32,
+    #[comptime] size: u32,
+) -> f32 {
+    if comptime!(hessian.staged) {
+        let four = row_vector::<H>(hessian, comptime!(size * size / 4 + element / 4));
+        four.extract(comptime!((element % 4) as usize))
+    } else {
+        hessian.bounds[(hessian.channel + element) as usize]
+    }
+}
+
+/// What the gradient of an element is multiplied by for the step that takes it to 0.
+#[cube]
+pub(crate) fn step<H: Size>(
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] element: u32,
+    #[comptime] size: u32,
+) -> f32 {
+    if comptime!(hessian.staged) {
+        let four = row_vector::<H>(hessian, comptime!((size + 1) * size / 4 + element / 4));
+        four.extract(comptime!((element % 4) as usize))
+    } else {
+        let diagonal = row_vector::<H>(hessian, comptime!(element * size / 4 + element / 4));
+        step_by(diagonal.extract(comptime!((element % 4) as usize)))
+    }
+}
+
+/// [`step`] by an element of the diagonal.
+#[cube]
+fn step_by(curvature: f32) -> f32 {
+    select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32)
 }
 
 /// `r^T H r`, in the order of the reference.

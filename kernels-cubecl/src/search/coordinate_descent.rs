@@ -1,66 +1,263 @@
-//! Codes of a block improved one at a time; see `coordinate_descent.rs` in the search crate.
+//! Scale and codes together by coordinate descent on `r^T H r`; see `coordinate_descent.rs` in the
+//! search crate.
+//!
+//! ```text
+//! best = the rule's own scale
+//! for scale in all others from the first that leaves only zeros, downward:
+//!     nearest codes and their errors                                        (round_all)
+//!     unless one of these errors alone costs more than the best:
+//!         the gradient H r, and r^T H r of the nearest codes                (slope)
+//!         codes moved one at a time while that lowers r^T H r               (sweep)
+//!         best = scale and codes, if r^T H r is smaller
+//!     stop where no smaller scale can be better, whatever the codes
+//! ```
+//!
+//! What a unit keeps from one step to the next decides how many of them a multiprocessor holds: the
+//! elements, their gradient and their values, an f32 each. H, bounds and steps are read again
+//! wherever they are needed, what follows from elements and codes is computed again.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
-use super::block_hessian::{BlockHessian, again, row_vector};
-use crate::arith::element::{element_value, round_to_e2m1};
+use super::best::{Candidate, candidate, improve, start};
+use super::block_hessian::{BlockHessian, again, anew, bound, cost, row_vector, step};
+use crate::arith::element::{element_value, nearest_element, round_to_e2m1};
+use crate::arith::rule::TensorFactor;
+use crate::arith::scale_grid::{Unit, lowest, top};
+use crate::plan::Recipe;
 
 /// Passes over the elements of a block at most.
 const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
 
-/// What a gradient is multiplied by for the step that takes it to 0, of every element.
+/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the largest magnitude
+/// in the units of the block.
 #[cube]
-pub(crate) fn steps<H: Size>(hessian: &BlockHessian<'_, H>, #[comptime] size: u32) -> Array<f32> {
-    let mut steps = Array::<f32>::new(comptime!(size as usize));
+pub(crate) fn descend<H: Size>(
+    elements: &Array<f32>,
+    codes: &mut Array<u32>,
+    hessian: &BlockHessian<'_, H>,
+    tensor: &TensorFactor,
+    own: u32,
+    unit: &Unit,
+    scaled: f32,
+    #[comptime] recipe: Recipe,
+) -> u32 {
+    let words = comptime!(recipe.block_size / 8);
+    let grid = comptime!(recipe.grid());
+    let infinity = f32::reinterpret(0x7F80_0000u32);
+    let mut found = Array::<u32>::new(comptime!(words as usize));
+    let mut best = start(infinity, own, grid);
+    let lowest = lowest(unit, grid);
+    // The rule's own scale, then all others from the top down; below 0 codes wrap around.
+    let mut next = own;
+    let mut is_own = true;
+    while is_own || next >= lowest && next < 0x8000_0000u32 {
+        let tried = candidate(next, unit, tensor, recipe);
+        let outcome =
+            try_scale::<H>(elements, &mut found, &tried, best.cost, unit, hessian, recipe);
+        let mut takes = is_own;
+        if is_own {
+            best.cost = start(outcome.cost, own, grid).cost;
+            next = top(unit, scaled, grid);
+        } else {
+            let before = best.code;
+            improve(&mut best, outcome.cost, next, own);
+            takes = best.code != before;
+            let hopeless = outcome.clipped * outcome.clipped > best.cost;
+            next = select(hopeless, 0xFFFF_FFFFu32, next - 1u32);
+        }
+        if takes {
+            #[unroll]
+            for word in 0..words {
+                codes[word as usize] = found[word as usize];
+            }
+        }
+        // That one has been tried.
+        next = select(next == own, next - 1u32, next);
+        is_own = false;
+    }
+    best.code
+}
+
+/// What has become of a scale.
+#[derive(CubeType, Clone, Copy)]
+struct Outcome {
+    /// Infinite if it cannot be better than the best.
+    cost: f32,
+    /// Of [`Limits`].
+    clipped: f32,
+}
+
+/// The cost of a scale, and the codes that go with it.
+#[cube]
+fn try_scale<H: Size>(
+    elements: &Array<f32>,
+    found: &mut Array<u32>,
+    tried: &Candidate,
+    best: f32,
+    unit: &Unit,
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] recipe: Recipe,
+) -> Outcome {
+    let size = comptime!(recipe.block_size);
+    let words = comptime!(size / 8);
+    let hessian = again::<H>(hessian, tried.code);
+    let mut nearest = Array::<u32>::new(comptime!(words as usize));
+    let mut errors = Array::<f32>::new(comptime!(size as usize));
+    let limits = round_all::<H>(elements, &mut nearest, &mut errors, tried, unit, &hessian, recipe);
+    let mut result = f32::reinterpret(0x7F80_0000u32);
+    if limits.largest * limits.largest <= best {
+        let mut gradient = Array::<f32>::new(comptime!(size as usize));
+        let of_nearest = slope::<H>(&mut gradient, &errors, &hessian, size);
+        let turn = u32::reinterpret(of_nearest);
+        let mut values = Array::<f32>::new(comptime!(size as usize));
+        #[unroll]
+        for word in 0..words {
+            let eight = anew::<H>(nearest[word as usize], &hessian, turn);
+            found[word as usize] = eight;
+            #[unroll]
+            for index in 0..8u32 {
+                values[comptime!((word * 8 + index) as usize)] = value_at(eight, index);
+            }
+        }
+        sweep::<H>(found, &mut values, &mut gradient, tried.value, &hessian, size);
+        let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), &hessian, turn));
+        #[unroll]
+        for k in 0..size {
+            let element = elements[k as usize] * factor;
+            errors[k as usize] = fma(-values[k as usize], tried.value, element);
+        }
+        let hessian = again::<H>(&hessian, turn);
+        let of_moved = cost::<H>(&errors, &hessian, size);
+        let improved = of_moved < of_nearest;
+        result = select(improved, of_moved, of_nearest);
+        #[unroll]
+        for word in 0..words {
+            let (moved, kept) = (found[word as usize], nearest[word as usize]);
+            found[word as usize] = select(improved, moved, kept);
+        }
+    }
+    Outcome { cost: result, clipped: limits.clipped }
+}
+
+/// The square roots of what errors of the nearest codes cost at least.
+#[derive(CubeType, Clone, Copy)]
+struct Limits {
+    /// The most of all: no other codes have smaller errors.
+    largest: f32,
+    /// The most of those of elements beyond the largest code: no smaller scale has smaller ones,
+    /// so that where this is too much, `largest` is for all smaller scales.
+    clipped: f32,
+}
+
+/// The nearest codes, and their errors.
+#[cube]
+fn round_all<H: Size>(
+    elements: &Array<f32>,
+    nearest: &mut Array<u32>,
+    errors: &mut Array<f32>,
+    tried: &Candidate,
+    unit: &Unit,
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] recipe: Recipe,
+) -> Limits {
+    let size = comptime!(recipe.block_size);
+    let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), hessian, tried.code));
+    let mut largest = 0.0f32.runtime();
+    let mut clipped = 0.0f32.runtime();
+    #[unroll]
+    for word in 0..comptime!(size / 8) {
+        let mut packed = 0u32;
+        #[unroll]
+        for index in 0..8u32 {
+            let k = comptime!(word * 8 + 7 - index);
+            let element = elements[k as usize];
+            let normalized = if comptime!(recipe.divides()) {
+                element / tried.factor
+            } else {
+                element * tried.factor
+            };
+            let error = fma(-nearest_element(normalized), tried.value, element * factor);
+            let least = error.abs() * bound::<H>(hessian, k, size);
+            errors[k as usize] = error;
+            largest = max(largest, least);
+            let clips = normalized.abs() >= 6.0f32;
+            clipped = max(clipped, select(clips, least, 0.0f32));
+            packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
+        }
+        nearest[word as usize] = packed;
+    }
+    Limits { largest, clipped }
+}
+
+/// The gradient `H r`, and `r^T H r`, each sum in the order of the reference. H is symmetric: a row
+/// is read up to its diagonal, and added to the gradient of every element before it too.
+#[cube]
+fn slope<H: Size>(
+    gradient: &mut Array<f32>,
+    errors: &Array<f32>,
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] size: u32,
+) -> f32 {
+    let mut cost = 0.0f32.runtime();
     #[unroll]
     for i in 0..size {
-        let diagonal = row_vector::<H>(hessian, comptime!(i * size / 4 + i / 4));
-        let curvature = diagonal.extract(comptime!((i % 4) as usize));
-        steps[i as usize] = select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32);
+        let error = errors[i as usize];
+        let mut of_row = 0.0f32.runtime();
+        let mut sum = 0.0f32.runtime();
+        #[unroll]
+        for vector in 0..comptime!(i / 4 + 1) {
+            let row = row_vector::<H>(hessian, comptime!(i * size / 4 + vector));
+            #[unroll]
+            for index in 0..4u32 {
+                let j = comptime!((vector * 4 + index) as usize);
+                let curvature = row.extract(comptime!(index as usize));
+                if comptime!(vector * 4 + index < i) {
+                    let before = errors[j];
+                    // Twice either factor is exact.
+                    sum = fma(curvature, 2.0f32 * before, sum);
+                    of_row = fma(curvature, before, of_row);
+                    gradient[j] = fma(curvature, error, gradient[j]);
+                } else if comptime!(vector * 4 + index == i) {
+                    sum = fma(curvature, error, sum);
+                    of_row = fma(curvature, error, of_row);
+                }
+            }
+        }
+        gradient[i as usize] = of_row;
+        cost = fma(error, sum, cost);
     }
-    steps
+    cost
 }
 
 /// Moves elements one at a time to where they are best while all others stay, until none does.
 #[cube]
-pub(crate) fn sweep<H: Size>(
+fn sweep<H: Size>(
     found: &mut Array<u32>,
-    errors: &Array<f32>,
-    steps: &Array<f32>,
-    value: f32,
+    values: &mut Array<f32>,
+    gradient: &mut Array<f32>,
+    scale: f32,
     hessian: &BlockHessian<'_, H>,
     #[comptime] size: u32,
 ) {
-    let reciprocal = 1.0f32 / value;
-    let mut gradient = Array::<f32>::new(comptime!(size as usize));
-    #[unroll]
-    for i in 0..size {
-        let mut sum = 0.0f32.runtime();
-        #[unroll]
-        for vector in 0..comptime!(size / 4) {
-            let row = row_vector::<H>(hessian, comptime!(i * size / 4 + vector));
-            #[unroll]
-            for index in 0..4u32 {
-                let error = errors[comptime!((vector * 4 + index) as usize)];
-                sum = fma(row.extract(comptime!(index as usize)), error, sum);
-            }
-        }
-        gradient[i as usize] = sum;
-    }
+    let reciprocal = 1.0f32 / scale;
     let mut sweeps = 0u32;
     while sweeps < SWEEPS {
         let mut changed = false;
         let hessian = again::<H>(hessian, sweeps);
         #[unroll]
         for i in 0..size {
-            let word = comptime!((i / 8) as usize);
-            let now = value_at(found[word], comptime!(i % 8));
-            let target = fma(gradient[i as usize], steps[i as usize], now * value);
-            let code = round_to_e2m1(target * reciprocal) & 0xF000_0000u32;
-            let change = (element_value(code) - now) * value;
+            let now = values[i as usize];
+            let step = step::<H>(&hessian, i, size);
+            let target = fma(gradient[i as usize], step, now * scale);
+            let normalized = target * reciprocal;
+            let next = nearest_element(normalized);
+            let change = (next - now) * scale;
             if change != 0.0f32 {
                 changed = true;
+                values[i as usize] = next;
+                let word = comptime!((i / 8) as usize);
+                let code = round_to_e2m1(normalized) & 0xF000_0000u32;
                 let others = found[word] & comptime!(!(0xFu32 << (4 * (i % 8))));
                 found[word] = others | (code >> comptime!(28 - 4 * (i % 8)));
                 #[unroll]
@@ -88,6 +285,6 @@ pub(crate) fn without_negative_zeros(codes: u32) -> u32 {
 
 /// The value of a code among eight.
 #[cube]
-pub(crate) fn value_at(codes: u32, #[comptime] index: u32) -> f32 {
+fn value_at(codes: u32, #[comptime] index: u32) -> f32 {
     element_value(codes << comptime!(28 - 4 * index))
 }

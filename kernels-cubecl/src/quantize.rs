@@ -133,7 +133,11 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
             let index = target.index + row * task.extent.blocks;
             packed.codes[index as usize] = block_codes[row as usize];
             packed.scales[index as usize] = u8::cast_from(block_scales[row as usize]);
-            if target.block == 0u32 && (comptime!(recipe.by_row) || index == 0u32) {
+            // The first block of all is known by its number: its row, and its place there, are
+            // divisions.
+            let begins =
+                if comptime!(recipe.by_row) { target.block == 0u32 } else { index == 0u32 };
+            if begins {
                 let tensor = tensor_factor(task.amax, target.row + row, &task.factors, recipe);
                 store_tensor_scale::<W>(packed, target.row + row, tensor.decode, recipe);
             }

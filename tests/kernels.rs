@@ -687,6 +687,9 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     let cases = [
         (contiguous, Kind::Outliers, Dtype::Bf16, by_row, Sse),
         (contiguous, Kind::Weights, Dtype::F32, by_row, Hessian),
+        // Scales far above those that are tried first, and divisions.
+        (contiguous, Kind::Outliers, Dtype::Bf16, Fp4Scheme::nvfp4(), Hessian),
+        (strided, Kind::Outliers, Dtype::F32, none, Hessian),
         (contiguous, Kind::Outliers, Dtype::Bf16, by_row, CoordinateDescent),
         (strided, Kind::Weights, Dtype::Bf16, tiles, Sse),
         (strided, Kind::Ties, Dtype::F16, Fp4Scheme::mxfp4(), Hessian),

@@ -15,6 +15,7 @@ use crate::layout::share::{load_blocks, store_blocks};
 use crate::plan::{
     Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, TileSharing, UNITS, plan,
 };
+use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
 use crate::search::task::{Task, task};
 
@@ -92,7 +93,8 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     let item = item(&task.extent);
     let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
     let mut elements = load_blocks::<E, M>(task.values, &place, &task.extent, block_size, share);
-    let chosen = choose_scales::<E, M>(task, &elements, &place);
+    let largest = largest_magnitudes::<E, M>(task, &elements, &place);
+    let chosen = choose_scales::<E, M>(task, &elements, &largest, &place);
     #[unroll]
     for row in 0..share.rows {
         let value = scale_value(chosen.codes[row as usize], comptime!(recipe.grid()));

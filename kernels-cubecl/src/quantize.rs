@@ -5,7 +5,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::element::round_to_e2m1;
+use crate::arith::codes::nearest_codes;
 use crate::arith::rule::{Factors, code_mask, normalize, tensor_factor};
 use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
 use crate::layout::place::{item, place};
@@ -14,6 +14,7 @@ use crate::layout::stage::{Exchange, exchange, packed_place};
 use crate::memory::check_memory;
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
+use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
 use crate::search::task::{Task, task};
 
@@ -108,16 +109,18 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
     let rows_left = select(item < task.extent.items, place.rows_left, 0u32);
     let elements = load_blocks::<E, N>(task.values, &place, &task.extent, block_size, share);
-    let chosen = choose_scales::<E, N>(task, &elements, &place);
+    let largest = largest_magnitudes::<E, N>(task, &elements, &place);
+    let chosen = choose_scales::<E, N>(task, &elements, &largest, &place);
     let words = comptime!(block_size / 8);
     let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
     let mut block_scales = chosen.codes;
     #[unroll]
     for row in 0..share.rows {
         let factor = chosen.factors[row as usize];
+        let of_row = largest[row as usize];
         let group = (place.index + row * task.extent.blocks) * words;
         block_codes[row as usize] =
-            row_codes::<W>(&elements, row, factor, group, &task.factors, &draw, recipe);
+            row_codes::<W>(&elements, row, of_row, factor, group, &task.factors, &draw, recipe);
     }
 
     if comptime!(share.staged) {
@@ -130,7 +133,11 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
             let index = target.index + row * task.extent.blocks;
             packed.codes[index as usize] = block_codes[row as usize];
             packed.scales[index as usize] = u8::cast_from(block_scales[row as usize]);
-            if target.block == 0u32 && (comptime!(recipe.by_row) || index == 0u32) {
+            // The first block of all is known by its number: its row, and its place there, are
+            // divisions.
+            let begins =
+                if comptime!(recipe.by_row) { target.block == 0u32 } else { index == 0u32 };
+            if begins {
                 let tensor = tensor_factor(task.amax, target.row + row, &task.factors, recipe);
                 store_tensor_scale::<W>(packed, target.row + row, tensor.decode, recipe);
             }
@@ -138,44 +145,46 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     }
 }
 
-/// The codes of the block of a row, given the factor of its scale. `group` is the number of its
-/// first eight elements, for what is drawn.
+/// The codes of the block of a row, given its largest magnitude, or a larger one, and the factor of
+/// its scale. `group` is the number of its first eight elements, for what is drawn.
 #[cube]
 fn row_codes<W: Size>(
     elements: &Array<f32>,
     #[comptime] row: u32,
+    largest: f32,
     factor: f32,
     group: u32,
     factors: &Factors,
     draw: &Draw,
     #[comptime] recipe: Recipe,
 ) -> Vector<u32, W> {
-    let rule = comptime!(recipe.rule);
-    let mask = code_mask(factor, rule);
-    let mut row_codes = Vector::<u32, W>::empty();
-    #[unroll]
-    for word in 0..comptime!(recipe.block_size / 8) {
-        let mut packed = 0u32;
-        let start = comptime!(row * recipe.block_size + word * 8);
-        if comptime!(recipe.stochastic) {
+    let words = comptime!(recipe.block_size / 8);
+    let start = comptime!(row * recipe.block_size);
+    let mut codes = Array::<u32>::new(comptime!(words as usize));
+    if comptime!(recipe.stochastic) {
+        let rule = comptime!(recipe.rule);
+        let mask = code_mask(factor, rule);
+        #[unroll]
+        for word in 0..words {
+            let mut packed = 0u32;
             let random = random_words(group + word, draw);
             #[unroll]
             for index in 0..8u32 {
                 let element = comptime!(7 - index);
-                let at = comptime!((start + element) as usize);
+                let at = comptime!((start + word * 8 + element) as usize);
                 let normalized = normalize(elements[at], factor, factors, rule);
                 let bits = random_bits(&random, element);
                 packed = (packed << 4u32) | (round_stochastically(normalized, bits) >> 28u32);
             }
-        } else {
-            #[unroll]
-            for index in 0..8u32 {
-                let at = comptime!((start + 7 - index) as usize);
-                let normalized = normalize(elements[at], factor, factors, rule);
-                packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
-            }
+            codes[word as usize] = packed & mask;
         }
-        row_codes.insert(comptime!(word as usize), packed & mask);
+    } else {
+        nearest_codes(elements, &mut codes, start, largest, factor, factors, recipe);
+    }
+    let mut row_codes = Vector::<u32, W>::empty();
+    #[unroll]
+    for word in 0..words {
+        row_codes.insert(comptime!(word as usize), codes[word as usize]);
     }
     row_codes
 }

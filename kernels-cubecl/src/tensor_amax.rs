@@ -165,22 +165,20 @@ fn amax_kernel<E: Int, N: Size>(
 ) {
     let stride = CUBE_COUNT as u32 * CUBE_DIM;
     let mut largest = 0.0f32.runtime();
+    let last = count - 1;
     let mut at = ABSOLUTE_POS as u32;
-    // Several loads are under way at once.
-    while at + 3 * stride < count {
+    // Several loads are under way at once, also at the end, where the last vector stands in for
+    // those beyond.
+    while at < count {
         let first = values[at as usize];
-        let second = values[(at + stride) as usize];
-        let third = values[(at + 2 * stride) as usize];
-        let fourth = values[(at + 3 * stride) as usize];
+        let second = values[min(at + stride, last) as usize];
+        let third = values[min(at + 2 * stride, last) as usize];
+        let fourth = values[min(at + 3 * stride, last) as usize];
         largest = larger::<E, N>(largest, first, share);
         largest = larger::<E, N>(largest, second, share);
         largest = larger::<E, N>(largest, third, share);
         largest = larger::<E, N>(largest, fourth, share);
         at += 4 * stride;
-    }
-    while at < count {
-        largest = larger::<E, N>(largest, values[at as usize], share);
-        at += stride;
     }
     let of_plane = largest_of_plane(magnitude_bits(largest), plane);
     let lane = ABSOLUTE_POS as u32 % plane;

@@ -4,37 +4,37 @@ use cubecl::prelude::*;
 
 use crate::plan::Dtype;
 
-/// What adding to a magnitude below 2^(e + 1) leaves of it: a multiple of 2^(e - 1) in the low
-/// bits.
+/// Elements of one binade [2^e, 2^(e + 1)) are 2^(e - 1) apart, those below 1 as in [1, 2). Of a
+/// sum that is about as large as this times 2^e, that is the unit in the last place: the sum is
+/// rounded as an element is, ties to even.
 const SHIFT: f32 = 4_194_304.0;
 
-/// Codes of one exponent are evenly spaced, 2^(e - 1) apart for the binade [2^e, 2^(e + 1)); below
-/// 1 as in [1, 2). Adding 2^(22 + e) rounds a magnitude to this grid, ties to even.
-#[derive(CubeType)]
-struct OnGrid {
-    /// 2^e.
-    binade: f32,
-    /// The magnitude, 6 at most, plus 2^(22 + e).
-    shifted: f32,
-}
+/// Magnitudes below it round to 6 at most, the largest element, of themselves.
+pub(crate) const UNLIMITED: f32 = 7.0;
 
-#[cube]
-fn round_to_grid(magnitude: f32) -> OnGrid {
-    let magnitude = min(magnitude, 6.0f32);
-    let exponent = u32::reinterpret(max(magnitude, 1.0f32)) & 0x7F80_0000u32;
-    let binade = f32::reinterpret(exponent);
-    // The product is exact, so it does not matter whether this is fused.
-    OnGrid { binade, shifted: fma(binade, SHIFT, magnitude) }
-}
+/// Products with it, plus [`TO_CODE`], have in the highest four bits the code of what was rounded:
+/// its sign, and `steps + 2 e` of the bits `sign << 31 | (149 + e) << 23 | steps`. Below these four
+/// bits are (21 + e) << 23 and 65 steps, which carry nothing.
+const FROM_STEPS: u32 = 0x1000_0041;
+const TO_CODE: u32 = 0x2000_0000;
 
 /// The E2M1 code nearest to an f32, ties to even, 6 at most, in the highest four bits of the
 /// result; the other bits mean nothing. The sign bit is kept. A NaN gives any code.
 #[cube]
 pub(crate) fn round_to_e2m1(value: f32) -> u32 {
-    let grid = round_to_grid(value.abs());
-    // The bits of `shifted` are (149 + e) << 23 | steps, and the code is steps + 2 e.
-    let code = u32::reinterpret(grid.shifted) * 0x1000_0040u32 + 0x6000_0000u32;
-    code | (u32::reinterpret(value) & 0x8000_0000u32)
+    round_unlimited(max(min(value, 6.0f32), -6.0f32))
+}
+
+/// [`round_to_e2m1`] of a value whose magnitude is below [`UNLIMITED`].
+#[cube]
+pub(crate) fn round_unlimited(value: f32) -> u32 {
+    // 2^e with the sign of the value. Where the two differ in more than that, the larger one is 1,
+    // and its exponent has every bit that a smaller exponent has.
+    let bits = u32::reinterpret(max(value.abs(), 1.0f32)) | u32::reinterpret(value);
+    let binade = f32::reinterpret(bits & 0xFF80_0000u32);
+    // The product is exact, so it does not matter whether this is fused.
+    let shifted = fma(binade, SHIFT, value);
+    u32::reinterpret(shifted) * FROM_STEPS + TO_CODE
 }
 
 /// The value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].
@@ -47,8 +47,21 @@ pub(crate) fn nearest_element(value: f32) -> f32 {
 /// [`nearest_element`] of a value without sign.
 #[cube]
 pub(crate) fn nearest_magnitude(magnitude: f32) -> f32 {
-    let grid = round_to_grid(magnitude);
-    fma(grid.binade, -SHIFT, grid.shifted)
+    nearest_unlimited(min(magnitude, 6.0f32))
+}
+
+/// [`nearest_magnitude`] of one below [`UNLIMITED`].
+///
+/// Beside 1.5 times [`SHIFT`], what is below 1.5 is rounded to halves. Anything larger stands
+/// beside itself times `SHIFT`. In units of 2^(e - 1) it is M / 2^22 for an integer M of 24 bits,
+/// and that product is M. The difference M - M / 2^22 is rounded to an integer, also where it is so
+/// little below 2^23 that it might have a half. M minus that is the integer nearest to M / 2^22; at
+/// a tie M is even, so that the one is even where the other is.
+#[cube]
+pub(crate) fn nearest_unlimited(magnitude: f32) -> f32 {
+    let far = max(magnitude, 1.5f32);
+    // Both products are exact, and so is what is left.
+    fma(far, SHIFT, fma(far, -SHIFT, magnitude))
 }
 
 /// The value of the E2M1 code in the highest four bits of a word.
@@ -83,4 +96,31 @@ pub(crate) fn decode_byte<F: Float, N: Size>(byte: u32, #[comptime] dtype: Dtype
         signs | ((byte * 0x0020_0200u32) & 0x0E00_0E00u32)
     };
     Vector::<F, N>::reinterpret(bits)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_search::formats::E2M1;
+
+    use super::*;
+
+    /// The formulas of the kernels, which run on a device only, for every value below the limit.
+    #[test]
+    fn every_value_is_rounded_as_the_format_says() {
+        // The largest tie to 0 is 1/4.
+        let bits = 0.125f32.to_bits()..UNLIMITED.to_bits();
+        let tiny = [0.0, 1e-45, f32::MIN_POSITIVE];
+        for magnitude in bits.map(f32::from_bits).chain(tiny) {
+            let expected = E2M1.encode(magnitude);
+            let far = magnitude.max(1.5);
+            let nearest = far.mul_add(SHIFT, far.mul_add(-SHIFT, magnitude));
+            assert_eq!(nearest, E2M1.decode(expected), "{magnitude:e}");
+            for (value, sign) in [(magnitude, 0), (-magnitude, E2M1.sign_bit())] {
+                let bits = magnitude.max(1.0).to_bits() | value.to_bits();
+                let shifted = f32::from_bits(bits & 0xFF80_0000).mul_add(SHIFT, value);
+                let code = shifted.to_bits().wrapping_mul(FROM_STEPS).wrapping_add(TO_CODE) >> 28;
+                assert_eq!(code, u32::from(expected | sign), "{value:e}");
+            }
+        }
+    }
 }

@@ -28,7 +28,7 @@ impl Launch {
     }
 }
 
-/// Units of a cube where each has a long way to go and there are few.
+/// Units of a cube where each has a long way to go.
 pub(crate) const FEW_UNITS: u32 = 64;
 
 /// Bytes that one load or store moves at most.
@@ -47,7 +47,7 @@ pub fn plan(
     device: &Capability,
 ) -> Result<Launch, Refusal> {
     check(operation, problem)?;
-    let units = units(operation, problem, device);
+    let units = units(operation);
     let (items, share) = items(operation, problem, device, units);
     let cubes = items.div_ceil(units);
     let cubes = match operation {
@@ -89,17 +89,10 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
 }
 
 /// Units of a cube.
-fn units(operation: Operation, problem: &Problem, device: &Capability) -> u32 {
-    let [rows, blocks] = [problem.view.packed_rows(), problem.blocks()].map(|n| n as u32);
+fn units(operation: Operation) -> u32 {
     match operation {
-        // A cube takes a block of as many rows as it has units: fewer where there would be too few
-        // cubes to keep the device busy.
-        Operation::QuantizeByHessian if rows.div_ceil(UNITS) * blocks < device.cubes => FEW_UNITS,
-        // A unit needs so many registers that of larger cubes fewer units find room at a time.
-        Operation::QuantizeByHessian if problem.scheme.search == ScaleSearch::CoordinateDescent => {
-            FEW_UNITS
-        }
-        Operation::Gptq => FEW_UNITS,
+        // Their units need many registers: of small cubes more fit on a multiprocessor together.
+        Operation::QuantizeByHessian | Operation::Gptq => FEW_UNITS,
         _ => UNITS,
     }
 }
@@ -332,13 +325,9 @@ mod tests {
         let share = Share { vector: 8, along: true, staged: true, ..ONE_ROW };
         let (units, cubes) = (FEW_UNITS, 5 * 4);
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
-        for (search, units, of_rows) in
-            [(ScaleSearch::Hessian, UNITS, 157), (ScaleSearch::CoordinateDescent, FEW_UNITS, 625)]
-        {
-            let launch = of(search, View::rows(40_000, 64)).unwrap();
-            let cubes = of_rows * 4;
-            assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
-        }
+        let cubes = 625 * 4;
+        let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
+        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
         for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");

@@ -145,17 +145,27 @@ fn step_by(curvature: f32) -> f32 {
     select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32)
 }
 
-/// `r^T H r`, in the order of the reference.
+/// `r^T H r` of the errors of a block with several scales, one after the other, each in the order
+/// of the reference. What is loaded of H serves all of them.
 #[cube]
-pub(crate) fn cost<H: Size>(
+pub(crate) fn costs<H: Size>(
     errors: &Array<f32>,
     hessian: &BlockHessian<'_, H>,
     #[comptime] size: u32,
-) -> f32 {
-    let mut cost = 0.0f32.runtime();
+    #[comptime] scales: u32,
+) -> Array<f32> {
+    let mut costs = Array::<f32>::new(comptime!(scales as usize));
+    let mut sums = Array::<f32>::new(comptime!(scales as usize));
+    #[unroll]
+    for scale in 0..scales {
+        costs[scale as usize] = 0.0f32;
+    }
     #[unroll]
     for i in 0..size {
-        let mut sum = 0.0f32.runtime();
+        #[unroll]
+        for scale in 0..scales {
+            sums[scale as usize] = 0.0f32;
+        }
         #[unroll]
         for vector in 0..comptime!(i / 4 + 1) {
             let row = row_vector::<H>(hessian, comptime!(i * size / 4 + vector));
@@ -163,15 +173,41 @@ pub(crate) fn cost<H: Size>(
             for index in 0..4u32 {
                 let j = comptime!(vector * 4 + index);
                 let curvature = row.extract(comptime!(index as usize));
-                if comptime!(j < i) {
-                    // Twice either factor is exact.
-                    sum = fma(curvature, 2.0f32 * errors[j as usize], sum);
-                } else if comptime!(j == i) {
-                    sum = fma(curvature, errors[j as usize], sum);
+                #[unroll]
+                for scale in 0..scales {
+                    if comptime!(j < i) {
+                        let error = errors[comptime!((scale * size + j) as usize)];
+                        // Twice either factor is exact.
+                        sums[scale as usize] = fma(curvature, 2.0f32 * error, sums[scale as usize]);
+                    } else if comptime!(j == i) {
+                        let error = errors[comptime!((scale * size + j) as usize)];
+                        sums[scale as usize] = fma(curvature, error, sums[scale as usize]);
+                    }
                 }
             }
         }
-        cost = fma(errors[i as usize], sum, cost);
+        #[unroll]
+        for scale in 0..scales {
+            let error = errors[comptime!((scale * size + i) as usize)];
+            costs[scale as usize] = fma(error, sums[scale as usize], costs[scale as usize]);
+        }
     }
-    cost
+    costs
+}
+
+/// What errors that begin at `start` cost at least.
+#[cube]
+pub(crate) fn least_cost<H: Size>(
+    errors: &Array<f32>,
+    #[comptime] start: u32,
+    hessian: &BlockHessian<'_, H>,
+    #[comptime] size: u32,
+) -> f32 {
+    let mut largest = 0.0f32.runtime();
+    #[unroll]
+    for k in 0..size {
+        let error = errors[comptime!((start + k) as usize)];
+        largest = max(largest, error.abs() * bound::<H>(hessian, k, size));
+    }
+    largest * largest
 }

@@ -3,14 +3,14 @@
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
-use super::amax::{amax_scales, largest_magnitudes};
+use super::amax::amax_scales;
 use super::four_over_six::four_over_six;
 use super::sse::search_sse;
 use super::task::Task;
 use crate::arith::rule::BlockScales;
 use crate::layout::place::Place;
 
-/// Chooses the scale of a block of every row of a share.
+/// Chooses the scale of a block of every row of a share, given the largest magnitudes.
 ///
 /// `elements` are those of [`load_blocks`](crate::layout::share::load_blocks); the values are only
 /// read again where tiles ask for it.
@@ -18,18 +18,18 @@ use crate::layout::place::Place;
 pub(crate) fn choose_scales<E: Int, N: Size>(
     task: &Task<E, N>,
     elements: &Array<f32>,
+    largest: &Array<f32>,
     place: &Place,
 ) -> BlockScales {
     let rows = comptime!(task.share.rows as usize);
-    let largest = largest_magnitudes::<E, N>(task, elements, place);
     let mut scales =
         BlockScales { codes: Array::<u32>::new(rows), factors: Array::<f32>::new(rows) };
     match comptime!(task.recipe.search) {
-        ScaleSearch::Amax => amax_scales::<E, N>(task, &largest, place, &mut scales),
+        ScaleSearch::Amax => amax_scales::<E, N>(task, largest, place, &mut scales),
         ScaleSearch::FourOverSix { .. } => {
-            four_over_six::<E, N>(task, elements, &largest, place, &mut scales)
+            four_over_six::<E, N>(task, elements, largest, place, &mut scales)
         }
-        ScaleSearch::Sse => search_sse::<E, N>(task, elements, &largest, place, &mut scales),
+        ScaleSearch::Sse => search_sse::<E, N>(task, elements, largest, place, &mut scales),
         // They need Hessians, and have an operation of their own: no plan leads here.
         ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent

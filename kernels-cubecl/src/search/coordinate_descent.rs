@@ -20,7 +20,7 @@ use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
 use super::best::{Candidate, candidate, improve, start};
-use super::block_hessian::{BlockHessian, again, anew, bound, cost, row_vector, step};
+use super::block_hessian::{BlockHessian, again, anew, bound, costs, row_vector, step};
 use crate::arith::element::{element_value, nearest_element, round_to_e2m1};
 use crate::arith::rule::TensorFactor;
 use crate::arith::scale_grid::{Unit, lowest, top};
@@ -128,7 +128,7 @@ fn try_scale<H: Size>(
             errors[k as usize] = fma(-values[k as usize], tried.value, element);
         }
         let hessian = again::<H>(&hessian, turn);
-        let of_moved = cost::<H>(&errors, &hessian, size);
+        let of_moved = costs::<H>(&errors, &hessian, size, 1u32)[0];
         let improved = of_moved < of_nearest;
         result = select(improved, of_moved, of_nearest);
         #[unroll]

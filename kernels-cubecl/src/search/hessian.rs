@@ -5,20 +5,28 @@
 //! best = the rule's own scale
 //! for scale in all from the first that leaves only zeros, downward:
 //!     stop where no smaller scale can be better, whatever the codes     (is_hopeless)
-//!     best = scale, if r^T H r of the nearest codes is smaller          (cost_of)
+//!     best = scale, if r^T H r of the nearest codes is smaller          (costs)
 //! ```
+//!
+//! For nearest codes, scales are tried in pairs: every number that is loaded of H takes part in two
+//! costs. A scale that need not be tried does no harm if it is: its cost is what it is.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
 use super::amax::largest_magnitude;
 use super::best::{Candidate, candidate, improve, start};
-use super::block_hessian::{BlockHessian, bound, cost};
+use super::block_hessian::{BlockHessian, again, bound, costs, least_cost};
 use super::coordinate_descent::{descend, without_negative_zeros};
-use crate::arith::element::{nearest_element, round_to_e2m1};
-use crate::arith::rule::{Factors, TensorFactor, block_scale, code_mask, normalize};
-use crate::arith::scale_grid::{Unit, is_searchable, lowest, top, unit};
+use crate::arith::codes::nearest_codes;
+use crate::arith::element::nearest_element;
+use crate::arith::rule::{Factors, TensorFactor, block_scale};
+use crate::arith::scale_grid::{Unit, is_positive, is_searchable, lowest, top, unit, value_in};
 use crate::plan::Recipe;
+
+/// Where the amax is less than so many times the scale, errors are large beside the best ones, and
+/// it pays to see whether they are too large before their cost is summed up.
+const COARSE: f32 = 3.0;
 
 /// The best scale, and codes that go with it.
 #[cube]
@@ -30,97 +38,103 @@ pub(crate) fn search<H: Size>(
     factors: &Factors,
     #[comptime] recipe: Recipe,
 ) -> u32 {
+    let words = comptime!(recipe.block_size / 8);
     let grid = comptime!(recipe.grid());
     let descends = comptime!(recipe.search == ScaleSearch::CoordinateDescent);
     let largest = largest_magnitude(elements, 0u32, recipe.block_size);
     let own = block_scale(largest, tensor, comptime!(recipe.rule));
     let unit = unit(largest, tensor.encode, grid);
-    let scaled = largest * unit.factor;
+    let amax = largest * unit.factor;
     let mut code = own.code;
     let mut factor = own.factor;
-    let searchable = is_searchable(largest, scaled, &unit, grid);
+    let searchable = is_searchable(largest, amax, &unit, grid);
     if searchable {
-        if comptime!(descends) {
-            code = descend::<H>(elements, codes, hessian, tensor, own.code, &unit, scaled, recipe);
+        let best = if comptime!(descends) {
+            descend::<H>(elements, codes, hessian, tensor, own.code, &unit, amax, recipe)
         } else {
-            code =
-                scale_of_nearest::<H>(elements, hessian, tensor, own.code, &unit, scaled, recipe);
-            if code != own.code {
-                factor = candidate(code, &unit, tensor, recipe).factor;
-            }
+            search_nearest::<H>(elements, own.code, amax, &unit, tensor, hessian, recipe)
+        };
+        if best != own.code {
+            let chosen = candidate(best, &unit, tensor, recipe);
+            code = chosen.code;
+            factor = chosen.factor;
         }
     }
     if comptime!(descends) && searchable {
         #[unroll]
-        for word in 0..comptime!(recipe.block_size / 8) {
+        for word in 0..words {
             codes[word as usize] = without_negative_zeros(codes[word as usize]);
         }
     } else {
-        round_block(elements, codes, factor, factors, recipe);
+        nearest_codes(elements, codes, 0u32, largest, factor, factors, recipe);
     }
     code
 }
 
-/// The best scale for nearest codes. `own` is the rule's own scale, `scaled` the largest
-/// magnitude in the units of the block.
+/// The best scale for nearest codes, given the rule's own and the amax in the units of the block.
 #[cube]
-fn scale_of_nearest<H: Size>(
+fn search_nearest<H: Size>(
     elements: &Array<f32>,
-    hessian: &BlockHessian<'_, H>,
-    tensor: &TensorFactor,
     own: u32,
+    amax: f32,
     unit: &Unit,
-    scaled: f32,
+    tensor: &TensorFactor,
+    hessian: &BlockHessian<'_, H>,
     #[comptime] recipe: Recipe,
 ) -> u32 {
     let grid = comptime!(recipe.grid());
+    let size = comptime!(recipe.block_size);
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut best = start(infinity, own, grid);
     let lowest = lowest(unit, grid);
-    // The rule's own scale, then all from the top down; below 0 codes wrap around.
-    let mut next = own;
-    let mut is_own = true;
-    while is_own || next >= lowest && next < 0x8000_0000u32 {
-        let tried = candidate(next, unit, tensor, recipe);
-        if is_hopeless::<H>(elements, tried.value, unit, best.cost, hessian, recipe) {
-            next = 0xFFFF_FFFFu32;
-        } else {
-            let found = cost_of::<H>(elements, &tried, best.cost, unit, hessian, recipe);
-            if is_own {
-                best.cost = start(found, own, grid).cost;
-                next = top(unit, scaled, grid);
-            } else {
-                improve(&mut best, found, next, own);
-                next -= 1u32;
-            }
+    let mut errors = Array::<f32>::new(comptime!((2 * size) as usize));
+    // The rule's own scale and the largest, then all others from the top down.
+    let mut first = own;
+    let mut second = other_than(own, top(unit, amax, grid));
+    let mut first_counts = is_positive(own, grid);
+    let mut goes_on = true;
+    while goes_on {
+        let tried = candidate(first, unit, tensor, recipe);
+        nearest_errors(elements, &mut errors, 0u32, &tried, unit, recipe);
+        let tried = candidate(second, unit, tensor, recipe);
+        nearest_errors(elements, &mut errors, size, &tried, unit, recipe);
+        let mut possible = true;
+        if amax < tried.value * COARSE {
+            let of_first = least_cost::<H>(&errors, 0u32, hessian, size);
+            let of_second = least_cost::<H>(&errors, size, hessian, size);
+            possible = of_first <= best.cost || of_second <= best.cost;
         }
-        is_own = false;
+        if possible {
+            let hessian = again::<H>(hessian, second);
+            let found = costs::<H>(&errors, &hessian, size, 2u32);
+            let second_counts = is_left(second, lowest);
+            improve(&mut best, select(first_counts, found[0], infinity), first, own);
+            improve(&mut best, select(second_counts, found[1], infinity), second, own);
+        }
+        first = other_than(own, second - 1u32);
+        second = other_than(own, first - 1u32);
+        first_counts = true;
+        goes_on = is_left(first, lowest);
+        let value = value_in(unit, first, grid);
+        // At larger scales no element is beyond the largest one.
+        let clips = goes_on && value * 6.0f32 < amax;
+        if clips && is_hopeless::<H>(elements, value, unit, best.cost, hessian, recipe) {
+            goes_on = false;
+        }
     }
     best.code
 }
 
-/// The nearest codes of a block.
+/// Whether there is a scale left; below 0 codes wrap around.
 #[cube]
-fn round_block(
-    elements: &Array<f32>,
-    codes: &mut Array<u32>,
-    factor: f32,
-    factors: &Factors,
-    #[comptime] recipe: Recipe,
-) {
-    let rule = comptime!(recipe.rule);
-    let mask = code_mask(factor, rule);
-    #[unroll]
-    for word in 0..comptime!(recipe.block_size / 8) {
-        let mut packed = 0u32;
-        #[unroll]
-        for index in 0..8u32 {
-            let element = elements[comptime!((word * 8 + 7 - index) as usize)];
-            let normalized = normalize(element, factor, factors, rule);
-            packed = (packed << 4u32) | (round_to_e2m1(normalized) >> 28u32);
-        }
-        codes[word as usize] = packed & mask;
-    }
+fn is_left(code: u32, lowest: u32) -> bool {
+    code >= lowest && code < 0x8000_0000u32
+}
+
+/// A scale, or the one below it where it is the rule's own, which has been tried.
+#[cube]
+fn other_than(own: u32, code: u32) -> u32 {
+    code - select(code == own, 1u32, 0u32)
 }
 
 /// Whether no scale up to one of this value can be better, whatever the codes.
@@ -143,34 +157,26 @@ fn is_hopeless<H: Size>(
     clipped * clipped > best
 }
 
-/// The cost of a scale; infinite if it cannot be better than the best.
+/// What an element is rounded from.
 #[cube]
-fn cost_of<H: Size>(
+fn normalized(element: f32, tried: &Candidate, #[comptime] recipe: Recipe) -> f32 {
+    if comptime!(recipe.divides()) { element / tried.factor } else { element * tried.factor }
+}
+
+/// The errors of the nearest codes with a scale, from `start` on.
+#[cube]
+fn nearest_errors(
     elements: &Array<f32>,
+    errors: &mut Array<f32>,
+    #[comptime] start: u32,
     tried: &Candidate,
-    best: f32,
     unit: &Unit,
-    hessian: &BlockHessian<'_, H>,
     #[comptime] recipe: Recipe,
-) -> f32 {
-    let size = comptime!(recipe.block_size);
-    let mut errors = Array::<f32>::new(comptime!(size as usize));
-    let mut largest = 0.0f32.runtime();
+) {
     #[unroll]
-    for k in 0..size {
+    for k in 0..recipe.block_size {
         let element = elements[k as usize];
-        let normalized = if comptime!(recipe.divides()) {
-            element / tried.factor
-        } else {
-            element * tried.factor
-        };
-        let error = fma(-nearest_element(normalized), tried.value, element * unit.factor);
-        errors[k as usize] = error;
-        largest = max(largest, error.abs() * bound::<H>(hessian, k, size));
+        let nearest = nearest_element(normalized(element, tried, recipe));
+        errors[comptime!((start + k) as usize)] = fma(-nearest, tried.value, element * unit.factor);
     }
-    let mut result = f32::reinterpret(0x7F80_0000u32);
-    if largest * largest <= best {
-        result = cost::<H>(&errors, hessian, size);
-    }
-    result
 }

@@ -9,9 +9,11 @@ use cubecl::prelude::*;
 
 use super::best::{Best, Candidate, candidate, improve, own_candidate, start};
 use super::task::Task;
-use crate::arith::element::nearest_magnitude;
-use crate::arith::rule::{BlockScale, BlockScales, TensorFactor, block_scale, tensor_factor};
-use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, value_in, window};
+use crate::arith::element::{UNLIMITED, nearest_magnitude, nearest_unlimited};
+use crate::arith::rule::{
+    BlockScale, BlockScales, TensorFactor, block_scale, normalize_magnitude, tensor_factor,
+};
+use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, window};
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
 use crate::layout::tile::sum_of_tile;
@@ -39,6 +41,26 @@ fn next(window: &Window, code: u32) -> u32 {
 #[cube]
 fn is_left(window: &Window, code: u32) -> bool {
     code >= window.low && code < 0x8000_0000u32
+}
+
+/// Whether a scale is tried next: in the pass without limits, only if no element is beyond the
+/// largest one with it, given the largest magnitude and what that is multiplied with or divided by.
+#[cube]
+fn is_next(
+    window: &Window,
+    code: u32,
+    largest: f32,
+    factor: f32,
+    #[comptime] limits: bool,
+    #[comptime] recipe: Recipe,
+) -> bool {
+    let left = is_left(window, code);
+    if comptime!(limits) {
+        left
+    } else {
+        let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
+        left && is_unlimited
+    }
 }
 
 /// Weight of the largest element of a row, the largest if there are several, and the sum of all.
@@ -87,7 +109,8 @@ fn is_hopeless(value: f32, amax: f32, weight: f32, best: &Best) -> bool {
     (weight * clipped) * clipped > best.cost
 }
 
-/// The weighted squared error of a row with a scale, summed in element order.
+/// The weighted squared error of a row with a scale, summed in element order; if `limits`, also of
+/// elements beyond the largest one.
 #[cube]
 fn cost(
     elements: &Array<f32>,
@@ -96,6 +119,7 @@ fn cost(
     unit: &Unit,
     weights: &[f32],
     channel: u32,
+    #[comptime] limits: bool,
     #[comptime] recipe: Recipe,
 ) -> f32 {
     let mut cost = 0.0f32.runtime();
@@ -103,10 +127,15 @@ fn cost(
     for k in 0..recipe.block_size {
         // Errors of magnitudes are those of values of one sign, and so are their squares.
         let magnitude = elements[comptime!((start + k) as usize)].abs();
-        let nearest = if comptime!(recipe.divides()) {
-            nearest_magnitude(magnitude / candidate.factor)
+        let normalized = if comptime!(recipe.divides()) {
+            magnitude / candidate.factor
         } else {
-            nearest_magnitude(magnitude * candidate.factor)
+            magnitude * candidate.factor
+        };
+        let nearest = if comptime!(limits) {
+            nearest_magnitude(normalized)
+        } else {
+            nearest_unlimited(normalized)
         };
         let error = fma(-nearest, candidate.value, magnitude * unit.factor);
         let weighted = if comptime!(recipe.weighted) {
@@ -137,20 +166,34 @@ fn search_row(
     let mut chosen_code = own.code;
     let mut chosen_factor = own.factor;
     if is_searchable(largest, scaled, &unit, grid) {
-        let tried = own_candidate(&own, &unit, recipe);
-        let own_cost = cost(elements, start_at, &tried, &unit, weights, channel, recipe);
-        let mut best = start(own_cost, own.code, grid);
         let weight = weights_of(elements, start_at, largest, weights, channel, recipe);
         let window = window_of(&unit, scaled, crest(&weight), recipe);
+        let mut best = start(f32::reinterpret(0x7F80_0000u32), own.code, grid);
+        // The window has the rule's own scale but for the ends of the grid.
+        if own.code < window.low || own.code > window.high {
+            let tried = own_candidate(&own, &unit, recipe);
+            let found = cost(elements, start_at, &tried, &unit, weights, channel, true, recipe);
+            best.cost = start(found, own.code, grid).cost;
+        }
         let mut code = max(window.high, window.odd);
-        while is_left(&window, code) {
-            let tried = candidate(code, &unit, tensor, recipe);
-            let found = cost(elements, start_at, &tried, &unit, weights, channel, recipe);
-            improve(&mut best, found, code, own.code);
-            code = next(&window, code);
-            let value = value_in(&unit, code, grid);
-            let hopeless = is_hopeless(value, scaled, weight.largest, &best);
-            code = select(hopeless, 0xFFFF_FFFFu32, code);
+        let first = candidate(code, &unit, tensor, recipe);
+        let mut value = first.value;
+        let mut factor = first.factor;
+        // Elements are beyond the largest one only with the last scales, few or none.
+        #[unroll]
+        for pass in 0..2u32 {
+            let limits = comptime!(pass == 1);
+            while is_next(&window, code, largest, factor, limits, recipe) {
+                let tried = Candidate { code, value, factor };
+                let found =
+                    cost(elements, start_at, &tried, &unit, weights, channel, limits, recipe);
+                improve(&mut best, found, code, own.code);
+                let below = candidate(next(&window, code), &unit, tensor, recipe);
+                value = below.value;
+                factor = below.factor;
+                let hopeless = is_hopeless(value, scaled, weight.largest, &best);
+                code = select(hopeless, 0xFFFF_FFFFu32, below.code);
+            }
         }
         if best.code != own.code {
             let chosen = candidate(best.code, &unit, tensor, recipe);
@@ -263,14 +306,14 @@ fn tile_cost<E: Int, N: Size>(
             let neighbour = at_row(place, &task.extent, min(row, rows - 1), block_size, share);
             let elements =
                 load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
-            let found = cost(&elements, 0u32, tried, unit, task.weights, channel, recipe);
+            let found = cost(&elements, 0u32, tried, unit, task.weights, channel, true, recipe);
             costs[index as usize] = select(row < rows, found, 0.0f32);
         }
     } else {
         #[unroll]
         for row in 0..share.rows {
             let start = comptime!(row * block_size);
-            let found = cost(elements, start, tried, unit, task.weights, channel, recipe);
+            let found = cost(elements, start, tried, unit, task.weights, channel, true, recipe);
             costs[row as usize] = select(row < place.rows_left, found, 0.0f32);
         }
     }

@@ -1,0 +1,59 @@
+//! The nearest codes of a block.
+
+use cubecl::prelude::*;
+
+use super::element::{UNLIMITED, round_to_e2m1, round_unlimited};
+use super::rule::{Factors, code_mask, normalize, normalize_magnitude};
+use crate::plan::Recipe;
+
+/// The nearest codes of the block that starts at `start` of the elements, given the factor of its
+/// scale, and its largest magnitude or a larger one.
+#[cube]
+pub(crate) fn nearest_codes(
+    elements: &Array<f32>,
+    codes: &mut Array<u32>,
+    #[comptime] start: u32,
+    largest: f32,
+    factor: f32,
+    factors: &Factors,
+    #[comptime] recipe: Recipe,
+) {
+    round_codes(elements, codes, start, factor, factors, false, recipe);
+    // What is rounded ascends with the magnitudes. Almost all blocks have a scale at which no
+    // element is beyond the limit; the others are rounded again.
+    let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
+    if !is_unlimited {
+        round_codes(elements, codes, start, factor, factors, true, recipe);
+    }
+}
+
+/// The nearest codes of a block; if `limits`, also of elements beyond the largest one.
+#[cube]
+fn round_codes(
+    elements: &Array<f32>,
+    codes: &mut Array<u32>,
+    #[comptime] start: u32,
+    factor: f32,
+    factors: &Factors,
+    #[comptime] limits: bool,
+    #[comptime] recipe: Recipe,
+) {
+    let rule = comptime!(recipe.rule);
+    let mask = code_mask(factor, rule);
+    #[unroll]
+    for word in 0..comptime!(recipe.block_size / 8) {
+        let mut packed = 0u32;
+        #[unroll]
+        for index in 0..8u32 {
+            let at = comptime!((start + word * 8 + 7 - index) as usize);
+            let normalized = normalize(elements[at], factor, factors, rule);
+            let code = if comptime!(limits) {
+                round_to_e2m1(normalized)
+            } else {
+                round_unlimited(normalized)
+            };
+            packed = (packed << 4u32) | (code >> 28u32);
+        }
+        codes[word as usize] = packed & mask;
+    }
+}

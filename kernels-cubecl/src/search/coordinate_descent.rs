@@ -128,9 +128,9 @@ fn try_scale<H: Size>(
             errors[k as usize] = fma(-values[k as usize], tried.value, element);
         }
         let hessian = again::<H>(&hessian, turn);
-        let of_moved = costs::<H>(&errors, &hessian, size, 1u32)[0];
-        let improved = of_moved < of_nearest;
-        result = select(improved, of_moved, of_nearest);
+        let of_moved = costs::<H>(&errors, &hessian, size, 1u32);
+        let improved = of_moved[0] < of_nearest;
+        result = select(improved, of_moved[0], of_nearest);
         #[unroll]
         for word in 0..words {
             let (moved, kept) = (found[word as usize], nearest[word as usize]);

@@ -5,7 +5,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::codes::nearest_codes;
+use crate::arith::codes::{limits_all, nearest_codes};
 use crate::arith::rule::{Factors, code_mask, normalize, tensor_factor};
 use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
 use crate::layout::place::{item, place};
@@ -116,11 +116,24 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     let mut block_scales = chosen.codes;
     #[unroll]
     for row in 0..share.rows {
+        let mut codes = Array::<u32>::new(comptime!(words as usize));
+        let start = comptime!(row * block_size);
         let factor = chosen.factors[row as usize];
-        let of_row = largest[row as usize];
-        let group = (place.index + row * task.extent.blocks) * words;
-        block_codes[row as usize] =
-            row_codes::<W>(&elements, row, of_row, factor, group, &task.factors, &draw, recipe);
+        if comptime!(recipe.stochastic) {
+            let group = (place.index + row * task.extent.blocks) * words;
+            drawn_codes(&elements, &mut codes, start, factor, group, &task.factors, &draw, recipe);
+        } else {
+            let limits = comptime!(limits_all(recipe, share.rows));
+            let of_row = largest[row as usize];
+            let factors = &task.factors;
+            nearest_codes(&elements, &mut codes, start, of_row, factor, factors, limits, recipe);
+        }
+        let mut row_codes = Vector::<u32, W>::empty();
+        #[unroll]
+        for word in 0..words {
+            row_codes.insert(comptime!(word as usize), codes[word as usize]);
+        }
+        block_codes[row as usize] = row_codes;
     }
 
     if comptime!(share.staged) {
@@ -145,46 +158,33 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     }
 }
 
-/// The codes of the block of a row, given its largest magnitude, or a larger one, and the factor of
-/// its scale. `group` is the number of its first eight elements, for what is drawn.
+/// Codes of the block that starts at `start` of the elements, each drawn between its neighbours,
+/// given the factor of its scale. `group` is the number of its first eight elements.
 #[cube]
-fn row_codes<W: Size>(
+fn drawn_codes(
     elements: &Array<f32>,
-    #[comptime] row: u32,
-    largest: f32,
+    codes: &mut Array<u32>,
+    #[comptime] start: u32,
     factor: f32,
     group: u32,
     factors: &Factors,
     draw: &Draw,
     #[comptime] recipe: Recipe,
-) -> Vector<u32, W> {
-    let words = comptime!(recipe.block_size / 8);
-    let start = comptime!(row * recipe.block_size);
-    let mut codes = Array::<u32>::new(comptime!(words as usize));
-    if comptime!(recipe.stochastic) {
-        let rule = comptime!(recipe.rule);
-        let mask = code_mask(factor, rule);
-        #[unroll]
-        for word in 0..words {
-            let mut packed = 0u32;
-            let random = random_words(group + word, draw);
-            #[unroll]
-            for index in 0..8u32 {
-                let element = comptime!(7 - index);
-                let at = comptime!((start + word * 8 + element) as usize);
-                let normalized = normalize(elements[at], factor, factors, rule);
-                let bits = random_bits(&random, element);
-                packed = (packed << 4u32) | (round_stochastically(normalized, bits) >> 28u32);
-            }
-            codes[word as usize] = packed & mask;
-        }
-    } else {
-        nearest_codes(elements, &mut codes, start, largest, factor, factors, recipe);
-    }
-    let mut row_codes = Vector::<u32, W>::empty();
+) {
+    let rule = comptime!(recipe.rule);
+    let mask = code_mask(factor, rule);
     #[unroll]
-    for word in 0..words {
-        row_codes.insert(comptime!(word as usize), codes[word as usize]);
+    for word in 0..comptime!(recipe.block_size / 8) {
+        let mut packed = 0u32;
+        let random = random_words(group + word, draw);
+        #[unroll]
+        for index in 0..8u32 {
+            let element = comptime!(7 - index);
+            let at = comptime!((start + word * 8 + element) as usize);
+            let normalized = normalize(elements[at], factor, factors, rule);
+            let bits = random_bits(&random, element);
+            packed = (packed << 4u32) | (round_stochastically(normalized, bits) >> 28u32);
+        }
+        codes[word as usize] = packed & mask;
     }
-    row_codes
 }

@@ -1,13 +1,20 @@
 //! The nearest codes of a block.
 
+use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
 use super::element::{UNLIMITED, round_to_e2m1, round_unlimited};
 use super::rule::{Factors, code_mask, normalize, normalize_magnitude};
 use crate::plan::Recipe;
 
+/// Whether the elements of all blocks are limited: powers of two leave many blocks with elements
+/// beyond the limit, and code of several rows would be too long twice.
+pub(crate) fn limits_all(recipe: Recipe, rows: u32) -> bool {
+    rows > 1 || matches!(recipe.grid(), ScaleGrid::PowersOfTwo(_))
+}
+
 /// The nearest codes of the block that starts at `start` of the elements, given the factor of its
-/// scale, and its largest magnitude or a larger one.
+/// scale, and its largest magnitude or a larger one; `limits` is from [`limits_all`].
 #[cube]
 pub(crate) fn nearest_codes(
     elements: &Array<f32>,
@@ -16,14 +23,17 @@ pub(crate) fn nearest_codes(
     largest: f32,
     factor: f32,
     factors: &Factors,
+    #[comptime] limits: bool,
     #[comptime] recipe: Recipe,
 ) {
-    round_codes(elements, codes, start, factor, factors, false, recipe);
-    // What is rounded ascends with the magnitudes. Almost all blocks have a scale at which no
-    // element is beyond the limit; the others are rounded again.
-    let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
-    if !is_unlimited {
-        round_codes(elements, codes, start, factor, factors, true, recipe);
+    round_codes(elements, codes, start, factor, factors, limits, recipe);
+    if comptime!(!limits) {
+        // What is rounded ascends with the magnitudes. Almost all blocks have a scale at which no
+        // element is beyond the limit; the others are rounded again.
+        let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
+        if !is_unlimited {
+            round_codes(elements, codes, start, factor, factors, true, recipe);
+        }
     }
 }
 

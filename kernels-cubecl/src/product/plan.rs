@@ -70,15 +70,18 @@ pub(super) const WGMMA_ROWS: usize = 128;
 struct WgmmaWay {
     inputs: u32,
     stages: u32,
-    /// Nanoseconds that a cube takes for a round, measured on an H200.
+    /// Cubes that a processor takes at once.
+    resident: usize,
+    /// Nanoseconds that so many cubes take for a round, measured on an H200.
     round: usize,
 }
 
-const WGMMA_WAYS: [WgmmaWay; 4] = [
-    WgmmaWay { inputs: 32, stages: 6, round: 790 },
-    WgmmaWay { inputs: 64, stages: 4, round: 880 },
-    WgmmaWay { inputs: 128, stages: 5, round: 1100 },
-    WgmmaWay { inputs: 256, stages: 3, round: 1750 },
+const WGMMA_WAYS: [WgmmaWay; 5] = [
+    WgmmaWay { inputs: 32, stages: 6, resident: 1, round: 790 },
+    WgmmaWay { inputs: 64, stages: 4, resident: 1, round: 880 },
+    WgmmaWay { inputs: 64, stages: 3, resident: 2, round: 1600 },
+    WgmmaWay { inputs: 128, stages: 5, resident: 1, round: 1100 },
+    WgmmaWay { inputs: 256, stages: 3, resident: 1, round: 1750 },
 ];
 
 /// Nanoseconds that it takes to launch the kernel that adds what cubes have computed of the
@@ -301,13 +304,13 @@ impl Product {
         let busy = |row_planes, least| cubes(row_planes) >= least as usize;
         // By measurements on an H200. More packed rows a cube read the input less often.
         let (row_planes, depth) = match self.inputs {
-            // All cubes at once: a processor holds three of eight planes, or six of four.
-            0..=2 if busy(1, 3 * processors + 1) => (1, 4),
-            0..=2 => (1, 8),
-            3..=8 if busy(2, processors) => (2, 4),
-            3..=8 => (1, 8),
+            // All cubes at once: of smaller ones there is room for more.
+            0..=4 if busy(1, 2 * processors + 1) => (1, 4),
+            0..=4 => (1, 8),
+            5..=8 if busy(2, processors) => (2, 4),
+            5..=8 => (1, 8),
             // One cube a processor, all at once.
-            9..=FEW if busy(4, processors * 3 / 4) && !busy(4, processors + 1) => (4, 4),
+            9..=FEW if busy(4, processors * 2 / 3) && !busy(4, processors + 1) => (4, 4),
             9..=FEW if busy(2, processors * 3 / 4) => (2, 4),
             9..=FEW => return refuse("there are too few packed rows for them"),
             _ => return refuse("there are too many rows of the input for them"),
@@ -350,9 +353,10 @@ impl Product {
             let groups = self.inputs.div_ceil(way.inputs as usize);
             self.outputs.div_ceil(WGMMA_ROWS) * groups * splits
         };
-        // All cubes of a processor one after the other.
+        // The cubes of a processor one after the other, or as many at once as fit.
         let time = |&(way, splits): &(&WgmmaWay, usize)| {
-            let turns = cubes(way, splits).div_ceil((device.cubes / 4) as usize);
+            let at_once = (device.cubes / 4) as usize * way.resident;
+            let turns = cubes(way, splits).div_ceil(at_once);
             let (launch, sums) = ADD_PARTS;
             let added = launch + splits * self.inputs * self.outputs / sums;
             turns * rounds.div_ceil(splits) * way.round + if splits > 1 { added } else { 0 }
@@ -450,8 +454,10 @@ mod tests {
         assert_eq!(of(1, 8192), Some((512, 1, 4, 1)));
         assert_eq!(of(1, 4096), Some((256, 1, 8, 1)));
         assert_eq!(of(1, 20), Some((2, 1, 8, 1)));
-        assert_eq!(of(3, 8192), Some((256, 2, 4, 4)));
+        assert_eq!(of(3, 8192), Some((512, 1, 4, 4)));
         assert_eq!(of(3, 4096), Some((256, 1, 8, 4)));
+        assert_eq!(of(5, 8192), Some((256, 2, 4, 8)));
+        assert_eq!(of(16, 6144), Some((96, 4, 4, 16)));
         assert_eq!(of(16, 8192), Some((128, 4, 4, 16)));
         assert_eq!(of(9, 11008), Some((344, 2, 4, 16)));
         assert_eq!(of(9, 4096), Some((128, 2, 4, 16)));
@@ -491,7 +497,7 @@ mod tests {
             _ => None,
         };
         assert_eq!(of(16, 8192, 8192), None);
-        assert_eq!(of(64, 8192, 8192), Some((128, 64, 2)));
+        assert_eq!(of(64, 8192, 8192), Some((256, 64, 4)));
         assert_eq!(of(256, 8192, 8192), Some((128, 256, 2)));
         assert_eq!(of(2048, 8192, 8192), Some((512, 256, 1)));
         assert_eq!(of(64, 4096, 4096), Some((128, 64, 4)));

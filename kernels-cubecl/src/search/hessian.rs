@@ -18,7 +18,7 @@ use super::amax::largest_magnitude;
 use super::best::{Candidate, candidate, improve, start};
 use super::block_hessian::{BlockHessian, again, bound, costs, least_cost};
 use super::coordinate_descent::{descend, without_negative_zeros};
-use crate::arith::codes::nearest_codes;
+use crate::arith::codes::{limits_all, nearest_codes};
 use crate::arith::element::nearest_element;
 use crate::arith::rule::{Factors, TensorFactor, block_scale};
 use crate::arith::scale_grid::{Unit, is_positive, is_searchable, lowest, top, unit, value_in};
@@ -66,7 +66,8 @@ pub(crate) fn search<H: Size>(
             codes[word as usize] = without_negative_zeros(codes[word as usize]);
         }
     } else {
-        nearest_codes(elements, codes, 0u32, largest, factor, factors, recipe);
+        let limits = comptime!(limits_all(recipe, 1));
+        nearest_codes(elements, codes, 0u32, largest, factor, factors, limits, recipe);
     }
     code
 }

@@ -377,6 +377,11 @@ fn searches() -> impl Iterator<Item = ScaleSearch> {
     })
 }
 
+/// All of these on a GPU, and one on the CPU runtime, which compiles slowly: there cases take turns.
+fn in_turn<T: Copy>(all: &[T], case: usize) -> Vec<T> {
+    if cfg!(feature = "cpu") { vec![all[case % all.len()]] } else { all.to_vec() }
+}
+
 fn follow(scheme: Fp4Scheme) -> Fp4Scheme {
     scheme.with_non_finite(NonFinite::FollowReference)
 }
@@ -389,12 +394,10 @@ fn kernels_give_the_bits_of_the_oracle() {
     for (dtype, schemes) in
         [(Dtype::F32, schemes()), (Dtype::F16, few_schemes()), (Dtype::Bf16, few_schemes())]
     {
-        // The CPU runtime compiles slowly: there the many schemes of f32 take turns with the axes.
-        let in_turn = cfg!(feature = "cpu") && dtype == Dtype::F32;
         for (number, scheme) in schemes.into_iter().enumerate() {
             for (seed, kind) in Kind::ALL.into_iter().enumerate() {
                 let dense = Dense::new(96, 160, &kind.values(96 * 160, seed as u64), dtype);
-                for axis in (0..2).filter(|axis| !in_turn || axis % 2 == number % 2) {
+                for axis in in_turn(&[0, 1], number) {
                     compared += device.check(&format!("{kind:?}"), &dense, axis, scheme);
                 }
             }
@@ -406,18 +409,19 @@ fn kernels_give_the_bits_of_the_oracle() {
 #[test]
 fn special_values_follow_the_reference() {
     let device = Device::new();
+    let check_all = |what: &str, dense: &Dense| {
+        for (number, scheme) in schemes().into_iter().enumerate() {
+            for axis in in_turn(&[0, 1], number) {
+                device.check(what, dense, axis, scheme);
+            }
+        }
+    };
     for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 1e-45, -f32::MAX] {
         let mut values = Kind::Weights.values(32 * 32, 5);
         values[70] = special;
-        let dense = Dense::new(32, 32, &values, Dtype::F32);
-        for scheme in schemes() {
-            device.check(&format!("with {special}"), &dense, 1, scheme);
-        }
+        check_all(&format!("with {special}"), &Dense::new(32, 32, &values, Dtype::F32));
     }
-    let zeros = Dense::new(32, 32, &[0.0; 1024], Dtype::F32);
-    schemes().into_iter().for_each(|scheme| {
-        device.check("zeros", &zeros, 0, scheme);
-    });
+    check_all("zeros", &Dense::new(32, 32, &[0.0; 1024], Dtype::F32));
 }
 
 /// Kernels are launched unchecked: what they would read beyond the end is refused.
@@ -501,8 +505,8 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
         View { outer: 23, axis: 96, inner: 1 },
         View { outer: 33, axis: 32, inner: 2 },
     ];
-    for view in views {
-        for dtype in Dtype::ALL {
+    for (number, view) in views.into_iter().enumerate() {
+        for dtype in in_turn(&Dtype::ALL, number) {
             let values = Kind::Outliers.values(view.len(), view.len() as u64);
             let dense = Dense::new(1, view.len(), &values, dtype);
             for scheme in few_schemes() {
@@ -540,8 +544,8 @@ fn products_straight_from_the_codes() {
         (70, 136, 640, by_row, true),
         (260, 24, 1152, Fp4Scheme::mxfp4(), false),
     ];
-    for (inputs, outputs, channels, scheme, bias) in shapes {
-        for dtype in Dtype::ALL {
+    for (number, (inputs, outputs, channels, scheme, bias)) in shapes.into_iter().enumerate() {
+        for dtype in in_turn(&Dtype::ALL, number) {
             device.check_product(inputs, outputs, channels, scheme, dtype, bias);
         }
     }

@@ -509,7 +509,8 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
         for dtype in in_turn(&Dtype::ALL, number) {
             let values = Kind::Outliers.values(view.len(), view.len() as u64);
             let dense = Dense::new(1, view.len(), &values, dtype);
-            for scheme in few_schemes() {
+            // Neighbours in the list differ in what a shape can matter to.
+            for scheme in in_turn(&few_schemes(), number) {
                 device.check_view("shape", &dense, view, scheme);
             }
         }

@@ -43,8 +43,8 @@ struct Arguments {
     /// Measurements; the median counts.
     #[arg(long, default_value_t = 9)]
     runs: usize,
-    /// Measure products by this kernel alone.
-    #[arg(long, value_parser = ["gemv", "few", "mma", "wgmma"])]
+    /// Measure products by this kernel alone, or by the one that is planned.
+    #[arg(long, value_parser = ["planned", "gemv", "few", "mma", "wgmma"])]
     products: Option<String>,
     #[cfg(feature = "cuda")]
     /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.

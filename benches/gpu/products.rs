@@ -75,12 +75,16 @@ fn packed(client: &Client, problem: &Problem) -> Vec<PackedHandles> {
     (0..TURN.div_ceil(bytes)).map(pack).collect()
 }
 
-/// bf16 inputs of some rows times weights of four shapes, `outputs x channels`, which are not in
-/// the cache.
+/// Shapes of weights, `outputs x channels`.
+const SHAPES: [(usize, usize); 6] =
+    [(8192, 8192), (4096, 4096), (6144, 4096), (11008, 4096), (28672, 4096), (4096, 14336)];
+
+/// bf16 inputs of some rows times weights that are not in the cache, as it is planned, and by every
+/// kernel.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
-    for (outputs, channels) in [(8192, 8192), (4096, 4096), (11008, 4096), (4096, 14336)] {
+    for (outputs, channels) in SHAPES {
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
             let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };
@@ -114,6 +118,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                     figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
                 };
                 let planned = [
+                    ("planned", product.plan(&device).ok().flatten()),
                     ("gemv", product.gemv(&device).ok().filter(|_| inputs <= 8)),
                     ("few", product.few(&device).ok()),
                     ("mma", product.mma(&device).ok()),

@@ -377,7 +377,7 @@ fn searches() -> impl Iterator<Item = ScaleSearch> {
     })
 }
 
-/// All of these on a GPU, and one on the CPU runtime, which compiles slowly: there cases take turns.
+/// All of these on a GPU; one on the CPU runtime, which compiles slowly: there cases take turns.
 fn in_turn<T: Copy>(all: &[T], case: usize) -> Vec<T> {
     if cfg!(feature = "cpu") { vec![all[case % all.len()]] } else { all.to_vec() }
 }

@@ -206,20 +206,16 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
                 sync_plane();
             }
             if step < chunks {
-                #[unroll]
-                for vector in 0..2u32 {
-                    multiply::<F, S, W, X, NA, NB, NC>(
-                        operands,
-                        &definition,
-                        current,
-                        from,
-                        &shared,
-                        &mut sums,
-                        &lane,
-                        vector,
-                        plan,
-                    );
-                }
+                multiply::<F, S, W, X, NA, NB, NC>(
+                    operands,
+                    &definition,
+                    current,
+                    from,
+                    &shared,
+                    &mut sums,
+                    &lane,
+                    plan,
+                );
             }
             let next = step + comptime!(TURNS * depth);
             if next < chunks {
@@ -249,7 +245,7 @@ fn share_input<X: Size>(
     }
 }
 
-/// Adds the products of one of the two vectors of codes of a step to the sums.
+/// Adds the products of a step to the sums. `from` is where its input begins in shared memory.
 #[cube]
 fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
@@ -259,25 +255,28 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     shared: &[Vector<u32, X>],
     sums: &mut Sequence<Array<Vector<f32, NC>>>,
     lane: &Lane,
-    #[comptime] vector: u32,
     #[comptime] plan: Few,
 ) {
     let recipe = comptime!(operands.recipe);
     let input_tiles = comptime!(plan.input_tiles());
     let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS) as usize));
+    // Of both vectors of codes, the words.
     #[unroll]
-    for row in 0..ROWS {
-        let scales = loaded.scales[row as usize] >> comptime!(vector * (256 / recipe.block_size));
-        decode_scales::<F, NA>(&mut factors, row, scales, recipe);
-    }
-    #[unroll]
-    for word in 0..4u32 {
+    for word in 0..8u32 {
+        if comptime!(word % 4 == 0) {
+            #[unroll]
+            for row in 0..ROWS {
+                let shift = comptime!(word / 4 * (256 / recipe.block_size));
+                let scales = loaded.scales[row as usize] >> shift;
+                decode_scales::<F, NA>(&mut factors, row, scales, recipe);
+            }
+        }
         let mut values = Array::<Vector<u32, X>>::new(comptime!(input_tiles as usize));
         #[unroll]
         for tile in 0..input_tiles {
             let row = (lane.quad + comptime!(tile * 8)) % plan.inputs;
             let at = (from + row * ROW + lane.part * PART) as usize;
-            values[tile as usize] = shared[at + comptime!((vector * 4 + word) as usize)];
+            values[tile as usize] = shared[at + comptime!(word as usize)];
         }
         #[unroll]
         for half in 0..2u32 {
@@ -286,10 +285,10 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             for register in 0..4u32 {
                 // As an instruction takes them: a pair of both rows, then the next pair.
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
-                let packed = loaded.codes[comptime!((2 * row + vector) as usize)];
-                let packed = packed.extract(comptime!(word as usize));
+                let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
+                let packed = packed.extract(comptime!((word % 4) as usize));
                 let decoded = elements::<F, NA>(packed << comptime!(12 - 4 * pair), recipe);
-                let factor = factors[comptime!((row * 2 + word / 2) as usize)];
+                let factor = factors[comptime!((row * 2 + word % 4 / 2) as usize)];
                 weights[comptime!(register as usize)] = decoded * factor;
             }
             #[unroll]

@@ -445,6 +445,23 @@ fn reading_values_cannot_be_recorded() {
     });
 }
 
+/// The inner one is an error where passes are recorded, and not a wait that never ends.
+#[test]
+fn a_pass_that_is_recorded_records_no_other() {
+    each_device(|name, device| {
+        let net = Net::new(device);
+        let pass = |net: &Net, x: Tensor<2>| {
+            let mut inner = Replay::new(net.clone(), Net::forward);
+            inner.run(x.clone()).unwrap_or(x)
+        };
+        let x = random(3, [1, CHANNELS], device);
+        let mut outer = Replay::new(net.clone(), pass);
+        let found = floats(outer.run(x.clone()).expect("the inner one may fail"));
+        let expected = if has_graphs(name) { x } else { net.forward(x) };
+        assert_eq!(found, floats(expected), "{name}");
+    });
+}
+
 /// The state is what it was, and the replay goes on.
 #[test]
 fn a_recording_that_fails_costs_no_state() {

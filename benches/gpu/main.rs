@@ -139,7 +139,8 @@ fn median_seconds(client: &Client, arguments: &Arguments, launch: impl Fn()) -> 
             wait(client);
             let start = Instant::now();
             match &graph {
-                // SAFETY: what the launches read lives as long as `launch`.
+                // SAFETY: what the launches read lives as long as `launch`, and what they write is
+                // memory that CubeCL keeps for the graph.
                 Ok(graph) => unsafe { graph.replay() }.expect("what was recorded"),
                 Err(_) => launch_all(),
             }
@@ -161,7 +162,11 @@ fn recorded(client: &Client, launch_all: impl Fn()) -> Result<Graph, ServerError
     // The recording takes the memory that they leave.
     launch_all();
     wait(client);
-    client.start_capture()?;
+    if let Err(error) = client.start_capture() {
+        // The preparation ends too.
+        let _ = client.stop_capture();
+        return Err(error);
+    }
     launch_all();
     client.stop_capture()
 }

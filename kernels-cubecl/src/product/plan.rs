@@ -70,9 +70,9 @@ pub(super) const WGMMA_ROWS: usize = 128;
 struct WgmmaWay {
     inputs: u32,
     stages: u32,
-    /// Cubes that a processor takes at once.
+    /// Cubes of a processor that a round was measured with, at once.
     resident: usize,
-    /// Nanoseconds that so many cubes take for a round, measured on an H200.
+    /// Nanoseconds that these take for a round, measured on an H200.
     round: usize,
 }
 

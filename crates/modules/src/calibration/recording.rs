@@ -86,10 +86,9 @@ impl Recording {
         let bytes = living(&self.operations, own.collect());
         let largest = |bytes: &mut dyn Iterator<Item = usize>| bytes.max().unwrap_or(0);
         let end = self.inputs.last().map_or(0, |input| input.at);
-        Memory {
-            peak: largest(&mut bytes[..end].iter().map(|[_, during]| *during)),
-            waiting: largest(&mut self.inputs.iter().map(|input| bytes[input.at][0])),
-        }
+        let waiting = largest(&mut self.inputs.iter().map(|input| bytes[input.at][0]));
+        let running = largest(&mut bytes[..end].iter().map(|[_, during]| *during));
+        Memory { peak: running.max(waiting), waiting }
     }
 
     /// Adds what it computes to a digest: the same for recordings that compute the same of the same

@@ -11,6 +11,7 @@
 //! a recording as soon as anything waits for it, or begins to wait for any other launch: so all
 //! that a recording reads has to be memory of the stream that records.
 
+use core::cell::Cell;
 use core::fmt;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -46,6 +47,26 @@ const WARM_UPS: usize = 3;
 /// Held by who records, from the first run of the pass on: what a pass puts on the device goes past
 /// the lane, and to the stream that another thread may be recording.
 static TURN: Mutex<()> = Mutex::new(());
+
+thread_local! {
+    /// Whether this thread runs a pass that is being recorded: its turn is taken.
+    static RECORDS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Says so for as long as it lives; what was said before, afterwards.
+struct InPass(bool);
+
+impl InPass {
+    fn begin() -> Self {
+        Self(RECORDS.replace(true))
+    }
+}
+
+impl Drop for InPass {
+    fn drop(&mut self) {
+        RECORDS.set(self.0);
+    }
+}
 
 /// Whether launches can be recorded: by a GPU, with a lane to keep other threads out meanwhile.
 pub(crate) fn has_graphs(device: &CubeDevice) -> bool {
@@ -218,6 +239,9 @@ impl Recorded {
         inputs: Vec<DispatchTensor>,
         pass: &Pass<'_>,
     ) -> Result<Self, OpsError> {
+        if RECORDS.get() {
+            return Err(not_recorded("the pass that is being recorded records another"));
+        }
         state.wait_for_other_queues();
         let (device, stream) = (state.device.clone(), state.stream);
         let sources = resolved(&device, inputs)?;
@@ -387,7 +411,10 @@ impl Rounds<'_> {
     fn run(&self, state: Vec<CubeTensor>) -> Result<(Vec<CubeTensor>, Vec<CubeTensor>), OpsError> {
         let inputs = give(self.device, self.inputs.to_vec());
         let state = give(self.device, state);
-        let (state, outputs) = (self.pass)(state, inputs);
+        let (state, outputs) = {
+            let _in_pass = InPass::begin();
+            (self.pass)(state, inputs)
+        };
         // Outputs first: what is also kept as state has two owners then, as in every run.
         let outputs = resolved(self.device, outputs)?;
         Ok((resolved(self.device, state)?, outputs))

@@ -40,6 +40,12 @@ pub(crate) fn own_candidate(
     Candidate { code: own.code, value, factor: own.factor }
 }
 
+/// What an element is rounded from with a scale.
+#[cube]
+pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] recipe: Recipe) -> f32 {
+    if comptime!(recipe.divides()) { element / tried.factor } else { element * tried.factor }
+}
+
 /// The best scale so far.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Best {

@@ -19,7 +19,7 @@
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
-use super::best::{Candidate, candidate, improve, start};
+use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, anew, bound, costs, row_vector, step};
 use crate::arith::element::{element_value, nearest_element, round_to_e2m1};
 use crate::arith::rule::TensorFactor;
@@ -172,11 +172,7 @@ fn round_all<H: Size>(
         for index in 0..8u32 {
             let k = comptime!(word * 8 + 7 - index);
             let element = elements[k as usize];
-            let normalized = if comptime!(recipe.divides()) {
-                element / tried.factor
-            } else {
-                element * tried.factor
-            };
+            let normalized = normalized(element, tried, recipe);
             let error = fma(-nearest_element(normalized), tried.value, element * factor);
             let least = error.abs() * bound::<H>(hessian, k, size);
             errors[k as usize] = error;

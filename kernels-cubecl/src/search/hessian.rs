@@ -15,7 +15,7 @@ use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
 
 use super::amax::largest_magnitude;
-use super::best::{Candidate, candidate, improve, start};
+use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, bound, costs, least_cost};
 use super::coordinate_descent::{descend, without_negative_zeros};
 use crate::arith::codes::{limits_all, nearest_codes};
@@ -156,12 +156,6 @@ fn is_hopeless<H: Size>(
         clipped = max(clipped, fma(-6.0f32 * bound, value, bounded));
     }
     clipped * clipped > best
-}
-
-/// What an element is rounded from.
-#[cube]
-fn normalized(element: f32, tried: &Candidate, #[comptime] recipe: Recipe) -> f32 {
-    if comptime!(recipe.divides()) { element / tried.factor } else { element * tried.factor }
 }
 
 /// The errors of the nearest codes with a scale, from `start` on.

@@ -7,7 +7,7 @@
 use burn_fp4_search::scale_grid::{HALF_IS_AS_GOOD, MARGIN};
 use cubecl::prelude::*;
 
-use super::best::{Best, Candidate, candidate, improve, own_candidate, start};
+use super::best::{Best, Candidate, candidate, improve, normalized, own_candidate, start};
 use super::task::Task;
 use crate::arith::element::{UNLIMITED, nearest_magnitude, nearest_unlimited};
 use crate::arith::rule::{
@@ -127,11 +127,7 @@ fn cost(
     for k in 0..recipe.block_size {
         // Errors of magnitudes are those of values of one sign, and so are their squares.
         let magnitude = elements[comptime!((start + k) as usize)].abs();
-        let normalized = if comptime!(recipe.divides()) {
-            magnitude / candidate.factor
-        } else {
-            magnitude * candidate.factor
-        };
+        let normalized = normalized(magnitude, candidate, recipe);
         let nearest = if comptime!(limits) {
             nearest_magnitude(normalized)
         } else {

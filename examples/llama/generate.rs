@@ -3,19 +3,20 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
 use serde::Serialize;
 
 use super::config::LlamaConfig;
-use super::model::{Llama, Projection};
+use super::model::{Cache, Llama, Projection};
 use super::tokens::tensor;
 use examples::random::Random;
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Sampling {
-    /// What scores are divided by before a token is drawn; 0: the best is taken.
+    /// What scores are divided by before a token is drawn; 0: the best is taken, the first of
+    /// equals.
     #[arg(long, default_value_t = 0.0)]
     pub temperature: f64,
     /// Draw among so many of the best only.
@@ -48,6 +49,28 @@ pub struct Generated {
     pub replayed: bool,
 }
 
+/// The scores of all tokens, and the best of them where no token is drawn, of each sequence.
+type Scores = (Tensor<2>, Option<Tensor<2, Int>>);
+
+fn next_and_best<L: Projection>(
+    model: &Llama<L>,
+    cache: Cache,
+    read: (Tensor<2, Int>, Tensor<1, Int>),
+) -> (Cache, Scores) {
+    let (cache, scores) = model.next(cache, read);
+    let best = scores.clone().argmax(1);
+    (cache, (scores, Some(best)))
+}
+
+fn next_to_draw<L: Projection>(
+    model: &Llama<L>,
+    cache: Cache,
+    read: (Tensor<2, Int>, Tensor<1, Int>),
+) -> (Cache, Scores) {
+    let (cache, scores) = model.next(cache, read);
+    (cache, (scores, None))
+}
+
 /// Continues a prompt by so many tokens, or until one of them ends the text, in so many sequences
 /// at once.
 ///
@@ -70,26 +93,34 @@ pub fn generate<L: Projection>(
         (0..sampling.sequences as u64).map(|i| Random::new(sampling.seed + i)).collect();
     let mut sequences = vec![Vec::new(); sampling.sequences];
     let ended = |tokens: &Vec<u32>| tokens.last().is_some_and(|&last| config.ends(last));
-    let mut choose = |sequences: &mut [Vec<u32>], scores: Tensor<2>| -> Result<()> {
-        let [_, words] = scores.dims();
-        let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
-        let all = sequences.iter_mut().zip(scores.chunks_exact(words)).zip(&mut randoms);
-        for ((tokens, scores), random) in all.filter(|((tokens, _), _)| !ended(tokens)) {
-            tokens.push(sampling.choose(scores, random));
+    let mut choose = |sequences: &mut [Vec<u32>], (scores, best): Scores| -> Result<()> {
+        let chosen: Vec<u32> = match best {
+            Some(best) => best.try_into_data()?.iter().collect(),
+            None => {
+                let [_, words] = scores.dims();
+                let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
+                let each = scores.chunks_exact(words).zip(&mut randoms);
+                each.map(|(scores, random)| sampling.draw(scores, random)).collect()
+            }
+        };
+        let all = sequences.iter_mut().zip(chosen);
+        for (tokens, token) in all.filter(|(tokens, _)| !ended(tokens)) {
+            tokens.push(token);
         }
         Ok(())
     };
+    let pass = if sampling.temperature <= 0.0 { next_and_best } else { next_to_draw };
 
     let start = Instant::now();
     let cache = model.cache(sampling.sequences, asked);
     let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
     let read = Tensor::arange(0..prompt.len() as i64, device);
-    let (cache, scores) = model.next(cache, (tokens, read));
+    let (cache, scores) = pass(model, cache, (tokens, read));
     choose(&mut sequences, scores)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
     // One token of each sequence at a time, launched as one where the device can.
-    let mut replay = Replay::with_state(model.clone(), cache, Llama::next);
+    let mut replay = Replay::with_state(model.clone(), cache, pass);
     let written = |sequences: &[Vec<u32>]| sequences.iter().map(Vec::len).sum::<usize>();
     let (mut passes, mut start, mut before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
@@ -117,17 +148,10 @@ pub fn generate<L: Projection>(
 }
 
 impl Sampling {
-    /// A token, by the scores of all of them. Of equal scores the first counts.
-    fn choose(&self, scores: &[f32], random: &mut Random) -> u32 {
+    /// A token, by the scores of all of them.
+    fn draw(&self, scores: &[f32], random: &mut Random) -> u32 {
         let mut order: Vec<u32> = (0..scores.len() as u32).collect();
         let score = |token: u32| scores[token as usize];
-        if self.temperature <= 0.0 {
-            let best = order.into_iter().reduce(|best, token| match score(token) > score(best) {
-                true => token,
-                false => best,
-            });
-            return best.unwrap_or(0);
-        }
         order.sort_by(|&left, &right| score(right).total_cmp(&score(left)));
         order.truncate(self.top_k.unwrap_or(scores.len()).max(1));
         let best = score(order[0]);

@@ -47,10 +47,10 @@ pub(crate) struct Distillation {
     #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
     pub(crate) distill_method: Method,
     /// Batches to train on; 0: `compare` leaves it out.
-    #[arg(long, default_value_t = 300)]
+    #[arg(long, default_value_t = 600)]
     pub(crate) steps: usize,
     /// The largest learning rate.
-    #[arg(long, default_value_t = 5e-5)]
+    #[arg(long, default_value_t = 1e-4)]
     pub(crate) learning_rate: f64,
 }
 

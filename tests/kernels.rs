@@ -7,7 +7,7 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, PackedHandles as Handles,
+    Activations, Capability, Dtype as KernelDtype, Hessians, NextWeight, PackedHandles as Handles,
     PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
     curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_gptq,
     quantize_weighted, squared_error,
@@ -636,6 +636,46 @@ fn products_are_the_same_every_time() {
             let first = run();
             for _ in 0..if device.capability.mma { 1000 } else { 2 } {
                 assert_eq!(run(), first, "{planned:?}");
+            }
+        }
+    }
+}
+
+/// Also where a weight is so large that the next one is asked for late. Only products of few rows
+/// on Hopper read ahead; to others it makes no difference either.
+#[test]
+fn to_read_a_weight_ahead_changes_no_product() {
+    let device = Device::new();
+    let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
+    let weight = |outputs: usize, channels: usize| Handles {
+        codes: device.client.create_from_slice(&bytes(outputs * channels / 2)),
+        scales: device.client.create_from_slice(&bytes(outputs * channels / 16)),
+        tensor_scale: device.client.create_from_slice(f32::as_bytes(&[1.0 / 1024.0])),
+        tensor_scales: 1,
+    };
+    let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
+    let product = |inputs, outputs, channels| Product {
+        inputs,
+        outputs,
+        channels,
+        format,
+        block_size: 16,
+        dtype,
+    };
+    let large = if device.capability.warpgroups == Warpgroups::Ptx { 11_000 } else { 100 };
+    for (outputs, channels) in [(136, 1280), (large, 4096)] {
+        let own = weight(outputs, channels);
+        for (next, inputs) in [(product(1, 200, 512), 1), (product(1, 9000, 256), 5)] {
+            let input = Kind::Outliers.values(inputs * channels, 2);
+            let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
+            let next = NextWeight { product: next, weight: weight(next.outputs, next.channels) };
+            for planned in every_plan(&product(inputs, outputs, channels), &device.capability) {
+                let run = |next| {
+                    let (client, own, input) = (&device.client, own.clone(), input.clone());
+                    let found = planned.run_and_read_ahead(client, own, input, None, next);
+                    device.client.read_one_unchecked(found.expect("memory of these lengths"))
+                };
+                assert_eq!(run(Some(next.clone())), run(None), "{planned:?}");
             }
         }
     }

@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
@@ -122,6 +122,39 @@ fn a_replay_is_a_forward_pass() {
         }
         assert_eq!(replay.recordings(), if has_graphs(name) { 3 } else { 0 }, "{name}");
     });
+}
+
+/// Of few rows, the products of a recording read the weight of the next one ahead, the last one
+/// that of the first, if the GPU can.
+#[test]
+fn a_stack_of_layers_is_replayed() {
+    const WIDTHS: [usize; 6] = [256, 512, 256, 1024, 768, 256];
+    struct Narrow;
+    impl ModuleMapper for Narrow {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|tensor| tensor.cast(DType::BF16))
+        }
+    }
+    fn stack(layers: &[Linear], x: Tensor<2>) -> Tensor<2> {
+        layers.iter().fold(x, |x, layer| layer.forward(x))
+    }
+    burn_fp4::init().expect("before any operation");
+    for (name, device, dtypes) in devices() {
+        if !dtypes.contains(&DType::BF16) {
+            continue;
+        }
+        let layer = |widths: &[usize]| LinearConfig::new(widths[0], widths[1]).init(&device);
+        let layers: Vec<Linear> = WIDTHS.windows(2).map(layer).collect();
+        let layers = packed(seeded(layers, 11).map(&mut Narrow));
+        let forward = |layers: &Vec<Linear>, x: Tensor<2>| stack(layers, x);
+        let mut replay = Replay::new(layers.clone(), forward);
+        for (seed, rows) in [1, 3, 16, 1, 40, 3].into_iter().enumerate() {
+            let x = random(seed as u64, [rows, WIDTHS[0]], &device).cast(DType::BF16);
+            let found = floats(replay.run(x.clone()).expect("recordable"));
+            assert_eq!(found, floats(stack(&layers, x)), "{name}: {rows} rows");
+        }
+        assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+    }
 }
 
 #[test]

@@ -70,7 +70,7 @@ pub use plan::{
     Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, TileSharing, UNITS,
     Warpgroups, plan,
 };
-pub use product::{PlannedProduct, Product};
+pub use product::{NextWeight, PlannedProduct, Product};
 pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};
 pub use squared_error::{PartialSums, squared_error};

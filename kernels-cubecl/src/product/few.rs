@@ -11,6 +11,7 @@
 //!
 //! cube: row_planes x depth planes
 //! load codes, scales and input of the first two steps                  (load_step)
+//! ask for the weight of the next product, now or before the last steps  (read_ahead)
 //! for step in the steps of the channels, `depth` at a time:
 //!     the input goes to shared memory, in the order of decoded codes   (share_input)
 //!     for half of a word of eight codes:                               (multiply)
@@ -25,6 +26,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::ahead::read_ahead;
 use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
 use super::mma::{decode_scales, elements};
 use super::plan::{FEW_STEP, Few, Product};
@@ -186,6 +188,7 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
         load_step::<F, S, W, X>(operands, lane.depth + turn * depth, &mut next, &lane, plan);
         loaded.push(next);
     }
+    read_ahead(&operands.ahead, comptime!(false));
 
     let shares = comptime!(plan.row_planes > 1);
     let chunks = operands.extent.chunks;
@@ -193,6 +196,10 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
     let end = if comptime!(shares) { chunks.div_ceil(depth) * depth } else { chunks };
     let mut first = lane.depth;
     while first < end {
+        // All that is left of its own weight is being loaded.
+        if first + comptime!(TURNS * depth) >= end {
+            read_ahead(&operands.ahead, comptime!(true));
+        }
         // A turn has registers of its own, so that nothing is moved between them.
         #[unroll]
         for turn in 0..TURNS {

@@ -4,6 +4,7 @@ use burn_fp4_search::formats::{Fp4Format, ScaleGrid};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::ahead::{AheadIn, NextWeight};
 use super::plan::Product;
 use crate::layout::share::narrow;
 use crate::packed::{PackedHandles, PackedIn};
@@ -55,6 +56,8 @@ pub(crate) struct Operands<F: Float, S: Int, W: Size, X: Size> {
     pub(crate) input: &'static [Vector<u32, X>],
     /// Something that is not read where there is none.
     pub(crate) bias: &'static [F],
+    /// Of the next product's weight, where that is read ahead.
+    pub(crate) ahead: ComptimeOption<AheadIn>,
     pub(crate) extent: ProductExtent,
     #[cube(comptime)]
     pub(crate) recipe: ProductRecipe,
@@ -78,6 +81,8 @@ pub(super) struct OperandHandles {
     pub(super) weight: PackedHandles,
     pub(super) input: Handle,
     pub(super) bias: Option<Handle>,
+    /// The weight of the next product, if the kernel reads it ahead.
+    pub(super) ahead: Option<NextWeight>,
 }
 
 /// The operands of a launch.
@@ -87,7 +92,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
     recipe: ProductRecipe,
     widths: Widths,
 ) -> OperandsLaunch<F, S, W, X> {
-    let OperandHandles { weight, input, bias } = handles;
+    let OperandHandles { weight, input, bias, ahead } = handles;
     let Product { inputs, outputs, channels, .. } = *product;
     // SAFETY: the lengths are those of the product.
     unsafe {
@@ -98,6 +103,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
                 Some(bias) => BufferArg::from_raw_parts(bias, outputs),
                 None => BufferArg::from_raw_parts(input, inputs * channels),
             },
+            ahead.and_then(|next| next.read(product)).into(),
             ProductExtentLaunch::new(
                 inputs as u32,
                 outputs as u32,

@@ -1,5 +1,6 @@
 //! Products with a packed weight.
 
+mod ahead;
 mod few;
 mod finish;
 mod gemv;
@@ -12,4 +13,5 @@ mod plan;
 mod ptx;
 mod wgmma;
 
+pub use ahead::NextWeight;
 pub use plan::{PlannedProduct, Product};

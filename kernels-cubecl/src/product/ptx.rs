@@ -1,7 +1,8 @@
 //! Hopper's instructions, as operations of our own: the one file that knows PTX.
 //!
 //! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup, so
-//! they are operations that are lowered to inline assembly. What they do is `instructions.rs`.
+//! they are operations that are lowered to inline assembly. What they do is `instructions.rs`;
+//! [`prefetch`] is for `ahead.rs`.
 //!
 //! The descriptor of B, 64 bits, with addresses and distances in units of 16 bytes:
 //!
@@ -182,6 +183,35 @@ impl ToLLVMDialect for CopyAsyncOp {
     }
 }
 
+#[cube_op(name = "fp4.prefetch")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct PrefetchOp {
+    #[operand(ptr_read)]
+    from: Value,
+    at: Value,
+    bytes: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for PrefetchOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let text = "{ .reg .b64 from; mad.wide.u32 from, $1, 1, $0; and.b64 from, from, -16; \
+                    cp.async.bulk.prefetch.L2.global [from], $2; }";
+        let inputs = vec![self.from(ctx), self.at(ctx), self.bytes(ctx)];
+        let void = VoidType::get(ctx).into();
+        // What is in memory stays the same: loads may go before or after it.
+        assembly(ctx, rewriter, void, inputs, text, "l,r,r");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
 #[cube_op(name = "fp4.order")]
 #[result_ty(none)]
 #[op_traits(CanMaterialize, HasSideEffects)]
@@ -314,6 +344,19 @@ fn copy_async<T: CubePrimitive>(
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let bytes = IndexAttr(bytes);
         scope.register(&CopyAsyncOp::new(scope.ctx_mut(), wanted, to, from, at, bytes));
+    })
+}
+
+/// Asks for `bytes` bytes of device memory, a multiple of 16, to be brought into the cache of the
+/// device (L2): from the `at`-th on, rounded down to 16 bytes.
+#[cube]
+#[allow(unused_variables)]
+pub(super) fn prefetch<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {
+    intrinsic!(|scope| {
+        let (at, bytes) = (at.read_value(scope), bytes.read_value(scope));
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        scope.register(&PrefetchOp::new(scope.ctx_mut(), from, at, bytes));
     })
 }
 

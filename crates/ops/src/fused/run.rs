@@ -14,6 +14,7 @@ use super::multiplication::Multiplication;
 use super::segment::{End, Segment};
 use super::streams::{Streams, float, int, layout, now, packed, scalar};
 use crate::counts::{DENSE, FUSED, LOOKUPS};
+use crate::devices::cube::ahead;
 use crate::devices::cube::device::{beside, kernel_dtype};
 use crate::devices::cube::lane;
 use crate::devices::cube::packed::handles;
@@ -95,7 +96,7 @@ impl FusedProduct {
         let input = float(context, &matmul.lhs);
         let bias = with_bias.map(|add| float(context, &add.rhs).handle);
         let weight = handles(packed(context, dequantize));
-        let output = product.run(&input.client, weight, input.handle.clone(), bias);
+        let output = ahead::run(&product, &input.client, weight, input.handle.clone(), bias);
         let output = output.expect("tensors have the lengths of their shapes");
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let mut output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);

@@ -1,6 +1,7 @@
 //! Burn's Cube devices: the kernels on CUDA and on CubeCL's CPU runtime, tensor operations on
 //! others.
 
+pub(crate) mod ahead;
 pub(crate) mod device;
 pub(crate) mod graph;
 pub(crate) mod lane;
@@ -104,7 +105,8 @@ fn multiply(
 ) -> CubeTensor {
     let input = into_contiguous(input);
     let bias = bias.map(|bias| into_contiguous(bias).handle);
-    let output = product.run(&input.client, handles(weight), input.handle.clone(), bias);
+    let weight = handles(weight);
+    let output = ahead::run(product, &input.client, weight, input.handle.clone(), bias);
     launch_now(&input.device);
     let shape = Shape::new([input.meta.shape()[0], layout.shape[1]]);
     beside(&input, output.expect(CHECKED), shape, input.dtype)

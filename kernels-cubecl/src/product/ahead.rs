@@ -1,0 +1,225 @@
+//! Reading ahead: a product of few rows brings the weight of the next one into the device's cache.
+//!
+//! Such a product takes as long as its weight takes to be read. Memory is idle while it ends and
+//! the next one begins, and during small kernels between them. A weight depends on nothing that is
+//! computed, so the planes of a product divide the packed rows of the next weight among them, and
+//! ask for them once the loads of their own weight are under way. Nothing waits for what they ask
+//! for, and no result depends on it.
+//!
+//! ```text
+//! of the next weight, codes and block scales alike:
+//!              part          the rest of a row
+//! row 0      | asked for   |                 |    by the first lane of plane 0
+//! row 1      | asked for   |                 |    of plane 1
+//! ..
+//! row `rows` |                               |    read by cubes that begin when others have ended
+//! ```
+//!
+//! Cubes read their rows side by side from the first channel on. So where not all of a weight is
+//! read ahead, it is the first part of the rows that are read first.
+//!
+//! A product asks as soon as it has started its first loads. One with a weight that is itself more
+//! than is read ahead would push out of the cache what it asked for; it asks with its last loads.
+
+use cubecl::prelude::*;
+
+use super::plan::{Kernel, PlannedProduct, Product};
+#[cfg(feature = "cuda")]
+use super::ptx::prefetch;
+use crate::memory::check_memory;
+use crate::packed::PackedHandles;
+use crate::plan::{Refusal, Warpgroups};
+
+/// The most bytes that are read ahead: half of the cache of H100 and H200, which is 50 MB. The
+/// other half is for what is being read. With 0 nothing is read ahead.
+const MOST: usize = 24 << 20;
+
+/// About how many packed rows the cubes have that an H200 runs at once.
+const ROWS_AT_ONCE: usize = 8192;
+
+/// A weight that a product can [read ahead](PlannedProduct::run_and_read_ahead), and the product
+/// that it is of.
+#[derive(Debug, Clone)]
+pub struct NextWeight {
+    /// The product with it.
+    pub product: Product,
+    /// The weight.
+    pub weight: PackedHandles,
+}
+
+/// What of a weight is read ahead, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Part {
+    /// The packed rows of which a part is.
+    rows: usize,
+    /// The codes of a row, and the part of them.
+    codes: (usize, usize),
+    /// The block scales of a row, and the part of them.
+    scales: (usize, usize),
+}
+
+impl Part {
+    /// None of a weight whose rows are too short, or empty.
+    fn of(product: &Product) -> Option<Self> {
+        let codes = product.channels / 2;
+        let scales = product.channels / product.block_size;
+        let row = (codes + scales).max(1);
+        let rows = product.outputs.min(ROWS_AT_ONCE.max(MOST / row));
+        let most = row.min(MOST / rows.max(1));
+        // In steps of 16 bytes, as instructions take them.
+        let part = |all: usize| (all, all * most / row / 16 * 16);
+        let part = Self { rows, codes: part(codes), scales: part(scales) };
+        (part.scales.1 > 0).then_some(part)
+    }
+}
+
+/// The part of a weight that a kernel reads ahead, in bytes.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct AheadIn {
+    codes: &'static [u32],
+    scales: &'static [u32],
+    rows: u32,
+    code_row: u32,
+    code_part: u32,
+    scale_row: u32,
+    scale_part: u32,
+    /// Whether it is asked for with the last loads of the kernel, or after the first ones.
+    #[cube(comptime)]
+    late: bool,
+}
+
+impl NextWeight {
+    /// # Errors
+    /// [`Refusal::Memory`] if it is shorter than its product reads.
+    pub(super) fn check(&self) -> Result<(), Refusal> {
+        let Product { outputs, channels, block_size, .. } = self.product;
+        check_memory("next codes", &self.weight.codes, outputs * channels / 2)?;
+        check_memory("next scales", &self.weight.scales, outputs * channels / block_size)
+    }
+
+    /// What the kernel of a product reads of it, if anything.
+    pub(super) fn read(self, by: &Product) -> Option<AheadInLaunch> {
+        let Part { rows, codes, scales } = Part::of(&self.product)?;
+        let outputs = self.product.outputs;
+        let own = by.outputs * (by.channels / 2 + by.channels / by.block_size);
+        // SAFETY: the lengths are those of its product, which `check` compared with the memory.
+        let buffers = unsafe {
+            (
+                BufferArg::from_raw_parts(self.weight.codes, outputs * codes.0 / 4),
+                BufferArg::from_raw_parts(self.weight.scales, outputs * scales.0 / 4),
+            )
+        };
+        Some(AheadInLaunch::new(
+            buffers.0,
+            buffers.1,
+            rows as u32,
+            codes.0 as u32,
+            codes.1 as u32,
+            scales.0 as u32,
+            scales.1 as u32,
+            own > MOST,
+        ))
+    }
+}
+
+impl PlannedProduct {
+    /// Whether its kernel reads ahead on the device that it was planned for.
+    pub(super) fn reads_ahead(&self) -> bool {
+        // The instruction is one of Hopper, as those of warpgroups are.
+        matches!(self.kernel, Kernel::Few(_)) && self.device.warpgroups == Warpgroups::Ptx
+    }
+}
+
+/// Asks for the part of the next weight that is this plane's, if there is one and this is when.
+#[cube]
+pub(super) fn read_ahead(next: &ComptimeOption<AheadIn>, #[comptime] late: bool) {
+    #[comptime]
+    match next {
+        ComptimeOption::None => {}
+        ComptimeOption::Some(next) => {
+            if comptime!(next.late == late) {
+                let planes = CUBE_COUNT as u32 * CUBE_DIM / 32;
+                let lane = UNIT_POS % 32;
+                if lane == 0 {
+                    let mut row = ABSOLUTE_POS as u32 / 32;
+                    while row < next.rows {
+                        prefetch::<u32>(next.codes, row * next.code_row, next.code_part);
+                        prefetch::<u32>(next.scales, row * next.scale_row, next.scale_part);
+                        row += planes;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Without the feature no product reads ahead.
+#[cfg(not(feature = "cuda"))]
+#[cube]
+#[allow(unused_variables)]
+fn prefetch<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_search::formats::Fp4Format;
+
+    use super::*;
+    use crate::plan::{Capability, Dtype, GPU};
+
+    fn product(outputs: usize, channels: usize) -> Product {
+        let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+        Product { inputs: 1, outputs, channels, format, block_size, dtype }
+    }
+
+    #[test]
+    fn a_part_is_what_is_read_first() {
+        let of = |outputs, channels| Part::of(&product(outputs, channels)).expect("a part");
+        let whole = |rows, channels: usize| {
+            let (codes, scales) = (channels / 2, channels / 16);
+            Part { rows, codes: (codes, codes), scales: (scales, scales) }
+        };
+        // All of it.
+        assert_eq!(of(4096, 4096), whole(4096, 4096));
+        assert_eq!(of(20, 256), whole(20, 256));
+        // All of the first rows.
+        assert_eq!(of(28672, 4096), whole(10922, 4096));
+        // The first part of all rows.
+        let part = Part { rows: 4096, codes: (7168, 5456), scales: (896, 672) };
+        assert_eq!(of(4096, 14336), part);
+        // The first part of the first rows.
+        let part = Part { rows: 8192, codes: (4096, 2720), scales: (512, 336) };
+        assert_eq!(of(57344, 8192), part);
+    }
+
+    #[test]
+    fn a_part_is_never_more_than_is_read_ahead() {
+        for outputs in [1, 8191, 8192, 8193, 200_000] {
+            for channels in [256, 4096, 16384, 1 << 20] {
+                let Part { rows, codes, scales } = Part::of(&product(outputs, channels)).unwrap();
+                assert!(rows <= outputs && codes.1 <= codes.0 && scales.1 <= scales.0);
+                assert!(rows * (codes.1 + scales.1) <= MOST, "{outputs} x {channels}");
+                assert!(codes.1.is_multiple_of(16) && scales.1.is_multiple_of(16));
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_read_ahead_of_rows_that_are_too_short() {
+        for (outputs, channels) in [(0, 4096), (4096, 0), (4096, 128)] {
+            let part = Part::of(&product(outputs, channels));
+            assert!(part.is_none_or(|part| part.rows == 0), "{part:?}");
+        }
+    }
+
+    #[test]
+    fn products_of_few_rows_read_ahead_on_hopper() {
+        let hopper = Capability { warpgroups: Warpgroups::Ptx, ..GPU };
+        let planned = |inputs, device| {
+            let planned = Product { inputs, ..product(4096, 4096) }.plan(device).unwrap();
+            planned.expect("a plan").reads_ahead()
+        };
+        assert!(planned(1, &hopper));
+        assert!(!planned(64, &hopper));
+        assert!(!planned(1, &GPU));
+    }
+}

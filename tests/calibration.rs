@@ -18,9 +18,10 @@ use burn::nn::{
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::{
     Calibration, CalibrationOptions, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq,
-    Outcome, PackedWeight, ScaleSearch, ops,
+    Outcome, PackedWeight, ScaleSearch, TensorScaling, ops,
 };
 use burn_fp4_search::Gram;
+use tests::compare::assert_same;
 use tests::engines::devices;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
@@ -781,6 +782,72 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
     };
     assert_eq!(*chosen_by, ChosenBy::Gptq(Gptq::default()));
     assert_eq!(floats(tied.same.weight.val()), dense);
+}
+
+/// Layers with the same inputs, with one between them that has others.
+#[derive(Module, Debug)]
+struct Siblings {
+    query: Linear,
+    output: Linear,
+    key: Linear,
+    value: Linear,
+}
+
+impl Siblings {
+    /// More channels than a group of GPTQ has.
+    const WIDTH: usize = 160;
+
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let query = linear(Self::WIDTH, 40);
+        let (key, value) = (linear(Self::WIDTH, 7), linear(Self::WIDTH, 17));
+        seeded(Self { query, output: linear(40 + 7 + 17, 24), key, value }, 6)
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let inner = [&self.query, &self.key, &self.value].map(|layer| layer.forward(x.clone()));
+        self.output.forward(Tensor::cat(inner.to_vec(), 1).tanh())
+    }
+
+    fn layers(&self) -> [(&'static str, &Linear); 4] {
+        let Self { query, key, value, output } = self;
+        [("query", query), ("key", key), ("value", value), ("output", output)]
+    }
+}
+
+#[test]
+fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
+    let gptq = Gptq::default();
+    let forward = |model: &Siblings, x| model.forward(x);
+    for (name, device, _) in devices() {
+        let dense = Siblings::new(&device);
+        let batch = || [random(3, [300, Siblings::WIDTH], &device)];
+        let calibration = Calibration::of(&dense).run(batch(), forward).unwrap();
+        let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+        for scheme in [Fp4Scheme::nvfp4(), by_row, Fp4Scheme::mxfp4()] {
+            let config = Fp4Config::new(scheme).gptq(gptq);
+            let mut at_once = dense.clone();
+            at_once.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
+            let mut in_turn = dense.clone();
+            let options = CalibrationOptions::default();
+            in_turn.quantize_fp4_sequential(&config, options, batch(), forward).unwrap();
+            for (at, (path, layer)) in dense.layers().into_iter().enumerate() {
+                let gram = calibration.get(&format!("{path}.weight"), 0).unwrap();
+                let alone = ops::quantize_gptq(layer.weight.val(), 0, &scheme, &gptq, gram);
+                let expected = alone.unwrap().to_packed().unwrap();
+                for (how, model) in [("at once", &at_once), ("in turn", &in_turn)] {
+                    // Behind quantized layers the inputs are others.
+                    if (how, path) == ("in turn", "output") {
+                        continue;
+                    }
+                    let (_, layer) = model.layers()[at];
+                    let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+                    let found = packed.tensor::<2>().to_packed().unwrap();
+                    assert_same(&format!("{name} {scheme:?} {how} {path}"), &found, &expected);
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::{Bool, Device, Tensor, s};
 use burn_fp4::{
     Calibration, CalibrationOptions, ChosenBy, Fallback, Fp4Config, Fp4Error, Fp4Module, Fp4Report,
@@ -173,6 +173,63 @@ fn each_expert_is_quantized_by_its_own_statistics() {
                     ops::quantize_gptq(slice(dense.val()), 0, &scheme, &gptq, gram).unwrap();
                 let found = floats(slice(packed.val()));
                 assert_eq!(found, floats(alone.dequantize()), "{name} {path}, expert {expert}");
+            }
+        }
+    }
+}
+
+/// Experts with two layers of the same inputs.
+#[derive(Module, Debug)]
+struct Gated {
+    gate: Param<Tensor<3>>,
+    up: Param<Tensor<3>>,
+}
+
+impl Gated {
+    fn layers(&self) -> [(&'static str, &Param<Tensor<3>>); 2] {
+        [("gate", &self.gate), ("up", &self.up)]
+    }
+}
+
+#[test]
+fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
+    const IDLE: usize = 1;
+    let gptq = Gptq::default();
+    for (name, device, _) in devices() {
+        let weight = |seed, outputs| Param::from_tensor(random(seed, [3, 32, outputs], &device));
+        let dense = Gated { gate: weight(1, 24), up: weight(2, 7) };
+        // Of an expert without inputs the errors cost nothing.
+        let seen = Tensor::<3>::from_floats([[[1.0]], [[0.0]], [[1.0]]], &device);
+        let batch = random(3, [3, 100, 32], &device) * seen;
+        let run = |model: &Gated, x: Tensor<3>| {
+            (x.clone().matmul(model.gate.val()), x.matmul(model.up.val()))
+        };
+        let calibration = Calibration::of(&dense).run([batch], run).unwrap();
+        let mut model = dense.clone();
+        let config = Fp4Config::nvfp4().gptq(gptq).container("Gated", 1);
+        let config = config.unused(Unused::Report).with_calibration(&calibration);
+        let report = model.quantize_fp4(&config).unwrap();
+        let layers = dense.layers().into_iter().zip(model.layers());
+        for ((path, dense), (_, packed)) in layers {
+            let (_, chosen_by, fallback) = outcome(&report, path);
+            assert_eq!(*chosen_by, ChosenBy::Gptq(gptq), "{name} {path}");
+            let idle = Fallback::Slices { without_inputs: vec![IDLE] };
+            assert_eq!(fallback, Some(&idle), "{name} {path}");
+            let amax = ops::amax(dense.val()).unwrap().into_scalar::<f32>();
+            let scheme = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(amax));
+            for expert in 0..3 {
+                let of_expert = [expert..expert + 1];
+                let slice = |values: Tensor<3>| values.slice(of_expert.clone()).squeeze_dim::<2>(0);
+                let matrix = slice(dense.val());
+                let alone = match calibration.get_slice(path, 1, expert) {
+                    Some(gram) if expert != IDLE => {
+                        ops::quantize_gptq(matrix, 0, &scheme, &gptq, gram)
+                    }
+                    _ => ops::quantize(matrix, 0, &scheme.with_search(ScaleSearch::Sse)),
+                };
+                let found = floats(slice(packed.val()));
+                let expected = floats(alone.unwrap().dequantize());
+                assert_eq!(found, expected, "{name} {path}, expert {expert}");
             }
         }
     }

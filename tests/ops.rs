@@ -10,7 +10,8 @@ use burn_fp4_ops::{
     BlockHessians, BlockOrder, Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance,
     NonFinite, OpsError, Products, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
     block_hessians, embedding, fake_quantize, gram, matmul, modelopt, products, quantize,
-    quantize_by_curvature, quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
+    quantize_by_curvature, quantize_by_importance, quantize_family, quantize_gptq,
+    quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -889,6 +890,49 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
     for (name, device, _) in devices() {
         let singular = Curvature::new(&few, &undamped, 16, &device).map(drop);
         assert_eq!(singular, Err(SearchError::Singular.into()), "{name}");
+    }
+}
+
+/// Rows that fill no whole number of tiles or vectors, with tensor scales of every kind.
+#[test]
+fn a_family_has_the_bits_of_its_members_alone() {
+    let options = Gptq::default();
+    // More than a group of channels.
+    let gram = gram(activations(400, 160, &Device::flex())).unwrap();
+    let of_nvfp4 = [
+        TensorScaling::Tensor,
+        TensorScaling::Row,
+        TensorScaling::Amax(3.0),
+        TensorScaling::Multiplier(0.01),
+        TensorScaling::Multiplier(0.02),
+        TensorScaling::Tensor,
+    ];
+    for (name, device, dtypes) in devices() {
+        for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+            let curvature = Curvature::new(&gram, &options, scheme.block_size, &device).unwrap();
+            let curvature = Arc::new(curvature);
+            let scaled = scheme.rule.row().tensor_scale;
+            for (axis, dtype) in [(0, dtypes[0]), (1, dtypes[dtypes.len() - 1])] {
+                let member = |(at, outputs): (usize, usize)| {
+                    let tensor_scale = if scaled { of_nvfp4[at] } else { TensorScaling::Tensor };
+                    let shape = if axis == 0 { [160, outputs] } else { [outputs, 160] };
+                    // With an amax of its own.
+                    let values = values(shape, &device, dtype) * (at + 1) as f32;
+                    (values, scheme.with_tensor_scale(tensor_scale))
+                };
+                let family: Vec<_> =
+                    [40, 7, 21, 5, 4, 12].into_iter().enumerate().map(member).collect();
+                let found = quantize_family(family.clone(), axis, &curvature).unwrap();
+                assert_eq!(found.len(), family.len());
+                for (found, (values, scheme)) in found.iter().zip(family) {
+                    let alone = quantize_by_curvature(values, axis, &scheme, &curvature).unwrap();
+                    let what = format!("{name} {dtype:?} {:?} {scheme:?}", alone.dims());
+                    assert_eq!(found.layout(), alone.layout(), "{what}");
+                    let [found, alone] = [found, &alone].map(|one| one.to_packed().unwrap());
+                    assert_same(&what, &found, &alone);
+                }
+            }
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use burn_fp4_search::formats::check_length;
-use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite};
+use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite, TensorScaling};
 
 use crate::curvature::Curvature;
 use crate::devices::extension::Fp4Backend;
@@ -83,26 +83,161 @@ pub fn quantize_by_curvature<const D: usize>(
     scheme: &Fp4Scheme,
     curvature: &Arc<Curvature>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let values = values.without_autodiff();
-    let mut scheme = curvature.scheme(scheme)?;
-    let channels = curvature.channels();
-    let device = values.device().inner();
-    if curvature.on_host().is_some() {
-        scheme = scheme.with_non_finite(NonFinite::Reject);
-    } else if *curvature.device() != device {
-        let (expected, found) = (device.into(), curvature.device().clone().into());
-        return Err(OpsError::PartDevice { what: "curvature", expected, found });
+    Ok(Checked::new(values, axis, scheme, curvature)?.quantize(curvature))
+}
+
+/// [`quantize_by_curvature`] of several matrices that are multiplied by the same activations, such
+/// as those of query, key and value, each by a scheme of its own: the same codes, and on a device
+/// with kernels in less time. There most steps wait for the one before, however few the rows, so
+/// that matrices are quantized as one, as far as their schemes differ in nothing but the tensor
+/// scale.
+///
+/// ```
+/// use std::sync::Arc;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fp4_ops::{Curvature, Fp4Scheme, Gptq, gram, quantize_by_curvature, quantize_family};
+///
+/// let (device, normal) = (Device::flex(), Distribution::Normal(0.0, 1.0));
+/// let gram = gram(Tensor::<2>::random([200, 64], normal, &device))?;
+/// let curvature = Arc::new(Curvature::new(&gram, &Gptq::default(), 16, &device)?);
+/// let query = Tensor::<2>::random([64, 32], normal, &device);
+/// let key = Tensor::<2>::random([64, 8], normal, &device);
+/// let scheme = Fp4Scheme::nvfp4();
+/// let family = vec![(query, scheme), (key.clone(), scheme)];
+/// let packed = quantize_family(family, 0, &curvature)?;
+/// let alone = quantize_by_curvature(key, 0, &scheme, &curvature)?;
+/// assert_eq!(packed[1].codes().into_data(), alone.codes().into_data());
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
+/// # Errors
+/// As [`quantize_by_curvature`], of the first matrix that has one.
+pub fn quantize_family(
+    family: Vec<(Tensor<2>, Fp4Scheme)>,
+    axis: usize,
+    curvature: &Arc<Curvature>,
+) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
+    let mut stacks: Vec<Vec<Checked<2>>> = Vec::new();
+    for (values, scheme) in family {
+        let next = Checked::new(values, axis, &scheme, curvature)?;
+        // Hosts take one row after the other, and gain nothing.
+        let on_device = curvature.on_host().is_none();
+        match stacks.last_mut().filter(|stack| on_device && next.fits(stack)) {
+            Some(stack) => stack.push(next),
+            None => stacks.push(vec![next]),
+        }
     }
+    let packed = stacks.into_iter().map(|stack| quantize_stack(stack, curvature));
+    Ok(packed.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
+}
+
+/// Values that are quantized as one at most: more keep a device busy anyway, and take its memory
+/// several times in f32.
+const MOST_STACKED: usize = 1 << 27;
+
+/// A tensor and how it is quantized, all of it checked.
+struct Checked<const D: usize> {
+    values: Tensor<D>,
+    layout: Fp4Layout,
+    /// By which blocks are chosen anew.
+    scheme: Fp4Scheme,
+    /// One for every tensor scale.
+    amax: Tensor<1>,
+}
+
+impl<const D: usize> Checked<D> {
+    /// # Errors
+    /// As [`quantize_by_curvature`].
+    fn new(
+        values: Tensor<D>,
+        axis: usize,
+        scheme: &Fp4Scheme,
+        curvature: &Curvature,
+    ) -> Result<Self, OpsError> {
+        let values = values.without_autodiff();
+        let mut scheme = curvature.scheme(scheme)?;
+        let device = values.device().inner();
+        if curvature.on_host().is_some() {
+            scheme = scheme.with_non_finite(NonFinite::Reject);
+        } else if *curvature.device() != device {
+            let (expected, found) = (device.into(), curvature.device().clone().into());
+            return Err(OpsError::PartDevice { what: "curvature", expected, found });
+        }
+        let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
+        check_dtype(&values)?;
+        let channels = curvature.channels();
+        check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
+        let amax = checked_amax(&values, axis, &scheme)?;
+        Ok(Self { values, layout, scheme, amax })
+    }
+
+    fn quantize(self, curvature: &Arc<Curvature>) -> Fp4Tensor<D> {
+        let Self { values, layout, scheme, amax } = self;
+        let packed = Dispatch::fp4_quantize_gptq(
+            values.into_dispatch(),
+            amax.into_dispatch(),
+            layout.axis,
+            scheme,
+            curvature.clone(),
+        );
+        Fp4Tensor::from_primitive(packed, layout)
+    }
+
+    fn elements(&self) -> usize {
+        self.layout.shape.iter().product()
+    }
+
+    /// Whether it can be quantized as one with others, which can be: rows have a tensor scale each,
+    /// or none, but no two given multipliers.
+    fn fits(&self, stack: &[Self]) -> bool {
+        let first = &stack[0];
+        let given = |one: &Self| matches!(one.scheme.tensor_scale, TensorScaling::Multiplier(_));
+        let rest = |one: &Self| {
+            let scheme = one.scheme.with_tensor_scale(TensorScaling::Tensor);
+            (scheme.with_non_finite(NonFinite::Reject), one.values.dtype())
+        };
+        let elements = stack.iter().map(Self::elements).sum::<usize>() + self.elements();
+        elements <= MOST_STACKED
+            && [self, first].iter().all(|one| one.elements() > 0 && !given(one))
+            && rest(self) == rest(first)
+    }
+}
+
+/// Quantizes matrices that fit each other as one, the packed rows of each behind those of the last.
+fn quantize_stack(
+    stack: Vec<Checked<2>>,
+    curvature: &Arc<Curvature>,
+) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
+    if stack.len() < 2 {
+        return Ok(stack.into_iter().map(|alone| alone.quantize(curvature)).collect());
+    }
+    let first = &stack[0];
+    let (axis, scheme) = (first.layout.axis, first.scheme);
+    let scaled = scheme.rule.row().tensor_scale;
+    let (scheme, amax) = if scaled {
+        // A row has the amax, and so the tensor scale, of its matrix.
+        let of_rows = |one: &Checked<2>| one.amax.clone().expand([one.layout.rows()]);
+        let amax = Tensor::cat(stack.iter().map(of_rows).collect(), 0);
+        (scheme.with_tensor_scale(TensorScaling::Row), amax)
+    } else {
+        (scheme, first.amax.clone())
+    };
+    let values = Tensor::cat(stack.iter().map(|one| one.values.clone()).collect(), 1 - axis);
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
-    check_dtype(&values)?;
-    check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
-    let amax = checked_amax(&values, axis, &scheme)?;
-    let packed = Dispatch::fp4_quantize_gptq(
-        values.into_dispatch(),
-        amax.into_dispatch(),
-        axis,
-        scheme,
-        curvature.clone(),
-    );
-    Ok(Fp4Tensor::from_primitive(packed, layout))
+    let whole = Checked { values, layout, scheme, amax }.quantize(curvature);
+    let mut end = 0;
+    let part = |Checked { layout, scheme, .. }: Checked<2>| {
+        let rows = end..end + layout.rows();
+        end = rows.end;
+        let tensor_scale = whole.tensor_scale_bits();
+        let tensor_scale = match scheme.tensor_scale {
+            _ if !scaled => tensor_scale,
+            TensorScaling::Row => tensor_scale.slice_dim(0, rows.clone()),
+            _ => tensor_scale.slice_dim(0, rows.start..rows.start + 1),
+        };
+        let codes = whole.codes().slice_dim(0, rows.clone());
+        let scales = whole.scales().slice_dim(0, rows);
+        Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, layout)
+    };
+    stack.into_iter().map(part).collect()
 }

@@ -85,7 +85,7 @@ pub use devices::repeats_values;
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
-pub use gptq::{quantize_by_curvature, quantize_gptq};
+pub use gptq::{quantize_by_curvature, quantize_family, quantize_gptq};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};

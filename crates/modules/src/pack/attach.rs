@@ -2,6 +2,8 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
+use std::rc::Rc;
 
 use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::Tensor;
@@ -13,6 +15,7 @@ use crate::report::{Fp4Report, Outcome};
 use crate::walk::paths::{MapParameters, map_parameters};
 use crate::walk::plan::{Decision, Selection, WeightPlan};
 
+use super::family::{families, pack_family};
 use super::inputs::Inputs;
 use super::measure::Measured;
 use super::outcome::PackedWeights;
@@ -69,6 +72,7 @@ pub(crate) fn pack<M: Module>(
         plans,
         taken: take.taken,
         dense,
+        families: families_by_path(selection, &measured, &inputs, &packed),
         measured,
         inputs: &inputs,
         curvatures: CurvatureCache::default(),
@@ -95,10 +99,46 @@ fn partial(packed: Vec<String>, problem: Fp4Error) -> Fp4Error {
     }
 }
 
+/// By path of a weight that is still to be quantized by inputs, the first of those that are tied to
+/// it: the paths of its family.
+fn families_by_path<'a>(
+    selection: &'a Selection,
+    measured: &Measured,
+    inputs: &BTreeMap<usize, Inputs<'_>>,
+    packed: &BTreeMap<usize, Quantized>,
+) -> BTreeMap<&'a str, Rc<[&'a str]>> {
+    let (paths, tasks): (Vec<_>, Vec<_>) = selection
+        .plans()
+        .filter(|(at, ..)| measured.tied_to(*at) == *at && !packed.contains_key(at))
+        .filter_map(|(at, parameter, plan)| {
+            let inputs = Some(inputs.get(&at)?);
+            Some((parameter.path.as_str(), Task { plan, amax: None, inputs }))
+        })
+        .unzip();
+    let families = families(&tasks).into_iter().flat_map(|family| {
+        let family: Rc<[&str]> = family.into_iter().map(|at| paths[at]).collect();
+        let members = family.to_vec();
+        members.into_iter().map(move |path| (path, family.clone()))
+    });
+    families.collect()
+}
+
+/// A dense parameter of any rank that was taken out of a module.
+trait Taken: Any + Send {
+    /// Its values.
+    fn weight(&self) -> Box<dyn AnyWeight>;
+}
+
+impl<const D: usize> Taken for Param<Tensor<D>> {
+    fn weight(&self) -> Box<dyn AnyWeight> {
+        Box::new(self.base().without_autodiff())
+    }
+}
+
 /// Takes dense parameters out of a module and leaves placeholders.
 struct TakeDense {
     wanted: BTreeSet<String>,
-    taken: BTreeMap<String, Box<dyn Any + Send>>,
+    taken: BTreeMap<String, Box<dyn Taken>>,
 }
 
 impl MapParameters for TakeDense {
@@ -115,8 +155,10 @@ impl MapParameters for TakeDense {
 /// Attaches packed weights where dense parameters were taken.
 struct AttachQuantized<'a> {
     plans: BTreeMap<&'a str, (usize, &'a WeightPlan)>,
-    taken: BTreeMap<String, Box<dyn Any + Send>>,
+    taken: BTreeMap<String, Box<dyn Taken>>,
     dense: Option<BTreeMap<String, DenseValues>>,
+    /// See [`families_by_path`].
+    families: BTreeMap<&'a str, Rc<[&'a str]>>,
     measured: Measured,
     inputs: &'a BTreeMap<usize, Inputs<'a>>,
     curvatures: CurvatureCache<'a>,
@@ -136,6 +178,7 @@ impl Reparameterizer for &mut AttachQuantized<'_> {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
         let Some(taken) = self.taken.remove(path) else { return (param, None) };
+        let taken: Box<dyn Any> = taken;
         let original: Param<Tensor<D>> = *taken.downcast().expect("taken at the same path");
         if self.error.is_some() {
             return (original, None);
@@ -150,7 +193,7 @@ impl Reparameterizer for &mut AttachQuantized<'_> {
     }
 }
 
-impl AttachQuantized<'_> {
+impl<'a> AttachQuantized<'a> {
     fn pack<const D: usize>(
         &mut self,
         path: &str,
@@ -163,19 +206,45 @@ impl AttachQuantized<'_> {
             None => stored(),
         };
         let first = self.measured.tied_to(at);
-        let (packed, choice) = match self.packed.get(&first) {
-            Some(tied) => tied.clone(),
-            None => {
-                let amax = self.measured.amax(at);
-                let task = Task { plan, amax, inputs: self.inputs.get(&first) };
-                let packed = dense.pack(&task, &mut self.curvatures)?;
-                self.packed.entry(first).insert_entry(packed).get().clone()
-            }
-        };
+        if !self.packed.contains_key(&first) {
+            let inputs = self.inputs.get(&first);
+            let task = Task { plan, amax: self.measured.amax(at), inputs };
+            self.quantize(path, first, (&dense, task))?;
+        }
+        let (packed, choice) = self.packed[&first].clone();
         let tensor = packed.tensor::<D>();
         self.results.add(path, &tensor, dense.dtype(), Some(dense))?;
         self.choices.insert(path.to_owned(), choice);
         Ok(packed)
+    }
+
+    /// Quantizes the weight with this path and number, and with it those of its family that are on
+    /// the same device and still to come.
+    fn quantize(
+        &mut self,
+        path: &str,
+        at: usize,
+        weight: (&dyn AnyWeight, Task<'a>),
+    ) -> Result<(), OpsError> {
+        let device = weight.0.device();
+        let family = self.families.get(path).cloned().unwrap_or_default();
+        let others: Vec<_> = family
+            .iter()
+            .filter(|other| !self.packed.contains_key(&self.plans[*other].0))
+            .filter_map(|other| {
+                // What was taken out of here, as this weight, is attached already.
+                let weight = self.taken.get(*other)?.weight();
+                let (at, plan) = self.plans[other];
+                let (amax, inputs) = (self.measured.amax(at), self.inputs.get(&at));
+                (weight.device() == device).then_some((at, weight, Task { plan, amax, inputs }))
+            })
+            .collect();
+        let members = others.iter().map(|(_, weight, task)| (&**weight, *task));
+        let members: Vec<_> = iter::once(weight).chain(members).collect();
+        let packed = pack_family(&members, &mut self.curvatures)?;
+        let numbers = iter::once(at).chain(others.iter().map(|(at, ..)| *at));
+        self.packed.extend(numbers.zip(packed));
+        Ok(())
     }
 }
 

@@ -14,6 +14,7 @@ use crate::error::{Fp4Error, caught};
 use crate::transfer::moved;
 use crate::walk::plan::{Selection, WeightPlan};
 
+use super::family::{families, pack_family};
 use super::inputs::Inputs;
 use super::measure::Measured;
 use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, dense_weights};
@@ -111,10 +112,14 @@ fn assign_devices(weights: &[(Vec<&Gram>, usize)], devices: usize) -> Vec<usize>
     let rounding = |at: usize| {
         let (grams, elements) = &weights[at];
         let each = elements / grams.len().max(1);
-        grams.iter().map(|gram| rounding_work(gram.channels(), each)).sum::<usize>()
+        grams.iter().map(|gram| gram.channels() * each).sum::<usize>()
     };
     let mut order: Vec<_> = (0..weights.len()).collect();
-    order.sort_by_key(|&at| Reverse(rounding(at)));
+    let alone = |at: usize| {
+        let grams = weights[at].0.iter();
+        rounding(at) + grams.map(|gram| family_work(gram.channels())).sum::<usize>()
+    };
+    order.sort_by_key(|&at| Reverse(alone(at)));
     // By device the work that it has.
     let mut loads = vec![0; devices];
     // By device the Gram matrices that are factorized there.
@@ -125,7 +130,7 @@ fn assign_devices(weights: &[(Vec<&Gram>, usize)], devices: usize) -> Vec<usize>
         let work = |device: usize| {
             let known = |gram: &Gram| factorized[device].iter().any(|other| ptr::eq(*other, gram));
             let new = grams.iter().filter(|gram| !known(gram));
-            rounding(at) + new.map(|gram| factor_work(gram.channels())).sum::<usize>()
+            rounding(at) + new.map(|gram| family_work(gram.channels())).sum::<usize>()
         };
         let soonest = (0..devices).min_by_key(|&device| loads[device] + work(device));
         let first = soonest.expect("a calibration has a device");
@@ -136,30 +141,32 @@ fn assign_devices(weights: &[(Vec<&Gram>, usize)], devices: usize) -> Vec<usize>
     assigned
 }
 
-/// The work of rounding a weight by GPTQ, in products: those that propagate errors, and what
-/// waiting for one channel after the other costs on an H200.
-fn rounding_work(channels: usize, elements: usize) -> usize {
-    channels * (elements + 20_000_000)
-}
-
-/// The work of bringing a Gram matrix to a device and factorizing it there, in the same unit.
-fn factor_work(channels: usize) -> usize {
-    channels * channels * 2000
+/// The work of a family by GPTQ that does not depend on its weights, in the products that propagate
+/// errors: to bring a Gram matrix to a device and factorize it there, and what waiting for one
+/// channel after the other costs on an H200.
+fn family_work(channels: usize) -> usize {
+    channels * (channels * 2000 + 20_000_000)
 }
 
 /// Quantizes numbered weights, which are on one device.
 fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quantized>, Fp4Error> {
     let mut curvatures = CurvatureCache::default();
     let mut quantized = BTreeMap::new();
-    for (number, Job { path, task, dense }) in jobs {
-        let weight = caught(|| {
-            let weight = dense.pack(&task, &mut curvatures)?;
+    let tasks: Vec<_> = jobs.iter().map(|(_, job)| job.task).collect();
+    let mut jobs: Vec<_> = jobs.into_iter().map(Some).collect();
+    for family in families(&tasks) {
+        let family: Vec<_> = family.into_iter().filter_map(|at| jobs[at].take()).collect();
+        let first = &family[0].1;
+        let weights = caught(|| {
+            let members: Vec<_> = family.iter().map(|(_, job)| (&*job.dense, job.task)).collect();
+            let weights = pack_family(&members, &mut curvatures)?;
             // Done before its thread is: what follows is of another one.
-            let done = dense.device().sync();
+            let done = first.dense.device().sync();
             done.map_err(|error| OpsError::Device(error.to_string()))?;
-            Ok(weight)
+            Ok(weights)
         });
-        quantized.insert(number, weight.map_err(|problem: OpsError| Fp4Error::at(path, problem))?);
+        let weights = weights.map_err(|problem: OpsError| Fp4Error::at(first.path, problem))?;
+        quantized.extend(family.iter().map(|(number, _)| *number).zip(weights));
     }
     Ok(quantized)
 }

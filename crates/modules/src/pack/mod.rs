@@ -8,6 +8,7 @@
 //! | `measure.rs`     | what is measured before the first weight is quantized: amax, ties    |
 //! | `inputs.rs`      | statistics of the inputs of a weight                                 |
 //! | `weight.rs`      | one weight: its method, its codes                                    |
+//! | `family.rs`      | weights of the same inputs, which GPTQ quantizes side by side        |
 //! | `divide.rs`      | weights divided among devices                                        |
 //! | `attach.rs`      | packed weights attached where dense ones were, one after the other   |
 //! | `outcome.rs`     | what is reported of packed weights                                   |
@@ -19,6 +20,7 @@ pub(crate) mod attach;
 pub(crate) mod compact;
 pub(crate) mod divide;
 pub(crate) mod edit;
+pub(crate) mod family;
 pub(crate) mod given;
 pub(crate) mod inputs;
 pub(crate) mod measure;

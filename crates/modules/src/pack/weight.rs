@@ -8,7 +8,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
-    Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, Rerun,
+    Curvature, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, Rerun,
     ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
     quantize_with_best_tensor_scale,
 };
@@ -39,6 +39,12 @@ pub(crate) trait AnyWeight: Send {
         task: &Task<'a>,
         curvatures: &mut CurvatureCache<'a>,
     ) -> Result<Quantized, OpsError>;
+
+    /// A matrix of the last two axes, numbered over the leading ones.
+    fn matrix(&self, slice: usize) -> Tensor<2>;
+
+    /// Puts its matrices together, with one tensor scale for all of them or one per row.
+    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError>;
 
     /// The values of codes and scales, in the dtype of this weight.
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight>;
@@ -73,6 +79,23 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         let choice = task.choice();
         let packed = quantize_weight(self, task, &choice, curvatures)?;
         Ok((PackedWeight::from(packed), choice))
+    }
+
+    fn matrix(&self, slice: usize) -> Tensor<2> {
+        let dims: [usize; D] = self.dims();
+        let [rows, cols] = [dims[D - 2], dims[D - 1]];
+        let mut ranges = dims.map(|length| 0..length);
+        let mut left = slice;
+        for axis in (0..D - 2).rev() {
+            let at = left % dims[axis];
+            ranges[axis] = at..at + 1;
+            left /= dims[axis];
+        }
+        self.clone().slice(ranges).reshape([rows, cols])
+    }
+
+    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError> {
+        Ok(PackedWeight::from(stacked::<D>(slices, task)?))
     }
 
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight> {
@@ -125,7 +148,7 @@ pub(crate) struct Choice {
 
 impl Task<'_> {
     /// The scheme, with the amax that is known already unless the method looks for a better one.
-    fn scheme(&self) -> Fp4Scheme {
+    pub(super) fn scheme(&self) -> Fp4Scheme {
         // The weight was found finite, or was not to be looked at.
         let scheme = self.plan.scheme.with_non_finite(NonFinite::FollowReference);
         match self.amax {
@@ -184,17 +207,12 @@ fn quantize_weight<'a, const D: usize>(
     if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
         return Err(OpsError::NonFinite { found });
     }
-    let dims: [usize; D] = dense.dims();
-    let [rows, cols] = [dims[D - 2], dims[D - 1]];
     let axis = layout.axis - (D - 2);
-    let matrices = dense.clone().reshape([slices, rows, cols]);
     let of_slice = |slice: usize| {
-        let matrix = matrices.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
-        let matrix: Tensor<2> = matrix.reshape([rows, cols]);
+        let matrix = dense.matrix(slice);
         quantize_whole(matrix, axis, &scheme, choice, inputs.of(slice), curvatures)
     };
-    let packed = (0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?;
-    stacked(&packed, layout, scheme.tensor_scale == TensorScaling::Row)
+    stacked(&(0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?, task)
 }
 
 /// Quantizes a weight as a whole: by the method chosen, or by the squared error if that takes
@@ -255,18 +273,17 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
 /// Puts the slices of a weight together, with one tensor scale for all of them or one per row.
 fn stacked<const D: usize>(
     slices: &[Fp4Tensor<2>],
-    layout: &Fp4Layout,
-    by_row: bool,
+    task: &Task<'_>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let codes = slices.iter().map(Fp4Tensor::codes).collect();
     let scales = slices.iter().map(Fp4Tensor::scales).collect();
     let tensor_scales: Vec<_> = slices.iter().map(Fp4Tensor::tensor_scale_bits).collect();
-    let tensor_scale = match by_row {
-        true => Tensor::cat(tensor_scales, 0),
-        false => tensor_scales[0].clone(),
+    let tensor_scale = match task.scheme().tensor_scale {
+        TensorScaling::Row => Tensor::cat(tensor_scales, 0),
+        _ => tensor_scales[0].clone(),
     };
     let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
-    Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, layout.clone())
+    Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }
 
 /// The factors that GPTQ computed last, with the Gram matrix that they are of: weights that are
@@ -277,7 +294,7 @@ pub(crate) struct CurvatureCache<'a> {
 }
 
 impl<'a> CurvatureCache<'a> {
-    fn of(
+    pub(super) fn of(
         &mut self,
         gram: &'a Gram,
         options: &Gptq,

@@ -1,0 +1,145 @@
+//! Weights that GPTQ quantizes side by side: those with the same inputs, such as query, key and
+//! value.
+
+use std::collections::BTreeMap;
+use std::ptr;
+
+use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
+
+use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, quantize_without_inputs};
+
+/// Divides weights among families, in the order of their first members: those that GPTQ quantizes
+/// by the same inputs. Any other weight is alone.
+pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
+    let mut families: Vec<Vec<usize>> = Vec::new();
+    // By the first of their Gram matrices.
+    let mut known: BTreeMap<*const Gram, Vec<usize>> = BTreeMap::new();
+    for (at, task) in tasks.iter().enumerate() {
+        let Some(gram) = first_gram(task) else {
+            families.push(vec![at]);
+            continue;
+        };
+        let known = known.entry(ptr::from_ref(gram)).or_default();
+        match known.iter().find(|&&family| joins(task, &tasks[families[family][0]])) {
+            Some(&family) => families[family].push(at),
+            None => {
+                known.push(families.len());
+                families.push(vec![at]);
+            }
+        }
+    }
+    families
+}
+
+/// Quantizes the weights of one of the [families], which are on one device.
+pub(crate) fn pack_family<'a>(
+    family: &[(&dyn AnyWeight, Task<'a>)],
+    curvatures: &mut CurvatureCache<'a>,
+) -> Result<Vec<Quantized>, OpsError> {
+    if let [(alone, task)] = family {
+        return Ok(vec![alone.pack(task, curvatures)?]);
+    }
+    let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
+    let mut packed = vec![Vec::new(); family.len()];
+    for slice in 0..slices {
+        let of_slice = quantize_slice(family, slice, curvatures)?;
+        packed.iter_mut().zip(of_slice).for_each(|(slices, next)| slices.push(next));
+    }
+    let weights = family.iter().zip(packed);
+    weights
+        .map(|((weight, task), slices)| Ok((weight.stacked(&slices, task)?, task.choice())))
+        .collect()
+}
+
+/// Quantizes one matrix of each of several weights.
+fn quantize_slice<'a>(
+    family: &[(&dyn AnyWeight, Task<'a>)],
+    slice: usize,
+    curvatures: &mut CurvatureCache<'a>,
+) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
+    let (weight, Task { plan, inputs, .. }) = &family[0];
+    let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
+    let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
+    match (plan.asked.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
+        (Some(options), Some(gram)) => {
+            let (size, device) = (plan.scheme.block_size, weight.device());
+            let curvature = curvatures.of(gram, &options, size, &device)?;
+            quantize_family(matrices.collect(), axis, &curvature)
+        }
+        _ => matrices
+            .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme, plan.asked))
+            .collect(),
+    }
+}
+
+/// The axis that blocks run along in the matrices of the last two axes, if in these.
+fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
+    layout.axis.checked_sub(layout.shape.len().checked_sub(2)?)
+}
+
+/// The first Gram matrix of a weight that GPTQ quantizes matrix by matrix.
+fn first_gram<'a>(task: &Task<'a>) -> Option<&'a Gram> {
+    axis_of_matrices(&task.plan.layout)?;
+    task.choice().chosen_by.gptq()?;
+    task.inputs?.grams().next()
+}
+
+/// Whether two such weights are of one family.
+fn joins(one: &Task<'_>, other: &Task<'_>) -> bool {
+    let of =
+        |task: &Task<'_>, slice| task.inputs.and_then(|inputs| inputs.of(slice)).map(ptr::from_ref);
+    let known = |task: &Task<'_>| {
+        let plan = task.plan;
+        (task.choice(), plan.slices(), axis_of_matrices(&plan.layout), plan.scheme.block_size)
+    };
+    known(one) == known(other)
+        && (0..one.plan.slices()).all(|slice| of(one, slice) == of(other, slice))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use burn_fp4_ops::search::ChosenBy;
+    use burn_fp4_ops::{Fp4Scheme, Gptq};
+
+    use super::*;
+    use crate::pack::inputs::Inputs;
+    use crate::walk::plan::WeightPlan;
+
+    fn plan(outputs: usize, scheme: &Fp4Scheme, asked: ChosenBy) -> WeightPlan {
+        let layout = Fp4Layout::new(&[32, outputs].into(), 0, scheme).unwrap();
+        WeightPlan { layout, shares: None, scheme: *scheme, asked }
+    }
+
+    #[test]
+    fn a_family_has_the_same_inputs_and_method() {
+        let [normed, hidden] = [(); 2].map(|()| Gram::of(&[1.0; 64], 32).unwrap());
+        let of = |gram| {
+            let mut inputs = Inputs::new(1);
+            inputs.add(0, Cow::Borrowed(gram)).unwrap();
+            inputs
+        };
+        let inputs = [&normed, &hidden].map(of);
+        let gptq = ChosenBy::Gptq(Gptq::default());
+        let textbook = ChosenBy::Gptq(Gptq::TEXTBOOK);
+        let scheme = Fp4Scheme::nvfp4();
+        // query, gate, key, another method, other blocks, value, none: values are equal everywhere.
+        let plans = [
+            plan(32, &scheme, gptq),
+            plan(48, &scheme, gptq),
+            plan(8, &scheme, gptq),
+            plan(8, &scheme, textbook),
+            plan(8, &scheme.with_block_size(32), gptq),
+            plan(8, &scheme, gptq),
+            plan(8, &scheme, gptq),
+        ];
+        let which = [Some(0), Some(1), Some(0), Some(0), Some(0), Some(0), None];
+        let tasks = plans.iter().zip(which);
+        let tasks: Vec<_> = tasks
+            .map(|(plan, at)| Task { plan, amax: None, inputs: at.map(|at: usize| &inputs[at]) })
+            .collect();
+        let expected: [&[usize]; 5] = [&[0, 2, 5], &[1], &[3], &[4], &[6]];
+        assert_eq!(families(&tasks), expected);
+    }
+}

@@ -1,5 +1,6 @@
 //! A decoder of Burn's own layers in the shapes of an 8B model, with attention and a cache of keys
-//! and values: one token, launched and replayed, in bf16 and quantized in place.
+//! and values: one token, chosen on the device and read, launched and replayed, in bf16 and
+//! quantized in place.
 
 use benches::Row;
 use burn::module::{Module, ModuleMapper, Param};
@@ -60,6 +61,9 @@ type Cache = Vec<Tensor<4>>;
 
 /// Tokens `[batch, 1]`, and where they are, `[1]`.
 type Inputs = (Tensor<2, Int>, Tensor<1, Int>);
+
+/// Of a token, and the one chosen.
+type Scores = (Tensor<3>, Tensor<3, Int>);
 
 impl Block {
     fn new(device: &Device) -> Self {
@@ -167,7 +171,8 @@ impl Model {
         (Self { decoder, cosines, sines, partners }, bytes)
     }
 
-    fn step(&self, cache: Cache, (words, position): Inputs) -> (Cache, Tensor<3>) {
+    /// The scores of all words, `[batch, 1, WORDS]`, and the best of each.
+    fn step(&self, cache: Cache, (words, position): Inputs) -> (Cache, Scores) {
         let [context, _] = self.cosines.dims();
         let device = position.device();
         let row = |table: &Tensor<2>, of_values: Tensor<4>| {
@@ -191,7 +196,8 @@ impl Model {
             x = output;
             next.push(cache);
         }
-        (next, self.decoder.head.forward(self.decoder.norm.forward(x)))
+        let scores = self.decoder.head.forward(self.decoder.norm.forward(x));
+        (next, (scores.clone(), scores.argmax(2)))
     }
 }
 
@@ -258,26 +264,26 @@ fn token(
     let mut cache = Some(empty());
     let mut logits = Vec::new();
     for at in 0..3 {
-        let (next, output) = model.step(cache.take().expect("given back"), inputs(at));
+        let (next, (scores, _)) = model.step(cache.take().expect("given back"), inputs(at));
         cache = Some(next);
-        logits.push(output.into_data());
+        logits.push(scores.into_data());
     }
     let last = inputs(context - 1);
     let launched = wall(arguments, device, || {
-        let (next, output) = model.step(cache.take().expect("given back"), last.clone());
+        let (next, (_, best)) = model.step(cache.take().expect("given back"), last.clone());
         cache = Some(next);
-        drop(output.into_data());
+        drop(best.into_data());
     });
     drop(cache);
     let mut replay = Replay::with_state(model, empty(), Model::step);
     let mut equal = true;
     for (at, expected) in logits.iter().enumerate() {
-        let output = replay.run(inputs(at)).expect("recordable");
-        equal &= output.into_data() == *expected;
+        let (scores, _) = replay.run(inputs(at)).expect("recordable");
+        equal &= scores.into_data() == *expected;
     }
     assert!(equal, "{name}, context {context}, batch {batch}: replay differs from forward");
     let replayed = wall(arguments, device, || {
-        drop(replay.run(last.clone()).expect("recordable").into_data());
+        drop(replay.run(last.clone()).expect("recordable").1.into_data());
     });
     [launched, replayed]
 }

@@ -309,6 +309,8 @@ impl Product {
             0..=4 => (1, 8),
             5..=8 if busy(2, processors) => (2, 4),
             5..=8 => (1, 8),
+            // Where cubes come one after the other, what planes wait for is as little as can be.
+            9..=FEW if busy(4, 3 * processors) => (4, 1),
             // One cube a processor, all at once.
             9..=FEW if busy(4, processors * 2 / 3) && !busy(4, processors + 1) => (4, 4),
             9..=FEW if busy(2, processors * 3 / 4) => (2, 4),
@@ -460,6 +462,7 @@ mod tests {
         assert_eq!(of(16, 6144), Some((96, 4, 4, 16)));
         assert_eq!(of(16, 8192), Some((128, 4, 4, 16)));
         assert_eq!(of(9, 11008), Some((344, 2, 4, 16)));
+        assert_eq!(of(16, 28672), Some((448, 4, 1, 16)));
         assert_eq!(of(9, 4096), Some((128, 2, 4, 16)));
         assert_eq!(of(9, 1024), None);
         assert_eq!(of(17, 8192), None);

@@ -218,8 +218,7 @@ fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
             let amax = ops::amax(dense.val()).unwrap().into_scalar::<f32>();
             let scheme = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(amax));
             for expert in 0..3 {
-                let of_expert = [expert..expert + 1];
-                let slice = |values: Tensor<3>| values.slice(of_expert.clone()).squeeze_dim::<2>(0);
+                let slice = |values: Tensor<3>| values.narrow(0, expert, 1).squeeze_dim::<2>(0);
                 let matrix = slice(dense.val());
                 let alone = match calibration.get_slice(path, 1, expert) {
                     Some(gram) if expert != IDLE => {

@@ -49,26 +49,25 @@ pub struct Generated {
     pub replayed: bool,
 }
 
-/// The scores of all tokens, and the best of them where no token is drawn, of each sequence.
-type Scores = (Tensor<2>, Option<Tensor<2, Int>>);
+/// Of each sequence the best token, or the scores of all where one is drawn.
+type Found = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
 
 fn next_and_best<L: Projection>(
     model: &Llama<L>,
     cache: Cache,
     read: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (Cache, Scores) {
+) -> (Cache, Found) {
     let (cache, scores) = model.next(cache, read);
-    let best = scores.clone().argmax(1);
-    (cache, (scores, Some(best)))
+    (cache, (Some(scores.argmax(1)), None))
 }
 
 fn next_to_draw<L: Projection>(
     model: &Llama<L>,
     cache: Cache,
     read: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (Cache, Scores) {
+) -> (Cache, Found) {
     let (cache, scores) = model.next(cache, read);
-    (cache, (scores, None))
+    (cache, (None, Some(scores)))
 }
 
 /// Continues a prompt by so many tokens, or until one of them ends the text, in so many sequences
@@ -93,16 +92,15 @@ pub fn generate<L: Projection>(
         (0..sampling.sequences as u64).map(|i| Random::new(sampling.seed + i)).collect();
     let mut sequences = vec![Vec::new(); sampling.sequences];
     let ended = |tokens: &Vec<u32>| tokens.last().is_some_and(|&last| config.ends(last));
-    let mut choose = |sequences: &mut [Vec<u32>], (scores, best): Scores| -> Result<()> {
-        let chosen: Vec<u32> = match best {
-            Some(best) => best.try_into_data()?.iter().collect(),
-            None => {
-                let [_, words] = scores.dims();
-                let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
-                let each = scores.chunks_exact(words).zip(&mut randoms);
-                each.map(|(scores, random)| sampling.draw(scores, random)).collect()
-            }
-        };
+    let mut choose = |sequences: &mut [Vec<u32>], (best, scores): Found| -> Result<()> {
+        let best = best.map(Tensor::try_into_data).transpose()?;
+        let mut chosen: Vec<u32> = best.iter().flat_map(|best| best.iter::<u32>()).collect();
+        if let Some(scores) = scores {
+            let [_, words] = scores.dims();
+            let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
+            let each = scores.chunks_exact(words).zip(&mut randoms);
+            chosen = each.map(|(scores, random)| sampling.draw(scores, random)).collect();
+        }
         let all = sequences.iter_mut().zip(chosen);
         for (tokens, token) in all.filter(|(tokens, _)| !ended(tokens)) {
             tokens.push(token);

@@ -309,7 +309,7 @@ impl Product {
             0..=4 => (1, 8),
             5..=8 if busy(2, processors) => (2, 4),
             5..=8 => (1, 8),
-            // Where cubes come one after the other, what planes wait for is as little as can be.
+            // More cubes than run at once: small ones, whose planes have no sums to add.
             9..=FEW if busy(4, 3 * processors) => (4, 1),
             // One cube a processor, all at once.
             9..=FEW if busy(4, processors * 2 / 3) && !busy(4, processors + 1) => (4, 4),

@@ -68,11 +68,16 @@ pub(crate) fn pack<M: Module>(
         return Err(Fp4Error::Unmapped { path });
     }
     *module = emptied;
+    // Given values are of one weight at a time.
+    let families = match dense {
+        Some(_) => BTreeMap::new(),
+        None => families_by_path(selection, &measured, &inputs, &packed),
+    };
     let mut attach = AttachQuantized {
         plans,
         taken: take.taken,
         dense,
-        families: families_by_path(selection, &measured, &inputs, &packed),
+        families,
         measured,
         inputs: &inputs,
         curvatures: CurvatureCache::default(),

@@ -46,7 +46,7 @@ pub(crate) fn divided<M: Module>(
             (at, Job { path, task, dense: dense.clone_box() })
         })
         .collect();
-    // In the order of the module, in which weights with the same inputs follow each other.
+    // In the order of the module.
     jobs.sort_by_key(|(at, _)| *at);
     let (numbers, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
     // What calibration leaves is of no use to the threads of devices, which have memory of their

@@ -31,7 +31,11 @@ pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
     families
 }
 
-/// Quantizes the weights of one of the [families], which are on one device.
+/// Quantizes the weights of one of the [families], which are on one device. Their values are
+/// finite: `measure` has refused others for GPTQ.
+///
+/// # Errors
+/// [`OpsError`], of any of them: callers report it for the first.
 pub(crate) fn pack_family<'a>(
     family: &[(&dyn AnyWeight, Task<'a>)],
     curvatures: &mut CurvatureCache<'a>,

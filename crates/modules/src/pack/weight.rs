@@ -282,12 +282,13 @@ fn stacked<const D: usize>(
         TensorScaling::Row => Tensor::cat(tensor_scales, 0),
         _ => tensor_scales[0].clone(),
     };
+    // A copy even of one: those of a family are parts of one memory, which each would keep alive.
     let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }
 
-/// The factors that GPTQ computed last, with the Gram matrix that they are of: weights that are
-/// multiplied by the same activations follow each other.
+/// The factors that GPTQ computed last, with the Gram matrix that they are of: slices of a weight
+/// may share one, and so may weights that are no family, as along other axes.
 #[derive(Default)]
 pub(crate) struct CurvatureCache<'a> {
     last: Option<(&'a Gram, Arc<Curvature>)>,

@@ -93,8 +93,9 @@ const MOST: usize = 16;
 /// its bytes, and parameters of the others are copied into memory of that stream, once. Tensors of
 /// other threads that are no parameters, as a field that is a plain tensor, cannot be recorded.
 ///
-/// While a replay records, operations of other threads wait, and so do other replays; one that its
-/// own pass would record is an error. What other threads put on a CUDA device as data (`from_data`,
+/// While a replay records, operations of other threads wait, and so do other replays, also while
+/// kernels are compiled by which products read ahead; one that its own pass would record is an
+/// error. What other threads put on a CUDA device as data (`from_data`,
 /// not `zeros`) or read from one does not wait. Data of the thread on whose stream is recorded, or
 /// that has the same one (CubeCL has 128, which threads get in turn), may be lost then without an
 /// error; memory that the data of any other thread take, and waits for what is read, can make the

@@ -20,7 +20,7 @@ use core::cell::RefCell;
 
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{NextWeight, PackedHandles, PlannedProduct, Refusal};
+use burn_fp4_cubecl::{NextWeight, PackedHandles, PlannedProduct, Product, Refusal};
 
 thread_local! {
     static NOTES: RefCell<Option<Order<Weight>>> = const { RefCell::new(None) };
@@ -55,12 +55,17 @@ pub(crate) fn run(
     input: Handle,
     bias: Option<Handle>,
 ) -> Result<Handle, Refusal> {
-    let next = NOTES.with_borrow_mut(|notes| {
-        let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
-        let own = NextWeight { product: *product.product(), weight: weight.clone() };
-        notes.after(Weight(own)).map(|next| next.0)
-    });
+    let next = note(product.product(), &weight);
     product.run_and_read_ahead(client, weight, input, bias, next)
+}
+
+/// Notes a product with a weight that others own too, and finds the weight of the one after it.
+fn note(product: &Product, weight: &PackedHandles) -> Option<NextWeight> {
+    NOTES.with_borrow_mut(|notes| {
+        let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
+        let own = NextWeight { product: *product, weight: weight.clone() };
+        notes.after(Weight(own)).map(|next| next.0)
+    })
 }
 
 #[derive(Clone)]
@@ -128,6 +133,38 @@ mod tests {
         assert_eq!(run(&mut order, "ab"), [Some('a'), None]);
         assert!(run(&mut order, "").is_empty());
         assert_eq!(run(&mut order, "a"), [None]);
+    }
+
+    #[cfg(feature = "cpu")]
+    #[test]
+    fn weights_that_others_own_are_noted() {
+        use burn_fp4_cubecl::Dtype;
+        use burn_fp4_cubecl::cubecl::Device;
+        use burn_fp4_search::formats::Fp4Format;
+
+        let client = Device::default().client();
+        let weight = || {
+            let [codes, scales, tensor_scale] = [(); 3].map(|()| client.empty(64));
+            PackedHandles { codes, scales, tensor_scale, tensor_scales: 1 }
+        };
+        let (format, dtype) = (Fp4Format::NvFp4, Dtype::Bf16);
+        let product =
+            Product { inputs: 1, outputs: 1, channels: 128, format, block_size: 16, dtype };
+        let next = |weight: &PackedHandles| Some(NextWeight { product, weight: weight.clone() });
+        let (first, second) = (weight(), weight());
+        let run = || {
+            let found = [note(&product, &first.clone()), note(&product, &weight())];
+            let last = note(&product, &second.clone());
+            found.into_iter().chain([last]).map(|next| next.map(Weight)).collect::<Vec<_>>()
+        };
+        assert!(run().iter().all(Option::is_none), "nothing is recorded");
+        let notes = Notes::begin();
+        notes.next_run();
+        assert!(run().iter().all(Option::is_none), "the first run");
+        notes.next_run();
+        assert!(run() == [next(&second).map(Weight), None, next(&first).map(Weight)]);
+        drop(notes);
+        assert!(run().iter().all(Option::is_none), "the recording is over");
     }
 
     #[test]

@@ -332,7 +332,8 @@ impl Rounds<'_> {
         state: &[CubeTensor],
         take: impl FnOnce() -> Vec<CubeTensor> + Send,
     ) -> Result<(BackendGraph<CubeBackend>, Left), OpsError> {
-        // The first run compiles and tunes, which takes long, and may panic where the pass does.
+        // The first run compiles and tunes, which takes long, and may panic where the pass does. What
+        // is left to compile are products that read ahead, by the second run among the others.
         let buffers: Vec<_> = state.iter().map(copy).collect();
         let places: Vec<_> = buffers.iter().map(place).collect();
         let (after, outputs) = self.run(buffers)?;
@@ -346,7 +347,7 @@ impl Rounds<'_> {
         lane::alone(self.device, || {
             wait_for_all_streams(self.device)?;
             let window = Window::prepare(self.device)?;
-            // From the second run on products read ahead, so that the recording compiles nothing.
+            // From the second of them on products read ahead: the recording compiles nothing.
             let notes = Notes::begin();
             // Closing the window waits for the device, which may not be done while unwinding.
             caught(|| {

@@ -332,8 +332,8 @@ impl Rounds<'_> {
         state: &[CubeTensor],
         take: impl FnOnce() -> Vec<CubeTensor> + Send,
     ) -> Result<(BackendGraph<CubeBackend>, Left), OpsError> {
-        // The first run compiles and tunes, which takes long, and may panic where the pass does. What
-        // is left to compile are products that read ahead, by the second run among the others.
+        // The first run compiles and tunes, which takes long, and may panic where the pass does.
+        // Products that read ahead are compiled later, by the second of the other runs.
         let buffers: Vec<_> = state.iter().map(copy).collect();
         let places: Vec<_> = buffers.iter().map(place).collect();
         let (after, outputs) = self.run(buffers)?;

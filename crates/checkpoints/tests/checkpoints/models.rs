@@ -162,15 +162,11 @@ pub(crate) fn raw_file(
     metadata: &[(&str, &str)],
     tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)],
 ) {
-    let view = |(name, dtype, shape, bytes): &'_ (&str, Dtype, Vec<usize>, Vec<u8>)| {
-        let (dtype, shape) = (*dtype, shape.clone());
-        let bytes: &'static [u8] = bytes.clone().leak();
-        (
-            (*name).to_owned(),
-            safetensors::tensor::TensorView::new(dtype, shape, bytes).expect("a view"),
-        )
-    };
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes);
+        ((*name).to_owned(), view.expect("a view"))
+    });
     let metadata = metadata.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
-    let bytes = safetensors::serialize(tensors.iter().map(view), Some(metadata)).expect("a file");
+    let bytes = safetensors::serialize(views, Some(metadata)).expect("a file");
     fs::write(path, bytes).expect("written");
 }

@@ -9,15 +9,22 @@ use crate::reference::point::{Point, Target};
 /// Scales and elements of the blocks of a strip.
 pub(super) type Points<const B: usize> = ([u32; STRIP], Lines<B>);
 
+/// A method that improves one block at a time. No closure: a function that is not inlined is
+/// compiled for any processor, where each fused multiply-add is a call.
+pub(super) trait Improve<const B: usize> {
+    /// The point that it ends with, given from where to start.
+    fn improve(&self, target: &Target<'_, B>, start: Point<B>) -> Point<B>;
+}
+
 impl<const B: usize> Strip<B> {
-    /// The scales and elements that `improve` ends with, given from where to start.
+    /// The scales and elements that a method ends with, given from where to start.
     #[inline(always)]
     pub(super) fn improve_points<const FORMAT: usize>(
         &self,
         hessian: BlockHessian<'_>,
         n: usize,
         (mut scales, mut elements): Points<B>,
-        improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
+        method: &impl Improve<B>,
     ) -> Points<B> {
         let units = self.units::<FORMAT>(n);
         for block in (0..n).filter(|&block| units.searchable[block]) {
@@ -32,7 +39,7 @@ impl<const B: usize> Strip<B> {
             };
             let (scale, start) = (scales[block] as u8, elements.each_ref().map(|line| line[block]));
             let cost = target.cost(scale, &start);
-            let point = improve(&target, Point { scale, elements: start, cost });
+            let point = method.improve(&target, Point { scale, elements: start, cost });
             scales[block] = point.scale.into();
             for (line, element) in elements.iter_mut().zip(point.elements) {
                 line[block] = element;

@@ -52,22 +52,18 @@ pub struct Generated {
 /// Of each sequence the best token, or the scores of all where one is drawn.
 type Found = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
 
-fn next_and_best<L: Projection>(
+/// A pass, and what the next token is chosen from.
+fn next<L: Projection, const DRAWN: bool>(
     model: &Llama<L>,
     cache: Cache,
     read: (Tensor<2, Int>, Tensor<1, Int>),
 ) -> (Cache, Found) {
     let (cache, scores) = model.next(cache, read);
-    (cache, (Some(scores.argmax(1)), None))
-}
-
-fn next_to_draw<L: Projection>(
-    model: &Llama<L>,
-    cache: Cache,
-    read: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (Cache, Found) {
-    let (cache, scores) = model.next(cache, read);
-    (cache, (None, Some(scores)))
+    let found = match DRAWN {
+        true => (None, Some(scores)),
+        false => (Some(scores.argmax(1)), None),
+    };
+    (cache, found)
 }
 
 /// Continues a prompt by so many tokens, or until one of them ends the text, in so many sequences
@@ -107,14 +103,14 @@ pub fn generate<L: Projection>(
         }
         Ok(())
     };
-    let pass = if sampling.temperature <= 0.0 { next_and_best } else { next_to_draw };
+    let pass = if sampling.temperature > 0.0 { next::<L, true> } else { next::<L, false> };
 
     let start = Instant::now();
     let cache = model.cache(sampling.sequences, asked);
     let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
     let read = Tensor::arange(0..prompt.len() as i64, device);
-    let (cache, scores) = pass(model, cache, (tokens, read));
-    choose(&mut sequences, scores)?;
+    let (cache, found) = pass(model, cache, (tokens, read));
+    choose(&mut sequences, found)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
     // One token of each sequence at a time, launched as one where the device can.

@@ -95,12 +95,11 @@ const MOST: usize = 16;
 ///
 /// While a replay records, operations of other threads wait, and so do other replays, also while
 /// kernels are compiled by which products read ahead; one that its own pass would record is an
-/// error. What other threads put on a CUDA device as data (`from_data`,
-/// not `zeros`) or read from one does not wait. Data of the thread on whose stream is recorded, or
-/// that has the same one (CubeCL has 128, which threads get in turn), may be lost then without an
-/// error; memory that the data of any other thread take, and waits for what is read, can make the
-/// recording fail, and fail themselves. So record first, by a run for each combination of shapes,
-/// and serve then.
+/// error. What other threads put on a CUDA device as data (`from_data`, not `zeros`) or read from
+/// one does not wait. Data of the thread on whose stream is recorded, or that has the same one
+/// (CubeCL has 128, which threads get in turn), may be lost then without an error; memory that the
+/// data of any other thread take, and waits for what is read, can make the recording fail, and fail
+/// themselves. So record first, by a run for each combination of shapes, and serve then.
 ///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a

@@ -52,7 +52,7 @@ pub enum PowerRounding {
 /// of amax: exact where a logarithm would not be.
 ///
 /// The bias of `row` is that of f32, so that a code is the exponent field of its value.
-#[inline]
+#[inline(always)]
 pub(crate) fn power_of_two(row: &Minifloat, amax: f32, rounding: PowerRounding) -> u8 {
     const MANTISSA: u32 = (1 << F32_MANTISSA_BITS) - 1;
     debug_assert_eq!(row.bias, F32_BIAS as i32);

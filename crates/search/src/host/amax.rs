@@ -9,7 +9,7 @@ use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
 use super::{HostElement, TASK, View};
 use crate::rule::{Normalization, ScaleForm, at_least_smallest, reciprocal};
 use crate::scale_grid::SIXTH;
-use crate::{Fp4Scheme, ScaleRule, TensorFactor, TensorScaling};
+use crate::{Fp4Scheme, ScaleRule, TensorScaling};
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
 ///
@@ -138,13 +138,13 @@ impl<const B: usize> Strip<B> {
             ScaleForm::WithoutTensorScale => {
                 self.round_scales::<FORMAT>(rule, |amax, _| at_least_smallest(amax / 6.0));
             }
-            // A few integer operations for a block, and what the rule makes of the ends of f32.
             ScaleForm::PowerOfTwo(rounding) => {
                 for block in 0..STRIP {
-                    let scale = Scales::<FORMAT>::power_of_two(self.amax[block], rounding);
-                    self.scales[block] = scale;
-                    self.multipliers[block] = rule.multiplier(scale, TensorFactor::ONE);
+                    self.scales[block] = Scales::<FORMAT>::power_of_two(self.amax[block], rounding);
                 }
+                let (_, multipliers) =
+                    self.scales_of::<FORMAT>(rule, &self.scales.map(u32::from), &[0; STRIP]);
+                self.multipliers = multipliers;
             }
         }
     }

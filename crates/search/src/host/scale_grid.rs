@@ -76,6 +76,7 @@ impl<const FORMAT: usize> Scales<FORMAT> {
     /// Where an f32 has this distance from its neighbours.
     const SUBNORMAL: f32 = Self::STEP * (1 << F32_MANTISSA_BITS) as f32;
     const MAX_CODE: u32 = Self::ROW.max_code() as u32;
+    const NAN_CODE: u32 = Self::ROW.nan_code() as u32;
     const MAX_VALUE: f32 = Self::ROW.max_value();
     /// Codes up to this one are the odd and even multiples of the step.
     const LAST_MULTIPLE: u32 = 2 * Self::FIRST_NORMAL - 1;
@@ -150,7 +151,9 @@ impl<const FORMAT: usize> Scales<FORMAT> {
     /// The reciprocal of a power of two; that of the smallest, 2^-127, is 2^126 for the rules.
     #[inline(always)]
     pub(super) fn reciprocal_power(code: u32) -> f32 {
-        f32::from_bits((2 * F32_BIAS - code.clamp(1, 2 * F32_BIAS - 1)) << F32_MANTISSA_BITS)
+        let exponent = 2 * F32_BIAS - code.clamp(1, 2 * F32_BIAS - 1);
+        let reciprocal = f32::from_bits(exponent << F32_MANTISSA_BITS);
+        if code == Self::NAN_CODE { f32::NAN } else { reciprocal }
     }
 
     /// The largest code whose value is at most a non-negative f32; of powers of two, -1 if there is

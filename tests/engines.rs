@@ -1,9 +1,12 @@
 //! Every engine against the oracle, on inputs that have broken quantizers, and properties that hold
 //! for any shape, axis and dtype.
 
+use burn::backend::Backend;
+use burn::tensor::{FloatDType, TensorData, read_sync};
 use burn_fp4_formats::{
     BLOCK_SIZES, E2M1, Fp4Format, Packed, TensorScale, element_value, unpack_nibbles,
 };
+use burn_fp4_ops::{Fp4Layout, Fp4Primitive, portable};
 use burn_fp4_search::host::{self, PackedView, View};
 use burn_fp4_search::{
     Blocks, ChosenBy, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Method, Needs, NonFinite, Rounding,
@@ -143,6 +146,59 @@ fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) ->
         }
     }
     compared
+}
+
+/// A tensor scale for each row, of every exponent: subnormal ones too.
+#[test]
+fn tensor_operations_dequantize_by_tensor_scales_of_every_exponent() {
+    let significands = [0, 1, 0x2A_AAAA, 0x7F_FFFF];
+    let scales: Vec<_> = (0..255u32 << 23)
+        .step_by(1 << 23)
+        .flat_map(|exponent| significands.map(|significand| f32::from_bits(exponent | significand)))
+        .collect();
+    let rows = scales.len();
+    let packed = Packed {
+        format: Fp4Format::NvFp4,
+        block_size: 16,
+        rows,
+        cols: 16,
+        codes: (0..rows).flat_map(|_| (0..8).map(|pair| 0x10 + 0x22 * pair)).collect(),
+        scales: vec![0x38; rows],
+        tensor_scale: TensorScale::PerRow(scales),
+    };
+    let expected = packed.dequantize();
+    assert_bits(
+        "flex",
+        &dequantize_by_tensor_operations::<burn::backend::Flex>(&packed),
+        &expected,
+    );
+    // Burn 0.22 deprecates `NdArray`.
+    #[allow(deprecated)]
+    let found = dequantize_by_tensor_operations::<burn::backend::NdArray>(&packed);
+    assert_bits("ndarray", &found, &expected);
+}
+
+fn dequantize_by_tensor_operations<B: Backend>(packed: &Packed) -> Vec<f32> {
+    let device = B::Device::default();
+    let (rows, blocks) = (packed.rows, packed.blocks());
+    let bits: Vec<_> =
+        packed.tensor_scale.as_slice().iter().map(|scale| scale.to_bits() as i32).collect();
+    let tensor_scales = TensorData::new(bits, [packed.tensor_scale.as_slice().len()]);
+    let codes = TensorData::new(packed.codes.clone(), [rows, packed.cols / 2]);
+    let scales = TensorData::new(packed.scales.clone(), [rows, blocks]);
+    let primitive = Fp4Primitive::<B> {
+        codes: B::int_from_data(codes, &device),
+        scales: B::int_from_data(scales, &device),
+        tensor_scale: B::int_from_data(tensor_scales, &device),
+    };
+    let layout = Fp4Layout {
+        format: packed.format,
+        block_size: packed.block_size,
+        shape: vec![rows, packed.cols],
+        axis: 1,
+    };
+    let values = portable::dequantize::<B>(primitive, layout, FloatDType::F32);
+    read_sync(B::float_into_data(values)).expect("host memory").iter::<f32>().collect()
 }
 
 /// Values of a packed matrix by the host engine, along an axis of a matrix of this shape.

@@ -41,7 +41,9 @@ pub use dequantize::element_value;
 pub use error::{FormatError, check_length};
 pub use format::{BLOCK_SIZES, FormatRow, Fp4Format, ScaleGrid};
 pub use half::{bf16, f16};
-pub use minifloat::{E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, Minifloat, Nan};
+pub use minifloat::{
+    E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, Minifloat, Nan, power_of_two,
+};
 pub use nibbles::{pack_nibbles, unpack_nibbles};
 pub use packed::{Packed, TensorScale, check_scales};
 pub use scale_layout::ScaleLayout;

@@ -180,8 +180,9 @@ impl Minifloat {
     }
 }
 
-/// 2^exponent for exponents from -149 to 127.
-const fn power_of_two(exponent: i32) -> f32 {
+/// 2^exponent, exactly, for exponents from -149 to 127; `powi` promises no precision, and is 0
+/// below -127.
+pub const fn power_of_two(exponent: i32) -> f32 {
     if exponent >= -126 {
         f32::from_bits(((exponent + 127) as u32) << 23)
     } else {

@@ -5,6 +5,8 @@
 //! in equal steps of the logarithm: beyond, the same grid repeats. Larger ones also leave room
 //! for scales above the one that puts the largest element on 6.
 
+use std::iter::successors;
+
 use burn_fp4_formats::Packed;
 use rayon::prelude::*;
 
@@ -17,7 +19,10 @@ const TENSOR_SCALES: usize = 16;
 
 /// The amaxes to try for a tensor with this one, itself first.
 pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
-    (0..TENSOR_SCALES).map(move |step| amax * (step as f32 / TENSOR_SCALES as f32).exp2())
+    // Roots and products are the same on every machine, which `exp2` is not.
+    let ratio = (0..TENSOR_SCALES.ilog2()).fold(2.0f64, |root, _| root.sqrt());
+    let powers = successors(Some(1.0), move |power| Some(power * ratio));
+    powers.take(TENSOR_SCALES).map(move |power| amax * power as f32)
 }
 
 /// Checks that a scheme has one tensor scale, and that it may be chosen.

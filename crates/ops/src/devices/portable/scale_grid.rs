@@ -2,7 +2,7 @@
 
 use burn::backend::Backend;
 use burn_fp4_search::PowerRounding;
-use burn_fp4_search::formats::{Fp4Format, Minifloat, ScaleGrid};
+use burn_fp4_search::formats::{Fp4Format, Minifloat, ScaleGrid, power_of_two};
 use burn_fp4_search::scale_grid::{ELEMENT_BINADE, F32_BIAS, SIXTH};
 
 use super::floats::Floats;
@@ -22,14 +22,14 @@ pub(super) fn round_to_float<B: Backend>(
 ) -> (Floats<B>, Floats<B>) {
     // Adding 2^23 leaves no room for a fraction: the sum is rounded to the nearest even integer.
     const INTEGER: f32 = 8_388_608.0;
-    let steps_of_binade = 2f32.powi(grid.mantissa_bits as i32);
+    let steps_of_binade = power_of_two(grid.mantissa_bits as i32);
     let largest_exponent = (grid.max_code() >> grid.mantissa_bits) as i32 - grid.bias;
     let clamped = exact.or_where(exact.above(grid.max_value()), grid.max_value());
     // The subnormals and the first binade have the same step.
     let mut step = Floats::filled(grid.decode(1), exact);
     let mut binade = Floats::filled(0.0, exact);
     for exponent in 2 - grid.bias..=largest_exponent {
-        let floor = 2f32.powi(exponent);
+        let floor = power_of_two(exponent);
         step = step.or_where(clamped.at_least(floor), floor / steps_of_binade);
         binade = binade.add(&clamped.at_least(floor).as_float());
     }
@@ -53,11 +53,11 @@ pub(super) fn round_to_power_of_two<B: Backend>(
     };
     // The significand in [1, 2) and the biased exponent, by halving; both 0 for a subnormal.
     let large = measured.at_least(1.0).as_float();
-    let mut significand = measured.or_from(measured.below(1.0), &measured.times(2f32.powi(126)));
+    let mut significand = measured.or_from(measured.below(1.0), &measured.times(power_of_two(126)));
     let mut exponent = large.times(126.0).plus(1.0);
     let subnormal = significand.below(1.0).as_float();
     for bits in [64, 32, 16, 8, 4, 2, 1] {
-        let power = 2f32.powi(bits);
+        let power = power_of_two(bits);
         let over = significand.at_least(power).as_float();
         exponent = exponent.add(&over.times(bits as f32));
         let divided = significand.div_by(power);

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
-use burn_fp4_ops::LaunchState;
+use burn_fp4_ops::{Fp4Scheme, LaunchState};
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -361,6 +361,56 @@ fn a_replay_moves_to_other_threads() {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().expect("equal"));
+    });
+}
+
+/// A service: one thread records, others quantize, load data, take memory and read.
+#[test]
+fn other_threads_use_a_device_while_one_records() {
+    const THREADS: u64 = 4;
+    each_device(|name, device| {
+        let recordings = if has_graphs(name) { 24 } else { 2 };
+        let net = Net::new(device);
+        let recorded = AtomicUsize::new(0);
+        let scheme = Fp4Scheme::nvfp4();
+        let work = |thread: u64, round: u64| {
+            // Another size in each round, so that memory is taken and not used again.
+            let rows = 64 + 64 * ((7 * round + thread) % 61) as usize;
+            let values = random::<2>(100 * thread + round, [rows, 256], device);
+            let expected = values.clone().into_data();
+            let packed = burn_fp4_ops::quantize(values.clone(), 1, &scheme).expect("finite");
+            let found = floats(packed.dequantize());
+            assert_eq!(values.into_data(), expected, "{name}: data, thread {thread}");
+            let host = Tensor::<2>::from_data(expected, &Device::flex());
+            let host = burn_fp4_ops::quantize(host, 1, &scheme).expect("finite").dequantize();
+            assert_eq!(found, floats(host), "{name}: packed, thread {thread}");
+        };
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (work, recorded) = (&work, &recorded);
+                scope.spawn(move || {
+                    let mut round = 0;
+                    while recorded.load(Ordering::Relaxed) < recordings {
+                        work(thread, round);
+                        round += 1;
+                    }
+                });
+            }
+            for seed in 0..recordings {
+                let forward = |net: &Net, x: Tensor<2>| net.forward(x);
+                let mut replay = Replay::new(net.clone(), forward);
+                let x = random(seed as u64, [1 + seed % 3, CHANNELS], device);
+                let found = replay.run(x.clone());
+                // The others end, whatever is found.
+                recorded.fetch_add(1, Ordering::Relaxed);
+                let found = found.unwrap_or_else(|error| {
+                    recorded.store(recordings, Ordering::Relaxed);
+                    panic!("{name}: {error}")
+                });
+                assert_eq!(floats(found), floats(net.forward(x)), "{name}: recording {seed}");
+                assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+            }
+        });
     });
 }
 

@@ -2,12 +2,12 @@
 
 use anyhow::Result;
 use burn::module::{Module, ModuleDisplay};
-use burn::nn::{
-    Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig,
-};
+use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
-use burn_fp4::Fp4Linear;
+use burn_fp4::{
+    Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method, ScaleRule,
+};
 
 use super::config::LlamaConfig;
 use super::rotation::{Rotation, Turn};
@@ -34,7 +34,7 @@ impl Projection for Fp4Linear {
 /// A decoder.
 #[derive(Module, Debug)]
 pub struct Llama<L: Module> {
-    embed_tokens: Embedding,
+    embed_tokens: Fp4Embedding,
     layers: Vec<Block<L>>,
     norm: RmsNorm,
     /// None: the embedding, transposed.
@@ -104,7 +104,7 @@ impl<L: Projection> Llama<L> {
         let head = || layer(width, vocabulary, false, device);
         let frequencies = config.frequencies()?;
         Ok(Self {
-            embed_tokens: embedding.init(device),
+            embed_tokens: embedding.init(device).into(),
             layers: (0..config.num_hidden_layers).map(block).collect(),
             norm: norm(width),
             lm_head: (!config.tie_word_embeddings).then(head),
@@ -147,7 +147,7 @@ impl<L: Projection> Llama<L> {
 
     /// A cache with room for so many tokens of each sequence of a batch.
     pub fn cache(&self, batch: usize, tokens: usize) -> Cache {
-        let weight = self.embed_tokens.weight.val();
+        let weight = self.embed_tokens.weight.base();
         let place = (&weight.device(), weight.dtype());
         let of = |block: &Block<L>| {
             let Attention { key_value_heads, depth, .. } = block.self_attn;
@@ -163,22 +163,29 @@ impl<L: Projection> Llama<L> {
         let all = Tensor::<1, Int>::arange(0..keys as i64, &positions.device());
         let all = all.unsqueeze_dim::<2>(0).expand([count, keys]);
         let later = all.greater(positions.clone().unsqueeze_dim::<2>(1).expand([count, keys]));
-        let turn = self.rotation.at(&positions, self.embed_tokens.weight.val().dtype());
+        let turn = self.rotation.at(&positions, self.embed_tokens.weight.base().dtype());
         Tokens { positions, turn, later: later.unsqueeze() }
     }
 
     fn scores(&self, hidden: Tensor<3>) -> Tensor<3> {
         match &self.lm_head {
             Some(head) => head.project(hidden),
-            None => {
-                let [batch, count, width] = hidden.dims();
-                let weight = self.embed_tokens.weight.val();
-                let [vocabulary, _] = weight.dims();
-                // Of matrices: `linear` would copy the transposed weight where rows are few.
-                let rows = hidden.reshape([batch * count, width]);
-                rows.matmul(weight.transpose()).reshape([batch, count, vocabulary])
-            }
+            None => self.embed_tokens.project(hidden),
         }
+    }
+
+    /// Quantizes the embedding for both of its uses if the output layer is tied to it, and returns
+    /// whether it is.
+    ///
+    /// # Errors
+    /// Vectors that the blocks of the format do not divide, or that are not finite.
+    pub fn quantize_tied_embedding(&mut self, format: Fp4Format) -> Result<bool> {
+        if self.has_head() {
+            return Ok(false);
+        }
+        let scheme = Fp4Scheme::of(ScaleRule::of_format(format));
+        self.embed_tokens.quantize_fp4(&Fp4Config::new(scheme).method(Method::Sse))?;
+        Ok(true)
     }
 
     /// Whether the output layer has weights of its own.

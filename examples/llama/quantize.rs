@@ -59,6 +59,7 @@ pub fn methods() -> impl TypedValueParser<Value = Method> {
 pub fn fp4_config<L: Projection>(model: &Llama<L>, format: Fp4Format, method: Method) -> Fp4Config {
     let config = Fp4Config::new(Fp4Scheme::of(ScaleRule::of_format(format)))
         .method(method)
+        .without_container("Fp4Embedding")
         .share_scale(["q_proj", "k_proj", "v_proj"])
         .share_scale(["gate_proj", "up_proj"]);
     if model.has_head() { config.exclude("lm_head.*") } else { config }

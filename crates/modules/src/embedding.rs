@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::Embedding;
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_fp4_ops::embedding;
+use burn_fp4_ops::{embedding, matmul};
 
 use crate::packed_weight::PackedWeight;
 
@@ -11,7 +11,7 @@ use crate::packed_weight::PackedWeight;
 /// quantized along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`]
 /// dequantizes the whole table for every lookup. Its records are those of [`Embedding`].
 ///
-/// An output layer may be tied to it: `x.matmul(table.weight.val().transpose())`.
+/// A tied output layer is [`project`](Self::project).
 ///
 /// ```
 /// use burn::nn::EmbeddingConfig;
@@ -46,6 +46,47 @@ impl Fp4Embedding {
                 vectors.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
             }
             None => burn::tensor::module::embedding(self.weight.val(), indices),
+        }
+    }
+
+    /// The products of hidden states `[.., d_model]` with every vector of the table,
+    /// `[.., n_embedding]`: the logits of an output layer that is tied to the embedding. Once the
+    /// weight is quantized along axis 1 they are computed straight from its codes, which are in
+    /// memory once for both uses.
+    ///
+    /// ```
+    /// use burn::nn::EmbeddingConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Embedding, Fp4Module};
+    ///
+    /// let device = Device::flex();
+    /// let mut table = Fp4Embedding::from(EmbeddingConfig::new(100, 64).init(&device));
+    /// table.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let logits = table.project(Tensor::<3>::ones([1, 2, 64], &device));
+    /// assert_eq!(logits.dims(), [1, 2, 100]);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If the last axis of the hidden states is not `d_model`, or their dtype is not f32, f16 or
+    /// bf16.
+    pub fn project<const D: usize>(&self, hidden: Tensor<D>) -> Tensor<D> {
+        let packed = self.weight.reparameterization::<PackedWeight>();
+        match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {
+            Some(packed) => {
+                let logits = matmul(hidden, &packed.tensor::<2>().transpose());
+                logits.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
+            }
+            None => {
+                let weight = self.weight.val();
+                let [vectors, width] = weight.dims();
+                let mut shape = hidden.dims();
+                shape[D - 1] = vectors;
+                // `linear` would copy the transposed weight where rows are few.
+                let rows = shape[..D - 1].iter().product::<usize>();
+                let rows = hidden.reshape([rows, width]);
+                rows.matmul(weight.transpose()).reshape(shape)
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use examples::OnDevice;
 use llama::{Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
-use super::{Where, print};
+use super::{Tied, Where, print};
 
 /// Continue a text.
 #[derive(clap::Args)]
@@ -23,6 +23,8 @@ pub(crate) struct Arguments {
     tokens: usize,
     #[command(flatten)]
     sampling: Sampling,
+    #[command(flatten)]
+    tied: Tied,
     #[command(flatten)]
     place: Where,
     /// Print an object instead of the text.
@@ -75,7 +77,7 @@ fn generated<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.place.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, _) = folder.load::<L>(&device)?;
+    let model = arguments.tied.load::<L>(&folder, &device)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);

@@ -12,9 +12,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use burn::tensor::{Device, FloatDType};
+use burn_fp4::Fp4Format;
 use clap::ValueEnum;
 use examples::OnDevice;
-use llama::Tokens;
+use llama::{Folder, Llama, Projection, Tokens};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
@@ -72,6 +73,35 @@ impl Where {
             Numbers::F16 => FloatDType::F16,
         })?;
         Ok(device)
+    }
+}
+
+/// The embedding of a model whose output layer is tied to it.
+#[derive(clap::Args)]
+pub(crate) struct Tied {
+    /// How an embedding that is also the output layer is kept in memory: as the folder has it, or
+    /// packed while it is loaded, for both of its uses.
+    #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
+    tied_embedding: TiedEmbedding,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum TiedEmbedding {
+    AsLoaded,
+    Nvfp4,
+    Mxfp4,
+}
+
+impl Tied {
+    /// The model of a folder.
+    fn load<L: Projection>(&self, folder: &Folder, device: &Device) -> Result<Llama<L>> {
+        let (mut model, _) = folder.load::<L>(device)?;
+        match self.tied_embedding {
+            TiedEmbedding::AsLoaded => false,
+            TiedEmbedding::Nvfp4 => model.quantize_tied_embedding(Fp4Format::NvFp4)?,
+            TiedEmbedding::Mxfp4 => model.quantize_tied_embedding(Fp4Format::MxFp4)?,
+        };
+        Ok(model)
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn_fp4::Fp4Linear;
 use llama::{Folder, Windows, perplexity};
 
-use super::{Text, Where, print};
+use super::{Text, Tied, Where, print};
 
 /// Measure how well a model predicts a text.
 #[derive(clap::Args)]
@@ -18,6 +18,8 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     windows: Windows,
     #[command(flatten)]
+    tied: Tied,
+    #[command(flatten)]
     place: Where,
     /// Print an object instead of a line.
     #[arg(long)]
@@ -28,7 +30,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.place.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, _) = folder.load::<Fp4Linear>(&device)?;
+    let model = arguments.tied.load::<Fp4Linear>(&folder, &device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let found = perplexity(&model, tokens.held_out(), arguments.windows, &device)?;
     print(&found, arguments.json, || {

@@ -21,6 +21,8 @@ const DECODED: usize = 4 * ROWS;
 const TOGETHER: usize = 2;
 /// Packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
+/// Multiplications that one thread ends before another one would have woken up: about 10 us.
+const ONE_THREAD: usize = 1 << 17;
 
 /// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
 /// `channels` elements, without its dense values: `[inputs, outputs]`, sums in f32, rounded once.
@@ -43,6 +45,10 @@ pub fn matmul<T: HostElement>(
     }
     let input = Interleaved::new(input, inputs, channels);
     let products = multiply(&input, weight, [outputs, channels]);
+    if inputs == 1 {
+        T::write(&products, output);
+        return Ok(());
+    }
     output.par_chunks_mut(outputs).enumerate().for_each(|(row, output)| {
         let values: Vec<_> = products.iter().skip(row).step_by(inputs).copied().collect();
         T::write(&values, output);
@@ -61,14 +67,18 @@ fn multiply(
     let mut products = vec![0.0; outputs * inputs];
     // Where the input is read once, nothing of what is decoded is kept.
     let rows = if inputs <= INPUTS { 0 } else { DECODED };
-    let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
-    tasks.for_each_init(
-        || vec![0.0; rows * input.len],
-        |decoded, (task, products)| {
-            let first = task * TASK_ROWS;
-            arch().dispatch(Products { input, weight, channels, first, decoded, products });
-        },
-    );
+    let memory = || vec![0.0; rows * input.len];
+    let multiply = |decoded: &mut Vec<f32>, first, products: &mut [f32]| {
+        arch().dispatch(Products { input, weight, channels, first, decoded, products });
+    };
+    if outputs * channels * inputs <= ONE_THREAD {
+        multiply(&mut memory(), 0, &mut products);
+    } else {
+        let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
+        tasks.for_each_init(memory, |decoded, (task, products)| {
+            multiply(decoded, task * TASK_ROWS, products);
+        });
+    }
     products
 }
 
@@ -85,7 +95,7 @@ impl Interleaved {
     fn new<T: HostElement>(input: &[T], rows: usize, channels: usize) -> Self {
         let len = channels.next_multiple_of(GROUP);
         let mut values = vec![0.0; rows * len];
-        values.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(|(values, input)| {
+        let row = |(values, input): (&mut [f32], &[T])| {
             for (values, input) in values.chunks_mut(GROUP).zip(input.chunks(GROUP)) {
                 let (even, odd) = values.split_at_mut(GROUP / 2);
                 let pairs = input.chunks_exact(2).zip(even.iter_mut().zip(odd));
@@ -93,7 +103,12 @@ impl Interleaved {
                     (*even, *odd) = (pair[0].to_f32(), pair[1].to_f32());
                 }
             }
-        });
+        };
+        if rows * len <= ONE_THREAD {
+            values.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
+        } else {
+            values.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
+        }
         Self { values, rows, len }
     }
 
@@ -222,7 +237,7 @@ fn dots<S: Simd, const M: usize>(
             }
         }
     }
-    sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)))
+    reduced::<S, ROWS, M>(simd, sums)
 }
 
 /// [`dots`] of rows that are decoded on the way: the same sums, in the same order.
@@ -259,7 +274,23 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
             add(row, decoded, inputs.map(|row| row.last_chunk().expect("a whole group")));
         }
     }
-    sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)))
+    reduced::<S, TOGETHER, M>(simd, sums)
+}
+
+/// The sum of each vector. Loops: closures given to `map` are compiled without the instructions of
+/// `S`, so that every intrinsic in them is a call.
+#[inline(always)]
+fn reduced<S: Simd, const N: usize, const M: usize>(
+    simd: S,
+    vectors: [[S::f32s; N]; M],
+) -> [[f32; N]; M] {
+    let mut sums = [[0.0; N]; M];
+    for (sums, vectors) in sums.iter_mut().zip(&vectors) {
+        for (sum, vector) in sums.iter_mut().zip(vectors) {
+            *sum = simd.reduce_sum_f32s(*vector);
+        }
+    }
+    sums
 }
 
 #[cfg(test)]

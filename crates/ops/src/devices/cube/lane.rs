@@ -114,6 +114,31 @@ pub(crate) fn launch_now(device: &CubeDevice) {
     }
 }
 
+/// Lets the thread that launches allocate, free, load kernels and wait while one of its streams is
+/// recorded.
+///
+/// CubeCL begins a capture in the driver's global mode, in which such calls for the streams of
+/// other threads fail, and void the capture. A thread whose own mode is relaxed is exempt
+/// (`cuThreadExchangeStreamCaptureMode` in the CUDA driver API).
+///
+/// # Errors
+/// What the driver says.
+#[cfg(feature = "cuda")]
+pub(super) fn relax_captures(device: &CubeDevice) -> Result<(), String> {
+    use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
+
+    let lane = lane(device).ok_or("there is no lane")?;
+    let exchange = |_: &mut Launching| {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the driver writes the thread's former mode to `mode`, which outlives the call.
+        unsafe { cuThreadExchangeStreamCaptureMode(&mut mode) }.result()
+    };
+    match lane.launching.submit_blocking(exchange) {
+        Ok(exchanged) => exchanged.map_err(|error| error.to_string()),
+        Err(error) => Err(format!("{error:?}")),
+    }
+}
+
 /// Runs a task on the thread that runs the stream of operations, so that those of no other thread
 /// come in between.
 ///

@@ -3,6 +3,8 @@
 #[cfg(target_arch = "x86_64")]
 use core::any::Any;
 
+#[cfg(target_arch = "x86_64")]
+use burn_fp4_formats::E2M1_VALUES;
 use pulp::Simd;
 #[cfg(target_arch = "x86_64")]
 use pulp::{
@@ -48,10 +50,9 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
         codes: &[u8; GROUP / 2],
         scales: &[u8; BLOCKS],
     ) -> [f32; GROUP] {
-        // Elements come out twice as large.
-        let half = |scale: u8| 0.5 * self.values[scale as usize];
+        let factors = [scales[0], scales[BLOCKS - 1]].map(|scale| self.values[scale as usize]);
         let mut decoded = [0.0; GROUP];
-        decode_group(simd, codes, [half(scales[0]), half(scales[BLOCKS - 1])], &mut decoded);
+        decode_group(simd, codes, factors, &mut decoded);
         decoded
     }
 
@@ -70,17 +71,6 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
     }
 }
 
-/// Twice the values of the E2M1 codes.
-const TWICE: [f32; 16] = {
-    let mut values = [0.0; 16];
-    let mut code = 0;
-    while code < 16 {
-        values[code] = twice_element(code as u32);
-        code += 1;
-    }
-    values
-};
-
 /// The elements of 16 bytes, the lower codes first, times a factor for each half of the bytes:
 /// looked up in a register where an instruction set can.
 #[inline(always)]
@@ -90,13 +80,16 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
     #[cfg(target_arch = "x86_64")]
     if let Some(v4) = (&simd as &dyn Any).downcast_ref::<V4>() {
         // All values in one register.
-        let (table, avx512f) = (cast(TWICE), v4.avx512f);
-        let factors: [f32; 16] = core::array::from_fn(|index| factors[index / 8]);
+        let (table, avx512f) = (cast(E2M1_VALUES), v4.avx512f);
+        let [first, second] = factors;
+        // A broadcast of memory, and one into half of the lanes.
+        let factors = avx512f._mm512_set1_ps(first);
+        let factors = avx512f._mm512_mask_blend_ps(0xFF00, factors, avx512f._mm512_set1_ps(second));
         let low = avx512f._mm512_cvtepu8_epi32(cast(*codes));
         let high = avx512f._mm512_srli_epi32::<4>(low);
         for (codes, decoded) in [(low, even), (high, odd)] {
-            let twice = avx512f._mm512_permutexvar_ps(codes, table);
-            let values: [f32; 16] = cast(avx512f._mm512_mul_ps(twice, cast(factors)));
+            let elements = avx512f._mm512_permutexvar_ps(codes, table);
+            let values: [f32; 16] = cast(avx512f._mm512_mul_ps(elements, factors));
             decoded.copy_from_slice(&values);
         }
         return;
@@ -105,7 +98,7 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
     if let Some(v3) = (&simd as &dyn Any).downcast_ref::<V3>() {
         let V3 { avx, avx2, .. } = *v3;
         // All magnitudes in one register.
-        let [table, _]: [[f32; 8]; 2] = cast(TWICE);
+        let [table, _]: [[f32; 8]; 2] = cast(E2M1_VALUES);
         let (table, sign) = (cast(table), cast([1u32 << 31; 8]));
         let halves: [u64; 2] = cast(*codes);
         let parts = even.chunks_exact_mut(8).zip(odd.chunks_exact_mut(8));
@@ -114,9 +107,9 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
             let high = avx2._mm256_srli_epi32::<4>(low);
             for (codes, decoded) in [(low, even), (high, odd)] {
                 let sign = avx2._mm256_and_si256(avx2._mm256_slli_epi32::<28>(codes), sign);
-                let twice = avx2._mm256_permutevar8x32_ps(table, codes);
-                let twice = avx._mm256_or_ps(twice, cast(sign));
-                let values: [f32; 8] = cast(avx._mm256_mul_ps(twice, cast([factor; 8])));
+                let elements = avx2._mm256_permutevar8x32_ps(table, codes);
+                let elements = avx._mm256_or_ps(elements, cast(sign));
+                let values: [f32; 8] = cast(avx._mm256_mul_ps(elements, cast([factor; 8])));
                 decoded.copy_from_slice(&values);
             }
         }
@@ -125,8 +118,9 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
     for (half, factor) in factors.into_iter().enumerate() {
         for index in half * GROUP / 4..(half + 1) * GROUP / 4 {
             let code = u32::from(codes[index]);
-            even[index] = twice_element(code) * factor;
-            odd[index] = twice_element(code >> 4) * factor;
+            // The half of a scale is exact, and found once.
+            even[index] = twice_element(code) * (0.5 * factor);
+            odd[index] = twice_element(code >> 4) * (0.5 * factor);
         }
     }
 }

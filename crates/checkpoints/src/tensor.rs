@@ -107,11 +107,11 @@ impl<'a> Tensor<'a> {
         decoded.map(|()| values).ok_or_else(|| self.not_floats())
     }
 
-    /// Its numbers as a tensor of `dtype`, piece by piece: never is more of it in f32.
+    /// Decodes its numbers to a tensor of `dtype`. Only a piece of them is in f32 at a time.
     ///
     /// # Errors
     /// As [`to_f32`](Self::to_f32), and a `dtype` that is not F32 or BF16.
-    pub(crate) fn decoded(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
+    pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
         self.check_bytes()?;
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
         for piece in self.pieces() {
@@ -127,6 +127,23 @@ impl<'a> Tensor<'a> {
     pub(crate) fn pieces(&self) -> impl Iterator<Item = &[u8]> {
         let step = self.dtype.step();
         self.bytes.chunks(PIECE / step * step)
+    }
+
+    /// The matrix, or whatever there is, at a place of the first axis. No data is copied.
+    ///
+    /// # Panics
+    /// If the first axis is not so long.
+    pub fn part(&self, index: usize) -> Tensor<'_> {
+        let (count, shape) = self.shape.split_first().expect("a first axis");
+        assert!(index < *count, "part {index} of {count}");
+        let length = self.bytes.len() / count;
+        Tensor {
+            name: Cow::Borrowed(&self.name),
+            file: self.file,
+            dtype: self.dtype,
+            shape: shape.into(),
+            bytes: self.bytes[index * length..][..length].into(),
+        }
     }
 
     pub(crate) fn error(&self, problem: impl Into<TensorProblem>) -> CheckpointError {
@@ -150,13 +167,19 @@ impl<'a> Tensor<'a> {
 /// Values in F32 or BF16, little-endian, behind other bytes.
 pub(crate) fn append(values: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) -> Option<()> {
     match dtype {
-        Dtype::F32 => bytes.extend(values.iter().flat_map(|value| value.to_le_bytes())),
-        Dtype::BF16 => {
-            bytes.extend(values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()));
-        }
+        Dtype::F32 => put(values, bytes, f32::to_le_bytes),
+        Dtype::BF16 => put(values, bytes, |value| bf16::from_f32(value).to_le_bytes()),
         _ => return None,
     }
     Some(())
+}
+
+/// Appends numbers of `N` bytes: into their places, which is faster than one by one.
+fn put<const N: usize>(values: &[f32], bytes: &mut Vec<u8>, number: impl Fn(f32) -> [u8; N]) {
+    let begin = bytes.len();
+    bytes.resize(begin + N * values.len(), 0);
+    let places = bytes[begin..].as_chunks_mut::<N>().0;
+    places.iter_mut().zip(values).for_each(|(place, &value)| *place = number(value));
 }
 
 /// A tensor that a dialect writes.

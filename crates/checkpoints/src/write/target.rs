@@ -94,7 +94,7 @@ impl Target {
             check_float(&weight.name, dtype)?;
             report.decoded += 1;
             let tensor = match &weight.value {
-                Value::Plain(tensor) => tensor.decoded(dtype)?,
+                Value::Plain(tensor) => tensor.decode(dtype)?,
                 Value::Fp8(fp8) => fp8.decode(dtype)?,
                 Value::Fp4(fp4) => decode_fp4(&weight.name, fp4, dtype)?,
             };

@@ -39,7 +39,7 @@ pub struct GgmlRow {
     pub block: usize,
     /// Bytes of a record.
     pub bytes: usize,
-    /// Its values in f32, if they are read.
+    /// Decoder of records to f32, if there is one.
     decode: Option<Decode>,
 }
 

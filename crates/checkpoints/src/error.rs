@@ -36,7 +36,8 @@ pub enum CheckpointError {
     },
     /// The path holds weights as pickles of PyTorch.
     #[error(
-        "{}: a pickle of PyTorch, which can run code when it is loaded; convert it to safetensors: {}",
+        "{}: a pickle of PyTorch, which can run code when it is loaded; convert it to \
+         safetensors: {}",
         .path.display(), converts(.all)
     )]
     Pickle {

@@ -9,8 +9,6 @@
 //!
 //! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too).
 
-use std::borrow::Cow;
-
 use half::f16;
 
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES};
@@ -120,10 +118,10 @@ impl<'a> Fp8Weight<'a> {
         // One number for all of them is that of each.
         let shared = self.granularity == Granularity::Tensor && self.scales.len() == 1;
         Fp8Weight {
-            values: part(&self.values, stack, index, count),
+            values: self.values.part(stack, index),
             scales: match shared {
                 true => self.scales.clone(),
-                false => part(&self.scales, stack, index, count),
+                false => self.scales.part(stack, index),
             },
             granularity: self.granularity,
         }
@@ -174,17 +172,5 @@ impl<'a> Fp8Weight<'a> {
         known.ok_or_else(|| self.values.wrong_dtype(TO_DECODE_TO))?;
         let (name, shape) = (self.values.name.clone(), self.values.shape.clone());
         Tensor::new(name, dtype, shape, bytes)
-    }
-}
-
-/// The part of a tensor that belongs to one of the matrices, which its first axes count.
-fn part<'t>(tensor: &'t Tensor<'_>, axes: usize, index: usize, count: usize) -> Tensor<'t> {
-    let length = tensor.bytes.len() / count;
-    Tensor {
-        name: Cow::Borrowed(&tensor.name),
-        file: tensor.file,
-        dtype: tensor.dtype,
-        shape: Cow::Borrowed(&tensor.shape[axes..]),
-        bytes: Cow::Borrowed(&tensor.bytes[index * length..(index + 1) * length]),
     }
 }

@@ -19,10 +19,10 @@
 
 use half::f16;
 
-/// The values of whole records of a type: as many as they have.
+/// Decodes whole records of a type to as many values as they have.
 pub(crate) type Decode = fn(records: &[u8], values: &mut [f32]);
 
-/// The decoder of all records, by what decodes one: its arrays have the lengths of the type.
+/// Makes the decoder of all records of the function for one, whose arrays have the type's lengths.
 macro_rules! decode {
     ($record:ident) => {
         |records, values| {
@@ -52,7 +52,7 @@ fn float(low: u8, high: u8) -> f32 {
     f16::from_le_bytes([low, high]).to_f32()
 }
 
-/// A code of up to 6 bits, of which this one means 0.
+/// Value of a code of up to 6 bits, where the code `zero` means 0.
 fn centred(code: u8, zero: i8) -> f32 {
     f32::from(code as i8 - zero)
 }
@@ -61,8 +61,8 @@ fn level(code: u8) -> f32 {
     f32::from(LEVELS[usize::from(code)])
 }
 
-/// Codes of `BITS` bits: the lowest ones of all bytes are the first values, those above them the
-/// next. `value` gets the place and the code.
+/// Unpacks codes of `BITS` bits: the lowest ones of all bytes are the first values, the bits above
+/// them the next. `value` gets the place and the code.
 fn unpack<const BITS: usize>(bytes: &[u8], values: &mut [f32], value: impl Fn(usize, u8) -> f32) {
     for (part, values) in values.chunks_exact_mut(bytes.len()).enumerate() {
         let begin = part * bytes.len();
@@ -145,7 +145,7 @@ fn q3_k(record: &[u8; 110], values: &mut [f32; 256]) {
     }
 }
 
-/// d and m times what 12 bytes of Q4_K and Q5_K hold: 8 scales and 8 offsets of 6 bits.
+/// Unpacks the 8 scales and 8 offsets of 6 bits in Q4_K and Q5_K, times d and m.
 fn six_bits([d0, d1, m0, m1]: [u8; 4], packed: &[u8]) -> [(f32, f32); 8] {
     let (d, m) = (float(d0, d1), float(m0, m1));
     std::array::from_fn(|at| {

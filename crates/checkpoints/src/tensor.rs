@@ -12,7 +12,7 @@ use crate::error::{CheckpointError, TensorProblem};
 /// Most bytes of a tensor that are decoded at a time.
 pub(crate) const PIECE: usize = 1 << 20;
 
-/// What floats are written in.
+/// Dtypes that values are decoded to.
 pub(crate) const TO_DECODE_TO: &str = "F32 or BF16 to decode to";
 
 /// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
@@ -94,8 +94,8 @@ impl<'a> Tensor<'a> {
         self.len() == 0
     }
 
-    /// Its numbers, if they are [floats](DataType::is_float): those of ggml with the bits of
-    /// `gguf.quants.dequantize`.
+    /// Reads its numbers as f32, if they are [floats](DataType::is_float). Records of ggml have the
+    /// bits of `gguf.quants.dequantize`.
     ///
     /// # Errors
     /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::Bytes`] or
@@ -123,19 +123,21 @@ impl<'a> Tensor<'a> {
         Tensor::new(self.name.to_string(), dtype, self.shape.to_vec(), bytes)
     }
 
-    /// Its bytes in runs of whole numbers or records, none of which is long.
+    /// Splits its bytes into runs of whole numbers or records, of [`PIECE`] bytes at most.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = &[u8]> {
         let step = self.dtype.step();
         self.bytes.chunks(PIECE / step * step)
     }
 
-    /// The matrix, or whatever there is, at a place of the first axis. No data is copied.
+    /// Borrows what the first `axes` axes count: one of stacked matrices, one row. No data is
+    /// copied.
     ///
     /// # Panics
-    /// If the first axis is not so long.
-    pub fn part(&self, index: usize) -> Tensor<'_> {
-        let (count, shape) = self.shape.split_first().expect("a first axis");
-        assert!(index < *count, "part {index} of {count}");
+    /// If there are fewer axes, or `index` is not below their product.
+    pub fn part(&self, axes: usize, index: usize) -> Tensor<'_> {
+        let (stack, shape) = self.shape.split_at(axes);
+        let count: usize = stack.iter().product();
+        assert!(index < count, "part {index} of {count}");
         let length = self.bytes.len() / count;
         Tensor {
             name: Cow::Borrowed(&self.name),
@@ -164,7 +166,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Values in F32 or BF16, little-endian, behind other bytes.
+/// Appends values in F32 or BF16, little-endian. None: the dtype is another.
 pub(crate) fn append(values: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) -> Option<()> {
     match dtype {
         Dtype::F32 => put(values, bytes, f32::to_le_bytes),

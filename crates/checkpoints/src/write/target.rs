@@ -18,7 +18,7 @@ use crate::weight::{Value, Weight};
 
 /// What an error of decoding names in place of a dialect.
 const DECODING: &str = "decoding";
-/// What cannot be decoded to.
+/// Dtypes that values are not decoded to.
 const OTHER_DTYPES: &str = "dtypes other than F32 and BF16";
 
 /// What is written: the dialect, and what is done on the way.

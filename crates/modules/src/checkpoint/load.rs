@@ -226,7 +226,7 @@ impl LoadDense<'_> {
 fn values<'w>(weight: &'w Weight<'_>, matrix: Option<usize>) -> (Cow<'w, [u8]>, DType, Vec<usize>) {
     match &weight.value {
         Value::Plain(tensor) if tensor.plain().is_none() => {
-            let part = matrix.map(|index| tensor.part(index));
+            let part = matrix.map(|index| tensor.part(1, index));
             let decoded = part.as_ref().unwrap_or(tensor).decode(Dtype::F32);
             let decoded = decoded.expect("a plan has no records but those that are decoded");
             (Cow::Owned(decoded.bytes.into_owned()), DType::F32, decoded.shape.to_vec())

@@ -17,8 +17,8 @@ use burn::nn::{
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_fp4::checkpoints::{
-    Container, Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor, TensorScale,
-    Value, Weight, WriteOptions,
+    Container, DataType, Dtype, Fp4Weight, Fp8Weight, Model, Numbers, Tensor as FileTensor,
+    TensorScale, Value, Weight, WriteOptions,
 };
 use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
@@ -1242,6 +1242,47 @@ fn stacked_fp8_is_split_into_layers() {
         let values: Vec<f32> = codes.iter().map(value).collect();
         assert!(floats(expert.up.weight.val()) == transposed(&values, 32, 64));
     }
+}
+
+#[test]
+fn types_of_ggml_are_loaded_as_floats() {
+    let path = folder("ggml").join("x.gguf");
+    let device = Device::flex();
+    let mut random = Random::new(8);
+    // Of experts and of one layer, in Q8_0; the other layer is of a type that is not decoded.
+    let mut records = |name: &str, id: u32, shape: &[usize]| {
+        let dtype = DataType::of_ggml(id).expect("a type");
+        let bytes = dtype.bytes(shape).expect("whole records");
+        let bytes: Vec<u8> = (0..bytes).map(|_| random.below(64) as u8).collect();
+        let (name, shape, bytes) = (name.to_owned().into(), shape.to_vec().into(), bytes.into());
+        FileTensor { name, file: Path::new(""), dtype, shape, bytes }
+    };
+    let weight = |tensor: &FileTensor<'static>| {
+        Weight::new(tensor.name.to_string(), 0, Value::Plain(tensor.clone()))
+    };
+    let stack = records("experts.up", 8, &[EXPERTS, 32, 64]);
+    write(vec![weight(&stack)], &path, "gguf");
+    let mut layers = separate(&device);
+    let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up");
+    load(&path, &mut layers, &map);
+    let values = stack.to_f32().unwrap();
+    for (expert, values) in layers.experts.iter().zip(values.chunks_exact(32 * 64)) {
+        assert!(floats(expert.up.weight.val()) == transposed(values, 32, 64));
+    }
+
+    let one = records("weight", 8, &[32, 64]);
+    write(vec![weight(&one)], &path.with_file_name("one.gguf"), "gguf");
+    let mut linear = LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let report = load(&path.with_file_name("one.gguf"), &mut linear, &CheckpointMap::new());
+    assert!(floats(linear.weight.val()) == transposed(&one.to_f32().unwrap(), 32, 64));
+    assert!(report.to_string().contains("Q8_0"), "{report}");
+
+    let other = records("weight", 16, &[32, 256]);
+    write(vec![weight(&other)], &path.with_file_name("other.gguf"), "gguf");
+    let mut linear = LinearConfig::new(256, 32).with_bias(false).init(&device);
+    let found = refused(&path.with_file_name("other.gguf"), &mut linear, &CheckpointMap::new());
+    let said = found.first().expect("a mismatch").to_string();
+    assert!(said.contains("expected floats, FP8 or FP4, found IQ2_XXS"), "{said}");
 }
 
 #[test]

@@ -2,10 +2,13 @@
 
 use std::fmt;
 
+use half::{bf16, f16};
 pub use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error, StrDeserializer};
+
+use crate::ggml::{self, Decode};
 
 /// What the numbers of a tensor are.
 ///
@@ -26,7 +29,7 @@ pub enum DataType {
 }
 
 /// The facts of a ggml record type.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct GgmlRow {
     /// Its name in ggml.
     pub name: &'static str,
@@ -36,10 +39,27 @@ pub struct GgmlRow {
     pub block: usize,
     /// Bytes of a record.
     pub bytes: usize,
+    /// Decoder of records to f32, if there is one.
+    decode: Option<Decode>,
 }
 
+impl PartialEq for GgmlRow {
+    /// A type has one row.
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+}
+
+impl Eq for GgmlRow {}
+
+/// A type whose records are not read as floats.
 const fn row(name: &'static str, id: u32, block: usize, bytes: usize) -> GgmlRow {
-    GgmlRow { name, id, block, bytes }
+    GgmlRow { name, id, block, bytes, decode: None }
+}
+
+/// A type whose records are read as floats.
+const fn read(name: &'static str, id: u32, block: usize, bytes: usize, decode: Decode) -> GgmlRow {
+    GgmlRow { name, id, block, bytes, decode: Some(decode) }
 }
 
 /// ggml's MXFP4: 17 bytes of 32 numbers, the scale first (`block_mxfp4`, ggml-common.h).
@@ -47,28 +67,29 @@ pub(crate) static GGML_MXFP4: GgmlRow = row("MXFP4", 39, 32, 17);
 /// ggml's NVFP4: 36 bytes of 64 numbers, four scales first (`block_nvfp4`, ggml-common.h).
 pub(crate) static GGML_NVFP4: GgmlRow = row("NVFP4", 40, 64, 36);
 
-/// Records that are passed through as they are (`GGML_QUANT_SIZES`, gguf-py constants.py).
+/// All other records, which a copy passes through as they are (`GGML_QUANT_SIZES`, gguf-py
+/// constants.py).
 static GGML_OTHERS: [GgmlRow; 23] = [
-    row("Q4_0", 2, 32, 18),
-    row("Q4_1", 3, 32, 20),
-    row("Q5_0", 6, 32, 22),
-    row("Q5_1", 7, 32, 24),
-    row("Q8_0", 8, 32, 34),
+    read("Q4_0", 2, 32, 18, ggml::Q4_0),
+    read("Q4_1", 3, 32, 20, ggml::Q4_1),
+    read("Q5_0", 6, 32, 22, ggml::Q5_0),
+    read("Q5_1", 7, 32, 24, ggml::Q5_1),
+    read("Q8_0", 8, 32, 34, ggml::Q8_0),
     row("Q8_1", 9, 32, 36),
-    row("Q2_K", 10, 256, 84),
-    row("Q3_K", 11, 256, 110),
-    row("Q4_K", 12, 256, 144),
-    row("Q5_K", 13, 256, 176),
-    row("Q6_K", 14, 256, 210),
+    read("Q2_K", 10, 256, 84, ggml::Q2_K),
+    read("Q3_K", 11, 256, 110, ggml::Q3_K),
+    read("Q4_K", 12, 256, 144, ggml::Q4_K),
+    read("Q5_K", 13, 256, 176, ggml::Q5_K),
+    read("Q6_K", 14, 256, 210, ggml::Q6_K),
     row("Q8_K", 15, 256, 292),
     row("IQ2_XXS", 16, 256, 66),
     row("IQ2_XS", 17, 256, 74),
     row("IQ3_XXS", 18, 256, 98),
     row("IQ1_S", 19, 256, 50),
-    row("IQ4_NL", 20, 32, 18),
+    read("IQ4_NL", 20, 32, 18, ggml::IQ4_NL),
     row("IQ3_S", 21, 256, 110),
     row("IQ2_S", 22, 256, 82),
-    row("IQ4_XS", 23, 256, 136),
+    read("IQ4_XS", 23, 256, 136, ggml::IQ4_XS),
     row("IQ1_M", 29, 256, 56),
     row("TQ1_0", 34, 256, 54),
     row("TQ2_0", 35, 256, 66),
@@ -110,6 +131,54 @@ impl DataType {
                 GGML_PLAIN.iter().find(|(_, plain)| *plain == dtype).map(|(id, _)| *id)
             }
         }
+    }
+
+    /// Returns true if the numbers are read as floats: F32, F16, BF16, and those records of ggml
+    /// that are decoded, of which FP4 is none.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::DataType;
+    ///
+    /// let [q4_k, iq2_xxs, mxfp4] = [12, 16, 39].map(|id| DataType::of_ggml(id).expect("a type"));
+    /// assert_eq!([q4_k, iq2_xxs, mxfp4].map(DataType::is_float), [true, false, false]);
+    /// ```
+    pub fn is_float(self) -> bool {
+        match self {
+            Self::Plain(dtype) => [Dtype::F32, Dtype::F16, Dtype::BF16].contains(&dtype),
+            Self::Ggml(row) => row.decode.is_some(),
+        }
+    }
+
+    /// Bytes of the smallest run of numbers that is read by itself: a number's or a record's.
+    pub(crate) fn step(self) -> usize {
+        match self {
+            Self::Plain(dtype) => dtype.bitsize().div_ceil(8),
+            Self::Ggml(row) => row.bytes,
+        }
+    }
+
+    /// Appends the values of whole numbers or records, if they are [floats](Self::is_float).
+    pub(crate) fn decode(self, bytes: &[u8], values: &mut Vec<f32>) -> Option<()> {
+        let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        match self {
+            Self::Plain(Dtype::F32) => {
+                let numbers = bytes.chunks_exact(4);
+                values.extend(numbers.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            }
+            Self::Plain(Dtype::F16) => {
+                values.extend(pairs().map(|b| f16::from_le_bytes(b).to_f32()))
+            }
+            Self::Plain(Dtype::BF16) => {
+                values.extend(pairs().map(|b| bf16::from_le_bytes(b).to_f32()));
+            }
+            Self::Plain(_) => return None,
+            Self::Ggml(row) => {
+                let (decode, begin) = (row.decode?, values.len());
+                values.resize(begin + bytes.len() / row.bytes * row.block, 0.0);
+                decode(bytes, &mut values[begin..]);
+            }
+        }
+        Some(())
     }
 
     /// Bytes of a tensor of this shape, if they are a whole number that a machine can address.

@@ -34,6 +34,18 @@ pub enum CheckpointError {
         /// What would have been one.
         expected: &'static str,
     },
+    /// The path holds weights as pickles of PyTorch.
+    #[error(
+        "{}: a pickle of PyTorch, which can run code when it is loaded; convert it to \
+         safetensors: {}",
+        .path.display(), converts(.all)
+    )]
+    Pickle {
+        /// The file, or the first one of a folder.
+        path: PathBuf,
+        /// The files of the model: a path, or a pattern of paths.
+        all: PathBuf,
+    },
     /// The header of a file is not of its format.
     #[error("{}: header: expected {expected}, found {found}", .path.display())]
     Header {
@@ -359,6 +371,18 @@ fn folder_of(path: &Path) -> &'static str {
     }
 }
 
+/// The command that writes pickles as safetensors files beside them: only tensors are loaded, and
+/// those that share memory get some of their own.
+fn converts(files: &Path) -> String {
+    format!(
+        "python3 -c \"import glob, sys, torch; from safetensors.torch import save_file; \
+         [save_file({{k: v.contiguous().clone() for k, v in s.get('state_dict', s).items()}}, \
+         f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1]) \
+         for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" \"{}\"",
+        files.display()
+    )
+}
+
 /// Why an expression is none, in a line: the lines before the last repeat it.
 fn reason(error: &regex::Error) -> String {
     let text = error.to_string();
@@ -371,6 +395,8 @@ impl CheckpointError {
     pub const FP4_TO_DECODE: &str = "FP4 weights; decode them";
     /// The same of FP8.
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
+    /// The same of ggml's records other than FP4.
+    pub const GGML_TO_DECODE: &str = "records of ggml; decode them";
     /// What a dialect without tensor scales [cannot hold](Self::CannotHold), unless a user allows
     /// that values change.
     pub const NOT_FOLDED_EXACTLY: &str =

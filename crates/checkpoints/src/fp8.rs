@@ -9,15 +9,13 @@
 //!
 //! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too).
 
-use std::borrow::Cow;
-
-use half::{bf16, f16};
+use half::f16;
 
 use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES};
 
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
-use crate::tensor::Tensor;
+use crate::tensor::{TO_DECODE_TO, Tensor, append};
 
 /// Numbers that share a scale of MXFP8 (OCP MX 1.0).
 const MX_BLOCK: usize = 32;
@@ -120,10 +118,10 @@ impl<'a> Fp8Weight<'a> {
         // One number for all of them is that of each.
         let shared = self.granularity == Granularity::Tensor && self.scales.len() == 1;
         Fp8Weight {
-            values: part(&self.values, stack, index, count),
+            values: self.values.part(stack, index),
             scales: match shared {
                 true => self.scales.clone(),
-                false => part(&self.scales, stack, index, count),
+                false => self.scales.part(stack, index),
             },
             granularity: self.granularity,
         }
@@ -169,27 +167,10 @@ impl<'a> Fp8Weight<'a> {
     /// # Errors
     /// A `dtype` that is not F32 or BF16.
     pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'a>, CheckpointError> {
-        let values = self.to_f32()?;
-        let bytes: Vec<u8> = match dtype {
-            Dtype::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-            Dtype::BF16 => {
-                values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
-            }
-            _ => return Err(self.values.wrong_dtype("F32 or BF16 to decode to")),
-        };
+        let mut bytes = Vec::new();
+        let known = append(&self.to_f32()?, dtype, &mut bytes);
+        known.ok_or_else(|| self.values.wrong_dtype(TO_DECODE_TO))?;
         let (name, shape) = (self.values.name.clone(), self.values.shape.clone());
         Tensor::new(name, dtype, shape, bytes)
-    }
-}
-
-/// The part of a tensor that belongs to one of the matrices, which its first axes count.
-fn part<'t>(tensor: &'t Tensor<'_>, axes: usize, index: usize, count: usize) -> Tensor<'t> {
-    let length = tensor.bytes.len() / count;
-    Tensor {
-        name: Cow::Borrowed(&tensor.name),
-        file: tensor.file,
-        dtype: tensor.dtype,
-        shape: Cow::Borrowed(&tensor.shape[axes..]),
-        bytes: Cow::Borrowed(&tensor.bytes[index * length..(index + 1) * length]),
     }
 }

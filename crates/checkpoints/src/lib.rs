@@ -28,6 +28,10 @@
 //! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
 //! floats of.
 //!
+//! GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS are read as floats,
+//! [bit for bit](Tensor::to_f32) as Python's gguf does. Only GGUF holds them as they are;
+//! [`WriteOptions::decode_ggml`] makes floats of them for the others.
+//!
 //! ```no_run
 //! # fn main() -> Result<(), burn_fp4_checkpoints::CheckpointError> {
 //! use burn_fp4_checkpoints::{Checkpoint, WriteOptions};
@@ -43,7 +47,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `container/` | [`Container`]: safetensors files and folders, GGUF; headers checked first |
-//! | `tensor.rs` | [`Tensor`], a view; `dtype.rs`: what its numbers are |
+//! | `tensor.rs` | [`Tensor`], a view; `dtype.rs`: what its numbers are; `ggml.rs`: ggml's as f32 |
 //! | `weight.rs` | [`Weight`], [`Model`]: what tensors are put together to |
 //! | `fp4.rs` | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: in which order bytes lie |
 //! | `stacked.rs` | [`Fp4Weight::split`] and [`Fp4Weight::join`]: experts one by one and stacked |
@@ -71,6 +75,7 @@ mod error;
 mod facts;
 mod fp4;
 mod fp8;
+mod ggml;
 mod json;
 mod patterns;
 mod reader;

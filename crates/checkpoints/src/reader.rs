@@ -12,7 +12,7 @@ use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::TensorScale;
 use crate::fp8::Fp8Weight;
 use crate::system;
-use crate::tensor::Tensor;
+use crate::tensor::{PIECE, Tensor};
 use crate::weight::{Model, Value, Weight};
 
 /// Reads the tensors of a container. All readers of one share its open files.
@@ -39,6 +39,10 @@ pub struct Reader<'c> {
 }
 
 impl<'c> Reader<'c> {
+    /// Most bytes of a file that [`values`](Self::values) has in memory at a time, of a weight that
+    /// is not quantized to FP8 or FP4.
+    pub const PIECE: usize = PIECE;
+
     /// A reader of a container's files, none of which it opens yet.
     pub fn new(container: &'c Container) -> Self {
         Self { container }
@@ -157,6 +161,24 @@ impl<'c> Reader<'c> {
             input_scale: self.scale(name, weight.input_scale.as_ref())?,
             pre_quant_scale: smoothing.map(|tensor| self.tensor(tensor)).transpose()?,
         })
+    }
+
+    /// Reads the values of a weight, as [`Weight::values`] gives them. One that is not quantized is
+    /// read by pieces of at most [`PIECE`](Self::PIECE) bytes.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read) and [`Weight::values`].
+    pub fn values(&self, weight: &Weight<'c>) -> Result<Vec<f32>, CheckpointError> {
+        let Value::Plain(tensor) = &weight.value else {
+            return Ok(self.weight(weight)?.values()?.1);
+        };
+        let mut values = Vec::with_capacity(tensor.len());
+        for piece in tensor.pieces() {
+            let bytes = self.bytes(&tensor.name, piece)?;
+            let read = tensor.dtype.decode(&bytes, &mut values);
+            read.ok_or_else(|| tensor.not_floats())?;
+        }
+        Ok(values)
     }
 
     fn tensor(&self, tensor: &Tensor<'c>) -> Result<Tensor<'c>, CheckpointError> {

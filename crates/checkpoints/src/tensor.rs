@@ -4,8 +4,16 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
+use half::bf16;
+
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
+
+/// Most bytes of a tensor that are decoded at a time.
+pub(crate) const PIECE: usize = 1 << 20;
+
+/// Dtypes that values are decoded to.
+pub(crate) const TO_DECODE_TO: &str = "F32 or BF16 to decode to";
 
 /// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
 ///
@@ -45,15 +53,20 @@ impl<'a> Tensor<'a> {
         let (name, shape, bytes) = (name.into(), shape.into(), bytes.into());
         let (dtype, file) = (DataType::Plain(dtype), Path::new(""));
         let tensor = Self { name, file, dtype, shape, bytes };
-        match dtype.bytes(&tensor.shape) {
-            Some(expected) if expected == tensor.bytes.len() => Ok(tensor),
+        tensor.check_bytes().map(|()| tensor)
+    }
+
+    /// Checks that the bytes are as many as the shape takes.
+    fn check_bytes(&self) -> Result<(), CheckpointError> {
+        match self.dtype.bytes(&self.shape) {
+            Some(expected) if expected == self.bytes.len() => Ok(()),
             Some(expected) => {
-                let (expected, found) = (expected as u64, tensor.bytes.len() as u64);
-                Err(tensor.error(TensorProblem::Bytes { expected, found }))
+                let (expected, found) = (expected as u64, self.bytes.len() as u64);
+                Err(self.error(TensorProblem::Bytes { expected, found }))
             }
             None => {
-                let found = tensor.shape.iter().map(|&axis| axis as u64).collect();
-                Err(tensor.error(TensorProblem::Size { found }))
+                let found = self.shape.iter().map(|&axis| axis as u64).collect();
+                Err(self.error(TensorProblem::Size { found }))
             }
         }
     }
@@ -81,25 +94,57 @@ impl<'a> Tensor<'a> {
         self.len() == 0
     }
 
-    /// Its numbers, if they are f32, f16 or bf16.
+    /// Reads its numbers as f32, if they are [floats](DataType::is_float). Records of ggml have the
+    /// bits of `gguf.quants.dequantize`.
     ///
     /// # Errors
-    /// [`TensorProblem::Dtype`] if they are others.
+    /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::Bytes`] or
+    /// [`TensorProblem::Size`] if the bytes are not as many as the shape takes.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
-        use half::{bf16, f16};
-        let pairs = || self.bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-        match self.dtype {
-            DataType::Plain(Dtype::F32) => {
-                let numbers = self.bytes.chunks_exact(4);
-                Ok(numbers.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
-            }
-            DataType::Plain(Dtype::F16) => {
-                Ok(pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect())
-            }
-            DataType::Plain(Dtype::BF16) => {
-                Ok(pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect())
-            }
-            _ => Err(self.wrong_dtype("F32, F16 or BF16")),
+        self.check_bytes()?;
+        let mut values = Vec::new();
+        let decoded = self.dtype.decode(&self.bytes, &mut values);
+        decoded.map(|()| values).ok_or_else(|| self.not_floats())
+    }
+
+    /// Decodes its numbers to a tensor of `dtype`. Only a piece of them is in f32 at a time.
+    ///
+    /// # Errors
+    /// As [`to_f32`](Self::to_f32), and a `dtype` that is not F32 or BF16.
+    pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
+        self.check_bytes()?;
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        for piece in self.pieces() {
+            values.clear();
+            let read = self.dtype.decode(piece, &mut values);
+            read.ok_or_else(|| self.not_floats())?;
+            append(&values, dtype, &mut bytes).ok_or_else(|| self.wrong_dtype(TO_DECODE_TO))?;
+        }
+        Tensor::new(self.name.to_string(), dtype, self.shape.to_vec(), bytes)
+    }
+
+    /// Splits its bytes into runs of whole numbers or records, of [`PIECE`] bytes at most.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = &[u8]> {
+        let step = self.dtype.step();
+        self.bytes.chunks(PIECE / step * step)
+    }
+
+    /// Borrows what the first `axes` axes count: one of stacked matrices, one row. No data is
+    /// copied.
+    ///
+    /// # Panics
+    /// If there are fewer axes, or `index` is not below their product.
+    pub fn part(&self, axes: usize, index: usize) -> Tensor<'_> {
+        let (stack, shape) = self.shape.split_at(axes);
+        let count: usize = stack.iter().product();
+        assert!(index < count, "part {index} of {count}");
+        let length = self.bytes.len() / count;
+        Tensor {
+            name: Cow::Borrowed(&self.name),
+            file: self.file,
+            dtype: self.dtype,
+            shape: shape.into(),
+            bytes: self.bytes[index * length..][..length].into(),
         }
     }
 
@@ -111,10 +156,32 @@ impl<'a> Tensor<'a> {
         self.error(TensorProblem::Dtype { expected, found: self.dtype.to_string() })
     }
 
+    pub(crate) fn not_floats(&self) -> CheckpointError {
+        self.wrong_dtype("F32, F16, BF16, or a type of ggml that is decoded")
+    }
+
     pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> CheckpointError {
         let (expected, found) = (expected.into(), self.shape.to_vec());
         self.error(TensorProblem::Shape { expected, found })
     }
+}
+
+/// Appends values in F32 or BF16, little-endian. None: the dtype is another.
+pub(crate) fn append(values: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) -> Option<()> {
+    match dtype {
+        Dtype::F32 => put(values, bytes, f32::to_le_bytes),
+        Dtype::BF16 => put(values, bytes, |value| bf16::from_f32(value).to_le_bytes()),
+        _ => return None,
+    }
+    Some(())
+}
+
+/// Appends numbers of `N` bytes: into their places, which is faster than one by one.
+fn put<const N: usize>(values: &[f32], bytes: &mut Vec<u8>, number: impl Fn(f32) -> [u8; N]) {
+    let begin = bytes.len();
+    bytes.resize(begin + N * values.len(), 0);
+    let places = bytes[begin..].as_chunks_mut::<N>().0;
+    places.iter_mut().zip(values).for_each(|(place, &value)| *place = number(value));
 }
 
 /// A tensor that a dialect writes.

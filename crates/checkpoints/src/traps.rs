@@ -62,7 +62,8 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
         }
     }
     together(model, facts, &mut traps);
-    let claimed = !model.quantization.dialect.is_empty() && model.quantization.dialect != "plain";
+    // GGUF is known by its format, which says nothing of FP4.
+    let claimed = !["", "plain", "gguf"].contains(&model.quantization.dialect);
     if claimed && !model.weights.iter().any(Weight::is_quantized) {
         let dialect = model.quantization.dialect;
         let what = format!("it says that it is quantized ({dialect}), but no weight is");

@@ -42,7 +42,7 @@ pub struct Weight<'a> {
 /// The numbers of a weight.
 #[derive(Debug, Clone)]
 pub enum Value<'a> {
-    /// Stored as they are: floats, integers, or records of ggml that are no FP4.
+    /// Stored as they are: floats, integers, or records of ggml other than FP4.
     Plain(Tensor<'a>),
     /// FP8 with its scales.
     Fp8(Fp8Weight<'a>),
@@ -135,7 +135,8 @@ impl Weight<'_> {
         value + stated(&self.input_scale) + smoothing
     }
 
-    /// Its values in f32, in the axes of the model's parameter, if they are floats or FP8 or FP4.
+    /// Its values in f32, in the axes of the model's parameter, if they are
+    /// [floats](crate::DataType::is_float), FP8 or FP4.
     ///
     /// # Errors
     /// [`TensorProblem::Dtype`](crate::TensorProblem::Dtype) if they are others.

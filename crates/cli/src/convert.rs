@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    CheckpointError, Dtype, Model, Output, Reader, Start, Value, WriteOptions, WriteReport,
+    CheckpointError, Dtype, Model, Output, Planned, Reader, Start, WriteOptions, WriteReport,
     unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
@@ -39,6 +39,9 @@ pub(crate) struct Arguments {
     /// Decode FP8 weights to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_fp8: Option<Dtype>,
+    /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
+    #[arg(long, value_name = "DTYPE", value_parser = float)]
+    decode_ggml: Option<Dtype>,
     /// Allow a tensor scale to be folded into block scales where that changes values, for dialects
     /// without one.
     #[arg(long)]
@@ -62,6 +65,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         cast: arguments.format,
         decode_fp8: arguments.decode_fp8,
         decode_fp4: arguments.decode_fp4,
+        decode_ggml: arguments.decode_ggml,
         inexact: arguments.inexact,
         ..WriteOptions::default()
     };
@@ -70,7 +74,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let planned = model.plan_reading(dialect, &options, &reader).map_err(CliError::from);
     let planned = planned.map_err(CliError::meanwhile)?;
     let mut output = planned.create(&out, "convert", Start::Anew)?;
-    let written = write(&mut output, &model, &reader);
+    let written = write(&planned, &mut output, &model, &reader);
     let finished = written.and_then(|()| Ok(output.finish()?));
     warn(finished.map_err(CliError::meanwhile)?);
     print(&summary(&planned.report(), &out.display().to_string()))?;
@@ -81,6 +85,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
 /// Writes the weights as they are: their tensors, or what another dialect makes of their codes and
 /// scales.
 fn write<'m>(
+    planned: &Planned<'_>,
     output: &mut Output<'_>,
     model: &Model<'m>,
     reader: &Reader<'m>,
@@ -88,9 +93,9 @@ fn write<'m>(
     let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
-        match weight.value {
-            Value::Plain(_) => output.copy(at, reader)?,
-            Value::Fp8(_) | Value::Fp4(_) => output.write(at, &reader.weight(weight)?)?,
+        match planned.copies(at) {
+            true => output.copy(at, reader)?,
+            false => output.write(at, &reader.weight(weight)?)?,
         }
         bar.inc(weight.bytes() as u64);
     }

@@ -93,14 +93,6 @@ pub(crate) enum CliError {
         /// What is wrong.
         source: std::io::Error,
     },
-    /// A file is not safetensors.
-    #[error("{path}: not a safetensors file: {source}", path = .path.display())]
-    Container {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: safetensors::SafeTensorError,
-    },
     /// There is no weight to evaluate.
     #[error("{path}: no tensor is named `<name>.weight`; found {found}", path = .path.display())]
     NoWeights {
@@ -126,14 +118,6 @@ pub(crate) enum CliError {
         expected: String,
         /// What it is.
         found: Vec<usize>,
-    },
-    /// A tensor has the wrong dtype.
-    #[error("tensor `{name}`: expected f32, f16 or bf16, found {found}")]
-    Dtype {
-        /// Its name.
-        name: String,
-        /// What it is.
-        found: safetensors::Dtype,
     },
     /// A tensor cannot be used.
     #[error("tensor `{name}`: {source}")]
@@ -198,6 +182,7 @@ fn remedy(error: &CheckpointError) -> &'static str {
         CheckpointError::CannotHold { what, .. } => match *what {
             CheckpointError::FP4_TO_DECODE => ": `fp4 convert --decode-fp4 bf16`",
             CheckpointError::FP8_TO_DECODE => ": `fp4 convert --decode-fp8 bf16`",
+            CheckpointError::GGML_TO_DECODE => ": `fp4 convert --decode-ggml bf16`",
             CheckpointError::NOT_FOLDED_EXACTLY => ": `fp4 convert --inexact`",
             _ => "",
         },

@@ -200,7 +200,7 @@ fn what_is_wrong_with_a_file_is_named() {
     let narrow = with(floats("up.calibration", [96, 32], 4));
     refuses("narrow", &narrow, &[], &["up.calibration", "[any, 64]", "[96, 32]"]);
     let integers = tensor("up.weight", Dtype::I32, &[24, 64], vec![0; 24 * 64 * 4]);
-    refuses("integers", &with(integers), &[], &["up.weight", "I32", "bf16"]);
+    refuses("integers", &with(integers), &[], &["up.weight", "I32", "BF16"]);
     let flat = tensor("up.weight", Dtype::F32, &[24 * 64], vec![0; 24 * 64 * 4]);
     refuses("flat", &with(flat), &[], &["up.weight", "[rows, columns]", "[1536]"]);
     let mut nan = floats("up.calibration", [96, 64], 5);

@@ -27,6 +27,11 @@ use crate::tensor::Tensor;
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 
+/// How names of PyTorch's pickles end. To load one can run code: none is read.
+const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
+/// Pickles beside a model that hold none of its weights: what a trainer leaves.
+const TRAINER: [&str; 5] = ["training_args", "optimizer", "scheduler", "scaler", "rng_state"];
+
 /// What a file says about itself.
 #[derive(Debug)]
 pub enum Metadata {
@@ -82,7 +87,8 @@ impl Container {
     ///
     /// # Errors
     /// What cannot be read, and the first thing wrong in a header: lengths, dtypes, offsets that
-    /// overlap or leave the file, an index that does not fit the shards.
+    /// overlap or leave the file, an index that does not fit the shards. PyTorch's pickles are
+    /// [`CheckpointError::Pickle`], with the command that converts them.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let path = path.as_ref();
         let metadata = std::fs::metadata(path).map_err(CheckpointError::io(path))?;
@@ -99,6 +105,10 @@ impl Container {
                 let metadata = Metadata::Gguf(metadata);
                 container.files.push(File { path: path.to_owned(), map, metadata });
                 entries
+            }
+            Some(end) if PICKLES.contains(&end) => {
+                let (path, all) = (path.to_owned(), path.to_owned());
+                return Err(CheckpointError::Pickle { path, all });
             }
             _ => {
                 let expected = "a folder, or a file that ends in .safetensors or .gguf";
@@ -218,11 +228,12 @@ impl Container {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name)
                 || self.files.iter().any(|file| file.path == path);
-            let weights = [".safetensors", ".gguf", ".bin", ".pt", ".pth"];
+            let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
+            let weights = PICKLES.contains(&end) || ["safetensors", "gguf"].contains(&end);
             if ours {
                 continue;
             }
-            match path.is_file() && !weights.iter().any(|end| name.ends_with(end)) {
+            match path.is_file() && !weights {
                 true => self.sidecars.push(path),
                 false => self.left_out.push(path),
             }
@@ -368,19 +379,47 @@ fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     if model.is_file() {
         return Ok(vec![model]);
     }
-    let mut found = Vec::new();
+    let (mut found, mut pickles) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(root).map_err(CheckpointError::io(root))? {
         let path = entry.map_err(CheckpointError::io(root))?.path();
-        if path.extension().is_some_and(|extension| extension == "safetensors") {
-            found.push(path);
+        match path.extension().and_then(|end| end.to_str()) {
+            Some("safetensors") => found.push(path),
+            Some(end) if PICKLES.contains(&end) => pickles.push(path),
+            Some(_) | None => {}
         }
     }
     if found.is_empty() {
+        if let Some(error) = pickled(pickles) {
+            return Err(error);
+        }
         let expected = "model.safetensors.index.json, or safetensors files";
         return Err(CheckpointError::NotACheckpoint { path: root.to_owned(), expected });
     }
     found.sort();
     Ok(found)
+}
+
+/// The error about the pickles of a folder, if they hold weights.
+fn pickled(mut pickles: Vec<PathBuf>) -> Option<CheckpointError> {
+    let stem = |path: &Path| Some(path.file_stem()?.to_str()?.to_owned());
+    let holds_weights = |path: &PathBuf| {
+        stem(path).is_some_and(|stem| !TRAINER.iter().any(|other| stem.starts_with(other)))
+    };
+    pickles.retain(holds_weights);
+    pickles.sort();
+    let path = pickles.first()?.clone();
+    let (first, end) = (stem(&path)?, path.extension()?.to_str()?.to_owned());
+    // Those that begin and end alike are the shards of one model.
+    let shards = pickles.iter().filter(|other| other.extension() == path.extension());
+    let stems: Vec<String> = shards.filter_map(|other| stem(other)).collect();
+    let common = |length: &usize| stems.iter().all(|stem| stem.starts_with(&first[..*length]));
+    let lengths = first.char_indices().map(|(at, _)| at);
+    let length = lengths.filter(common).max().unwrap_or(0);
+    let all = match &stems[..] {
+        [_] => path.clone(),
+        _ => path.with_file_name(format!("{}*.{end}", &first[..length])),
+    };
+    Some(CheckpointError::Pickle { path, all })
 }
 
 /// An error of the file system about a shard, as one of the first tensor that it should have.

@@ -94,12 +94,26 @@ fn read_weight<'a>(
 /// `GGML_QNT_VERSION`.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// `LlamaFileType` of gguf-py: `MOSTLY_NVFP4`, `MOSTLY_MXFP4_MOE`.
-fn file_type(format: Fp4Format) -> u32 {
-    match format {
-        Fp4Format::NvFp4 => 39,
-        Fp4Format::MxFp4 => 38,
-    }
+/// `LlamaFileType` of gguf-py, by the matrices with the fewest bits: `MOSTLY_NVFP4`,
+/// `MOSTLY_MXFP4_MOE`, `MOSTLY_BF16`, `MOSTLY_F16` or `ALL_F32`. None: other records are among
+/// them, whose mixtures have numbers too.
+fn file_type(model: &Model<'_>) -> Option<u32> {
+    /// Larger than all numbers of floats, and smaller than those of FP4.
+    const RECORDS: u32 = 37;
+    let number = |weight: &Weight<'_>| match &weight.value {
+        Value::Fp4(fp4) if fp4.format == Fp4Format::NvFp4 => Some(39),
+        Value::Fp4(_) => Some(38),
+        Value::Plain(tensor) => match tensor.plain() {
+            None => Some(RECORDS),
+            Some(Dtype::BF16) => Some(32),
+            Some(Dtype::F16) => Some(1),
+            Some(Dtype::F32) => Some(0),
+            Some(_) => None,
+        },
+        Value::Fp8(_) => None,
+    };
+    let matrices = model.weights.iter().filter(|weight| weight.shape().len() >= 2);
+    matrices.filter_map(number).max().filter(|&number| number != RECORDS)
 }
 
 fn record(format: Fp4Format) -> &'static GgmlRow {
@@ -176,12 +190,10 @@ impl Write for Gguf {
         let kind = model.config.as_ref().and_then(|config| config.get("model_type"));
         let kind = kind.and_then(Json::as_str).unwrap_or("unknown");
         let mut pairs = model.gguf.clone().unwrap_or_else(|| Pairs::new(kind));
-        let formats = model.weights.iter().filter_map(|weight| match &weight.value {
-            Value::Fp4(fp4) => Some(file_type(fp4.format)),
-            Value::Plain(_) | Value::Fp8(_) => None,
-        });
         // A file that is copied says it as it did.
-        if let Some(number) = formats.max().filter(|_| model.quantization.dialect != self.name()) {
+        if model.quantization.dialect != self.name()
+            && let Some(number) = file_type(model)
+        {
             pairs.set_u32("general.file_type", number);
             pairs.set_u32("general.quantization_version", QUANTIZATION_VERSION);
         }

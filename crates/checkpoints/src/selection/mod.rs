@@ -16,7 +16,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use burn_fp4_formats::Fp4Format;
 
 use crate::dialect::{self, Stated, Write};
-use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::Fp4Weight;
 use crate::json::Json;
@@ -442,7 +441,7 @@ fn exceptions_of(
 fn unfit(weight: &Weight<'_>) -> Option<Reason> {
     match &weight.value {
         Value::Fp4(fp4) => return Some(Reason::Already(fp4.format.to_string())),
-        Value::Plain(tensor) if !tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16]) => {
+        Value::Plain(tensor) if !tensor.dtype.is_float() => {
             return Some(Reason::Dtype(tensor.dtype.to_string()));
         }
         Value::Plain(_) | Value::Fp8(_) => {}
@@ -528,6 +527,7 @@ fn groups(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::Dtype;
     use crate::tensor::Tensor;
 
     fn choice(dialect: &str) -> Choice {

@@ -1,4 +1,4 @@
-//! What a caller chooses: how tensors are spread over files, and what is cast or decoded.
+//! Options of a write: how tensors are spread over files, and what is cast or decoded.
 
 use burn_fp4_formats::Fp4Format;
 
@@ -27,13 +27,21 @@ pub struct WriteOptions {
     pub decode_fp8: Option<Dtype>,
     /// FP4 is decoded to this dtype (F32 or BF16).
     pub decode_fp4: Option<Dtype>,
+    /// Records of ggml other than FP4, such as Q4_K, are decoded to this dtype (F32 or BF16).
+    pub decode_ggml: Option<Dtype>,
     /// Whether a tensor scale may be folded into the block scales where that changes values.
     pub inexact: bool,
 }
 
 impl Default for WriteOptions {
     fn default() -> Self {
-        let (cast, decode_fp8, decode_fp4, inexact) = (None, None, None, false);
-        Self { shards: Shards::AsRead, cast, decode_fp8, decode_fp4, inexact }
+        Self {
+            shards: Shards::AsRead,
+            cast: None,
+            decode_fp8: None,
+            decode_fp4: None,
+            decode_ggml: None,
+            inexact: false,
+        }
     }
 }

@@ -61,8 +61,8 @@ impl PlannedFiles {
         let mut specs = Vec::with_capacity(model.weights.len());
         let mut skeletons = Vec::with_capacity(model.weights.len());
         let options = target.options;
-        let changed = [options.decode_fp4, options.decode_fp8].iter().any(Option::is_some)
-            || options.cast.is_some();
+        let decoded = [options.decode_fp4, options.decode_fp8, options.decode_ggml];
+        let changed = decoded.iter().any(Option::is_some) || options.cast.is_some();
         // Where not, the configs are the source's own.
         let other = changed || model.quantization.dialect != target.dialect.name();
         let dynamic = other && has_dynamic_inputs(model);
@@ -172,7 +172,10 @@ impl PlannedFiles {
             for spec in weights.iter().flat_map(|&at| &specs[at]) {
                 let DataType::Plain(dtype) = spec.dtype else {
                     let (dialect, weight) = (target.dialect.name(), spec.name.clone());
-                    let what = "records of ggml";
+                    let what = match spec.dtype.is_float() {
+                        true => CheckpointError::GGML_TO_DECODE,
+                        false => "records of ggml",
+                    };
                     return Err(CheckpointError::CannotHold { dialect, weight, what });
                 };
                 tensors.push((spec.name.as_str(), dtype, spec.shape.as_slice(), spec.bytes));

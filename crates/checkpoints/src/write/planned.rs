@@ -65,18 +65,29 @@ impl Planned<'_> {
         (0..self.model.weights.len()).map(|at| self.plan.bytes(at)).collect()
     }
 
+    /// Returns true if a weight of the model is written as it is, by [pieces](Self::pieces): it is
+    /// not quantized to FP8 or FP4, and not decoded.
+    pub fn copies(&self, at: usize) -> bool {
+        self.target.copies(&self.model.weights[at])
+    }
+
     /// The pieces of a weight of the model that is written as it is, one at least.
     ///
     /// # Errors
-    /// [`CheckpointError::CannotHold`] for a weight whose tensors have to be made: a quantized one.
+    /// [`CheckpointError::CannotHold`] for a weight that is not [copied](Self::copies).
     pub fn pieces(&self, at: usize) -> Result<Vec<Piece<'_>>, CheckpointError> {
         let (file, places) = self.plan.places(at);
+        let made = |tensor: &str| {
+            let what = "a copy of what has to be made";
+            CheckpointError::cannot_hold(self.target.dialect.name(), tensor, what)
+        };
+        if !self.copies(at) {
+            return Err(made(&self.model.weights[at].name));
+        }
         let mut pieces = Vec::new();
         for (tensor, (begin, expected)) in self.tensors(at)?.into_iter().zip(places) {
             let Data::Bytes(std::borrow::Cow::Borrowed(bytes)) = tensor.data else {
-                let what = "a copy of what has to be made";
-                let dialect = self.target.dialect.name();
-                return Err(CheckpointError::cannot_hold(dialect, &tensor.name, what));
+                return Err(made(&tensor.name));
             };
             self.plan.check_length(file, &tensor.name, *expected, bytes.len())?;
             // Also of no bytes: so that it is noted.

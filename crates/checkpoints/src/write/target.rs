@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use burn_fp4_formats::{Fp4Format, bf16};
+use burn_fp4_formats::Fp4Format;
 
 use super::options::WriteOptions;
 use super::report::WriteReport;
@@ -13,11 +13,13 @@ use crate::dialect::{Dialect, Stated, Write};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, append};
 use crate::weight::{Value, Weight};
 
 /// What an error of decoding names in place of a dialect.
 const DECODING: &str = "decoding";
+/// Dtypes that values are not decoded to.
+const OTHER_DTYPES: &str = "dtypes other than F32 and BF16";
 
 /// What is written: the dialect, and what is done on the way.
 pub(super) struct Target {
@@ -44,6 +46,21 @@ impl Target {
         self.options.cast.filter(other)
     }
 
+    /// The dtype that a weight is decoded to, if it is.
+    fn decoded_to(&self, weight: &Weight<'_>) -> Option<Dtype> {
+        match &weight.value {
+            Value::Plain(tensor) if tensor.plain().is_none() => self.options.decode_ggml,
+            Value::Plain(_) => None,
+            Value::Fp8(_) => self.options.decode_fp8,
+            Value::Fp4(_) => self.options.decode_fp4,
+        }
+    }
+
+    /// Returns true if a weight is written as it is: nothing is made of its bytes.
+    pub(super) fn copies(&self, weight: &Weight<'_>) -> bool {
+        !weight.is_quantized() && self.decoded_to(weight).is_none()
+    }
+
     /// The weight as the dialect gets it, but without the values that are decoded: what a plan
     /// needs.
     pub(super) fn outline<'w>(
@@ -51,13 +68,12 @@ impl Target {
         weight: &'w Weight<'_>,
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
-        let (shape, dtype) = match (&weight.value, self.options.decode_fp8, self.options.decode_fp4)
-        {
-            (Value::Fp8(fp8), Some(dtype), _) => (fp8.values.shape.to_vec(), dtype),
-            (Value::Fp4(fp4), _, Some(dtype)) => (fp4.parameter_shape(), dtype),
-            (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {
-                return self.prepare(weight, report);
-            }
+        let Some(dtype) = self.decoded_to(weight) else { return self.prepare(weight, report) };
+        let shape = match &weight.value {
+            Value::Plain(tensor) if !tensor.dtype.is_float() => return Err(tensor.not_floats()),
+            Value::Plain(tensor) => tensor.shape.to_vec(),
+            Value::Fp8(fp8) => fp8.values.shape.to_vec(),
+            Value::Fp4(fp4) => fp4.parameter_shape(),
         };
         check_float(&weight.name, dtype)?;
         report.decoded += 1;
@@ -74,18 +90,15 @@ impl Target {
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
         let mut prepared: Cow<'w, Weight<'w>> = Cow::Borrowed(weight);
-        match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
-            (Value::Fp8(fp8), Some(dtype), _) => {
-                check_float(&weight.name, dtype)?;
-                report.decoded += 1;
-                return Ok(Cow::Owned(decoded(weight, fp8.decode(dtype)?)?));
-            }
-            (Value::Fp4(fp4), _, Some(dtype)) => {
-                check_float(&weight.name, dtype)?;
-                report.decoded += 1;
-                return Ok(Cow::Owned(decoded(weight, decode_fp4(&weight.name, fp4, dtype)?)?));
-            }
-            (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {}
+        if let Some(dtype) = self.decoded_to(weight) {
+            check_float(&weight.name, dtype)?;
+            report.decoded += 1;
+            let tensor = match &weight.value {
+                Value::Plain(tensor) => tensor.decode(dtype)?,
+                Value::Fp8(fp8) => fp8.decode(dtype)?,
+                Value::Fp4(fp4) => decode_fp4(&weight.name, fp4, dtype)?,
+            };
+            return Ok(Cow::Owned(decoded(weight, tensor)?));
         }
         if let Value::Fp4(fp4) = &weight.value
             && let Some(format) = self.cast_of(fp4)
@@ -162,10 +175,7 @@ fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Result<Weight<'w>, Ch
 fn check_float(weight: &str, dtype: Dtype) -> Result<(), CheckpointError> {
     match dtype {
         Dtype::F32 | Dtype::BF16 => Ok(()),
-        _ => {
-            let what = "dtypes other than F32 and BF16";
-            Err(CheckpointError::cannot_hold(DECODING, weight, what))
-        }
+        _ => Err(CheckpointError::cannot_hold(DECODING, weight, OTHER_DTYPES)),
     }
 }
 
@@ -176,11 +186,8 @@ fn decode_fp4(
     dtype: Dtype,
 ) -> Result<Tensor<'static>, CheckpointError> {
     let (shape, values) = fp4.parameter();
-    let bytes: Vec<u8> = match dtype {
-        Dtype::BF16 => {
-            values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
-        }
-        _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-    };
+    let mut bytes = Vec::new();
+    let known = append(&values, dtype, &mut bytes);
+    known.ok_or_else(|| CheckpointError::cannot_hold(DECODING, name, OTHER_DTYPES))?;
     Tensor::new(name.to_owned(), dtype, shape, bytes)
 }

@@ -89,7 +89,7 @@ fn list(checkpoint: &Checkpoint) -> Result<Model<'_>, CheckpointError> {
 
 fn decode(weight: &Weight<'_>) -> Result<(), CheckpointError> {
     match &weight.value {
-        Value::Plain(_) => {}
+        Value::Plain(tensor) => assert_eq!(tensor.to_f32().is_ok(), tensor.dtype.is_float()),
         Value::Fp8(fp8) => assert_eq!(fp8.to_f32()?.len(), fp8.values.len()),
         Value::Fp4(fp4) => {
             let count: usize = fp4.shape.iter().product();
@@ -119,9 +119,10 @@ fn write(model: &Model<'_>, out: &Path, turn: usize) -> (usize, usize) {
     let plain = WriteOptions::default();
     let cast = |format| WriteOptions { cast: Some(format), inexact: true, ..plain };
     let (f32, bf16) = (Some(Dtype::F32), Some(Dtype::BF16));
-    let decoded = WriteOptions { decode_fp4: f32, decode_fp8: bf16, ..plain };
+    let decoded = WriteOptions { decode_fp4: f32, decode_fp8: bf16, decode_ggml: bf16, ..plain };
     let mut options = vec![("plain", decoded), ("mlx", cast(Fp4Format::NvFp4))];
-    options.push(("gguf", WriteOptions { decode_fp8: f32, ..cast(Fp4Format::MxFp4) }));
+    let floats = WriteOptions { decode_fp8: f32, decode_ggml: f32, ..cast(Fp4Format::MxFp4) };
+    options.push(("gguf", floats));
     let written = DIALECTS.iter().filter(|dialect| dialect.writer().is_some());
     options.extend(written.map(|dialect| (dialect.name(), plain)));
     let (mut done, mut refused) = (0, 0);

@@ -3,11 +3,13 @@
 
 mod counting;
 mod drive;
+mod ggml;
 mod headers;
 mod hostile;
 mod models;
 mod mutate;
 mod mutations;
+mod pickles;
 mod random;
 mod samples;
 mod stacked;
@@ -44,9 +46,9 @@ fn folder(name: &str) -> PathBuf {
     path
 }
 
-fn golden() -> PathBuf {
+fn golden(name: &str) -> PathBuf {
     let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-    std::env::var_os("FP4_GOLDEN").map_or_else(own, PathBuf::from).join("miles_moe")
+    std::env::var_os("FP4_GOLDEN").map_or_else(own, PathBuf::from).join(name)
 }
 
 /// Names and bytes of all files of a folder, or of a file.
@@ -87,19 +89,19 @@ fn fp4_weights(model: &Model<'_>) -> BTreeMap<String, Parts> {
 
 #[test]
 fn what_miles_wrote_is_written_again_byte_for_byte() {
-    let checkpoint = Checkpoint::open_as(golden(), "miles").expect("the golden files");
+    let checkpoint = Checkpoint::open_as(golden("miles_moe"), "miles").expect("the golden files");
     let model = checkpoint.model().expect("weights");
     let quantized = fp4_weights(&model);
     assert_eq!((model.weights.len(), quantized.len()), (63, 16));
     let folder = folder("miles_moe");
     let out = folder.join("out");
     let report = model.write(&out, "miles", &WriteOptions::default()).expect("written");
-    assert_same_files(&golden(), &out);
+    assert_same_files(&golden("miles_moe"), &out);
     assert_eq!((report.files, report.bytes), (2, 241_408));
     assert_eq!((report.inverted, report.cast.blocks), (0, 0));
 
     // It says that it is ModelOpt's, and is the same there.
-    let detected = Checkpoint::open(golden()).expect("the golden files");
+    let detected = Checkpoint::open(golden("miles_moe")).expect("the golden files");
     assert_eq!(detected.dialect(), "modelopt");
     let out = folder.join("modelopt");
     detected
@@ -107,7 +109,7 @@ fn what_miles_wrote_is_written_again_byte_for_byte() {
         .expect("weights")
         .write(&out, "modelopt", &WriteOptions::default())
         .expect("written");
-    let (ours, theirs) = (bytes_of(&out), bytes_of(&golden()));
+    let (ours, theirs) = (bytes_of(&out), bytes_of(&golden("miles_moe")));
     for name in ["model-00001.safetensors", "config.json", "hf_quant_config.json"] {
         assert!(ours[name] == theirs[name], "{name}");
     }

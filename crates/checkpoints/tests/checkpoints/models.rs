@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{
-    Dtype, Fp4Weight, Fp8Weight, Json, Model, Numbers, Pattern, Quantization, Syntax, Tensor,
-    TensorScale, Value, Weight,
+    DataType, Dtype, Fp4Weight, Fp8Weight, GgmlRow, Json, Model, Numbers, Pattern, Quantization,
+    Syntax, Tensor, TensorScale, Value, Weight,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{Fp4Format, Packed};
@@ -43,6 +43,28 @@ pub(crate) fn dense(name: &str, shape: &[usize], random: &mut Random) -> Weight<
 pub(crate) fn scalar(name: &str, value: f32) -> Weight<'static> {
     let bytes = value.to_le_bytes().to_vec();
     let tensor = Tensor::new(name.to_owned(), Dtype::F32, vec![], bytes).expect("a scalar");
+    Weight::new(name, 0, Value::Plain(tensor))
+}
+
+/// The records of ggml other than FP4.
+pub(crate) fn ggml_rows() -> impl Iterator<Item = &'static GgmlRow> {
+    let row = |id| match DataType::of_ggml(id)? {
+        DataType::Ggml(row) => Some(row),
+        DataType::Plain(_) => None,
+    };
+    (0..64).filter_map(row).filter(|row| !["MXFP4", "NVFP4"].contains(&row.name))
+}
+
+/// A weight of records, as a GGUF file has it.
+pub(crate) fn ggml(
+    name: &str,
+    row: &'static GgmlRow,
+    shape: &[usize],
+    bytes: Vec<u8>,
+) -> Weight<'static> {
+    let (dtype, file) = (DataType::Ggml(row), Path::new(""));
+    let (shape, bytes) = (shape.to_vec().into(), bytes.into());
+    let tensor = Tensor { name: name.to_owned().into(), file, dtype, shape, bytes };
     Weight::new(name, 0, Value::Plain(tensor))
 }
 

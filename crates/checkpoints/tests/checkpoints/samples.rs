@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use burn_fp4_checkpoints::{Dtype, Model, Numbers, Shards, TensorScale, Value, WriteOptions};
+use burn_fp4_checkpoints::{
+    Dtype, GgmlRow, Model, Numbers, Shards, TensorScale, Value, WriteOptions,
+};
 use burn_fp4_formats::{Fp4Format, Packed, ScaleLayout};
 
-use super::models::{dense, experts, fp4, fp8, raw_file, scalar};
+use super::models::{dense, experts, fp4, fp8, ggml, ggml_rows, raw_file, scalar};
 use super::random::Random;
 
 /// The readers: dialects, and the index of a folder of several files.
@@ -57,7 +59,7 @@ pub(crate) fn samples(reader: &str, folder: &Path) -> Vec<Sample> {
         "miles" => write(&[tiny(nv, 0.017)], reader, &whole),
         "compressed-tensors" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), mixed()], reader, &whole),
         "gpt-oss" => write(&[stack(mx)], reader, &whole),
-        "gguf" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), stack(nv)], reader, &whole),
+        "gguf" => write(&[tiny(nv, 0.017), tiny(mx, 1.0), stack(nv), records()], reader, &whole),
         "mlx" => write(&[tiny(nv, 1.0), tiny(mx, 1.0)], reader, &whole),
         "index" => write(&[tiny(nv, 0.017)], "modelopt", &small),
         _ => {
@@ -116,6 +118,17 @@ fn stack(format: Fp4Format) -> Model<'static> {
     }
     let bias = dense("l.0.experts.up_proj_bias", &[3, 2], random);
     Model { weights: vec![stack, bias], ..experts_config() }
+}
+
+/// A matrix of every record of ggml other than FP4.
+fn records() -> Model<'static> {
+    let random = &mut Random(23);
+    let weight = |row: &'static GgmlRow| {
+        let shape = [2, row.block];
+        let bytes: Vec<u8> = (0..2 * row.bytes).map(|_| random.next() as u8).collect();
+        ggml(&format!("l.0.{}.weight", row.name), row, &shape, bytes)
+    };
+    Model { weights: ggml_rows().map(weight).collect(), ..experts_config() }
 }
 
 fn experts_config() -> Model<'static> {

@@ -151,7 +151,7 @@ fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
         problem: None,
     };
     let (Ok(a), Ok(b)) = (pair[0].values(), pair[1].values()) else {
-        // Integers and records of ggml are the same or not.
+        // Integers, and records that are not decoded, are the same or not.
         let [a, b] = pair.each_ref().map(|weight| match &weight.value {
             Value::Plain(tensor) => Some((tensor.dtype, &tensor.bytes)),
             Value::Fp8(_) | Value::Fp4(_) => None,

@@ -7,6 +7,7 @@ mod tensors;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use burn_fp4_checkpoints::Container;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{ChosenBy, Gptq, Gram, Method, Metrics, SearchError, Statistics};
@@ -15,7 +16,7 @@ use crate::error::CliError;
 use crate::listed::methods;
 use crate::progress;
 use evaluation::{Evaluation, Figures, Outcome, table};
-use tensors::{Matrix, matrix, read, tensors};
+use tensors::{Matrix, matrix};
 
 /// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the
 /// layer.
@@ -27,8 +28,9 @@ use tensors::{Matrix, matrix, read, tensors};
 /// code is 0 if none failed and 2 otherwise, also where nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Weights and activations, f32, f16 or bf16.
-    #[arg(value_name = "FILE.safetensors")]
+    /// A safetensors or GGUF file of weights and activations: f32, f16 or bf16, or types of ggml
+    /// that are decoded.
+    #[arg(value_name = "FILE")]
     file: PathBuf,
     // The help lists the methods.
     #[arg(
@@ -102,8 +104,7 @@ struct Task {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let tasks = arguments.tasks()?;
-    let bytes = read(&arguments.file)?;
-    let layers = layers(arguments, &bytes)?;
+    let layers = layers(arguments)?;
 
     let bar = progress::bar(layers.len() * tasks.len());
     let mut evaluations = Vec::new();
@@ -193,9 +194,9 @@ impl Arguments {
     }
 }
 
-fn layers(arguments: &Arguments, bytes: &[u8]) -> Result<Vec<Layer>, CliError> {
-    let file = tensors(&arguments.file, bytes)?;
-    let mut names = file.names();
+fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
+    let file = Container::open(&arguments.file)?;
+    let mut names: Vec<String> = file.tensors().map(|tensor| tensor.name.into_owned()).collect();
     names.sort_unstable();
     let weights: Vec<_> = names.iter().filter_map(|name| name.strip_suffix(".weight")).collect();
     if weights.is_empty() {

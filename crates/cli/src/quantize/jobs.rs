@@ -1,7 +1,7 @@
 //! The work in parts, and the memory that each takes: known from headers alone.
 
 use burn_fp4_checkpoints::selection::{Decision, Selection};
-use burn_fp4_checkpoints::{Model, Piece, Planned};
+use burn_fp4_checkpoints::{Model, Piece, Planned, Reader};
 use burn_fp4_search::{Method, RecipeScheme};
 
 use super::group::{Group, native};
@@ -68,10 +68,14 @@ fn memory(
     let values: u64 = members().map(|weight| weight.len() as u64).sum();
     let native = native(&members());
     // The values as they are or in f32; what is decoded is there in the bytes of the file as well,
-    // one after another, and one that is not alone a second time in f32.
+    // or in a piece of them, one after another, and one that is not alone a second time in f32.
     let decoded = members().map(|weight| {
         let second = if group.len() > 1 { 4 * weight.len() as u64 } else { 0 };
-        weight.bytes() as u64 + second
+        let bytes = match weight.is_quantized() {
+            true => weight.bytes(),
+            false => weight.bytes().min(Reader::PIECE),
+        };
+        bytes as u64 + second
     });
     let held = if native { bytes } else { 4 * values };
     let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };

@@ -41,11 +41,11 @@ pub(super) fn read<'c>(
         Some(Dtype::F32) => as_they_are(weights(), len, reader).map(Floats::F32),
         _ => {
             if let [alone] = group {
-                return Ok(Floats::F32(reader.weight(&model.weights[*alone])?.values()?.1));
+                return Ok(Floats::F32(reader.values(&model.weights[*alone])?));
             }
             let mut values = Vec::with_capacity(len);
             for weight in weights() {
-                values.extend(reader.weight(weight)?.values()?.1);
+                values.extend(reader.values(weight)?);
             }
             Ok(Floats::F32(values))
         }

@@ -58,9 +58,10 @@ use statistics::StatisticsFile;
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
-/// Reads a safetensors file, a folder of a Hugging Face model or a GGUF file (f32, f16, bf16 or
-/// FP8), of any size: one weight after another passes through memory, and nothing is at OUT until
-/// all of it is. Start with --dry-run, which shows what would become of every weight.
+/// Reads a safetensors file, a folder of a Hugging Face model or a GGUF file, of any size, in f32,
+/// f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight after
+/// another passes through memory, and nothing is at OUT until all of it is. Start with --dry-run,
+/// which shows what would become of every weight.
 ///
 /// Where engines run layers as one (query, key and value; gate and up), these are kept or quantized
 /// together and share a tensor scale, if the dialect is read by such engines.

@@ -221,9 +221,16 @@ impl LoadDense<'_> {
     }
 }
 
-/// Bytes, dtype and shape of a dense weight or of one of its matrices, FP8 decoded.
+/// Bytes, dtype and shape of a dense weight or of one of its matrices; FP8 and records of ggml are
+/// decoded.
 fn values<'w>(weight: &'w Weight<'_>, matrix: Option<usize>) -> (Cow<'w, [u8]>, DType, Vec<usize>) {
     match &weight.value {
+        Value::Plain(tensor) if tensor.plain().is_none() => {
+            let part = matrix.map(|index| tensor.part(1, index));
+            let decoded = part.as_ref().unwrap_or(tensor).decode(Dtype::F32);
+            let decoded = decoded.expect("a plan has no records but those that are decoded");
+            (Cow::Owned(decoded.bytes.into_owned()), DType::F32, decoded.shape.to_vec())
+        }
         Value::Plain(tensor) => {
             // A truth value is a byte; a plan has no other dtype that Burn has not.
             let dtype = tensor.plain().and_then(bytes::of_file).unwrap_or(DType::U8);

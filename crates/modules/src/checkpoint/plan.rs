@@ -403,7 +403,9 @@ fn unfit(target: &Target, weight: &Weight<'_>) -> Option<String> {
         Kind::Float => {
             let float = target.dtype.is_some_and(|dtype| dtype.is_float());
             let fits = match &weight.value {
-                Value::Plain(_) => plain(|dtype| dtype.is_float()).is_some(),
+                Value::Plain(tensor) => {
+                    plain(|dtype| dtype.is_float()).is_some() || tensor.dtype.is_float()
+                }
                 Value::Fp8(_) => true,
                 Value::Fp4(_) => (2..=4).contains(&target.shape.len()),
             };

@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
     /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// The dialect to write, whose readers `fp4 formats` prints; without, gguf if OUT ends in .gguf.
+    /// The dialect to write; `fp4 formats` prints its readers. Without, gguf if OUT ends in .gguf.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
     /// Cast FP4 weights to this format: exactly where that is possible, counted where it is not.

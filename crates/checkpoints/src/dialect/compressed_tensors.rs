@@ -204,7 +204,8 @@ const READERS_OF_NVFP4: [ReadBy; 3] = [
     ),
     source(
         Program::SgLang,
-        "sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py",
+        "sglang/srt/layers/quantization/compressed_tensors/schemes/\
+         compressed_tensors_w4a16_nvfp4.py",
     ),
     tested(Program::Transformers),
 ];

@@ -1062,7 +1062,7 @@ fn a_cache_is_quantized_only_if_the_source_says_so() {
     source.quantization.kv_cache = Some(four.clone());
     let other = folder.join("four");
     source.write(&other, "modelopt", &WriteOptions::default()).expect("written");
-    assert_eq!(config_of(&other, "hf_quant_config.json").at(&path), None);
+    assert_eq!(config_of(&other, "hf_quant_config.json").at(&path), Some(&Json::Null));
     let config = config_of(&other, "config.json");
     assert_eq!(config.at(&["quantization_config", "kv_cache_scheme"]), Some(&four));
 }

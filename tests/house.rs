@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
+use burn_fp4::checkpoints::dialect::{self, Known, Program};
+use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, ScaleRule};
 use tests::house::arrows::{Arrow, Crate};
 use tests::house::circles::circles;
@@ -336,6 +338,83 @@ fn the_guide_has_every_rule() {
     let broken = missing
         .map(|rule| breach(PAGE, 1, format!("`{rule:?}` has no row with its format: add it")));
     assert_kept("the guide has every rule", broken.collect());
+}
+
+/// The rows of both tables of readers: a dialect and format with a cell for every program, and a
+/// program with its source.
+fn rows_of_readers() -> Vec<String> {
+    let mut rows = Vec::new();
+    for dialect in dialect::written() {
+        let (_, writer) = dialect::writer(dialect).expect("it is written");
+        if Fp4Format::ALL.into_iter().all(|format| writer.readers(format).is_empty()) {
+            // It holds floats.
+            continue;
+        }
+        for format in Fp4Format::ALL {
+            let (readers, name) = (writer.readers(format), format.row().name);
+            let cell = |program| match readers.iter().find(|reader| reader.program == program) {
+                Some(reader) if reader.known == Known::Test => "test",
+                Some(_) => "source",
+                None => "-",
+            };
+            let cells = Program::ALL.map(cell).join(" | ");
+            rows.push(format!("| `{dialect}` | {name} | {cells} |"));
+            rows.extend(readers.iter().map(|reader| {
+                let program = reader.program.row();
+                let file = match reader.known {
+                    Known::Test => "`tests/interop/readers.py`".to_owned(),
+                    Known::Source(file) => format!("`{file}`"),
+                };
+                let (who, version, inputs) = (program.name, program.version, reader.inputs);
+                format!("| `{dialect}` | {name} | {who} | {version} | {file} | {inputs} |")
+            }));
+        }
+    }
+    rows
+}
+
+#[test]
+fn the_guide_has_every_reader_and_no_other() {
+    const PAGE: &str = "crates/burn-fp4/src/guide/readers.md";
+    let text = std::fs::read_to_string(root().join(PAGE)).expect("the page");
+    let rows = rows_of_readers();
+    let missing = rows.iter().filter(|row| !text.lines().any(|line| line == **row));
+    let mut broken: Vec<_> =
+        missing.map(|row| breach(PAGE, 1, format!("a row is missing: add {row}"))).collect();
+    for (number, line) in text.lines().enumerate().filter(|(_, line)| line.starts_with("| `")) {
+        if !rows.iter().any(|row| row == line) {
+            broken.push(breach(
+                PAGE,
+                number + 1,
+                "no writer has this reader: remove it".to_owned(),
+            ));
+        }
+    }
+    assert_kept("the guide has every reader and no other", broken);
+}
+
+#[test]
+fn a_reader_that_is_tested_is_a_case_of_the_script() {
+    const SCRIPT: &str = "tests/interop/readers.py";
+    let text = std::fs::read_to_string(root().join(SCRIPT)).expect("the script");
+    let mut broken = Vec::new();
+    let mut count = 0;
+    for dialect in dialect::written() {
+        let (_, writer) = dialect::writer(dialect).expect("it is written");
+        for format in Fp4Format::ALL {
+            let tested = writer.readers(format).iter().filter(|r| r.known == Known::Test);
+            for reader in tested {
+                let program = reader.program.row().name.to_lowercase().replace('.', "_");
+                let case = format!("    (\"{dialect}\", \"{format}\", by_{program}),");
+                count += 1;
+                if !text.lines().any(|line| line == case) {
+                    broken.push(breach(SCRIPT, 1, format!("a case is missing: add {case}")));
+                }
+            }
+        }
+    }
+    assert!(count > 5, "{count} are tested");
+    assert_kept("a reader that is tested is a case of the script", broken);
 }
 
 #[test]

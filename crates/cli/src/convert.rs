@@ -13,6 +13,7 @@ use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writabl
 use crate::error::CliError;
 use crate::print::print;
 use crate::progress;
+use crate::readers;
 use crate::size::Size;
 
 /// Write a checkpoint in another dialect: the same codes and scales under other names, with the
@@ -27,7 +28,7 @@ pub(crate) struct Arguments {
     /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// The dialect to write; without, gguf if OUT ends in .gguf.
+    /// The dialect to write; `fp4 formats` prints its readers. Without, gguf if OUT ends in .gguf.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
     /// Cast FP4 weights to this format: exactly where that is possible, counted where it is not.
@@ -145,6 +146,16 @@ fn notes(
     }
     if dialect == GGUF && model.gguf.is_none() {
         notes.push(UNKNOWN_NAMES.to_owned());
+    }
+    let formats = model.weights.iter().filter_map(|weight| match (&weight.value, options.cast) {
+        (Value::Fp4(_), Some(cast)) => Some((cast, cast.row().block_size)),
+        (Value::Fp4(fp4), None) => Some((fp4.format, fp4.block_size)),
+        (Value::Plain(_) | Value::Fp8(_), _) => None,
+    });
+    // The configs of a copy are the source's own.
+    let copied = options.cast.is_none() && model.quantization.dialect == dialect;
+    if options.decode_fp4.is_none() && !copied {
+        notes.extend(readers::notes(dialect, formats)?);
     }
     Ok(notes)
 }

@@ -1,4 +1,4 @@
-//! `fp4 formats`: tables of codes.
+//! `fp4 formats`: tables of codes, and of programs that read dialects.
 
 use std::fmt::Write as _;
 
@@ -6,8 +6,9 @@ use burn_fp4_search::formats::{E2M1, Fp4Format, ScaleGrid};
 
 use crate::error::CliError;
 use crate::print::print;
+use crate::readers;
 
-/// Print the formats: their elements, block scales and sizes.
+/// Print the formats, their elements, block scales and sizes, and the readers of each dialect.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Also print every code of the block scales and what it means.
@@ -25,7 +26,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             text.push_str(&scales(format));
         }
     }
-    print(&text)
+    print(&format!("{text}\n{}\n", readers::table()))
 }
 
 /// The elements, which all formats share.

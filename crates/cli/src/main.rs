@@ -7,9 +7,10 @@
 //! | `inspect.rs`     | `fp4 inspect`: what is in a checkpoint, and what is suspicious        |
 //! | `compare/`       | `fp4 compare`: how far two checkpoints are apart, and a page of it    |
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
-//! | `formats.rs`     | `fp4 formats`: tables of codes                                        |
+//! | `formats.rs`     | `fp4 formats`: tables of codes, and of programs that read dialects    |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
 //! | `listed.rs`      | the names that an option takes, as its help lists them                |
+//! | `readers.rs`     | programs that read what is written, as helps and notes name them      |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `table.rs`       | tables                                                                |
@@ -29,6 +30,7 @@ mod listed;
 mod print;
 mod progress;
 mod quantize;
+mod readers;
 mod size;
 mod table;
 

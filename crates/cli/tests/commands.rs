@@ -31,6 +31,58 @@ fn every_command_explains_itself() {
 }
 
 #[test]
+fn the_help_of_quantize_names_the_readers_of_each_dialect_in_80_columns() {
+    let folder = tempdir().expect("a folder");
+    let help = succeeds(folder.path(), "quantize --help");
+    let formats = succeeds(folder.path(), "formats");
+    let lines = [
+        "  compressed-tensors  nvfp4  vLLM, SGLang, transformers*",
+        "                      mxfp4  vLLM, transformers*",
+        "  modelopt            nvfp4  vLLM, SGLang, TensorRT-LLM",
+        "                      mxfp4  TensorRT-LLM",
+        "  gguf                nvfp4  llama.cpp*",
+    ];
+    for (name, text) in [("quantize --help", &help), ("formats", &formats)] {
+        let table: Vec<&str> =
+            text.lines().skip_while(|line| !line.starts_with("Readers (")).collect();
+        for line in lines {
+            assert!(table.contains(&line), "{name} has no line `{line}`: {text}");
+        }
+        let rows = table.iter().skip(1).take_while(|line| !line.is_empty());
+        rows.for_each(|line| assert!(line.len() <= 80, "{name}: {line}"));
+    }
+    // What one preset does is not in everyone's first paragraphs.
+    let (front, _) = help.split_once("Usage: ").expect("the usage");
+    assert!(!front.contains("miles") && front.lines().count() < 20, "{front}");
+}
+
+#[test]
+fn what_no_program_reads_or_all_read_otherwise_is_said_when_it_is_written() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let rounds = "TensorRT-LLM rounds inputs to FP8; no other program is known";
+    for (command, note) in [
+        ("quantize model --out mx --dialect modelopt --format mxfp4", rounds),
+        ("quantize model --out wide --dialect modelopt --block-size 32", "no program is known"),
+        ("quantize model --out nv --dialect modelopt", ""),
+        ("quantize model --out mx-ct --format mxfp4", ""),
+        ("convert nv --out mx-2 --dialect modelopt --format mxfp4", rounds),
+        ("convert mx-ct --out mx-3 --dialect modelopt", rounds),
+        ("convert mx --out mx-4 --dialect compressed-tensors", ""),
+        ("convert mx --out mx-5 --dialect modelopt", ""),
+    ] {
+        let (code, said, errors) = run(folder.path(), command);
+        assert_eq!(code, 0, "{command}: {errors}");
+        let notes: Vec<&str> = said.lines().chain(errors.lines()).collect();
+        let notes: Vec<_> = notes.iter().filter(|line| line.contains("known that reads")).collect();
+        match note {
+            "" => assert!(notes.is_empty(), "{command}: {notes:?}"),
+            note => assert!(notes.len() == 1 && notes[0].contains(note), "{command}: {notes:?}"),
+        }
+    }
+}
+
+#[test]
 fn a_conversion_there_and_back_is_the_same() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

@@ -10,6 +10,7 @@
 //! | [`train`]       | train weights to be quantized, adapt a quantized model, train in NVFP4    |
 //! | [`products`]    | have layers multiply straight from their codes, on a GPU and on a host    |
 //! | [`files`]       | load and write checkpoints of other projects; the command `fp4`           |
+//! | [`readers`]     | know which programs read what is written, and how that is known           |
 //! | [`records`]     | save and load a quantized module, and move it between devices             |
 //! | [`errors`]      | tell from an error what was wrong, and what to do                         |
 //! | [`numerics`]    | decode a tensor by hand, and know why every engine gives the same bits    |
@@ -35,6 +36,9 @@ pub mod products {}
 
 #[doc = include_str!("files.md")]
 pub mod files {}
+
+#[doc = include_str!("readers.md")]
+pub mod readers {}
 
 #[doc = include_str!("records.md")]
 pub mod records {}

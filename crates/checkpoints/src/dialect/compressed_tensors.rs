@@ -19,6 +19,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
+use super::readers::{Program, ReadBy, source, tested};
 use super::scheme::{self, Scheme};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container};
@@ -193,6 +194,31 @@ fn read_weight<'a>(
     Ok(Some(weight))
 }
 
+/// SGLang has MXFP4 for experts alone; TensorRT-LLM needs scales of inputs for NVFP4, and has
+/// weights of MXFP4 beside unquantized inputs for experts alone.
+const READERS_OF_NVFP4: [ReadBy; 3] = [
+    source(
+        Program::Vllm,
+        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/\
+         compressed_tensors_w4a4_nvfp4.py",
+    ),
+    source(
+        Program::SgLang,
+        "sglang/srt/layers/quantization/compressed_tensors/schemes/\
+         compressed_tensors_w4a16_nvfp4.py",
+    ),
+    tested(Program::Transformers),
+];
+const READERS_OF_MXFP4: [ReadBy; 2] = [
+    source(
+        Program::Vllm,
+        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/\
+         compressed_tensors_w4a4_mxfp4.py",
+    )
+    .rounding("rounds inputs to MXFP4 on Blackwell"),
+    tested(Program::Transformers),
+];
+
 impl Write for CompressedTensors {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
@@ -233,6 +259,13 @@ impl Write for CompressedTensors {
                 }
                 Ok(tensors)
             }
+        }
+    }
+
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy] {
+        match format {
+            Fp4Format::NvFp4 => &READERS_OF_NVFP4,
+            Fp4Format::MxFp4 => &READERS_OF_MXFP4,
         }
     }
 

@@ -15,6 +15,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Reader};
+use super::readers::{Program, ReadBy, tested};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::gguf::Metadata as Pairs;
 use crate::container::{Container, Metadata};
@@ -180,6 +181,15 @@ impl Write for Gguf {
             }
         }
         Ok(tensors)
+    }
+
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy] {
+        const LLAMA_CPP: ReadBy = tested(Program::LlamaCpp);
+        match format {
+            // Transformers does not know the tensor scale.
+            Fp4Format::NvFp4 => &[LLAMA_CPP],
+            Fp4Format::MxFp4 => const { &[tested(Program::Transformers), LLAMA_CPP] },
+        }
     }
 
     fn columns(&self, format: Fp4Format, _: usize) -> usize {

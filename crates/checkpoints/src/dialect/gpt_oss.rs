@@ -13,6 +13,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
+use super::readers::{Program, ReadBy, source, tested};
 use super::scheme::{ignore_list, torch_metadata, with_quantization};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container};
@@ -79,6 +80,15 @@ fn read_weight<'a>(
     Ok(Some(Weight::new(name, 0, Value::Fp4(weight))))
 }
 
+/// All of them run gpt-oss alone.
+const READERS: [ReadBy; 5] = [
+    source(Program::Vllm, "vllm/model_executor/layers/quantization/mxfp4.py"),
+    source(Program::SgLang, "sglang/srt/layers/quantization/mxfp4.py"),
+    source(Program::TensorRtLlm, "tensorrt_llm/_torch/models/modeling_gpt_oss.py at 050b6cb9"),
+    tested(Program::Transformers),
+    source(Program::Mlx, "mlx_lm/models/gpt_oss.py"),
+];
+
 impl Write for GptOss {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
@@ -91,7 +101,9 @@ impl Write for GptOss {
             return cannot("FP4 other than MXFP4 in blocks of 32");
         }
         if fp4.shape.len() != 3 || weight.name.ends_with(".weight") {
-            return cannot("quantized layers other than stacked experts");
+            return cannot(
+                "quantized layers other than stacked experts; choose the preset `experts-only`",
+            );
         }
         if weight.pre_quant_scale.is_some() {
             return cannot("a scale before quantization");
@@ -109,6 +121,13 @@ impl Write for GptOss {
                 move || Ok(fp4.plain_scales()),
             ),
         ])
+    }
+
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy] {
+        match format {
+            Fp4Format::NvFp4 => &[],
+            Fp4Format::MxFp4 => &READERS,
+        }
     }
 
     fn holds(&self) -> Holds {

@@ -12,6 +12,7 @@ use std::collections::BTreeSet;
 
 use burn_fp4_formats::Fp4Format;
 
+use super::readers::ReadBy;
 use super::traits::{Dialect, Frame, Write, total_size, weight_map};
 use super::{modelopt, scheme};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
@@ -52,6 +53,11 @@ impl Dialect for Miles {
     }
 }
 
+/// As every layer has an input scale.
+const ROUNDING: &str = "rounds inputs to NVFP4";
+const READERS: [ReadBy; 2] =
+    [modelopt::VLLM.rounding(ROUNDING), modelopt::SGLANG.rounding(ROUNDING)];
+
 impl Write for Miles {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         let cannot = |what| Err(CheckpointError::cannot_hold(self.name(), &weight.name, what));
@@ -71,6 +77,13 @@ impl Write for Miles {
             tensors.push(modelopt::input_scale(&weight.name, &scale));
         }
         Ok(tensors)
+    }
+
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy] {
+        match format {
+            Fp4Format::NvFp4 => &READERS,
+            Fp4Format::MxFp4 => &[],
+        }
     }
 
     fn fuses(&self) -> bool {

@@ -14,6 +14,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
+use super::readers::{Program, ReadBy, tested};
 use super::scheme::{self, Scheme};
 use super::traits::{Dialect, Frame, Holds, Stated, Write};
 use crate::container::{CONFIG, Container};
@@ -152,6 +153,10 @@ impl Write for Mlx {
                 ])
             }
         }
+    }
+
+    fn readers(&self, _: Fp4Format) -> &'static [ReadBy] {
+        const { &[tested(Program::Mlx)] }
     }
 
     fn holds(&self) -> Holds {

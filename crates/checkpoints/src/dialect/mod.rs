@@ -23,6 +23,7 @@ mod modelopt;
 mod parts;
 mod plain;
 mod quark;
+mod readers;
 mod scheme;
 mod torchao;
 mod traits;
@@ -30,6 +31,7 @@ mod traits;
 use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::json::Json;
+pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Frame, Holds, Stated, Write};
 

@@ -19,6 +19,7 @@
 use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
+use super::readers::{Program, ReadBy, source};
 use super::scheme::{self, Scheme};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
@@ -197,9 +198,28 @@ fn read_weight<'a>(
     Ok(Some(weight))
 }
 
+/// MLX has NVFP4 under other names of tensors.
+pub(super) const VLLM: ReadBy =
+    source(Program::Vllm, "vllm/model_executor/layers/quantization/modelopt.py");
+pub(super) const SGLANG: ReadBy =
+    source(Program::SgLang, "sglang/srt/layers/quantization/modelopt_quant.py");
+const READERS_OF_NVFP4: [ReadBy; 3] =
+    [VLLM, SGLANG, source(Program::TensorRtLlm, "tensorrt_llm/_torch/model_config.py at 008e0af8")];
+/// vLLM and SGLang refuse the algorithm, and take such a layer of a mixed model for a dense one.
+const READERS_OF_MXFP4: [ReadBy; 1] =
+    [source(Program::TensorRtLlm, "tensorrt_llm/_torch/modules/linear.py at 00bbf71e")
+        .rounding("rounds inputs to FP8")];
+
 impl Write for ModelOpt {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
         tensors(weight)
+    }
+
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy] {
+        match format {
+            Fp4Format::NvFp4 => &READERS_OF_NVFP4,
+            Fp4Format::MxFp4 => &READERS_OF_MXFP4,
+        }
     }
 
     fn holds_of(&self, weight: &Weight<'_>) -> Holds {
@@ -318,7 +338,11 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
         Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, .. } => {
             ("W4A16_NVFP4", Some(block_size))
         }
-        Scheme::Fp4 { format: Fp4Format::MxFp4, .. } => ("mxfp4", None),
+        // ModelOpt's `mxfp4` is read by no engine. This is its name for the same weights beside
+        // inputs of FP8, of which TensorRT-LLM finds the scales as layers run.
+        Scheme::Fp4 { format: Fp4Format::MxFp4, block_size, .. } => {
+            ("W4A8_MXFP4_FP8", Some(block_size))
+        }
         Scheme::MxFp8 => ("MXFP8", Some(32)),
         Scheme::Fp8 { granularity: Granularity::Tensor, .. } => ("FP8", None),
         Scheme::Fp8 { granularity: Granularity::Row, .. } => ("FP8_PER_CHANNEL_PER_TOKEN", None),
@@ -397,6 +421,8 @@ fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
     if let Some((name, group_size)) = algorithm {
         config.set("quant_algo", name.into());
         export.set("quant_algo", name.into());
+        // vLLM asks for the field, as ModelOpt writes it, if `config.json` says nothing.
+        export.set("kv_cache_quant_algo", Json::Null);
         if let Some(size) = group_size {
             export.set("group_size", (size as u64).into());
         }

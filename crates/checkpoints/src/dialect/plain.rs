@@ -1,6 +1,9 @@
 //! Checkpoints without quantization: every tensor is a weight.
 
+use burn_fp4_formats::Fp4Format;
+
 use super::parts;
+use super::readers::ReadBy;
 use super::scheme::{torch_metadata, without_quantization};
 use super::traits::{Dialect, Frame, Write};
 use crate::container::{CONFIG, Container};
@@ -75,6 +78,10 @@ impl Write for Writer {
             Value::Fp8(_) => Err(cannot(CheckpointError::FP8_TO_DECODE)),
             Value::Fp4(_) => Err(cannot(CheckpointError::FP4_TO_DECODE)),
         }
+    }
+
+    fn readers(&self, _: Fp4Format) -> &'static [ReadBy] {
+        &[]
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {

@@ -61,7 +61,7 @@ pub(super) fn schemes<'m>(model: &'m Model<'_>) -> Vec<(Scheme, Vec<&'m str>)> {
 }
 
 /// The algorithms of ModelOpt that quantize inputs as the layers run.
-const DYNAMIC: [&str; 2] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"];
+const DYNAMIC: [&str; 3] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A8_MXFP4_FP8"];
 
 /// Whether the source says that inputs are quantized as the layers run, with scales that no file
 /// has.

@@ -2,6 +2,7 @@
 
 use burn_fp4_formats::Fp4Format;
 
+use super::readers::ReadBy;
 use crate::container::{Container, gguf::Metadata};
 use crate::error::CheckpointError;
 use crate::json::Json;
@@ -41,6 +42,9 @@ pub trait Write: Sync {
     /// # Errors
     /// [`CheckpointError::CannotHold`] if the dialect has no place for it.
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError>;
+
+    /// The programs that read a format in this dialect, in blocks of the format's own size.
+    fn readers(&self, format: Fp4Format) -> &'static [ReadBy];
 
     /// Which scales it has a place for.
     fn holds(&self) -> Holds {

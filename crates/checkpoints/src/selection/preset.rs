@@ -111,7 +111,7 @@ impl Preset {
             }
             Self::Miles => &PresetRow {
                 name: "miles",
-                summary: "what miles' converter of Hugging Face models does (pull request 1054)",
+                summary: "the experts, in the dialect miles and with the bytes of its converter",
             },
         }
     }

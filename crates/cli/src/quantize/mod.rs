@@ -44,6 +44,7 @@ use crate::convert::warn;
 use crate::error::CliError;
 use crate::print::{print, print_json};
 use crate::progress;
+use crate::readers;
 use crate::size::Size;
 use ahead::{Ahead, Ends};
 use budget::Budget;
@@ -58,20 +59,15 @@ use statistics::StatisticsFile;
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
-/// Reads a safetensors file, a folder of a Hugging Face model or a GGUF file, of any size, in f32,
+/// INPUT is a safetensors file, a folder of a Hugging Face model or a GGUF file of any size, in f32,
 /// f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight after
-/// another passes through memory, and nothing is at OUT until all of it is. Start with --dry-run,
-/// which shows what would become of every weight.
+/// another passes through memory. Nothing is at OUT until all of it is. Start with --dry-run, which
+/// prints what would become of every weight.
 ///
-/// Where engines run layers as one (query, key and value; gate and up), these are kept or quantized
-/// together and share a tensor scale, if the dialect is read by such engines.
-///
-/// `--preset miles` writes what miles' converter writes (pull request 1054), byte for byte: only
-/// experts; gate and up share a tensor scale, one alone has its own; an input scale of 1
-/// everywhere; every other module, norms and embeddings too, in the ignore lists, `qkv_proj` beside
-/// its parts, kept layers with a dot at the end; an 8-bit cache announced in both configs.
+/// vLLM, SGLang and TensorRT-LLM run query, key and value as one layer, and gate and up. Dialects
+/// for them keep or quantize these together, with one tensor scale.
 #[derive(clap::Args)]
-#[command(after_long_help = EXAMPLES)]
+#[command(after_long_help = format!("{}\n\n{EXAMPLES}", readers::table()))]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -156,7 +152,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = resolved.notes(&model).into_iter().chain(not_copied);
+        let notes = resolved.notes(&model, &schemes)?.into_iter().chain(not_copied);
         notes.for_each(|note| eprintln!("note: {note}"));
         let out = match &out {
             Some(out) if !arguments.dry_run => out,

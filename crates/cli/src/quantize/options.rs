@@ -16,6 +16,7 @@ use crate::checkpoint::{GGUF, is_gguf, writable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
 use crate::listed::{listed, methods};
+use crate::readers;
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
 // command.
@@ -27,10 +28,9 @@ pub(super) struct Options {
     /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write, which is how tensors are named and laid out: compressed-tensors (vLLM,
-    /// transformers), modelopt (TensorRT-LLM, vLLM, SGLang), gguf (llama.cpp), mlx (MLX), gpt-oss
-    /// (its experts in transformers), miles (as its preset). Without, gguf if OUT ends in .gguf or
-    /// INPUT is a GGUF file, and compressed-tensors for all others.
+    /// The dialect to write: how tensors are named and laid out. A table below has its readers.
+    /// Without, gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors for all
+    /// others.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
     // The help lists the methods.
@@ -263,7 +263,14 @@ impl ResolvedOptions {
     }
 
     /// What is worth knowing before it is done.
-    pub(super) fn notes(&self, model: &Model<'_>) -> Vec<String> {
+    ///
+    /// # Errors
+    /// If the dialect is not written.
+    pub(super) fn notes(
+        &self,
+        model: &Model<'_>,
+        schemes: &[RecipeScheme],
+    ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
             let (path, method) = (path.display(), self.base.method);
@@ -278,7 +285,9 @@ impl ResolvedOptions {
         if self.choice.dialect == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
         }
-        notes
+        let formats = schemes.iter().map(|how| (how.scheme.format(), how.scheme.block_size));
+        notes.extend(readers::notes(&self.choice.dialect, formats)?);
+        Ok(notes)
     }
 }
 

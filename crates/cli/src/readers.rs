@@ -1,0 +1,62 @@
+//! Programs that read what is written: a table for helps, and what a choice excludes.
+
+use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
+use burn_fp4_search::formats::Fp4Format;
+
+use crate::error::CliError;
+
+/// Every dialect and format that a program reads, with these programs.
+pub(crate) fn table() -> String {
+    let mut text = "Readers (* in a test; the others by the source of their loaders):".to_owned();
+    for dialect in written() {
+        let mut name = dialect;
+        for format in Fp4Format::ALL {
+            let readers = writer(dialect).map_or(&[][..], |(_, writer)| writer.readers(format));
+            if !readers.is_empty() {
+                let readers: Vec<String> = readers.iter().map(with_star).collect();
+                let format = format.row().name;
+                text.push_str(&format!("\n  {name:18}  {format}  {}", readers.join(", ")));
+                name = "";
+            }
+        }
+    }
+    text
+}
+
+fn with_star(reader: &ReadBy) -> String {
+    let star = if reader.known == Known::Test { "*" } else { "" };
+    format!("{}{star}", reader.program.row().name)
+}
+
+/// What is worth knowing of formats, with their block sizes, in a dialect: that none of its readers
+/// has them, or that all of them do more than multiply by the weights.
+///
+/// # Errors
+/// As [`writer`].
+pub(crate) fn notes(
+    dialect: &str,
+    formats: impl IntoIterator<Item = (Fp4Format, usize)>,
+) -> Result<Vec<String>, CliError> {
+    let (_, of_dialect) = writer(dialect)?;
+    let mut notes = Vec::new();
+    for (format, block_size) in formats {
+        let what = format!("{format} in blocks of {block_size} in the dialect `{dialect}`");
+        let readers = match block_size == format.row().block_size {
+            true => of_dialect.readers(format),
+            false => &[],
+        };
+        let note = if readers.is_empty() {
+            format!("{what}: no program is known that reads it; `fp4 formats` prints the readers")
+        } else if readers.iter().all(|reader| !reader.inputs.is_empty()) {
+            let does = |reader: &ReadBy| format!("{} {}", reader.program.row().name, reader.inputs);
+            let all: Vec<String> = readers.iter().map(does).collect();
+            format!("{what}: {}; no other program is known that reads it", all.join(", "))
+        } else {
+            continue;
+        };
+        if !notes.contains(&note) {
+            notes.push(note);
+        }
+    }
+    Ok(notes)
+}

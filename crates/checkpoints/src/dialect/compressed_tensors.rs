@@ -220,10 +220,10 @@ impl Write for CompressedTensors {
                 Ok(tensors)
             }
             Value::Fp4(fp4) => {
-                let module = module()?;
                 if fp4.shape.len() != 2 {
                     return Err(cannot("stacked matrices"));
                 }
+                let module = module()?;
                 if fp4.block_size != fp4.format.row().block_size {
                     return Err(cannot("blocks of another size"));
                 }

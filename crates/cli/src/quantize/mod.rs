@@ -100,10 +100,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
     /// Print what would become of every weight, and stop. Names that differ in numbers alone are
-    /// one line.
+    /// one line, and so are vectors.
     #[arg(long)]
     dry_run: bool,
-    /// With --dry-run: a line for every weight.
+    /// With --dry-run: a line for every tensor.
     #[arg(long, requires = "dry_run")]
     all: bool,
     /// Go on with what an interrupted run of the same command has left.

@@ -153,7 +153,7 @@ def kind_of(model):
 
 
 def roles(model):
-    """By parameter: its module, itself, and whether it is the weight of a layer that becomes FP4."""
+    """By parameter: its module, itself, and whether it is a layer's weight that becomes FP4."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     found = {}
     for path, module in model.named_modules():

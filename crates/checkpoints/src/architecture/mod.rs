@@ -81,7 +81,7 @@ impl<'c> Architecture<'c> {
     }
 
     /// The family of a layer: the names before its own, and the list of names that it is in.
-    pub(crate) fn family<'m>(self, module: &'m str) -> Option<(&'m str, usize)> {
+    pub(crate) fn family(self, module: &str) -> Option<(&str, usize)> {
         let stem = |end: &&str| stem(module, end);
         let of = |(at, ends): (usize, &&[&str])| Some((ends.iter().find_map(stem)?, at));
         self.row.families.iter().enumerate().find_map(of)

@@ -63,8 +63,8 @@ use statistics::StatisticsFile;
 /// FP8), of any size: one weight after another passes through memory, and nothing is at OUT until
 /// all of it is. Start with --dry-run, which shows what would become of every weight.
 ///
-/// `config.json` names the architecture, which says what is a linear layer. Of an unknown one, names
-/// and shapes decide, and a warning says so.
+/// `config.json` names the architecture, which says what is a linear layer. If it is not known,
+/// names and shapes decide, and a warning says so.
 ///
 /// Where engines run layers as one (query, key and value; gate and up), these are kept or quantized
 /// together and share a tensor scale, if the dialect is read by such engines.

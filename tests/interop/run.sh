@@ -23,10 +23,12 @@ package="${CARGO_ARGS:---package burn-fp4-checkpoints}"
 FP4_INTEROP="$work" cargo test $package --locked --test checkpoints -- \
     --ignored --exact interop --nocapture
 "$work/venv/bin/python" "$here/compare.py" "$work"
-# Types of ggml; what `fp4 quantize` makes of the model in tests/models/genesis; the example `llama`.
+# Types of ggml; the example `llama`, and what `fp4 quantize` makes of the model in
+# tests/models/genesis and of a small model of every architecture.
 cargo build --locked --bin fp4 --bin llama
 target="${CARGO_TARGET_DIR:-target}/debug"
 "$work/venv/bin/python" "$here/ggml.py" check "$target/fp4" "$work/ggml"
 "$work/venv/bin/python" "$here/readers.py" "$target/fp4" "$work/readers"
 "$work/venv/bin/python" "$here/llama.py" check "$target/fp4" "$work/llama" \
     "$target/llama"
+"$work/venv/bin/python" "$here/architectures.py" check "$target/fp4" "$work/architectures"

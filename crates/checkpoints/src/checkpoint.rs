@@ -3,10 +3,11 @@
 use std::fmt;
 use std::path::Path;
 
+use crate::architecture::Architecture;
 use crate::container::{Container, Metadata};
 use crate::dialect::{self, Dialect};
 use crate::error::CheckpointError;
-use crate::weight::{Model, Weight};
+use crate::weight::{Model, Quantization, Value, Weight};
 
 /// An open checkpoint.
 ///
@@ -77,7 +78,21 @@ impl Checkpoint {
     /// # Errors
     /// As [`Dialect::read`].
     pub fn weights(&self) -> Result<Vec<Weight<'_>>, CheckpointError> {
-        self.dialect.read(&self.container).map(|(weights, _)| weights)
+        self.read().map(|(weights, _)| weights)
+    }
+
+    /// The weights as the dialect has them, and in the axes of the architecture's parameters: only
+    /// `config.json` says that a packed matrix is one of `[inputs, outputs]`.
+    fn read(&self) -> Result<(Vec<Weight<'_>>, Quantization), CheckpointError> {
+        let (mut weights, quantization) = self.dialect.read(&self.container)?;
+        let architecture = Architecture::of_config(self.container.config());
+        for weight in &mut weights {
+            let transposed = architecture.is_transposed(weight.module(), weight.shape());
+            if let Value::Fp4(fp4) = &mut weight.value {
+                fp4.transposed |= transposed && fp4.shape.len() == 2;
+            }
+        }
+        Ok((weights, quantization))
     }
 
     /// All that another dialect needs to write the checkpoint. No data is copied.
@@ -85,7 +100,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Dialect::read`].
     pub fn model(&self) -> Result<Model<'_>, CheckpointError> {
-        let (weights, quantization) = self.dialect.read(&self.container)?;
+        let (weights, quantization) = self.read()?;
         let gguf = match self.container.metadata() {
             Some(Metadata::Gguf(metadata)) => Some(metadata.clone()),
             Some(Metadata::Safetensors(_)) | None => None,

@@ -136,7 +136,7 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
         let (other, _) = scaled.find(|(_, others)| *others != scales)?;
         Some([one, other])
     };
-    families(model).values().filter_map(unlike).collect()
+    families(model).iter().filter_map(unlike).collect()
 }
 
 /// What shows in weights that inference engines run as one.
@@ -144,7 +144,7 @@ fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>
     // Those of a dialect that is only read are unknown.
     let written = dialect::writer(model.quantization.dialect);
     let fused = written.map_or(true, |(_, writer)| writer.fuses());
-    for members in families(model).values() {
+    for members in families(model) {
         let kind = |at: usize| match &model.weights[at].value {
             Value::Fp4(fp4) => Some((fp4.format, fp4.block_size)),
             Value::Plain(_) | Value::Fp8(_) => None,

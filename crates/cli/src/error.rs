@@ -22,6 +22,14 @@ pub(crate) enum CliError {
         /// The option that names its dialect.
         option: &'static str,
     },
+    /// The dialect has no place for a weight that would be quantized.
+    #[error("{error}; use --keep '{keep}' to leave it dense, or another --dialect")]
+    Unheld {
+        /// The weight, and what the dialect cannot hold.
+        error: CheckpointError,
+        /// A pattern of the weight, and of those with its name in other layers.
+        keep: String,
+    },
     /// The file system refused what it allowed when the work began.
     #[error(transparent)]
     Meanwhile(Box<CliError>),

@@ -14,6 +14,7 @@
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `table.rs`       | tables                                                                |
+//! | `fold.rs`        | names of a repeated pattern as one row, and their natural order       |
 //! | `print.rs`       | what goes to standard output                                          |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
@@ -24,6 +25,7 @@ mod completions;
 mod convert;
 mod error;
 mod evaluate;
+mod fold;
 mod formats;
 mod inspect;
 mod listed;

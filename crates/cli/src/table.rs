@@ -19,7 +19,7 @@ pub(crate) enum Column {
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 /// Characters of a line of a broken text at least.
-const NARROWEST: u16 = 16;
+pub(crate) const NARROWEST: u16 = 16;
 
 /// A table without rows.
 pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
@@ -39,4 +39,9 @@ pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
         }
     }
     table
+}
+
+/// Columns of the terminal that standard output is. None: it is something else.
+pub(crate) fn width() -> Option<u16> {
+    Table::new().width()
 }

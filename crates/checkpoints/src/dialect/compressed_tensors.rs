@@ -13,6 +13,9 @@
 //! in seven changes. The scales of the cache stand beside the attention's layers,
 //! `self_attn.k_scale`; here they have ModelOpt's names, `self_attn.k_proj.k_scale`.
 //!
+//! A `Conv1D` of transformers (GPT-2) is `[K, N]` and becomes `[N, K/2]`: AutoRound packs it so,
+//! and vLLM's GPT-2 has linear layers, which turns only what is called `weight`.
+//!
 //! Sources: `compressors/{nvfp4,mxfp4}/base.py`, `quantization/quant_{scheme,args,config}.py`,
 //! `entrypoints/convert/converters/modelopt_nvfp4.py` of compressed-tensors 0.20.
 
@@ -22,6 +25,7 @@ use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
 use super::scheme::{self, Scheme};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use crate::architecture::Architecture;
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
@@ -242,10 +246,10 @@ impl Write for CompressedTensors {
                 Ok(tensors)
             }
             Value::Fp4(fp4) => {
-                let module = module()?;
                 if fp4.shape.len() != 2 {
                     return Err(cannot("stacked matrices"));
                 }
+                let module = module()?;
                 if fp4.block_size != fp4.format.row().block_size {
                     return Err(cannot("blocks of another size"));
                 }
@@ -287,6 +291,10 @@ impl Write for CompressedTensors {
     }
 
     fn fuses(&self) -> bool {
+        true
+    }
+
+    fn turns(&self) -> bool {
         true
     }
 
@@ -387,13 +395,17 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
     }
 }
 
-/// Ends of names that linear layers have.
+/// Ends of names that linear layers have in architectures that are not known.
 const LINEAR: [&str; 7] = ["_proj", "lm_head", "fc1", "fc2", "w1", "w2", "w3"];
 
-/// What covers all of these modules: the class of linear layers, and the names of those that may
-/// be of another, such as embeddings.
-fn targets(modules: &[&str]) -> Json {
-    let other = |module: &&&str| !LINEAR.iter().any(|end| module.ends_with(end));
+/// The targets that cover all of these modules: the class of linear layers, and the names of those
+/// that may be of another, such as embeddings and GPT-2's `Conv1D`.
+fn targets(modules: &[&str], architecture: Architecture<'_>) -> Json {
+    let linear = |module: &str| match architecture.name() {
+        Some(_) => architecture.is_linear(module),
+        None => LINEAR.iter().any(|end| module.ends_with(end)),
+    };
+    let other = |module: &&&str| !linear(module);
     Json::strings(std::iter::once("Linear").chain(modules.iter().filter(other).copied()))
 }
 
@@ -404,7 +416,7 @@ fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
     for (at, (scheme, modules)) in schemes.iter().enumerate() {
         let (format, weights, input) = group(*scheme);
         let targets = match schemes.len() {
-            1 => targets(modules),
+            1 => targets(modules, Architecture::of(model)),
             _ => Json::strings(modules.iter().copied()),
         };
         formats.push(format);

@@ -73,6 +73,12 @@ pub trait Write: Sync {
         false
     }
 
+    /// Returns true if readers load a packed matrix `[outputs, inputs]` where the model's parameter
+    /// is `[inputs, outputs]`.
+    fn turns(&self) -> bool {
+        false
+    }
+
     /// The files and metadata around the tensors.
     ///
     /// # Errors

@@ -14,8 +14,9 @@ pub(super) struct Layers {
     count: usize,
 }
 
-/// What stands before the number of a layer.
-const CONTAINERS: [&str; 5] = ["layers", "layer", "blk", "h", "blocks"];
+/// Names before the number of a layer. The first in a name counts: T5's `block.3.layer.1` is in
+/// layer 3.
+const CONTAINERS: [&str; 6] = ["layers", "block", "layer", "blk", "h", "blocks"];
 
 /// The number of the layer of a weight.
 fn number(name: &str) -> Option<usize> {
@@ -87,6 +88,7 @@ mod tests {
     fn a_layer_is_a_number_behind_its_container() {
         assert_eq!(number("model.layers.12.mlp.experts.3.up_proj.weight"), Some(12));
         assert_eq!(number("blk.7.attn_q.weight"), Some(7));
+        assert_eq!(number("decoder.block.3.layer.1.EncDecAttention.k.weight"), Some(3));
         assert_eq!(number("model.mlp.experts.3.w1.weight"), None);
         let layers = Layers { first: 1, last: 2, count: 4 };
         let kept: Vec<usize> = (0..6).filter(|&layer| layers.is_kept(layer)).collect();

@@ -9,16 +9,17 @@ mod fused;
 mod layers;
 mod preset;
 mod reason;
+mod warning;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
 use burn_fp4_formats::Fp4Format;
 
-use crate::dialect::{self, Stated, Write};
+use crate::architecture::{Architecture, CONVOLUTION};
+use crate::dialect::{self, Dialect, Stated, Write};
 use crate::error::CheckpointError;
 use crate::fp4::Fp4Weight;
-use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Quantization, Value, Weight};
 pub(crate) use fused::families;
@@ -26,6 +27,7 @@ use layers::Layers;
 use preset::Names;
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
+pub use warning::Warning;
 
 /// The dialect to write where none is chosen.
 pub const DEFAULT: &str = "compressed-tensors";
@@ -103,6 +105,8 @@ pub struct Selection {
     pub groups: Vec<Vec<usize>>,
     /// For each weight the exception that is about it, by its place in the choice.
     pub exceptions: Vec<Option<usize>>,
+    /// Reasons to look at the decisions before the result is used.
+    pub warnings: Vec<Warning>,
     choice: Choice,
     layers: Layers,
     scaled: bool,
@@ -134,10 +138,6 @@ pub struct Matrices {
     pub transposed: bool,
 }
 
-/// Models whose stacked experts are `[experts, inputs, outputs]` (their files in transformers).
-const TRANSPOSED: [&str; 5] =
-    ["gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"];
-
 impl Selection {
     /// Decides about every weight.
     ///
@@ -157,8 +157,10 @@ impl Selection {
         }
         let found = exceptions_of(model, &choice.exceptions)?;
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
-        let names = Names::of(choice.preset)?;
-        let judge = Judge { model, choice, writer, names, keep, only, layers: &layers };
+        let architecture = Architecture::of(model);
+        let names = Names::of(choice.preset, architecture)?;
+        let judge =
+            Judge { architecture, choice, dialect, writer, names, keep, only, layers: &layers };
         let mut reasons: Vec<Option<Reason>> =
             model.weights.iter().zip(&found).map(|(w, other)| judge.keeps(w, *other)).collect();
         let exceptions: Vec<Option<usize>> =
@@ -195,7 +197,37 @@ impl Selection {
             });
         }
         let scaled = writer.holds().tensor_scale != Stated::Folded;
-        Ok(Self { decisions, groups, exceptions, choice: choice.clone(), layers, scaled })
+        let warnings = Warning::of(model, architecture, choice.preset, &choice.only);
+        let choice = choice.clone();
+        Ok(Self { decisions, groups, exceptions, warnings, choice, layers, scaled })
+    }
+
+    /// Keeps every weight that the dialect has no place for, such as stacked matrices, for
+    /// [`Reason::CannotHold`].
+    ///
+    /// # Errors
+    /// [`CheckpointError::CannotHold`] with the first of them, in which writing would end. All of
+    /// them are kept nonetheless, so that a plan can show them.
+    pub fn keep_unheld(&mut self, model: &Model<'_>) -> Result<(), CheckpointError> {
+        let (_, writer) = dialect::writer(&self.choice.dialect)?;
+        let outline = self.outline(model);
+        let mut first = Ok(());
+        for (weight, decision) in outline.weights.iter().zip(&mut self.decisions) {
+            let Decision::Quantize(_) = decision else { continue };
+            let Err(error) = writer.tensors(weight) else { continue };
+            let CheckpointError::CannotHold { dialect, what, .. } = error else {
+                return Err(error);
+            };
+            *decision = Decision::Keep(Reason::CannotHold { dialect, what });
+            first = first.and(Err(error));
+        }
+        let quantized = |at: &usize| matches!(self.decisions[*at], Decision::Quantize(_));
+        self.groups.iter_mut().for_each(|group| group.retain(quantized));
+        self.groups.retain(|group| !group.is_empty());
+        for (number, group) in self.groups.iter().enumerate() {
+            group.iter().for_each(|&at| self.decisions[at] = Decision::Quantize(number));
+        }
+        first
     }
 
     /// Checks that something is quantized: otherwise it is a mistake, not a result.
@@ -303,11 +335,13 @@ impl Choice {
 impl Matrices {
     /// The matrices of a weight with two or more axes.
     pub fn of(model: &Model<'_>, weight: &Weight<'_>) -> Self {
+        Self::in_architecture(Architecture::of(model), weight)
+    }
+
+    fn in_architecture(architecture: Architecture<'_>, weight: &Weight<'_>) -> Self {
         let shape = weight.shape();
-        let kind =
-            |config: &Json| config.get("model_type").and_then(Json::as_str).map(str::to_owned);
-        let kind = model.config.as_ref().and_then(kind).unwrap_or_default();
-        let transposed = shape.len() == 3 && TRANSPOSED.contains(&kind.as_str());
+        let packed = matches!(weight.value, Value::Fp4(_));
+        let transposed = !packed && architecture.is_transposed(weight.module(), shape);
         let [stack @ .., rows, cols] = shape else {
             return Self { stacked: 1, rows: 1, cols: weight.len(), transposed: false };
         };
@@ -326,8 +360,9 @@ impl Matrices {
 
 /// What is needed to judge a weight by itself.
 struct Judge<'j> {
-    model: &'j Model<'j>,
+    architecture: Architecture<'j>,
     choice: &'j Choice,
+    dialect: &'static dyn Dialect,
     writer: &'static dyn Write,
     names: Names,
     keep: Vec<Matcher>,
@@ -353,6 +388,12 @@ impl Judge<'_> {
             if let Some(reason) = self.names.keeps(weight) {
                 return Some(reason);
             }
+            // Dialects with stacked matrices store them in either order of axes.
+            let matrices = Matrices::in_architecture(self.architecture, weight);
+            let turned = matrices.transposed && weight.shape().len() == 2;
+            if turned && !self.writer.turns() {
+                return Some(Reason::Transposed(self.dialect.name()));
+            }
         } else if hit(&self.only).is_none() {
             return Some(Reason::NotAsked);
         }
@@ -360,7 +401,7 @@ impl Judge<'_> {
             let name = exception.map(|(at, name)| self.choice.exceptions[at].names[name].clone());
             return Some(Reason::Asked(name.unwrap_or_default()));
         };
-        let cols = Matrices::of(self.model, weight).cols;
+        let cols = Matrices::in_architecture(self.architecture, weight).cols;
         let of = self.writer.columns(format, block_size);
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
@@ -450,16 +491,15 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
         return Some(Reason::Smoothed);
     }
     let shape = weight.shape();
+    if shape.len() > 3 && weight.name.ends_with(".weight") {
+        return Some(Reason::Preset(CONVOLUTION));
+    }
     (shape.len() < 2 || shape.len() > 3 || shape.contains(&0)).then_some(Reason::NoMatrix)
 }
 
 /// If one of a family is kept, all are.
-fn keep_together(
-    model: &Model<'_>,
-    families: &BTreeMap<String, Vec<usize>>,
-    reasons: &mut [Option<Reason>],
-) {
-    for members in families.values() {
+fn keep_together(model: &Model<'_>, families: &[Vec<usize>], reasons: &mut [Option<Reason>]) {
+    for members in families {
         let Some(&kept) = members.iter().find(|&&at| reasons[at].is_some()) else { continue };
         for &at in members {
             reasons[at].get_or_insert_with(|| Reason::With(model.weights[kept].name.clone()));
@@ -470,11 +510,11 @@ fn keep_together(
 /// A weight that becomes something else than another one of its family, of those that are
 /// quantized.
 fn of_another_format(
-    families: &BTreeMap<String, Vec<usize>>,
+    families: &[Vec<usize>],
     reasons: &[Option<Reason>],
     becomes: impl Fn(usize) -> Option<(Fp4Format, usize)>,
 ) -> Option<usize> {
-    families.values().find_map(|members| {
+    families.iter().find_map(|members| {
         let mut chosen = members.iter().copied().filter(|&at| reasons[at].is_none());
         let first = becomes(chosen.next()?);
         chosen.find(|&at| becomes(at) != first)
@@ -486,13 +526,14 @@ fn of_another_format(
 fn groups(
     preset: Preset,
     shares: impl Fn(usize, usize) -> bool,
-    families: &BTreeMap<String, Vec<usize>>,
+    families: &[Vec<usize>],
     reasons: &[Option<Reason>],
     model: &Model<'_>,
 ) -> Vec<Vec<usize>> {
-    let mut family: HashMap<usize, &str> = HashMap::new();
-    for (name, members) in families {
-        let of = |at: usize| Matrices::of(model, &model.weights[at]);
+    let architecture = Architecture::of(model);
+    let mut family: HashMap<usize, usize> = HashMap::new();
+    for (number, members) in families.iter().enumerate() {
+        let of = |at: usize| Matrices::in_architecture(architecture, &model.weights[at]);
         let first = members.iter().copied().find(|&at| reasons[at].is_none());
         for &at in members {
             // What differs in columns has no common input; the order of their rows is the file's.
@@ -503,16 +544,16 @@ fn groups(
                 a.cols == b.cols && single(a) && single(b) && shares(first, at)
             });
             if like && preset.shares(&model.weights[at].name) {
-                family.insert(at, name);
+                family.insert(at, number);
             }
         }
     }
     let mut groups: Vec<Vec<usize>> = Vec::new();
-    let mut known: HashMap<&str, usize> = HashMap::new();
+    let mut known: HashMap<usize, usize> = HashMap::new();
     for at in (0..reasons.len()).filter(|&at| reasons[at].is_none()) {
         match family.get(&at) {
-            Some(&name) => {
-                let group = *known.entry(name).or_insert_with(|| {
+            Some(&number) => {
+                let group = *known.entry(number).or_insert_with(|| {
                     groups.push(Vec::new());
                     groups.len() - 1
                 });
@@ -528,6 +569,7 @@ fn groups(
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
+    use crate::json::Json;
     use crate::tensor::Tensor;
 
     fn choice(dialect: &str) -> Choice {

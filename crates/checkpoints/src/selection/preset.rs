@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use super::reason::Reason;
+use crate::architecture::{Architecture, Kept, Role};
 use crate::error::CheckpointError;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Value, Weight};
@@ -34,43 +35,6 @@ pub struct PresetRow {
     /// What it chooses, in a line.
     pub summary: &'static str,
 }
-
-/// What ModelOpt's configurations never quantize (`default_disabled_quantizers`), and the same in
-/// the names of GGUF files, with what it is.
-const LEFT_ALONE: [(&str, &str); 32] = [
-    ("*lm_head*", "the output layer"),
-    ("*output_layer*", "the output layer"),
-    ("output", "the output layer"),
-    ("*proj_out*", "the output layer"),
-    ("*embed*", "an embedding"),
-    ("*wte", "an embedding"),
-    ("*wpe", "an embedding"),
-    ("*token_embd*", "an embedding"),
-    ("*position_embd*", "an embedding"),
-    ("*token_types*", "an embedding"),
-    ("*norm", "a normalization"),
-    ("*norm?", "a normalization"),
-    ("*router*", "a router"),
-    ("*mlp.gate", "a router"),
-    ("*mlp.gate.*", "a router"),
-    ("*moe.gate", "a router"),
-    ("*feed_forward.gate", "a router"),
-    ("*ffn.gate", "a router"),
-    ("*shared_expert_gate*", "a router"),
-    ("*ffn_gate_inp*", "a router"),
-    ("*conv1d*", "a convolution"),
-    ("*in_proj_a", "a state's projection"),
-    ("*in_proj_b", "a state's projection"),
-    ("*ssm_a", "a state's projection"),
-    ("mtp.*", "a layer that predicts further tokens"),
-    ("*.mtp.*", "a layer that predicts further tokens"),
-    ("*nextn*", "a layer that predicts further tokens"),
-    ("*visual*", "part of another modality"),
-    ("*vision*", "part of another modality"),
-    ("*audio*", "part of another modality"),
-    ("*multi_modal_projector*", "part of another modality"),
-    ("mm.*", "part of another modality"),
-];
 
 /// Names of feed-forward networks, dense or of experts.
 const MLP: [&str; 6] =
@@ -127,7 +91,7 @@ impl Preset {
 /// The names of a preset, ready to be matched.
 pub(super) struct Names {
     preset: Preset,
-    left_alone: Vec<(Matcher, &'static str)>,
+    kept: Kept,
     /// Names, one of which is asked for, and what a weight is that has none of them.
     asked: Option<(Vec<Matcher>, &'static str)>,
 }
@@ -139,13 +103,11 @@ fn matcher(glob: &str) -> Result<Matcher, CheckpointError> {
 impl Names {
     /// # Errors
     /// None: the patterns are those of this file.
-    pub(super) fn of(preset: Preset) -> Result<Self, CheckpointError> {
-        let left_alone: Result<Vec<_>, CheckpointError> =
-            LEFT_ALONE.iter().map(|(glob, what)| Ok((matcher(glob)?, *what))).collect();
+    pub(super) fn of(preset: Preset, architecture: Architecture) -> Result<Self, CheckpointError> {
         let asked: Option<(&[&str], _)> = match preset {
             Preset::AllLinear | Preset::Miles => None,
-            Preset::MlpOnly => Some((&MLP, "no feed-forward network")),
-            Preset::ExpertsOnly => Some((&EXPERTS, "no expert")),
+            Preset::MlpOnly => Some((&MLP, "not a feed-forward network")),
+            Preset::ExpertsOnly => Some((&EXPERTS, "not an expert")),
         };
         let asked = match asked {
             None => None,
@@ -154,7 +116,7 @@ impl Names {
                 Some((matchers?, what))
             }
         };
-        Ok(Self { preset, left_alone: left_alone?, asked })
+        Ok(Self { preset, kept: architecture.kept()?, asked })
     }
 
     /// Why a matrix stays as it is, if it does.
@@ -169,10 +131,12 @@ impl Names {
         let stacked = ["gate_up_proj", "gate_proj", "up_proj", "down_proj"];
         let stacked = stacked.iter().any(|end| name.ends_with(&format!("experts.{end}")));
         if !name.ends_with(".weight") && !stacked {
-            return Some(Reason::Preset("no layer's weight"));
+            return Some(Reason::Preset("not a layer weight"));
         }
-        if let Some((_, what)) = self.left_alone.iter().find(|(m, _)| m.matches(module)) {
-            return Some(Reason::Preset(what));
+        match self.kept.role(module, weight.shape().len()) {
+            Some(Role::Other(what)) => return Some(Reason::Preset(what)),
+            Some(Role::Unlisted(architecture)) => return Some(Reason::Unlisted(architecture)),
+            None => {}
         }
         let (asked, what) = self.asked.as_ref()?;
         (!asked.iter().any(|m| m.matches(module))).then_some(Reason::Preset(what))

@@ -3,11 +3,11 @@
 /// Why a weight stays as it is.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
-    /// It is no matrix, and no stack of them.
-    #[error("no matrix")]
+    /// Not a matrix or a stack of matrices.
+    #[error("not a matrix")]
     NoMatrix,
     /// Its numbers are no floats that are read.
-    #[error("numbers of dtype {0}")]
+    #[error("{}", numbers(.0))]
     Dtype(String),
     /// It is FP4.
     #[error("already {0}")]
@@ -27,6 +27,23 @@ pub enum Reason {
     /// The preset leaves such names alone.
     #[error("{0}")]
     Preset(&'static str),
+    /// None of the linear layers of this architecture, a `model_type` of `config.json`.
+    #[error("not a known linear layer of {0}")]
+    Unlisted(&'static str),
+    /// The parameter is `[inputs, outputs]`, as `Conv1D` of transformers has it.
+    #[error(
+        "stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]; `only` \
+         forces it"
+    )]
+    Transposed(&'static str),
+    /// The dialect has no place for the quantized weight.
+    #[error("`{dialect}` cannot hold {what}")]
+    CannotHold {
+        /// The dialect to be written.
+        dialect: &'static str,
+        /// The property that it has no place for.
+        what: &'static str,
+    },
     /// Blocks, or the records of the dialect, do not divide its columns.
     #[error("{cols} columns are no multiple of {of}")]
     Columns {
@@ -40,17 +57,27 @@ pub enum Reason {
     With(String),
 }
 
+/// The numbers of a dtype that is not quantized.
+fn numbers(dtype: &str) -> String {
+    match dtype.as_bytes() {
+        b"F64" => "float64 is not supported".to_owned(),
+        [b'I' | b'U', b'0'..=b'9', ..] => format!("integers ({dtype})"),
+        _ => format!("numbers of dtype {dtype}"),
+    }
+}
+
 impl Reason {
     /// How close the weight came to being quantized, as the place in a line: first is what is
     /// asked for and does not fit, last is what no one would quantize.
     pub(super) fn place(&self) -> usize {
         match self {
             Self::Columns { .. } | Self::Smoothed => 0,
+            Self::Transposed(_) | Self::CannotHold { .. } => 0,
             Self::Asked(_) | Self::Layer(_) => 1,
             Self::With(_) => 2,
             Self::Already(_) => 3,
             Self::Dtype(_) => 4,
-            Self::NotAsked | Self::Preset(_) => 5,
+            Self::NotAsked | Self::Preset(_) | Self::Unlisted(_) => 5,
             Self::NoMatrix => 6,
         }
     }

@@ -1,6 +1,7 @@
 //! Checkpoints: what other projects wrote is read and written again byte for byte, dialects keep
 //! codes and block scales, and hostile files are refused with an error that names the tensor.
 
+mod architectures;
 mod counting;
 mod drive;
 mod ggml;

@@ -46,6 +46,7 @@ use crate::print::{print, print_json};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
+use crate::table::width;
 use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
@@ -63,6 +64,9 @@ use statistics::StatisticsFile;
 /// f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight after
 /// another passes through memory. Nothing is at OUT until all of it is. Start with --dry-run, which
 /// prints what would become of every weight.
+///
+/// `config.json` names the architecture, which says what is a linear layer. If it is not known,
+/// names and shapes decide, and a warning says so.
 ///
 /// vLLM, SGLang and TensorRT-LLM run query, key and value as one layer, and gate and up. Dialects
 /// for them keep or quantize these together, with one tensor scale.
@@ -92,9 +96,13 @@ pub(crate) struct Arguments {
     /// the largest group of weights takes, with its statistics, and 256 MB.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
-    /// Print what would become of every weight, and stop.
+    /// Print what would become of every weight, and stop. Names that differ in numbers alone are
+    /// one line, and so are vectors.
     #[arg(long)]
     dry_run: bool,
+    /// With --dry-run: a line for every tensor.
+    #[arg(long, requires = "dry_run")]
+    all: bool,
     /// Go on with what an interrupted run of the same command has left.
     #[arg(long)]
     resume: bool,
@@ -125,8 +133,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
-    let selection = Selection::of(&model, &resolved.choice)?;
+    let mut selection = Selection::of(&model, &resolved.choice)?;
+    let mut held = selection.keep_unheld(&model).map_err(unheld);
     if !arguments.dry_run {
+        std::mem::replace(&mut held, Ok(()))?;
         selection.check_not_empty(&model)?;
     }
     let schemes = resolved.schemes(&model, &selection)?;
@@ -154,14 +164,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
         let notes = resolved.notes(&model, &schemes)?.into_iter().chain(not_copied);
         notes.for_each(|note| eprintln!("note: {note}"));
+        print_warnings(&report, arguments.dry_run);
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
             _ => {
                 match arguments.json {
                     true => print_json(&report)?,
-                    false => print(&format!("{}\n{}", report.table(), report.summary()))?,
+                    false => {
+                        let table = report.table(arguments.all, width());
+                        print(&format!("{table}\n{}", report.summary()))?;
+                    }
                 }
-                return Ok(selection.check_not_empty(&model)?);
+                return held.and_then(|()| Ok(selection.check_not_empty(&model)?));
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::Anew };
@@ -190,6 +204,31 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             false => print(&format!("{}: {}", out.display(), report.summary())),
         }
     })
+}
+
+/// Prints the warnings, and the plan that they ask to check if nothing else does.
+fn print_warnings(report: &Report, dry_run: bool) {
+    let mut warned = false;
+    for warning in report.warnings() {
+        eprintln!("{warning}");
+        warned = true;
+    }
+    if warned && !dry_run {
+        eprintln!("{}", report.table(false, None));
+    }
+}
+
+/// The error of a weight that the dialect cannot hold, with what keeps it: the numbers of layers
+/// in its name become stars.
+fn unheld(error: CheckpointError) -> CliError {
+    let CheckpointError::CannotHold { weight, .. } = &error else { return error.into() };
+    let module = weight.strip_suffix(".weight").unwrap_or(weight);
+    let word = |word: &str| match word.bytes().all(|byte| byte.is_ascii_digit()) {
+        true => "*".to_owned(),
+        false => word.to_owned(),
+    };
+    let keep = module.split('.').map(word).collect::<Vec<_>>().join(".");
+    CliError::Unheld { error, keep }
 }
 
 /// Bytes of jobs.

@@ -1,14 +1,17 @@
 //! What will be done to every tensor, and how large the result will be: known from headers alone.
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection};
+use std::collections::BTreeMap;
+
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
 use comfy_table::Table;
 use serde::Serialize;
 
 use super::device::Device;
 use super::options::Settings;
+use crate::fold::{Folded, fold, natural};
 use crate::size::Size;
-use crate::table::{Column, table};
+use crate::table::{Column, NARROWEST, table};
 
 /// The plan of a tensor.
 #[derive(Serialize)]
@@ -28,10 +31,37 @@ pub(super) struct Row {
 pub(super) struct Report {
     settings: Settings,
     device: Device,
+    warnings: Vec<Warning>,
+    /// In the natural order of their names.
     weights: Vec<Row>,
     quantized: usize,
     bytes_before: u64,
     bytes_after: u64,
+}
+
+impl Row {
+    /// The name without `.weight`.
+    fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+
+    /// The note, in which a neighbour is known by its last words.
+    fn short_note(&self) -> String {
+        let note = match self.module().rsplit_once('.') {
+            Some((parent, _)) => self.note.replace(&format!("`{parent}."), "`"),
+            None => self.note.clone(),
+        };
+        note.replace(".weight`", "`").replace("one tensor scale with", "one scale with")
+    }
+}
+
+/// The end of a name that has so many characters, behind a sign that something is missing.
+fn end_of(name: &str, most: usize) -> String {
+    let count = name.chars().count();
+    match count.checked_sub(most) {
+        None | Some(0) => name.to_owned(),
+        Some(more) => ['…'].into_iter().chain(name.chars().skip(more + 1)).collect(),
+    }
 }
 
 impl Report {
@@ -50,7 +80,7 @@ impl Report {
             let note = match &selection.decisions[at] {
                 Decision::Keep(reason) => reason.to_string(),
                 Decision::Quantize(group) => match &selection.groups[*group][..] {
-                    [_] if matrices.transposed => "along its second to last axis".to_owned(),
+                    [_] if matrices.transposed => "stored as [inputs, outputs]".to_owned(),
                     [_] => String::new(),
                     members => {
                         let other = members.iter().find(|&&other| other != at).unwrap_or(&at);
@@ -68,10 +98,12 @@ impl Report {
                 bytes_after: after[at],
             }
         };
-        let weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
+        let mut weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
+        weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
         Self {
             settings,
             device,
+            warnings: selection.warnings.clone(),
             quantized: selection.groups.iter().map(Vec::len).sum(),
             bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
             bytes_after: planned.length(),
@@ -79,30 +111,85 @@ impl Report {
         }
     }
 
-    /// A line for every tensor.
-    pub(super) fn table(&self) -> Table {
-        let mut table = table(&[
+    /// The warnings, as lines.
+    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
+        self.warnings.iter().map(|warning| format!("warning: {warning}"))
+    }
+
+    /// A line for every pattern of names, or with `all` for every tensor, on a terminal of this
+    /// width: where there is no room, without bytes, and with the ends of long names.
+    pub(super) fn table(&self, all: bool, width: Option<u16>) -> Table {
+        let columns = [
             ("weight", Column::Name),
             ("shape", Column::Name),
-            ("from", Column::Name),
-            ("to", Column::Name),
+            ("becomes", Column::Name),
             ("bytes", Column::Figure),
             ("note", Column::Text),
-        ]);
-        for row in &self.weights {
-            let to = if row.from == row.to { "=".to_owned() } else { row.to.clone() };
-            let bytes = Size(row.bytes_after).to_string();
-            let (name, shape) = (row.name.clone(), format!("{:?}", row.shape));
-            // A neighbour is known by its last words.
-            let module = row.name.strip_suffix(".weight").unwrap_or(&row.name);
-            let note = match module.rsplit_once('.') {
-                Some((parent, _)) => row.note.replace(&format!("`{parent}."), "`"),
-                None => row.note.clone(),
-            };
-            let note = note.replace(".weight`", "`");
-            table.add_row([name, shape, row.from.clone(), to, bytes, note]);
+        ];
+        let mut lines: Vec<[String; 5]> = match all {
+            true => (0..self.weights.len()).map(|at| self.line(&self.alone(at))).collect(),
+            false => self.folded().iter().map(|one| self.line(one)).collect(),
+        };
+        let widest = |at: usize| {
+            let cells = lines.iter().map(|line| line[at].chars().count());
+            cells.chain([columns[at].0.len()]).max().unwrap_or(0)
+        };
+        // Columns are separated by two.
+        let needed = |shown: &[usize]| shown.iter().map(|&at| widest(at) + 2).sum::<usize>();
+        let room = width.map(|width| usize::from(width.saturating_sub(NARROWEST)));
+        let mut shown = vec![0, 1, 2, 3, 4];
+        if room.is_some_and(|room| needed(&[0, 1, 2, 3]) > room) {
+            shown.retain(|&at| columns[at].0 != "bytes");
+        }
+        if let Some(room) = room.filter(|room| needed(&[0, 1, 2]) > *room) {
+            let room = room.saturating_sub(needed(&[1, 2]) + 2).max(usize::from(NARROWEST));
+            lines.iter_mut().for_each(|line| line[0] = end_of(&line[0], room));
+        }
+        let mut table = table(&shown.iter().map(|&at| columns[at]).collect::<Vec<_>>());
+        for line in &lines {
+            table.add_row(shown.iter().map(|&at| &line[at]));
         }
         table
+    }
+
+    fn alone(&self, at: usize) -> Folded {
+        Folded { name: self.weights[at].module().to_owned(), members: vec![at] }
+    }
+
+    /// Matrices of one pattern that become the same, and behind them the vectors by what keeps
+    /// them, of which a model has many.
+    fn folded(&self) -> Vec<Folded> {
+        let (vectors, matrices): (Vec<usize>, Vec<usize>) =
+            (0..self.weights.len()).partition(|&at| self.weights[at].shape.len() < 2);
+        let same = |row: &'_ Row| (row.shape.clone(), row.from.clone(), row.to.clone());
+        let rows = matrices.iter().map(|&at| &self.weights[at]);
+        let folded = fold(rows.map(|row| (row.module(), (same(row), row.short_note()))));
+        let places = |one: Folded| Folded {
+            members: one.members.into_iter().map(|at| matrices[at]).collect(),
+            ..one
+        };
+        let mut alike: BTreeMap<_, Vec<usize>> = BTreeMap::new();
+        for at in vectors {
+            let row = &self.weights[at];
+            alike.entry((&row.to, row.short_note())).or_default().push(at);
+        }
+        let name = |members: Vec<usize>| match members[..] {
+            [one] => self.alone(one),
+            _ => Folded { name: "vectors and scalars (see --all)".to_owned(), members },
+        };
+        let vectors = alike.into_values().map(name);
+        folded.into_iter().map(places).chain(vectors).collect()
+    }
+
+    fn line(&self, Folded { name, members }: &Folded) -> [String; 5] {
+        let first = &self.weights[members[0]];
+        let shape = match (members.len(), first.shape.len()) {
+            (1, _) => format!("{:?}", first.shape),
+            (count, 0 | 1) => format!("{count} tensors"),
+            (count, _) => format!("{count} x {:?}", first.shape),
+        };
+        let bytes = members.iter().map(|&at| self.weights[at].bytes_after).sum();
+        [name.clone(), shape, first.to.clone(), Size(bytes).to_string(), first.short_note()]
     }
 
     /// What comes of it, in a line or two.
@@ -115,5 +202,63 @@ impl Report {
         };
         let settings = &self.settings;
         format!("{quantized} of {of} weights quantized ({settings}{on}): {before} become {after}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight, WriteOptions};
+    use burn_fp4_search::Recipe;
+
+    use super::super::options::ResolvedOptions;
+    use super::*;
+
+    fn report(names: &[(String, Vec<usize>)]) -> Report {
+        let weight = |(name, shape): &(String, Vec<usize>)| {
+            let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+            let tensor = Tensor::new(name.clone(), Dtype::BF16, shape.clone(), bytes);
+            Weight::new(name.clone(), 0, Value::Plain(tensor.expect("a shape")))
+        };
+        let weights = names.iter().map(weight).collect();
+        let model = Model { weights, ..Model::default() };
+        let resolved = ResolvedOptions::of(Recipe::default(), None, &model, None).expect("choices");
+        let selection = Selection::of(&model, &resolved.choice).expect("a selection");
+        let outline = selection.outline(&model);
+        let planned = outline.plan(&resolved.choice.dialect, &WriteOptions::default());
+        let planned = planned.expect("a plan");
+        Report::new(resolved.settings(), Device::Flex, &model, &outline, &selection, &planned)
+    }
+
+    fn layers(count: usize) -> Report {
+        let matrix = ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"];
+        let matrices = (0..count).flat_map(|layer| {
+            matrix.map(|name| (format!("model.layers.{layer}.{name}.weight"), vec![64, 64]))
+        });
+        let norms = (0..count).map(|layer| (format!("model.layers.{layer}.norm.weight"), vec![64]));
+        report(&matrices.chain(norms).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_plan_of_a_repeated_layer_fits_a_terminal_of_80_columns() {
+        let report = layers(36);
+        let wide = report.table(false, None).to_string();
+        let row = "model.layers.{0..35}.self_attn.k_proj  36 x [64, 64]  nvfp4 16";
+        assert!(wide.contains(row), "{wide}");
+        assert!(wide.contains("bytes") && wide.contains("36 tensors"), "{wide}");
+        assert_eq!(wide.lines().count(), 6, "{wide}");
+        for width in [80, 60] {
+            let shown = report.table(false, Some(width)).column_max_content_widths();
+            // The note is broken into lines; the others are as wide as their content.
+            let fixed: u16 = shown[..shown.len() - 1].iter().map(|width| width + 2).sum();
+            assert!(fixed + NARROWEST <= width, "{width}: {shown:?}");
+        }
+        assert!(report.table(false, Some(60)).to_string().contains("…"));
+        assert_eq!(report.table(true, None).to_string().lines().count(), 2 + 4 * 36);
+    }
+
+    #[test]
+    fn the_end_of_a_name_is_what_tells_it_from_others() {
+        assert_eq!(end_of("model.up", 8), "model.up");
+        assert_eq!(end_of("model.up", 4), "….up");
     }
 }

@@ -1,0 +1,238 @@
+//! What a weight is to its model, by its name: linear layer, embedding, output layer, router.
+//!
+//! `table.rs` has a row for each architecture of Hugging Face models, which `config.json` names.
+//! Where it names none of them, the names of Llama-like models are tried.
+
+mod table;
+
+use crate::error::CheckpointError;
+use crate::json::Json;
+use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::weight::Model;
+pub(crate) use table::CONVOLUTION;
+use table::{ANY, KEPT, MODALITY, ROWS, Row};
+
+/// The architecture of a model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Architecture<'c> {
+    row: &'static Row,
+    /// Its `model_type`, if that is in the table.
+    name: Option<&'static str>,
+    config: Option<&'c Json>,
+}
+
+/// What the class names of transformers have behind the name of the architecture.
+const CLASS_ENDS: [&str; 4] = ["For", "Model", "LMHead", "EncoderModel"];
+
+/// The field with the config of the language model in a model of several modalities.
+const TEXT: &str = "text_config";
+
+/// The `model_type` that a config states.
+pub(crate) fn stated(config: Option<&Json>) -> Option<&str> {
+    config?.get("model_type").and_then(Json::as_str)
+}
+
+impl<'c> Architecture<'c> {
+    /// The architecture that a config names: by its `model_type`, that of its `text_config`, or
+    /// where there is no `model_type` by a class in `architectures`.
+    pub(crate) fn of_config(config: Option<&'c Json>) -> Self {
+        let text = config.and_then(|config| config.get(TEXT));
+        let same = |name: &str| find(|known| known == name);
+        let by_type = [config, text].into_iter().filter_map(stated).find_map(same);
+        let classes = config.filter(|_| stated(config).is_none());
+        let classes = classes.and_then(|config| config.get("architectures")?.as_array());
+        let by_class = || classes?.iter().filter_map(Json::as_str).find_map(of_class);
+        let (row, name) = match by_type.or_else(by_class) {
+            Some((row, name)) => (row, Some(name)),
+            None => (&ANY, None),
+        };
+        Self { row, name, config }
+    }
+
+    /// The architecture of a model.
+    pub(crate) fn of(model: &'c Model<'_>) -> Self {
+        Self::of_config(model.config.as_ref())
+    }
+
+    /// Its `model_type`, if that is in the table.
+    pub(crate) fn name(self) -> Option<&'static str> {
+        self.name
+    }
+
+    /// Returns true if a module is known as a linear layer with a weight `[outputs, inputs]`.
+    pub(crate) fn is_linear(self, module: &str) -> bool {
+        ends_with_any(module, self.row.linear)
+    }
+
+    /// Returns true if the weight of a module, of this shape, is `[.., inputs, outputs]`.
+    pub(crate) fn is_transposed(self, module: &str, shape: &[usize]) -> bool {
+        let [.., rows, cols] = shape else { return false };
+        let known = self.row.inputs.iter().find(|(end, _)| stem(module, end).is_some());
+        let inputs = known.and_then(|(_, field)| self.size(field));
+        let turned = inputs.is_some_and(|inputs| *cols == inputs && *rows != inputs);
+        ends_with_any(module, self.row.transposed) && !turned
+    }
+
+    /// A number in the config.
+    fn size(self, field: &str) -> Option<usize> {
+        let config = self.config?;
+        let size = config.get(field).or_else(|| config.at(&[TEXT, field]))?;
+        size.as_u64().map(|size| size as usize)
+    }
+
+    /// The family of a layer: the names before its own, and the list of names that it is in.
+    pub(crate) fn family(self, module: &str) -> Option<(&str, usize)> {
+        let stem = |end: &&str| stem(module, end);
+        let of = |(at, ends): (usize, &&[&str])| Some((ends.iter().find_map(stem)?, at));
+        self.row.families.iter().enumerate().find_map(of)
+    }
+
+    /// Makes the names of modules that stay ready to be matched.
+    ///
+    /// # Errors
+    /// None: the patterns are those of the table.
+    pub(crate) fn kept(self) -> Result<Kept, CheckpointError> {
+        let modalities = self.row.modalities.iter().map(|glob| (*glob, MODALITY));
+        let all = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
+        let ready = |(glob, what)| Ok((Pattern::parse(glob, Syntax::Glob).matcher()?, what));
+        let matchers: Result<Vec<_>, CheckpointError> = all.map(ready).collect();
+        Ok(Kept { row: self.row, name: self.name, matchers: matchers? })
+    }
+}
+
+/// The names of modules that stay, ready to be matched.
+pub(crate) struct Kept {
+    row: &'static Row,
+    name: Option<&'static str>,
+    matchers: Vec<(Matcher, &'static str)>,
+}
+
+/// What keeps a weight dense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Not a linear layer, but this.
+    Other(&'static str),
+    /// None of the linear layers of the architecture of this `model_type`.
+    Unlisted(&'static str),
+}
+
+impl Kept {
+    /// What a matrix, or a tensor of more axes, is, unless it is the weight of a linear layer.
+    pub(crate) fn role(&self, module: &str, axes: usize) -> Option<Role> {
+        // Three axes are a stack of matrices by their number alone.
+        if axes > 2 && module.split('.').any(|part| part.contains("conv")) {
+            return Some(Role::Other(CONVOLUTION));
+        }
+        if let Some((_, what)) = self.matchers.iter().find(|(m, _)| m.matches(module)) {
+            return Some(Role::Other(what));
+        }
+        let known = [self.row.linear, self.row.transposed];
+        let linear = known.iter().any(|ends| ends_with_any(module, ends));
+        self.name.filter(|_| !linear).map(Role::Unlisted)
+    }
+}
+
+fn find(is: impl Fn(&str) -> bool) -> Option<(&'static Row, &'static str)> {
+    ROWS.iter().find_map(|row| Some((row, row.types.iter().copied().find(|name| is(name))?)))
+}
+
+/// The architecture of a class of transformers: `gpt_neox` of `GPTNeoXForCausalLM`.
+fn of_class(class: &str) -> Option<(&'static Row, &'static str)> {
+    find(|name| {
+        let letters: String = name.chars().filter(|c| c.is_ascii_alphanumeric()).collect();
+        let (head, rest) = class.split_at_checked(letters.len()).unwrap_or(("", class));
+        head.eq_ignore_ascii_case(&letters) && CLASS_ENDS.iter().any(|end| rest.starts_with(end))
+    })
+}
+
+/// What is before the last names of a module, if these are `end`.
+fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
+    module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
+}
+
+fn ends_with_any(module: &str, ends: &[&str]) -> bool {
+    ends.iter().any(|end| stem(module, end).is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn axes_that_files_have_in_either_order_are_told_by_the_size_of_the_inputs() {
+        let text = Json::object([
+            ("hidden_size", 64_u64.into()),
+            ("moe_intermediate_size", 48_u64.into()),
+        ]);
+        let config = Json::object([("model_type", "qwen3_vl_moe".into()), (TEXT, text)]);
+        let of = Architecture::of_config(Some(&config));
+        let module = |name| format!("model.language_model.layers.0.mlp.experts.{name}");
+        for (name, shape, transposed) in [
+            ("gate_up_proj", [4, 64, 96], true),
+            ("gate_up_proj", [4, 96, 64], false),
+            ("down_proj", [4, 48, 64], true),
+            ("down_proj", [4, 64, 48], false),
+            ("down_proj", [4, 48, 48], true),
+        ] {
+            assert_eq!(of.is_transposed(&module(name), &shape), transposed, "{name} {shape:?}");
+        }
+    }
+
+    fn named(config: Json) -> Option<&'static str> {
+        Architecture::of_config(Some(&config)).name()
+    }
+
+    #[test]
+    fn an_architecture_is_that_of_the_type_of_the_text_or_of_the_class() {
+        let kind = |kind: &str| Json::object([("model_type", kind.into())]);
+        let class = |class: &str| Json::object([("architectures", Json::strings([class]))]);
+        assert_eq!(named(kind("gpt_neox")), Some("gpt_neox"));
+        assert_eq!(named(kind("unheard_of")), None);
+        assert_eq!(named(class("GPTNeoXForCausalLM")), Some("gpt_neox"));
+        assert_eq!(named(class("XLMRobertaModel")), Some("xlm-roberta"));
+        assert_eq!(named(class("Qwen3MoeForCausalLM")), Some("qwen3_moe"));
+        assert_eq!(named(class("T5EncoderModel")), Some("t5"));
+        assert_eq!(named(class("Qwen3NextForCausalLM")), None);
+        let mut wrapped = kind("unheard_of");
+        wrapped.set("text_config", kind("llama"));
+        assert_eq!(named(wrapped), Some("llama"));
+        let mut other = class("LlamaForCausalLM");
+        other.set("model_type", "unheard_of".into());
+        assert_eq!(named(other), None, "its type counts, not its class");
+        assert_eq!(Architecture::of_config(None).name(), None);
+    }
+
+    #[test]
+    fn names_end_at_dots() {
+        assert_eq!(stem("layers.0.attn.c_proj", "c_proj"), Some("layers.0.attn."));
+        assert_eq!(stem("c_proj", "c_proj"), Some(""));
+        assert_eq!(stem("layers.0.abc_proj", "c_proj"), None);
+    }
+
+    #[test]
+    fn a_type_is_in_one_row_whose_families_are_linear_layers() {
+        let mut types = BTreeSet::new();
+        for row in &ROWS {
+            for name in row.types {
+                assert!(types.insert(name), "{name} is in two rows");
+            }
+            for name in row.families.iter().copied().flatten() {
+                let known = |list| ends_with_any(name, list);
+                assert!(known(row.linear) || known(row.transposed), "{name} of {:?}", row.types);
+            }
+        }
+    }
+
+    #[test]
+    fn every_row_is_compared_with_transformers() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let path = path.join("../../tests/interop/architectures.py");
+        let script = std::fs::read_to_string(path).expect("the script");
+        for name in ROWS.iter().flat_map(|row| row.types) {
+            assert!(script.contains(&format!("\"{name}\"")), "{name} is not in the script");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Which weights of which architecture are linear layers, how they are stored, and which of them
+//! have one input: compared with what transformers computes.
+//!
+//! `architectures.txt` is printed by `tests/interop/architectures.py names`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_fp4_checkpoints::selection::{Choice, Decision, Matrices, Reason, Selection, Warning};
+use burn_fp4_checkpoints::{Dtype, Json, Model, Tensor, Value, Weight};
+use burn_fp4_formats::Fp4Format;
+
+/// Weights of a layer of every architecture.
+const TRUTH: &str = include_str!("architectures.txt");
+
+/// A weight as transformers uses it.
+struct Known {
+    name: &'static str,
+    shape: Vec<usize>,
+    linear: bool,
+    transposed: bool,
+    /// The layers of one input have one number.
+    family: Option<usize>,
+}
+
+fn known(line: &'static str) -> Known {
+    let mut words = line.split(' ');
+    let mut next = || words.next().expect("a name, a shape and a mark");
+    let (name, shape, mark) = (next(), next(), next());
+    Known {
+        name,
+        shape: shape.split(',').map(|axis| axis.parse().expect("a number")).collect(),
+        linear: mark.starts_with('+'),
+        transposed: mark.starts_with("+t"),
+        family: mark.trim_start_matches(['+', '-', 't']).parse().ok(),
+    }
+}
+
+/// The architectures: their configs, and their weights.
+fn architectures() -> Vec<(&'static str, Json, Vec<Known>)> {
+    let one = |text: &'static str| {
+        let (head, lines) = text.split_once('\n').expect("a head");
+        let (name, sizes) = head.split_once(' ').expect("a name and sizes");
+        let mut config = Json::parse(sizes.as_bytes()).expect("JSON");
+        config.set("model_type", name.into());
+        (name, config, lines.lines().map(known).collect())
+    };
+    TRUTH.split("# ").skip(1).map(one).collect()
+}
+
+fn dense(name: &str, shape: &[usize]) -> Weight<'static> {
+    let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+    let tensor = Tensor::new(name.to_owned(), Dtype::BF16, shape.to_vec(), bytes);
+    Weight::new(name, 0, Value::Plain(tensor.expect("a shape")))
+}
+
+fn model(config: Option<Json>, weights: &[Known]) -> Model<'static> {
+    let weights = weights.iter().map(|known| dense(known.name, &known.shape)).collect();
+    Model { weights, config, ..Model::default() }
+}
+
+fn select(model: &Model<'_>, dialect: &str) -> Selection {
+    let choice = Choice { dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) };
+    Selection::of(model, &choice).expect("a selection")
+}
+
+#[test]
+fn linear_layers_of_every_architecture_are_quantized_and_nothing_else() {
+    let all = architectures();
+    assert!(all.len() >= 40, "found {}", all.len());
+    for (name, config, weights) in all {
+        let model = model(Some(config), &weights);
+        let selection = select(&model, "compressed-tensors");
+        assert_eq!(selection.warnings, [], "{name}");
+        for (known, decision) in weights.iter().zip(&selection.decisions) {
+            let quantized = matches!(decision, Decision::Quantize(_));
+            assert_eq!(quantized, known.linear, "{name}: {}: {decision:?}", known.name);
+        }
+    }
+}
+
+#[test]
+fn blocks_run_along_the_inputs_of_every_architecture() {
+    let mut turned = BTreeSet::new();
+    for (name, config, weights) in architectures() {
+        let model = model(Some(config), &weights);
+        let outline = select(&model, "compressed-tensors").outline(&model);
+        for (known, weight) in weights.iter().zip(&model.weights).filter(|(one, _)| one.linear) {
+            let [.., rows, cols] = known.shape[..] else { panic!("a matrix") };
+            let expected = if known.transposed { [cols, rows] } else { [rows, cols] };
+            let found = Matrices::of(&model, weight);
+            assert_eq!([found.rows, found.cols], expected, "{name}: {}", known.name);
+            assert_eq!(found.transposed, known.transposed, "{name}: {}", known.name);
+            let outline = outline.weights.iter().find(|one| one.name == known.name);
+            let Some(Value::Fp4(fp4)) = outline.map(|one| &one.value) else { panic!("it is FP4") };
+            assert_eq!(fp4.shape[fp4.shape.len() - 2..], expected, "{name}: {}", known.name);
+            assert_eq!(fp4.transposed, known.transposed, "{name}: {}", known.name);
+            if known.transposed {
+                turned.insert(name);
+            }
+        }
+    }
+    assert_eq!(turned, ["gpt2", "gpt_oss", "llama4", "llama4_text"].into());
+}
+
+#[test]
+fn a_tensor_scale_is_shared_by_the_layers_of_one_input() {
+    for (name, config, weights) in architectures() {
+        let model = model(Some(config), &weights);
+        let selection = select(&model, "compressed-tensors");
+        let mut expected: BTreeMap<usize, BTreeSet<&str>> = BTreeMap::new();
+        for known in weights.iter().filter(|known| known.linear) {
+            if let Some(family) = known.family {
+                expected.entry(family).or_default().insert(known.name);
+            }
+        }
+        let shared = |members: &BTreeSet<&str>| members.len() > 1;
+        let expected: BTreeSet<_> = expected.into_values().filter(shared).collect();
+        let names = |group: &Vec<usize>| group.iter().map(|&at| weights[at].name).collect();
+        let found: BTreeSet<_> = selection.groups.iter().map(names).filter(shared).collect();
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
+#[test]
+fn a_model_of_an_unknown_architecture_is_quantized_by_names_with_a_warning() {
+    let names = ["layers.0.q_proj.weight", "layers.0.odd.weight", "embed.weight"];
+    let weights = || names.iter().map(|name| dense(name, &[32, 32])).collect();
+    let kind = |kind: &str| Json::object([("model_type", kind.into())]);
+    for (config, model_type) in
+        [(None, None), (Some(kind("unheard_of")), Some("unheard_of".to_owned()))]
+    {
+        let model = Model { weights: weights(), config, ..Model::default() };
+        let selection = select(&model, "compressed-tensors");
+        assert_eq!(selection.warnings, [Warning::UnknownArchitecture { model_type }]);
+        assert_eq!(selection.groups, [[0], [1]]);
+    }
+    let config = Some(kind("llama"));
+    let model = Model { weights: weights(), config, ..Model::default() };
+    let selection = select(&model, "compressed-tensors");
+    assert_eq!((selection.warnings, selection.groups), (vec![], vec![vec![0]]));
+    assert_eq!(selection.decisions[1], Decision::Keep(Reason::Unlisted("llama")));
+}
+
+#[test]
+fn convolutions_are_no_stacks_of_matrices() {
+    let weights = [
+        ("model.conv1.weight", vec![32, 16, 16]),
+        ("model.encoder.conv.weight", vec![64, 8, 32]),
+        ("patches.weight", vec![32, 3, 16, 16]),
+        ("layers.0.experts.up_proj", vec![4, 32, 16]),
+    ];
+    let weights = weights.iter().map(|(name, shape)| dense(name, shape)).collect();
+    let model = Model { weights, ..Model::default() };
+    let selection = select(&model, "modelopt");
+    let convolution = Decision::Keep(Reason::Preset("a convolution"));
+    assert_eq!(selection.decisions[..3], [&convolution; 3].map(Clone::clone));
+    assert_eq!(selection.groups, [[3]]);
+    // Asked for by its name, a stack of three axes is what the user says it is.
+    let only = vec!["model.conv1".to_owned()];
+    let dialect = "modelopt".to_owned();
+    let choice = Choice { only, dialect, ..Choice::all(Fp4Format::NvFp4, 16) };
+    assert_eq!(Selection::of(&model, &choice).expect("a selection").groups, [[0]]);
+}
+
+#[test]
+fn a_weight_stored_by_inputs_is_kept_where_no_reader_turns_it() {
+    let config = || Some(Json::object([("model_type", "gpt2".into())]));
+    let weights = || vec![dense("h.0.attn.c_attn.weight", &[64, 192])];
+    let model = Model { weights: weights(), config: config(), ..Model::default() };
+    for dialect in ["modelopt", "mlx", "gguf"] {
+        let selection = select(&model, dialect);
+        let Decision::Keep(reason) = &selection.decisions[0] else { panic!("{dialect}") };
+        assert_eq!(*reason, Reason::Transposed(dialect));
+        let text = reason.to_string();
+        assert!(text.contains("[inputs, outputs]") && text.contains("`only` forces it"), "{text}");
+        let only = vec!["*c_attn".to_owned()];
+        let choice =
+            Choice { only, dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) };
+        let forced = Selection::of(&model, &choice).expect("a selection");
+        let outline = forced.outline(&model);
+        assert_eq!(outline.weights[0].shape(), [192, 64], "{dialect}");
+    }
+}
+
+#[test]
+fn weights_that_a_dialect_cannot_hold_are_kept_by_a_plan_and_named_by_an_error() {
+    let weights = vec![
+        dense("layers.0.q_proj.weight", &[32, 32]),
+        dense("layers.0.experts.up_proj", &[4, 32, 32]),
+        dense("layers.0.k_proj.weight", &[32, 32]),
+        dense("layers.0.o_proj.weight", &[32, 32]),
+    ];
+    let model = Model { weights, ..Model::default() };
+    let mut selection = select(&model, "compressed-tensors");
+    let error = selection.keep_unheld(&model).expect_err("a stack").to_string();
+    assert!(error.starts_with("`layers.0.experts.up_proj`: the dialect"), "{error}");
+    let Decision::Keep(Reason::CannotHold { dialect, .. }) = selection.decisions[1] else {
+        panic!("{:?}", selection.decisions[1]);
+    };
+    assert_eq!(dialect, "compressed-tensors");
+    assert_eq!(selection.groups, [vec![0, 2], vec![3]]);
+    assert_eq!(selection.decisions[3], Decision::Quantize(1));
+    assert!(select(&model, "modelopt").keep_unheld(&model).is_ok());
+}

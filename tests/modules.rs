@@ -779,7 +779,7 @@ fn tables_of_long_names_fit_a_terminal() {
         // The end of a name says more than its beginning.
         assert!(table.contains("decoder.weight"), "{table}");
     }
-    assert!(report.contains("one tensor scale each: 0.{"), "{report}");
+    assert!(report.contains("shared tensor scales: 0.{"), "{report}");
 }
 
 #[test]

@@ -181,7 +181,7 @@ impl Fp4Report {
             write!(f, ": error {error:.3} %, {bits:.3} bits per weight")?;
         }
         if merged > 0 {
-            write!(f, "; {merged} merged with their adapters, dense")?;
+            write!(f, "\n{merged} dense weights merged with their adapters")?;
         }
         let (after, before) = (self.bytes_after(), self.bytes_before());
         write!(f, "\n{} of {}", size(after), size(before))?;
@@ -256,9 +256,9 @@ impl Fp4Report {
         }
         match groups[..] {
             [] => Ok(()),
-            [group] => write!(f, "\none tensor scale: {group}"),
+            [group] => write!(f, "\nshared tensor scale: {group}"),
             [first, ..] => {
-                write!(f, "\none tensor scale each: {first} and {} more groups", groups.len() - 1)
+                write!(f, "\nshared tensor scales: {first}, and {} more", groups.len() - 1)
             }
         }
     }

@@ -1,17 +1,18 @@
 //! LoRA over packed weights: adapters train, codes stay.
 
 use burn::module::{Lora, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
-use burn::nn::Linear;
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::store::ModuleRecord;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4::{
-    Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, OpsError, Outcome, PackedWeight, ops,
+    CheckpointMap, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4Scheme, OpsError,
+    Outcome, PackedWeight, Reason, ops,
 };
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
-use tests::modules::Net;
-use tests::tensors::{floats, random};
+use tests::modules::{Net, seeded};
+use tests::tensors::{floats, random, sums};
 
 fn two_layers(device: &Device) -> Net {
     Net::new([32, 48, 16], device)
@@ -21,9 +22,13 @@ fn two_layers(device: &Device) -> Net {
 fn adapted(device: &Device) -> Net {
     let mut net = two_layers(device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-    let paths = net.lora_fp4(&lora()).unwrap();
-    assert_eq!(paths, ["first.weight", "second.weight"]);
+    let report = net.lora_fp4(&lora()).unwrap();
+    assert_eq!(paths_of_adapters(&report), ["first.weight", "second.weight"]);
     net
+}
+
+fn paths_of_adapters(report: &Fp4Report) -> Vec<&str> {
+    report.adapted().map(|parameter| parameter.path.as_str()).collect()
 }
 
 /// Of rank 4, scaled by 2.
@@ -235,11 +240,31 @@ fn adapters_that_were_loaded_go_on_training() {
     let device = Device::flex().autodiff();
     let (net, _) = train(adapted(&device), 5);
     let mut loaded = two_layers(&device);
-    loaded.load_fp4_record(net.valid().into_record()).unwrap();
-    let before = adapted_values(&loaded.first);
+    loaded.load_fp4_record(net.clone().valid().into_record()).unwrap();
+    // Only the adapters are trained, as in the module that was saved.
+    assert_eq!(trained(&loaded), trained(&net));
+    assert_eq!(trained(&loaded.clone().valid().train()), trained(&net));
+    let before = (adapted_values(&loaded.first), bias(&loaded));
     let (loaded, losses) = train(loaded, 10);
     assert!(losses[9] < losses[0], "{losses:?}");
-    assert_ne!(adapted_values(&loaded.first), before);
+    assert_ne!(adapted_values(&loaded.first), before.0);
+    assert_eq!(bias(&loaded), before.1);
+}
+
+fn bias(net: &Net) -> Vec<f32> {
+    floats(net.first.bias.as_ref().expect("a bias").val())
+}
+
+#[test]
+fn a_record_without_adapters_freezes_nothing() {
+    let device = Device::flex().autodiff();
+    let mut net = two_layers(&device);
+    net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let mut loaded = two_layers(&device);
+    let bias_is_trained = ("first.bias".to_owned(), true);
+    assert!(trained(&loaded).contains(&bias_is_trained));
+    loaded.load_fp4_record(net.valid().into_record()).unwrap();
+    assert!(trained(&loaded).contains(&bias_is_trained));
 }
 
 #[test]
@@ -259,10 +284,8 @@ fn merging_quantizes_what_the_adapters_made_of_the_weights() {
             let Outcome::Quantized { squared_error, energy, .. } = parameter.outcome else {
                 panic!("{parameter:?}")
             };
-            let sums = floats(expected.squared_error(dense).unwrap());
-            let near = |found: f64, expected: f32| {
-                (found - f64::from(expected)).abs() <= 1e-5 * f64::from(expected)
-            };
+            let sums = sums(expected.squared_error(dense).unwrap());
+            let near = |found: f64, expected: f64| (found - expected).abs() <= 1e-5 * expected;
             assert!(squared_error > 0.0 && near(squared_error, sums[0]), "{name}: {sums:?}");
             assert!(near(energy, sums[1]), "{name}: {energy} {sums:?}");
         }
@@ -309,8 +332,8 @@ fn a_dense_weight_gets_the_adapter_of_burn() {
     let device = Device::flex().autodiff();
     let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4().exclude("second.*")).unwrap();
-    let paths = net.lora_fp4(&lora()).unwrap();
-    assert_eq!(paths, ["first.weight", "second.weight"]);
+    let report = net.lora_fp4(&lora()).unwrap();
+    assert_eq!(paths_of_adapters(&report), ["first.weight", "second.weight"]);
     assert!(net.second.weight.adapter().is_some());
     assert!(packed(&net.first).adapter().is_some());
     let (_, losses) = train(net, 10);
@@ -367,4 +390,136 @@ fn factors_that_are_not_finite_are_not_merged() {
     let misspelt = Fp4Config::nvfp4().with("**.frist.*", Fp4Scheme::mxfp4());
     let error = net.merge_lora_fp4(&misspelt).unwrap_err();
     assert!(matches!(&error, Fp4Error::Unused(lines) if lines[0].contains("frist")), "{error}");
+}
+
+/// A language model, as far as adapters are concerned.
+#[derive(Module, Debug)]
+struct Words {
+    embed: Embedding,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Words {
+    fn new(device: &Device) -> Self {
+        let words = Self {
+            embed: EmbeddingConfig::new(20, 32).init(device),
+            norm: LayerNormConfig::new(32).init(device),
+            head: LinearConfig::new(32, 16).init(device),
+        };
+        seeded(words, 4)
+    }
+
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.head.forward(self.norm.forward(self.embed.forward(tokens)))
+    }
+}
+
+fn step(words: Words) -> Words {
+    let tokens = Tensor::from_ints([[1, 2, 3, 19]], &words.head.weight.val().device());
+    let mut optimizer = AdamConfig::new().init();
+    let mut words = words;
+    for _ in 0..3 {
+        let loss = words.forward(tokens.clone()).powf_scalar(2.0).mean();
+        let gradients = GradientsParams::from_grads(loss.backward(), &words);
+        words = optimizer.step(1e-2, words, gradients);
+    }
+    words
+}
+
+#[test]
+fn the_guide_leads_from_adapters_to_a_record_and_a_checkpoint() {
+    for (name, device, _) in devices() {
+        let mut words = Words::new(&device.clone().autodiff());
+        words.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let report = words.lora_fp4(&Lora::new(4, 8.0)).unwrap();
+        assert_eq!(paths_of_adapters(&report), ["embed.weight", "head.weight"], "{name}");
+        let frozen = report.get("norm.gamma").unwrap();
+        assert!(matches!(frozen.outcome, Outcome::Kept { reason: Reason::Rank }), "{name}");
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<Fp4Report>(&json).unwrap(), report);
+        assert!(report.to_string().contains("2 of 5 parameters have an adapter"), "{report}");
+
+        let untrained = floats(words.embed.weight.val());
+        let words = step(words);
+        let dense = [words.embed.weight.val(), words.head.weight.val()].map(floats);
+        assert_ne!(dense[0], untrained, "{name}: trained");
+        let mut words = words.valid();
+        let report = words.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap();
+        assert!(matches!(report.get("embed.weight").unwrap().outcome, Outcome::Merged), "{name}");
+        assert!(report.get("head.weight").unwrap().is_quantized(), "{name}");
+        assert_eq!(report.parameters.len(), 5, "{name}: no factor is left");
+        assert!(words.embed.weight.adapter().is_none(), "{name}");
+        assert_eq!(floats(words.embed.weight.val()), dense[0], "{name}");
+        assert!(packed(&words.head).adapter().is_none(), "{name}");
+
+        let tokens = || Tensor::from_ints([[1, 2, 3, 19]], &device);
+        let expected = floats(words.forward(tokens()));
+        let mut fresh = Words::new(&device);
+        fresh.load_fp4_record(words.clone().into_record()).unwrap();
+        assert_eq!(floats(fresh.forward(tokens())), expected, "{name}");
+        let folder = std::env::temp_dir().join(format!("burn-fp4-lora-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join(name);
+        words.save_fp4(&path, "compressed-tensors", &CheckpointMap::new()).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+#[test]
+fn dense_weights_keep_their_dtype_whatever_that_of_their_adapters() {
+    let device = Device::flex();
+    let group = ParamGroup::from_path("embed.weight");
+    let lora = Lora::new(4, 8.0).set_dtype(FloatDType::F16).set_param_group(group);
+    let mut words = Words::new(&device);
+    words.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let codes_before = codes(&words);
+    words.lora_fp4(&lora).unwrap();
+    let mut words = words.map(&mut Fill(0.25));
+    let expected = words.embed.weight.val();
+    assert_eq!(expected.dtype(), DType::F16);
+    words.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap();
+    assert_eq!(words.embed.weight.val().dtype(), DType::F32);
+    assert_eq!(floats(words.embed.weight.val()), floats(expected));
+    // Packed weights without an adapter keep their bits.
+    assert_eq!(codes(&words), codes_before);
+}
+
+/// Gives every factor `b`, `[4, outputs]`, a value.
+struct Fill(f32);
+
+impl ModuleMapper for Fill {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match param.dims()[0] {
+            4 => param.map(|b| b.mul_scalar(0.0).add_scalar(self.0)),
+            _ => param,
+        }
+    }
+}
+
+#[test]
+fn a_dense_weight_whose_adapter_is_not_finite_is_not_merged() {
+    let mut words = Words::new(&Device::flex());
+    words.lora_fp4(&lora()).unwrap();
+    let mut words = words.map(&mut Fill(f32::NAN));
+    let error = words.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap_err();
+    assert!(matches!(&error, Fp4Error::NotFinite { path } if path == "embed.weight"), "{error}");
+    assert!(words.embed.weight.adapter().is_some());
+}
+
+#[test]
+fn what_merging_would_leave_attached_is_an_error_that_names_the_call() {
+    let mut words = Words::new(&Device::flex());
+    let only_head = Fp4Config::nvfp4().include("head.*");
+    words.fake_quantize_fp4(&only_head).unwrap();
+    let error = words.merge_lora_fp4(&Fp4Config::nvfp4()).unwrap_err().to_string();
+    assert_eq!(error, "parameter `head.weight` has `fp4_fake` attached; call `convert_fp4` first");
+    let mut words = Words::new(&Device::flex());
+    words.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    words.lora_fp4(&lora()).unwrap();
+    let error = words.checkpoint_fp4(&CheckpointMap::new()).unwrap_err().to_string();
+    assert!(error.ends_with("call `merge_lora_fp4` first"), "{error}");
+    let mut fresh = Words::new(&Device::flex());
+    let error = fresh.load_fp4_record(words.into_record()).unwrap_err().to_string();
+    assert!(error.contains("`merge_lora_fp4` before saving"), "{error}");
 }

@@ -1,6 +1,6 @@
 //! Modules quantized in place: selection, reports, records, devices.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Lora, Module, ModuleVisitor, Param};
 use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
 };
@@ -10,9 +10,9 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
-    Blocks, Calibration, ChosenBy, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Gptq,
-    Indivisible, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch,
-    Unused,
+    Blocks, Calibration, Candidate, ChosenBy, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
+    Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, NonFinite,
+    OpsError, Outcome, PackedWeight, Products, Reason, ScaleRule, ScaleSearch, Unused, Why,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -207,8 +207,8 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; keep it \
-         dense by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
+        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; use \
+         `exclude` to keep it dense, or `indivisible(Indivisible::Skip)` for all such weights"
     );
     // Nothing was changed.
     assert!(net[1].weight.reparameterization::<PackedWeight>().is_none());
@@ -238,6 +238,7 @@ fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
             let Fp4Error::Parameter { path, problem } = &error else { panic!("{error}") };
             assert_eq!(path, "1.weight");
             assert!(matches!(problem, OpsError::NonFinite { .. }), "{error}");
+            assert!(error.to_string().ends_with("use `exclude` to keep the weight dense"));
             assert!(net[0].weight.reparameterization::<PackedWeight>().is_none());
 
             let follow = scheme.with_non_finite(NonFinite::FollowReference);
@@ -437,6 +438,14 @@ fn quantizing_again_leaves_packed_weights_alone() {
     assert_eq!(quantized(&report), ["head.weight"]);
     assert_eq!(*reason(&report, "layers.0.weight"), Reason::AlreadyQuantized);
     assert_eq!(floats(net.layers[0].weight.val()), before);
+
+    let error = net.quantize_fp4(&Fp4Config::mxfp4()).unwrap_err();
+    let message = error.to_string();
+    assert!(message.starts_with("every selected weight is quantized already; "), "{message}");
+    assert_eq!(message.lines().count(), 1 + 5, "{message}");
+    // What is misspelt is another matter.
+    let error = net.quantize_fp4(&Fp4Config::mxfp4().include("haed.*")).unwrap_err();
+    assert!(matches!(error, Fp4Error::NothingSelected(_)), "{error}");
 }
 
 #[test]
@@ -526,6 +535,10 @@ fn reports_serialize_and_display() {
     for parameter in &report.parameters {
         assert!(table.contains(&parameter.path), "{table}");
     }
+    assert!(table.contains("NVFP4, blocks of 16, rule te, amax, along axis 0"), "{table}");
+    assert!(table.contains("`.container(\"Embedding\", 1)` adds one"), "{table}");
+    assert!(table.contains(" kB of 20.5 kB ("), "{table}"); // 5120 values
+
     assert!(report.relative_error() > 0.01 && report.relative_error() < 0.2);
     let config = Fp4Config::mxfp4().exclude("head.*").keep_last(1);
     let text = serde_json::to_string(&config).unwrap();
@@ -574,7 +587,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         assert_eq!(chosen(&report, "layers.1.weight"), fallback);
         assert_eq!(chosen(&gptq_report, "layers.0.weight"), ChosenBy::Gptq(Gptq::default()));
         assert_eq!(chosen(&gptq_report, "layers.1.weight"), fallback);
-        assert!(gptq_report.to_string().contains("nvfp4 te gptq / 16"));
+        assert!(gptq_report.to_string().contains("NVFP4, blocks of 16, rule te, gptq"));
 
         let mut wrong = Calibration::new();
         wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 16], &device)).unwrap();
@@ -653,4 +666,195 @@ fn fp4_linear_is_a_linear_with_records_of_one() {
             assert_eq!(floats(back.forward(x.clone())), expected, "{name}");
         }
     }
+}
+
+#[test]
+fn no_rows_of_input_are_no_rows_of_output() {
+    for (name, device, _) in devices() {
+        let mut linear = Fp4Linear::from(LinearConfig::new(64, 32).init(&device));
+        let mut embedding = Fp4Embedding::from(EmbeddingConfig::new(10, 64).init(&device));
+        linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        embedding.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+        let train = Fp4TrainLinear::from(LinearConfig::new(64, 32).init(&device));
+        let round = FakeQuantizeConfig::new(64).init(&device).unwrap();
+        assert_eq!(linear.forward(Tensor::<2>::zeros([0, 64], &device)).dims(), [0, 32], "{name}");
+        for [batch, length] in [[0, 0], [0, 2], [2, 0]] {
+            let what = format!("{name} {batch} {length}");
+            let input = Tensor::<3>::zeros([batch, length, 64], &device);
+            assert_eq!(linear.forward(input.clone()).dims(), [batch, length, 32], "{what}");
+            assert_eq!(train.forward(input.clone()).dims(), [batch, length, 32], "{what}");
+            assert_eq!(round.forward(input.clone()).dims(), [batch, length, 64], "{what}");
+            let rounded = burn_fp4::ops::fake_quantize(input, 2, &Fp4Scheme::nvfp4()).unwrap();
+            assert_eq!(rounded.dims(), [batch, length, 64], "{what}");
+            let indices = Tensor::<2, Int>::zeros([batch, length], &device);
+            assert_eq!(embedding.forward(indices).dims(), [batch, length, 64], "{what}");
+        }
+        // Statistics of nothing change nothing.
+        let mut calibration = Calibration::new();
+        calibration.add("weight", 0, Tensor::<3>::zeros([2, 0, 64], &device)).unwrap();
+        assert!(calibration.get("weight", 0).is_none_or(|gram| gram.tokens() == 0), "{name}");
+    }
+}
+
+#[test]
+fn a_loss_of_no_rows_has_a_backward_pass() {
+    let device = Device::flex().autodiff();
+    let mut linear = Fp4Linear::from(LinearConfig::new(64, 32).init(&device));
+    linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    linear.lora_fp4(&Lora::new(4, 8.0)).unwrap();
+    let train = Fp4TrainLinear::from(LinearConfig::new(64, 32).init(&device));
+    let gradient = |forward: &dyn Fn(Tensor<3>) -> Tensor<3>| {
+        let input = Tensor::<3>::zeros([2, 0, 64], &device).require_grad();
+        let gradients = forward(input.clone()).sum().backward();
+        input.grad(&gradients).expect("a gradient").dims()
+    };
+    assert_eq!(gradient(&|input| linear.forward(input)), [2, 0, 64]);
+    assert_eq!(gradient(&|input| train.forward(input)), [2, 0, 64]);
+}
+
+#[test]
+fn the_running_amax_sees_nothing_of_an_empty_batch() {
+    let device = Device::flex().autodiff();
+    let round = FakeQuantizeConfig::new(64).init(&device).unwrap();
+    let _ = round.forward(Tensor::<2>::ones([1, 64], &device));
+    let seen = floats(round.amax.value_sync());
+    let _ = round.forward(Tensor::<2>::ones([0, 64], &device));
+    assert_eq!(floats(round.amax.value_sync()), seen);
+}
+
+#[test]
+fn weights_without_values_stay_dense_with_a_reason() {
+    for (name, device, _) in devices() {
+        for shape in [[0, 16], [16, 0], [0, 0]] {
+            let weight = |shape: [usize; 2]| Linear {
+                weight: Param::from_tensor(Tensor::zeros(shape, &device)),
+                bias: None,
+            };
+            let mut layers = vec![weight(shape), weight([16, 16])];
+            for method in [burn_fp4::Method::Amax, burn_fp4::Method::Sse] {
+                let mut layers = layers.clone();
+                let report = layers.quantize_fp4(&Fp4Config::nvfp4().method(method)).unwrap();
+                assert_eq!(*reason(&report, "0.weight"), Reason::Empty, "{name}");
+                assert_eq!(layers[0].weight.val().dims(), shape, "{name}");
+                assert_eq!(report.get("0.weight").unwrap().bits_per_value(), 0.0);
+                assert!(!report.to_string().contains("inf"), "{report}");
+            }
+            let report = layers.lora_fp4(&Lora::new(4, 8.0)).unwrap();
+            assert_eq!(*reason(&report, "0.weight"), Reason::Empty, "{name}");
+            // Codes of it that are given are codes of nothing.
+            let given = layers[..1].to_vec().pack_fp4(|weight| {
+                let values = weight.tensor::<2>().expect("a matrix");
+                let packed = burn_fp4::ops::quantize(values, 0, &Fp4Scheme::nvfp4())?;
+                Ok(Some(packed.into()))
+            });
+            assert!(given.is_ok(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn tables_of_long_names_fit_a_terminal() {
+    #[derive(Module, Debug)]
+    struct Attention {
+        query_projection_of_the_decoder: Linear,
+        key_projection_of_the_decoder: Linear,
+    }
+    let device = Device::flex();
+    let linear = || LinearConfig::new(64, 64).init(&device);
+    let mut layers: Vec<_> = (0..2)
+        .map(|_| Attention {
+            query_projection_of_the_decoder: linear(),
+            key_projection_of_the_decoder: linear(),
+        })
+        .collect();
+    let names = ["query_projection_of_the_decoder", "key_projection_of_the_decoder"];
+    let calibration = Calibration::new();
+    let config = Fp4Config::nvfp4().share_scale(names).with_calibration(&calibration);
+    let sensitivity = layers.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap().to_string();
+    let report = layers.quantize_fp4(&config).unwrap().to_string();
+    for table in [&sensitivity, &report] {
+        let lines: Vec<_> = table.lines().filter(|line| line.contains(['│', '─', '═'])).collect();
+        assert!(lines.len() > 8, "{table}");
+        assert!(lines.iter().all(|line| line.chars().count() <= 80), "{table}");
+        // The end of a name says more than its beginning.
+        assert!(table.contains("decoder.weight"), "{table}");
+    }
+    assert!(report.contains("shared tensor scales: 0.{"), "{report}");
+}
+
+#[test]
+fn advice_for_layers_of_burn_can_be_followed() {
+    let device = Device::flex();
+    let mut encoder = TransformerEncoderConfig::new(32, 64, 2, 1).init(&device);
+    let report = encoder.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    for (path, layer) in [
+        ("layers.0.mha.query.weight", "MultiHeadAttention"),
+        ("layers.0.pwff.linear_inner.weight", "PositionWiseFeedForward"),
+    ] {
+        let products = report.get(path).unwrap().products().unwrap();
+        assert_eq!(*products, Products::Dequantized(Why::Inside { layer: layer.to_owned() }));
+        assert!(products.to_string().contains("a module of your own"), "{products}");
+    }
+    assert!(!report.to_string().contains("Fp4Linear::from"), "{report}");
+}
+
+/// A layer with such weights.
+fn with_weights(values: Vec<f32>, shape: [usize; 2], dtype: DType, device: &Device) -> Linear {
+    let weight = Tensor::<2>::from_data(TensorData::new(values, shape), (device, DType::F32));
+    Linear { weight: Param::from_tensor(weight.cast(dtype)), bias: None }
+}
+
+#[test]
+fn errors_of_very_small_and_very_large_weights_are_those_of_others() {
+    // Kernels square in f32.
+    let hosts = devices().into_iter().filter(|(name, ..)| ["flex", "ndarray"].contains(name));
+    for (name, device, _) in hosts {
+        for config in [Fp4Config::nvfp4(), Fp4Config::mxfp4()] {
+            let report = |exponent: i32| {
+                let factor = 2f32.powi(exponent);
+                let values = normals(3, 64 * 32).into_iter().map(|value| value * factor);
+                let mut layer = with_weights(values.collect(), [64, 32], DType::F32, &device);
+                layer.quantize_fp4(&config).unwrap()
+            };
+            let expected = report(0).relative_error();
+            assert!(expected > 0.08 && expected < 0.13, "{name} {expected}");
+            for exponent in [-100, -80, -66, 60, 70, 100] {
+                let found = report(exponent).relative_error();
+                assert!((found - expected).abs() < 1e-6, "{name} 2^{exponent}: {found} {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn values_that_become_infinite_in_their_dtype_are_said() {
+    let device = Device::flex();
+    // 65504 is nearer to 4 x 2^14 than to 6 x 2^13, and 4 x 2^14 is no f16 number.
+    let values = vec![65504.0; 32 * 4];
+    for (dtype, infinite) in [(DType::F16, true), (DType::F32, false)] {
+        let mut layer = with_weights(values.clone(), [32, 4], dtype, &device);
+        let config = Fp4Config::mxfp4().method(burn_fp4::Method::Sse);
+        let report = layer.quantize_fp4(&config).unwrap();
+        let is_infinite = floats(layer.weight.val()).iter().any(|value| value.is_infinite());
+        assert_eq!(is_infinite, infinite, "{dtype:?}");
+        assert_eq!(report.relative_error().is_infinite(), infinite, "{report}");
+        assert_eq!(report.to_string().contains("became infinite in f16"), infinite, "{report}");
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<burn_fp4::Fp4Report>(&json).unwrap(), report);
+    }
+    // Of 16 tensor scales the finite ones are tried.
+    let mut layer = with_weights(vec![3.4e38; 32 * 4], [32, 4], DType::F32, &device);
+    let config = Fp4Config::nvfp4().method(burn_fp4::Method::SseTensorScale);
+    let report = layer.quantize_fp4(&config).unwrap();
+    assert!(report.relative_error() < 0.1, "{report}");
+    assert!(floats(layer.weight.val()).iter().all(|value| value.is_finite()));
+}
+
+#[test]
+fn f64_weights_are_an_error_that_says_what_to_do() {
+    let device = Device::flex();
+    let mut layer = with_weights(normals(3, 32 * 4), [32, 4], DType::F64, &device);
+    let error = layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err().to_string();
+    assert!(error.contains("found F64; cast the module, or use `exclude`"), "{error}");
+    assert_eq!(layer.weight.val().dtype(), DType::F64);
 }

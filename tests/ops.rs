@@ -2,24 +2,26 @@
 
 use std::sync::Arc;
 
+use burn::backend::Flex;
+use burn::backend::ops::FloatTensorOps;
 use burn::module::Module;
 use burn::nn::EmbeddingConfig;
-use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     BlockHessians, BlockOrder, Curvature, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance,
     NonFinite, OpsError, Products, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
-    block_hessians, embedding, fake_quantize, gram, matmul, modelopt, products, quantize,
+    block_hessians, embedding, fake_quantize, gram, matmul, modelopt, portable, products, quantize,
     quantize_by_curvature, quantize_by_importance, quantize_family, quantize_gptq,
-    quantize_with_best_tensor_scale,
+    quantize_with_best_tensor_scale, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
 use tests::compare::{assert_bits, assert_same};
 use tests::engines::devices;
-use tests::inputs::Kind;
+use tests::inputs::{Kind, normals};
 use tests::modules::seeded;
-use tests::tensors::floats;
+use tests::tensors::{floats, sums};
 
 fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     let data = Kind::Outliers.values(shape.iter().product(), 11);
@@ -62,12 +64,12 @@ fn any_rank_any_axis_any_device() {
                     let fake = fake_quantize(tensor.clone(), axis, &scheme).unwrap();
                     assert_bits(&what, &floats(fake), &floats(rounded));
 
-                    let sums = floats(packed.squared_error(tensor.clone()).unwrap());
+                    let sums = sums(packed.squared_error(tensor.clone()).unwrap());
                     let pairs = dense.iter().zip(&restored);
                     let error: f64 = pairs.map(|(a, b)| (*a as f64 - *b as f64).powi(2)).sum();
                     let energy: f64 = dense.iter().map(|a| (*a as f64).powi(2)).sum();
                     for (found, expected) in [(sums[0], error), (sums[1], energy)] {
-                        assert!((found as f64 - expected).abs() <= 1e-6 * expected, "{what}");
+                        assert!((found - expected).abs() <= 1e-6 * expected, "{what}");
                     }
                 }
             }
@@ -457,6 +459,29 @@ fn wrong_scales_are_refused_where_they_are_read(
     assert_eq!(taken, scheme.format().row().tensor_scale, "{name}");
 }
 
+#[test]
+fn tensor_operations_measure_errors_of_any_magnitude() {
+    let (shape, scheme) = ([8, 64], Fp4Scheme::mxfp4());
+    let layout = Fp4Layout::new(&shape.into(), 1, &scheme).unwrap();
+    let relative = |exponent: i32| {
+        let factor = 2f32.powi(exponent);
+        let data = normals(5, 8 * 64).into_iter().map(|value| value * factor).collect::<Vec<_>>();
+        let values = Flex::float_from_data(TensorData::new(data, shape), &Default::default());
+        let amax = portable::amax::<Flex>(values.clone(), 1, false);
+        let packed = portable::quantize::<Flex>(values.clone(), amax, 1, scheme);
+        let found = portable::squared_error::<Flex>(values, packed, layout.clone());
+        let found = read_sync(Flex::float_into_data(found)).unwrap();
+        let [error, energy] = squared_sums(found.as_slice().unwrap()).unwrap();
+        (error / energy).sqrt()
+    };
+    let expected = relative(0);
+    assert!(expected > 0.08 && expected < 0.14, "{expected}");
+    for exponent in [-110, -80, -66, -30, 30, 60, 110] {
+        let found = relative(exponent);
+        assert!((found - expected).abs() < 1e-6, "2^{exponent}: {found} {expected}");
+    }
+}
+
 /// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
 #[test]
 fn every_device_takes_what_a_packed_matrix_may_hold() {
@@ -467,8 +492,8 @@ fn every_device_takes_what_a_packed_matrix_may_hold() {
         let tensor = Fp4Tensor::from_packed(packed.clone(), [6, 64], 1, &device).unwrap();
         assert_bits(name, &floats(tensor.dequantize()), &packed.dequantize());
         let dense = Tensor::from_data(TensorData::new(values.clone(), [6, 64]), &device);
-        let sums = floats(tensor.squared_error(dense).unwrap());
-        let energy: f32 = values.iter().map(|x| x * x).sum();
+        let sums = sums(tensor.squared_error(dense).unwrap());
+        let energy: f64 = values.iter().map(|x| f64::from(x * x)).sum();
         assert!((sums[1] - energy).abs() <= 1e-5 * energy, "{name}: {sums:?}");
     }
 }
@@ -780,7 +805,7 @@ fn activations_decide_about_codes_on_every_device() {
             let best = quantize_with_best_tensor_scale(tensor.clone(), 0, &scheme).unwrap();
             let plain = quantize(tensor.clone(), 0, &scheme).unwrap();
             let error =
-                |packed: Fp4Tensor<2>| floats(packed.squared_error(tensor.clone()).unwrap())[0];
+                |packed: Fp4Tensor<2>| sums(packed.squared_error(tensor.clone()).unwrap())[0];
             assert!(error(best) <= error(plain), "{name} {dtype:?}");
         }
     }

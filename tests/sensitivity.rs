@@ -5,8 +5,8 @@ use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_fp4::ops::{Fp4Scheme, gram};
 use burn_fp4::{
-    Budget, Calibration, Candidate, Fp4Config, Fp4Error, Fp4Module, Indivisible, Method, Outcome,
-    PackedWeight, Unused,
+    Budget, Calibration, Candidate, CandidateSensitivity, Fp4Config, Fp4Error, Fp4Module,
+    Indivisible, Method, Outcome, PackedWeight, Unused,
 };
 
 const CANDIDATES: [Candidate; 4] = [
@@ -226,6 +226,15 @@ fn a_configuration_with_a_budget_does_both() {
         let error = net.clone().quantize_fp4(&lost).unwrap_err();
         assert!(matches!(error, Fp4Error::Sensitivity(_)), "{error}");
     }
+    // A weight of zeros has no error either way.
+    let mut zeros = net.clone();
+    zeros.down.weight = zeros.down.weight.map(|weight| weight.zeros_like());
+    let config_of_zeros = config.clone();
+    for everything in [Budget::BitsPerWeight(32.0), Budget::Bytes(usize::MAX)] {
+        let error = zeros.clone().quantize_fp4(&config_of_zeros.clone().budget(everything));
+        let Err(Fp4Error::Sensitivity(problem)) = error else { panic!("{error:?}") };
+        assert!(problem.contains("as they are"), "{problem}");
+    }
     // Elsewhere it would be lost.
     let uncalibrated = Fp4Config::nvfp4().budget(Budget::BitsPerWeight(8.0));
     for error in [
@@ -386,4 +395,27 @@ fn candidates_that_a_method_is_not_defined_for_are_left_out() {
     let odd = Candidate::Fp4(Fp4Scheme::nvfp4().with_block_size(24));
     let error = net.fp4_sensitivity(&Fp4Config::nvfp4(), &[nvfp4, mxfp4, odd]).unwrap_err();
     assert!(matches!(error, Fp4Error::Scheme(_)), "{error}");
+}
+
+#[test]
+fn errors_do_not_depend_on_the_magnitude_of_weights() {
+    let device = Device::flex();
+    let layer = LinearConfig::new(64, 32).with_bias(false).init(&device);
+    let mut calibration = Calibration::new();
+    calibration.add("weight", 0, inputs(&device)).unwrap();
+    let config = Fp4Config::nvfp4().with_calibration(&calibration).unused(Unused::Report);
+    let errors = |exponent: i32| {
+        let mut layer = layer.clone();
+        layer.weight = layer.weight.map(|weight| weight * 2f32.powi(exponent));
+        let found = layer.fp4_sensitivity(&config, &CANDIDATES[..3]).unwrap();
+        let of = |one: &CandidateSensitivity| [one.weight_error, one.output_error.unwrap()];
+        found.groups[0].candidates.iter().flat_map(of).collect::<Vec<_>>()
+    };
+    let expected = errors(0);
+    assert!(expected.iter().all(|&error| error > 1e-3), "{expected:?}");
+    for exponent in [-90, 90] {
+        for (found, expected) in errors(exponent).into_iter().zip(&expected) {
+            close(found, *expected, 1e-4);
+        }
+    }
 }

@@ -16,7 +16,7 @@ use burn_fp4::{
 use tests::compare::assert_near;
 use tests::engines::devices;
 use tests::modules::{Net, seeded};
-use tests::tensors::{floats, random};
+use tests::tensors::{floats, random, sums};
 
 fn two_layers(device: &Device) -> Net {
     Net::new([32, 48, 16], device)
@@ -205,16 +205,16 @@ fn codes_of_ones_own_are_attached_path_by_path() {
         assert!(!is_packed(&net.first), "{name}");
         let expected = ops::quantize(dense.second.weight.val(), 0, &Fp4Scheme::nvfp4()).unwrap();
         assert_eq!(floats(net.second.weight.val()), floats(expected.dequantize()), "{name}");
-        let sums = floats(expected.squared_error(dense.second.weight.val()).unwrap());
+        let sums = sums(expected.squared_error(dense.second.weight.val()).unwrap());
         let Outcome::Given { format, block_size, axis, squared_error, energy, .. } =
             outcome(&report, "second.weight")
         else {
             panic!("{report}")
         };
         assert_eq!((*format, *block_size, *axis), (expected.format(), 16, 0), "{name}");
-        let near = |found: &Option<f64>, expected: f32| {
+        let near = |found: &Option<f64>, expected: f64| {
             let found = found.expect("the values were looked at");
-            (found - f64::from(expected)).abs() <= 1e-5 * f64::from(expected)
+            (found - expected).abs() <= 1e-5 * expected
         };
         assert!(near(squared_error, sums[0]) && near(energy, sums[1]), "{name}: {report}");
         assert_eq!(report.quantized().count(), 1, "{name}");

@@ -2,6 +2,8 @@
 
 use burn::tensor::{Device, Tensor, TensorData};
 
+use burn_fp4_ops::squared_sums;
+
 use crate::inputs::normals;
 
 /// Standard normal f32 values, the same of every device.
@@ -12,4 +14,9 @@ pub fn random<const D: usize>(seed: u64, shape: [usize; D], device: &Device) -> 
 /// A tensor's values, read back.
 pub fn floats<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().iter::<f32>().collect()
+}
+
+/// The squared error and the energy that `squared_error` leaves on the device.
+pub fn sums(on_device: Tensor<1>) -> [f64; 2] {
+    squared_sums(&floats(on_device)).expect("the sums of squared_error")
 }

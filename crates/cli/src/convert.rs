@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    CheckpointError, Dtype, Model, Output, Planned, Reader, Start, WriteOptions, WriteReport,
-    unlike_scales,
+    CheckpointError, Dtype, Model, Output, Planned, Reader, Start, Value, WriteOptions,
+    WriteReport, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 

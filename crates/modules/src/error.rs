@@ -4,12 +4,14 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
+use burn::module::{LoraAdapter, Reparameterization};
 use burn_fp4_checkpoints::CheckpointError;
 use burn_fp4_ops::search::RecipeError;
 use burn_fp4_ops::{OpsError, panic_message};
 
 use crate::checkpoint::mismatch::Mismatch;
 use crate::config::Budget;
+use crate::fake_quant_weight::FakeQuantWeight;
 
 /// Why a module cannot be quantized or loaded.
 ///
@@ -68,6 +70,12 @@ pub enum Fp4Error {
     /// The configuration selects no parameter.
     #[error("no parameter is selected:{0}")]
     NothingSelected(String),
+    /// All weights that the configuration selects are packed already.
+    #[error(
+        "every selected weight is quantized already; call `materialize` first to quantize them in \
+         another way:{}", list(.0)
+    )]
+    AlreadyQuantized(Vec<String>),
     /// Parts of the configuration fit nothing in the module.
     #[error(
         "nothing uses these parts of the configuration (Unused::Report allows it):{}", list(.0)
@@ -136,14 +144,21 @@ pub enum Fp4Error {
     #[error("LoRA: {0}")]
     NothingAdapted(&'static str),
     /// Something else is attached to a parameter, which would be lost.
-    #[error(
-        "parameter `{path}` has `{name}` attached: materialize the module first, or convert before"
-    )]
+    #[error("parameter `{path}` has `{name}` attached; call `{}` first", detaching(.name))]
     Attached {
         /// Path of the parameter.
         path: String,
         /// Name of what is attached.
         name: String,
+    },
+    /// A dense weight is not finite once its adapter is added to it.
+    #[error(
+        "parameter `{path}`: the sum of the weight and its adapter is not finite; load factors \
+         from before the training diverged"
+    )]
+    NotFinite {
+        /// Path of the parameter.
+        path: String,
     },
     /// Codes that were handed over for a parameter do not fit it.
     #[error("parameter `{path}`: {what}: expected {expected}, found {found}")]
@@ -293,9 +308,21 @@ impl From<OpsError> for Fp4Error {
 fn remedy(problem: &OpsError) -> &'static str {
     match problem {
         OpsError::Indivisible { .. } => {
-            "; keep it dense by `exclude`, or all such weights by `indivisible(Indivisible::Skip)`"
+            "; use `exclude` to keep it dense, or `indivisible(Indivisible::Skip)` for all such \
+             weights"
         }
+        OpsError::NonFinite { .. } => "; or use `exclude` to keep the weight dense",
+        OpsError::DType { .. } => "; cast the module, or use `exclude` to keep the weight dense",
         _ => "",
+    }
+}
+
+/// The call that takes something off a parameter.
+fn detaching(name: &str) -> &'static str {
+    match name {
+        LoraAdapter::NAME => "merge_lora_fp4",
+        FakeQuantWeight::NAME => "convert_fp4",
+        _ => "materialize",
     }
 }
 

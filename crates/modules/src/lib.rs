@@ -292,9 +292,9 @@ pub trait Fp4Module: Module {
     }
 
     /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed
-    /// ones and dense ones, and freezes every other float parameter; the paths of those adapted.
-    /// Codes stay as they are: `val()` is `dequantized + scale a b`, [`Fp4Linear`] multiplies by
-    /// the codes and adds two thin products.
+    /// ones and dense ones such as embeddings, and freezes every other float parameter. The report
+    /// says which is which. Codes stay as they are: `val()` is `dequantized + scale a b`,
+    /// [`Fp4Linear`] multiplies by the codes and adds two thin products.
     ///
     /// Burn's own [`apply_lora`](Module::apply_lora) cannot attach anything to a packed weight, and
     /// does not say so: Burn puts what is attached already back over it.
@@ -308,7 +308,8 @@ pub trait Fp4Module: Module {
     /// let device = Device::flex().autodiff();
     /// let mut layer = LinearConfig::new(64, 32).init(&device);
     /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
-    /// layer.lora_fp4(&Lora::new(4, 8.0))?;
+    /// let report = layer.lora_fp4(&Lora::new(4, 8.0))?;
+    /// assert_eq!(report.adapted().next().unwrap().path, "weight");
     ///
     /// let gradients = layer.forward(Tensor::<2>::ones([1, 64], &device)).sum().backward();
     /// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
@@ -319,13 +320,15 @@ pub trait Fp4Module: Module {
     /// # Errors
     /// [`Fp4Error::NothingAdapted`] if the group has no weight of rank 2 or the rank is 0;
     /// [`Fp4Error::Attached`] if a parameter has an adapter already. The module is then unchanged.
-    fn lora_fp4(&mut self, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
+    fn lora_fp4(&mut self, lora: &Lora) -> Result<Fp4Report, Fp4Error> {
         training::lora::attach(self, lora)
     }
 
-    /// Adds the adapters of packed weights to them, and quantizes the sums by the scheme that the
-    /// configuration has for their paths, along the axis that they have. The errors in the report
-    /// say what that costs. What the configuration selects does not matter.
+    /// Folds every adapter into its weight, so that the module can be saved and quantized as before
+    /// [`lora_fp4`](Self::lora_fp4). A packed weight is quantized again, by the scheme that the
+    /// configuration has for its path, along the axis that it has; the errors in the report say
+    /// what that costs. A dense weight stays dense, in its dtype. What the configuration selects
+    /// does not matter, and what was frozen stays frozen.
     ///
     /// ```
     /// use burn::module::{Lora, Module};
@@ -345,7 +348,9 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// [`Fp4Error::NothingAdapted`] if there is none; [`Fp4Error::Uncalibrated`] for a method that
-    /// needs statistics of inputs; [`Fp4Error::Parameter`]. The module is then unchanged.
+    /// needs statistics of inputs; [`Fp4Error::Attached`] for attachments that are neither codes
+    /// nor adapters, such as fake quantization; [`Fp4Error::NotFinite`]; [`Fp4Error::Parameter`].
+    /// The module is then unchanged.
     fn merge_lora_fp4(&mut self, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
         training::lora::merge(self, config)
     }
@@ -412,7 +417,9 @@ pub trait Fp4Module: Module {
 
     /// Loads a record taken from a quantized module ([`Module::into_record`]) into this one, which
     /// may be freshly built or quantized in the same way already, on any device. Adapters are
-    /// loaded with the codes.
+    /// loaded with the codes; if the module had none, everything else is frozen, as
+    /// [`lora_fp4`](Self::lora_fp4) does. Otherwise what is trained stays so: a record does not
+    /// say.
     ///
     /// Burn's own `load_record` asks that the module be quantized like the record, and
     /// [`validate(false)`](ModuleRecord::validate), since the dense weights are not in the record.

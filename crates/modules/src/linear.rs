@@ -34,8 +34,8 @@ pub struct Fp4Linear {
 
 impl Fp4Linear {
     /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded
-    /// once, before the bias is added. An [adapter](PackedWeight::adapter) adds two thin products,
-    /// `(x a) b`.
+    /// once, before the bias is added. No rows of input give no rows of output. An
+    /// [adapter](PackedWeight::adapter) adds two thin products, `(x a) b`.
     ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not f32, f16 or bf16.
@@ -44,7 +44,9 @@ impl Fp4Linear {
         let packed = self.weight.reparameterization::<PackedWeight>();
         match packed.filter(|packed| packed.layout().axis == 0) {
             Some(packed) => {
-                let adapted = packed.adapter().map(|adapter| adapted(input.clone(), adapter));
+                // Burn's product of no rows fails on some devices.
+                let adapter = packed.adapter().filter(|_| !input.shape().contains(&0));
+                let adapted = adapter.map(|adapter| adapted(input.clone(), adapter));
                 let product = ops::linear(input, &packed.tensor::<2>(), bias);
                 let product = product.unwrap_or_else(|error| panic!("Fp4Linear: {error}"));
                 match adapted {

@@ -45,6 +45,8 @@ pub struct PackedWeight {
     tensor_scale: Param<Tensor<1, Int>>,
     layout: Fp4Layout,
     adapter: Option<LoraAdapter>,
+    /// Whether `val()` is what the parameter stores, while this is taken off it.
+    absent: bool,
 }
 
 impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
@@ -55,6 +57,7 @@ impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
             tensor_scale: constant(packed.tensor_scale_bits()),
             layout: packed.layout().clone(),
             adapter: None,
+            absent: false,
         }
     }
 }
@@ -141,6 +144,14 @@ impl PackedWeight {
         self.adapter.as_ref()
     }
 
+    pub(crate) fn is_adapted(&self) -> bool {
+        self.adapter.is_some()
+    }
+
+    pub(crate) fn absent(self) -> Self {
+        Self { absent: true, ..self }
+    }
+
     pub(crate) fn with_adapter(self, adapter: Option<LoraAdapter>) -> Self {
         Self { adapter, ..self }
     }
@@ -187,6 +198,9 @@ impl Reparameterization for PackedWeight {
     const NAME: &'static str = "fp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        if self.absent {
+            return base;
+        }
         let (dtype, is_autodiff) = (FloatDType::from(base.dtype()), base.is_autodiff());
         // Before dequantization: see `into_dense`.
         drop(base);
@@ -249,7 +263,8 @@ impl Module for PackedWeight {
         let codes = with_dtype(codes, DType::U8);
         let scales = with_dtype(scales, DType::U8);
         let tensor_scale = with_dtype(tensor_scale, DType::I32);
-        let mapped = Self { codes, scales, tensor_scale, layout: self.layout, adapter };
+        let (layout, absent) = (self.layout, self.absent);
+        let mapped = Self { codes, scales, tensor_scale, layout, adapter, absent };
         match edit {
             Some(edit) => edit(mapped),
             None => mapped,
@@ -268,7 +283,7 @@ impl Module for PackedWeight {
             scales: self.scales.to_device(device),
             tensor_scale: self.tensor_scale.to_device(device),
             adapter: self.adapter.to_device(device),
-            layout: self.layout,
+            ..self
         }
     }
 

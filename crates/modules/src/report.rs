@@ -4,7 +4,7 @@ use core::fmt;
 
 use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Format, Fp4Scheme, Products};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
 /// float parameter of a module.
@@ -76,7 +76,9 @@ pub enum Outcome {
         axis: usize,
         /// The group of parameters whose tensor scale it shares.
         shares_scale_with: Option<String>,
-        /// Sum of squared differences between the values before and now.
+        /// Sum of squared differences between the values before and now, as `val()` gives them:
+        /// infinite if one is infinite in its dtype, which JSON says by null.
+        #[serde(deserialize_with = "infinite_if_null")]
         squared_error: f64,
         /// Sum of squares of the values before.
         energy: f64,
@@ -108,7 +110,16 @@ pub enum Outcome {
         /// Whether its tensor scale is trained too.
         learned: bool,
     },
-    /// It was left as it was.
+    /// It has an adapter now, which is trained: `val()` is the weight `+ scale a b`.
+    Adapted {
+        /// Columns of `a` and rows of `b`.
+        rank: usize,
+        /// What the product of the factors is multiplied by.
+        scale: f64,
+    },
+    /// It is dense, and its adapter was added to it.
+    Merged,
+    /// It was left as it was; by [`lora_fp4`](crate::Fp4Module::lora_fp4) it was frozen.
     Kept {
         /// Why.
         reason: Reason,
@@ -148,7 +159,8 @@ impl fmt::Display for Fallback {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Reason {
-    /// Its container is not one that is quantized.
+    /// The type of its layer, the container, is not one that is quantized;
+    /// [`Fp4Config::container`](crate::Fp4Config::container) adds it.
     Container,
     /// It has fewer than two axes.
     Rank,
@@ -186,6 +198,10 @@ pub enum Reason {
     NotGiven,
     /// It has no adapter to be merged.
     NotAdapted,
+    /// The parameter group of the adapters does not have it.
+    NotInGroup,
+    /// One of its axes has the length 0.
+    Empty,
     /// Something else is attached to it.
     Reparameterized {
         /// Its name.
@@ -198,7 +214,7 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Container => write!(f, "container not selected"),
+            Self::Container => write!(f, "its layer type is not selected"),
             Self::Rank => write!(f, "not a matrix"),
             Self::NotIncluded => write!(f, "not included"),
             Self::Excluded { pattern } => write!(f, "excluded by `{pattern}`"),
@@ -207,10 +223,12 @@ impl fmt::Display for Reason {
             Self::Indivisible { axis, length, block_size } => {
                 write!(f, "axis {axis} of {length} is not a multiple of {block_size}")
             }
-            Self::AlreadyQuantized => write!(f, "quantized already"),
+            Self::AlreadyQuantized => write!(f, "quantized before"),
             Self::NotFakeQuantized => write!(f, "not fake-quantized"),
             Self::NotGiven => write!(f, "no codes given"),
             Self::NotAdapted => write!(f, "no adapter"),
+            Self::NotInGroup => write!(f, "not in the group"),
+            Self::Empty => write!(f, "no values"),
             Self::Reparameterized { name } => write!(f, "has `{name}` attached"),
             Self::PartOfReparameterization => write!(f, "belongs to an attachment"),
         }
@@ -228,9 +246,9 @@ impl ParameterReport {
         matches!(self.outcome, Outcome::Quantized { .. } | Outcome::Given { .. })
     }
 
-    /// Stored bits per value.
+    /// Stored bits per value; 0 without values.
     pub fn bits_per_value(&self) -> f64 {
-        8.0 * self.bytes_after as f64 / self.values() as f64
+        bits(self.bytes_after, self.values())
     }
 
     /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was
@@ -243,7 +261,7 @@ impl ParameterReport {
     pub fn products(&self) -> Option<&Products> {
         match &self.outcome {
             Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => Some(products),
-            Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => None,
+            _ => None,
         }
     }
 
@@ -252,9 +270,17 @@ impl ParameterReport {
         match self.outcome {
             Outcome::Quantized { squared_error, energy, .. } => Some((squared_error, energy)),
             Outcome::Given { squared_error, energy, .. } => Some((squared_error?, energy?)),
-            Outcome::FakeQuantized { .. } | Outcome::Kept { .. } => None,
+            _ => None,
         }
     }
+}
+
+fn infinite_if_null<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(value)?.unwrap_or(f64::INFINITY))
+}
+
+fn bits(bytes: usize, values: usize) -> f64 {
+    if values == 0 { 0.0 } else { 8.0 * bytes as f64 / values as f64 }
 }
 
 fn relative(squared_error: f64, energy: f64) -> f64 {
@@ -272,6 +298,12 @@ impl Fp4Report {
         self.parameters.iter().filter(|parameter| parameter.is_quantized())
     }
 
+    /// The parameters that [`lora_fp4`](crate::Fp4Module::lora_fp4) gave an adapter.
+    pub fn adapted(&self) -> impl Iterator<Item = &ParameterReport> {
+        let adapted = |one: &&ParameterReport| matches!(one.outcome, Outcome::Adapted { .. });
+        self.parameters.iter().filter(adapted)
+    }
+
     /// Bytes of all float parameters before.
     pub fn bytes_before(&self) -> usize {
         self.parameters.iter().map(|parameter| parameter.bytes_before).sum()
@@ -282,12 +314,12 @@ impl Fp4Report {
         self.parameters.iter().map(|parameter| parameter.bytes_after).sum()
     }
 
-    /// Stored bits per quantized value.
+    /// Stored bits per quantized value; 0 without any.
     pub fn bits_per_weight(&self) -> f64 {
         let (bytes, values) = self.quantized().fold((0, 0), |(bytes, values), parameter| {
             (bytes + parameter.bytes_after, values + parameter.values())
         });
-        8.0 * bytes as f64 / values as f64
+        bits(bytes, values)
     }
 
     /// Relative error over all quantized values whose dense ones are known.

@@ -1,141 +1,314 @@
-//! An [`Fp4Report`] as a table, with notes below it.
+//! An [`Fp4Report`] as a table of 80 columns, with notes below it.
 
 use core::fmt;
 
-use burn_fp4_ops::Products;
+use burn_fp4_ops::{Fp4Format, Products};
 use comfy_table::{CellAlignment, Table, presets};
 
-use crate::report::{Fp4Report, Outcome, ParameterReport};
+use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
+
+/// Columns of a terminal.
+pub(crate) const WIDTH: usize = 80;
 
 impl fmt::Display for Fp4Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-            "parameter",
-            "shape",
-            "dtype",
-            "outcome",
-            "bits",
-            "error %",
-            "bytes",
-            "was",
-        ]);
-        for parameter in &self.parameters {
-            table.add_row(row(parameter));
-        }
-        for column in 4..8 {
-            if let Some(column) = table.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        writeln!(f, "{table}")?;
+        let rows: Vec<[String; 4]> = self.parameters.iter().map(row).collect();
+        writeln!(f, "{}", table(["parameter", "shape", "outcome", "error %"], rows, 3))?;
         self.totals(f)?;
         self.notes(f)
     }
 }
 
+/// A table that is as wide as a terminal at most: what is longer in the first column loses its
+/// beginning. Columns from `figures` on are figures.
+pub(crate) fn table<const N: usize>(
+    header: [&str; N],
+    mut rows: Vec<[String; N]>,
+    figures: usize,
+) -> Table {
+    let width = |at: usize| {
+        let cells = rows.iter().flat_map(|row| row[at].lines()).map(|line| line.chars().count());
+        cells.max().unwrap_or(0).max(header[at].len())
+    };
+    // A cell has a space on both sides and a line behind it.
+    let others: usize = (1..N).map(width).sum::<usize>() + 3 * N + 1;
+    let left = WIDTH.saturating_sub(others).max(header[0].len());
+    for row in &mut rows {
+        let lines: Vec<_> = row[0].lines().map(|line| end_of(line, left)).collect();
+        row[0] = lines.join("\n");
+    }
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
+    table.add_rows(rows);
+    for column in figures..N {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// The end of a name that is longer than a width.
+fn end_of(name: &str, width: usize) -> String {
+    let skipped = name.chars().count().saturating_sub(width);
+    if skipped == 0 {
+        return name.to_owned();
+    }
+    let end: String = name.chars().skip(skipped + 1).collect();
+    format!("…{end}")
+}
+
 /// The cells of a parameter.
-fn row(parameter: &ParameterReport) -> [String; 8] {
+fn row(parameter: &ParameterReport) -> [String; 4] {
     // Known of packed parameters only.
     let error = parameter.relative_error();
     let error = error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
-    [
-        parameter.path.clone(),
-        format!("{:?}", parameter.shape),
-        parameter.dtype.clone(),
-        outcome(&parameter.outcome),
-        format!("{:.3}", parameter.bits_per_value()),
-        error,
-        parameter.bytes_after.to_string(),
-        parameter.bytes_before.to_string(),
-    ]
+    [parameter.path.clone(), format!("{:?}", parameter.shape), outcome(parameter), error]
 }
 
-/// What was done to a parameter, or why not, in a line.
-fn outcome(outcome: &Outcome) -> String {
-    match outcome {
-        Outcome::Quantized {
-            scheme, asked, chosen_by, fallback, axis, shares_scale_with, ..
-        } => {
-            let shares = shares_scale_with
-                .as_ref()
-                .map_or(String::new(), |group| format!(", one tensor scale for {group}"));
+fn name(format: Fp4Format) -> String {
+    format.to_string().to_uppercase()
+}
+
+/// What was done to a parameter, or why not, in a few words; [`details`] has the others.
+fn outcome(parameter: &ParameterReport) -> String {
+    match &parameter.outcome {
+        Outcome::Quantized { scheme, .. } => name(scheme.format()),
+        Outcome::Given { format, .. } => format!("{}, given", name(*format)),
+        Outcome::FakeQuantized { scheme, .. } => format!("{}, trained", name(scheme.format())),
+        Outcome::Adapted { .. } => "adapter".to_owned(),
+        Outcome::Merged => "dense, merged".to_owned(),
+        Outcome::Kept { reason } => {
+            let kept = match reason {
+                Reason::Container => return format!("kept: {}", parameter.container),
+                Reason::Excluded { .. } => "excluded",
+                Reason::FirstLayers { .. } => "first layers",
+                Reason::LastLayers { .. } => "last layers",
+                Reason::Indivisible { .. } => "indivisible",
+                Reason::Reparameterized { .. } => "attachment",
+                reason => return format!("kept: {reason}"),
+            };
+            format!("kept: {kept}")
+        }
+    }
+}
+
+/// What the table has no room for, in the same words for parameters of which the same is to be
+/// said.
+fn details(parameter: &ParameterReport) -> Option<String> {
+    Some(match &parameter.outcome {
+        Outcome::Quantized { scheme, asked, chosen_by, fallback, axis, .. } => {
             let fallback = fallback
                 .as_ref()
-                .map_or(String::new(), |reason| format!(", asked {asked}: {reason}"));
-            let format = scheme.format();
+                .map_or(String::new(), |reason| format!(" instead of {asked} ({reason})"));
             format!(
-                "{format} {} {chosen_by} / {}, axis {axis}{shares}{fallback}",
-                scheme.rule, scheme.block_size
+                "{}, blocks of {}, rule {}, {chosen_by}{fallback}, along axis {axis}",
+                name(scheme.format()),
+                scheme.block_size,
+                scheme.rule,
             )
         }
         Outcome::Given { format, block_size, axis, .. } => {
-            format!("{format} as given / {block_size}, axis {axis}")
+            format!("{}, blocks of {block_size}, as given, along axis {axis}", name(*format))
         }
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };
             format!(
-                "fake {} {} {} / {}, axis {axis}{learned}",
-                scheme.format(),
+                "trained as {}, blocks of {}, rule {}, {}, along axis {axis}{learned}",
+                name(scheme.format()),
+                scheme.block_size,
                 scheme.rule,
                 scheme.search,
-                scheme.block_size
             )
         }
-        Outcome::Kept { reason } => format!("kept: {reason}"),
+        Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),
+        Outcome::Merged => "dense, with the adapter added".to_owned(),
+        Outcome::Kept { reason } => match reason {
+            Reason::Excluded { .. }
+            | Reason::FirstLayers { .. }
+            | Reason::LastLayers { .. }
+            | Reason::Indivisible { .. }
+            | Reason::Reparameterized { .. } => format!("kept: {reason}"),
+            _ => return None,
+        },
+    })
+}
+
+/// Bytes in three digits and a decimal unit.
+fn size(bytes: usize) -> String {
+    let mut value = bytes as f64;
+    let mut units = ["bytes", "kB", "MB", "GB"].into_iter();
+    let mut unit = units.next().unwrap_or_default();
+    for larger in units {
+        // What would be shown as 1000.
+        if value < 999.5 {
+            break;
+        }
+        (value, unit) = (value / 1000.0, larger);
     }
+    let digits = match value {
+        _ if unit == "bytes" => 0,
+        value if value < 9.995 => 2,
+        value if value < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.digits$} {unit}")
 }
 
 impl Fp4Report {
-    /// The line below the table.
+    /// The lines below the table.
     fn totals(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let is_fake = |parameter: &&ParameterReport| {
-            matches!(parameter.outcome, Outcome::FakeQuantized { .. })
+        let parameters = self.parameters.len();
+        let count = |is: fn(&Outcome) -> bool| {
+            self.parameters.iter().filter(|parameter| is(&parameter.outcome)).count()
         };
-        let fake = self.parameters.iter().filter(is_fake).count();
+        let fake = count(|outcome| matches!(outcome, Outcome::FakeQuantized { .. }));
         if fake > 0 {
-            return write!(f, "{fake} of {} parameters fake-quantized", self.parameters.len());
+            return write!(f, "{fake} of {parameters} parameters fake-quantized");
         }
-        write!(
-            f,
-            "{} of {} parameters quantized, {:.3} bits per weight, error {:.3} %, {} bytes of {}",
-            self.quantized().count(),
-            self.parameters.len(),
-            self.bits_per_weight(),
-            100.0 * self.relative_error(),
-            self.bytes_after(),
-            self.bytes_before(),
-        )?;
-        if self.multiplies_codes() {
-            write!(f, ", multiplied straight from the codes")?;
+        let adapted = self.adapted().count();
+        if adapted > 0 {
+            return write!(
+                f,
+                "{adapted} of {parameters} parameters have an adapter, the others are frozen"
+            );
+        }
+        let quantized = self.quantized().count();
+        let merged = count(|outcome| matches!(outcome, Outcome::Merged));
+        write!(f, "{quantized} of {parameters} parameters quantized")?;
+        if quantized > 0 {
+            let (error, bits) = (100.0 * self.relative_error(), self.bits_per_weight());
+            write!(f, ": error {error:.3} %, {bits:.3} bits per weight")?;
+        }
+        if merged > 0 {
+            write!(f, "\n{merged} dense weights merged with their adapters")?;
+        }
+        let (after, before) = (self.bytes_after(), self.bytes_before());
+        write!(f, "\n{} of {}", size(after), size(before))?;
+        if before > 0 {
+            write!(f, " ({:.0} %)", 100.0 * after as f64 / before as f64)?;
+        }
+        if quantized > 0 && self.multiplies_codes() {
+            write!(f, ", multiplied directly from the packed weights")?;
         }
         Ok(())
     }
 
-    /// Lines below the table: weights whose products are slow, and what nothing uses.
+    /// Notes below the totals: how weights were quantized, what is slow and what nothing uses.
     fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Weights of which the same is to be said share a line.
-        let mut slow: Vec<(&Products, Vec<&str>)> = Vec::new();
-        for parameter in &self.parameters {
-            match parameter.products() {
-                None | Some(Products::FromCodes) => {}
-                Some(products) => match slow.iter_mut().find(|(known, _)| *known == products) {
-                    Some((_, paths)) => paths.push(&parameter.path),
-                    None => slow.push((products, vec![&parameter.path])),
-                },
-            }
-        }
-        for (products, paths) in slow {
-            match paths[..] {
-                [first, _, ..] => {
-                    write!(f, "\n`{first}` and {} more: {products}", paths.len() - 1)?;
-                }
-                _ => write!(f, "\n`{}`: {products}", paths.concat())?,
-            }
-        }
+        let slow = |parameter: &ParameterReport| match parameter.products() {
+            None | Some(Products::FromCodes) => None,
+            Some(products) => Some(products.to_string()),
+        };
+        let infinite = |parameter: &ParameterReport| {
+            let dtype = &parameter.dtype;
+            let is_infinite = parameter.relative_error().is_some_and(f64::is_infinite);
+            is_infinite.then(|| {
+                format!(
+                    "values became infinite in {dtype}; cast the weight to f32, or use `exclude` \
+                     to keep it dense"
+                )
+            })
+        };
+        self.grouped(f, details)?;
+        self.grouped(f, infinite)?;
+        self.grouped(f, slow)?;
+        self.sharing(f)?;
+        self.containers(f)?;
         for line in &self.unused {
             write!(f, "\nnote: {line}")?;
         }
         Ok(())
+    }
+
+    /// A line for each note, with the parameters that it is about.
+    fn grouped(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        note: impl Fn(&ParameterReport) -> Option<String>,
+    ) -> fmt::Result {
+        let mut lines: Vec<(String, Vec<&str>)> = Vec::new();
+        for parameter in &self.parameters {
+            let Some(note) = note(parameter) else { continue };
+            match lines.iter_mut().find(|(known, _)| *known == note) {
+                Some((_, paths)) => paths.push(&parameter.path),
+                None => lines.push((note, vec![&parameter.path])),
+            }
+        }
+        for (note, paths) in lines {
+            match paths[..] {
+                [first, _, ..] => write!(f, "\n`{first}` and {} more: {note}", paths.len() - 1)?,
+                _ => write!(f, "\n`{}`: {note}", paths.concat())?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The line about groups of weights that share a tensor scale.
+    fn sharing(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut groups: Vec<&str> = Vec::new();
+        for parameter in &self.parameters {
+            if let Outcome::Quantized { shares_scale_with: Some(group), .. } = &parameter.outcome
+                && !groups.contains(&group.as_str())
+            {
+                groups.push(group);
+            }
+        }
+        match groups[..] {
+            [] => Ok(()),
+            [group] => write!(f, "\nshared tensor scale: {group}"),
+            [first, ..] => {
+                write!(f, "\nshared tensor scales: {first}, and {} more", groups.len() - 1)
+            }
+        }
+    }
+
+    /// The line about matrices in layers of types that are not selected, and the call that does.
+    fn containers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut types: Vec<&str> = Vec::new();
+        for parameter in &self.parameters {
+            let kept = matches!(parameter.outcome, Outcome::Kept { reason: Reason::Container });
+            if kept && !types.contains(&parameter.container.as_str()) {
+                types.push(&parameter.container);
+            }
+        }
+        let Some(first) = types.first() else { return Ok(()) };
+        // Rows of a table are looked up whole.
+        let axis = if *first == "Embedding" { "1" } else { "axis" };
+        write!(
+            f,
+            "\nkept, as the layer types are not selected: {}; `.container(\"{first}\", {axis})` \
+             adds one",
+            types.join(", ")
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_three_digits_and_a_unit() {
+        for (bytes, expected) in [
+            (0, "0 bytes"),
+            (999, "999 bytes"),
+            (1000, "1.00 kB"),
+            (9_994, "9.99 kB"),
+            (9_995, "10.0 kB"),
+            (110_024, "110 kB"),
+            (999_499, "999 kB"),
+            (999_500, "1.00 MB"),
+            (281_128_000, "281 MB"),
+            (16_000_000_000, "16.0 GB"),
+        ] {
+            assert_eq!(size(bytes), expected, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn long_names_lose_their_beginning() {
+        assert_eq!(end_of("layers.0.weight", 15), "layers.0.weight");
+        assert_eq!(end_of("layers.0.weight", 8), "….weight");
     }
 }

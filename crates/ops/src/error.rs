@@ -61,8 +61,8 @@ pub enum OpsError {
     },
     /// A value is NaN or infinite.
     #[error(
-        "a value is not finite (amax is {found}); NonFinite::FollowReference quantizes it as \
-         TransformerEngine does"
+        "a value is not finite (amax is {found}); fix it, or use NonFinite::FollowReference to \
+         quantize it as TransformerEngine does"
     )]
     NonFinite {
         /// The amax.

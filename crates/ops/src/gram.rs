@@ -338,7 +338,12 @@ fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, u
     check_dtype(&activations)?;
     let channels = activations.dims()[D - 1];
     let rows = activations.shape().num_elements() / channels.max(1);
-    Ok((activations.without_autodiff().reshape([rows, channels]), rows, channels))
+    let matrix = match rows * channels {
+        // In Burn's `reshape` 0 is the length that an axis has already.
+        0 => Tensor::zeros([rows, channels], (&activations.device().inner(), activations.dtype())),
+        _ => activations.without_autodiff().reshape([rows, channels]),
+    };
+    Ok((matrix, rows, channels))
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -10,6 +10,7 @@ use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::layout::{Fp4Layout, check_dtype, check_len};
 use crate::quantize::{self, checked_amax, quantize_with_amax};
+use crate::squares::squared_sums;
 use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
@@ -80,13 +81,14 @@ pub fn quantize_by_importance<const D: usize>(
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fp4_ops::{Fp4Scheme, quantize, quantize_with_best_tensor_scale};
+/// use burn_fp4_ops::{Fp4Scheme, quantize, quantize_with_best_tensor_scale, squared_sums};
 ///
 /// let values = Tensor::<1>::from_floats([6.0, 5.0], &Device::flex()).repeat_dim(0, 8);
 /// let scheme = Fp4Scheme::nvfp4();
 /// let by_amax = quantize(values.clone(), 0, &scheme)?.squared_error(values.clone())?;
 /// let best = quantize_with_best_tensor_scale(values.clone(), 0, &scheme)?.squared_error(values)?;
-/// let [by_amax, best] = [by_amax, best].map(|sums| sums.slice([0..1]).into_scalar::<f32>());
+/// let error = |sums: Tensor<1>| squared_sums(sums.into_data().as_slice().unwrap()).unwrap()[0];
+/// let (by_amax, best) = (error(by_amax), error(best));
 /// // By the amax the 6 stays, and each of eight 5 becomes a 4 or a 6.
 /// assert!((by_amax - 8.0).abs() < 1e-3 && best < 5.0, "{by_amax} {best}");
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
@@ -111,14 +113,17 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
         let packed = quantize::quantize(values.clone(), axis, &with(amax))?;
         packed.squared_error(values.clone())
     });
-    let errors = read(Tensor::cat(errors.collect::<Result<Vec<_>, _>>()?, 0))?;
-    let mut best = 0;
-    for candidate in 0..candidates.len() {
-        if errors[2 * candidate] < errors[2 * best] {
-            best = candidate;
+    let sums = Tensor::<1>::stack::<2>(errors.collect::<Result<Vec<_>, _>>()?, 0);
+    let sums = read(sums)?;
+    let errors = sums.chunks_exact(sums.len() / candidates.len()).filter_map(squared_sums);
+    let mut best: Option<(f64, f32)> = None;
+    for ([error, _], amax) in errors.zip(candidates) {
+        if best.is_none_or(|(least, _)| error < least) {
+            best = Some((error, amax));
         }
     }
-    quantize::quantize(values, axis, &with(candidates[best]))
+    let (_, amax) = best.expect("there are candidates");
+    quantize::quantize(values, axis, &with(amax))
 }
 
 /// The values on the host, in f32.

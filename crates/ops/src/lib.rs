@@ -25,6 +25,7 @@
 //! | `gram.rs`       | [`GramSum`]: statistics of these activations                             |
 //! | `gptq.rs`       | quantization that compensates rounding errors                            |
 //! | `curvature.rs`  | [`Curvature`]: what that derives from a Gram matrix, where the weights are |
+//! | `squares.rs`    | [`squared_sums`]: sums of squares of values of any magnitude             |
 //! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
 //! | `products.rs`   | [`Products`]: whether a weight is multiplied straight from its codes     |
 //! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
@@ -61,6 +62,7 @@ mod products;
 mod quantize;
 mod rerun;
 mod saturated;
+mod squares;
 mod tensor;
 mod train;
 mod untuned;
@@ -98,6 +100,7 @@ pub use products::{Products, Why, products};
 pub use quantize::{amax, quantize};
 pub use rerun::Rerun;
 pub use saturated::Saturated;
+pub use squares::squared_sums;
 pub use tensor::Fp4Tensor;
 pub use train::fake_quantize::{
     fake_quantize, fake_quantize_for_training, fake_quantize_with_amax,

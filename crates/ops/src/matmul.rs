@@ -65,12 +65,19 @@ pub fn linear<const D: usize>(
     if weight.axis() != 0 || found != expected {
         return Err(OpsError::Contraction { input: found, weight: expected, axis: weight.axis() });
     }
-    let rows = input.shape().num_elements().checked_div(found).unwrap_or(0);
-    let input = input.reshape([rows, found]);
     if let Some(bias) = bias.as_ref().filter(|bias| bias.dims() != [outputs]) {
         let (expected, found) = (vec![outputs], bias.dims().to_vec());
         return Err(OpsError::Shape { what: "bias", expected, found });
     }
+    let rows: usize = shape[..D - 1].iter().product();
+    if rows == 0 || found == 0 {
+        let product = product_of_nothing(input, outputs);
+        return Ok(match bias {
+            Some(bias) => product.clone() + bias.cast(product.dtype()).unsqueeze(),
+            None => product,
+        });
+    }
+    let input = input.reshape([rows, found]);
     #[cfg(feature = "cube")]
     let device = weight.device();
     let (dtype, input) = (input.dtype(), input.into_dispatch());
@@ -91,6 +98,18 @@ pub fn linear<const D: usize>(
         None => product,
     };
     Ok(product.reshape(shape))
+}
+
+/// The product of an input without values: zeros, if any. Burn's `reshape` cannot make a matrix of
+/// it, as 0 there is the length that an axis has already.
+pub(crate) fn product_of_nothing<const D: usize>(input: Tensor<D>, outputs: usize) -> Tensor<D> {
+    let mut shape = input.dims();
+    let channels = core::mem::replace(&mut shape[D - 1], outputs);
+    match channels {
+        0 => Tensor::zeros(shape, (&input.device(), input.dtype())),
+        // Part of the graph of the input: a loss of it has a backward pass.
+        _ => input.sum_dim(D - 1).repeat_dim(D - 1, outputs),
+    }
 }
 
 /// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
@@ -118,6 +137,11 @@ pub fn embedding(
     dtype: FloatDType,
 ) -> Result<Tensor<3>, OpsError> {
     let ([batch, length], [_, cols]) = (indices.dims(), weight.dims());
+    if batch * length == 0 {
+        // As in `product_of_nothing`.
+        weight.layout_of_rows(&indices)?;
+        return Ok(Tensor::zeros([batch, length, cols], (&weight.device(), dtype.into())));
+    }
     let rows = weight.select_rows(indices.reshape([batch * length]))?;
     Ok(rows.into_dense(dtype).reshape([batch, length, cols]))
 }

@@ -47,6 +47,11 @@ pub enum Products {
 pub enum Why {
     /// The device is the host, where Burn's layers have no other way.
     Host,
+    /// The device is the host, and the layer is part of a layer of Burn.
+    Inside {
+        /// The outer layer, such as `MultiHeadAttention`.
+        layer: String,
+    },
     /// The device has no kernels for these products.
     Device,
     /// [`init`](crate::init) was not called.
@@ -96,7 +101,7 @@ impl fmt::Display for Products {
                 "rows are looked up from the codes, products dequantize the weight: on Cube \
                  devices burn_fp4::init() has them run from the codes too"
             ),
-            Self::Dequantized(why) => write!(f, "dequantized for every product: {why}"),
+            Self::Dequantized(why) => write!(f, "dequantized for every product; {why}"),
         }
     }
 }
@@ -106,8 +111,13 @@ impl fmt::Display for Why {
         match self {
             Self::Host => write!(
                 f,
-                "on hosts only Fp4Linear multiplies, and Fp4Embedding looks up, from the codes: \
-                 make the layers these, by From"
+                "on the CPU use `Fp4Linear::from(linear)` or `Fp4Embedding::from(embedding)` in \
+                 its place"
+            ),
+            Self::Inside { layer } => write!(
+                f,
+                "on the CPU Burn's `{layer}` has no other way, a module of your own with \
+                 `Fp4Linear` has"
             ),
             Self::Device => write!(
                 f,

@@ -240,17 +240,22 @@ impl<const D: usize> Fp4Tensor<D> {
         crate::fused::drain_if_active(&self.codes.device());
     }
 
-    /// `[2]` in f32 on the device: the sum of squared differences from `values`, and the sum of
-    /// their squares.
+    /// The sum of squared differences from `values`, and the sum of their squares, as `[6]` in f32
+    /// on the device: [`squared_sums`](crate::squared_sums) makes the two of what is read back. A
+    /// value that is infinite in the dtype of `values` is infinitely far away.
+    ///
+    /// The kernels of Cube devices square in f32, whatever the magnitude: values below 1e-18 are
+    /// lost there, and of values above 1e18 the sums are infinite.
     ///
     /// ```
-    /// use burn::tensor::{Device, Tensor, TensorData};
-    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize, squared_sums};
     ///
     /// let values = Tensor::<1>::from_floats([6.0, 2.25], &Device::flex()).repeat_dim(0, 16);
     /// let packed = quantize(values.clone(), 0, &Fp4Scheme::mxfp4())?; // 2.25 becomes 2
     /// let sums = packed.squared_error(values)?.into_data();
-    /// assert_eq!(sums, TensorData::from([16.0 * 0.0625f32, 16.0 * (36.0 + 5.0625)]));
+    /// let sums = squared_sums(sums.as_slice::<f32>().unwrap());
+    /// assert_eq!(sums, Some([16.0 * 0.0625, 16.0 * (36.0 + 5.0625)]));
     /// # Ok::<(), burn_fp4_ops::OpsError>(())
     /// ```
     ///
@@ -364,12 +369,7 @@ impl Fp4Tensor<2> {
     /// [`OpsError::Rows`] if the blocks run along axis 0, [`OpsError::PartDevice`] if the indices
     /// are on another device, [`OpsError::TooLarge`] for too many values.
     pub fn select_rows(&self, rows: Tensor<1, Int>) -> Result<Self, OpsError> {
-        let layout = self.layout.of_rows(rows.dims()[0])?;
-        let (expected, found) = (self.device(), rows.device());
-        if expected != found {
-            let (expected, found) = (expected.into(), found.into());
-            return Err(OpsError::PartDevice { what: "indices of rows", expected, found });
-        }
+        let layout = self.layout_of_rows(&rows)?;
         let by_row = self.tensor_scale.dims() != [1];
         let tensor_scale = self.tensor_scale.clone();
         Ok(Self {
@@ -378,6 +378,23 @@ impl Fp4Tensor<2> {
             tensor_scale: if by_row { tensor_scale.select(0, rows) } else { tensor_scale },
             layout,
         })
+    }
+
+    /// The layout of the rows at indices of any rank.
+    ///
+    /// # Errors
+    /// As [`select_rows`](Self::select_rows).
+    pub(crate) fn layout_of_rows<const R: usize>(
+        &self,
+        rows: &Tensor<R, Int>,
+    ) -> Result<Fp4Layout, OpsError> {
+        let layout = self.layout.of_rows(rows.shape().num_elements())?;
+        let (expected, found) = (self.device(), rows.device());
+        if expected != found {
+            let (expected, found) = (expected.into(), found.into());
+            return Err(OpsError::PartDevice { what: "indices of rows", expected, found });
+        }
+        Ok(layout)
     }
 
     /// The transpose. Nothing moves: the packed rows keep their place, the axis changes its name.

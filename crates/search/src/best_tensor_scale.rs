@@ -5,7 +5,7 @@
 //! in equal steps of the logarithm: beyond, the same grid repeats. Larger ones also leave room
 //! for scales above the one that puts the largest element on 6.
 
-use std::iter::successors;
+use std::iter::{once, successors};
 
 use burn_fp4_formats::Packed;
 use rayon::prelude::*;
@@ -17,12 +17,13 @@ use crate::{Fp4Scheme, Importance, SearchError, TensorScaling};
 /// How many tensor scales are tried.
 const TENSOR_SCALES: usize = 16;
 
-/// The amaxes to try for a tensor with this one, itself first.
+/// The amaxes to try for a tensor with this one, itself first: those that are finite, if it is.
 pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
     // Roots and products are the same on every machine, which `exp2` is not.
     let ratio = (0..TENSOR_SCALES.ilog2()).fold(2.0f64, |root, _| root.sqrt());
     let powers = successors(Some(1.0), move |power| Some(power * ratio));
-    powers.take(TENSOR_SCALES).map(move |power| amax * power as f32)
+    let larger = powers.take(TENSOR_SCALES).skip(1).map(move |power| amax * power as f32);
+    once(amax).chain(larger.filter(|amax| amax.is_finite()))
 }
 
 /// Checks that a scheme has one tensor scale, and that it may be chosen.

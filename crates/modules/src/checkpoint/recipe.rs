@@ -378,9 +378,11 @@ fn said(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeSchem
         Outcome::Kept { reason: Reason::AlreadyQuantized } => {
             return cannot("how it was quantized before");
         }
-        Outcome::Kept { .. } => return Ok(None),
+        Outcome::Kept { .. } | Outcome::Merged => return Ok(None),
         Outcome::Given { .. } => return cannot("which codes it was given"),
-        Outcome::FakeQuantized { .. } => return cannot("that it is trained"),
+        Outcome::FakeQuantized { .. } | Outcome::Adapted { .. } => {
+            return cannot("that it is trained");
+        }
     };
     let placement = map.placement(&one.container, one.shape.len());
     if placement.axis != axis || !placement.has_matrices() {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use burn::module::{Module, Param, Reparameterization};
+use burn::module::{Module, Param};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor as BurnTensor};
 use burn_fp4_checkpoints::{
@@ -14,7 +14,7 @@ use burn_fp4_ops::Fp4Layout;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
 use crate::error::{Fp4Error, caught};
-use crate::pack::edit::packed_weights;
+use crate::pack::edit::{check_nothing_trained, packed_weights};
 use crate::packed_weight::PackedWeight;
 use crate::walk::parameters::Walk;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
@@ -43,13 +43,7 @@ pub(crate) fn model<M: Module>(
 ) -> Result<Model<'static>, Fp4Error> {
     let names = Names::new(map)?;
     let packed = packed_weights(module);
-    for parameter in Walk::over(module).parameters {
-        let other = parameter.reparameterization.filter(|name| name != PackedWeight::NAME);
-        let adapted = packed.get(&parameter.path).is_some_and(|packed| packed.adapter().is_some());
-        if let Some(name) = other.or(adapted.then(|| "lora".to_owned())) {
-            return Err(Fp4Error::Attached { path: parameter.path, name });
-        }
-    }
+    check_nothing_trained(&Walk::over(module).parameters, &packed)?;
     let (visited, parameters, errors) = (Vec::new(), Vec::new(), Vec::new());
     let mut save = Save { names, map, packed, visited, parameters, errors, failed: None };
     caught(|| {

@@ -12,7 +12,7 @@
 //! | `divide.rs`      | weights divided among devices                                        |
 //! | `attach.rs`      | packed weights attached where dense ones were, one after the other   |
 //! | `outcome.rs`     | what is reported of packed weights                                   |
-//! | `edit.rs`        | packed weights of a module: found, and edited                        |
+//! | `edit.rs`        | packed weights of a module: found, edited, alone of all attachments  |
 //! | `placeholder.rs` | what a packed parameter stores in the place of its values            |
 //! | `compact.rs`     | placeholders without their zeros                                     |
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Tensor};
-use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Fp4Tensor, OpsError, Products, products};
+use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Fp4Tensor, OpsError, Products, products, squared_sums};
 
 use crate::error::Fp4Error;
 use crate::report::{Outcome, ParameterReport};
@@ -17,7 +17,7 @@ use super::weight::Choice;
 #[derive(Default)]
 pub(crate) struct PackedWeights {
     facts: BTreeMap<String, PackedFacts>,
-    /// `[2]` each: squared error and energy.
+    /// Squared error and energy, as devices give them.
     squares: Vec<(String, Tensor<1>)>,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct PackedFacts {
     /// Whether Burn's layers multiply straight from its codes.
     products: Products,
     /// Squared error and energy, if the dense values were looked at and the two are read back.
-    squares: Option<[f32; 2]>,
+    squares: Option<[f64; 2]>,
 }
 
 impl PackedWeights {
@@ -73,9 +73,8 @@ impl PackedWeights {
     pub(crate) fn read(self) -> Result<BTreeMap<String, PackedFacts>, Fp4Error> {
         let Self { mut facts, squares } = self;
         for (path, squares) in read_vectors(squares)? {
-            let [error, energy] = squares[..] else { unreachable!("two sums for every weight") };
             if let Some(facts) = facts.get_mut(&path) {
-                facts.squares = Some([error, energy]);
+                facts.squares = squared_sums(&squares);
             }
         }
         Ok(facts)
@@ -99,8 +98,8 @@ impl PackedFacts {
             fallback: choice.fallback.clone(),
             axis: self.layout.axis,
             shares_scale_with: plan.shares.clone(),
-            squared_error: squared_error.into(),
-            energy: energy.into(),
+            squared_error,
+            energy,
             products: parameter.products(&self.products, self.layout.axis),
         };
         self.report(parameter, outcome)
@@ -114,8 +113,8 @@ impl PackedFacts {
             format,
             block_size,
             axis,
-            squared_error: self.squares.map(|[error, _]| error.into()),
-            energy: self.squares.map(|[_, energy]| energy.into()),
+            squared_error: self.squares.map(|[error, _]| error),
+            energy: self.squares.map(|[_, energy]| energy),
             products: parameter.products(&self.products, axis),
         };
         let known = parameter.clone().with_values(&self.layout.shape, self.dtype);

@@ -95,15 +95,14 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     // As data: kernels may change the sign of a zero that they compute.
     let one = || Tensor::<1>::from_data([-0.0f32], (device, dtype)).reshape([1; D]);
-    if repeats_values(device) {
+    // Burn repeats no value zero times.
+    let empty = dims.contains(&0);
+    if repeats_values(device) && !empty {
         return one().expand(dims);
     }
     // Zeros that are never touched take no memory.
     let zeros = Tensor::zeros(dims, (device, dtype));
-    match dims.contains(&0) {
-        true => zeros,
-        false => zeros.slice_assign(first::<D>(), one()),
-    }
+    if empty { zeros } else { zeros.slice_assign(first::<D>(), one()) }
 }
 
 /// The first value alone of what [`zeros`] made. Any other value stays whole, also that of a weight

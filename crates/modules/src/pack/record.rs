@@ -150,13 +150,14 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     let unknown: Vec<_> =
         names.filter(|name| !known.contains_key(name.as_str())).cloned().collect();
     if !unknown.is_empty() {
-        return Err(problem("the record has tensors that the module lacks", unknown));
+        return Err(lacking(unknown));
     }
     tensors.iter().try_for_each(|(name, tensor)| check(tensor, known[name.as_str()]))?;
     entries.iter().try_for_each(|(name, entry)| check_base(name, entry, known[name.as_str()]))?;
 
+    let freeze = never_frozen(&walk, &entries, &attached);
     let attached = attached.into_keys().collect();
-    let mut attach = AttachRecorded { entries, attached, error: None };
+    let mut attach = AttachRecorded { entries, attached, freeze, error: None };
     let quantized = with_edits(|| module.clone().apply_reparameterization(&mut attach));
     if let Some(error) = attach.error {
         return Err(error);
@@ -167,6 +168,33 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
         RecordError::Validation(message) | RecordError::Io(message) => problem(&message, []),
     })?;
     Ok(())
+}
+
+/// The error about tensors that a module has no parameters for.
+fn lacking(names: Vec<String>) -> Fp4Error {
+    let factor = format!(".{}.", LoraAdapter::NAME);
+    let lacks = match names.iter().any(|name| name.contains(&factor)) {
+        true => {
+            "the record has adapters of dense weights that the module lacks; call `lora_fp4` on \
+             the module before loading, or `merge_lora_fp4` before saving"
+        }
+        false => "the record has tensors that the module lacks",
+    };
+    problem(lacks, names)
+}
+
+/// See [`AttachRecorded::freeze`].
+fn never_frozen(
+    walk: &Walk,
+    entries: &BTreeMap<String, Entry>,
+    attached: &BTreeMap<String, PackedWeight>,
+) -> Option<BTreeSet<String>> {
+    let is_new =
+        |(path, entry): (&String, &Entry)| entry.adapter.is_some() && !attached.contains_key(path);
+    entries.iter().any(is_new).then(|| {
+        let factors = walk.parameters.iter().filter(|one| one.inside_reparameterization);
+        factors.map(|factor| factor.path.clone()).collect()
+    })
 }
 
 /// # Errors
@@ -271,6 +299,9 @@ struct AttachRecorded {
     entries: BTreeMap<String, Entry>,
     /// Paths of weights that are packed already.
     attached: BTreeSet<String>,
+    /// If adapters are attached to a module without, as `lora_fp4` does: the factors that the
+    /// module has already. Everything else is frozen.
+    freeze: Option<BTreeSet<String>>,
     error: Option<Fp4Error>,
 }
 
@@ -282,6 +313,10 @@ impl Reparameterizer for &mut AttachRecorded {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
+        let param = match &self.freeze {
+            Some(factors) if !factors.contains(path) => param.set_require_grad(false),
+            _ => param,
+        };
         let Some(entry) = self.entries.remove(path) else {
             return (param, None);
         };

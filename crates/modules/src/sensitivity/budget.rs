@@ -12,7 +12,7 @@ use crate::statistics::Calibration;
 use super::candidate::Candidate;
 use super::knapsack::{Item, choose};
 use super::measure::measure;
-use super::report::{CandidateSensitivity, Sensitivity};
+use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 
 /// Bytes of a tensor scale.
 const TENSOR_SCALE: usize = 4;
@@ -65,7 +65,8 @@ pub(crate) fn quantize_within<M: Module>(
     let config = Fp4Config { budget: None, ..config.clone() };
     let found = measure(module, &config, &Candidate::DEFAULT, false)?.sensitivity;
     let choice = found.choose(budget)?;
-    if choice.candidates.iter().all(|one| one.candidate == Candidate::Dense) {
+    // A choice has codes for a weight of zeros, which no candidate leaves an error.
+    if found.dense_bytes().is_some_and(|dense| dense <= found.most_bytes(budget)) {
         return Err(Fp4Error::Sensitivity("all weights fit the budget as they are"));
     }
     let mut config = choice.config;
@@ -110,16 +111,7 @@ impl Sensitivity {
         let values: usize = self.groups.iter().map(|group| group.values).sum();
         let smallest = |group: &Vec<Item>| group.iter().map(|one| one.bytes).min().unwrap_or(0);
         let least: usize = items.iter().map(smallest).sum();
-        let bytes = match budget {
-            // As many as there are, if it is more than any number of them.
-            Budget::BitsPerWeight(bits) if bits >= 0.0 => {
-                let weights: usize = self.groups.iter().map(|group| group.paths.len()).sum();
-                ((bits * values as f64 / 8.0) as usize).saturating_add(weights * TENSOR_SCALE)
-            }
-            Budget::BitsPerWeight(_) => 0,
-            Budget::Bytes(bytes) => bytes,
-        };
-        let Some(choice) = choose(&items, bytes) else {
+        let Some(choice) = choose(&items, self.most_bytes(budget)) else {
             return Err(Fp4Error::Budget {
                 asked: budget,
                 least_bytes: least,
@@ -140,6 +132,29 @@ impl Sensitivity {
             bits_per_weight: 8.0 * taken as f64 / values as f64,
             bound: choice.bound,
         })
+    }
+
+    /// The bytes that a budget allows.
+    fn most_bytes(&self, budget: Budget) -> usize {
+        match budget {
+            // As many as there are, if it is more than any number of them.
+            Budget::BitsPerWeight(bits) if bits >= 0.0 => {
+                let weights: usize = self.groups.iter().map(|group| group.paths.len()).sum();
+                let values: usize = self.groups.iter().map(|group| group.values).sum();
+                ((bits * values as f64 / 8.0) as usize).saturating_add(weights * TENSOR_SCALE)
+            }
+            Budget::BitsPerWeight(_) => 0,
+            Budget::Bytes(bytes) => bytes,
+        }
+    }
+
+    /// The bytes of all weights as they are, if each may stay so.
+    fn dense_bytes(&self) -> Option<usize> {
+        let dense = |group: &GroupSensitivity| {
+            let found = group.candidates.iter().find(|one| one.candidate == Candidate::Dense)?;
+            Some(found.bytes)
+        };
+        self.groups.iter().map(dense).sum()
     }
 
     /// The configuration that makes this choice.

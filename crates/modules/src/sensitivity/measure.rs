@@ -4,7 +4,7 @@
 //! its codes are those that [`quantize_fp4`](crate::Fp4Module::quantize_fp4) gives.
 
 use std::collections::BTreeMap;
-use std::ptr;
+use std::{iter, ptr};
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
@@ -259,7 +259,8 @@ fn errors(
     let read = read_vectors(sums)?;
     let of = |(path, sums): (String, Vec<f32>)| {
         let bytes = packed[&path].bytes();
-        let sums: Vec<f64> = sums.into_iter().map(f64::from).collect();
+        let unit = f64::from(sums[0]).powi(2);
+        let sums: Vec<f64> = sums[1..].iter().map(|&sum| f64::from(sum) * unit).collect();
         let output = (sums.len() > 2).then(|| [sums[2], sums[3]]);
         (path, Errors { bytes, weight: [sums[0], sums[1]], output })
     };
@@ -296,8 +297,9 @@ impl Dense {
         Ok(grams.iter().any(|gram| gram.tokens() > 0).then_some(grams))
     }
 
-    /// The squares of the error and of the values, summed up, and if there are Gram matrices of all
-    /// slices those of the outputs, `[2]` or `[4]`.
+    /// A unit, and in squares of it the squares of the error and of the values, summed up, and if
+    /// there are Gram matrices of all slices those of the outputs: `[3]` or `[5]`. The unit is the
+    /// largest magnitude: squares of very small or large values would be no f32 numbers.
     fn sums(
         &self,
         packed: &PackedWeight,
@@ -305,8 +307,10 @@ impl Dense {
         hessians: &mut HessianCache,
     ) -> Tensor<1> {
         let values = [self.error(packed), self.values.clone().cast(DType::F32)];
-        let mut sums: Vec<_> =
-            values.iter().map(|values| (values.clone() * values.clone()).sum()).collect();
+        let unit = values[1].clone().abs().max().clamp_min(f32::MIN_POSITIVE);
+        let values = values.map(|values| values / unit.clone().unsqueeze::<3>());
+        let squares = values.iter().map(|values| (values.clone() * values.clone()).sum());
+        let mut sums: Vec<_> = iter::once(unit).chain(squares).collect();
         if let Some((grams, axis)) = grams.zip(self.input_axis()) {
             let [_, rows, cols] = self.values.dims();
             let mut energies = [Vec::new(), Vec::new()];

@@ -2,10 +2,10 @@
 
 use core::fmt;
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Fp4Config;
+use crate::report_table::table;
 
 use super::candidate::Candidate;
 
@@ -89,26 +89,18 @@ impl CandidateSensitivity {
 
 impl fmt::Display for Sensitivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-            "weights",
-            "candidate",
-            "bits",
-            "weight error %",
-            "output error %",
-            "loss",
-        ]);
+        let mut rows = Vec::new();
         for group in &self.groups {
-            for candidate in &group.candidates {
-                table.add_row(row(group, candidate));
+            for (at, candidate) in group.candidates.iter().enumerate() {
+                let mut row = row(group, candidate);
+                if at > 0 {
+                    row[0].clear();
+                }
+                rows.push(row);
             }
         }
-        for column in 2..6 {
-            if let Some(column) = table.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        write!(f, "{table}")
+        let header = ["weights", "candidate", "bits", "weight %", "output %", "loss"];
+        write!(f, "{}\nerrors in per cent of the values", table(header, rows, 2))
     }
 }
 

@@ -161,6 +161,10 @@ impl FakeQuantize {
     pub fn forward<const D: usize>(&self, activations: Tensor<D>) -> Tensor<D> {
         let found = activations.dims()[D - 1];
         assert_eq!(found, self.channels, "the last axis of the activations");
+        // No amax of nothing goes into the running one.
+        if activations.shape().contains(&0) {
+            return activations;
+        }
         let checked = "the scheme was checked with the channels";
         let Some(momentum) = self.momentum() else {
             let (scheme, saturated) = (&self.scheme, self.saturated);

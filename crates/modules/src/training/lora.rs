@@ -1,49 +1,62 @@
-//! Adapters over packed weights: [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
+//! Adapters over packed and dense weights: [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Lora, LoraAdapter, Module, Param, Reparameterization, Reparameterizer};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
+use burn_fp4_ops::amax;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::pack::edit::{edit_packed, packed_weights};
+use crate::pack::edit::{check_nothing_trained, packed_weights, with_packed};
 use crate::pack::outcome::PackedWeights;
+use crate::pack::placeholder::with_values;
 use crate::pack::weight::{Choice, quantize_without_inputs};
-use crate::packed_weight::{Edit, PackedWeight, edit_next, with_edits};
+use crate::packed_weight::{PackedWeight, edit_next, with_edits};
 use crate::report::{Fp4Report, Outcome, Reason};
-use crate::walk::parameters::Walk;
+use crate::transfer::read_vectors;
+use crate::walk::parameters::{Parameter, Walk};
+use crate::walk::paths::{
+    MapParameters, ModulePath, VisitParameters, map_parameters, visit_parameters,
+};
 use crate::walk::plan::{WeightPlan, plans_as};
 
 /// See [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
-pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Vec<String>, Fp4Error> {
+pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Fp4Report, Fp4Error> {
     let packed = packed_weights(module);
-    for parameter in Walk::over(module).parameters {
-        let other = parameter.reparameterization.filter(|name| name != PackedWeight::NAME);
-        let adapted = packed.get(&parameter.path).is_some_and(|packed| packed.adapter().is_some());
-        let name = other.or_else(|| adapted.then(|| LoraAdapter::NAME.to_owned()));
-        if let Some(name) = name {
-            return Err(Fp4Error::Attached { path: parameter.path, name });
-        }
-    }
+    let parameters = Walk::over_values(module).parameters;
+    check_nothing_trained(&parameters, &packed)?;
     if lora.rank == 0 || !lora.alpha.is_finite() {
         return Err(Fp4Error::NothingAdapted("the rank is 0, or alpha is not finite"));
     }
     let packed = packed.into_keys().collect();
-    let mut attach = AttachAdapters { lora: lora.clone(), packed, adapted: Vec::new() };
-    let adapted = with_edits(|| module.clone().apply_reparameterization(&mut attach));
-    if attach.adapted.is_empty() {
+    let mut attach = AttachAdapters { lora: lora.clone(), packed, adapted: BTreeMap::new() };
+    let module_adapted = with_edits(|| module.clone().apply_reparameterization(&mut attach));
+    let adapted = attach.adapted;
+    if adapted.is_empty() {
         return Err(Fp4Error::NothingAdapted("its parameter group has no weight of rank 2"));
     }
-    *module = adapted;
-    Ok(attach.adapted)
+    *module = module_adapted;
+    let report = |parameter: &Parameter| {
+        let reason = match adapted.get(&parameter.path) {
+            Some((outcome, bytes)) => {
+                return parameter.report(outcome.clone(), parameter.bytes_now() + bytes);
+            }
+            None if parameter.shape.len() != 2 => Reason::Rank,
+            None if parameter.shape.contains(&0) => Reason::Empty,
+            None => Reason::NotInGroup,
+        };
+        parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
+    };
+    Ok(Fp4Report { parameters: parameters.iter().map(report).collect(), unused: Vec::new() })
 }
 
 /// Attaches adapters to dense weights as Burn does, and hands them to packed ones.
 struct AttachAdapters {
     lora: Lora,
     packed: BTreeSet<String>,
-    adapted: Vec<String>,
+    /// By path what is reported, and the bytes of the factors.
+    adapted: BTreeMap<String, (Outcome, usize)>,
 }
 
 impl Reparameterizer for &mut AttachAdapters {
@@ -54,9 +67,14 @@ impl Reparameterizer for &mut AttachAdapters {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        if param.lazy_shape().contains(&0) {
+            return (param.set_require_grad(false), None);
+        }
         let (base, adapter) = self.lora.reparameterize(path, param);
-        if adapter.is_some() {
-            self.adapted.push(path.to_owned());
+        if let Some(LoraAdapter { a, b, scale }) = &adapter {
+            let values = a.shape().num_elements() + b.shape().num_elements();
+            let outcome = Outcome::Adapted { rank: self.lora.rank, scale: *scale };
+            self.adapted.insert(path.to_owned(), (outcome, values * a.dtype().size()));
         }
         // What is attached already is mapped next.
         if self.packed.contains(path) {
@@ -69,62 +87,98 @@ impl Reparameterizer for &mut AttachAdapters {
 
 /// See [`Fp4Module::merge_lora_fp4`](crate::Fp4Module::merge_lora_fp4).
 pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4Report, Fp4Error> {
-    let adapted: BTreeMap<String, PackedWeight> = packed_weights(module)
-        .into_iter()
-        .filter(|(_, packed)| packed.adapter().is_some())
-        .collect();
-    if adapted.is_empty() {
-        return Err(Fp4Error::NothingAdapted("no packed weight has an adapter"));
+    let mut packed = packed_weights(module);
+    let parameters: Vec<Parameter> = Walk::over_values(module).parameters;
+    let dense = dense_adapted(&parameters)?;
+    let merged = merge_packed(&mut packed, &parameters, config)?;
+    if dense.is_empty() && merged.is_empty() {
+        return Err(Fp4Error::NothingAdapted("no weight has an adapter"));
     }
-    let walk = Walk::over_values(module);
-    let parameters: Vec<_> =
-        walk.parameters.iter().filter(|one| adapted.contains_key(&one.path)).collect();
-    let axes = parameters.iter().map(|one| (*one, adapted[&one.path].layout().axis));
-    let plans = plans_as(axes, config)?;
-    let mut edits: BTreeMap<String, Edit> = BTreeMap::new();
-    let mut merged = PackedWeights::default();
-    let mut plan_of = BTreeMap::new();
-    for (parameter, plan) in parameters.into_iter().zip(plans) {
-        let path = &parameter.path;
-        if plan.asked.needs_inputs() {
-            return Err(uncalibrated(&plan, adapted));
-        }
-        let named = |problem| Fp4Error::at(path, problem);
-        let dtype = parameter.stored_dtype();
-        let dense = merged_values(&adapted[path], dtype.into());
-        let WeightPlan { layout, scheme, asked, .. } = &plan;
-        let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
-        let tensor = tensor.map_err(named)?;
-        merged.add(path, &tensor, dtype, Some(dense)).map_err(named)?;
-        let quantized = PackedWeight::from(tensor);
-        edits.insert(path.clone(), Box::new(move |_| quantized));
-        plan_of.insert(path.clone(), plan);
-    }
-    let merged = merged.read()?;
-    *module = edit_packed(module.clone(), edits);
+    let mut cast = Cast { dtypes: &dense };
+    let folded = map_parameters(with_packed(module.clone(), packed), &mut cast);
+    check_finite(&folded, &dense)?;
+    let (facts, plans): (PackedWeights, _) = (merged.facts, merged.plans);
+    let facts = facts.read()?;
+    *module = folded;
     // The factors of merged adapters are no longer parameters.
-    let inside = format!(".{}.", PackedWeight::NAME);
-    let gone = |path: &str| {
-        path.rsplit_once(&inside).is_some_and(|(weight, _)| merged.contains_key(weight))
-    };
-    let parameters = walk.parameters.iter().filter(|parameter| !gone(&parameter.path));
-    let parameters = parameters.map(|parameter| match merged.get(&parameter.path) {
+    let left = parameters.iter().filter(|parameter| !parameter.inside_reparameterization);
+    let report = left.map(|parameter| match facts.get(&parameter.path) {
+        None if dense.contains_key(&parameter.path) => {
+            parameter.report(Outcome::Merged, parameter.bytes())
+        }
         None => {
             let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
         Some(facts) => {
-            let plan = &plan_of[&parameter.path];
+            let plan = &plans[&parameter.path];
             let choice = Choice { chosen_by: plan.asked, fallback: None };
             facts.quantized(parameter, plan, plan.scheme, &choice)
         }
     });
-    Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
+    Ok(Fp4Report { parameters: report.collect(), unused: Vec::new() })
 }
 
-fn uncalibrated(plan: &WeightPlan, adapted: BTreeMap<String, PackedWeight>) -> Fp4Error {
-    let (method, paths) = (plan.asked.to_string(), adapted.into_keys().collect());
-    Fp4Error::Uncalibrated { method, paths }
+/// The dense weights with an adapter, by path, and the dtypes that they keep.
+///
+/// # Errors
+/// [`Fp4Error::Attached`] for what is neither an adapter nor a packed weight, and would stay.
+fn dense_adapted(parameters: &[Parameter]) -> Result<BTreeMap<String, DType>, Fp4Error> {
+    let mut dense = BTreeMap::new();
+    for parameter in parameters {
+        let path = parameter.path.clone();
+        match parameter.reparameterization.as_deref() {
+            Some(LoraAdapter::NAME) => {
+                dense.insert(path, parameter.stored_dtype());
+            }
+            None | Some(PackedWeight::NAME) => {}
+            Some(name) => return Err(Fp4Error::Attached { path, name: name.to_owned() }),
+        }
+    }
+    Ok(dense)
+}
+
+/// What merging makes of packed weights.
+#[derive(Default)]
+struct Merged {
+    facts: PackedWeights,
+    plans: BTreeMap<String, WeightPlan>,
+}
+
+impl Merged {
+    fn is_empty(&self) -> bool {
+        self.facts.is_empty()
+    }
+}
+
+/// Replaces the packed weights that have an adapter by the quantized sums.
+fn merge_packed(
+    packed: &mut BTreeMap<String, PackedWeight>,
+    parameters: &[Parameter],
+    config: &Fp4Config,
+) -> Result<Merged, Fp4Error> {
+    let is_adapted = |one: &&Parameter| packed.get(&one.path).is_some_and(PackedWeight::is_adapted);
+    let adapted: Vec<_> = parameters.iter().filter(is_adapted).collect();
+    let axes = adapted.iter().map(|one| (*one, packed[&one.path].layout().axis));
+    let plans = plans_as(axes, config)?;
+    let mut merged = Merged::default();
+    for (parameter, plan) in adapted.iter().zip(plans) {
+        let path = &parameter.path;
+        if plan.asked.needs_inputs() {
+            let paths = adapted.iter().map(|one| one.path.clone()).collect();
+            return Err(Fp4Error::Uncalibrated { method: plan.asked.to_string(), paths });
+        }
+        let named = |problem| Fp4Error::at(path, problem);
+        let dtype = parameter.stored_dtype();
+        let dense = merged_values(&packed[path], dtype.into());
+        let WeightPlan { layout, scheme, asked, .. } = &plan;
+        let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
+        let tensor = tensor.map_err(named)?;
+        merged.facts.add(path, &tensor, dtype, Some(dense)).map_err(named)?;
+        packed.insert(path.clone(), PackedWeight::from(tensor));
+        merged.plans.insert(path.clone(), plan);
+    }
+    Ok(merged)
 }
 
 /// The dense values of a packed weight plus the product of its adapter, in some dtype.
@@ -132,4 +186,59 @@ fn merged_values(packed: &PackedWeight, dtype: FloatDType) -> Tensor<2> {
     let device = packed.device();
     let base: Tensor<2> = Tensor::zeros([1, 1], (&device, dtype.into()));
     packed.valid().apply(base)
+}
+
+/// Casts weights back to the dtypes that they had before factors of another one were added.
+struct Cast<'a> {
+    dtypes: &'a BTreeMap<String, DType>,
+}
+
+impl MapParameters for Cast<'_> {
+    fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.dtypes.get(path) {
+            Some(&dtype) if dtype != param.dtype() => {
+                let values = param.base().detach().cast(dtype);
+                with_values(param, values)
+            }
+            _ => param,
+        }
+    }
+}
+
+/// # Errors
+/// [`Fp4Error::NotFinite`] naming a merged dense weight that is not.
+fn check_finite<M: Module>(module: &M, merged: &BTreeMap<String, DType>) -> Result<(), Fp4Error> {
+    struct Amaxes<'a> {
+        merged: &'a BTreeMap<String, DType>,
+        found: Vec<(String, Tensor<1>)>,
+        error: Option<Fp4Error>,
+    }
+
+    impl VisitParameters for Amaxes<'_> {
+        fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+            let path = path.join();
+            if !self.merged.contains_key(&path) {
+                return;
+            }
+            let values = param.base().without_autodiff();
+            // Engines read no f64.
+            let wide = values.dtype() == DType::F64;
+            match amax(if wide { values.cast(DType::F32) } else { values }) {
+                Ok(amax) => self.found.push((path, amax)),
+                Err(problem) => {
+                    self.error.get_or_insert(Fp4Error::at(path, problem));
+                }
+            }
+        }
+    }
+
+    let mut amaxes = Amaxes { merged, found: Vec::new(), error: None };
+    visit_parameters(module, &mut amaxes);
+    if let Some(error) = amaxes.error {
+        return Err(error);
+    }
+    match read_vectors(amaxes.found)?.into_iter().find(|(_, amax)| !amax[0].is_finite()) {
+        Some((path, _)) => Err(Fp4Error::NotFinite { path }),
+        None => Ok(()),
+    }
 }

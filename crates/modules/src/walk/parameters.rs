@@ -16,6 +16,8 @@ pub(crate) struct Parameter {
     pub(crate) id: ParamId,
     /// Name of the struct that holds it, such as `Linear`.
     pub(crate) container: String,
+    /// Name of the struct that holds that struct.
+    parent: String,
     pub(crate) shape: Vec<usize>,
     /// Known after [`Walk::over_values`].
     pub(crate) dtype: Option<DType>,
@@ -30,6 +32,10 @@ pub(crate) struct Parameter {
     /// Bytes of codes and scales, if it is packed.
     packed_bytes: usize,
 }
+
+/// Layers of Burn that hold a `Linear` of Burn, in the place of which no other type can be.
+const HOLDERS: [&str; 5] =
+    ["CrossAttention", "GateController", "MultiHeadAttention", "PositionWiseFeedForward", "SwiGlu"];
 
 impl Parameter {
     /// With the shape and dtype that its values are found to have.
@@ -76,6 +82,9 @@ impl Parameter {
             ("Fp4Linear", 0, Dequantized(Why::Host)) => Products::FromCodes,
             ("Fp4Embedding", 1, Dequantized(Why::Host | Why::NotInitialized)) => Products::Lookups,
             ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(Why::Axis { axis }),
+            ("Linear", _, Dequantized(Why::Host)) if HOLDERS.contains(&self.parent.as_str()) => {
+                Dequantized(Why::Inside { layer: self.parent.clone() })
+            }
             _ => by_burn.clone(),
         }
     }
@@ -164,6 +173,7 @@ impl VisitParameters for Walk {
             path: path.join(),
             id: param.id,
             container: path.container().to_owned(),
+            parent: path.parent().to_owned(),
             shape: if self.values { param.shape() } else { param.lazy_shape() }.to_vec(),
             dtype: self.values.then(|| param.dtype()),
             list: path.outermost_list(),

@@ -29,7 +29,16 @@ impl ModulePath {
 
     /// Name of the struct that holds the parameter, such as `Linear`.
     pub(crate) fn container(&self) -> &str {
-        let container = self.containers.last().map_or("", String::as_str);
+        self.outer_container(0)
+    }
+
+    /// Name of the struct that holds that struct, such as `MultiHeadAttention`.
+    pub(crate) fn parent(&self) -> &str {
+        self.outer_container(1)
+    }
+
+    fn outer_container(&self, levels: usize) -> &str {
+        let container = self.containers.iter().rev().nth(levels).map_or("", String::as_str);
         container.split_once(':').map_or(container, |(_, name)| name)
     }
 

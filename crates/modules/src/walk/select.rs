@@ -52,7 +52,7 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     }
     let mut selection = Selection { decisions, unused };
     if selection.plans().next().is_none() {
-        return Err(nothing_selected(&selection));
+        return Err(nothing_selected(&selection, config, &patterns));
     }
     selection.unused.extend(groups.unused(config));
     if config.calibration.iter().next().is_some() && !selection.needs_inputs() {
@@ -90,7 +90,16 @@ pub(crate) fn planned_axes<M: Module>(
     Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
 }
 
-fn nothing_selected(selection: &Selection) -> Fp4Error {
+fn nothing_selected(selection: &Selection, config: &Fp4Config, patterns: &Patterns) -> Fp4Error {
+    let is_quantized = |(parameter, decision): &&(Parameter, Decision)| {
+        matches!(decision, Decision::Keep(Reason::AlreadyQuantized))
+            && unselected(parameter, config, patterns).is_none()
+    };
+    let quantized = selection.decisions.iter().filter(is_quantized);
+    let quantized: Vec<_> = quantized.map(|(parameter, _)| parameter.path.clone()).collect();
+    if !quantized.is_empty() {
+        return Fp4Error::AlreadyQuantized(quantized);
+    }
     let reasons = selection.decisions.iter().filter_map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
         Decision::Quantize(_) => None,
@@ -101,14 +110,19 @@ fn nothing_selected(selection: &Selection) -> Fp4Error {
 
 /// Why a parameter is not selected, before layers at the ends are kept.
 fn refusal(parameter: &Parameter, config: &Fp4Config, patterns: &Patterns) -> Option<Reason> {
-    if let Some(reason) = parameter.attached() {
-        return Some(reason);
+    parameter.attached().or_else(|| unselected(parameter, config, patterns))
+}
+
+/// Why a configuration does not select a parameter, whatever is attached to it.
+fn unselected(parameter: &Parameter, config: &Fp4Config, patterns: &Patterns) -> Option<Reason> {
+    if parameter.shape.len() < 2 {
+        return Some(Reason::Rank);
     }
     if !config.containers.iter().any(|container| container.name == parameter.container) {
         return Some(Reason::Container);
     }
-    if parameter.shape.len() < 2 {
-        return Some(Reason::Rank);
+    if parameter.shape.contains(&0) {
+        return Some(Reason::Empty);
     }
     if !patterns.includes(&parameter.path) {
         return Some(Reason::NotIncluded);

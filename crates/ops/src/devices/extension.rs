@@ -192,9 +192,9 @@ pub trait Fp4Backend: Backend {
         if mean { Self::float_mean_dim(values, axis) } else { Self::float_sum_dim(values, axis) }
     }
 
-    /// `[2]` in f32: the sum of squared differences between a tensor and its packed form, and the
-    /// sum of its squares.
-    #[fusion(dtype = DType::F32, shape = Shape::new([2]))]
+    /// `[6]` in f32, of which `squared_sums` makes two: the sum of squared differences between a
+    /// tensor and its packed form in the dtype of the tensor, and the sum of its squares.
+    #[fusion(dtype = DType::F32, shape = Shape::new([6]))]
     fn fp4_squared_error(
         values: FloatTensor<Self>,
         #[extension_type] packed: Fp4Primitive<Self>,

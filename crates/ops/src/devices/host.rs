@@ -7,6 +7,7 @@ use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
 use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance};
 
 use crate::layout::Fp4Layout;
+use crate::squares::ranges_of;
 
 /// The values of a float tensor in contiguous host memory.
 #[derive(Clone, Copy)]
@@ -126,14 +127,14 @@ pub(crate) fn matmul(
     }))
 }
 
-/// `[2]`: the sum of squared differences, and that of the squares of the values.
+/// `[6]`; see [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error).
 pub(crate) fn squared_error(
     values: Values<'_>,
     packed: PackedView<'_>,
     layout: &Fp4Layout,
 ) -> TensorData {
     let sums = each_dtype!(values, values => host::squared_error(values, packed, layout.view()));
-    vector(sums.expect(CHECKED).map(|sum| sum as f32).to_vec())
+    vector(sums.expect(CHECKED).map(ranges_of).concat())
 }
 
 /// Writes the values of codes and scales in row-major order.

@@ -32,9 +32,7 @@ pub fn fake_quantize<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Tensor<D>, OpsError> {
-    check_uniform(&values, axis, scheme)?;
-    let amax = checked_amax(&values.clone().without_autodiff(), axis, scheme)?;
-    Ok(fake_quantize_unchecked(values, amax, axis, scheme, Saturated::PassThrough))
+    by_own_amax(values, axis, scheme, scheme.non_finite, Saturated::PassThrough)
 }
 
 /// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a
@@ -112,9 +110,23 @@ pub fn fake_quantize_for_training<const D: usize>(
     scheme: &Fp4Scheme,
     saturated: Saturated,
 ) -> Result<Tensor<D>, OpsError> {
+    by_own_amax(values, axis, scheme, NonFinite::FollowReference, saturated)
+}
+
+/// With the amax of the values; `non_finite` says what happens to NaN and infinity among them.
+fn by_own_amax<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+    non_finite: NonFinite,
+    saturated: Saturated,
+) -> Result<Tensor<D>, OpsError> {
     check_uniform(&values, axis, scheme)?;
-    let follow = scheme.with_non_finite(NonFinite::FollowReference);
-    let amax = checked_amax(&values.clone().without_autodiff(), axis, &follow)?;
+    if values.shape().contains(&0) {
+        return Ok(values);
+    }
+    let measured = scheme.with_non_finite(non_finite);
+    let amax = checked_amax(&values.clone().without_autodiff(), axis, &measured)?;
     Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
 }
 

@@ -8,6 +8,7 @@ use super::recipe::TrainRecipe;
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::layout::{check_dtype, check_len};
+use crate::matmul::product_of_nothing;
 
 /// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product
 /// and, on an autodiff device, of those for both gradients quantized as a recipe says; see
@@ -58,6 +59,9 @@ pub fn train_product<const D: usize>(
     for shape in [[rows, channels], [channels, outputs], [rows, outputs]] {
         // Padded to whole blocks.
         check_len(&shape.map(|dim: usize| dim.next_multiple_of(32)))?;
+    }
+    if rows == 0 || channels == 0 {
+        return Ok(product_of_nothing(input, outputs));
     }
     let input = input.reshape([rows, channels]).into_dispatch();
     let product = Dispatch::fp4_train_product(input, weight.into_dispatch(), *recipe, draw);

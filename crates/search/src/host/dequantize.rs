@@ -87,7 +87,8 @@ pub fn dequantize<T: HostElement>(
 }
 
 /// The sum of squared differences between a tensor and its packed form, and the sum of its squares,
-/// in f64 and in an order that does not depend on the number of threads.
+/// in f64 and in an order that does not depend on the number of threads. A value that is infinite
+/// once it is written in the type of the tensor is infinitely far away.
 ///
 /// # Errors
 /// As [`dequantize`].
@@ -263,7 +264,9 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
         let lines =
             self.original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
         for (exact, value) in lines.flat_map(|(a, b)| a[..used].iter().zip(&b[..used])) {
-            let difference = *exact as f64 - *value as f64;
+            let overflows = value.abs() >= T::OVERFLOW;
+            let value = if overflows { f64::INFINITY } else { *value as f64 };
+            let difference = *exact as f64 - value;
             self.sums[0] += difference * difference;
             self.sums[1] += *exact as f64 * *exact as f64;
         }

@@ -10,6 +10,9 @@ pub trait HostElement: Copy + Send + Sync + Default + 'static {
     /// The bits of a value.
     type Bits: Copy + Ord + Default + Send;
 
+    /// The least f32 magnitude that becomes infinite once it is written.
+    const OVERFLOW: f32;
+
     /// The bits without the sign. They order as the magnitudes do, NaN above infinity.
     fn magnitude(self) -> Self::Bits;
     /// The value with these bits.
@@ -24,6 +27,8 @@ pub trait HostElement: Copy + Send + Sync + Default + 'static {
 
 impl HostElement for f32 {
     type Bits = u32;
+
+    const OVERFLOW: f32 = f32::INFINITY;
 
     #[inline(always)]
     fn magnitude(self) -> u32 {
@@ -49,6 +54,9 @@ impl HostElement for f32 {
 
 impl HostElement for bf16 {
     type Bits = u16;
+
+    /// Half a step above the largest number.
+    const OVERFLOW: f32 = f32::from_bits(0x7F7F_8000);
 
     #[inline(always)]
     fn magnitude(self) -> u16 {
@@ -83,6 +91,9 @@ impl HostElement for bf16 {
 
 impl HostElement for f16 {
     type Bits = u16;
+
+    /// Half a step above the largest number, 65504.
+    const OVERFLOW: f32 = 65520.0;
 
     #[inline(always)]
     fn magnitude(self) -> u16 {

@@ -2,14 +2,16 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
-use burn::tensor::{FloatDType, Shape};
+use burn::tensor::{DType, FloatDType, Shape, bf16, f16};
 use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
+use burn_fp4_search::host::HostElement;
 
 use super::bits::from_bits;
 use super::floats::{Floats, from_rows, rows};
 use super::scale_grid::values;
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
+use crate::squares::{RANGES, Range};
 
 /// See [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).
 pub fn dequantize<B: Backend>(
@@ -58,13 +60,30 @@ pub(crate) fn squared_error<B: Backend>(
     layout: Fp4Layout,
     sum_dim: fn(FloatTensor<B>, usize, bool) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
+    let overflow = match values.dtype() {
+        DType::F16 => f16::OVERFLOW,
+        DType::BF16 => bf16::OVERFLOW,
+        _ => f32::OVERFLOW,
+    };
     let values = rows::<B>(values, layout.axis);
-    let difference = dequantize_rows(packed, &layout).sub(&values);
+    let dense = dequantize_rows(packed, &layout);
+    let dense = dense.or_where(dense.abs().at_least(overflow), f32::INFINITY);
     let sum = |terms: Floats<B>| {
         let of_rows = sum_dim(terms.0, 1, false);
         B::float_reshape(sum_dim(of_rows, 0, false), Shape::from(vec![1]))
     };
-    let error = sum(difference.mul(&difference));
-    let energy = sum(values.mul(&values));
-    B::float_cat(vec![error, energy], 0)
+    let mut sums = Vec::with_capacity(2 * RANGES.len());
+    for terms in [dense.sub(&values), values] {
+        let (magnitudes, mut start) = (terms.abs(), 0.0);
+        for Range { end, factor } in RANGES {
+            let mut within = terms.or_where(magnitudes.below(start), 0.0);
+            if end.is_finite() {
+                within = within.or_where(magnitudes.at_least(end), 0.0);
+            }
+            let scaled = within.times(factor);
+            sums.push(sum(scaled.mul(&scaled)));
+            start = end;
+        }
+    }
+    B::float_cat(sums, 0)
 }

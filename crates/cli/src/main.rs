@@ -12,11 +12,15 @@
 //! | `listed.rs`      | the names that an option takes, as its help lists them                |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
+//! | `percent.rs`     | relative errors as people read them                                   |
+//! | `accuracy.rs`    | the errors of a run, by weight                                        |
 //! | `table.rs`       | tables                                                                |
-//! | `print.rs`       | what goes to standard output                                          |
+//! | `print.rs`       | what goes to standard output and standard error                       |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
+//! | `interrupt.rs`   | what is said when a signal ends a run                                 |
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
 
+mod accuracy;
 mod checkpoint;
 mod compare;
 mod completions;
@@ -25,7 +29,9 @@ mod error;
 mod evaluate;
 mod formats;
 mod inspect;
+mod interrupt;
 mod listed;
+mod percent;
 mod print;
 mod progress;
 mod quantize;
@@ -47,7 +53,8 @@ struct Arguments {
 /// What every command ends with.
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 `compare` found a difference; 2 the command, or a file that it names, is \
-wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile).";
+wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile); 130 and 143 \
+stopped by a signal.";
 
 #[derive(Subcommand)]
 enum Command {
@@ -75,7 +82,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("error: {error}");
+            print::fail(&error);
             ExitCode::from(error.exit_code())
         }
     }

@@ -2,6 +2,7 @@
 //! dialect has no place.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::path::Path;
 
 use burn_fp4_formats::{Fp4Format, bf16};
@@ -24,24 +25,30 @@ pub(super) struct Target {
     pub(super) dialect: &'static dyn Dialect,
     pub(super) writer: &'static dyn Write,
     pub(super) options: WriteOptions,
+    /// Weights for which other options hold than for all, by their names.
+    pub(super) others: HashMap<String, WriteOptions>,
 }
 
 impl Target {
+    /// The options for a weight.
+    fn options_of(&self, weight: &Weight<'_>) -> &WriteOptions {
+        self.others.get(&weight.name).unwrap_or(&self.options)
+    }
+
     /// Whether what becomes of a weight depends on its values, and not on names, shapes and scales
     /// of whole tensors alone.
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
-        let cast = self.cast_of(fp4).is_some();
-        let stated = self.writer.holds_of(weight).tensor_scale;
-        let folded = fp4.tensor_scale.is_some() && stated == Stated::Folded;
-        self.options.decode_fp4.is_none() && (cast || folded)
+        let options = self.options_of(weight);
+        let cast = cast_of(options, fp4).is_some();
+        options.decode_fp4.is_none() && (cast || self.folds(weight))
     }
 
-    /// The format that a weight is cast to. A cast has the blocks of the format's definition.
-    fn cast_of(&self, fp4: &Fp4Weight<'_>) -> Option<Fp4Format> {
-        let other =
-            |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
-        self.options.cast.filter(other)
+    /// Whether a weight has a tensor scale that the dialect has no place for.
+    pub(super) fn folds(&self, weight: &Weight<'_>) -> bool {
+        let Value::Fp4(fp4) = &weight.value else { return false };
+        let stated = self.writer.holds_of(weight).tensor_scale;
+        fp4.tensor_scale.is_some() && stated == Stated::Folded
     }
 
     /// The weight as the dialect gets it, but without the values that are decoded: what a plan
@@ -51,8 +58,8 @@ impl Target {
         weight: &'w Weight<'_>,
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
-        let (shape, dtype) = match (&weight.value, self.options.decode_fp8, self.options.decode_fp4)
-        {
+        let options = self.options_of(weight);
+        let (shape, dtype) = match (&weight.value, options.decode_fp8, options.decode_fp4) {
             (Value::Fp8(fp8), Some(dtype), _) => (fp8.values.shape.to_vec(), dtype),
             (Value::Fp4(fp4), _, Some(dtype)) => (fp4.parameter_shape(), dtype),
             (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {
@@ -74,7 +81,8 @@ impl Target {
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
         let mut prepared: Cow<'w, Weight<'w>> = Cow::Borrowed(weight);
-        match (&weight.value, self.options.decode_fp8, self.options.decode_fp4) {
+        let options = self.options_of(weight);
+        match (&weight.value, options.decode_fp8, options.decode_fp4) {
             (Value::Fp8(fp8), Some(dtype), _) => {
                 check_float(&weight.name, dtype)?;
                 report.decoded += 1;
@@ -88,7 +96,7 @@ impl Target {
             (Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_), _, _) => {}
         }
         if let Value::Fp4(fp4) = &weight.value
-            && let Some(format) = self.cast_of(fp4)
+            && let Some(format) = cast_of(options, fp4)
         {
             let (cast, counted) = cast::cast(&weight.name, fp4, format)?;
             report.cast.add(counted);
@@ -100,7 +108,10 @@ impl Target {
             prepared.to_mut().input_scale = None;
         }
         let folded = match &prepared.value {
-            Value::Fp4(fp4) => self.tensor_scale(&weight.name, fp4, holds.tensor_scale, report)?,
+            Value::Fp4(fp4) => {
+                let fold = Fold { stated: holds.tensor_scale, inexact: options.inexact };
+                self.tensor_scale(&weight.name, fp4, fold, report)?
+            }
             Value::Plain(_) | Value::Fp8(_) => None,
         };
         if let Some(folded) = folded {
@@ -114,11 +125,11 @@ impl Target {
         &self,
         name: &str,
         fp4: &Fp4Weight<'_>,
-        stated: Stated,
+        fold: Fold,
         report: &mut WriteReport,
     ) -> Result<Option<Fp4Weight<'static>>, CheckpointError> {
         let Some(scale) = &fp4.tensor_scale else { return Ok(None) };
-        match (scale, stated) {
+        match (scale, fold.stated) {
             (TensorScale::Multiplier(_), Stated::Multiplier) => Ok(None),
             (TensorScale::Divisor(_), Stated::Divisor) => Ok(None),
             (TensorScale::Multiplier(numbers), Stated::Divisor)
@@ -128,7 +139,7 @@ impl Target {
             }
             (_, Stated::Folded) => {
                 let (folded, counted) = cast::fold(name, fp4)?;
-                if counted.changed_values > 0 && !self.options.inexact {
+                if counted.changed_values > 0 && !fold.inexact {
                     let (dialect, weight) = (self.dialect.name(), name.to_owned());
                     let what = CheckpointError::NOT_FOLDED_EXACTLY;
                     return Err(CheckpointError::CannotHold { dialect, weight, what });
@@ -138,6 +149,19 @@ impl Target {
             }
         }
     }
+}
+
+/// How a tensor scale is stated, and whether values may change for that.
+struct Fold {
+    stated: Stated,
+    inexact: bool,
+}
+
+/// The format that a weight is cast to. A cast has the blocks of the format's definition.
+pub(super) fn cast_of(options: &WriteOptions, fp4: &Fp4Weight<'_>) -> Option<Fp4Format> {
+    let other =
+        |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
+    options.cast.filter(other)
 }
 
 fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {

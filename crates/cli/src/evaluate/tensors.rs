@@ -17,6 +17,9 @@ pub(crate) struct Matrix {
 
 /// Reads the header and the bytes of a file.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>, CliError> {
+    if path.is_dir() {
+        return Err(CliError::Folder { path: path.to_owned() });
+    }
     std::fs::read(path).map_err(|source| CliError::File { path: path.to_owned(), source })
 }
 

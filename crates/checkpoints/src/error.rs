@@ -236,7 +236,9 @@ pub enum CheckpointError {
         format: String,
     },
     /// A pattern of a user matches nothing.
-    #[error("`{list}` pattern `{pattern}` matches none of {tensors} tensors{}", hint(.nearest, .first))]
+    #[error(
+        "`{list}` pattern `{pattern}` matches none of {tensors} tensors{}", hint(.nearest, .first)
+    )]
     NoMatch {
         /// Which list it is of.
         list: &'static str,

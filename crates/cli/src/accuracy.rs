@@ -19,11 +19,13 @@ impl Squares {
     /// Adds the sums of another matrix of the same stack.
     pub(crate) fn add(&mut self, other: Self) {
         let sum = |a: [f64; 2], b: [f64; 2]| [a[0] + b[0], a[1] + b[1]];
-        self.values = sum(self.values, other.values);
-        let outputs = self.outputs.into_iter().chain(other.outputs);
-        self.outputs = outputs.reduce(sum);
+        self.values = [self.values, other.values].into_iter().fold([0.0; 2], sum);
+        self.outputs = self.outputs.into_iter().chain(other.outputs).reduce(sum);
     }
 }
+
+/// The sums of a weight, by its place in the model.
+pub(crate) type SquaresAt = (usize, Squares);
 
 /// Percent above which an error is warned of: what NVFP4 and MXFP4 leave of any usual weight is
 /// 8 to 12.
@@ -64,10 +66,10 @@ impl Errors {
     pub(crate) fn new(
         model: &Model<'_>,
         not_measured: usize,
-        mut measured: Vec<(usize, Squares)>,
+        mut measured: Vec<SquaresAt>,
     ) -> Self {
         measured.sort_by_key(|(at, _)| *at);
-        let error = |(at, squares): (usize, Squares)| WeightError {
+        let error = |(at, squares): SquaresAt| WeightError {
             name: model.weights[at].name.clone(),
             error_percent: Percent::of(squares.values).0,
             output_error_percent: squares.outputs.map(|outputs| Percent::of(outputs).0),
@@ -91,7 +93,8 @@ impl Errors {
     /// Says the errors in a line.
     pub(crate) fn summary(&self) -> String {
         let (Some(mean), Some(worst)) = (self.mean_percent, &self.worst) else {
-            return "error: not measured, as an earlier run quantized everything".to_owned();
+            return "no error is known, as an earlier run wrote everything; use fp4 compare"
+                .to_owned();
         };
         let (mean, most) = (Percent(mean), Percent(worst.error_percent));
         let mut text = format!("error {mean}, worst {most} {}", worst.name);

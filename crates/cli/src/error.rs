@@ -26,7 +26,9 @@ pub(crate) enum CliError {
     #[error(transparent)]
     Meanwhile(Box<CliError>),
     /// The machine failed, and what is written so far stays.
-    #[error("{error}; run the same command with --resume to go on, or remove {}", .partial.display())]
+    #[error(
+        "{error}; run the same command with --resume to go on, or remove {}", .partial.display()
+    )]
     Interrupted {
         /// What went wrong.
         error: Box<CliError>,

@@ -337,9 +337,9 @@ impl Gram {
         (0..self.channels()).map(|channel| self.known(channel, channel))
     }
 
-    /// Sums the squares of the outputs of rows `[rows, channels]`, which is `tr(W H W^T)` for rows W
-    /// and this matrix H. In f64: the errors of a good search are where H is small, so that in f32
-    /// what cancels would be larger than what is left.
+    /// Sums the squares of the outputs of rows `[rows, channels]`, which is `tr(W H W^T)` for rows
+    /// W and this matrix H. In f64: the errors of a good search are where H is small, so that in
+    /// f32 what cancels would be larger than what is left.
     ///
     /// # Errors
     /// [`SearchError::Format`] if the slice holds no whole number of rows, or the matrix is not

@@ -428,7 +428,7 @@ fn the_dialect_is_what_the_files_say() {
         let error = error.expect(text).to_string().to_lowercase();
         assert!(error.contains(&word.to_lowercase()), "{text}: {error}");
     }
-    // A folder without a config says nothing: ModelOpt's stacked experts, and DeepSeek's from V4 on.
+    // Parts that no dialect explains alone: of ModelOpt's stacked experts, and of DeepSeek's.
     let bare = folder.join("bare");
     fs::create_dir(&bare).expect("a folder");
     for (name, dtype, cols) in [

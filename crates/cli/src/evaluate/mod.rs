@@ -24,8 +24,8 @@ use tensors::{Matrix, matrix, read, tensors};
 /// For every tensor `<name>.weight` [out, in] the file has activations `<name>.calibration`
 /// [any, in], which methods may use, and `<name>.evaluation` [any, in], which they may not.
 ///
-/// If a method fails on a weight, its row has the error, and all others are evaluated. The exit code
-/// is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
+/// If a method fails on a weight, its row has the error, and all others are evaluated. The exit
+/// code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Weights and activations, f32, f16 or bf16.
@@ -53,8 +53,8 @@ pub(crate) struct Arguments {
     /// Draw the errors on the evaluation activations, after everything is printed.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
-    /// Print a JSON array of objects instead of a table. A method that failed has an `error` instead
-    /// of figures.
+    /// Print a JSON array of objects instead of a table. A method that failed has an `error`
+    /// instead of figures.
     #[arg(long)]
     json: bool,
 }

@@ -39,7 +39,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_search::{Method, RecipeScheme};
 
-use crate::accuracy::{Errors, Squares};
+use crate::accuracy::{Errors, SquaresAt};
 use crate::checkpoint::{GGUF, Input, model, not_copied, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
@@ -90,8 +90,8 @@ pub(crate) struct Arguments {
     /// Where weights are quantized. The result has the same bytes everywhere.
     #[arg(long, value_enum, default_value_t)]
     device: Device,
-    /// The most memory to use, such as 2GB, without what CUDA takes for itself. The default is twice
-    /// what the largest group of weights takes with its statistics, and 256 MB.
+    /// The most memory to use, such as 2GB, without what CUDA takes for itself. The default is
+    /// twice what the largest group of weights takes with its statistics, and 256 MB.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
     /// Print the plan for every weight, and stop.
@@ -227,7 +227,7 @@ fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
 fn write(
     work: &Work<'_, '_>,
     mut output: Output<'_>,
-) -> Result<(Option<CheckpointError>, Vec<(usize, Squares)>), CliError> {
+) -> Result<(Option<CheckpointError>, Vec<SquaresAt>), CliError> {
     let done = pipeline::run(work, &mut output);
     work.bar.finish_and_clear();
     let interrupted = |error: CliError, partial: &Path| {

@@ -17,7 +17,7 @@ use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
-use crate::accuracy::Squares;
+use crate::accuracy::SquaresAt;
 use crate::error::CliError;
 
 /// What all threads know.
@@ -55,7 +55,7 @@ enum Made<'w, 'c> {
 pub(super) fn run(
     work: &Work<'_, '_>,
     output: &mut Output<'_>,
-) -> Result<Vec<(usize, Squares)>, CliError> {
+) -> Result<Vec<SquaresAt>, CliError> {
     let mut errors = Vec::new();
     // The budget bounds what is quantized; small tensors that are copied are bounded by number.
     let (to_quantize, loaded) = sync_channel(64);
@@ -169,7 +169,7 @@ fn write(
     work: &Work<'_, '_>,
     made: &Receiver<Made<'_, '_>>,
     output: &mut Output<'_>,
-    errors: &mut Vec<(usize, Squares)>,
+    errors: &mut Vec<SquaresAt>,
 ) -> Result<(), CliError> {
     let begin = |at: usize| work.bar.set_message(work.model.weights[at].name.clone());
     for made in made {

@@ -12,7 +12,7 @@
 
 use std::path::Path;
 
-use burn_fp4_formats::{E2M1, E4M3, E8M0, Fp4Format, check_scales};
+use burn_fp4_formats::{E2M1, E4M3, E8M0, FormatError, Fp4Format, check_scales};
 
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
@@ -67,16 +67,17 @@ const TOP: i32 = 8;
 /// ```
 ///
 /// # Errors
-/// [`CheckpointError::CannotHold`] if the blocks do not fit the columns.
+/// [`FormatError::Indivisible`] of the weight if the blocks do not fit the columns.
 pub fn cast(
     name: &str,
     weight: &Fp4Weight<'_>,
     format: Fp4Format,
 ) -> Result<(Fp4Weight<'static>, CastReport), CheckpointError> {
     let block_size = format.row().block_size;
-    if !weight.cols().is_multiple_of(block_size.max(weight.block_size)) {
-        let what = "columns that are no multiple of its block size";
-        return Err(CheckpointError::cannot_hold(format.row().name, name, what));
+    let cols = weight.cols();
+    if !cols.is_multiple_of(block_size) {
+        let problem = FormatError::Indivisible { cols, block_size };
+        return Err(CheckpointError::tensor(Path::new(""), name, problem));
     }
     check(name, weight)?;
     let (codes, scales, multipliers, report) = match format {
@@ -298,6 +299,46 @@ pub fn fold(
         order: Order::ElementFirst,
     };
     Ok((folded, report))
+}
+
+/// Sums the squares of what differs between a weight and the same weight in another form, and of
+/// the values of the first, in f64.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, cast::squared_difference};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let weight = |scale: u8| {
+///     let mut weight = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
+///     (weight.codes, weight.scales) = (vec![0x22; 16].into(), vec![scale].into());
+///     weight
+/// };
+/// assert_eq!(squared_difference(&weight(128), &weight(127)), [32.0, 4.0 * 32.0]); // 2 and 1
+/// ```
+///
+/// # Panics
+/// If they have different shapes.
+#[must_use]
+pub fn squared_difference(weight: &Fp4Weight<'_>, other: &Fp4Weight<'_>) -> [f64; 2] {
+    assert_eq!(weight.shape, other.shape, "two forms of a weight");
+    let both = [weight, other];
+    let codes = both.map(Fp4Weight::plain_codes);
+    let scales = both.map(Fp4Weight::plain_scales);
+    let multipliers = both.map(Fp4Weight::multipliers);
+    let matrix = weight.rows() * weight.cols();
+    let mut sums = [0.0; 2];
+    for at in (0..weight.stacked() * matrix).step_by(NVFP4_BLOCK) {
+        let run = at..at + NVFP4_BLOCK;
+        let [exact, other] = [0, 1].map(|form| {
+            let g = f64::from(multipliers[form][at / matrix]);
+            values(both[form], &codes[form], &scales[form], g, run.clone())
+        });
+        for (exact, other) in exact.iter().zip(&other) {
+            sums[0] += (other - exact).powi(2);
+            sums[1] += exact.powi(2);
+        }
+    }
+    sums
 }
 
 #[cfg(test)]

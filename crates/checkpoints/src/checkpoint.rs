@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::architecture::Architecture;
 use crate::container::{Container, Metadata};
-use crate::dialect::{self, Dialect};
+use crate::dialect::{self, Dialect, KnownBy};
 use crate::error::CheckpointError;
 use crate::weight::{Model, Quantization, Value, Weight};
 
@@ -28,6 +28,7 @@ use crate::weight::{Model, Quantization, Value, Weight};
 pub struct Checkpoint {
     container: Container,
     dialect: &'static dyn Dialect,
+    known_by: KnownBy,
 }
 
 impl fmt::Debug for Checkpoint {
@@ -41,14 +42,16 @@ impl fmt::Debug for Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint in the dialect that its configs and metadata name.
+    /// Opens a checkpoint in the dialect that its configs and metadata name, or, if they name
+    /// none, in the one that explains its tensors.
     ///
     /// # Errors
-    /// As [`Container::open`]; a dialect that is unknown, or several that are named.
+    /// As [`Container::open`]; a dialect that is unknown, or several that are named or read
+    /// different weights.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let container = Container::open(path)?;
-        let dialect = dialect::detect(&container)?;
-        Ok(Self { container, dialect })
+        let (dialect, known_by) = dialect::detect(&container)?;
+        Ok(Self { container, dialect, known_by })
     }
 
     /// Opens a checkpoint in the dialect of this name: one of those that it names itself, or any
@@ -60,12 +63,17 @@ impl Checkpoint {
         let dialect = dialect::named(dialect)?;
         let container = Container::open(path)?;
         dialect::check(&container, dialect)?;
-        Ok(Self { container, dialect })
+        Ok(Self { container, dialect, known_by: KnownBy::Caller })
     }
 
     /// The dialect it is read in.
     pub fn dialect(&self) -> &'static str {
         self.dialect.name()
+    }
+
+    /// How that is known.
+    pub fn known_by(&self) -> KnownBy {
+        self.known_by
     }
 
     /// The files.

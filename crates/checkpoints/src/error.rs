@@ -79,9 +79,9 @@ pub enum CheckpointError {
         found: String,
     },
     /// Something is wrong with one tensor.
-    #[error("{}: tensor `{tensor}`: {problem}", .file.display())]
+    #[error("{}tensor `{tensor}`: {problem}", in_file(.file))]
     Tensor {
-        /// The file (shard) of the tensor.
+        /// The file (shard) of the tensor; empty for one that was made in memory.
         file: PathBuf,
         /// Its name in the file.
         tensor: String,
@@ -90,7 +90,7 @@ pub enum CheckpointError {
     },
     /// Nothing says which dialect the checkpoint is written in.
     #[error(
-        "{}: nothing says what `{tensor}` is: {}name the dialect by `open_as`, one of {}",
+        "{}: nothing says which dialect `{tensor}` is in; {}name one of {}",
         .path.display(), folder_of(.path), .dialects.join(", ")
     )]
     NoDialect {
@@ -103,8 +103,8 @@ pub enum CheckpointError {
     },
     /// The checkpoint says that it is written in more than one dialect.
     #[error(
-        "{}: several dialects: {}: name the one to read it as by `open_as`",
-        .path.display(), .claims.join("; ")
+        "{}: several dialects are named, {}; name one of them",
+        .path.display(), .claims.join(" and ")
     )]
     Ambiguous {
         /// The checkpoint.
@@ -168,15 +168,25 @@ pub enum CheckpointError {
         name: String,
     },
     /// The target exists.
-    #[error("{}: exists; a checkpoint is only written where nothing is", .path.display())]
+    #[error("{}: already exists; remove it, or write to another path", .path.display())]
     Exists {
         /// The target.
         path: PathBuf,
     },
+    /// What an earlier run has left beside the target would be lost.
+    #[error(
+        "{}: holds weights of an earlier run ({done}); remove it to start over", .path.display()
+    )]
+    Unfinished {
+        /// The folder with what there is of it.
+        path: PathBuf,
+        /// How many weights are done.
+        done: usize,
+    },
     /// What an earlier run has left beside the target was made from something else.
     #[error(
-        "{}: left by a run with other options or another input: remove it, or start without \
-         resuming",
+        "{}: left by a run with other options or another input; give the same, or remove it to \
+         start over",
         .path.display()
     )]
     OtherTask {
@@ -185,7 +195,7 @@ pub enum CheckpointError {
     },
     /// What is where a write would begin was not left by one.
     #[error(
-        "{}: was not left by a run of this program: move it away, or write to another name",
+        "{}: was not left by a run of this program; move it away, or write to another name",
         .path.display()
     )]
     NotOurs {
@@ -193,7 +203,10 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// There is less space than will be written.
-    #[error("{}: {needed} bytes are to be written, {free} are free", .path.display())]
+    #[error(
+        "{}: {needed} bytes are needed, but {free} are free; free some, or write elsewhere",
+        .path.display()
+    )]
     NoSpace {
         /// The folder in which they would be.
         path: PathBuf,
@@ -203,7 +216,7 @@ pub enum CheckpointError {
         free: u64,
     },
     /// Another process is writing the same target.
-    #[error("{}: another process is writing here", .path.display())]
+    #[error("{}: another process is writing here; write to another path", .path.display())]
     Busy {
         /// The folder it writes to.
         path: PathBuf,
@@ -218,14 +231,13 @@ pub enum CheckpointError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No weight would be quantized.
-    #[error("none of {tensors} tensors would be quantized; `{weight}`: {reason}")]
+    #[error("none of {tensors} tensors would be quantized: {reasons}")]
     NothingSelected {
         /// How many there are.
         tensors: usize,
-        /// One that came closest.
-        weight: String,
-        /// Why it is not.
-        reason: String,
+        /// Why they are not: every reason with the first weight that has it, the closest to being
+        /// quantized first.
+        reasons: String,
     },
     /// No weight would be quantized, because all that could be are.
     #[error("nothing is left to quantize: `{weight}` is {format} already")]
@@ -236,7 +248,9 @@ pub enum CheckpointError {
         format: String,
     },
     /// A pattern of a user matches nothing.
-    #[error("`{list}` pattern `{pattern}` matches none of {tensors} tensors, such as `{first}`")]
+    #[error(
+        "`{list}` pattern `{pattern}` matches none of {tensors} tensors{}", hint(.nearest, .first)
+    )]
     NoMatch {
         /// Which list it is of.
         list: &'static str,
@@ -246,6 +260,8 @@ pub enum CheckpointError {
         tensors: usize,
         /// The name of the first.
         first: String,
+        /// A pattern that is spelt much like it and matches some.
+        nearest: Option<String>,
     },
     /// A pattern of an ignore list is not understood.
     #[error("pattern `{pattern}`: {}", reason(.source))]
@@ -363,10 +379,18 @@ pub enum TensorProblem {
     Format(#[from] FormatError),
 }
 
+/// The file of a tensor, if it is in one.
+fn in_file(file: &Path) -> String {
+    match file.as_os_str().is_empty() {
+        true => String::new(),
+        false => format!("{}: ", file.display()),
+    }
+}
+
 /// What to open instead of a file alone.
 fn folder_of(path: &Path) -> &'static str {
     match path.extension() {
-        Some(end) if end == "safetensors" => "open its folder, if that has a config.json, or ",
+        Some(end) if end == "safetensors" => "open its folder if that has a config.json, or ",
         _ => "",
     }
 }
@@ -381,6 +405,14 @@ fn converts(files: &Path) -> String {
          for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" \"{}\"",
         files.display()
     )
+}
+
+/// What may have been meant by a pattern that matches nothing.
+fn hint(nearest: &Option<String>, first: &str) -> String {
+    match nearest {
+        Some(nearest) => format!("; did you mean `{nearest}`?"),
+        None => format!(", such as `{first}`"),
+    }
 }
 
 /// Why an expression is none, in a line: the lines before the last repeat it.
@@ -400,7 +432,7 @@ impl CheckpointError {
     /// What a dialect without tensor scales [cannot hold](Self::CannotHold), unless a user allows
     /// that values change.
     pub const NOT_FOLDED_EXACTLY: &str =
-        "a tensor scale that is not folded exactly; allow it to be inexact";
+        "a tensor scale that cannot be folded exactly; allow it to be inexact";
 
     /// An error of the file system, of `path`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {

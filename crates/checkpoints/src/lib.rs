@@ -21,8 +21,9 @@
 //! | comfyui, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
 //! | fp-quant | refused |  | its layers transform their input |  |
 //!
-//! The configs and metadata of a checkpoint name its dialect; one that names none, or several, is
-//! opened by [`Checkpoint::open_as`]. FP-Quant is known by its name, and an error. Shapes of
+//! The configs and metadata of a checkpoint name its dialect. One that names none is read in the
+//! one dialect that explains its tensors, if there is one. For all others, name the dialect with
+//! [`Checkpoint::open_as`]. FP-Quant is known by its name, and an error. Shapes of
 //! ComfyUI's NVFP4 weights include their padding to multiples of 16. GGUF is written to a path that
 //! ends in `.gguf`, as one file, for which [`WriteOptions::shards`] does nothing; all others to a
 //! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
@@ -94,7 +95,7 @@ pub use checkpoint::Checkpoint;
 pub use container::gguf::Metadata as GgufMetadata;
 pub use container::safetensors::Metadata as SafetensorsMetadata;
 pub use container::{Container, Metadata};
-pub use dialect::{DIALECTS, Dialect};
+pub use dialect::{DIALECTS, Dialect, KnownBy};
 pub use dtype::{DataType, Dtype, GgmlRow};
 pub use error::{CheckpointError, TensorProblem};
 pub use facts::Fp4Facts;
@@ -107,4 +108,4 @@ pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
 pub use traps::{Trap, traps, unlike_scales};
 pub use weight::{Model, Quantization, Value, Weight};
-pub use write::{Output, Piece, Planned, Shards, Start, WriteOptions, WriteReport};
+pub use write::{Kept, Output, Piece, Planned, Shards, Start, WriteOptions, WriteReport};

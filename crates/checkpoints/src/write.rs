@@ -3,6 +3,7 @@
 
 mod flusher;
 mod journal;
+mod keep;
 mod options;
 mod output;
 mod partial;
@@ -11,12 +12,14 @@ mod planned;
 mod report;
 mod target;
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use crate::dialect;
 use crate::error::CheckpointError;
 use crate::reader::Reader;
 use crate::weight::Model;
+pub use keep::Kept;
 pub use options::{Shards, WriteOptions};
 pub use output::{Output, Start};
 use plan::PlannedFiles;
@@ -99,7 +102,7 @@ impl<'a> Model<'a> {
         dialect: &str,
         options: &WriteOptions,
     ) -> Result<Planned<'_>, CheckpointError> {
-        self.plan_by(dialect, options, None)
+        self.plan_by(Self::target(dialect, options)?, Vec::new(), None)
     }
 
     /// [`plan`](Self::plan), where values that matter are read by a reader of the model's
@@ -113,18 +116,42 @@ impl<'a> Model<'a> {
         options: &WriteOptions,
         reader: &Reader<'a>,
     ) -> Result<Planned<'_>, CheckpointError> {
-        self.plan_by(dialect, options, Some(reader))
+        self.plan_by(Self::target(dialect, options)?, Vec::new(), Some(reader))
+    }
+
+    /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: those
+    /// that a pattern of `keep` names, those whose columns do not fit, and those that readers of
+    /// the dialect run as one with them. What the dialect has no place for becomes floats.
+    /// [`Planned::kept`] lists them.
+    ///
+    /// # Errors
+    /// As there, and patterns that are none or match nothing.
+    pub fn plan_keeping(
+        &self,
+        dialect: &str,
+        options: &WriteOptions,
+        reader: &Reader<'a>,
+        keep: &[String],
+    ) -> Result<Planned<'_>, CheckpointError> {
+        let mut target = Self::target(dialect, options)?;
+        let kept = keep::kept(self, &target, keep)?;
+        let other = |kept: &Kept| (self.weights[kept.weight].name.clone(), kept.options(options));
+        target.others = kept.iter().map(other).collect();
+        self.plan_by(target, kept, Some(reader))
+    }
+
+    fn target(dialect: &str, options: &WriteOptions) -> Result<Target, CheckpointError> {
+        let (dialect, writer) = dialect::writer(dialect)?;
+        Ok(Target { dialect, writer, options: *options, others: HashMap::new() })
     }
 
     fn plan_by(
         &self,
-        dialect: &str,
-        options: &WriteOptions,
+        target: Target,
+        kept: Vec<Kept>,
         reader: Option<&Reader<'a>>,
     ) -> Result<Planned<'_>, CheckpointError> {
-        let (dialect, writer) = dialect::writer(dialect)?;
-        let target = Target { dialect, writer, options: *options };
         let plan = PlannedFiles::new(self, &target, reader)?;
-        Ok(Planned { model: self, target, plan })
+        Ok(Planned { model: self, target, plan, kept })
     }
 }

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Checkpoint, DIALECTS, Model, Reader, dialect};
+use burn_fp4_checkpoints::{Checkpoint, DIALECTS, KnownBy, Model, Reader, dialect};
 use clap::builder::PossibleValuesParser;
 
 use crate::error::CliError;
+use crate::print::note;
 
 // A checkpoint to read. No documentation: clap would take it for that of the command.
 #[derive(clap::Args)]
@@ -13,7 +14,7 @@ pub(crate) struct Input {
     /// A safetensors or GGUF file, or a folder of a Hugging Face model.
     #[arg(value_name = "INPUT")]
     pub(crate) path: PathBuf,
-    /// The dialect to read it in, where its config does not say.
+    /// The dialect to read it in, if nothing in it says which.
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     pub(crate) from: Option<String>,
 }
@@ -40,12 +41,12 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     let shown = path.display();
     match (dialect == GGUF, is_gguf(&path)) {
         (true, false) => Err(CliError::Choice(format!(
-            "{shown}: the dialect `{GGUF}` is a file: name one that ends in .gguf by --out, or \
-             another --dialect"
+            "{shown}: the dialect `{GGUF}` is a file; pass an --out that ends in .gguf, or another \
+             --dialect"
         ))),
         (false, true) => Err(CliError::Choice(format!(
-            "{shown}: the dialect `{dialect}` is a folder: name one that does not end in .gguf by \
-             --out, or say --dialect {GGUF}"
+            "{shown}: the dialect `{dialect}` is a folder; pass an --out that does not end in \
+             .gguf, or --dialect {GGUF}"
         ))),
         (true, true) | (false, false) => Ok(path),
     }
@@ -80,10 +81,15 @@ pub(crate) fn writable() -> PossibleValuesParser {
     PossibleValuesParser::new(dialect::written())
 }
 
-/// Opens a checkpoint in a dialect, or in the one that it names itself.
+/// Opens a checkpoint in a dialect, or in the one that it is known by.
 pub(crate) fn open(path: &Path, dialect: Option<&str>) -> Result<Checkpoint, CliError> {
-    Ok(match dialect {
+    let checkpoint = match dialect {
         Some(dialect) => Checkpoint::open_as(path, dialect)?,
         None => Checkpoint::open(path)?,
-    })
+    };
+    if checkpoint.known_by() == KnownBy::Tensors {
+        let (path, dialect) = (path.display(), checkpoint.dialect());
+        note(format!("{path}: read as {dialect}, by the names of its tensors"));
+    }
+    Ok(checkpoint)
 }

@@ -1,17 +1,20 @@
 //! `fp4 convert`: the same numbers in another dialect.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    CheckpointError, Dtype, Model, Output, Planned, Reader, Start, Value, WriteOptions,
+    CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, WriteOptions,
     WriteReport, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
+use serde::Serialize;
 
+use crate::accuracy::{Errors, Squares};
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::error::CliError;
-use crate::print::print;
+use crate::interrupt::Announced;
+use crate::print::{counted, next, print, print_json, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
@@ -19,19 +22,22 @@ use crate::size::Size;
 /// Write a checkpoint in another dialect: the same codes and scales under other names, with the
 /// configs that its readers expect.
 ///
-/// What changes on the way is counted and printed: tensor scales that had to be inverted, block
-/// scales that took in a tensor scale, blocks that were cast to another format.
+/// Whatever changes on the way is counted and printed, with the error that it causes: tensor scales
+/// that had to be inverted, block scales that took in a tensor scale, blocks that were cast to
+/// another format. A weight whose columns do not fit the new format or dialect is kept in its own
+/// format, or as bf16 where the dialect has no place for that.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
-    /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
+    /// The folder to make, or the file (.gguf) for GGUF. Nothing may exist there.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// The dialect to write; `fp4 formats` prints its readers. Without, gguf if OUT ends in .gguf.
+    /// The dialect to write; `fp4 formats` prints its readers. The default is gguf if OUT ends in
+    /// .gguf; otherwise it is required.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
-    /// Cast FP4 weights to this format: exactly where that is possible, counted where it is not.
+    /// Cast FP4 weights to this format: exactly where possible, counted where not.
     #[arg(long)]
     format: Option<Fp4Format>,
     /// Decode FP4 weights to floats: bf16 or f32.
@@ -43,10 +49,17 @@ pub(crate) struct Arguments {
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_ggml: Option<Dtype>,
-    /// Allow a tensor scale to be folded into block scales where that changes values, for dialects
-    /// without one.
+    /// Neither cast nor decode the weights of this name or pattern, as in `fp4 quantize`; may be
+    /// repeated. Weights that the dialect has no place for become bf16.
+    #[arg(long, value_name = "GLOB")]
+    keep: Vec<String>,
+    /// Allow folding a tensor scale into block scales to change values, for dialects without
+    /// tensor scales.
     #[arg(long)]
     inexact: bool,
+    /// Print what was done as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 fn float(name: &str) -> Result<Dtype, String> {
@@ -72,15 +85,59 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     };
     let model = model(&checkpoint)?;
     let reader = Reader::new(checkpoint.container());
-    let planned = model.plan_reading(dialect, &options, &reader).map_err(CliError::from);
-    let planned = planned.map_err(CliError::meanwhile)?;
+    let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
+    let planned = planned.map_err(|error| CliError::from(error).meanwhile())?;
     let mut output = planned.create(&out, "convert", Start::Anew)?;
     let written = write(&planned, &mut output, &model, &reader);
     let finished = written.and_then(|()| Ok(output.finish()?));
-    warn(finished.map_err(CliError::meanwhile)?);
-    print(&summary(&planned.report(), &out.display().to_string()))?;
-    let notes = notes(&model, dialect, &options)?.into_iter().chain(not_copied(&checkpoint));
-    notes.into_iter().try_for_each(|note| print(&format!("note: {note}\n")))
+    finished.map_err(CliError::meanwhile)?.into_iter().for_each(unconfirmed);
+    let mut notes = changes(&planned.report());
+    notes.extend(kept_notes(&model, planned.kept()));
+    notes.extend(result_notes(&model, dialect, &options)?);
+    notes.extend(not_copied(&checkpoint));
+    let report = Report::new(&model, dialect, &planned, notes);
+    match arguments.json {
+        true => print_json(&report),
+        false => print(&report.text(&out)),
+    }
+}
+
+/// What was written, and what changed on the way.
+#[derive(Serialize)]
+struct Report {
+    dialect: String,
+    files: usize,
+    tensors: usize,
+    bytes: u64,
+    /// What changed, and what else is worth knowing, in sentences.
+    notes: Vec<String>,
+    /// The errors of weights whose values changed, against what was read.
+    errors: Errors,
+}
+
+impl Report {
+    fn new(model: &Model<'_>, dialect: &str, planned: &Planned<'_>, notes: Vec<String>) -> Self {
+        let WriteReport { files, tensors, bytes, .. } = planned.report();
+        let squares = |values: [f64; 2]| Squares { values, outputs: None };
+        let changed = planned.changed().iter().map(|&(at, values)| (at, squares(values)));
+        let errors = Errors::new(model, 0, changed.collect());
+        Self { dialect: dialect.to_owned(), files, tensors, bytes, notes, errors }
+    }
+
+    fn text(&self, out: &Path) -> String {
+        let [tensors, files] =
+            [(self.tensors, "tensor"), (self.files, "file")].map(|(n, noun)| counted(n, noun));
+        let mut text = format!("{}: {tensors}, {files}, {}\n", out.display(), Size(self.bytes));
+        self.notes.iter().for_each(|note| text.push_str(&format!("note: {note}\n")));
+        match self.errors.count() {
+            0 => {}
+            count => {
+                let changed = counted(count, "weight");
+                text.push_str(&format!("{changed} changed: {}\n", self.errors.summary()));
+            }
+        }
+        text + &next(out)
+    }
 }
 
 /// Writes the weights as they are: their tensors, or what another dialect makes of their codes and
@@ -92,6 +149,7 @@ fn write<'m>(
     reader: &Reader<'m>,
 ) -> Result<(), CliError> {
     let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
+    let _announced = Announced::new(&bar, "run the same command to start over");
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
         match planned.copies(at) {
@@ -104,11 +162,9 @@ fn write<'m>(
     Ok(())
 }
 
-/// Says that a result is there, of which the file system has not confirmed that it stays.
-pub(crate) fn warn(unconfirmed: Option<CheckpointError>) {
-    if let Some(error) = unconfirmed {
-        eprintln!("warning: {error}: the result is whole, but may lose its name if power fails");
-    }
+/// Warns that the file system has not confirmed that a result stays.
+pub(crate) fn unconfirmed(error: CheckpointError) {
+    warn(format!("{error}: the result is whole, but its name may be lost if power fails now"));
 }
 
 /// The dialect that is asked for, or that the name of the file says.
@@ -118,14 +174,15 @@ fn dialect_of(arguments: &Arguments) -> Result<&str, CliError> {
         None if is_gguf(&arguments.out) => Ok(GGUF),
         None => {
             let names = dialect::written().join(", ");
-            let what = format!("nothing says what to write: name the --dialect, one of {names}");
+            let what =
+                format!("nothing says which dialect to write; pass --dialect, one of {names}");
             Err(CliError::Choice(what))
         }
     }
 }
 
-/// What is worth knowing of the result, beside what changed on the way.
-fn notes(
+/// What is worth knowing of the result.
+fn result_notes(
     model: &Model<'_>,
     dialect: &str,
     options: &WriteOptions,
@@ -143,6 +200,9 @@ fn notes(
             "`{one}` and `{other}` have different tensor scales: engines that run both as one \
              round block scales again"
         ));
+    }
+    if !model.weights.iter().any(|weight| weight.is_quantized()) {
+        notes.push("no weight is FP4; `fp4 quantize` makes them FP4".to_owned());
     }
     if dialect == GGUF && model.gguf.is_none() {
         notes.push(UNKNOWN_NAMES.to_owned());
@@ -162,21 +222,46 @@ fn notes(
 
 /// What is true of GGUF files that were made from no GGUF file.
 pub(crate) const UNKNOWN_NAMES: &str =
-    "the tensors keep the names that they have in the input, which llama.cpp does not run";
+    "the tensors keep the names of the input, so llama.cpp cannot run the file";
 
-/// What was written, and what changed on the way.
-fn summary(report: &WriteReport, path: &str) -> String {
-    let (tensors, files, size) = (report.tensors, report.files, Size(report.bytes));
-    let mut text = format!("{path}: {tensors} tensors in {files} files, {size}\n");
+/// Says which weights are not changed as all others are, a line for each reason.
+fn kept_notes(model: &Model<'_>, kept: &[Kept]) -> Vec<String> {
+    let mut reasons: Vec<(&Kept, usize)> = Vec::new();
+    for one in kept {
+        match reasons.iter_mut().find(|(k, _)| (&k.reason, k.floats) == (&one.reason, one.floats)) {
+            Some((_, others)) => *others += 1,
+            None => reasons.push((one, 0)),
+        }
+    }
+    let note = |(kept, others): (&Kept, usize)| {
+        let weight = &model.weights[kept.weight];
+        let others = match others {
+            0 => String::new(),
+            others => format!(" and {}", counted(others, "other")),
+        };
+        let form = kept.floats.map_or_else(|| weight.kind(), |dtype| dtype.to_string());
+        format!("`{}`{others}: kept as {form}: {}", weight.name, kept.reason)
+    };
+    reasons.into_iter().map(note).collect()
+}
+
+/// Says what changed on the way.
+fn changes(report: &WriteReport) -> Vec<String> {
+    let mut notes = Vec::new();
     let mut note = |count: u64, what: String| {
         if count > 0 {
-            text.push_str(&format!("note: {what}\n"));
+            notes.push(what);
         }
     };
+    let count = |count: u64, noun: &str| counted(count as usize, noun);
     let (inverted, inexactly) = (report.inverted, report.inverted_inexactly);
+    let exactness = match inexactly {
+        0 => "all exact".to_owned(),
+        inexactly => format!("{inexactly} of them differ in the last bit"),
+    };
     note(
         inverted,
-        format!("{inverted} scales were inverted, {inexactly} do not come back by inverting again"),
+        format!("{} stored as reciprocals; {exactness}", count(inverted, "tensor scale")),
     );
     for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
@@ -186,9 +271,10 @@ fn summary(report: &WriteReport, path: &str) -> String {
         );
     }
     let left_out = report.input_scales_left_out;
-    note(left_out, format!("{left_out} input scales have no place in this dialect"));
+    let scales = count(left_out, "input scale");
+    note(left_out, format!("{scales} left out: this dialect has no place for them"));
     let dynamic = report.dynamic_inputs_left_out;
-    note(dynamic, format!("the inputs of {dynamic} layers are no longer quantized as they run"));
-    note(report.decoded, format!("{} weights were decoded to floats", report.decoded));
-    text
+    note(dynamic, format!("the inputs of {} are no longer quantized", count(dynamic, "layer")));
+    note(report.decoded, format!("{} decoded to floats", count(report.decoded, "weight")));
+    notes
 }

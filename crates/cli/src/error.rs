@@ -1,4 +1,4 @@
-//! What can be wrong, named so that a user can mend it.
+//! What can be wrong, named so that a user can fix it.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ pub(crate) enum CliError {
     #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
     Checkpoint(#[from] CheckpointError),
     /// One of several checkpoints does not say its dialect.
-    #[error("{error} ({option})")]
+    #[error("{error} with {option}")]
     Dialect {
         /// What it says instead.
         error: Box<CheckpointError>,
@@ -34,7 +34,9 @@ pub(crate) enum CliError {
     #[error(transparent)]
     Meanwhile(Box<CliError>),
     /// The machine failed, and what is written so far stays.
-    #[error("{error}; go on by the same command with --resume, or remove {}", .partial.display())]
+    #[error(
+        "{error}; run the same command with --resume to go on, or remove {}", .partial.display()
+    )]
     Interrupted {
         /// What went wrong.
         error: Box<CliError>,
@@ -67,7 +69,7 @@ pub(crate) enum CliError {
         problem: String,
     },
     /// There is less memory than a group of weights takes.
-    #[error("`{weight}` takes {needed} of memory: --memory allows {found}")]
+    #[error("`{weight}` needs {needed} of memory, but --memory is {found}; raise it to {needed}")]
     Memory {
         /// The weight, or the first of those that share a tensor scale.
         weight: String,
@@ -84,7 +86,7 @@ pub(crate) enum CliError {
     Choice(String),
     /// A file has no statistics of a weight.
     #[error(
-        "{path}: no statistics of `{weight}`: keep it, or choose a method that needs none",
+        "{path}: no statistics of `{weight}`; pass --keep '{weight}', or another --method",
         path = .path.display()
     )]
     NoStatistics {
@@ -101,6 +103,16 @@ pub(crate) enum CliError {
         /// What is wrong.
         source: std::io::Error,
     },
+    /// A folder is not a file of weights and activations.
+    #[error(
+        "{path}: a folder; give a file of weights and activations, as `fp4 evaluate --help` \
+         describes it",
+        path = .path.display()
+    )]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+    },
     /// There is no weight to evaluate.
     #[error("{path}: no tensor is named `<name>.weight`; found {found}", path = .path.display())]
     NoWeights {
@@ -110,7 +122,7 @@ pub(crate) enum CliError {
         found: String,
     },
     /// A tensor is missing.
-    #[error("tensor `{name}` is missing: {reason}")]
+    #[error("tensor `{name}` is missing; add {reason}")]
     Missing {
         /// Its name.
         name: String,
@@ -136,7 +148,7 @@ pub(crate) enum CliError {
         source: SearchError,
     },
     /// A tensor of a known file cannot be used.
-    #[error("{file}: tensor `{name}`: {source}", file = .file.display())]
+    #[error("{file}: tensor `{name}`: {source}{}", keep(.source, .name), file = .file.display())]
     TensorOf {
         /// The file (shard).
         file: PathBuf,
@@ -180,18 +192,27 @@ pub(crate) enum CliError {
     },
 }
 
+/// What to do about a weight that cannot be quantized.
+fn keep(source: &SearchError, name: &str) -> String {
+    match source {
+        SearchError::NonFinite { .. } => format!("; fix it, or pass --keep '{name}' to keep it"),
+        _ => String::new(),
+    }
+}
+
 /// What to do about an error of the library, in words of the command line.
 fn remedy(error: &CheckpointError) -> &'static str {
     match error {
         CheckpointError::AlreadyQuantized { .. } => {
-            "; `fp4 convert` writes quantized weights in another dialect or format"
+            "; use `fp4 convert` to write quantized weights in another dialect or format"
         }
-        CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. } => " (--from)",
+        CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. } => " with --from",
+        CheckpointError::Unfinished { .. } => ", or pass --resume to go on with it",
         CheckpointError::CannotHold { what, .. } => match *what {
-            CheckpointError::FP4_TO_DECODE => ": `fp4 convert --decode-fp4 bf16`",
-            CheckpointError::FP8_TO_DECODE => ": `fp4 convert --decode-fp8 bf16`",
-            CheckpointError::GGML_TO_DECODE => ": `fp4 convert --decode-ggml bf16`",
-            CheckpointError::NOT_FOLDED_EXACTLY => ": `fp4 convert --inexact`",
+            CheckpointError::FP4_TO_DECODE => " with `fp4 convert --decode-fp4 bf16`",
+            CheckpointError::FP8_TO_DECODE => " with `fp4 convert --decode-fp8 bf16`",
+            CheckpointError::GGML_TO_DECODE => " with `fp4 convert --decode-ggml bf16`",
+            CheckpointError::NOT_FOLDED_EXACTLY => " with `fp4 convert --inexact`",
             _ => "",
         },
         _ => "",

@@ -6,13 +6,13 @@ use serde::Serialize;
 
 use crate::checkpoint::{Input, model};
 use crate::error::CliError;
-use crate::print::{print, print_json};
+use crate::print::{self, print, print_json};
 use crate::progress;
 use crate::size::Size;
 use crate::table::{Column, table};
 
-/// List the weights of a checkpoint: format, bits, scales, saturated and zero blocks; and warn of
-/// what is often wrong without an error.
+/// List the weights of a checkpoint (format, bits, scales, saturated and zero blocks), and warn of
+/// frequent defects that no reader reports.
 ///
 /// Warnings: tensor scales that look like their reciprocal, blocks lost to a scale of 0, NaN
 /// scales, saturated scales, constant input scales, and query/key/value or gate/up layers that
@@ -21,7 +21,7 @@ use crate::table::{Column, table};
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
-    /// Print an object with weights, warnings and totals instead of a table.
+    /// Print a JSON object with weights, warnings and totals instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         totals.bits_per_weight
     ));
     for warning in &report.warnings {
-        text.push_str(&format!("warning: {warning}\n"));
+        text.push_str(&format!("{}\n", print::warning(warning)));
     }
     print(&text)
 }

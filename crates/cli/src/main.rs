@@ -13,12 +13,16 @@
 //! | `readers.rs`     | programs that read what is written, as helps and notes name them      |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `size.rs`        | bytes as people write and read them                                   |
+//! | `percent.rs`     | relative errors as people read them                                   |
+//! | `accuracy.rs`    | the errors of a run, by weight                                        |
 //! | `table.rs`       | tables                                                                |
 //! | `fold.rs`        | names of a repeated pattern as one row, and their natural order       |
-//! | `print.rs`       | what goes to standard output                                          |
+//! | `print.rs`       | what goes to standard output and standard error                       |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
+//! | `interrupt.rs`   | what is said when a signal ends a run                                 |
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
 
+mod accuracy;
 mod checkpoint;
 mod compare;
 mod completions;
@@ -28,7 +32,9 @@ mod evaluate;
 mod fold;
 mod formats;
 mod inspect;
+mod interrupt;
 mod listed;
+mod percent;
 mod print;
 mod progress;
 mod quantize;
@@ -51,7 +57,8 @@ struct Arguments {
 /// What every command ends with.
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 `compare` found a difference; 2 the command, or a file that it names, is \
-wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile).";
+wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile); 130 and 143 \
+stopped by a signal.";
 
 #[derive(Subcommand)]
 enum Command {
@@ -79,7 +86,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("error: {error}");
+            print::fail(&error);
             ExitCode::from(error.exit_code())
         }
     }

@@ -16,7 +16,7 @@ impl fmt::Display for Size {
         let (name, unit) = UNITS.into_iter().find(|(_, unit)| self.0 >= *unit).unwrap_or(("B", 1));
         match unit {
             1 => write!(f, "{} B", self.0),
-            unit => write!(f, "{:.2} {name}", self.0 as f64 / unit as f64),
+            unit => write!(f, "{:.1} {name}", self.0 as f64 / unit as f64),
         }
     }
 }
@@ -25,7 +25,7 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no size: expected such as 500MB, 2GB or 1073741824");
+        let wrong = || format!("`{text}` is not a size; write it as 500MB, 2GB or 1073741824");
         let upper = text.trim().to_ascii_uppercase();
         let unit = UNITS.into_iter().find(|(name, _)| upper.ends_with(&name.to_ascii_uppercase()));
         let (name, unit) = unit.unwrap_or(("", 1));
@@ -48,7 +48,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(Size(bytes)));
         }
         assert!("a lot".parse::<Size>().is_err() && "-1GB".parse::<Size>().is_err());
-        assert_eq!(Size(2_345_000_000).to_string(), "2.35 GB");
+        assert_eq!(Size(2_345_000_000).to_string(), "2.3 GB");
         assert_eq!(Size(999).to_string(), "999 B");
     }
 }

@@ -2,8 +2,11 @@
 
 mod model;
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 
+use burn_fp4_checkpoints::{Checkpoint, Weight};
 use model::{SMALL, assert_same, fails, run, succeeds};
 use tempfile::tempdir;
 
@@ -88,7 +91,7 @@ fn a_conversion_there_and_back_is_the_same() {
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out a --dialect modelopt");
     let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
-    assert!(said.contains("scales were inverted"), "{said}");
+    assert!(said.contains("14 tensor scales stored as reciprocals; "), "{said}");
     succeeds(folder.path(), "compare a b --tolerance 0.00001");
     succeeds(folder.path(), "convert a --out again --dialect modelopt");
     assert_same(&folder.path().join("a"), &folder.path().join("again"));
@@ -109,9 +112,110 @@ fn a_conversion_there_and_back_is_the_same() {
         assert!(config.contains("llama") && !config.contains("quantization"), "{config}");
     }
     succeeds(folder.path(), "convert a --out mlx --dialect mlx --inexact");
-    fails(folder.path(), "convert a --out b --dialect modelopt", 2, &["b: exists"]);
+    fails(folder.path(), "convert a --out b --dialect modelopt", 2, &["b: already exists"]);
     let (code, _, error) = run(folder.path(), "convert a --out x --dialect quark");
     assert!(code == 2 && error.contains("modelopt"), "{error}");
+}
+
+/// The relative errors of weights that differ between two folders, in percent.
+fn errors_between(before: &Path, after: &Path) -> BTreeMap<String, f64> {
+    let [before, after] = [before, after].map(|path| Checkpoint::open(path).expect("a checkpoint"));
+    let [before, after] = [&before, &after].map(|open| open.weights().expect("weights"));
+    let of = |weight: &Weight<'_>| {
+        let other = after.iter().find(|other| other.name == weight.name).expect("the same weight");
+        let [a, b] = [weight, other].map(|weight| weight.values().expect("floats").1);
+        let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+        let difference = a.iter().zip(&b).map(|(a, b)| f64::from(*a) - f64::from(*b));
+        let error = squares(&mut { difference });
+        (weight.name.clone(), 100.0 * (error / squares(&mut a.into_iter().map(f64::from))).sqrt())
+    };
+    before.iter().map(of).filter(|(_, error)| *error > 1e-4).collect()
+}
+
+#[test]
+fn a_conversion_that_changes_values_says_the_error_it_makes() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out a --dialect modelopt");
+    for (out, options) in
+        [("mlx", "--dialect mlx --inexact"), ("mx", "--dialect modelopt --format mxfp4")]
+    {
+        let json = succeeds(folder.path(), &format!("convert a --out {out} {options} --json"));
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        let expected = errors_between(&folder.path().join("a"), &folder.path().join(out));
+        assert_eq!(expected.len(), 14);
+        let found = report["errors"]["weights"].as_array().expect("weights");
+        assert_eq!(found.len(), 14, "{json}");
+        for row in found {
+            let expected = expected[row["name"].as_str().expect("a name")];
+            let found = row["error_percent"].as_f64().expect("a number");
+            assert!((found - expected).abs() < 1e-3, "{row}: {expected}");
+        }
+        let said = succeeds(folder.path(), &format!("convert a --out again {options}"));
+        fs::remove_dir_all(folder.path().join("again")).expect("a folder");
+        assert!(
+            said.contains("\n14 weights changed: error ") && said.contains(" worst "),
+            "{said}"
+        );
+        assert!(said.ends_with("\nnext: fp4 inspect again\n"), "{said}");
+    }
+    let said = succeeds(folder.path(), "convert a --out same --dialect modelopt");
+    assert!(!said.contains("changed"), "{said}");
+    // Nothing is FP4 of what is read.
+    let first = model::tensors(SMALL).remove(0);
+    model::write(&folder.path().join("one.safetensors"), &[first]);
+    let said = succeeds(folder.path(), "convert one.safetensors --out one --dialect plain");
+    assert!(said.starts_with("one: 1 tensor, 1 file, "), "{said}");
+    assert!(said.contains("note: no weight is FP4; `fp4 quantize` makes"), "{said}");
+}
+
+#[test]
+fn a_conversion_keeps_what_does_not_fit_and_what_is_asked_for() {
+    let folder = tempdir().expect("a folder");
+    let name = |name: &str| format!("model.layers.0.{name}.weight");
+    let [odd, even, gate, up] =
+        ["mlp.down_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"].map(name);
+    let tensors = [
+        model::tensor(&odd, &[32, 48], 1),
+        model::tensor(&even, &[32, 64], 2),
+        model::tensor(&gate, &[32, 64], 3),
+        model::tensor(&up, &[32, 64], 4),
+    ];
+    model::write(&folder.path().join("model.safetensors"), &tensors);
+    succeeds(folder.path(), "quantize model.safetensors --out nv --dialect modelopt");
+    let convert = |out: &str, options: &str, kinds: [&str; 4], says: &str| {
+        let said = succeeds(folder.path(), &format!("convert nv --out {out} {options}"));
+        let open = Checkpoint::open(folder.path().join(out)).expect("a checkpoint");
+        let weights = open.weights().expect("weights");
+        for (name, kind) in [&odd, &even, &gate, &up].into_iter().zip(kinds) {
+            let weight = weights.iter().find(|weight| weight.name == *name).expect("a weight");
+            assert_eq!(weight.kind(), kind, "{options}: {name}");
+        }
+        assert!(said.contains(says), "{options}: {said}");
+    };
+    let (nv, mx) = ("nvfp4 16", "mxfp4 32");
+    // Without a place for it in GGUF it is bf16.
+    let says = format!("note: `{odd}`: kept as BF16: 48 columns are no");
+    convert("out.gguf", "", ["BF16", nv, nv, nv], &says);
+    let cast = "--dialect modelopt --format mxfp4";
+    let says = format!("note: `{odd}`: kept as nvfp4 16: 48 columns are no");
+    convert("cast", cast, [nv, mx, mx, mx], &says);
+    // With one of a pair that runs as one the other is kept.
+    let says = format!("note: `{gate}`: kept as nvfp4 16: runs as one with `{up}`");
+    convert("together", &format!("{cast} --keep *.up_proj"), [nv, mx, nv, nv], &says);
+    let decoded = format!("--dialect modelopt --decode-fp4 f32 --keep {even}");
+    convert(
+        "decoded",
+        &decoded,
+        ["F32", nv, "F32", "F32"],
+        &format!("`{even}`: kept as nvfp4 16: asked"),
+    );
+    fails(
+        folder.path(),
+        "convert nv --out x --dialect modelopt --keep *.o_porj",
+        2,
+        &["`keep` pattern `*.o_porj`"],
+    );
 }
 
 #[test]
@@ -182,15 +286,33 @@ fn a_comparison_tells_by_its_exit_code() {
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out out");
     let same = succeeds(folder.path(), "compare out out");
-    assert!(same.contains("0 of 19 weights differ"), "{same}");
+    let all = "19 weights: 19 the same\nerror of quantized weights 0 %, of all others 0 %\n\
+               all values that were compared are the same\n";
+    assert_eq!(same, all);
     let (code, table, _) = run(folder.path(), "compare model out --html page.html");
-    assert!(code == 1 && table.contains("14 of 19 weights differ"), "{table}");
+    assert!(code == 1 && table.contains("19 weights: 5 the same, 14 different"), "{table}");
+    let verdict = table.lines().last().expect("a last line");
+    assert!(verdict.starts_with("largest error 8."), "{verdict}");
+    assert!(verdict.ends_with("_proj.weight: beyond the tolerance of 0 %"), "{verdict}");
+    assert!(table.contains("\nerror of quantized weights 8."), "{table}");
     let page = fs::read_to_string(folder.path().join("page.html")).expect("a page");
-    for word in ["<svg", "prefers-color-scheme: dark", "self_attn.q_proj", "</html>"] {
+    let counts = "19 weights: 5 the same, 14 different";
+    let words = ["<svg", "prefers-color-scheme: dark", "self_attn.q_proj", "</html>"];
+    for word in words.into_iter().chain([verdict, counts]) {
         assert!(page.contains(word), "the page does not say {word}");
     }
     assert!(!page.contains("http") && !page.contains("<script"), "the page stands alone");
-    succeeds(folder.path(), "compare model out --tolerance 20");
+    let within = succeeds(folder.path(), "compare model out --tolerance 20");
+    assert!(within.contains("19 weights: 5 the same, 14 within the tolerance\n"), "{within}");
+    assert!(within.ends_with(": within the tolerance of 20 %\n"), "{within}");
+    let json = succeeds(folder.path(), "compare model out --tolerance 20 --json");
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    let quantized = report["quantized_error_percent"].as_f64().expect("a number");
+    let all = report["error_percent"].as_f64().expect("a number");
+    assert!(quantized > all && all > 0.0 && report["kept_error_percent"] == 0.0, "{json}");
+    assert_eq!((&report["different"], &report["not_comparable"]), (&0.into(), &0.into()));
+    assert_eq!(report["verdict"], within.lines().last().expect("a last line"));
+    assert!(succeeds(folder.path(), "compare --help").contains("1 a weight differs by more"));
     for bad in ["nan", "inf", "-1", "x"] {
         let (code, _, error) = run(folder.path(), &format!("compare out out --tolerance={bad}"));
         assert!(code == 2 && error.contains("a finite number, 0 or more"), "{bad}: {error}");
@@ -200,6 +322,7 @@ fn a_comparison_tells_by_its_exit_code() {
     model::write(&folder.path().join("one.safetensors"), &[first]);
     let (code, table, _) = run(folder.path(), "compare one.safetensors model");
     assert!(code == 1 && table.contains("only in B: lm_head.weight"), "{table}");
+    assert!(table.ends_with("are the same; 18 weights only in A or B\n"), "{table}");
     fails(folder.path(), "compare model nowhere", 2, &["nowhere"]);
     fails(folder.path(), "compare out model --html no/page.html", 2, &["no/page.html"]);
 }
@@ -209,23 +332,32 @@ fn each_checkpoint_of_a_comparison_is_given_its_dialect() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out out");
-    // A file alone does not say its dialect.
+    // The tensors of a file alone say its dialect, if only one reads them.
     let shard = folder.path().join("out/model-00001-of-00002.safetensors");
     fs::copy(shard, folder.path().join("alone.safetensors")).expect("a file");
-    let alone = "compare alone.safetensors alone.safetensors";
-    fails(folder.path(), alone, 2, &["nothing says what", "(--from-a)"]);
-    let from_a = "--from-a compressed-tensors";
-    fails(folder.path(), &format!("{alone} {from_a}"), 2, &["nothing says what", "(--from-b)"]);
+    let (code, table, noted) = run(folder.path(), "inspect alone.safetensors");
+    assert!(code == 0 && table.contains("compressed-tensors: "), "{table}");
+    assert!(noted.contains("note: alone.safetensors: read as compressed-tensors, by"), "{noted}");
+    succeeds(folder.path(), "compare alone.safetensors alone.safetensors");
+    // Those of MLX do not say the format.
+    succeeds(folder.path(), "quantize model --out mlx --dialect mlx");
+    let shard = folder.path().join("mlx/model-00001-of-00002.safetensors");
+    fs::copy(shard, folder.path().join("mlx.safetensors")).expect("a file");
+    let says = ["nothing says which dialect", "name one of modelopt, ", " with --from"];
+    fails(folder.path(), "inspect mlx.safetensors", 2, &says);
+    let (_, _, error) = run(folder.path(), "inspect mlx.safetensors");
+    assert!(!error.contains("open_as"), "{error}");
+    let first = "compare mlx.safetensors alone.safetensors --json";
+    assert!(run(folder.path(), first).2.contains(" with --from-a"));
+    let second = "compare alone.safetensors mlx.safetensors --json";
+    assert!(run(folder.path(), second).2.contains(" with --from-b"));
     let from_b = "--from-b compressed-tensors";
-    fails(folder.path(), &format!("{alone} {from_b}"), 2, &["nothing says what", "(--from-a)"]);
-    let same = succeeds(folder.path(), &format!("{alone} {from_a} {from_b}"));
-    assert!(same.contains("0 of "), "{same}");
     // A folder says two.
     let second = folder.path().join("out/hf_quant_config.json");
     fs::write(second, r#"{"quantization": {}}"#).expect("a config");
-    fails(folder.path(), "compare out model", 2, &["several dialects", "(--from-a)"]);
-    fails(folder.path(), "compare model out", 2, &["several dialects", "(--from-b)"]);
-    fails(folder.path(), "inspect out", 2, &["several dialects", "(--from)"]);
+    fails(folder.path(), "compare out model", 2, &["several dialects", " with --from-a"]);
+    fails(folder.path(), "compare model out", 2, &["several dialects", " with --from-b"]);
+    fails(folder.path(), "inspect out", 2, &["several dialects", " with --from"]);
     succeeds(folder.path(), &format!("compare model out {from_b} --tolerance 20"));
 }
 
@@ -247,14 +379,76 @@ fn infinities_are_compared() {
     for (a, b) in [("inf", "finite"), ("finite", "inf"), ("inf", "other")] {
         let command = format!("compare {a}.safetensors {b}.safetensors --tolerance 1000");
         let (code, table, _) = run(folder.path(), &command);
-        assert!(code == 1 && table.contains("1 of 1 weights differ"), "{table}");
+        assert!(code == 1 && table.contains("1 weight: 1 not comparable"), "{table}");
         assert!(table.contains("infinite"), "{table}");
     }
     let same = succeeds(folder.path(), "compare inf.safetensors inf.safetensors");
-    assert!(same.contains("0 of 1 weights differ; all together by 0.0000 %"), "{same}");
+    assert!(same.contains("1 weight: 1 the same"), "{same}");
     // An error of 0.5 beside numbers of norm 5.
     let (code, table, _) = run(folder.path(), "compare inf.safetensors beside.safetensors");
-    assert!(code == 1 && table.contains("10.0000"), "{table}");
+    assert!(code == 1 && table.contains("10.00 %"), "{table}");
+}
+
+#[test]
+fn what_cannot_be_compared_is_no_small_error() {
+    let folder = tempdir().expect("a folder");
+    let write = |name: &str, shape: &[usize], values: &[f32]| {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let (dtype, shape) = (safetensors::Dtype::F32, shape.to_vec());
+        let tensor = model::Tensor { name: "a.weight".to_owned(), dtype, shape, bytes };
+        model::write(&folder.path().join(name), &[tensor]);
+    };
+    write("row.safetensors", &[1, 2], &[3.0, 4.0]);
+    write("column.safetensors", &[2, 1], &[3.0, 4.0]);
+    write("nan.safetensors", &[1, 2], &[3.0, f32::NAN]);
+    write("near.safetensors", &[1, 2], &[3.0, 4.0 + 2.0_f32.powi(-21)]);
+    for (a, b, why) in [
+        ("row", "column", "shapes [1, 2] and [2, 1]"),
+        ("nan", "nan", "a value is NaN"),
+        ("row", "nan", "a value is NaN"),
+    ] {
+        let command = format!("compare {a}.safetensors {b}.safetensors --tolerance 1000");
+        let (code, table, _) = run(folder.path(), &command);
+        assert_eq!(code, 1, "{table}");
+        let last = format!("1 weight: 1 not comparable\nno weight could be compared: {why}\n");
+        assert!(table.ends_with(&last) && !table.contains("0.00"), "{table}");
+    }
+    // A rounding is seen, and within a tolerance it is not a difference.
+    let (code, table, _) = run(folder.path(), "compare row.safetensors near.safetensors");
+    let says = "largest error 9.5e-6 % a.weight: beyond the tolerance of 0 %\n";
+    assert!(code == 1 && table.ends_with(says), "{table}");
+    let near = "compare row.safetensors near.safetensors --tolerance 0.0001";
+    let table = succeeds(folder.path(), near);
+    assert!(table.ends_with("a.weight: within the tolerance of 0.0001 %\n"), "{table}");
+}
+
+#[test]
+fn a_folder_to_evaluate_is_refused_with_what_to_give_instead() {
+    let folder = tempdir().expect("a folder");
+    let says = ["model: a folder; give a file of weights and activations"];
+    model::model(folder.path(), "model", SMALL);
+    fails(folder.path(), "evaluate model", 2, &says);
+}
+
+#[test]
+fn colors_only_reach_a_terminal() {
+    let folder = tempdir().expect("a folder");
+    let of = |variables: &[(&str, &str)]| {
+        let output = model::fp4()
+            .current_dir(folder.path())
+            .args(["inspect", "nowhere"])
+            .env_remove("NO_COLOR")
+            .envs(variables.iter().copied())
+            .output()
+            .expect("it runs");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(of(&[]).starts_with("error: "), "{}", of(&[]));
+    // As on a terminal.
+    let forced = of(&[("CLICOLOR_FORCE", "1")]);
+    assert!(forced.starts_with("\u{1b}[1m\u{1b}[31merror:\u{1b}[0m "), "{forced:?}");
+    let none = of(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]);
+    assert!(none.starts_with("error: "), "{none:?}");
 }
 
 #[test]

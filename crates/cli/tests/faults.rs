@@ -58,11 +58,13 @@ fn broken_inputs_are_named() {
     fails(folder.path(), "quantize nowhere --out out", 2, &["nowhere"]);
     fails(folder.path(), "quantize model --out no/out", 2, &["no"]);
     fs::create_dir(folder.path().join("taken")).expect("a folder");
-    fails(folder.path(), "quantize model --out taken", 2, &["taken: exists"]);
+    fails(folder.path(), "quantize model --out taken", 2, &["taken: already exists"]);
     let mut tensors = model::tensors(SMALL);
     tensors[2].bytes[6..8].copy_from_slice(&[0xC0, 0x7F]);
     model::write(&folder.path().join("nan.safetensors"), &tensors);
-    let says = ["model.layers.0.mlp.down_proj.weight", "not finite"];
+    let name = "model.layers.0.mlp.down_proj.weight";
+    let keep = format!("; fix it, or pass --keep '{name}' to keep it");
+    let says = [name, "not finite", keep.as_str()];
     fails(folder.path(), "quantize nan.safetensors --out out --only *_proj", 2, &says);
     assert_eq!(names(folder.path()), ["model", "nan.safetensors", "taken"]);
 }
@@ -147,6 +149,13 @@ fn what_was_killed_is_gone_on_with_to_the_same_bytes() {
     assert_same(&folder.path().join("whole"), &folder.path().join("out"));
 }
 
+/// Notes a weight as done, which a fast run has not done before it is killed.
+fn note_first_weight(partial: &Path) {
+    let mut journal = fs::read_to_string(partial.join("journal")).expect("a journal");
+    journal.push_str("0\n");
+    fs::write(partial.join("journal"), journal).expect("a journal");
+}
+
 #[test]
 fn only_the_same_task_is_gone_on_with() {
     let folder = tempdir().expect("a folder");
@@ -158,7 +167,16 @@ fn only_the_same_task_is_gone_on_with() {
     child.wait().expect("it ended");
     let other = "quantize model --out out --method amax --resume";
     fails(folder.path(), other, 2, &[".out.partial", "other options"]);
-    // Without --resume it is begun again.
+    // What is written already is not removed unasked.
+    let partial = folder.path().join(".out.partial");
+    note_first_weight(&partial);
+    let says = [".out.partial: holds weights of an earlier run (", "or pass --resume to go on"];
+    for method in ["sse", "amax"] {
+        let command = format!("quantize model --out out --method {method}");
+        fails(folder.path(), &command, 2, &says);
+        assert!(partial.join("files").is_dir());
+    }
+    fs::remove_dir_all(&partial).expect("a folder");
     succeeds(folder.path(), "quantize model --out out --method amax");
     succeeds(folder.path(), "quantize model --out again --method amax --resume");
     assert_same(&folder.path().join("out"), &folder.path().join("again"));
@@ -177,7 +195,9 @@ fn a_shard_that_is_cut_off_meanwhile_is_the_machines_fault() {
     let output = child.wait_with_output().expect("it ended");
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(3), "{error}");
-    for word in ["-of-00002.safetensors: tensor `", "bytes when it was opened", "--resume"] {
+    for word in
+        ["-of-00002.safetensors: tensor `", "bytes when it was opened", "with --resume to go on"]
+    {
         assert!(error.contains(word), "{error}");
     }
     assert_eq!(error.trim_end().lines().count(), 1, "{error}");
@@ -213,7 +233,8 @@ fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
         assert!(error.contains(word), "{error}");
     }
     assert_eq!(names(folder.path()), [".out.partial", "model", "whole"]);
-    succeeds(folder.path(), "quantize model --out out --resume");
+    let said = succeeds(folder.path(), "quantize model --out out --resume");
+    assert!(said.contains("error ") && said.contains("that an earlier run quantized)"), "{said}");
     assert_same(&folder.path().join("whole"), &folder.path().join("out"));
 }
 
@@ -242,8 +263,35 @@ fn what_an_earlier_run_has_written_stays_whatever_is_wrong() {
         refused(&["--memory", "100MB", "--resume"], &says);
         assert_eq!(names(folder.path()), [".out.partial", "model"]);
     }
-    refused(&[], &says[..2]);
-    assert_eq!(names(folder.path()), ["model"]);
+    note_first_weight(&folder.path().join(".out.partial"));
+    refused(&[], &[".out.partial: holds weights of an earlier run (", "--resume"]);
+    assert_eq!(names(folder.path()), [".out.partial", "model"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_run_that_a_signal_stops_says_how_to_go_on() {
+    use std::os::unix::process::ExitStatusExt;
+
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", LARGE);
+    let options = ["--method", "sse-tensor-scale", "--resume"];
+    for (name, number) in [("INT", 2), ("TERM", 15)] {
+        let child = start(folder.path(), &options);
+        // The journal is there a moment before signals are waited for.
+        std::thread::sleep(Duration::from_millis(300));
+        let mut kill = Command::new("kill");
+        kill.args([format!("-{name}"), child.id().to_string()]);
+        assert!(kill.status().expect("it is sent").success());
+        let output = child.wait_with_output().expect("it ended");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        // A shell makes 130 and 143 of it.
+        assert_eq!(output.status.signal(), Some(number), "{said}");
+        let last = said.trim_end().lines().last().unwrap_or_default();
+        assert!(last.starts_with("stopped at ") && last.contains(" of "), "{said}");
+        assert!(last.ends_with("; run the same command with --resume to go on"), "{said}");
+        assert_eq!(names(folder.path()), [".out.partial", "model"]);
+    }
 }
 
 #[test]
@@ -262,7 +310,7 @@ fn a_gguf_file_that_is_cut_off_meanwhile_is_the_machines_fault() {
     file.set_len(100_000).expect("it is cut off");
     let (code, error) = ended(child);
     assert_eq!(code, 3, "{error}");
-    for word in ["model.gguf: tensor `blk.", "bytes when it was opened", "--resume"] {
+    for word in ["model.gguf: tensor `blk.", "bytes when it was opened", "with --resume to go on"] {
         assert!(error.contains(word), "{error}");
     }
     assert_eq!(names(folder.path()), [".out.gguf.partial", "model.gguf"]);
@@ -349,7 +397,7 @@ fn a_disk_that_is_too_small_is_found_before_the_work() {
     let weights: Vec<String> = (0..64).map(|at| format!("model.layers.{at}.weight")).collect();
     let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
     model::holes(&folder.path().join("holes.safetensors"), &weights);
-    let says = [".out.partial: ", "bytes are to be written, ", " are free"];
+    let says = [".out.partial: ", "bytes are needed, but ", " are free; "];
     fails(folder.path(), "convert holes.safetensors --dialect plain --out out", 3, &says);
     let only = "quantize holes.safetensors --only model.layers.0 --out out";
     fails(folder.path(), only, 3, &says);
@@ -415,6 +463,8 @@ fn of_runs_that_start_at_once_one_goes_on() {
         let begin = |_| {
             let mut command = Command::new(env!("CARGO_BIN_EXE_fp4"));
             command.current_dir(folder.path()).args(["quantize", "model", "--out", "out"]);
+            // Some of what is left may be done.
+            command.args((round % 2 == 0).then_some("--resume"));
             command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it runs")
         };
         let children: Vec<Child> = (0..6).map(begin).collect();
@@ -423,7 +473,7 @@ fn of_runs_that_start_at_once_one_goes_on() {
             let output = child.wait_with_output().expect("it ended");
             let error = String::from_utf8_lossy(&output.stderr).into_owned();
             done += usize::from(output.status.success());
-            let expected = ["another process is writing here", "out: exists"];
+            let expected = ["another process is writing here", "out: already exists"];
             let known = expected.iter().any(|word| error.contains(word));
             assert!(output.status.success() || known, "{error}");
         }

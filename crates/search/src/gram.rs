@@ -337,6 +337,31 @@ impl Gram {
         (0..self.channels()).map(|channel| self.known(channel, channel))
     }
 
+    /// Sums the squares of the outputs of rows `[rows, channels]`, which is `tr(W H W^T)` for rows
+    /// W and this matrix H. In f64: the errors of a good search are where H is small, so that in
+    /// f32 what cancels would be larger than what is left.
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] if the slice holds no whole number of rows, or the matrix is not
+    /// whole; [`SearchError::Activation`] naming the first value that is not finite.
+    pub fn squared_outputs(&self, rows: &[f32]) -> Result<f64, SearchError> {
+        check_length("channels of a block", self.channels(), self.block_size())?;
+        // `tr(W H W^T)` is the sum of the products of the elements of `W^T W` and H.
+        let products = Self::of(rows, self.channels())?;
+        let len = self.layout.tile_len();
+        let tiles = self.values.par_chunks_exact(len).zip(products.values.par_chunks_exact(len));
+        let sums: Vec<f64> = tiles
+            .enumerate()
+            .map(|(tile, (own, other))| {
+                let sum: f64 = own.iter().zip(other).map(|(own, other)| own * other).sum();
+                let (row, col) = self.layout.corner(tile);
+                // Tiles beside the diagonal stand for both halves.
+                if row == col { sum } else { 2.0 * sum }
+            })
+            .collect();
+        Ok(sums.iter().sum())
+    }
+
     /// The matrices along the diagonal, one for every block of channels.
     ///
     /// # Errors
@@ -456,6 +481,27 @@ mod tests {
             assert_eq!(from_tiles(&tiles).unwrap(), gram);
             assert!(matches!(from_tiles(&tiles[1..]), Err(SearchError::Format(_))));
         }
+    }
+
+    /// Of integers, so that no order of summation matters.
+    #[test]
+    fn squares_of_outputs_are_those_of_the_products_with_the_activations() {
+        for channels in [3, 128, 300] {
+            let integers = |count: usize, seed: usize| -> Vec<f32> {
+                (0..count).map(|at| (at * seed % 11) as f32 - 5.0).collect()
+            };
+            let (x, rows) = (integers(7 * channels, 7), integers(4 * channels, 3));
+            let gram = Gram::of(&x, channels).unwrap();
+            let product = |x: &[f32], row: &[f32]| -> f32 {
+                x.iter().zip(row).map(|(x, weight)| x * weight).sum()
+            };
+            let squares = x.chunks(channels).flat_map(|x| {
+                rows.chunks(channels).map(move |row| f64::from(product(x, row)).powi(2))
+            });
+            assert_eq!(gram.squared_outputs(&rows), Ok(squares.sum()));
+        }
+        let blocks = Gram::in_blocks(32, 16).unwrap();
+        assert!(matches!(blocks.squared_outputs(&[0.0; 32]), Err(SearchError::Format(_))));
     }
 
     #[test]

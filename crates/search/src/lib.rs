@@ -74,7 +74,7 @@ pub use gram::Gram;
 pub use hadamard::Hadamard;
 pub use importance::{BlockHessians, Importance};
 pub use method::{ChosenBy, E4m3Range, ErrorMetric, Method, MethodRow, Needs, ScaleSearch};
-pub use metrics::Metrics;
+pub use metrics::{Metrics, squared_output_error};
 pub use quantize_weight::Statistics;
 pub use recipe::{Recipe, RecipeFormat, RecipeScheme, RecipeWeights};
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};

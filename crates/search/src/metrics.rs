@@ -2,9 +2,11 @@
 
 use burn_fp4_formats::{Packed, check_length};
 
-use crate::SearchError;
 use crate::gram::check_activations;
+use crate::host::{self, HostElement, PackedView, View};
 use crate::matrix::{Matrix, product};
+use crate::quantize_weight::dense_rows;
+use crate::{Gram, SearchError};
 
 /// How far a quantized weight is from the original, as the other projects measure it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -56,6 +58,42 @@ impl Metrics {
         }
         Ok(100.0 * ratio(sums[0], sums[1]))
     }
+}
+
+/// Sums the squares of what quantization changes in the outputs of a layer, and of the outputs:
+/// `tr(E H E^T)` for the errors E of its weight, and `tr(W H W^T)` for the weight W, by the Gram
+/// matrix H of its inputs, in f64.
+///
+/// ```
+/// use burn_fp4_search::formats::Fp4Format;
+/// use burn_fp4_search::host::View;
+/// use burn_fp4_search::{Gram, Method, squared_output_error};
+///
+/// let weight: Vec<f32> = (0..16).map(|at| at as f32).collect();
+/// let gram = Gram::of(&[1.0; 16], 16)?;
+/// let packed = Method::Amax.quantize(&weight, 1, 16, Fp4Format::NvFp4, 16, None)?;
+/// let sums = squared_output_error(&weight, (&packed).into(), View::rows(1, 16), &gram)?;
+/// assert_eq!(sums[1], f64::from(120 * 120), "the only output is the sum of all");
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
+/// # Errors
+/// As [`host::squared_error`] and [`Gram::squared_outputs`].
+pub fn squared_output_error<T: HostElement>(
+    values: &[T],
+    packed: PackedView<'_>,
+    view: View,
+    gram: &Gram,
+) -> Result<[f64; 2], SearchError> {
+    check_length("values", view.len(), values.len())?;
+    let rows = dense_rows(values, view);
+    let mut errors = vec![0.0; rows.len()];
+    host::dequantize(packed, View::rows(view.packed_rows(), view.axis), &mut errors)?;
+    errors.iter_mut().zip(&rows).for_each(|(value, exact)| *value -= exact);
+    let outputs = gram.squared_outputs(&rows)?;
+    // Codes and scales may stand for more than f32 has.
+    let finite = errors.iter().all(|error| error.is_finite());
+    Ok([if finite { gram.squared_outputs(&errors)? } else { f64::INFINITY }, outputs])
 }
 
 fn errors(weight: &[f32], packed: &Packed) -> Result<Vec<f32>, SearchError> {

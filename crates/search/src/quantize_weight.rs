@@ -128,7 +128,7 @@ impl ChosenBy {
 }
 
 /// The packed rows of a tensor, f32, wherever they lie.
-fn dense_rows<T: HostElement>(weight: &[T], view: View) -> Vec<f32> {
+pub(crate) fn dense_rows<T: HostElement>(weight: &[T], view: View) -> Vec<f32> {
     let row = |row: usize| {
         let start = row / view.inner * view.axis * view.inner + row % view.inner;
         (0..view.axis).map(move |k| weight[start + k * view.inner].to_f32())

@@ -40,6 +40,10 @@ impl Dialect for ComfyUi {
         container.metadata_text(METADATA).map(|_| "_quantization_metadata of the metadata")
     }
 
+    fn names_itself(&self) -> bool {
+        true
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,

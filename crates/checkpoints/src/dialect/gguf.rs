@@ -42,6 +42,10 @@ impl Dialect for Gguf {
         matches!(container.metadata(), Some(Metadata::Gguf(_))).then_some("the file's format")
     }
 
+    fn names_itself(&self) -> bool {
+        true
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,

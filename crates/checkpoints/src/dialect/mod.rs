@@ -30,7 +30,10 @@ mod traits;
 
 use crate::container::Container;
 use crate::error::CheckpointError;
+use crate::fp4::{Fp4Weight, TensorScale};
 use crate::json::Json;
+use crate::tensor::Tensor;
+use crate::weight::{Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Frame, Holds, Stated, Write};
@@ -69,17 +72,31 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
         .ok_or_else(|| CheckpointError::UnknownDialect { name: name.to_owned(), dialects: names() })
 }
 
-/// The dialect that a checkpoint says it is written in.
+/// How the dialect of a checkpoint is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KnownBy {
+    /// Its configs or metadata name it, or name none, as nothing is quantized.
+    Claim,
+    /// Only the names and shapes of its tensors do, which no other dialect explains.
+    Tensors,
+    /// The caller names it.
+    Caller,
+}
+
+/// The dialect that a checkpoint says it is written in, or that explains its tensors.
 ///
 /// # Errors
-/// [`CheckpointError::Ambiguous`] if it says several, [`CheckpointError::Field`] if it says one
-/// that is unknown.
-pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, CheckpointError> {
+/// [`CheckpointError::Ambiguous`] if it says several, [`CheckpointError::NoDialect`] if several
+/// read its tensors as different weights, [`CheckpointError::Field`] if it says one that is
+/// unknown.
+pub(crate) fn detect(
+    container: &Container,
+) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
     let claims = claims(container);
     match claims[..] {
-        [(dialect, _)] => Ok(dialect),
+        [(dialect, _)] => Ok((dialect, KnownBy::Claim)),
         [] => match container.quantization() {
-            None => Ok(&PLAIN),
+            None => by_tensors(container),
             Some(quantization) => Err(CheckpointError::Field {
                 path: container.root().to_owned(),
                 field: "quantization_config.quant_method".to_owned(),
@@ -92,6 +109,67 @@ pub(crate) fn detect(container: &Container) -> Result<&'static dyn Dialect, Chec
             claims: claims.iter().map(text_of).collect(),
         }),
     }
+}
+
+/// The dialect that explains the tensors of a checkpoint that says nothing: no part of a quantized
+/// weight is left alone, and no other dialect puts more of them together. Of several that read the
+/// same weights it is the first.
+fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
+    let Some(part) = container.tensors().find(plain::is_part) else {
+        return Ok((&PLAIN, KnownBy::Claim));
+    };
+    let alone = |weight: &Weight<'_>| match &weight.value {
+        Value::Plain(tensor) => plain::is_part(tensor),
+        Value::Fp8(_) | Value::Fp4(_) => false,
+    };
+    let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();
+    for dialect in DIALECTS.into_iter().filter(|dialect| !dialect.names_itself()) {
+        let Ok((weights, _)) = dialect.read(container) else { continue };
+        let fewest = best.first().map_or(usize::MAX, |(_, best)| best.len());
+        if weights.iter().any(alone) || weights.len() > fewest {
+            continue;
+        }
+        if weights.len() < fewest {
+            best.clear();
+        }
+        if !best.iter().any(|(_, known)| read_the_same(known, &weights)) {
+            best.push((dialect, weights));
+        }
+    }
+    match best[..] {
+        // As nothing it is an error that names the part.
+        [] => Ok((&PLAIN, KnownBy::Claim)),
+        [(dialect, _)] => Ok((dialect, KnownBy::Tensors)),
+        _ => Err(CheckpointError::NoDialect {
+            path: container.root().to_owned(),
+            tensor: part.name.into_owned(),
+            dialects: best.iter().map(|(dialect, _)| dialect.name()).collect(),
+        }),
+    }
+}
+
+/// Whether two dialects make the same weights of a checkpoint's tensors, by headers alone.
+fn read_the_same(ones: &[Weight<'_>], others: &[Weight<'_>]) -> bool {
+    let stated = |scale: &Option<TensorScale<'_>>| {
+        scale.as_ref().map(|scale| matches!(scale, TensorScale::Divisor(_)))
+    };
+    let same = |one: &Weight<'_>, other: &Weight<'_>| {
+        let smoothing = |weight: &Weight<'_>| weight.pre_quant_scale.as_ref().map(Tensor::len);
+        let values = match (&one.value, &other.value) {
+            (Value::Plain(_), Value::Plain(_)) => true,
+            (Value::Fp8(one), Value::Fp8(other)) => one.granularity == other.granularity,
+            (Value::Fp4(one), Value::Fp4(other)) => {
+                let form = |w: &Fp4Weight<'_>| (w.transposed, w.storage, w.order);
+                form(one) == form(other) && stated(&one.tensor_scale) == stated(&other.tensor_scale)
+            }
+            _ => false,
+        };
+        values
+            && (&one.name, one.kind(), one.shape()) == (&other.name, other.kind(), other.shape())
+            && stated(&one.input_scale) == stated(&other.input_scale)
+            && smoothing(one) == smoothing(other)
+    };
+    ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| same(one, other))
 }
 
 /// A dialect, and the evidence for it in a checkpoint.
@@ -140,4 +218,33 @@ pub fn writer(name: &str) -> Result<(&'static dyn Dialect, &'static dyn Write), 
 /// The names of the dialects that are written.
 pub fn written() -> Vec<&'static str> {
     DIALECTS.iter().filter(|d| d.writer().is_some()).map(|d| d.name()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_formats::Fp4Format;
+
+    use super::*;
+    use crate::fp4::Order;
+    use crate::storage::Storage;
+
+    #[test]
+    fn weights_are_the_same_only_if_their_bytes_mean_the_same() {
+        let weight = |change: &dyn Fn(&mut Fp4Weight<'static>)| {
+            let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![2, 16], false, true);
+            change(&mut fp4);
+            vec![Weight::new("a.weight", 0, Value::Fp4(fp4))]
+        };
+        let one = weight(&|_| {});
+        assert!(read_the_same(&one, &one) && !read_the_same(&one, &[]));
+        let tiled = weight(&|fp4| fp4.storage = Storage::Tiled { high_first: true });
+        let divided = weight(&|fp4| {
+            let numbers = fp4.multipliers();
+            fp4.tensor_scale = Some(TensorScale::Divisor(crate::Numbers::new(&numbers)));
+        });
+        let ordered = weight(&|fp4| fp4.order = Order::ScalesFirst);
+        for other in [tiled, divided, ordered] {
+            assert!(!read_the_same(&one, &other), "{other:?}");
+        }
+    }
 }

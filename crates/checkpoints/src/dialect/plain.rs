@@ -38,6 +38,11 @@ const QUANTIZED: [&str; 8] = [
 /// Dtypes of which a tensor is only a part of a weight: block scales, codes.
 const PARTS: [Dtype; 2] = [Dtype::F8_E8M0, Dtype::F4];
 
+/// Returns true for a tensor that only some dialect can explain, with others.
+pub(super) fn is_part(tensor: &Tensor<'_>) -> bool {
+    QUANTIZED.iter().any(|end| tensor.name.ends_with(end)) || tensor.is(&PARTS)
+}
+
 impl Dialect for Plain {
     fn name(&self) -> &'static str {
         NAME
@@ -51,14 +56,13 @@ impl Dialect for Plain {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
-        let quantized = |tensor: &Tensor<'_>| {
-            QUANTIZED.iter().any(|end| tensor.name.ends_with(end)) || tensor.is(&PARTS)
-        };
-        if let Some(tensor) = container.tensors().find(quantized) {
+        if let Some(tensor) = container.tensors().find(is_part) {
+            let mut dialects = (self.dialects)();
+            dialects.retain(|name| *name != NAME);
             return Err(CheckpointError::NoDialect {
                 path: container.root().to_owned(),
                 tensor: tensor.name.into_owned(),
-                dialects: (self.dialects)(),
+                dialects,
             });
         }
         let weights = parts::read(container, &[], |_, _| Ok(None))?;

@@ -40,6 +40,10 @@ impl Dialect for TorchAo {
         container.metadata_text("tensor_names").map(|_| "tensor_names of the metadata")
     }
 
+    fn names_itself(&self) -> bool {
+        true
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,

@@ -22,6 +22,12 @@ pub trait Dialect: Sync {
         self.name()
     }
 
+    /// Returns true if every file of the dialect says itself that it is one, by its metadata or
+    /// format: a file that does not is of another dialect, whatever the names of its tensors are.
+    fn names_itself(&self) -> bool {
+        false
+    }
+
     /// Puts the tensors together into weights. No tensor is left out.
     ///
     /// # Errors

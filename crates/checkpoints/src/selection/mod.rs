@@ -7,6 +7,7 @@
 
 mod fused;
 mod layers;
+mod nearest;
 mod preset;
 mod reason;
 mod warning;
@@ -31,6 +32,9 @@ pub use warning::Warning;
 
 /// The dialect to write where none is chosen.
 pub const DEFAULT: &str = "compressed-tensors";
+
+/// Reasons that an error tells.
+const SHOWN: usize = 5;
 
 /// What a user chooses.
 #[derive(Debug, Clone)]
@@ -249,25 +253,32 @@ impl Selection {
             Decision::Keep(_) | Decision::Quantize(_) => None,
         };
         let kept: Vec<_> = model.weights.iter().zip(&self.decisions).filter_map(kept).collect();
-        // Of the closest, the first with what most of them have for their reason.
-        let kept = &kept;
-        let least = kept.iter().map(|(_, reason)| reason.place()).min();
-        let closest = move || kept.iter().filter(move |(_, reason)| Some(reason.place()) == least);
-        let count = |reason: &Reason| closest().filter(|(_, other)| other == reason).count();
-        let tensors = model.weights.len();
-        Err(match closest().rev().max_by_key(|(_, reason)| count(reason)).cloned() {
-            Some((weight, Reason::Already(format))) => {
-                CheckpointError::AlreadyQuantized { weight, format }
+        // Each reason once, the closest first.
+        let mut reasons: Vec<(&Reason, &str, usize)> = Vec::new();
+        for (weight, reason) in &kept {
+            match reasons.iter_mut().find(|(known, ..)| *known == reason) {
+                Some((.., count)) => *count += 1,
+                None => reasons.push((reason, weight, 1)),
             }
-            Some((weight, reason)) => {
-                let reason = reason.to_string();
-                CheckpointError::NothingSelected { tensors, weight, reason }
-            }
-            None => {
-                let (weight, reason) = ("none".to_owned(), "there is no matrix".to_owned());
-                CheckpointError::NothingSelected { tensors, weight, reason }
-            }
-        })
+        }
+        reasons.sort_by_key(|(reason, _, count)| (reason.place(), Reverse(*count)));
+        if let Some((Reason::Already(format), weight, _)) = reasons.first() {
+            let (weight, format) = ((*weight).to_owned(), format.clone());
+            return Err(CheckpointError::AlreadyQuantized { weight, format });
+        }
+        let text = |(reason, weight, count): &(&Reason, &str, usize)| match count - 1 {
+            0 => format!("`{weight}`: {reason}"),
+            others => format!("`{weight}`: {reason} (and {others} more)"),
+        };
+        let mut texts: Vec<String> = reasons.iter().take(SHOWN).map(text).collect();
+        if reasons.len() > SHOWN {
+            texts.push(format!("and {} more reasons", reasons.len() - SHOWN));
+        }
+        if texts.is_empty() {
+            texts.push("there is no matrix".to_owned());
+        }
+        let (tensors, reasons) = (model.weights.len(), texts.join("; "));
+        Err(CheckpointError::NothingSelected { tensors, reasons })
     }
 
     /// Whether what is written has a place for the tensor scales of formats that have them; where
@@ -407,17 +418,17 @@ impl Judge<'_> {
     }
 }
 
-fn matchers(texts: &[String]) -> Result<Vec<Matcher>, CheckpointError> {
+pub(crate) fn matchers(texts: &[String]) -> Result<Vec<Matcher>, CheckpointError> {
     texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
 }
 
 /// Whether a pattern is about a weight, or the module that it is the weight of.
-fn hits(matcher: &Matcher, weight: &Weight<'_>) -> bool {
+pub(crate) fn hits(matcher: &Matcher, weight: &Weight<'_>) -> bool {
     matcher.matches(&weight.name) || matcher.matches(weight.module())
 }
 
 /// A pattern that matches nothing is a mistake.
-fn check_matches(
+pub(crate) fn check_matches(
     model: &Model<'_>,
     list: &'static str,
     texts: &[String],
@@ -431,9 +442,15 @@ fn check_matches(
 }
 
 fn no_match(model: &Model<'_>, list: &'static str, pattern: &str) -> CheckpointError {
-    let first = model.weights.first().map_or("none", |weight| &weight.name).to_owned();
-    let (pattern, tensors) = (pattern.to_owned(), model.weights.len());
-    CheckpointError::NoMatch { list, pattern, tensors, first }
+    let names: Vec<&str> = model.weights.iter().map(|weight| weight.name.as_str()).collect();
+    let matches = |found: &String| {
+        let matcher = Pattern::parse(found, Syntax::Both).matcher();
+        matcher.is_ok_and(|matcher| model.weights.iter().any(|weight| hits(&matcher, weight)))
+    };
+    let nearest = nearest::nearest(&names, pattern).filter(matches);
+    let first = names.first().copied().unwrap_or("none").to_owned();
+    let (pattern, tensors) = (pattern.to_owned(), names.len());
+    CheckpointError::NoMatch { list, pattern, tensors, first, nearest }
 }
 
 /// For each weight the last exception that is about it, with the place of the first of its names
@@ -498,7 +515,11 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
 }
 
 /// If one of a family is kept, all are.
-fn keep_together(model: &Model<'_>, families: &[Vec<usize>], reasons: &mut [Option<Reason>]) {
+pub(crate) fn keep_together(
+    model: &Model<'_>,
+    families: &[Vec<usize>],
+    reasons: &mut [Option<Reason>],
+) {
     for members in families {
         let Some(&kept) = members.iter().find(|&&at| reasons[at].is_some()) else { continue };
         for &at in members {

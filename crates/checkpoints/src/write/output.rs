@@ -29,6 +29,8 @@ use crate::weight::Weight;
 /// What to do with the rest of an earlier write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
+    /// Refuse to begin if there are weights in it, so that no work is lost unasked.
+    First,
     /// Remove it.
     Anew,
     /// Go on with it.
@@ -97,8 +99,8 @@ impl Planned<'_> {
     ///
     /// # Errors
     /// Something is at `path`; another process writes there, or what is there was left by none;
-    /// what is gone on with was another task; there is too little space; and what the file system
-    /// refuses.
+    /// an earlier write has left weights, of which `start` says nothing; what is gone on with was
+    /// another task; there is too little space; and what the file system refuses.
     pub fn create(
         &self,
         path: &Path,
@@ -117,6 +119,11 @@ impl Planned<'_> {
         let task = self.task(task);
         let old = journal.read()?;
         let new = old.is_none();
+        if let (Start::First, Some((_, done))) = (start, &old)
+            && !done.is_empty()
+        {
+            return Err(CheckpointError::Unfinished { path: partial, done: done.len() });
+        }
         let files = partial.join(FILES);
         let (done, stays) = match old.filter(|_| start == Start::Resume) {
             Some((found, _)) if found != task => {

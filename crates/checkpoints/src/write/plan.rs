@@ -6,6 +6,7 @@ use std::path::Path;
 use super::options::Shards;
 use super::report::WriteReport;
 use super::target::Target;
+use crate::cast::squared_difference;
 use crate::container::{gguf, safetensors};
 use crate::dialect::{Frame, has_dynamic_inputs};
 use crate::dtype::DataType;
@@ -23,6 +24,8 @@ pub(super) struct PlannedFiles {
     /// Names and texts of the configs and the index. None: a GGUF file stands alone.
     pub(super) texts: Option<Vec<(String, String)>>,
     pub(super) report: WriteReport,
+    /// Weights whose values change, with the sums of squares of that and of them.
+    pub(super) changed: Vec<(usize, [f64; 2])>,
     /// For every weight its file, and its place among the file's weights.
     homes: Vec<(usize, usize)>,
 }
@@ -61,17 +64,26 @@ impl PlannedFiles {
         let mut specs = Vec::with_capacity(model.weights.len());
         let mut skeletons = Vec::with_capacity(model.weights.len());
         let options = target.options;
-        let decoded = [options.decode_fp4, options.decode_fp8, options.decode_ggml];
-        let changed = decoded.iter().any(Option::is_some) || options.cast.is_some();
+        let rewritten = std::iter::once(&options).chain(target.others.values()).any(|options| {
+            let decoded = [options.decode_fp4, options.decode_fp8, options.decode_ggml];
+            decoded.iter().any(Option::is_some) || options.cast.is_some()
+        });
+        let mut changed = Vec::new();
         // Where not, the configs are the source's own.
-        let other = changed || model.quantization.dialect != target.dialect.name();
+        let other = rewritten || model.quantization.dialect != target.dialect.name();
         let dynamic = other && has_dynamic_inputs(model);
-        for weight in &model.weights {
+        for (at, weight) in model.weights.iter().enumerate() {
             let loaded = match reader.filter(|_| target.looks_at_values(weight)) {
                 Some(reader) => &reader.weight(weight)?,
                 None => weight,
             };
+            let before = report.changed_values();
             let prepared = target.outline(loaded, &mut report)?;
+            if report.changed_values() > before
+                && let (Value::Fp4(read), Value::Fp4(written)) = (&loaded.value, &prepared.value)
+            {
+                changed.push((at, squared_difference(read, written)));
+            }
             if dynamic
                 && loaded.input_scale.is_none()
                 && prepared.is_quantized()
@@ -88,7 +100,7 @@ impl PlannedFiles {
             return Err(CheckpointError::DuplicateName { name: twice.name.clone() });
         }
         let mut quantization = model.quantization.clone();
-        if changed {
+        if rewritten {
             quantization.dialect = "";
         }
         let outline = Model {
@@ -101,7 +113,7 @@ impl PlannedFiles {
         };
         (report.tensors, report.bytes) = (all().count(), all().map(|spec| spec.bytes).sum());
         let homes = vec![(0, 0); model.weights.len()];
-        let mut plan = Self { files: Vec::new(), texts: None, report, homes };
+        let mut plan = Self { files: Vec::new(), texts: None, report, changed, homes };
         match target.writer.frame(&outline)? {
             Frame::Gguf(metadata) => plan.gguf(&specs, &metadata),
             Frame::Folder { metadata, configs } => {

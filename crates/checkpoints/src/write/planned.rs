@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::keep::Kept;
 use super::plan::PlannedFiles;
 use super::report::WriteReport;
 use super::target::Target;
@@ -15,6 +16,7 @@ pub struct Planned<'m> {
     pub(super) model: &'m Model<'m>,
     pub(super) target: Target,
     pub(super) plan: PlannedFiles,
+    pub(super) kept: Vec<Kept>,
 }
 
 impl fmt::Debug for Planned<'_> {
@@ -53,6 +55,17 @@ impl Planned<'_> {
     /// What will be written, and what changes on the way as far as the model tells now.
     pub fn report(&self) -> WriteReport {
         self.plan.report
+    }
+
+    /// Weights whose values a cast or a folded tensor scale changes, by their places in the model,
+    /// with the sums of [`squared_difference`](crate::cast::squared_difference).
+    pub fn changed(&self) -> &[(usize, [f64; 2])] {
+        &self.plan.changed
+    }
+
+    /// Weights that are not changed as all others are; see [`Model::plan_keeping`].
+    pub fn kept(&self) -> &[Kept] {
+        &self.kept
     }
 
     /// Bytes of all files with tensors, headers included.

@@ -33,6 +33,13 @@ pub struct WriteReport {
     pub decoded: u64,
 }
 
+impl WriteReport {
+    /// Values that a cast or a folded tensor scale changed.
+    pub(super) fn changed_values(&self) -> u64 {
+        self.cast.changed_values + self.folded.changed_values
+    }
+}
+
 impl fmt::Display for WriteReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "tensors: {} of {} bytes, files: {}", self.tensors, self.bytes, self.files)?;

@@ -2,6 +2,7 @@
 //! dialect has no place.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::path::Path;
 
 use burn_fp4_formats::Fp4Format;
@@ -26,33 +27,40 @@ pub(super) struct Target {
     pub(super) dialect: &'static dyn Dialect,
     pub(super) writer: &'static dyn Write,
     pub(super) options: WriteOptions,
+    /// Weights for which other options hold than for all, by their names.
+    pub(super) others: HashMap<String, WriteOptions>,
 }
 
 impl Target {
+    /// The options for a weight.
+    fn options_of(&self, weight: &Weight<'_>) -> &WriteOptions {
+        self.others.get(&weight.name).unwrap_or(&self.options)
+    }
+
     /// Whether what becomes of a weight depends on its values, and not on names, shapes and scales
     /// of whole tensors alone.
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
-        let cast = self.cast_of(fp4).is_some();
-        let stated = self.writer.holds_of(weight).tensor_scale;
-        let folded = fp4.tensor_scale.is_some() && stated == Stated::Folded;
-        self.options.decode_fp4.is_none() && (cast || folded)
+        let options = self.options_of(weight);
+        let cast = cast_of(options, fp4).is_some();
+        options.decode_fp4.is_none() && (cast || self.folds(weight))
     }
 
-    /// The format that a weight is cast to. A cast has the blocks of the format's definition.
-    fn cast_of(&self, fp4: &Fp4Weight<'_>) -> Option<Fp4Format> {
-        let other =
-            |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
-        self.options.cast.filter(other)
+    /// Whether a weight has a tensor scale that the dialect has no place for.
+    pub(super) fn folds(&self, weight: &Weight<'_>) -> bool {
+        let Value::Fp4(fp4) = &weight.value else { return false };
+        let stated = self.writer.holds_of(weight).tensor_scale;
+        fp4.tensor_scale.is_some() && stated == Stated::Folded
     }
 
     /// The dtype that a weight is decoded to, if it is.
     fn decoded_to(&self, weight: &Weight<'_>) -> Option<Dtype> {
+        let options = self.options_of(weight);
         match &weight.value {
-            Value::Plain(tensor) if tensor.plain().is_none() => self.options.decode_ggml,
+            Value::Plain(tensor) if tensor.plain().is_none() => options.decode_ggml,
             Value::Plain(_) => None,
-            Value::Fp8(_) => self.options.decode_fp8,
-            Value::Fp4(_) => self.options.decode_fp4,
+            Value::Fp8(_) => options.decode_fp8,
+            Value::Fp4(_) => options.decode_fp4,
         }
     }
 
@@ -89,6 +97,7 @@ impl Target {
         weight: &'w Weight<'_>,
         report: &mut WriteReport,
     ) -> Result<Cow<'w, Weight<'w>>, CheckpointError> {
+        let options = self.options_of(weight);
         let mut prepared: Cow<'w, Weight<'w>> = Cow::Borrowed(weight);
         if let Some(dtype) = self.decoded_to(weight) {
             check_float(&weight.name, dtype)?;
@@ -101,7 +110,7 @@ impl Target {
             return Ok(Cow::Owned(decoded(weight, tensor)?));
         }
         if let Value::Fp4(fp4) = &weight.value
-            && let Some(format) = self.cast_of(fp4)
+            && let Some(format) = cast_of(options, fp4)
         {
             let (cast, counted) = cast::cast(&weight.name, fp4, format)?;
             report.cast.add(counted);
@@ -113,7 +122,10 @@ impl Target {
             prepared.to_mut().input_scale = None;
         }
         let folded = match &prepared.value {
-            Value::Fp4(fp4) => self.tensor_scale(&weight.name, fp4, holds.tensor_scale, report)?,
+            Value::Fp4(fp4) => {
+                let fold = Fold { stated: holds.tensor_scale, inexact: options.inexact };
+                self.tensor_scale(&weight.name, fp4, fold, report)?
+            }
             Value::Plain(_) | Value::Fp8(_) => None,
         };
         if let Some(folded) = folded {
@@ -127,11 +139,11 @@ impl Target {
         &self,
         name: &str,
         fp4: &Fp4Weight<'_>,
-        stated: Stated,
+        fold: Fold,
         report: &mut WriteReport,
     ) -> Result<Option<Fp4Weight<'static>>, CheckpointError> {
         let Some(scale) = &fp4.tensor_scale else { return Ok(None) };
-        match (scale, stated) {
+        match (scale, fold.stated) {
             (TensorScale::Multiplier(_), Stated::Multiplier) => Ok(None),
             (TensorScale::Divisor(_), Stated::Divisor) => Ok(None),
             (TensorScale::Multiplier(numbers), Stated::Divisor)
@@ -141,7 +153,7 @@ impl Target {
             }
             (_, Stated::Folded) => {
                 let (folded, counted) = cast::fold(name, fp4)?;
-                if counted.changed_values > 0 && !self.options.inexact {
+                if counted.changed_values > 0 && !fold.inexact {
                     let (dialect, weight) = (self.dialect.name(), name.to_owned());
                     let what = CheckpointError::NOT_FOLDED_EXACTLY;
                     return Err(CheckpointError::CannotHold { dialect, weight, what });
@@ -151,6 +163,19 @@ impl Target {
             }
         }
     }
+}
+
+/// How a tensor scale is stated, and whether values may change for that.
+struct Fold {
+    stated: Stated,
+    inexact: bool,
+}
+
+/// The format that a weight is cast to. A cast has the blocks of the format's definition.
+pub(super) fn cast_of(options: &WriteOptions, fp4: &Fp4Weight<'_>) -> Option<Fp4Format> {
+    let other =
+        |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
+    options.cast.filter(other)
 }
 
 fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {

@@ -97,6 +97,9 @@ fn pieces_are_put_in_any_order_and_noted_when_all_of_them_are_there() {
     output.copy(1, &reader).expect("copied");
     output.keep();
     drop(output);
+    // What is done is not removed unasked.
+    let first = planned.create(&out, "task", Start::First).err();
+    assert!(matches!(first, Some(CheckpointError::Unfinished { done: 1, .. })), "{first:?}");
     let mut output = planned.create(&out, "task", Start::Resume).expect("it goes on");
     assert_eq!([0, 1].map(|at| output.is_done(at)), [false, true]);
     (0..3).rev().for_each(|at| put(&mut output, at));

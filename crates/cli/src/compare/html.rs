@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use burn_fp4_search::formats::E2M1;
 
 use super::report::{Report, Row};
+use crate::percent::Percent;
 
 /// Bars of the plot of errors.
 const BARS: usize = 25;
@@ -34,19 +35,19 @@ pub(super) fn page(report: &Report) -> String {
     let (left, right) = (escape(&report.left), escape(&report.right));
     let _ = write!(
         body,
-        "<h1>{right}</h1>\n<p>B: {right}, compared with A: {left}</p>\n\
-         <p>{} of {} weights differ; all together by {:.4} %.</p>\n",
-        report.different,
-        report.weights.len(),
-        report.error_percent
+        "<h1>{right}</h1>\n<p>B: {right}, compared with A: {left}</p>\n<p>{}</p>\n",
+        escape(&report.counts())
     );
+    for line in report.errors().iter().chain([&report.verdict]) {
+        let _ = writeln!(body, "<p>{}</p>", escape(line));
+    }
     for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
         if !names.is_empty() {
             let names: Vec<String> = names.iter().map(|name| escape(name)).collect();
             let _ = writeln!(body, "<p>Only in {side}: {}</p>", names.join(", "));
         }
     }
-    let _ = write!(body, "<h2>Largest relative errors, in percent</h2>\n{}", errors(&rows));
+    let _ = write!(body, "<h2>Largest relative errors</h2>\n{}", errors(&rows));
     if report.codes != [0; 16] {
         let _ = write!(body, "<h2>Codes, in percent</h2>\n{}", codes(&report.codes));
     }
@@ -65,7 +66,7 @@ fn escape(text: &str) -> String {
 
 /// A bar for each of the worst weights.
 fn errors(rows: &[&Row]) -> String {
-    let finite = |row: &&&Row| row.problem.is_none() && row.error_percent.is_finite();
+    let finite = |row: &&&Row| row.error_percent > 0.0 && row.error_percent.is_finite();
     let rows: Vec<_> = rows.iter().filter(finite).take(BARS).collect();
     let most = rows.iter().map(|row| row.error_percent).fold(0.0, f64::max);
     if most == 0.0 {
@@ -80,11 +81,11 @@ fn errors(rows: &[&Row]) -> String {
             svg,
             "<text x=\"415\" y=\"{}\" text-anchor=\"end\">{name}</text>\
              <rect x=\"425\" y=\"{y}\" width=\"{width:.1}\" height=\"13\"/>\
-             <text x=\"{:.1}\" y=\"{}\">{:.3}</text>",
+             <text x=\"{:.1}\" y=\"{}\">{}</text>",
             y + 11,
             430.0 + width,
             y + 11,
-            row.error_percent
+            Percent(row.error_percent)
         );
     }
     svg + "</svg></div>\n"
@@ -120,15 +121,16 @@ fn codes(counts: &[u64; 16]) -> String {
 
 fn table(rows: &[&Row]) -> String {
     let mut html = String::from(
-        "<table>\n<tr><th>weight</th><th>A</th><th>B</th><th class=\"number\">error %</th>\
+        "<table>\n<tr><th>weight</th><th>A</th><th>B</th><th class=\"number\">error</th>\
          <th class=\"number\">largest difference</th></tr>\n",
     );
     for row in rows {
         let numbers = match &row.problem {
             Some(problem) => format!("<td colspan=\"2\">{}</td>", escape(problem)),
             None => format!(
-                "<td class=\"number\">{:.4}</td><td class=\"number\">{:.3e}</td>",
-                row.error_percent, row.largest_difference
+                "<td class=\"number\">{}</td><td class=\"number\">{:.3e}</td>",
+                Percent(row.error_percent),
+                row.largest_difference
             ),
         };
         let [name, left, right] = [&row.name, &row.left, &row.right].map(|text| escape(text));

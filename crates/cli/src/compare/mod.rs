@@ -8,40 +8,47 @@ use std::path::PathBuf;
 
 use crate::checkpoint::{model, open, readable};
 use crate::error::CliError;
-use crate::print::{print, print_json};
+use crate::percent::Percent;
+use crate::print::{counted, print, print_json};
 use crate::progress;
 use crate::table::{Column, table};
 use burn_fp4_checkpoints::{Checkpoint, Reader, Value, Weight};
-use report::{Report, Row};
+use report::{Relation, Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
 ///
-/// The error of a weight is the Euclidean norm of B - A over that of A. The exit code is 0 if no
-/// weight differs by more than the tolerance, and 1 if one does or is missing.
+/// The error of a weight is the Euclidean norm of B - A over that of A.
 #[derive(clap::Args)]
+#[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
-    /// What is compared with: the original.
+    /// The original.
     #[arg(value_name = "A")]
     left: PathBuf,
-    /// What is compared.
+    /// The checkpoint to compare with it.
     #[arg(value_name = "B")]
     right: PathBuf,
-    /// The dialect to read A in, where its config does not say.
+    /// The dialect to read A in, if nothing in it says which.
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     from_a: Option<String>,
-    /// The dialect to read B in, where its config does not say.
+    /// The dialect to read B in, if nothing in it says which.
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     from_b: Option<String>,
-    /// Largest relative error in percent that is no difference.
+    /// The largest relative error, in percent, that is not a difference.
     #[arg(long, value_name = "PERCENT", default_value_t = 0.0, value_parser = tolerance)]
     tolerance: f64,
-    /// Write a page with plots that stands alone.
+    /// Write a page with plots, in one file.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Print an object instead of a table.
+    /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
 }
+
+/// What it ends with.
+const EXIT_CODES: &str = "\
+Exit codes: 0 every weight is the same or within the tolerance; 1 a weight differs by more, is \
+missing in A or B, or cannot be compared (another shape, NaN); 2 the command or a file is wrong; \
+3 the machine failed.";
 
 fn tolerance(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -50,11 +57,10 @@ fn tolerance(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Sums over a weight.
+/// Sums of squares over a weight, and its largest difference.
 #[derive(Default, Clone, Copy)]
 struct Sums {
-    error: f64,
-    energy: f64,
+    squares: [f64; 2],
     largest: f64,
 }
 
@@ -64,7 +70,7 @@ const FROM: [&str; 2] = ["--from-a", "--from-b"];
 /// Rows of a table on a terminal.
 const SHOWN: usize = 20;
 
-/// Runs the command; whether a difference was found.
+/// Runs the command. Returns true if a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     let left = open(&arguments.left, arguments.from_a.as_deref());
     let left = left.map_err(|error| error.with_option(FROM[0]))?;
@@ -80,7 +86,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     } else {
         print(&summary(&report))?;
     }
-    Ok(report.different + report.only_left.len() + report.only_right.len() > 0)
+    Ok(report.finds_difference())
 }
 
 fn compare(
@@ -95,16 +101,22 @@ fn compare(
     let mut report = Report {
         left: arguments.left.display().to_string(),
         right: arguments.right.display().to_string(),
+        tolerance_percent: arguments.tolerance,
         error_percent: 0.0,
+        quantized_error_percent: None,
+        kept_error_percent: None,
         different: 0,
+        not_comparable: 0,
         weights: Vec::new(),
         only_left: Vec::new(),
         only_right: Vec::new(),
         codes: [0; 16],
+        verdict: String::new(),
     };
     let readers = (Reader::new(left.container()), Reader::new(right.container()));
     let bar = progress::bytes(a.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
-    let mut total = Sums::default();
+    // Of weights that are quantized in A or B, and of all others.
+    let mut totals: [Option<[f64; 2]>; 2] = [None; 2];
     let mut codes = [[0; 16]; 2];
     for weight in &a.weights {
         bar.set_message(weight.name.clone());
@@ -112,11 +124,14 @@ fn compare(
             None => report.only_left.push(weight.name.clone()),
             Some(other) => {
                 let pair = [readers.0.weight(weight)?, readers.1.weight(other)?];
-                let (row, sums) = pair_of(&pair, &mut codes);
-                total.error += sums.error;
-                total.energy += sums.energy;
-                let differs = row.problem.is_some() || row.error_percent > arguments.tolerance;
-                report.different += usize::from(differs);
+                let (row, squares) = pair_of(&pair, arguments.tolerance, &mut codes);
+                let quantized = pair.iter().any(Weight::is_quantized);
+                if row.problem.is_none() {
+                    let total = totals[usize::from(!quantized)].get_or_insert_default();
+                    total.iter_mut().zip(squares).for_each(|(sum, square)| *sum += square);
+                }
+                report.different += usize::from(row.relation == Relation::Different);
+                report.not_comparable += usize::from(row.relation == Relation::NotComparable);
                 report.weights.push(row);
             }
         }
@@ -126,17 +141,18 @@ fn compare(
     let known: HashMap<&str, ()> = a.weights.iter().map(|w| (w.name.as_str(), ())).collect();
     let extra = b.weights.iter().filter(|weight| !known.contains_key(weight.name.as_str()));
     report.only_right = extra.map(|weight| weight.name.clone()).collect();
-    report.error_percent = percent(total);
+    let all =
+        totals.iter().flatten().fold([0.0; 2], |sum, part| [sum[0] + part[0], sum[1] + part[1]]);
+    report.error_percent = Percent::of(all).0;
+    let percents = totals.map(|total| total.map(|squares| Percent::of(squares).0));
+    [report.quantized_error_percent, report.kept_error_percent] = percents;
     report.codes = if codes[1] == [0; 16] { codes[0] } else { codes[1] };
+    report.verdict = report.verdict_of();
     Ok(report)
 }
 
-/// `|B - A| / |A|` in percent; infinite where A is zero and B is not.
-fn percent(sums: Sums) -> f64 {
-    if sums.error == 0.0 { 0.0 } else { 100.0 * (sums.error / sums.energy).sqrt() }
-}
-
-fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
+/// Compares the two forms of a weight; the sums of squares are those of its difference and of A.
+fn pair_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) -> (Row, [f64; 2]) {
     for (weight, codes) in pair.iter().zip(codes) {
         if let Value::Fp4(fp4) = &weight.value {
             codes.iter_mut().zip(fp4.facts().codes).for_each(|(sum, count)| *sum += count);
@@ -146,37 +162,48 @@ fn pair_of(pair: &[Weight<'_>; 2], codes: &mut [[u64; 16]; 2]) -> (Row, Sums) {
         name: pair[0].name.clone(),
         left: pair[0].kind(),
         right: pair[1].kind(),
+        relation: Relation::NotComparable,
         error_percent: f64::NAN,
         largest_difference: f64::NAN,
         problem: None,
     };
-    let (Ok(a), Ok(b)) = (pair[0].values(), pair[1].values()) else {
-        // Integers, and records that are not decoded, are the same or not.
-        let [a, b] = pair.each_ref().map(|weight| match &weight.value {
-            Value::Plain(tensor) => Some((tensor.dtype, &tensor.bytes)),
-            Value::Fp8(_) | Value::Fp4(_) => None,
-        });
-        if a.is_some() && a == b {
-            (row.error_percent, row.largest_difference) = (0.0, 0.0);
-        } else {
-            row.problem = Some("no floats, and other bytes".to_owned());
-        }
-        return (row, Sums::default());
-    };
-    if a.0 != b.0 {
-        row.problem = Some(format!("shapes {:?} and {:?}", a.0, b.0));
-        return (row, Sums::default());
-    }
-    match sums_of(&a.1, &b.1) {
-        Ok(sums) => {
-            (row.error_percent, row.largest_difference) = (percent(sums), sums.largest);
-            (row, sums)
+    match difference(pair) {
+        Ok(Sums { squares, largest }) => {
+            let percent = Percent::of(squares).0;
+            (row.error_percent, row.largest_difference) = (percent, largest);
+            row.relation = match largest == 0.0 {
+                true => Relation::Same,
+                false if percent <= tolerance => Relation::Within,
+                false => Relation::Different,
+            };
+            (row, squares)
         }
         Err(problem) => {
-            row.problem = Some(problem.to_owned());
-            (row, Sums::default())
+            row.problem = Some(problem);
+            (row, [0.0; 2])
         }
     }
+}
+
+/// How far the two forms of a weight are apart; otherwise, why that cannot be said.
+fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
+    let (Ok(a), Ok(b)) = (pair[0].values(), pair[1].values()) else {
+        // Integers, float64 and records of ggml are the same or not.
+        let [a, b] = pair.each_ref().map(|weight| match &weight.value {
+            Value::Plain(tensor) => Some((tensor.dtype, &tensor.shape, &tensor.bytes)),
+            Value::Fp8(_) | Value::Fp4(_) => None,
+        });
+        return match a.is_some() && a == b {
+            true => Ok(Sums::default()),
+            false => {
+                Err("values of such types are not compared, and their bytes differ".to_owned())
+            }
+        };
+    };
+    if a.0 != b.0 {
+        return Err(format!("shapes {:?} and {:?}", a.0, b.0));
+    }
+    Ok(sums_of(&a.1, &b.1)?)
 }
 
 /// The sums over values that can be subtracted; otherwise, why some cannot.
@@ -189,13 +216,13 @@ fn sums_of(a: &[f32], b: &[f32]) -> Result<Sums, &'static str> {
         if a.is_infinite() || b.is_infinite() {
             // Equal infinities are no difference, and have no energy that others compare with.
             if a != b {
-                return Err("a value is infinite in one, and another in the other");
+                return Err("a value is infinite in A or B alone");
             }
             continue;
         }
         let difference = f64::from(b) - f64::from(a);
-        sums.error += difference * difference;
-        sums.energy += f64::from(a) * f64::from(a);
+        sums.squares[0] += difference * difference;
+        sums.squares[1] += f64::from(a) * f64::from(a);
         sums.largest = sums.largest.max(difference.abs());
     }
     Ok(sums)
@@ -206,19 +233,17 @@ fn summary(report: &Report) -> String {
         ("weight", Column::Name),
         ("A", Column::Name),
         ("B", Column::Name),
-        ("error %", Column::Figure),
+        ("error", Column::Figure),
         ("largest difference", Column::Figure),
     ]);
-    let differing: Vec<&Row> = report
-        .worst()
-        .into_iter()
-        .filter(|row| row.problem.is_some() || row.error_percent > 0.0)
-        .collect();
+    let differing: Vec<&Row> =
+        report.worst().into_iter().filter(|row| row.relation != Relation::Same).collect();
     for row in differing.iter().take(SHOWN) {
         let numbers = match &row.problem {
             Some(problem) => [problem.clone(), String::new()],
             None => {
-                [format!("{:.4}", row.error_percent), format!("{:.3e}", row.largest_difference)]
+                let error = Percent(row.error_percent).to_string();
+                [error, format!("{:.3e}", row.largest_difference)]
             }
         };
         let names = [row.name.clone(), row.left.clone(), row.right.clone()];
@@ -229,7 +254,8 @@ fn summary(report: &Report) -> String {
         text.push_str(&format!("{table}\n"));
     }
     if differing.len() > SHOWN {
-        text.push_str(&format!("and {} weights with smaller errors\n", differing.len() - SHOWN));
+        let rest = counted(differing.len() - SHOWN, "more weight");
+        text.push_str(&format!("and {rest} with smaller errors; --json lists all\n"));
     }
     for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
         for name in names.iter().take(SHOWN) {
@@ -239,10 +265,10 @@ fn summary(report: &Report) -> String {
             text.push_str(&format!("and {} more only in {side}\n", names.len() - SHOWN));
         }
     }
-    let (different, weights) = (report.different, report.weights.len());
-    text.push_str(&format!(
-        "{different} of {weights} weights differ; all together by {:.4} %\n",
-        report.error_percent
-    ));
+    text.push_str(&format!("{}\n", report.counts()));
+    if let Some(errors) = report.errors() {
+        text.push_str(&format!("{errors}\n"));
+    }
+    text.push_str(&report.verdict);
     text
 }

@@ -2,19 +2,47 @@
 
 use serde::Serialize;
 
+use crate::percent::Percent;
+use crate::print::counted;
+
 /// What a comparison finds.
 #[derive(Serialize)]
 pub(super) struct Report {
     pub(super) left: String,
     pub(super) right: String,
-    /// Relative error of all weights together, in percent.
+    /// The largest relative error that is no difference, in percent.
+    pub(super) tolerance_percent: f64,
+    /// Relative error of all weights together that can be compared, in percent.
     pub(super) error_percent: f64,
+    /// The same of weights that are quantized in A or B. None: there are none.
+    pub(super) quantized_error_percent: Option<f64>,
+    /// The same of all others.
+    pub(super) kept_error_percent: Option<f64>,
+    /// Weights in both that differ by more than the tolerance.
     pub(super) different: usize,
+    /// Weights in both that cannot be compared.
+    pub(super) not_comparable: usize,
     pub(super) weights: Vec<Row>,
     pub(super) only_left: Vec<String>,
     pub(super) only_right: Vec<String>,
     /// How often each code stands in the FP4 weights of B, or of A if B has none.
     pub(super) codes: [u64; 16],
+    /// The last line that is printed.
+    pub(super) verdict: String,
+}
+
+/// How the two forms of a weight relate.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Relation {
+    /// Every value is the same.
+    Same,
+    /// They differ by no more than the tolerance.
+    Within,
+    /// They differ by more.
+    Different,
+    /// There is no error: shapes differ, or values that are no numbers.
+    NotComparable,
 }
 
 /// A weight that both have.
@@ -23,22 +51,91 @@ pub(super) struct Row {
     pub(super) name: String,
     pub(super) left: String,
     pub(super) right: String,
+    pub(super) relation: Relation,
     pub(super) error_percent: f64,
     pub(super) largest_difference: f64,
-    /// Why there is no error, if so.
+    /// Why they cannot be compared, if so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) problem: Option<String>,
 }
 
 impl Report {
-    /// The weights with the largest errors first.
+    /// Returns true if anything differs, is missing or cannot be compared.
+    pub(super) fn finds_difference(&self) -> bool {
+        let missing = self.only_left.len() + self.only_right.len();
+        self.different + self.not_comparable + missing > 0
+    }
+
+    /// The weights with the largest errors first, behind those that cannot be compared.
     pub(super) fn worst(&self) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self.weights.iter().collect();
         let key = |row: &Row| match row.problem {
-            Some(_) => f64::INFINITY,
-            None => row.error_percent,
+            Some(_) => (true, 0.0),
+            None => (false, row.error_percent),
         };
-        rows.sort_by(|a, b| key(b).total_cmp(&key(a)).then(a.name.cmp(&b.name)));
+        rows.sort_by(|a, b| {
+            let ((no_a, a_percent), (no_b, b_percent)) = (key(a), key(b));
+            let worse = no_b.cmp(&no_a).then(b_percent.total_cmp(&a_percent));
+            worse.then(a.name.cmp(&b.name))
+        });
         rows
+    }
+
+    /// Counts the weights by how they relate, in a line.
+    pub(super) fn counts(&self) -> String {
+        let count = |relation| self.weights.iter().filter(|row| row.relation == relation).count();
+        let parts = [
+            (count(Relation::Same), "the same"),
+            (count(Relation::Within), "within the tolerance"),
+            (count(Relation::Different), "different"),
+            (count(Relation::NotComparable), "not comparable"),
+            (self.only_left.len(), "only in A"),
+            (self.only_right.len(), "only in B"),
+        ];
+        let there = parts.into_iter().filter(|(count, _)| *count > 0);
+        let text = there.map(|(count, what)| format!("{count} {what}")).collect::<Vec<_>>();
+        let all = self.weights.len() + self.only_left.len() + self.only_right.len();
+        format!("{}: {}", counted(all, "weight"), text.join(", "))
+    }
+
+    /// The errors of quantized and of other weights, in a line, if some are quantized.
+    pub(super) fn errors(&self) -> Option<String> {
+        let quantized = Percent(self.quantized_error_percent?);
+        Some(match self.kept_error_percent {
+            Some(kept) => {
+                format!("error of quantized weights {quantized}, of all others {}", Percent(kept))
+            }
+            None => format!("error of quantized weights {quantized}"),
+        })
+    }
+
+    /// States the largest error, and whether it is within the tolerance.
+    pub(super) fn verdict_of(&self) -> String {
+        let tolerance = format!("{} %", self.tolerance_percent);
+        let worst = self.worst().into_iter().find(|row| row.problem.is_none());
+        let Some(worst) = worst else {
+            let why = self.weights.iter().find_map(|row| row.problem.as_deref());
+            let why = why.unwrap_or("A and B have no weight in common");
+            return format!("no weight could be compared: {why}");
+        };
+        let (error, name) = (Percent(worst.error_percent), &worst.name);
+        let mut text = match worst.relation {
+            Relation::Same => "all values that were compared are the same".to_owned(),
+            Relation::Within => {
+                format!("largest error {error} {name}: within the tolerance of {tolerance}")
+            }
+            Relation::Different | Relation::NotComparable => {
+                format!("largest error {error} {name}: beyond the tolerance of {tolerance}")
+            }
+        };
+        if self.not_comparable > 0 {
+            let count = counted(self.not_comparable, "weight");
+            text.push_str(&format!("; {count} could not be compared"));
+        }
+        let alone = self.only_left.len() + self.only_right.len();
+        if alone > 0 {
+            text.push_str(&format!("; {} only in A or B", counted(alone, "weight")));
+        }
+        text
     }
 }

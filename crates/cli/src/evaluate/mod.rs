@@ -14,18 +14,19 @@ use burn_fp4_search::{ChosenBy, Gptq, Gram, Method, Metrics, SearchError, Statis
 
 use crate::error::CliError;
 use crate::listed::methods;
+use crate::print::{note, print, print_json};
 use crate::progress;
 use evaluation::{Evaluation, Figures, Outcome, table};
 use tensors::{Matrix, matrix};
 
-/// Compare methods on the weights of a file: how far each moves the weights, and the outputs of the
-/// layer.
+/// Compare methods on the weights of a file: the error of the weights, and of the outputs of their
+/// layers.
 ///
-/// For every tensor `<name>.weight` [out, in] the file holds activations `<name>.calibration`
+/// For every tensor `<name>.weight` [out, in] the file has activations `<name>.calibration`
 /// [any, in], which methods may use, and `<name>.evaluation` [any, in], which they may not.
 ///
-/// A method that fails on a weight is a row with its error, and all others are evaluated. The exit
-/// code is 0 if none failed and 2 otherwise, also where nothing could be evaluated or drawn.
+/// If a method fails on a weight, its row has the error, and all others are evaluated. The exit
+/// code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// A safetensors or GGUF file of weights and activations: f32, f16 or bf16, or types of ggml
@@ -44,17 +45,17 @@ pub(crate) struct Arguments {
     /// Formats, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "nvfp4,mxfp4")]
     formats: Vec<Fp4Format>,
-    /// Block sizes, separated by commas; without, each format's own.
+    /// Block sizes, separated by commas. The default is each format's own.
     #[arg(long, value_delimiter = ',')]
     blocks: Vec<usize>,
-    /// Dampings of GPTQ to try, separated by commas: what is added to the diagonal of `X^T X`, as a
-    /// multiple of its mean.
+    /// Dampings of GPTQ to try, separated by commas: multiples of the mean of the diagonal of
+    /// `X^T X`, which are added to it.
     #[arg(long, value_delimiter = ',')]
     damping: Vec<f64>,
     /// Draw the errors on the evaluation activations, after everything is printed.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
-    /// Print an array of objects instead of a table; that of a method that failed has an `error`
+    /// Print a JSON array of objects instead of a table. A method that failed has an `error`
     /// instead of figures.
     #[arg(long)]
     json: bool,
@@ -72,8 +73,8 @@ fn methods_taken() -> String {
     let slow = Method::ALL.into_iter().filter(|method| method.row().slow);
     let slow = slow.map(|method| format!("`{method}`")).collect::<Vec<_>>().join(" and ");
     format!(
-        "Methods, separated by commas, or `all`; without, all but the slow {slow}; those with a \
-         star use the calibration activations"
+        "Methods, separated by commas, or `all`. The default is all but the slow {slow}; methods \
+         with a star use the calibration activations"
     )
 }
 
@@ -123,9 +124,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     bar.finish_and_clear();
 
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&evaluations).expect("plain numbers"));
+        print_json(&evaluations)?;
     } else {
-        println!("{}", table(&evaluations));
+        print(&table(&evaluations).to_string())?;
     }
     if let Some(path) = &arguments.plot {
         plot::draw(path, &evaluations)?;
@@ -182,19 +183,22 @@ impl Arguments {
             return Err(CliError::Nothing(refused.join(", ")));
         }
         if by_name {
-            refused.iter().for_each(|refusal| eprintln!("note: {refusal}"));
+            refused.iter().for_each(note);
         }
         if !self.damping.is_empty() && tasks.iter().all(|task| task.damping.is_none()) {
             let gptq = Method::ALL.into_iter().filter(|method| method.gptq().is_some());
             let names: Vec<_> = gptq.map(|method| method.row().name).collect();
             let names = names.join(" and ");
-            eprintln!("note: --damping is for {names}, of which none was asked for");
+            note(format!("--damping is for {names}, and neither is evaluated"));
         }
         Ok(tasks)
     }
 }
 
 fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
+    if arguments.file.is_dir() {
+        return Err(CliError::Folder { path: arguments.file.clone() });
+    }
     let file = Container::open(&arguments.file)?;
     let mut names: Vec<String> = file.tensors().map(|tensor| tensor.name.into_owned()).collect();
     names.sort_unstable();

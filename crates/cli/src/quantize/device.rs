@@ -9,13 +9,12 @@ use crate::error::CliError;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Device {
-    /// The processors of this machine; the name is Burn's.
+    /// The CPU, under the name of Burn's backend.
     #[default]
     Flex,
-    /// The first NVIDIA GPU, where fp4 is built with the feature `cuda`.
+    /// The first NVIDIA GPU, if fp4 is built with the feature `cuda`.
     Cuda,
-    /// The kernels of a GPU on the processors, where fp4 is built with the feature `cpu`: slow,
-    /// for tests.
+    /// The kernels for GPUs on the CPU, if fp4 is built with the feature `cpu`: slow, for tests.
     CpuRuntime,
 }
 
@@ -41,8 +40,7 @@ impl Device {
     /// That it is not in this program.
     pub(super) fn not_built(self) -> CliError {
         let problem = format!(
-            "this fp4 is built without it: build it with `cargo install --path crates/cli \
-             --features {}`",
+            "this fp4 is built without it; run `cargo install --path crates/cli --features {}`",
             self.feature()
         );
         CliError::Device { device: self.name(), problem }

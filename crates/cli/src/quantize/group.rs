@@ -1,5 +1,7 @@
 //! Weights that are quantized together, and how their values lie.
 
+use std::ops::Range;
+
 use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Model, Value, Weight};
 use burn_fp4_search::host::View;
@@ -7,6 +9,8 @@ use burn_fp4_search::host::View;
 /// The weights of a group, and how their values lie.
 pub(super) struct Group<'g> {
     pub(super) members: Vec<&'g Weight<'g>>,
+    /// The rows of each.
+    pub(super) rows: Vec<Range<usize>>,
     /// The axes of the first.
     pub(super) first: Matrices,
     /// How the values of one of the stacked matrices lie.
@@ -18,12 +22,26 @@ impl<'g> Group<'g> {
         let members: Vec<_> = weights.iter().map(|&at| &model.weights[at]).collect();
         let first = Matrices::of(model, members[0]);
         // Members of a group are single matrices, one below the other.
-        let rows = members.iter().map(|weight| Matrices::of(model, weight).rows).sum();
-        let view = match first.transposed {
-            true => View { outer: 1, axis: first.cols, inner: rows },
-            false => View::rows(rows, first.cols),
+        let below = |end: &mut usize, weight: &&Weight<'_>| {
+            let begin = *end;
+            *end += Matrices::of(model, weight).rows;
+            Some(begin..*end)
         };
-        Self { members, first, view }
+        let rows: Vec<_> = members.iter().scan(0, below).collect();
+        let all = rows.last().map_or(0, |last| last.end);
+        let view = match first.transposed {
+            true => View { outer: 1, axis: first.cols, inner: all },
+            false => View::rows(all, first.cols),
+        };
+        Self { members, rows, first, view }
+    }
+
+    /// How the values of a member lie among those of one of the stacked matrices.
+    pub(super) fn view_of(&self, member: usize) -> View {
+        match self.members.len() {
+            1 => self.view,
+            _ => View::rows(self.rows[member].len(), self.first.cols),
+        }
     }
 }
 

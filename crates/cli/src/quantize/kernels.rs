@@ -70,7 +70,8 @@ impl Kernels {
         let found = found.map_err(|unavailable| match unavailable {
             DeviceUnavailable::NotLinked(_) => device.not_built(),
             DeviceUnavailable::NoSuchDevice { .. } => {
-                let problem = "this machine has none, or no driver of it".to_owned();
+                let problem =
+                    "this machine has none, or no driver for it; leave --device out".to_owned();
                 CliError::Device { device: device.name(), problem }
             }
         })?;
@@ -91,7 +92,8 @@ impl Kernels {
     ) -> Result<(), CliError> {
         let RecipeScheme { method, scheme } = *how;
         let refused = |problem| Err(CliError::Device { device: self.device.name(), problem });
-        let on_host = || refused(format!("method `{method}` runs on the host: leave --device out"));
+        let on_host =
+            || refused(format!("method `{method}` runs on the CPU only; leave --device out"));
         if method.row().chosen_by.sums_matrices() {
             return on_host();
         }

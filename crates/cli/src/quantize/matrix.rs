@@ -1,12 +1,12 @@
 //! A group of weights as it is read, and as it is quantized.
 
+use std::ops::Range;
 use std::path::Path;
 
-use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
-use burn_fp4_search::host::HostElement;
-use burn_fp4_search::{RecipeScheme, SearchError, Statistics};
+use burn_fp4_search::host::{HostElement, PackedView, squared_error};
+use burn_fp4_search::{Needs, RecipeScheme, SearchError, Statistics, squared_output_error};
 
 use super::engine::Engine;
 use super::group::{Group, native};
@@ -14,6 +14,7 @@ use super::jobs::Job;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
+use crate::accuracy::Squares;
 use crate::error::CliError;
 
 /// Values one after another, in the type of the file.
@@ -73,6 +74,15 @@ fn as_they_are<'w, 'c: 'w, T: bytemuck::Pod>(
     Ok(values)
 }
 
+/// A weight that is quantized.
+pub(super) struct Quantized {
+    /// Its place in the model.
+    pub(super) at: usize,
+    pub(super) weight: Weight<'static>,
+    /// How far it is from what was read.
+    pub(super) squares: Squares,
+}
+
 /// What weights are quantized by.
 pub(super) struct Quantizer<'q> {
     pub(super) engine: &'q Engine,
@@ -105,9 +115,9 @@ impl Quantizer<'_> {
         group: &[usize],
         how: &RecipeScheme,
         floats: Floats,
-    ) -> Result<Vec<(usize, Weight<'static>)>, CliError> {
+    ) -> Result<Vec<Quantized>, CliError> {
         let whole = Group::of(model, group);
-        let packed = match self.engine {
+        let (packed, squares) = match self.engine {
             Engine::Host => match floats {
                 Floats::F32(values) => self.on_host(&whole, how, &values),
                 Floats::F16(values) => self.on_host(&whole, how, &values),
@@ -120,13 +130,12 @@ impl Quantizer<'_> {
                 Floats::BF16(values) => self.on_device(kernels, &whole, how, values),
             },
         }?;
-        let mut begin = 0;
-        let part = |&at: &usize| {
-            let rows = begin..begin + Matrices::of(model, &model.weights[at]).rows;
-            begin = rows.end;
-            (at, part(&outline.weights[at], &packed, rows))
+        let parts = group.iter().zip(&whole.rows).zip(squares);
+        let quantized = |((&at, rows), squares): ((&usize, &Range<usize>), Squares)| {
+            let weight = part(&outline.weights[at], &packed, rows.clone());
+            Quantized { at, weight, squares }
         };
-        Ok(group.iter().map(part).collect())
+        Ok(parts.map(quantized).collect())
     }
 
     fn on_host<T: HostElement>(
@@ -134,12 +143,13 @@ impl Quantizer<'_> {
         group: &Group<'_>,
         how: &RecipeScheme,
         values: &[T],
-    ) -> Result<Vec<Packed>, CliError> {
+    ) -> Result<Measured, CliError> {
         let len = group.view.len();
         self.slices(group, how, |at, given| {
             let values = &values[at * len..][..len];
             let quantized = how.method.quantize_view(values, group.view, &how.scheme, given);
-            quantized.map_err(|source| self.blame(source, group, at * len, values))
+            let measured = quantized.and_then(|packed| measured(group, how, values, packed, given));
+            measured.map_err(|source| self.blame(source, group, at * len, values))
         })
     }
 
@@ -150,15 +160,16 @@ impl Quantizer<'_> {
         group: &Group<'_>,
         how: &RecipeScheme,
         values: Vec<T>,
-    ) -> Result<Vec<Packed>, CliError> {
+    ) -> Result<Measured, CliError> {
         let len = group.view.len();
         let uploaded = kernels.upload(values);
         self.slices(group, how, |at, given| {
             let quantized = kernels.quantize(&uploaded, at, group.view, &how.scheme, given);
-            quantized.map_err(|failure| match failure {
-                Failure::Search(source) => {
-                    self.blame(source, group, at * len, &uploaded.values()[at * len..][..len])
-                }
+            let values = || &uploaded.values()[at * len..][..len];
+            let measured =
+                quantized.and_then(|packed| Ok(measured(group, how, values(), packed, given)?));
+            measured.map_err(|failure| match failure {
+                Failure::Search(source) => self.blame(source, group, at * len, values()),
                 Failure::Device(problem) => {
                     CliError::OnDevice { name: group.members[0].name.clone(), problem }
                 }
@@ -171,8 +182,8 @@ impl Quantizer<'_> {
         &self,
         group: &Group<'_>,
         how: &RecipeScheme,
-        quantize: impl Fn(usize, Statistics<'_>) -> Result<Packed, CliError>,
-    ) -> Result<Vec<Packed>, CliError> {
+        quantize: impl Fn(usize, Statistics<'_>) -> Result<(Packed, Vec<Squares>), CliError>,
+    ) -> Result<Measured, CliError> {
         let name = &group.members[0].name;
         let axes = [group.first.stacked, group.first.cols];
         let slice = |at: usize| {
@@ -187,7 +198,14 @@ impl Quantizer<'_> {
             };
             quantize(at, given)
         };
-        (0..group.first.stacked).map(slice).collect()
+        let mut sums = vec![Squares::default(); group.members.len()];
+        let mut matrices = Vec::with_capacity(group.first.stacked);
+        for at in 0..group.first.stacked {
+            let (packed, squares) = slice(at)?;
+            sums.iter_mut().zip(squares).for_each(|(sum, squares)| sum.add(squares));
+            matrices.push(packed);
+        }
+        Ok((matrices, sums))
     }
 
     /// The error, of the weight or of the statistics that it is about. The values are those of the
@@ -223,8 +241,42 @@ impl Quantizer<'_> {
     }
 }
 
+/// The stacked matrices of a group, and the errors of its members.
+type Measured = (Vec<Packed>, Vec<Squares>);
+
+/// A matrix that was quantized, with the errors of the members of its group.
+///
+/// Those of outputs are as much work as the search itself: only a method that takes whole Gram
+/// matrices, and so minimizes them, is worth it.
+fn measured<T: HostElement>(
+    group: &Group<'_>,
+    how: &RecipeScheme,
+    values: &[T],
+    packed: Packed,
+    given: Statistics<'_>,
+) -> Result<(Packed, Vec<Squares>), SearchError> {
+    let gram = match given {
+        Statistics::Gram(gram) if how.method.row().needs == Needs::Gram => Some(gram),
+        Statistics::None | Statistics::SecondMoments(_) | Statistics::Gram(_) => None,
+    };
+    let of_member = |(member, rows): (usize, &Range<usize>)| -> Result<Squares, SearchError> {
+        let part = |per_row: usize| rows.start * per_row..rows.end * per_row;
+        let (values, view) = (&values[part(packed.cols)], group.view_of(member));
+        let member = PackedView {
+            codes: &packed.codes[part(packed.cols / 2)],
+            scales: &packed.scales[part(packed.cols / packed.block_size)],
+            ..PackedView::from(&packed)
+        };
+        let outputs = gram.map(|gram| squared_output_error(values, member, view, gram));
+        let values = squared_error(values, member, view)?;
+        Ok(Squares { values, outputs: outputs.transpose()? })
+    };
+    let squares = group.rows.iter().enumerate().map(of_member).collect::<Result<_, _>>()?;
+    Ok((packed, squares))
+}
+
 /// Rows of all matrices, as the weight of an outline.
-fn part(outline: &Weight<'_>, packed: &[Packed], rows: std::ops::Range<usize>) -> Weight<'static> {
+fn part(outline: &Weight<'_>, packed: &[Packed], rows: Range<usize>) -> Weight<'static> {
     let (codes, scales) = (|m: &Packed| m.cols / 2, |m: &Packed| m.cols / m.block_size);
     let of = |bytes: fn(&Packed) -> &[u8], per_row: fn(&Packed) -> usize| -> Vec<u8> {
         let range = |matrix: &Packed| rows.start * per_row(matrix)..rows.end * per_row(matrix);

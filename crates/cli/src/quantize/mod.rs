@@ -39,10 +39,12 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_search::{Method, RecipeScheme};
 
+use crate::accuracy::{Errors, SquaresAt};
 use crate::checkpoint::{GGUF, Input, model, not_copied, target};
-use crate::convert::warn;
+use crate::convert::unconfirmed;
 use crate::error::CliError;
-use crate::print::{print, print_json};
+use crate::interrupt::Announced;
+use crate::print::{next, note, print, print_json, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
@@ -62,8 +64,8 @@ use statistics::StatisticsFile;
 ///
 /// INPUT is a safetensors file, a folder of a Hugging Face model or a GGUF file of any size, in f32,
 /// f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight after
-/// another passes through memory. Nothing is at OUT until all of it is. Start with --dry-run, which
-/// prints what would become of every weight.
+/// another passes through memory. OUT appears only when it is complete. Start with --dry-run, which
+/// shows the plan for every weight.
 ///
 /// `config.json` names the architecture, which says what is a linear layer. If it is not known,
 /// names and shapes decide, and a warning says so.
@@ -75,38 +77,38 @@ use statistics::StatisticsFile;
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
-    /// The folder, or for GGUF the file (which ends in .gguf), to make. Nothing may be there.
+    /// The folder to make, or the file (.gguf) for GGUF. Nothing may exist there.
     #[arg(long, value_name = "PATH", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     #[command(flatten)]
     options: Options,
     /// A TOML file with any of the options from --format to --calibration, without their dashes:
-    /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. What is on the command line goes first:
-    /// --preset and --only each before either. Only a file can choose another format, block size,
-    /// method or rule for some of the weights, or keep them dense, by tables `[[weights]]` with
-    /// their `names`, of which the last one that names a weight counts; and say by `together`
-    /// whether layers that run as one stay together, whatever the dialect is. A budget in Burn
-    /// saves such a file.
+    /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. The command line overrides it; --preset and
+    /// --only override both. Only a file can choose another format, block size, method or rule for
+    /// some of the weights, or keep them dense, in tables `[[weights]]` with their `names`. If
+    /// several tables name a weight, the last one wins. Only a file can say with `together` whether
+    /// layers that run as one stay together, whatever the dialect is. A budget in Burn saves such a
+    /// file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
-    /// Where weights are quantized; the bits are the same.
+    /// Where weights are quantized. The result has the same bytes everywhere.
     #[arg(long, value_enum, default_value_t)]
     device: Device,
-    /// Memory to use at most, such as 2GB, but for what CUDA takes for itself; without, twice what
-    /// the largest group of weights takes, with its statistics, and 256 MB.
+    /// The most memory to use, such as 2GB, without what CUDA takes for itself. The default is
+    /// twice what the largest group of weights takes with its statistics, and 256 MB.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Size>,
-    /// Print what would become of every weight, and stop. Names that differ in numbers alone are
-    /// one line, and so are vectors.
+    /// Print the plan for every weight, and stop. Names that differ in numbers alone are one line,
+    /// and so are vectors.
     #[arg(long)]
     dry_run: bool,
     /// With --dry-run: a line for every tensor.
     #[arg(long, requires = "dry_run")]
     all: bool,
-    /// Go on with what an interrupted run of the same command has left.
+    /// Go on where an interrupted run of the same command stopped.
     #[arg(long)]
     resume: bool,
-    /// Print the plan, or what was done, as JSON.
+    /// Print the plan, or what was done with its errors, as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -118,6 +120,9 @@ Examples:
   fp4 quantize Qwen3-8B --out Qwen3-8B-NVFP4
   fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
   fp4 quantize model-f16.gguf --out nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
+
+/// What to do after a signal has ended a run.
+const RESUME: &str = "run the same command with --resume to go on";
 
 /// What the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
@@ -163,7 +168,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
         let notes = resolved.notes(&model, &schemes)?.into_iter().chain(not_copied);
-        notes.for_each(|note| eprintln!("note: {note}"));
+        notes.for_each(note);
         print_warnings(&report, arguments.dry_run);
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
@@ -178,7 +183,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
                 return held.and_then(|()| Ok(selection.check_not_empty(&model)?));
             }
         };
-        let start = if arguments.resume { Start::Resume } else { Start::Anew };
+        let start = if arguments.resume { Start::Resume } else { Start::First };
         let output = planned.create(out, &task(&checkpoint, &resolved)?, start)?;
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
@@ -187,6 +192,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         }
         let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
+        let announced = Announced::new(&bar, RESUME);
         let work = Work {
             reader,
             model: &model,
@@ -198,22 +204,21 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             ahead: &ahead,
             bar: &bar,
         };
-        warn(write(&work, output)?);
-        match arguments.json {
-            true => print_json(&report),
-            false => print(&format!("{}: {}", out.display(), report.summary())),
-        }
+        let (error, measured) = write(&work, output)?;
+        drop(announced);
+        error.into_iter().for_each(unconfirmed);
+        // A group that was half done is quantized again, and measured.
+        let quantized: usize = selection.groups.iter().map(Vec::len).sum();
+        let errors = Errors::new(&model, quantized - measured.len(), measured);
+        finish(arguments.json, out, &report, errors)
     })
 }
 
 /// Prints the warnings, and the plan that they ask to check if nothing else does.
 fn print_warnings(report: &Report, dry_run: bool) {
-    let mut warned = false;
-    for warning in report.warnings() {
-        eprintln!("{warning}");
-        warned = true;
-    }
-    if warned && !dry_run {
+    let warnings: Vec<_> = report.warnings().collect();
+    warnings.iter().for_each(warn);
+    if !warnings.is_empty() && !dry_run {
         eprintln!("{}", report.table(false, None));
     }
 }
@@ -231,13 +236,34 @@ fn unheld(error: CheckpointError) -> CliError {
     CliError::Unheld { error, keep }
 }
 
+/// Says what was made, how good it is, and what to type next.
+fn finish(json: bool, out: &Path, report: &Report, errors: Errors) -> Result<(), CliError> {
+    errors.warnings().iter().for_each(warn);
+    if json {
+        return print_json(&Done { plan: report, errors });
+    }
+    let (path, summary, next) = (out.display(), report.summary(), next(out));
+    print(&format!("{path}: {summary}\n{}\n{next}", errors.summary()))
+}
+
+/// What was done, as JSON: the plan, and the errors.
+#[derive(serde::Serialize)]
+struct Done<'r> {
+    #[serde(flatten)]
+    plan: &'r Report,
+    errors: Errors,
+}
+
 /// Bytes of jobs.
 fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 
-/// Does the work, and says what the file system has not confirmed at its end.
-fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<CheckpointError>, CliError> {
+/// Does the work. Returns what the file system has not confirmed at its end, and the errors.
+fn write(
+    work: &Work<'_, '_>,
+    mut output: Output<'_>,
+) -> Result<(Option<CheckpointError>, Vec<SquaresAt>), CliError> {
     let done = pipeline::run(work, &mut output);
     work.bar.finish_and_clear();
     let interrupted = |error: CliError, partial: &Path| {
@@ -245,9 +271,11 @@ fn write(work: &Work<'_, '_>, mut output: Output<'_>) -> Result<Option<Checkpoin
         CliError::Interrupted { error, partial }
     };
     match done.map_err(CliError::meanwhile) {
-        Ok(()) => {
+        Ok(errors) => {
             let partial = output.keep().to_owned();
-            output.finish().map_err(|error| interrupted(error.into(), &partial))
+            let unconfirmed = output.finish();
+            let unconfirmed = unconfirmed.map_err(|error| interrupted(error.into(), &partial))?;
+            Ok((unconfirmed, errors))
         }
         // What a user has to change makes another task; a machine may do better the next time.
         Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),
@@ -275,7 +303,10 @@ fn check_statistics(
     let chosen: Vec<(&Weight<'_>, Method)> = calibrated.flat_map(weights).collect();
     let Some((_, method)) = chosen.first() else { return Ok(()) };
     let Some(statistics) = statistics else {
-        let what = format!("method `{method}` needs statistics: name them by --calibration");
+        let what = format!(
+            "method `{method}` needs input statistics; pass --calibration FILE, as `llama` writes \
+             it with --save-calibration and Burn with `Calibration::save`"
+        );
         return Err(CliError::Choice(what));
     };
     statistics.check_any(&chosen.iter().map(|(weight, _)| *weight).collect::<Vec<_>>())?;
@@ -295,7 +326,8 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
         Some(left) => Ok(left),
         None => Err(CliError::Memory {
             weight: model.weights[largest.weights[0]].name.clone(),
-            needed: Size(largest.memory + OWN_MEMORY),
+            // Rounded up, so that what is shown is enough.
+            needed: Size((largest.memory + OWN_MEMORY).next_multiple_of(1_000_000)),
             found: Size(allowed),
         }),
     }

@@ -25,12 +25,12 @@ pub(super) struct Options {
     /// The format: nvfp4 (the default) or mxfp4.
     #[arg(long)]
     format: Option<Fp4Format>,
-    /// Weights that share a block scale; without, the format's own: 16 for nvfp4, 32 for mxfp4.
+    /// Weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write: how tensors are named and laid out. A table below has its readers.
-    /// Without, gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors for all
-    /// others.
+    /// The dialect to write: how tensors are named and laid out. A table below has its readers. The
+    /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
+    /// otherwise.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
     dialect: Option<String>,
     // The help lists the methods.
@@ -55,24 +55,24 @@ pub(super) struct Options {
         long_help = presets(),
     )]
     preset: Option<Preset>,
-    /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are
-    /// wild cards of a whole name; `re:` is a regular expression that matches from the start of a
-    /// name on, up to its end only with `$`. A name is that of the weight or of its module; a
-    /// pattern that matches none is an error.
+    /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are wild
+    /// cards, and a pattern with them matches the whole name. `re:` starts a regular expression,
+    /// which matches from the start of the name, and to its end only with `$`. The name is that of
+    /// the weight or of its module. A pattern that matches no weight is an error.
     #[arg(long, value_name = "GLOB")]
     keep: Vec<String>,
-    /// Quantize matrices of this name or pattern, instead of what the preset chooses; may be
-    /// repeated.
+    /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
+    /// be repeated.
     #[arg(long, value_name = "GLOB", conflicts_with = "preset")]
     only: Vec<String>,
-    /// Keep so many layers at the start.
+    /// Keep this number of layers at the start.
     #[arg(long, value_name = "N")]
     first_layers_high_precision: Option<usize>,
-    /// Keep so many layers at the end.
+    /// Keep this number of layers at the end.
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
-    /// Statistics of activations, for methods that need them: a safetensors file that holds for
-    /// each weight, under its name, the matrix `X^T X` or the mean squares of its inputs, f32
+    /// Input statistics, for methods that need them: a safetensors file with the matrix `X^T X` or
+    /// the mean squares of the inputs of each weight, in f32 and under its name
     /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF, which is
     /// enough for sse-weighted.
     #[arg(long, value_name = "FILE")]
@@ -81,9 +81,9 @@ pub(super) struct Options {
 
 /// What `--method` takes.
 const METHOD: &str =
-    "How scales and codes are chosen; without, sse. Those with a star need --calibration";
+    "How scales and codes are chosen. The default is sse; methods with a star need --calibration";
 /// What `--preset` takes.
-const PRESET: &str = "Which weights, by their names";
+const PRESET: &str = "Which weights to quantize, chosen by their names";
 
 fn presets() -> String {
     listed(PRESET, &Preset::ALL.map(|preset| (preset.row().name, preset.row().summary.to_owned())))
@@ -147,7 +147,10 @@ impl ResolvedOptions {
     ) -> Result<Self, CliError> {
         // It is printed, and stands in the task of a run that may be resumed.
         if let Some(path) = recipe.calibration.as_deref().filter(|path| path.to_str().is_none()) {
-            let what = format!("--calibration {}: expected a path in UTF-8", path.display());
+            let what = format!(
+                "--calibration {}: expected a path in UTF-8; rename the file",
+                path.display()
+            );
             return Err(CliError::Choice(what));
         }
         let wrong = |problem| match path {
@@ -168,7 +171,9 @@ impl ResolvedOptions {
             if let (None, Some(format)) = (recipe.rule, recipe.format)
                 && format != fits
             {
-                let what = format!("the preset `{preset}` is for {fits}, not {format}");
+                let what = format!(
+                    "the preset `{preset}` is for {fits}, not {format}; leave out --format"
+                );
                 return Err(CliError::Choice(what));
             }
             recipe.rule = recipe.rule.or(Some(rule));
@@ -223,7 +228,7 @@ impl ResolvedOptions {
             let first = members[0];
             if let Some(&other) = members.iter().find(|&&at| of(at) != of(first)) {
                 let [first, other] = [first, other].map(|at| &model.weights[at].name);
-                let what = "share a tensor scale: choose the same method and rule for both";
+                let what = "share a tensor scale; choose the same method and rule for both";
                 return Err(CliError::Choice(format!("`{first}` and `{other}` {what}")));
             }
             let how = match selection.has_tensor_scales() {
@@ -277,9 +282,9 @@ impl ResolvedOptions {
             let others = self.exceptions.iter().flatten().any(|how| how.method != method);
             notes.push(match others {
                 true => {
-                    format!("no method that is asked for needs statistics: {path} is not used")
+                    format!("none of the methods needs input statistics: {path} is not used")
                 }
-                false => format!("method `{method}` needs no statistics: {path} is not used"),
+                false => format!("method `{method}` needs no input statistics: {path} is not used"),
             });
         }
         if self.choice.dialect == GGUF && model.gguf.is_none() {
@@ -323,8 +328,8 @@ impl fmt::Display for Settings {
         }
         match self.weights.len() {
             0 => Ok(()),
-            1 => write!(f, ", other choices for one list of weights"),
-            lists => write!(f, ", other choices for {lists} lists of weights"),
+            1 => write!(f, ", one `[[weights]]` table applied"),
+            tables => write!(f, ", {tables} `[[weights]]` tables applied"),
         }
     }
 }

@@ -16,7 +16,8 @@ use indicatif::ProgressBar;
 use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
-use super::matrix::{Floats, Quantizer, read};
+use super::matrix::{Floats, Quantized, Quantizer, read};
+use crate::accuracy::SquaresAt;
 use crate::error::CliError;
 
 /// What all threads know.
@@ -43,15 +44,19 @@ struct Loaded<'w> {
 /// What is ready to be written.
 enum Made<'w, 'c> {
     /// A job that is quantized.
-    Quantized { job: &'w Job, weights: Vec<(usize, Weight<'static>)>, taken: Taken<'w> },
+    Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
     /// A weight that stays quantized as it was.
     Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
     /// A part of one that stays as it is.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
 
-/// Does all of the work.
-pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), CliError> {
+/// Does all of the work. Returns the errors of what it has quantized, by places in the model.
+pub(super) fn run(
+    work: &Work<'_, '_>,
+    output: &mut Output<'_>,
+) -> Result<Vec<SquaresAt>, CliError> {
+    let mut errors = Vec::new();
     // The budget bounds what is quantized; small tensors that are copied are bounded by number.
     let (to_quantize, loaded) = sync_channel(64);
     let (to_write, made) = sync_channel(64);
@@ -80,14 +85,16 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<(), Cl
             let (to_quantize, to_write) = (to_quantize.clone(), to_write.clone());
             scope.spawn(move || noted(read_ahead(work, next, &to_quantize, &to_write)))
         }));
-        running.push(scope.spawn(move || noted(write(work, &made, output))));
+        let errors = &mut errors;
+        running.push(scope.spawn(move || noted(write(work, &made, output, errors))));
         drop((loaded, to_quantize, to_write));
         let ended = |thread: thread::ScopedJoinHandle<'_, Result<(), CliError>>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         // All of them end before one of them is blamed.
         running.into_iter().map(ended).fold(Ok(()), Result::and)
-    })
+    })?;
+    Ok(errors)
 }
 
 fn read_ahead<'w, 'c>(
@@ -162,6 +169,7 @@ fn write(
     work: &Work<'_, '_>,
     made: &Receiver<Made<'_, '_>>,
     output: &mut Output<'_>,
+    errors: &mut Vec<SquaresAt>,
 ) -> Result<(), CliError> {
     let begin = |at: usize| work.bar.set_message(work.model.weights[at].name.clone());
     for made in made {
@@ -169,7 +177,8 @@ fn write(
         match made {
             Made::Quantized { job, weights, taken } => {
                 begin(job.weights[0]);
-                weights.iter().try_for_each(|(at, weight)| output.write(*at, weight))?;
+                weights.iter().try_for_each(|made| output.write(made.at, &made.weight))?;
+                errors.extend(weights.iter().map(|made| (made.at, made.squares)));
                 drop((weights, taken));
                 work.bar.inc(job.bytes);
             }

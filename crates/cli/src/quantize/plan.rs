@@ -192,7 +192,7 @@ impl Report {
         [name.clone(), shape, first.to.clone(), Size(bytes).to_string(), first.short_note()]
     }
 
-    /// What comes of it, in a line or two.
+    /// The counts, the settings and the sizes, in a line.
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
         let (quantized, of) = (self.quantized, self.weights.len());
@@ -201,7 +201,31 @@ impl Report {
             device => format!(", on {}", device.name()),
         };
         let settings = &self.settings;
-        format!("{quantized} of {of} weights quantized ({settings}{on}): {before} become {after}")
+        let formats = match &self.formats()[..] {
+            [] | [_] => String::new(),
+            formats => {
+                let counts = formats.iter().map(|(format, count)| format!("{count} {format}"));
+                format!(", {}", counts.collect::<Vec<_>>().join(", "))
+            }
+        };
+        let share = 100.0 * self.bytes_after as f64 / self.bytes_before.max(1) as f64;
+        format!(
+            "{quantized} of {of} weights quantized{formats} ({settings}{on}): {before} -> {after} \
+             ({share:.0} %)"
+        )
+    }
+
+    /// The formats of what is quantized, with the number of weights in each.
+    fn formats(&self) -> Vec<(&str, usize)> {
+        let mut formats: Vec<(&str, usize)> = Vec::new();
+        for row in self.weights.iter().filter(|row| row.from != row.to) {
+            let format = row.to.split(' ').next().unwrap_or_default();
+            match formats.iter_mut().find(|(known, _)| *known == format) {
+                Some((_, count)) => *count += 1,
+                None => formats.push((format, 1)),
+            }
+        }
+        formats
     }
 }
 

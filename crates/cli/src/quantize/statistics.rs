@@ -51,7 +51,7 @@ impl StatisticsFile {
         };
         let found = self.file.tensors().next();
         Err(CliError::Choice(format!(
-            "{}: no statistics of any of the {} weights to quantize, such as `{}`; found {}",
+            "{}: no statistics of any of the {} weights to quantize, such as `{}`; it has {}",
             self.path.display(),
             weights.len(),
             first.name,
@@ -82,7 +82,7 @@ impl StatisticsFile {
             let others = Method::ALL.into_iter().filter(fits).map(|method| format!("`{method}`"));
             let others = others.collect::<Vec<_>>().join(" or ");
             let what = format!(
-                "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X: \
+                "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X; \
                  use {others}"
             );
             return Err(CliError::Choice(what));

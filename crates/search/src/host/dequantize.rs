@@ -236,18 +236,36 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
             values: self.values,
             inner: self.slab.view.inner,
             original: Strip::<B>::new(self.slab.order()),
-            sums: [0.0; 2],
+            sums: [[0.0; LANES]; 2],
         };
         self.slab.for_each_strip::<B>(self.values.len(), &mut compare);
-        compare.sums
+        compare.sums.map(|lanes| lanes.iter().sum())
     }
 }
+
+/// Sums that grow side by side: in one sum every value would wait for the one before it.
+const LANES: usize = 8;
 
 struct Compare<'a, T, const B: usize> {
     values: &'a [T],
     inner: usize,
     original: Strip<B>,
-    sums: [f64; 2],
+    sums: [[f64; LANES]; 2],
+}
+
+/// Adds the squares of differences, and of the exact values, of as many values as there are lanes
+/// or fewer. Values from `overflow` on are infinite in the dtype that they are written in.
+#[inline(always)]
+fn add_squares(sums: &mut [[f64; LANES]; 2], exact: &[f32], values: &[f32], overflow: f32) {
+    let [errors, energies] = sums;
+    for lane in 0..exact.len() {
+        let overflows = values[lane].abs() >= overflow;
+        let value = if overflows { f64::INFINITY } else { f64::from(values[lane]) };
+        let exact = f64::from(exact[lane]);
+        let difference = exact - value;
+        errors[lane] += difference * difference;
+        energies[lane] += exact * exact;
+    }
 }
 
 impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
@@ -263,12 +281,13 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
         }
         let lines =
             self.original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
-        for (exact, value) in lines.flat_map(|(a, b)| a[..used].iter().zip(&b[..used])) {
-            let overflows = value.abs() >= T::OVERFLOW;
-            let value = if overflows { f64::INFINITY } else { *value as f64 };
-            let difference = *exact as f64 - value;
-            self.sums[0] += difference * difference;
-            self.sums[1] += *exact as f64 * *exact as f64;
+        for (exact, values) in lines {
+            let (exact, exact_rest) = exact[..used].as_chunks::<LANES>();
+            let (values, rest) = values[..used].as_chunks::<LANES>();
+            for (exact, values) in exact.iter().zip(values) {
+                add_squares(&mut self.sums, exact, values, T::OVERFLOW);
+            }
+            add_squares(&mut self.sums, exact_rest, rest, T::OVERFLOW);
         }
     }
 }

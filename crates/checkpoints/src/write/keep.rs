@@ -1,0 +1,82 @@
+//! Quantized weights that stay what they are, or become floats, while others are cast, folded or
+//! decoded: those that a user names, those whose columns do not fit, and what runs as one with
+//! either.
+
+use super::options::WriteOptions;
+use super::target::{Target, cast_of};
+use crate::dtype::Dtype;
+use crate::error::CheckpointError;
+use crate::selection::{Reason, check_matches, families, hits, keep_together, matchers};
+use crate::weight::{Model, Value, Weight};
+
+/// A quantized weight that is not changed as all others are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kept {
+    /// The weight, by its place in the model.
+    pub weight: usize,
+    /// Why.
+    pub reason: Reason,
+    /// What it is decoded to, as the dialect has no place for it as it is. None: it stays.
+    pub floats: Option<Dtype>,
+}
+
+/// Decides which weights are kept.
+pub(super) fn kept(
+    model: &Model<'_>,
+    target: &Target,
+    keep: &[String],
+) -> Result<Vec<Kept>, CheckpointError> {
+    let asked = matchers(keep)?;
+    check_matches(model, "keep", keep, &asked)?;
+    let reason = |weight: &Weight<'_>| {
+        if !weight.is_quantized() {
+            return None;
+        }
+        match asked.iter().position(|matcher| hits(matcher, weight)) {
+            Some(at) => Some(Reason::Asked(keep[at].clone())),
+            None => unfit(weight, target),
+        }
+    };
+    let mut reasons: Vec<Option<Reason>> = model.weights.iter().map(reason).collect();
+    if target.writer.fuses() {
+        keep_together(model, &families(model), &mut reasons);
+    }
+    let quantized = |(weight, reason): (usize, Option<Reason>)| {
+        let value = &model.weights[weight];
+        let reason = reason.filter(|_| value.is_quantized())?;
+        Some(Kept { weight, reason, floats: floats(value, target) })
+    };
+    Ok(reasons.into_iter().enumerate().filter_map(quantized).collect())
+}
+
+/// Why blocks, or the records of the dialect, do not divide the columns of a weight, if so.
+fn unfit(weight: &Weight<'_>, target: &Target) -> Option<Reason> {
+    let Value::Fp4(fp4) = &weight.value else { return None };
+    if target.options.decode_fp4.is_some() {
+        return None;
+    }
+    let own = (fp4.format, fp4.block_size);
+    let becomes = cast_of(&target.options, fp4);
+    let (format, block_size) = becomes.map_or(own, |format| (format, format.row().block_size));
+    let of = target.writer.columns(format, block_size);
+    let cols = fp4.cols();
+    (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
+}
+
+/// What a weight is decoded to if the dialect has no place for it as it is.
+fn floats(weight: &Weight<'_>, target: &Target) -> Option<Dtype> {
+    let holds = !target.folds(weight) && target.writer.tensors(weight).is_ok();
+    let asked = match weight.value {
+        Value::Fp8(_) => target.options.decode_fp8,
+        Value::Plain(_) | Value::Fp4(_) => target.options.decode_fp4,
+    };
+    (!holds).then(|| asked.unwrap_or(Dtype::BF16))
+}
+
+impl Kept {
+    /// The options for it, where others are those for all.
+    pub(super) fn options(&self, all: &WriteOptions) -> WriteOptions {
+        let (decode_fp8, decode_fp4) = (self.floats, self.floats);
+        WriteOptions { cast: None, decode_fp8, decode_fp4, inexact: false, ..*all }
+    }
+}

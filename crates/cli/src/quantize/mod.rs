@@ -233,7 +233,7 @@ fn unheld(error: CheckpointError) -> CliError {
         false => word.to_owned(),
     };
     let keep = module.split('.').map(word).collect::<Vec<_>>().join(".");
-    CliError::Unheld { error, keep }
+    CliError::Unheld { error: error.into(), keep }
 }
 
 /// Says what was made, how good it is, and what to type next.

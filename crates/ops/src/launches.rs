@@ -47,6 +47,8 @@ impl LaunchState {
     ) -> Result<Self, OpsError> {
         #[cfg(feature = "cube")]
         if let burn::backend::DispatchDevice::Cube(device) = device.as_dispatch() {
+            #[cfg(feature = "cuda")]
+            crate::devices::cube::lane::relax_this_thread(device);
             return Ok(Self { state: State::new(device, weights, tensors)? });
         }
         drop((weights, tensors));

@@ -83,7 +83,7 @@ pub use devices::extension::Fp4Backend;
 // Public for the project's tests, which run it on devices that have code of their own.
 #[doc(hidden)]
 pub use devices::portable;
-pub use devices::repeats_values;
+pub use devices::{is_host, repeats_values};
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;

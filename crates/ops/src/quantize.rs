@@ -88,6 +88,8 @@ pub(crate) fn checked_amax<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Tensor<1>, OpsError> {
+    #[cfg(feature = "cube")]
+    crate::fused::read_beside_recordings(&values.device());
     let by_row = scheme.tensor_scale == TensorScaling::Row && scheme.rule.row().tensor_scale;
     let measure = |by_row| {
         let values = values.clone().into_dispatch();

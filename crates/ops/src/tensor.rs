@@ -102,6 +102,8 @@ impl<const D: usize> Fp4Tensor<D> {
         layout.validate()?;
         check_shape("shape", &[D], &[layout.shape.len()])?;
         let device = codes.device();
+        #[cfg(feature = "cube")]
+        crate::fused::read_beside_recordings(&device);
         check_part("codes", &codes, DType::U8, &layout.codes_shape(), &device)?;
         check_part("block scales", &scales, DType::U8, &layout.scales_shape(), &device)?;
         let count = if tensor_scale.dims() == [1] { 1 } else { layout.rows() };

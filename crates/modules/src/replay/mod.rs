@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use burn::backend::DispatchTensor;
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{LaunchState, Launches, OpsError, records_launches};
+use burn_fp4_ops::{LaunchState, Launches, OpsError, is_host, records_launches};
 
 use self::tensors::Signature;
 use self::weights::{gathered, weights};
@@ -331,7 +331,8 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         self.state = Some(Held::Tensors(state));
     }
 
-    /// Runs the pass as it is.
+    /// Runs the pass as it is: on hosts by a thread of the pool that its operations share. From any
+    /// other thread each operation would wait until one of the pool has woken up and ended it.
     fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
         self.recordings.clear();
         let state = match self.state.take().ok_or(ReplayError::Lost)? {
@@ -342,11 +343,16 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         };
         let state = ReplayParts::of(state);
         let before = state.signature();
-        let (state, outputs) = (self.forward)(&self.model, state.into(), inputs.into());
-        let state = ReplayParts::of(state);
+        let on_host = inputs.device().is_some_and(|device| is_host(&device));
+        let (model, forward) = (&self.model, &self.forward);
+        let pass = move || {
+            let (state, outputs) = forward(model, state.into(), inputs.into());
+            (ReplayParts::of(state), ReplayParts::of(outputs))
+        };
+        let (state, outputs) = if on_host { rayon::scope(|_| pass()) } else { pass() };
         let after = state.signature();
         self.state = Some(Held::Tensors(state.into()));
-        if before == after { Ok(outputs) } else { Err(changed(&before, &after)) }
+        if before == after { Ok(outputs.into()) } else { Err(changed(&before, &after)) }
     }
 
     fn replay(&mut self, device: &Device, inputs: ReplayParts) -> Result<O, ReplayError> {

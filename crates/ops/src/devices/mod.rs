@@ -93,8 +93,9 @@ fn row(device: &Device) -> Option<DeviceRow> {
     }
 }
 
-/// Whether tensors of a device are in host memory.
-pub(crate) fn is_host(device: &Device) -> bool {
+/// Returns true if tensors of a device are in host memory.
+#[must_use]
+pub fn is_host(device: &Device) -> bool {
     row(device).is_some_and(|row| row.is_host)
 }
 

@@ -48,6 +48,16 @@ pub(crate) fn drain_if_active(device: &Device) {
     }
 }
 
+/// Lets this thread read results of a device while another thread records there.
+pub(crate) fn read_beside_recordings(device: &Device) {
+    #[cfg(feature = "cuda")]
+    if let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch() {
+        lane::relax_this_thread(device);
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = device;
+}
+
 /// Has what waits in the stream of a device begin to run, rather than when more is there.
 pub(crate) fn run_now(device: &Device) {
     if let DispatchDevice::Cube(device) = device.clone().inner().as_dispatch() {

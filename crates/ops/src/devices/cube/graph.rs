@@ -446,7 +446,7 @@ struct Window<'a> {
 impl<'a> Window<'a> {
     fn prepare(device: &'a CubeDevice) -> Result<Self, OpsError> {
         #[cfg(feature = "cuda")]
-        lane::relax_captures(device).map_err(not_recorded)?;
+        lane::relax_launching(device).map_err(not_recorded)?;
         Cube::graph_prepare(device).map_err(not_recorded)?;
         Ok(Self { device, open: true })
     }

@@ -9,6 +9,8 @@
 //! used: to add one to a busy thread holds a lock of CubeCL's that its tasks may need. So only the
 //! first device of a kind has it, after [`init`](crate::init).
 
+#[cfg(feature = "cuda")]
+use core::cell::Cell;
 use std::sync::{Arc, OnceLock};
 
 use burn::backend::fusion::get_client;
@@ -114,29 +116,44 @@ pub(crate) fn launch_now(device: &CubeDevice) {
     }
 }
 
-/// Lets the thread that launches allocate, free, load kernels and wait while one of its streams is
-/// recorded.
-///
-/// CubeCL begins a capture in the driver's global mode, in which such calls for the streams of
-/// other threads fail, and void the capture. A thread whose own mode is relaxed is exempt
-/// (`cuThreadExchangeStreamCaptureMode` in the CUDA driver API).
+/// Lets the thread that launches allocate, free, load kernels and wait while it records one of its
+/// streams.
 ///
 /// # Errors
 /// What the driver says.
 #[cfg(feature = "cuda")]
-pub(super) fn relax_captures(device: &CubeDevice) -> Result<(), String> {
-    use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
-
+pub(super) fn relax_launching(device: &CubeDevice) -> Result<(), String> {
     let lane = lane(device).ok_or("there is no lane")?;
-    let exchange = |_: &mut Launching| {
-        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the driver writes the thread's former mode to `mode`, which outlives the call.
-        unsafe { cuThreadExchangeStreamCaptureMode(&mut mode) }.result()
-    };
-    match lane.launching.submit_blocking(exchange) {
-        Ok(exchanged) => exchanged.map_err(|error| error.to_string()),
+    match lane.launching.submit_blocking(|_| relax_captures()) {
+        Ok(relaxed) => relaxed.map_err(|error| error.to_string()),
         Err(error) => Err(format!("{error:?}")),
     }
+}
+
+/// Lets this thread wait for results while another one records.
+#[cfg(feature = "cuda")]
+pub(crate) fn relax_this_thread(device: &CubeDevice) {
+    thread_local! {
+        static RELAXED: Cell<bool> = const { Cell::new(false) };
+    }
+    if matches!(device, CubeDevice::Cuda(_)) && !RELAXED.get() {
+        // Before the driver has begun there is nothing to wait for: it is tried again.
+        RELAXED.set(relax_captures().is_ok());
+    }
+}
+
+/// Exempts this thread from what a capture forbids.
+///
+/// CubeCL begins a capture in the driver's global mode: calls of any thread that may wait for a
+/// device, allocate or load then fail, and void the capture. A thread whose own mode is relaxed may
+/// make them (`cuThreadExchangeStreamCaptureMode` in the CUDA driver API).
+#[cfg(feature = "cuda")]
+fn relax_captures() -> Result<(), cudarc::driver::DriverError> {
+    use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
+
+    let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the driver writes the thread's former mode to `mode`, which outlives the call.
+    unsafe { cuThreadExchangeStreamCaptureMode(&mut mode) }.result()
 }
 
 /// Runs a task on the thread that runs the stream of operations, so that those of no other thread

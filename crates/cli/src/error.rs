@@ -26,7 +26,7 @@ pub(crate) enum CliError {
     #[error("{error}; use --keep '{keep}' to leave it dense, or another --dialect")]
     Unheld {
         /// The weight, and what the dialect cannot hold.
-        error: CheckpointError,
+        error: Box<CheckpointError>,
         /// A pattern of the weight, and of those with its name in other layers.
         keep: String,
     },

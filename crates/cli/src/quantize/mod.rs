@@ -231,7 +231,7 @@ fn unheld(error: CheckpointError) -> CliError {
         false => word.to_owned(),
     };
     let keep = module.split('.').map(word).collect::<Vec<_>>().join(".");
-    CliError::Unheld { error, keep }
+    CliError::Unheld { error: Box::new(error), keep }
 }
 
 /// Bytes of jobs.

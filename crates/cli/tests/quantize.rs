@@ -191,11 +191,11 @@ fn weights_that_lose_much_are_warned_of_with_what_to_do() {
     assert_eq!(code, 0, "{warned}");
     let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; \
                 pass --keep 'layers.0.mlp.up_proj.weight' to keep it";
-    assert_eq!(warned.trim_end(), says);
+    assert_eq!(warned.trim_end().lines().last(), Some(says));
     assert!(said.contains("worst 100.00 % layers.0.mlp.up_proj.weight"), "{said}");
     let advised = "quantize model.safetensors --keep layers.0.mlp.up_proj.weight --out advised";
     let (code, said, warned) = run(folder.path(), advised);
-    assert_eq!((code, warned.as_str()), (0, ""));
+    assert!(code == 0 && !warned.contains("its error is"), "{warned}");
     assert!(said.contains("1 of 3 weights quantized"), "{said}");
 }
 

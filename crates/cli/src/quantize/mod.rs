@@ -44,7 +44,7 @@ use crate::checkpoint::{GGUF, Input, model, not_copied, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
 use crate::interrupt::Announced;
-use crate::print::{next, note, print, print_json, warn};
+use crate::print::{next, note, print, print_json, say, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
@@ -62,10 +62,10 @@ use statistics::StatisticsFile;
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
-/// INPUT is a safetensors file, a folder of a Hugging Face model or a GGUF file of any size, in f32,
-/// f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight after
-/// another passes through memory. OUT appears only when it is complete. Start with --dry-run, which
-/// shows the plan for every weight.
+/// INPUT is a safetensors file, a folder of a Hugging Face model or a GGUF file of any size, in
+/// f32, f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight
+/// after another passes through memory. OUT appears only when it is complete. Start with --dry-run,
+/// which shows the plan for every weight.
 ///
 /// `config.json` names the architecture, which says what is a linear layer. If it is not known,
 /// names and shapes decide, and a warning says so.
@@ -173,13 +173,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
             _ => {
-                match arguments.json {
-                    true => print_json(&report)?,
-                    false => {
-                        let table = report.table(arguments.all, width());
-                        print(&format!("{table}\n{}", report.summary()))?;
-                    }
-                }
+                print_plan(&report, arguments)?;
                 return held.and_then(|()| Ok(selection.check_not_empty(&model)?));
             }
         };
@@ -214,12 +208,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     })
 }
 
+/// Prints what would become of every weight.
+fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
+    if arguments.json {
+        return print_json(report);
+    }
+    print(&format!("{}\n{}", report.table(arguments.all, width()), report.summary()))
+}
+
 /// Prints the warnings, and the plan that they ask to check if nothing else does.
 fn print_warnings(report: &Report, dry_run: bool) {
-    let warnings: Vec<_> = report.warnings().collect();
-    warnings.iter().for_each(warn);
-    if !warnings.is_empty() && !dry_run {
-        eprintln!("{}", report.table(false, None));
+    report.warnings().iter().for_each(warn);
+    if !report.warnings().is_empty() && !dry_run {
+        say(report.table(false, width()));
     }
 }
 

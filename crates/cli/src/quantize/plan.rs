@@ -112,8 +112,8 @@ impl Report {
     }
 
     /// The warnings, as lines.
-    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
-        self.warnings.iter().map(|warning| format!("warning: {warning}"))
+    pub(super) fn warnings(&self) -> &[Warning] {
+        &self.warnings
     }
 
     /// A line for every pattern of names, or with `all` for every tensor, on a terminal of this

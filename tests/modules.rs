@@ -697,6 +697,30 @@ fn no_rows_of_input_are_no_rows_of_output() {
 }
 
 #[test]
+fn a_tied_output_layer_multiplies_by_the_vectors_of_the_table() {
+    for (name, device, _) in devices() {
+        let mut table = seeded(Fp4Embedding::from(EmbeddingConfig::new(40, 64).init(&device)), 5);
+        let values = TensorData::new(normals(6, 2 * 3 * 64), [2, 3, 64]);
+        let hidden = Tensor::<3>::from_data(values, &device);
+        let empty = Tensor::<3>::zeros([2, 0, 64], &device);
+        for packed in [false, true] {
+            if packed {
+                table.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+            }
+            let weight = table.weight.val().transpose().unsqueeze::<3>();
+            let expected = floats(hidden.clone().matmul(weight.expand([2, 64, 40])));
+            let logits = table.project(hidden.clone());
+            assert_eq!(logits.dims(), [2, 3, 40], "{name}");
+            for (found, expected) in floats(logits).iter().zip(&expected) {
+                let near = (found - expected).abs() <= 2e-3 * (1.0 + expected.abs());
+                assert!(near, "{name} packed {packed}: {found}, not {expected}");
+            }
+            assert_eq!(table.project(empty.clone()).dims(), [2, 0, 40], "{name} {packed}");
+        }
+    }
+}
+
+#[test]
 fn a_loss_of_no_rows_has_a_backward_pass() {
     let device = Device::flex().autodiff();
     let mut linear = Fp4Linear::from(LinearConfig::new(64, 32).init(&device));

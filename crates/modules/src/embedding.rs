@@ -84,6 +84,10 @@ impl Fp4Embedding {
                 shape[D - 1] = vectors;
                 // `linear` would copy the transposed weight where rows are few.
                 let rows = shape[..D - 1].iter().product::<usize>();
+                if rows == 0 {
+                    // Burn's `reshape` keeps the length of an axis where 0 is asked for.
+                    return hidden.sum_dim(D - 1).repeat_dim(D - 1, vectors);
+                }
                 let rows = hidden.reshape([rows, width]);
                 rows.matmul(weight.transpose()).reshape(shape)
             }

@@ -26,7 +26,8 @@ const MOST: usize = 16;
 
 /// The forward pass of a model, recorded for the shapes of its inputs by a device that can (CUDA),
 /// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
-/// the pass is run as it is, with the same results; [`is_graph`](Self::is_graph) says which.
+/// the pass is run as it is, with the same results; [`is_graph`](Self::is_graph) says which. On
+/// hosts a thread of rayon's pool runs it, so that operations need not wake one up each.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -95,11 +96,13 @@ const MOST: usize = 16;
 ///
 /// While a replay records, operations of other threads wait, and so do other replays, also while
 /// kernels are compiled by which products read ahead; one that its own pass would record is an
-/// error. What other threads put on a CUDA device as data (`from_data`, not `zeros`) or read from
-/// one does not wait. Data of the thread on whose stream is recorded, or that has the same one
-/// (CubeCL has 128, which threads get in turn), may be lost then without an error; memory that the
-/// data of any other thread take, and waits for what is read, can make the recording fail, and fail
-/// themselves. So record first, by a run for each combination of shapes, and serve then.
+/// error. Other threads may quantize, load, take memory and read meanwhile: a thread that uses
+/// packed weights is exempt from what the driver forbids while a stream is captured. Two limits
+/// remain. Data that are put on the device (`from_data`) by the thread on whose stream is recorded,
+/// or by one that has the same stream (CubeCL has 128, which threads get in turn), may be lost
+/// without an error. A thread that has used no packed weight yet, and waits for a result at the
+/// moment when a recording begins, can make both fail. To be safe from either, record first, by a
+/// run for each combination of shapes, and serve then.
 ///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a

@@ -173,7 +173,7 @@ pub enum CheckpointError {
         /// The target.
         path: PathBuf,
     },
-    /// What an earlier run has left beside the target would be lost.
+    /// The partial result of an earlier run beside the target would be lost.
     #[error(
         "{}: holds weights of an earlier run ({done}); remove it to start over", .path.display()
     )]
@@ -407,7 +407,7 @@ fn converts(files: &Path) -> String {
     )
 }
 
-/// What may have been meant by a pattern that matches nothing.
+/// Suggests a name for a pattern that matches nothing.
 fn hint(nearest: &Option<String>, first: &str) -> String {
     match nearest {
         Some(nearest) => format!("; did you mean `{nearest}`?"),

@@ -188,7 +188,7 @@ pub struct Fp4Weight<'a> {
     /// `[rows, cols]`, or `[stack, rows, cols]` of stacked matrices (experts). Blocks run along
     /// `cols`, the axis of the layer's input.
     pub shape: Vec<usize>,
-    /// Whether the model's parameter is `[.., cols, rows]`: the experts of Llama 4 and gpt-oss, and
+    /// True if the model's parameter is `[.., cols, rows]`: the experts of Llama 4 and gpt-oss, and
     /// the layers of GPT-2.
     pub transposed: bool,
     /// In which order the bytes lie.

@@ -9,9 +9,9 @@ use crate::percent::Percent;
 /// Sums of squares over a weight: of what quantization changed, and of what was there, in f64.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Squares {
-    /// Of its values.
+    /// Sums over its values.
     pub(crate) values: [f64; 2],
-    /// Of the outputs of its layer, if the inputs are known well enough.
+    /// Sums over the outputs of its layer, if statistics of its inputs are whole.
     pub(crate) outputs: Option<[f64; 2]>,
 }
 

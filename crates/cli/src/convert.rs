@@ -102,14 +102,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     }
 }
 
-/// What was written, and what changed on the way.
+/// Report of a conversion, and of what it changed.
 #[derive(Serialize)]
 struct Report {
     dialect: String,
     files: usize,
     tensors: usize,
     bytes: u64,
-    /// What changed, and what else is worth knowing, in sentences.
+    /// Changes, and whatever else is worth knowing, in sentences.
     notes: Vec<String>,
     /// The errors of weights whose values changed, against what was read.
     errors: Errors,
@@ -181,7 +181,7 @@ fn dialect_of(arguments: &Arguments) -> Result<&str, CliError> {
     }
 }
 
-/// What is worth knowing of the result.
+/// Notes on the result.
 fn result_notes(
     model: &Model<'_>,
     dialect: &str,

@@ -192,7 +192,7 @@ pub(crate) enum CliError {
     },
 }
 
-/// What to do about a weight that cannot be quantized.
+/// The remedy for a weight that cannot be quantized.
 fn keep(source: &SearchError, name: &str) -> String {
     match source {
         SearchError::NonFinite { .. } => format!("; fix it, or pass --keep '{name}' to keep it"),

@@ -1,4 +1,4 @@
-//! What goes to standard output and standard error.
+//! Lines for standard output and standard error.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};

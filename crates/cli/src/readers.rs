@@ -28,8 +28,8 @@ fn with_star(reader: &ReadBy) -> String {
     format!("{}{star}", reader.program.row().name)
 }
 
-/// What is worth knowing of formats, with their block sizes, in a dialect: that none of its readers
-/// has them, or that all of them do more than multiply by the weights.
+/// Notes on formats, with their block sizes, in a dialect: that none of its readers has them, or
+/// that all of them do more than multiply by the weights.
 ///
 /// # Errors
 /// As [`writer`].

@@ -45,7 +45,7 @@ pub struct PackedWeight {
     tensor_scale: Param<Tensor<1, Int>>,
     layout: Fp4Layout,
     adapter: Option<LoraAdapter>,
-    /// Whether `val()` is what the parameter stores, while this is taken off it.
+    /// Returns true if `val()` equals the stored values while this is taken off the parameter.
     absent: bool,
 }
 

@@ -114,7 +114,7 @@ pub enum Outcome {
     Adapted {
         /// Columns of `a` and rows of `b`.
         rank: usize,
-        /// What the product of the factors is multiplied by.
+        /// Multiplier of the product of the factors.
         scale: f64,
     },
     /// It is dense, and its adapter was added to it.

@@ -70,7 +70,7 @@ fn name(format: Fp4Format) -> String {
     format.to_string().to_uppercase()
 }
 
-/// What was done to a parameter, or why not, in a few words; [`details`] has the others.
+/// Names the outcome of a parameter in a few words; [`details`] has the others.
 fn outcome(parameter: &ParameterReport) -> String {
     match &parameter.outcome {
         Outcome::Quantized { scheme, .. } => name(scheme.format()),
@@ -93,8 +93,7 @@ fn outcome(parameter: &ParameterReport) -> String {
     }
 }
 
-/// What the table has no room for, in the same words for parameters of which the same is to be
-/// said.
+/// Says what the table has no room for, in the same words for parameters with the same outcome.
 fn details(parameter: &ParameterReport) -> Option<String> {
     Some(match &parameter.outcome {
         Outcome::Quantized { scheme, asked, chosen_by, fallback, axis, .. } => {

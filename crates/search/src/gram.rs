@@ -432,7 +432,7 @@ pub(crate) fn check_activations(activations: &[f32], channels: usize) -> Result<
 mod tests {
     use super::*;
 
-    /// Of integers, so that no order of summation matters.
+    /// Sums of integers, for which no order of summation matters.
     #[test]
     fn however_it_is_given_it_is_the_same() {
         for (channels, block_size) in
@@ -483,7 +483,7 @@ mod tests {
         }
     }
 
-    /// Of integers, so that no order of summation matters.
+    /// Sums of integers, for which no order of summation matters.
     #[test]
     fn squares_of_outputs_are_those_of_the_products_with_the_activations() {
         for channels in [3, 128, 300] {

@@ -1,4 +1,4 @@
-//! What a weight is to its model, by its name: linear layer, embedding, output layer, router.
+//! The role of a weight in its model, by its name: linear layer, embedding, output layer, router.
 //!
 //! `table.rs` has a row for each architecture of Hugging Face models, which `config.json` names.
 //! Where it names none of them, the names of Llama-like models are tried.
@@ -21,7 +21,7 @@ pub(crate) struct Architecture<'c> {
     config: Option<&'c Json>,
 }
 
-/// What the class names of transformers have behind the name of the architecture.
+/// Ends of the class names of transformers, behind the name of the architecture.
 const CLASS_ENDS: [&str; 4] = ["For", "Model", "LMHead", "EncoderModel"];
 
 /// The field with the config of the language model in a model of several modalities.
@@ -107,7 +107,7 @@ pub(crate) struct Kept {
     matchers: Vec<(Matcher, &'static str)>,
 }
 
-/// What keeps a weight dense.
+/// The reason that keeps a weight dense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// Not a linear layer, but this.
@@ -117,7 +117,7 @@ pub(crate) enum Role {
 }
 
 impl Kept {
-    /// What a matrix, or a tensor of more axes, is, unless it is the weight of a linear layer.
+    /// Names the role of a matrix, or of a tensor with more axes, unless it is a linear weight.
     pub(crate) fn role(&self, module: &str, axes: usize) -> Option<Role> {
         // Three axes are a stack of matrices by their number alone.
         if axes > 2 && module.split('.').any(|part| part.contains("conv")) {
@@ -145,7 +145,7 @@ fn of_class(class: &str) -> Option<(&'static Row, &'static str)> {
     })
 }
 
-/// What is before the last names of a module, if these are `end`.
+/// Returns the part of a module's name before `end`, if it ends so.
 fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
     module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
 }

@@ -15,8 +15,8 @@ pub(crate) struct Row {
     pub(super) linear: &'static [&'static str],
     /// The same for weights `[inputs, outputs]`, or `[experts, inputs, outputs]`.
     pub(super) transposed: &'static [&'static str],
-    /// Of [`transposed`](Self::transposed): name ends, each with the field of `config.json` that
-    /// counts the inputs, for weights that some files have as `[experts, outputs, inputs]`.
+    /// Name ends of [`transposed`](Self::transposed) weights that some files have as
+    /// `[experts, outputs, inputs]`, each with the field of `config.json` that counts the inputs.
     pub(super) inputs: &'static [(&'static str, &'static str)],
     /// Globs of modules that stay, each with a description, tried before [`KEPT`].
     pub(super) kept: &'static [(&'static str, &'static str)],

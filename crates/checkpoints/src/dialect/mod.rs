@@ -148,7 +148,7 @@ fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), 
     }
 }
 
-/// Whether two dialects make the same weights of a checkpoint's tensors, by headers alone.
+/// Returns true if two dialects make the same weights of a checkpoint's tensors, by headers alone.
 fn read_the_same(ones: &[Weight<'_>], others: &[Weight<'_>]) -> bool {
     let stated = |scale: &Option<TensorScale<'_>>| {
         scale.as_ref().map(|scale| matches!(scale, TensorScale::Divisor(_)))

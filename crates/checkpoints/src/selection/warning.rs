@@ -1,4 +1,4 @@
-//! What a user is warned of before weights are quantized.
+//! Warnings about a plan, before weights are quantized.
 
 use std::fmt;
 

@@ -16,7 +16,7 @@ pub struct Kept {
     pub weight: usize,
     /// Why.
     pub reason: Reason,
-    /// What it is decoded to, as the dialect has no place for it as it is. None: it stays.
+    /// The dtype it is decoded to, if the dialect has no place for it as it is. None: it stays.
     pub floats: Option<Dtype>,
 }
 
@@ -63,7 +63,7 @@ fn unfit(weight: &Weight<'_>, target: &Target) -> Option<Reason> {
     (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
 }
 
-/// What a weight is decoded to if the dialect has no place for it as it is.
+/// The dtype that a weight is decoded to if the dialect has no place for it as it is.
 fn floats(weight: &Weight<'_>, target: &Target) -> Option<Dtype> {
     let holds = !target.folds(weight) && target.writer.tensors(weight).is_ok();
     let asked = match weight.value {

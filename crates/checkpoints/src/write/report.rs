@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::cast::CastReport;
 
-/// What was written, and what changed on the way.
+/// Report of a conversion, and of what it changed.
 ///
 /// Displayed it is a line for what was written, and one for everything that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -46,7 +46,7 @@ impl Target {
         options.decode_fp4.is_none() && (cast || self.folds(weight))
     }
 
-    /// Whether a weight has a tensor scale that the dialect has no place for.
+    /// Returns true if a weight has a tensor scale that the dialect has no place for.
     pub(super) fn folds(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
         let stated = self.writer.holds_of(weight).tensor_scale;

@@ -7,7 +7,7 @@ use burn_fp4_checkpoints::{CheckpointError, Container, Dtype};
 
 use super::models::raw_file;
 
-/// What a path is refused for: the file, and all that are to be converted.
+/// Names the file that a path is refused for, and all files to convert.
 fn refused(path: &Path) -> (PathBuf, PathBuf) {
     let error = Container::open(path).expect_err("no tensors");
     let text = error.to_string();

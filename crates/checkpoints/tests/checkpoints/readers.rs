@@ -1,4 +1,4 @@
-//! What configs say is what the programs that are named as readers accept.
+//! Configs say only what the programs named as readers accept.
 
 use std::fs;
 

@@ -44,7 +44,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// What it ends with.
+/// The last line of a comparison.
 const EXIT_CODES: &str = "\
 Exit codes: 0 every weight is the same or within the tolerance; 1 a weight differs by more, is \
 missing in A or B, or cannot be compared (another shape, NaN); 2 the command or a file is wrong; \

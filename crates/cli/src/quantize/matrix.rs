@@ -246,7 +246,7 @@ type Measured = (Vec<Packed>, Vec<Squares>);
 
 /// A matrix that was quantized, with the errors of the members of its group.
 ///
-/// Those of outputs are as much work as the search itself: only a method that takes whole Gram
+/// Errors of outputs are as much work as the search itself: only a method that takes whole Gram
 /// matrices, and so minimizes them, is worth it.
 fn measured<T: HostElement>(
     group: &Group<'_>,

@@ -121,7 +121,7 @@ Examples:
   fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
   fp4 quantize model-f16.gguf --out nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
 
-/// What to do after a signal has ended a run.
+/// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
 /// What the program takes besides weights: code, headers, buffers, the stacks of threads.
@@ -247,7 +247,7 @@ fn finish(json: bool, out: &Path, report: &Report, errors: Errors) -> Result<(),
     print(&format!("{path}: {summary}\n{}\n{next}", errors.summary()))
 }
 
-/// What was done, as JSON: the plan, and the errors.
+/// Report of a run as JSON: the plan and the errors.
 #[derive(serde::Serialize)]
 struct Done<'r> {
     #[serde(flatten)]

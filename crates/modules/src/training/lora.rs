@@ -138,7 +138,7 @@ fn dense_adapted(parameters: &[Parameter]) -> Result<BTreeMap<String, DType>, Fp
     Ok(dense)
 }
 
-/// What merging makes of packed weights.
+/// Packed weights after merging.
 #[derive(Default)]
 struct Merged {
     facts: PackedWeights,

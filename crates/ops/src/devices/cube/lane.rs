@@ -120,7 +120,7 @@ pub(crate) fn launch_now(device: &CubeDevice) {
 /// streams.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 #[cfg(feature = "cuda")]
 pub(super) fn relax_launching(device: &CubeDevice) -> Result<(), String> {
     let lane = lane(device).ok_or("there is no lane")?;

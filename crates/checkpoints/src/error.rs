@@ -402,8 +402,9 @@ fn converts(files: &Path) -> String {
         "python3 -c \"import glob, sys, torch; from safetensors.torch import save_file; \
          [save_file({{k: v.contiguous().clone() for k, v in s.get('state_dict', s).items()}}, \
          f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1]) \
-         for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" \"{}\"",
-        files.display()
+         for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" '{}'",
+        // A shell that is handed the name reads nothing in it.
+        files.display().to_string().replace('\'', r"'\''")
     )
 }
 

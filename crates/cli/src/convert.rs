@@ -96,6 +96,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     notes.extend(result_notes(&model, dialect, &options)?);
     notes.extend(not_copied(&checkpoint));
     let report = Report::new(&model, dialect, &planned, notes);
+    report.errors.warnings().iter().for_each(warn);
     match arguments.json {
         true => print_json(&report),
         false => print(&report.text(&out)),

@@ -11,6 +11,14 @@ pub(crate) struct Size(pub(crate) u64);
 const UNITS: [(&str, u64); 5] =
     [("TB", 1_000_000_000_000), ("GB", 1_000_000_000), ("MB", 1_000_000), ("kB", 1000), ("B", 1)];
 
+impl Size {
+    /// The least size as large as this whose text says all of it: whole tenths of its unit.
+    pub(crate) fn rounded_up(self) -> Self {
+        let (_, unit) = UNITS.into_iter().find(|(_, unit)| self.0 >= *unit).unwrap_or(("B", 1));
+        Self(self.0.next_multiple_of((unit / 10).max(1)))
+    }
+}
+
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, unit) = UNITS.into_iter().find(|(_, unit)| self.0 >= *unit).unwrap_or(("B", 1));
@@ -50,5 +58,14 @@ mod tests {
         assert!("a lot".parse::<Size>().is_err() && "-1GB".parse::<Size>().is_err());
         assert_eq!(Size(2_345_000_000).to_string(), "2.3 GB");
         assert_eq!(Size(999).to_string(), "999 B");
+    }
+
+    #[test]
+    fn a_size_that_is_rounded_up_is_enough_as_it_is_shown() {
+        for bytes in [0, 7, 999, 1001, 67_108_864, 2_345_000_000, 1_999_999_999_999] {
+            let shown = Size(bytes).rounded_up().to_string();
+            let read: Size = shown.parse().expect("a size");
+            assert!(read.0 >= bytes && read.0 - bytes <= bytes / 10 + 1, "{bytes}: {shown}");
+        }
     }
 }

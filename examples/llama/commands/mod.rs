@@ -10,7 +10,7 @@ pub(crate) mod train;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
 use burn_fp4::Fp4Format;
 use clap::ValueEnum;
@@ -96,11 +96,15 @@ impl Tied {
     /// The model of a folder.
     fn load<L: Projection>(&self, folder: &Folder, device: &Device) -> Result<Llama<L>> {
         let (mut model, _) = folder.load::<L>(device)?;
-        match self.tied_embedding {
-            TiedEmbedding::AsLoaded => false,
-            TiedEmbedding::Nvfp4 => model.quantize_tied_embedding(Fp4Format::NvFp4)?,
-            TiedEmbedding::Mxfp4 => model.quantize_tied_embedding(Fp4Format::MxFp4)?,
+        let format = match self.tied_embedding {
+            TiedEmbedding::AsLoaded => return Ok(model),
+            TiedEmbedding::Nvfp4 => Fp4Format::NvFp4,
+            TiedEmbedding::Mxfp4 => Fp4Format::MxFp4,
         };
+        ensure!(
+            model.quantize_tied_embedding(format)?,
+            "the model has an output layer of its own; leave out --tied-embedding"
+        );
         Ok(model)
     }
 }

@@ -14,7 +14,7 @@ fn refused(path: &Path) -> (PathBuf, PathBuf) {
     let CheckpointError::Pickle { path, all } = error else { panic!("{text}") };
     assert!(text.starts_with(&format!("{}: a pickle", path.display())), "{text}");
     assert!(text.contains("; convert it to safetensors: python3 -c \"import "), "{text}");
-    assert!(text.ends_with(&format!("\" \"{}\"", all.display())), "{text}");
+    assert!(text.ends_with(&format!("\" '{}'", all.display())), "{text}");
     (path, all)
 }
 

@@ -327,8 +327,8 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
         Some(left) => Ok(left),
         None => Err(CliError::Memory {
             weight: model.weights[largest.weights[0]].name.clone(),
-            // Rounded up, so that what is shown is enough.
-            needed: Size((largest.memory + OWN_MEMORY).next_multiple_of(1_000_000)),
+            // The size that is shown has to be enough.
+            needed: Size(largest.memory + OWN_MEMORY).rounded_up(),
             found: Size(allowed),
         }),
     }

@@ -304,7 +304,9 @@ mod tests {
     #[test]
     fn sums_do_not_depend_on_how_many_rows_there_are() {
         const INPUT_ROWS: usize = 9;
-        for (block_size, channels, outputs) in [(16, 80, 37), (16, 96, 40), (32, 96, 37)] {
+        // The last is more than one thread is given.
+        let shapes = [(16, 80, 37), (16, 96, 40), (32, 96, 37), (16, 4096, 37)];
+        for (block_size, channels, outputs) in shapes {
             let codes: Vec<_> =
                 (0..outputs * channels / 2).map(|at| (at * 37 % 251) as u8).collect();
             let blocks = outputs * channels / block_size;

@@ -1,4 +1,4 @@
-//! What can be wrong, named so that a user can fix it.
+//! Errors of the command line, named so that a user can fix them.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;

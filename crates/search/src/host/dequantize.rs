@@ -272,8 +272,9 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
     #[inline(always)]
     fn take(&mut self, strip: &Strip<B>, start: usize, n: usize) {
         let values = &self.values[start..];
-        // Whole lines, or the first columns of each.
-        let (line, used) = if self.inner == 1 { (n * B, n * B) } else { (STRIP, n) };
+        // The first blocks of the strip, or the first columns of each line: what is behind them is
+        // of the strip before.
+        let (line, used) = if self.inner == 1 { (STRIP * B, n * B) } else { (STRIP, n) };
         if self.inner == 1 {
             T::read(&values[..n * B], &mut self.original.values_mut()[..n * B]);
         } else {
@@ -288,6 +289,38 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
                 add_squares(&mut self.sums, exact, values, T::OVERFLOW);
             }
             add_squares(&mut self.sums, exact_rest, rest, T::OVERFLOW);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::quantize_packed;
+    use crate::{Fp4Scheme, Importance};
+
+    #[test]
+    fn blocks_that_do_not_fill_a_strip_are_measured_once() {
+        for (block_size, scheme) in [(16, Fp4Scheme::nvfp4()), (32, Fp4Scheme::mxfp4())] {
+            for rows in [1, 16, 31, 32, 33, 40, 48, 49, 65, 80] {
+                let view = View::rows(rows, block_size);
+                let values: Vec<f32> =
+                    (0..view.len()).map(|at| ((at * 37 + 11) % 101) as f32 / 17.0 - 3.0).collect();
+                let importance = Importance::Uniform;
+                let packed = quantize_packed(&values, view, &scheme, &[3.0], importance).unwrap();
+                let mut decoded = vec![0f32; values.len()];
+                dequantize(PackedView::from(&packed), view, &mut decoded).unwrap();
+                let pairs =
+                    values.iter().zip(&decoded).map(|(&a, &b)| (f64::from(a), f64::from(b)));
+                let expected = pairs.fold([0.0; 2], |sum, (exact, value)| {
+                    [sum[0] + (exact - value).powi(2), sum[1] + exact * exact]
+                });
+                let found = squared_error(&values, PackedView::from(&packed), view).unwrap();
+                for (found, expected) in found.into_iter().zip(expected) {
+                    let near = (found - expected).abs() <= 1e-12 * expected;
+                    assert!(near, "{rows} blocks of {block_size}: {found}, not {expected}");
+                }
+            }
         }
     }
 }

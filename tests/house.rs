@@ -76,7 +76,7 @@ const METHODS_ARE_NAMED_IN: [&str; 11] = [
     "crates/modules/src/training/weights.rs",
     "crates/modules/src/walk/scale_groups.rs",
     "crates/ops/src/devices/portable/",
-    "crates/search/src/curvature.rs",
+    "crates/search/src/hessian_factor.rs",
     "crates/search/src/host/gptq.rs",
     "crates/search/src/host/quantize.rs",
     "crates/search/src/importance.rs",
@@ -95,10 +95,10 @@ const KERNELS: &str = "kernels-cubecl/src/search";
 
 /// What else is in those folders, used by several methods.
 const SHARED_BY_METHODS: [&str; 3] = [
-    "mod block point",
-    "mod arch choose codes dequantize element fake_quantize group hadamard matmul point quantize \
-     scale_grid strip tile view",
-    "mod best block_hessian choose task",
+    "mod block solution",
+    "mod arch choose codes decode dequantize element fake_quantize hadamard matmul quantize \
+     scale_grid simd_batch solution tile_reduce view",
+    "mod best block_hessian choose quantize_args",
 ];
 
 /// Where the methods are that have no file of their name in the folder of an engine.

@@ -81,7 +81,8 @@ fn nearest(x: f64) -> f64 {
 
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
-    for rule in [ScaleRule::Te, ScaleRule::Gist, ScaleRule::NoTensorScale, ScaleRule::Floor] {
+    for rule in [ScaleRule::Te, ScaleRule::TorchRecipe, ScaleRule::NoTensorScale, ScaleRule::Floor]
+    {
         for block_size in [16, 32] {
             schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
         }

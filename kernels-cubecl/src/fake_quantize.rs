@@ -1,6 +1,6 @@
 //! The values of codes and scales, from the dense tensor in one pass.
 
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -17,7 +17,7 @@ use crate::plan::{
 };
 use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 
 /// What [`dequantize`](crate::dequantize()) makes of [`quantize`](crate::quantize()), in one pass.
 ///
@@ -29,7 +29,7 @@ pub fn fake_quantize(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
 ) -> Result<Handle, Refusal> {
     let launch = plan(Operation::FakeQuantize, problem, device)?;
     problem.check_values(&values)?;
@@ -41,7 +41,7 @@ pub fn fake_quantize(
         (Dtype::Bf16, false) => launch_fake_quantize::<u16, bf16>,
         (Dtype::F32, _) => launch_fake_quantize::<u32, f32>,
     };
-    Ok(launch_kernel(client, values, amax, problem, restore, launch))
+    Ok(launch_kernel(client, values, amax, problem, target, launch))
 }
 
 fn launch_fake_quantize<E: Int, F: Float>(
@@ -49,7 +49,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
     launch: Launch,
 ) -> Handle {
     let mut problem = *problem;
@@ -72,10 +72,10 @@ fn launch_fake_quantize<E: Int, F: Float>(
             CubeDim::new_1d(UNITS),
             launch.share.words() as usize,
             launch.share.vector as usize,
-            task(values, amax, None, recipe, &problem, &launch),
+            quantize_args(values, amax, None, recipe, &problem, &launch),
             BufferArg::from_raw_parts(output.clone(), vectors),
             draw(scheme),
-            restore,
+            target,
         );
     }
     output
@@ -83,32 +83,32 @@ fn launch_fake_quantize<E: Int, F: Float>(
 
 #[cube(launch_unchecked)]
 fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
-    task: &Task<E, M>,
+    args: &QuantizeArgs<E, M>,
     output: &mut [Vector<F, N>],
     draw: Draw,
-    #[comptime] restore: Restore,
+    #[comptime] target: DequantTarget,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     let block_size = comptime!(recipe.block_size);
-    let item = item(&task.extent);
-    let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
-    let mut elements = load_blocks::<E, M>(task.values, &place, &task.extent, block_size, share);
-    let largest = largest_magnitudes::<E, M>(task, &elements, &place);
-    let chosen = choose_scales::<E, M>(task, &elements, &largest, &place);
+    let item = item(&args.extent);
+    let place = place(min(item, args.extent.items - 1), &args.extent, block_size, share);
+    let mut elements = load_blocks::<E, M>(args.values, &place, &args.extent, block_size, share);
+    let largest = largest_magnitudes::<E, M>(args, &elements, &place);
+    let chosen = choose_scales::<E, M>(args, &elements, &largest, &place);
     #[unroll]
     for row in 0..share.rows {
         let value = scale_value(chosen.codes[row as usize], comptime!(recipe.grid()));
-        let decode = if comptime!(restore == Restore::Values) {
-            tensor_factor(task.amax, place.row + row, &task.factors, recipe).decode
+        let decode = if comptime!(target == DequantTarget::Full) {
+            tensor_factor(args.amax, place.row + row, &args.factors, recipe).decode
         } else {
             1.0f32.runtime()
         };
         let scale = Scale { factor: chosen.factors[row as usize], value, decode };
-        let group = (place.index + row * task.extent.blocks) * comptime!(block_size / 8);
-        restore_row(&mut elements, row, &scale, group, &task.factors, &draw, recipe);
+        let group = (place.index + row * args.extent.blocks) * comptime!(block_size / 8);
+        restore_row(&mut elements, row, &scale, group, &args.factors, &draw, recipe);
     }
-    if item < task.extent.items {
-        store_blocks::<F, N>(&elements, output, &place, &task.extent, block_size, share);
+    if item < args.extent.items {
+        store_blocks::<F, N>(&elements, output, &place, &args.extent, block_size, share);
     }
 }
 

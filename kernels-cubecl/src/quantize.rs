@@ -16,7 +16,7 @@ use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
 use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 
 /// Codes and scales of a tensor, given the amax of [`amax`](crate::amax()) in device memory.
 ///
@@ -87,7 +87,7 @@ fn launch_quantize<E: Int>(
             CubeDim::new_1d(UNITS),
             launch.share.words() as usize,
             words,
-            task(values, amax, weights, recipe, problem, &launch),
+            quantize_args(values, amax, weights, recipe, problem, &launch),
             packed.write(problem, words),
             draw(&problem.scheme),
         );
@@ -97,20 +97,20 @@ fn launch_quantize<E: Int>(
 
 #[cube(launch_unchecked)]
 fn quantize_kernel<E: Int, N: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     packed: &mut PackedOut<W>,
     draw: Draw,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     let block_size = comptime!(recipe.block_size);
-    let item = item(&task.extent);
+    let item = item(&args.extent);
     // Units beyond the last share repeat it, so that whole planes exchange values, and store
     // nothing.
-    let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
-    let rows_left = select(item < task.extent.items, place.rows_left, 0u32);
-    let elements = load_blocks::<E, N>(task.values, &place, &task.extent, block_size, share);
-    let largest = largest_magnitudes::<E, N>(task, &elements, &place);
-    let chosen = choose_scales::<E, N>(task, &elements, &largest, &place);
+    let place = place(min(item, args.extent.items - 1), &args.extent, block_size, share);
+    let rows_left = select(item < args.extent.items, place.rows_left, 0u32);
+    let elements = load_blocks::<E, N>(args.values, &place, &args.extent, block_size, share);
+    let largest = largest_magnitudes::<E, N>(args, &elements, &place);
+    let chosen = choose_scales::<E, N>(args, &elements, &largest, &place);
     let words = comptime!(block_size / 8);
     let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
     let mut block_scales = chosen.codes;
@@ -120,12 +120,12 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
         let start = comptime!(row * block_size);
         let factor = chosen.factors[row as usize];
         if comptime!(recipe.stochastic) {
-            let group = (place.index + row * task.extent.blocks) * words;
-            drawn_codes(&elements, &mut codes, start, factor, group, &task.factors, &draw, recipe);
+            let group = (place.index + row * args.extent.blocks) * words;
+            drawn_codes(&elements, &mut codes, start, factor, group, &args.factors, &draw, recipe);
         } else {
             let limits = comptime!(limits_all(recipe, share.rows));
             let of_row = largest[row as usize];
-            let factors = &task.factors;
+            let factors = &args.factors;
             nearest_codes(&elements, &mut codes, start, of_row, factor, factors, limits, recipe);
         }
         let mut row_codes = Vector::<u32, W>::empty();
@@ -139,11 +139,11 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     if comptime!(share.staged) {
         exchange::<W>(&mut block_codes, &mut block_scales, words, share, Exchange::ToStore);
     }
-    let target = packed_place(&place, &task.extent, share);
+    let target = packed_place(&place, &args.extent, share);
     #[unroll]
     for row in 0..share.rows {
         if row < rows_left {
-            let index = target.index + row * task.extent.blocks;
+            let index = target.index + row * args.extent.blocks;
             packed.codes[index as usize] = block_codes[row as usize];
             packed.scales[index as usize] = u8::cast_from(block_scales[row as usize]);
             // The first block of all is known by its number: its row, and its place there, are
@@ -151,7 +151,7 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
             let begins =
                 if comptime!(recipe.by_row) { target.block == 0u32 } else { index == 0u32 };
             if begins {
-                let tensor = tensor_factor(task.amax, target.row + row, &task.factors, recipe);
+                let tensor = tensor_factor(args.amax, target.row + row, &args.factors, recipe);
                 store_tensor_scale::<W>(packed, target.row + row, tensor.decode, recipe);
             }
         }

@@ -24,7 +24,7 @@ use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, plan};
 use crate::search::block_hessian::{block_hessian, stage, staged_vectors};
 use crate::search::hessian::search;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 
 /// The Hessians of the blocks of a row in device memory.
 #[derive(Debug, Clone)]
@@ -89,34 +89,34 @@ fn run<E: Int>(
             launch.share.words() as usize,
             4,
             words,
-            task(values, amax, Some(hessians.bounds), recipe, problem, &launch),
+            quantize_args(values, amax, Some(hessians.bounds), recipe, problem, &launch),
             BufferArg::from_raw_parts(hessians.values, problem.view.axis * size / 4),
             packed.write(problem, words),
         );
     }
 }
 
-/// The weights of the task are the bounds of the Hessians.
+/// The weights of the arguments are the bounds of the Hessians.
 #[cube(launch_unchecked)]
 fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     hessians: &[Vector<f32, H>],
     packed: &mut PackedOut<W>,
 ) {
-    let size = comptime!(task.recipe.block_size);
+    let size = comptime!(args.recipe.block_size);
     let cube = CUBE_POS as u32;
-    if cube < task.extent.items / CUBE_DIM {
-        let block = cube % task.extent.blocks;
-        let row = cube / task.extent.blocks * CUBE_DIM + UNIT_POS;
-        if comptime!(task.share.staged) {
+    if cube < args.extent.items / CUBE_DIM {
+        let block = cube % args.extent.blocks;
+        let row = cube / args.extent.blocks * CUBE_DIM + UNIT_POS;
+        if comptime!(args.share.staged) {
             let vectors = comptime!(staged_vectors(size) as usize);
             let mut shared = Shared::<[Vector<f32, H>]>::new_slice(vectors);
-            stage::<H>(&mut shared, hessians, task.weights, block, size);
+            stage::<H>(&mut shared, hessians, args.weights, block, size);
             sync_cube();
-            quantize_row::<E, N, H, W>(task, &shared, 0u32, packed, row, block);
+            quantize_row::<E, N, H, W>(args, &shared, 0u32, packed, row, block);
         } else {
             let first = block * comptime!(size * size / 4);
-            quantize_row::<E, N, H, W>(task, hessians, first, packed, row, block);
+            quantize_row::<E, N, H, W>(args, hessians, first, packed, row, block);
         }
     }
 }
@@ -124,24 +124,24 @@ fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
 /// A block of a row. `first` is where its H begins.
 #[cube]
 fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     hessian: &[Vector<f32, H>],
     first: u32,
     packed: &mut PackedOut<W>,
     row: u32,
     block: u32,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     let size = comptime!(recipe.block_size);
-    if row < task.extent.rows {
-        let place = place_of(row, block, &task.extent, size, share);
-        let elements = load_blocks::<E, N>(task.values, &place, &task.extent, size, share);
-        let tensor = tensor_factor(task.amax, row, &task.factors, recipe);
+    if row < args.extent.rows {
+        let place = place_of(row, block, &args.extent, size, share);
+        let elements = load_blocks::<E, N>(args.values, &place, &args.extent, size, share);
+        let tensor = tensor_factor(args.amax, row, &args.factors, recipe);
         let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
-        let stay = (u32::cast_from(task.factors.one) - 1u32) & 1u32;
+        let stay = (u32::cast_from(args.factors.one) - 1u32) & 1u32;
         let channel = block * size;
-        let hessian = block_hessian::<H>(hessian, first, stay, task.weights, channel, share.staged);
-        let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &task.factors, recipe);
+        let hessian = block_hessian::<H>(hessian, first, stay, args.weights, channel, share.staged);
+        let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &args.factors, recipe);
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]
         for word in 0..comptime!(size / 8) {

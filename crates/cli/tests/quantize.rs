@@ -312,7 +312,7 @@ fn memory_is_that_of_statistics_too() {
             _ => fails(folder.path(), &command, code, &["down_proj.weight` needs ", "--memory"]),
         }
     };
-    // The Gram matrix takes 13 MB, its curvature 17 MB more; the program 67 MB.
+    // The Gram matrix takes 13 MB, its Hessian factor 17 MB more; the program 67 MB.
     run("sse-weighted", "70MB", 2);
     run("hessian", "70MB", 2);
     run("sse-weighted", "82MB", 0);

@@ -24,7 +24,7 @@ pub enum ScaleRule {
     TeDivision,
     /// The widespread torch recipe `s = e4m3(amax / 6 * S)`, elements times `S / max(s, 1e-12)`.
     /// Keeps the sign of zero.
-    Gist,
+    TorchRecipe,
     /// No tensor scale: `s = e4m3(max(amax / 6, 1e-12))`, elements divided by it (qwantize's
     /// `nvfp4_naive`, but for ties, which here go to the even code).
     NoTensorScale,
@@ -105,7 +105,7 @@ impl ScaleRule {
     pub const ALL: [Self; 8] = [
         Self::Te,
         Self::TeDivision,
-        Self::Gist,
+        Self::TorchRecipe,
         Self::NoTensorScale,
         Self::Floor,
         Self::Even,
@@ -144,8 +144,8 @@ impl ScaleRule {
             Self::TeDivision => {
                 &RuleRow { name: "te-division", scale: ScaleForm::DividedBySix, ..TE }
             }
-            Self::Gist => &RuleRow {
-                name: "gist",
+            Self::TorchRecipe => &RuleRow {
+                name: "torch-recipe",
                 inverts_amax: true,
                 scale: ScaleForm::DividedBySix,
                 normalization: Normalization::EncodeOverScale,

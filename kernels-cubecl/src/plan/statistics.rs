@@ -25,7 +25,7 @@ impl FactorPlan {
     }
 }
 
-/// Decides how the curvature of this many channels is found.
+/// Decides how the Hessian factor of this many channels is computed.
 ///
 /// # Errors
 /// [`Refusal`] if the matrix is too large, or the device has no f64.

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::task::Task;
+use super::quantize_args::QuantizeArgs;
 use crate::arith::rule::{BlockScales, block_scale, tensor_factor};
 use crate::layout::place::{Place, at_row};
 use crate::layout::share::load_blocks;
@@ -13,15 +13,15 @@ use crate::plan::TileSharing;
 /// The rule's own scale of one block of each row of a share, given the largest magnitudes.
 #[cube]
 pub(crate) fn amax_scales<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     largest: &Array<f32>,
     place: &Place,
     scales: &mut BlockScales,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     #[unroll]
     for row in 0..share.rows {
-        let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+        let tensor = tensor_factor(args.amax, place.row + row, &args.factors, recipe);
         let scale = block_scale(largest[row as usize], &tensor, comptime!(recipe.rule));
         scales.codes[row as usize] = scale.code;
         scales.factors[row as usize] = scale.factor;
@@ -31,19 +31,19 @@ pub(crate) fn amax_scales<E: Int, N: Size>(
 /// Largest magnitude of the block of every row of a share, or of the tile it belongs to.
 #[cube]
 pub(crate) fn largest_magnitudes<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     place: &Place,
 ) -> Array<f32> {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     let block_size = comptime!(recipe.block_size);
     let mut largest = Array::<f32>::new(comptime!(share.rows as usize));
     if comptime!(share.tile == TileSharing::Repeated) {
         let mut of_tile = 0.0f32.runtime();
-        for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, task.extent.rows) {
-            let neighbour = at_row(place, &task.extent, row, block_size, share);
+        for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, args.extent.rows) {
+            let neighbour = at_row(place, &args.extent, row, block_size, share);
             let elements =
-                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
+                load_blocks::<E, N>(args.values, &neighbour, &args.extent, block_size, share);
             of_tile = max_nan(of_tile, largest_magnitude(&elements, 0u32, block_size));
         }
         largest[0] = of_tile;

@@ -4,14 +4,14 @@ use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
 use crate::arith::rule::{BlockScale, TensorFactor, factor_of};
-use crate::arith::scale_grid::{Unit, is_positive, value_in};
+use crate::arith::scale_grid::{BlockNormalization, is_positive, value_in};
 use crate::plan::Recipe;
 
 /// A scale to try.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Candidate {
     pub(crate) code: u32,
-    /// Its value in the units of the block.
+    /// Its value, relative to the block's normalization.
     pub(crate) value: f32,
     /// What elements are multiplied with, or divided by.
     pub(crate) factor: f32,
@@ -21,11 +21,11 @@ pub(crate) struct Candidate {
 #[cube]
 pub(crate) fn candidate(
     code: u32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     tensor: &TensorFactor,
     #[comptime] recipe: Recipe,
 ) -> Candidate {
-    let value = value_in(unit, code, comptime!(recipe.grid()));
+    let value = value_in(normalization, code, comptime!(recipe.grid()));
     Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(recipe.rule)) }
 }
 
@@ -33,10 +33,10 @@ pub(crate) fn candidate(
 #[cube]
 pub(crate) fn own_candidate(
     own: &BlockScale,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     #[comptime] recipe: Recipe,
 ) -> Candidate {
-    let value = value_in(unit, own.code, comptime!(recipe.grid()));
+    let value = value_in(normalization, own.code, comptime!(recipe.grid()));
     Candidate { code: own.code, value, factor: own.factor }
 }
 

@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 
 use super::amax::amax_scales;
 use super::four_over_six::four_over_six;
+use super::quantize_args::QuantizeArgs;
 use super::sse::search_sse;
-use super::task::Task;
 use crate::arith::rule::BlockScales;
 use crate::layout::place::Place;
 
@@ -16,20 +16,20 @@ use crate::layout::place::Place;
 /// read again where tiles ask for it.
 #[cube]
 pub(crate) fn choose_scales<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,
     place: &Place,
 ) -> BlockScales {
-    let rows = comptime!(task.share.rows as usize);
+    let rows = comptime!(args.share.rows as usize);
     let mut scales =
         BlockScales { codes: Array::<u32>::new(rows), factors: Array::<f32>::new(rows) };
-    match comptime!(task.recipe.search) {
-        ScaleSearch::Amax => amax_scales::<E, N>(task, largest, place, &mut scales),
+    match comptime!(args.recipe.search) {
+        ScaleSearch::Amax => amax_scales::<E, N>(args, largest, place, &mut scales),
         ScaleSearch::FourOverSix { .. } => {
-            four_over_six::<E, N>(task, elements, largest, place, &mut scales)
+            four_over_six::<E, N>(args, elements, largest, place, &mut scales)
         }
-        ScaleSearch::Sse => search_sse::<E, N>(task, elements, largest, place, &mut scales),
+        ScaleSearch::Sse => search_sse::<E, N>(args, elements, largest, place, &mut scales),
         // They need Hessians, and have an operation of their own: no plan leads here.
         ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent

@@ -4,7 +4,7 @@
 use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
 use cubecl::prelude::*;
 
-use super::task::Task;
+use super::quantize_args::QuantizeArgs;
 use crate::arith::element::nearest_magnitude;
 use crate::arith::rule::{
     BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize_magnitude,
@@ -22,13 +22,13 @@ const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
 /// The better of two scales of one block of each row of a share, given the largest magnitudes.
 #[cube]
 pub(crate) fn four_over_six<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,
     place: &Place,
     scales: &mut BlockScales,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (recipe, share) = comptime!((args.recipe, args.share));
     let block_size = comptime!(recipe.block_size);
     let rule = comptime!(recipe.rule);
     // Of the rows of the unit, or of all rows of the tile if it looks at them alone.
@@ -36,28 +36,28 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     let mut on_six = Array::<f32>::new(comptime!(count as usize));
     let mut on_four = Array::<f32>::new(comptime!(count as usize));
     if comptime!(share.tile == TileSharing::Repeated) {
-        let tensor = tensor_factor(task.amax, place.row, &task.factors, recipe);
+        let tensor = tensor_factor(args.amax, place.row, &args.factors, recipe);
         #[unroll]
         for index in 0..16u32 {
             let row = place.row / 16 * 16 + index;
-            let last = task.extent.rows - 1;
-            let neighbour = at_row(place, &task.extent, min(row, last), block_size, share);
+            let last = args.extent.rows - 1;
+            let neighbour = at_row(place, &args.extent, min(row, last), block_size, share);
             let elements =
-                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
+                load_blocks::<E, N>(args.values, &neighbour, &args.extent, block_size, share);
             let both = candidates(largest[0], &tensor, rule);
-            let six = error(&elements, 0u32, &both.on_six, &tensor, &task.factors, recipe);
-            let four = error(&elements, 0u32, &both.on_four, &tensor, &task.factors, recipe);
-            on_six[index as usize] = select(row < task.extent.rows, six, 0.0f32);
-            on_four[index as usize] = select(row < task.extent.rows, four, 0.0f32);
+            let six = error(&elements, 0u32, &both.on_six, &tensor, &args.factors, recipe);
+            let four = error(&elements, 0u32, &both.on_four, &tensor, &args.factors, recipe);
+            on_six[index as usize] = select(row < args.extent.rows, six, 0.0f32);
+            on_four[index as usize] = select(row < args.extent.rows, four, 0.0f32);
         }
     } else {
         #[unroll]
         for row in 0..share.rows {
-            let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+            let tensor = tensor_factor(args.amax, place.row + row, &args.factors, recipe);
             let both = candidates(largest[row as usize], &tensor, rule);
             let start = comptime!(row * block_size);
-            let six = error(elements, start, &both.on_six, &tensor, &task.factors, recipe);
-            let four = error(elements, start, &both.on_four, &tensor, &task.factors, recipe);
+            let six = error(elements, start, &both.on_six, &tensor, &args.factors, recipe);
+            let four = error(elements, start, &both.on_four, &tensor, &args.factors, recipe);
             on_six[row as usize] = select(row < place.rows_left, six, 0.0f32);
             on_four[row as usize] = select(row < place.rows_left, four, 0.0f32);
         }
@@ -68,7 +68,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     }
     #[unroll]
     for row in 0..share.rows {
-        let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+        let tensor = tensor_factor(args.amax, place.row + row, &args.factors, recipe);
         let both = candidates(largest[row as usize], &tensor, rule);
         let take_four = on_four[row as usize] < on_six[row as usize];
         scales.codes[row as usize] = select(take_four, both.on_four.code, both.on_six.code);

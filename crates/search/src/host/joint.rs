@@ -1,30 +1,30 @@
-//! The best scales and codes of the blocks of a strip, one at a time; see `reference/joint.rs`.
+//! The best scales and codes of the blocks of a batch, one at a time; see `reference/joint.rs`.
 
-use super::point::{Improve, Points};
-use super::strip::Strip;
+use super::simd_batch::BlockBatch;
+use super::solution::{Solutions, Solver};
 use crate::importance::BlockHessian;
 use crate::reference::joint::improve;
-use crate::reference::point::{Point, Target};
+use crate::reference::solution::{BlockProblem, Solution};
 
 /// The best point there is.
 struct Joint;
 
-impl<const B: usize> Improve<B> for Joint {
+impl<const B: usize> Solver<B> for Joint {
     #[inline(always)]
-    fn improve(&self, target: &Target<'_, B>, start: Point<B>) -> Point<B> {
-        improve(target, start)
+    fn solve(&self, problem: &BlockProblem<'_, B>, start: Solution<B>) -> Solution<B> {
+        improve(problem, start)
     }
 }
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// The best scales and elements there are, starting where coordinate descent ended.
     #[inline(always)]
     pub(super) fn search_joint<const FORMAT: usize>(
         &self,
         hessian: BlockHessian<'_>,
         n: usize,
-        start: Points<B>,
-    ) -> Points<B> {
-        self.improve_points::<FORMAT>(hessian, n, start, &Joint)
+        start: Solutions<B>,
+    ) -> Solutions<B> {
+        self.solve_blocks::<FORMAT>(hessian, n, start, &Joint)
     }
 }

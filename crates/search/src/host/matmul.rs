@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::arch::arch;
-use super::group::{GROUP, PackedRow};
+use super::decode::{GROUP, PackedRow};
 use super::{HostElement, PackedView, View};
 use crate::SearchError;
 

@@ -9,7 +9,7 @@
 use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
-use super::point::{self, Point, Target};
+use super::solution::{self, BlockProblem, Solution};
 use crate::importance::BlockHessian;
 use crate::method::Method;
 
@@ -22,7 +22,7 @@ const SIZE: usize = Method::Joint.row().block_sizes[0];
 
 /// The best scale and codes of a block.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
-    point::choose::<SIZE>(block, hessian, improve)
+    solution::choose::<SIZE>(block, hessian, improve)
 }
 
 struct Search<const B: usize> {
@@ -30,7 +30,7 @@ struct Search<const B: usize> {
     ratios: [[f64; B]; B],
     squares: [f64; B],
     values: [f64; 15],
-    target: [f64; B],
+    problem: [f64; B],
     scale: f64,
     chosen: [f64; B],
     best: f64,
@@ -39,31 +39,34 @@ struct Search<const B: usize> {
 }
 
 /// The best scale and codes, at least as good as the start.
-pub(crate) fn improve<const B: usize>(target: &Target<'_, B>, start: Point<B>) -> Point<B> {
-    let Some(factor) = cholesky::<B>(target.hessian.values) else { return start };
+pub(crate) fn improve<const B: usize>(
+    problem: &BlockProblem<'_, B>,
+    start: Solution<B>,
+) -> Solution<B> {
+    let Some(factor) = cholesky::<B>(problem.hessian.values) else { return start };
     let ratios = core::array::from_fn(|i| core::array::from_fn(|j| factor[i][j] / factor[i][i]));
     let mut best = start;
     let mut search = Search {
         ratios,
         squares: core::array::from_fn(|i| factor[i][i] * factor[i][i]),
         values: element_values().map(f64::from),
-        target: target.scaled.map(f64::from),
+        problem: problem.scaled.map(f64::from),
         scale: 0.0,
         chosen: [0.0; B],
         best: f64::from(start.cost),
         found: None,
         branches: 0,
     };
-    for scale in target.unit.lowest()..=target.unit.zeros(target.amax) {
-        search.scale = target.unit.value(scale).into();
+    for scale in problem.normalization.lowest()..=problem.normalization.zeros(problem.amax) {
+        search.scale = problem.normalization.value(scale).into();
         search.found = None;
         search.descend(B, 0.0);
         if let Some(found) = search.found {
             let elements = found.map(|value| value as f32);
             // Better in the arithmetic that all methods are compared in.
-            let cost = target.cost(scale, &elements);
+            let cost = problem.cost(scale, &elements);
             if cost < best.cost {
-                best = Point { scale, elements, cost };
+                best = Solution { scale, elements, cost };
             }
         }
     }
@@ -79,9 +82,9 @@ impl<const B: usize> Search<B> {
             return;
         };
         // Where this element would cost nothing.
-        let mut center = self.target[i];
+        let mut center = self.problem[i];
         for j in level..B {
-            center += self.ratios[i][j] * (self.target[j] - self.chosen[j] * self.scale);
+            center += self.ratios[i][j] * (self.problem[j] - self.chosen[j] * self.scale);
         }
         let center = center / self.scale;
         let next = self.values.partition_point(|&value| value < center);

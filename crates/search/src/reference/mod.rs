@@ -9,7 +9,7 @@
 //! | `hessian.rs`            | the best scale by `r^T H r`                                        |
 //! | `coordinate_descent.rs` | scale and codes, improved one at a time                            |
 //! | `admm.rs`, `joint.rs`   | scale and codes by ADMM, and the best there are                    |
-//! | `block.rs`, `point.rs`  | a block as these see it: elements, units, a scale with its codes   |
+//! | `block.rs`, `solution.rs`  | a block as these see it: elements, units, a scale with its codes   |
 
 pub(crate) mod admm;
 mod amax;
@@ -18,7 +18,7 @@ mod coordinate_descent;
 mod four_over_six;
 mod hessian;
 pub(crate) mod joint;
-pub(crate) mod point;
+pub(crate) mod solution;
 mod sse;
 
 use core::ops::Range;

@@ -98,7 +98,7 @@ const SHARED_BY_METHODS: [&str; 3] = [
     "mod block point",
     "mod arch choose codes dequantize element fake_quantize group hadamard matmul point quantize \
      scale_grid strip tile view",
-    "mod best block_hessian choose task",
+    "mod best block_hessian choose quantize_args",
 ];
 
 /// Where the methods are that have no file of their name in the folder of an engine.

@@ -3,13 +3,13 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::rule::{Factors, factors};
-use crate::layout::place::{Extent, extent};
-use crate::plan::{Launch, Problem, Recipe, Share};
+use crate::numeric::rule::{TensorScaleArgs, tensor_scale_args};
+use crate::plan::{Blueprint, Launch, Problem, ThreadTile};
+use crate::tensor::indexing::{Dims, dims};
 
 /// A tensor that is quantized, and all that decides how.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Task<E: Int, N: Size> {
+pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     /// The dense tensor, in vectors of words.
     pub(crate) values: &'static [Vector<E, N>],
     /// Largest magnitude of the tensor, or of each packed row.
@@ -17,38 +17,38 @@ pub(crate) struct Task<E: Int, N: Size> {
     /// What errors cost, for every channel; something that is not read where
     /// there is none.
     pub(crate) weights: &'static [f32],
-    pub(crate) extent: Extent,
-    pub(crate) factors: Factors,
+    pub(crate) dims: Dims,
+    pub(crate) scale_args: TensorScaleArgs,
     #[cube(comptime)]
-    pub(crate) recipe: Recipe,
+    pub(crate) blueprint: Blueprint,
     #[cube(comptime)]
-    pub(crate) share: Share,
+    pub(crate) thread_tile: ThreadTile,
 }
 
 /// The task of a launch; `weights` are f32, one for every element along the axis.
-pub(crate) fn task<E: Int, N: Size>(
+pub(crate) fn quantize_args<E: Int, N: Size>(
     values: Handle,
     amax: Handle,
     weights: Option<Handle>,
-    recipe: Recipe,
+    blueprint: Blueprint,
     problem: &Problem,
     launch: &Launch,
-) -> TaskLaunch<E, N> {
+) -> QuantizeArgsLaunch<E, N> {
     let Problem { view, scheme, .. } = problem;
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
     // SAFETY: the lengths are those of the problem.
     unsafe {
-        TaskLaunch::new(
-            BufferArg::from_raw_parts(values, view.len() / launch.share.vector as usize),
+        QuantizeArgsLaunch::new(
+            BufferArg::from_raw_parts(values, view.len() / launch.thread_tile.vector as usize),
             BufferArg::from_raw_parts(amax.clone(), tensor_scales),
             match weights {
                 Some(weights) => BufferArg::from_raw_parts(weights, view.axis),
                 None => BufferArg::from_raw_parts(amax, tensor_scales),
             },
-            extent(problem, launch),
-            factors(problem),
-            recipe,
-            launch.share,
+            dims(problem, launch),
+            tensor_scale_args(problem),
+            blueprint,
+            launch.thread_tile,
         )
     }
 }

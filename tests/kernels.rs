@@ -7,9 +7,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, NextWeight, PackedHandles as Handles,
-    PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
-    dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
+    PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
+    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
     quantize_gptq, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
@@ -133,9 +133,9 @@ impl Device {
 
     fn check_product(
         &self,
-        inputs: usize,
-        outputs: usize,
-        channels: usize,
+        m: usize,
+        n: usize,
+        k: usize,
         scheme: Fp4Scheme,
         dtype: Dtype,
         bias: bool,
@@ -143,15 +143,15 @@ impl Device {
         let random = |rows, cols, seed| {
             Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
         };
-        let (weight, input) = (random(outputs, channels, 1), random(inputs, channels, 2));
-        let added = random(1, outputs, 3);
+        let (weight, input) = (random(n, k, 1), random(m, k, 2));
+        let added = random(1, n, 3);
         let kernel_dtype = kernel_dtype(dtype);
-        let packed = oracle(&weight.to_f32(), outputs, channels, &scheme).expect("valid");
+        let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
         let handles = self.upload_packed(&packed);
-        let product = Product {
-            inputs,
-            outputs,
-            channels,
+        let matmul = Matmul {
+            m,
+            n,
+            k,
             format: scheme.format(),
             block_size: scheme.block_size,
             dtype: kernel_dtype,
@@ -159,17 +159,17 @@ impl Device {
         let bias = bias.then(|| self.upload(&added));
         let (client, device) = (&self.client, &self.capability);
         let values = self.upload(&input);
-        let run = |planned: PlannedProduct| {
-            let output = planned.run(client, handles.clone(), values.clone(), bias.clone());
+        let run = |planned: MatmulPlan| {
+            let output = planned.run(client, handles.clone(), values.clone(), bias.clone(), None);
             self.floats(output.expect("memory of these lengths"), kernel_dtype)
         };
-        let found: Vec<_> = every_plan(&product, device).into_iter().map(run).collect();
+        let found: Vec<_> = every_plan(&matmul, device).into_iter().map(run).collect();
 
         let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
-        for at in 0..inputs * outputs {
-            let (row, output) = (at / outputs, at % outputs);
-            let terms = (0..channels).map(|k| {
-                let [x, w] = [input[row * channels + k], weight[output * channels + k]];
+        for at in 0..m * n {
+            let (row, output) = (at / n, at % n);
+            let terms = (0..k).map(|index| {
+                let [x, w] = [input[row * k + index], weight[output * k + index]];
                 f64::from(x) * f64::from(w)
             });
             let (mut sum, mut size) =
@@ -187,7 +187,7 @@ impl Device {
             for (plan, found) in found.iter().enumerate() {
                 let found = found[at];
                 let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
-                let what = format!("{product:?}, plan {plan}, row {row}, output {output}");
+                let what = format!("{matmul:?}, plan {plan}, row {row}, output {output}");
                 assert!(near, "{what}: {found}, not {sum}");
             }
         }
@@ -286,14 +286,14 @@ impl Device {
 
 /// A product by every kernel that takes it: those by matrix instructions where there are any, of a
 /// small device in larger tiles.
-fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
-    let mut plans = vec![product.gemv(device).expect("a plan")];
+fn every_plan(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
+    let mut plans = vec![matmul.gemv(device).expect("a plan")];
     for device in [*device, Capability { cubes: 4, ..*device }] {
-        for planned in [product.mma(&device), product.few(&device), product.wgmma(&device)] {
+        for planned in [matmul.mma(&device), matmul.small_m(&device), matmul.wgmma(&device)] {
             match planned {
                 Ok(planned) => plans.push(planned),
                 Err(Refusal::Instructions { .. }) => {}
-                Err(refusal) => panic!("{product:?}: {refusal}"),
+                Err(refusal) => panic!("{matmul:?}: {refusal}"),
             }
         }
     }
@@ -454,13 +454,13 @@ fn memory_that_is_too_short_is_refused() {
         let found = dequantize(client, capability, packed, &problem).map(drop);
         assert_eq!(found, Err(expected));
     }
-    let (inputs, outputs, channels) = (2, 4, 64);
+    let (m, n, k) = (2, 4, 64);
     let (format, block_size, dtype) = (scheme.format(), 16, KernelDtype::F32);
-    let product = Product { inputs, outputs, channels, format, block_size, dtype };
-    let product = product.gemv(capability).expect("a plan");
-    let found = product.run(client, packed(128, 16, 4), bytes(511), None).map(drop);
+    let matmul = Matmul { m, n, k, format, block_size, dtype };
+    let matmul = matmul.gemv(capability).expect("a plan");
+    let found = matmul.run(client, packed(128, 16, 4), bytes(511), None, None).map(drop);
     assert_eq!(found, Err(memory("input", 512, 511)));
-    let found = product.run(client, packed(128, 16, 4), bytes(512), Some(bytes(12))).map(drop);
+    let found = matmul.run(client, packed(128, 16, 4), bytes(512), Some(bytes(12)), None).map(drop);
     assert_eq!(found, Err(memory("bias", 16, 12)));
 }
 
@@ -546,9 +546,9 @@ fn products_straight_from_the_codes() {
         (70, 136, 640, by_row, true),
         (260, 24, 1152, Fp4Scheme::mxfp4(), false),
     ];
-    for (number, (inputs, outputs, channels, scheme, bias)) in shapes.into_iter().enumerate() {
+    for (number, (m, n, k, scheme, bias)) in shapes.into_iter().enumerate() {
         for dtype in in_turn(&Dtype::ALL, number) {
-            device.check_product(inputs, outputs, channels, scheme, dtype, bias);
+            device.check_product(m, n, k, scheme, dtype, bias);
         }
     }
 }
@@ -558,11 +558,11 @@ fn products_straight_from_the_codes() {
 #[test]
 fn products_of_warpgroups_by_plain_operations() {
     let mut device = Device::new();
-    device.capability.warpgroups = Warpgroups::Plain;
+    device.capability.wgmma = WgmmaSupport::Emulated;
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
-    let product = Product { inputs: 20, outputs: 24, channels: 256, format, block_size: 16, dtype };
-    product.wgmma(&device.capability).expect("a plan");
+    let matmul = Matmul { m: 20, n: 24, k: 256, format, block_size: 16, dtype };
+    matmul.wgmma(&device.capability).expect("a plan");
     device.check_product(20, 24, 256, by_row, Dtype::Bf16, true);
     device.check_product(17, 72, 128, Fp4Scheme::mxfp4(), Dtype::F16, false);
 }
@@ -575,13 +575,13 @@ fn products_of_random_shapes() {
     let schemes = [Fp4Scheme::nvfp4(), by_row, large, Fp4Scheme::mxfp4()];
     let mut random = Random::new(11);
     for case in 0..if device.capability.mma { 200 } else { 4 } {
-        let inputs = 1 << random.below(9);
-        let inputs = inputs + random.below(inputs);
-        let outputs = 8 * (1 + random.below(32));
-        let channels = 128 * (1 + random.below(9));
+        let m = 1 << random.below(9);
+        let m = m + random.below(m);
+        let n = 8 * (1 + random.below(32));
+        let k = 128 * (1 + random.below(9));
         let dtype = Dtype::ALL[random.below(3)];
         let scheme = schemes[random.below(schemes.len())];
-        device.check_product(inputs, outputs, channels, scheme, dtype, case % 2 == 0);
+        device.check_product(m, n, k, scheme, dtype, case % 2 == 0);
     }
 }
 
@@ -589,27 +589,27 @@ fn products_of_random_shapes() {
 #[test]
 fn products_with_scales_that_are_nan() {
     let device = Device::new();
-    let (inputs, outputs, channels) = (20, 24, 256);
+    let (m, n, k) = (20, 24, 256);
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::nvfp4().with_block_size(32), Fp4Scheme::mxfp4()] {
         for dtype in Dtype::ALL {
-            let dense = Kind::Outliers.values(outputs * channels, 1);
-            let mut packed = oracle(&dense, outputs, channels, &scheme).expect("valid");
+            let dense = Kind::Outliers.values(n * k, 1);
+            let mut packed = oracle(&dense, n, k, &scheme).expect("valid");
             let nan = if scheme.format() == Fp4Format::NvFp4 { 0x7F } else { 0xFF };
-            let blocks = channels / scheme.block_size;
+            let blocks = k / scheme.block_size;
             for row in 0..8 {
                 packed.scales[3 * row * blocks + row * blocks / 8] = nan;
             }
             let handles = device.upload_packed(&packed);
-            let input = Kind::Outliers.values(inputs * channels, 2);
-            let input = device.upload(&Dense::new(inputs, channels, &input, dtype));
+            let input = Kind::Outliers.values(m * k, 2);
+            let input = device.upload(&Dense::new(m, k, &input, dtype));
             let (format, block_size) = (scheme.format(), scheme.block_size);
             let dtype = kernel_dtype(dtype);
-            let product = Product { inputs, outputs, channels, format, block_size, dtype };
-            for planned in every_plan(&product, &device.capability) {
-                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+            let matmul = Matmul { m, n, k, format, block_size, dtype };
+            for planned in every_plan(&matmul, &device.capability) {
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None, None);
                 let found = device.floats(found.expect("memory of these lengths"), dtype);
                 for (at, found) in found.into_iter().enumerate() {
-                    let expected = at % outputs % 3 == 0;
+                    let expected = at % n % 3 == 0;
                     assert_eq!(found.is_nan(), expected, "{planned:?}, {at}: {found}");
                 }
             }
@@ -620,18 +620,18 @@ fn products_with_scales_that_are_nan() {
 #[test]
 fn products_are_the_same_every_time() {
     let device = Device::new();
-    let (outputs, channels, scheme) = (136, 1152, Fp4Scheme::nvfp4());
-    let packed = oracle(&Kind::Outliers.values(outputs * channels, 1), outputs, channels, &scheme);
+    let (n, k, scheme) = (136, 1152, Fp4Scheme::nvfp4());
+    let packed = oracle(&Kind::Outliers.values(n * k, 1), n, k, &scheme);
     let handles = device.upload_packed(&packed.expect("valid"));
-    for inputs in [5, 40, 150] {
-        let input = Kind::Outliers.values(inputs * channels, 2);
-        let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
+    for m in [5, 40, 150] {
+        let input = Kind::Outliers.values(m * k, 2);
+        let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
         let (format, block_size) = (scheme.format(), scheme.block_size);
         let dtype = KernelDtype::Bf16;
-        let product = Product { inputs, outputs, channels, format, block_size, dtype };
-        for planned in every_plan(&product, &device.capability) {
+        let matmul = Matmul { m, n, k, format, block_size, dtype };
+        for planned in every_plan(&matmul, &device.capability) {
             let run = || {
-                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None, None);
                 device.client.read_one_unchecked(found.expect("memory of these lengths"))
             };
             let first = run();
@@ -648,32 +648,25 @@ fn products_are_the_same_every_time() {
 fn to_read_a_weight_ahead_changes_no_product() {
     let device = Device::new();
     let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
-    let weight = |outputs: usize, channels: usize| Handles {
-        codes: device.client.create_from_slice(&bytes(outputs * channels / 2)),
-        scales: device.client.create_from_slice(&bytes(outputs * channels / 16)),
+    let weight = |n: usize, k: usize| Handles {
+        codes: device.client.create_from_slice(&bytes(n * k / 2)),
+        scales: device.client.create_from_slice(&bytes(n * k / 16)),
         tensor_scale: device.client.create_from_slice(f32::as_bytes(&[1.0 / 1024.0])),
         tensor_scales: 1,
     };
     let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
-    let product = |inputs, outputs, channels| Product {
-        inputs,
-        outputs,
-        channels,
-        format,
-        block_size: 16,
-        dtype,
-    };
-    let large = if device.capability.warpgroups == Warpgroups::Ptx { 11_000 } else { 100 };
-    for (outputs, channels) in [(136, 1280), (large, 4096)] {
-        let own = weight(outputs, channels);
-        for (next, inputs) in [(product(1, 200, 512), 1), (product(1, 9000, 256), 5)] {
-            let input = Kind::Outliers.values(inputs * channels, 2);
-            let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
-            let next = NextWeight { product: next, weight: weight(next.outputs, next.channels) };
-            for planned in every_plan(&product(inputs, outputs, channels), &device.capability) {
+    let matmul = |m, n, k| Matmul { m, n, k, format, block_size: 16, dtype };
+    let large = if device.capability.wgmma == WgmmaSupport::Ptx { 11_000 } else { 100 };
+    for (n, k) in [(136, 1280), (large, 4096)] {
+        let own = weight(n, k);
+        for (next, m) in [(matmul(1, 200, 512), 1), (matmul(1, 9000, 256), 5)] {
+            let input = Kind::Outliers.values(m * k, 2);
+            let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
+            let next = Prefetch { matmul: next, weight: weight(next.n, next.k) };
+            for planned in every_plan(&matmul(m, n, k), &device.capability) {
                 let run = |next| {
                     let (client, own, input) = (&device.client, own.clone(), input.clone());
-                    let found = planned.run_and_read_ahead(client, own, input, None, next);
+                    let found = planned.run(client, own, input, None, next);
                     device.client.read_one_unchecked(found.expect("memory of these lengths"))
                 };
                 assert_eq!(run(Some(next.clone())), run(None), "{planned:?}");
@@ -760,7 +753,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
 #[test]
 fn staged_exchanges_move_every_block_to_its_place() {
     let mut device = Device::new();
-    device.capability.stages = true;
+    device.capability.fast_shared_memory = true;
     // As few cubes as stage something.
     for (dtype, scheme, inner) in
         [(Dtype::F32, Fp4Scheme::mxfp4(), 128), (Dtype::Bf16, Fp4Scheme::nvfp4(), 32)]
@@ -777,7 +770,7 @@ fn staged_exchanges_move_every_block_to_its_place() {
 #[test]
 fn staged_hessians_give_the_bits_of_the_host() {
     let mut device = Device::new();
-    device.capability.stages = true;
+    device.capability.fast_shared_memory = true;
     let mut random = Random::new(12);
     let view = View::rows(70, 64);
     let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent);

@@ -10,10 +10,10 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorD
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     BlockHessians, BlockOrder, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor,
-    Importance, NonFinite, OpsError, Products, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
-    block_hessians, embedding, fake_quantize, gram, matmul, modelopt, portable, products, quantize,
-    quantize_by_importance, quantize_family, quantize_gptq, quantize_with_best_tensor_scale,
-    quantize_with_hessian_factor, squared_sums,
+    Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
+    block_hessians, embedding, fake_quantize, gram, matmul, matmul_path, modelopt, portable,
+    quantize, quantize_by_importance, quantize_family, quantize_gptq,
+    quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -612,8 +612,8 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
             let (format, block_size) = (Fp4Format::NvFp4, 16);
             Fp4Layout { format, block_size, shape: shape.to_vec(), axis: 0 }
         };
-        let of = |layout: &Fp4Layout, dtype| match products(layout, dtype, &device) {
-            Products::Dequantized(why) => why,
+        let of = |layout: &Fp4Layout, dtype| match matmul_path(layout, dtype, &device) {
+            MatmulPath::Dequantized(why) => why,
             other => panic!("{name}: {other}"),
         };
         let matrix = layout(&[64, 32]);
@@ -624,7 +624,7 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
             _ => (Why::Device, "CUDA"),
         };
         assert_eq!(of(&matrix, DType::F32), why, "{name}");
-        assert!(products(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
+        assert!(matmul_path(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
         assert_eq!(of(&layout(&[64, 3, 32]), DType::F32), Why::Rank { rank: 3 }, "{name}");
         assert_eq!(of(&matrix, DType::F64), Why::DType { dtype: DType::F64 }, "{name}");
     }

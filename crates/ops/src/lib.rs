@@ -27,7 +27,7 @@
 //! | `hessian_factor.rs` | [`HessianFactor`]: a Gram matrix factorized for GPTQ, on its device   |
 //! | `squares.rs`    | [`squared_sums`]: sums of squares of values of any magnitude             |
 //! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
-//! | `products.rs`   | [`Products`]: whether a weight is multiplied straight from its codes     |
+//! | `matmul_path.rs`| [`MatmulPath`]: whether a weight is multiplied straight from its codes   |
 //! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
 //! | `counts.rs`     | `FusedProducts`: how often products ran straight from the codes          |
 //! | `launches.rs`   | [`Launches`]: a pass that a device has recorded, run again as one        |
@@ -55,10 +55,10 @@ mod importance;
 mod launches;
 mod layout;
 mod matmul;
+mod matmul_path;
 pub mod modelopt;
 mod pass;
 mod primitive;
-mod products;
 mod quantize;
 mod rerun;
 mod saturated;
@@ -94,9 +94,9 @@ pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use launches::{LaunchState, Launches, records_launches};
 pub use layout::Fp4Layout;
 pub use matmul::{embedding, linear, matmul};
+pub use matmul_path::{MatmulPath, Why, matmul_path};
 pub use pass::Pass;
 pub use primitive::Fp4Primitive;
-pub use products::{Products, Why, products};
 pub use quantize::{amax, quantize};
 pub use rerun::Rerun;
 pub use saturated::Saturated;
@@ -110,7 +110,7 @@ pub use train::train_product::train_product;
 
 /// Has layers with packed weights multiply, and look rows up, straight from the codes on Cube
 /// devices (CUDA, CubeCL's CPU runtime), from now on. To be called at the start of a program; to
-/// call it again changes nothing, and without such devices it does nothing. [`products`] says what
+/// call it again changes nothing, and without such devices it does nothing. [`matmul_path`] says what
 /// becomes of a weight.
 ///
 /// ```
@@ -133,7 +133,7 @@ pub fn init() -> Result<(), OpsError> {
 }
 
 /// Whether layers with packed weights on this device can multiply straight from the codes; see
-/// [`init`], and [`products`] for a weight.
+/// [`init`], and [`matmul_path`] for a weight.
 #[must_use]
 pub fn multiplies_codes(device: &Device) -> bool {
     #[cfg(feature = "cube")]

@@ -8,16 +8,16 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::hessian_factor::HessianFactorHandles;
-use super::spread::{Region, Steps, spread};
-use super::steps::{
-    CodesLaunch, SiteLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel, move_kernel,
-    pack_kernel, round_kernel,
+use super::block_update::{
+    CodesLaunch, GptqBlockArgsLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel,
+    move_kernel, pack_kernel, round_kernel,
 };
-use crate::arith::rule::factors;
+use super::hessian_factor::HessianFactorHandles;
+use super::propagate::{Errors, Region, propagate};
 use crate::memory::check_memory;
+use crate::numeric::rule::tensor_scale_args;
 use crate::packed::PackedHandles;
-use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
+use crate::plan::{Blueprint, Capability, Dtype, Launch, Operation, Problem, Refusal, UNITS, plan};
 use crate::quantize::quantize_weighted;
 use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
 
@@ -65,7 +65,7 @@ pub fn quantize_gptq(
         original: values,
         elements: f32s(channels * rows),
         scales: client.empty(problem.scale_bytes()),
-        steps: f32s(GROUP.min(channels) * rows),
+        errors: f32s(GROUP.min(channels) * rows),
         of_block: Problem { view, dtype: Dtype::F32, scheme: problem.scheme },
         rows,
         channels,
@@ -95,7 +95,7 @@ struct Weight<'a> {
     /// `[blocks, rows]`.
     scales: Handle,
     /// Errors, or changes, of the channels of a group, f32 `[GROUP, rows]`.
-    steps: Handle,
+    errors: Handle,
     /// The problem of one block of all rows.
     of_block: Problem,
     rows: usize,
@@ -164,18 +164,27 @@ impl Weight<'_> {
         CodesLaunch::new(
             self.matrix(&self.elements),
             Self::values(&self.scales, blocks * self.rows),
-            Self::values(&self.steps, GROUP.min(self.channels) * self.rows),
+            Self::values(&self.errors, GROUP.min(self.channels) * self.rows),
         )
     }
 
     /// Some channels of a group.
-    fn site(&self, channels: Range<usize>, group: usize) -> SiteLaunch {
+    fn block_args(&self, channels: Range<usize>, group: usize) -> GptqBlockArgsLaunch {
         let [rows, all, first, end, group] =
             [self.rows, self.channels, channels.start, channels.end, group].map(|n| n as u32);
         let scheme = &self.of_block.scheme;
         let amax = Self::values(&self.amax, scheme.tensor_scales(self.rows));
-        let recipe = Recipe::of(scheme, false);
-        SiteLaunch::new(amax, rows, all, first, end, group, factors(&self.of_block), recipe)
+        let blueprint = Blueprint::of(scheme, false);
+        GptqBlockArgsLaunch::new(
+            amax,
+            rows,
+            all,
+            first,
+            end,
+            group,
+            tensor_scale_args(&self.of_block),
+            blueprint,
+        )
     }
 
     /// The channels of every group.
@@ -218,13 +227,13 @@ impl Weight<'_> {
                     Self::values(&chosen.scales, self.rows),
                     self.square(factor),
                     self.codes(),
-                    self.site(block.clone(), group.start),
+                    self.block_args(block.clone(), group.start),
                 );
                 let others = Region::of(block.end..group.end);
-                self.spread(&weights, factor, block, group.start, others);
+                self.propagate(&weights, factor, block, group.start, others);
             }
             let others = Region::of(group.end..self.channels);
-            self.spread(&weights, factor, group.clone(), group.start, others);
+            self.propagate(&weights, factor, group.clone(), group.start, others);
         }
         Ok(())
     }
@@ -235,11 +244,11 @@ impl Weight<'_> {
         let residuals = self.client.empty(4 * self.channels * self.rows);
         for group in self.groups() {
             let items = group.len() * self.rows;
-            let (original, site) =
-                (self.matrix(&self.original), self.site(group.clone(), group.start));
-            for_items!(self, items, change_kernel, original, self.codes(), site);
+            let (original, args) =
+                (self.matrix(&self.original), self.block_args(group.clone(), group.start));
+            for_items!(self, items, change_kernel, original, self.codes(), args);
             let region = Region { fresh: group.start == 0, ..Region::of(0..self.channels) };
-            self.spread(&residuals, hessian, group.clone(), group.start, region);
+            self.propagate(&residuals, hessian, group.clone(), group.start, region);
         }
         let rounds = options.sweeps.max(options.refits);
         for round in 0..rounds {
@@ -275,14 +284,14 @@ impl Weight<'_> {
                 // Within the group at once, beyond it together.
                 let start = if is_last { block.end } else { group.start };
                 let near = Region::of(start..group.end);
-                self.spread(residuals, hessian, block, group.start, near);
+                self.propagate(residuals, hessian, block, group.start, near);
             }
             let others = if is_last {
                 Region::of(group.end..self.channels)
             } else {
                 Region { skipped: group.clone(), ..Region::of(0..self.channels) }
             };
-            self.spread(residuals, hessian, group.clone(), group.start, others);
+            self.propagate(residuals, hessian, group.clone(), group.start, others);
         }
         Ok(())
     }
@@ -295,7 +304,7 @@ impl Weight<'_> {
             self.matrix(residuals),
             self.square(&self.hessian_factor.hessian),
             self.codes(),
-            self.site(block, group),
+            self.block_args(block, group),
         );
     }
 
@@ -315,7 +324,7 @@ impl Weight<'_> {
             Self::values(&self.hessian_factor.inverses, self.channels * size),
             Self::values(&targets, size * self.rows),
             self.codes(),
-            self.site(block.clone(), group),
+            self.block_args(block.clone(), group),
         );
         let Hessians { values, bounds } = &self.hessian_factor.blocks;
         let hessians = Hessians {
@@ -338,13 +347,13 @@ impl Weight<'_> {
             Self::values(&chosen.scales, self.rows),
             self.square(&self.hessian_factor.hessian),
             self.codes(),
-            self.site(block, group),
+            self.block_args(block, group),
         );
         Ok(())
     }
 
     /// Subtracts the products of the steps of some channels of a group with a matrix from others.
-    fn spread(
+    fn propagate(
         &self,
         target: &Handle,
         matrix: &Handle,
@@ -352,14 +361,14 @@ impl Weight<'_> {
         group: usize,
         region: Region,
     ) {
-        let steps = Steps {
-            values: &self.steps,
+        let errors = Errors {
+            values: &self.errors,
             group: GROUP.min(self.channels),
             from: from.start - group..from.end - group,
             first: from.start,
         };
         let shape = [self.rows, self.channels];
-        spread(self.client, self.device, target, matrix, steps, shape, region);
+        propagate(self.client, self.device, target, matrix, errors, shape, region);
     }
 
     /// Step 7: codes and scales, their blocks back where they came from.
@@ -374,7 +383,7 @@ impl Weight<'_> {
             Self::values(&self.hessian_factor.order, blocks),
             packed.write(problem, words),
             self.codes(),
-            self.site(0..self.channels, 0),
+            self.block_args(0..self.channels, 0),
         );
     }
 }

@@ -3,9 +3,9 @@
 use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
-use crate::arith::rule::{BlockScale, TensorFactor, factor_of};
-use crate::arith::scale_grid::{BlockNormalization, is_positive, value_in};
-use crate::plan::Recipe;
+use crate::numeric::rule::{BlockScale, TensorFactor, factor_of};
+use crate::numeric::scale_grid::{BlockNormalization, is_positive, value_in};
+use crate::plan::Blueprint;
 
 /// A scale to try.
 #[derive(CubeType, Clone, Copy)]
@@ -23,10 +23,10 @@ pub(crate) fn candidate(
     code: u32,
     normalization: &BlockNormalization,
     tensor: &TensorFactor,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(normalization, code, comptime!(recipe.grid()));
-    Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(recipe.rule)) }
+    let value = value_in(normalization, code, comptime!(blueprint.grid()));
+    Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(blueprint.rule)) }
 }
 
 /// The rule's own scale.
@@ -34,16 +34,16 @@ pub(crate) fn candidate(
 pub(crate) fn own_candidate(
     own: &BlockScale,
     normalization: &BlockNormalization,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(normalization, own.code, comptime!(recipe.grid()));
+    let value = value_in(normalization, own.code, comptime!(blueprint.grid()));
     Candidate { code: own.code, value, factor: own.factor }
 }
 
 /// What an element is rounded from with a scale.
 #[cube]
-pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] recipe: Recipe) -> f32 {
-    if comptime!(recipe.divides()) { element / tried.factor } else { element * tried.factor }
+pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] blueprint: Blueprint) -> f32 {
+    if comptime!(blueprint.divides()) { element / tried.factor } else { element * tried.factor }
 }
 
 /// The best scale so far.

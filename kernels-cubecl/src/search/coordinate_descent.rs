@@ -21,10 +21,10 @@ use cubecl::prelude::*;
 
 use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, anew, bound, costs, row_vector, step};
-use crate::arith::element::{element_value, nearest_element, round_to_e2m1};
-use crate::arith::rule::TensorFactor;
-use crate::arith::scale_grid::{BlockNormalization, lowest, top};
-use crate::plan::Recipe;
+use crate::numeric::element::{element_value, nearest_element, round_to_e2m1};
+use crate::numeric::rule::TensorFactor;
+use crate::numeric::scale_grid::{BlockNormalization, lowest, top};
+use crate::plan::Blueprint;
 
 /// Passes over the elements of a block at most.
 const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
@@ -39,10 +39,10 @@ pub(crate) fn descend<H: Size>(
     own: u32,
     normalization: &BlockNormalization,
     scaled: f32,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> u32 {
-    let words = comptime!(recipe.block_size / 8);
-    let grid = comptime!(recipe.grid());
+    let words = comptime!(blueprint.block_size / 8);
+    let grid = comptime!(blueprint.grid());
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut found = Array::<u32>::new(comptime!(words as usize));
     let mut best = start(infinity, own, grid);
@@ -51,9 +51,16 @@ pub(crate) fn descend<H: Size>(
     let mut next = own;
     let mut is_own = true;
     while is_own || next >= lowest && next < 0x8000_0000u32 {
-        let tried = candidate(next, normalization, tensor, recipe);
-        let outcome =
-            try_scale::<H>(elements, &mut found, &tried, best.cost, normalization, hessian, recipe);
+        let tried = candidate(next, normalization, tensor, blueprint);
+        let outcome = try_scale::<H>(
+            elements,
+            &mut found,
+            &tried,
+            best.cost,
+            normalization,
+            hessian,
+            blueprint,
+        );
         let mut takes = is_own;
         if is_own {
             best.cost = start(outcome.cost, own, grid).cost;
@@ -96,15 +103,22 @@ fn try_scale<H: Size>(
     best: f32,
     normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Outcome {
-    let size = comptime!(recipe.block_size);
+    let size = comptime!(blueprint.block_size);
     let words = comptime!(size / 8);
     let hessian = again::<H>(hessian, tried.code);
     let mut nearest = Array::<u32>::new(comptime!(words as usize));
     let mut errors = Array::<f32>::new(comptime!(size as usize));
-    let limits =
-        round_all::<H>(elements, &mut nearest, &mut errors, tried, normalization, &hessian, recipe);
+    let limits = round_all::<H>(
+        elements,
+        &mut nearest,
+        &mut errors,
+        tried,
+        normalization,
+        &hessian,
+        blueprint,
+    );
     let mut result = f32::reinterpret(0x7F80_0000u32);
     if limits.largest * limits.largest <= best {
         let mut gradient = Array::<f32>::new(comptime!(size as usize));
@@ -160,9 +174,9 @@ fn round_all<H: Size>(
     tried: &Candidate,
     normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Limits {
-    let size = comptime!(recipe.block_size);
+    let size = comptime!(blueprint.block_size);
     let factor =
         f32::reinterpret(anew::<H>(u32::reinterpret(normalization.factor), hessian, tried.code));
     let mut largest = 0.0f32.runtime();
@@ -174,7 +188,7 @@ fn round_all<H: Size>(
         for index in 0..8u32 {
             let k = comptime!(word * 8 + 7 - index);
             let element = elements[k as usize];
-            let normalized = normalized(element, tried, recipe);
+            let normalized = normalized(element, tried, blueprint);
             let error = fma(-nearest_element(normalized), tried.value, element * factor);
             let least = error.abs() * bound::<H>(hessian, k, size);
             errors[k as usize] = error;

@@ -3,9 +3,9 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::rule::{Factors, factors};
-use crate::layout::place::{Extent, extent};
-use crate::plan::{Launch, Problem, Recipe, Share};
+use crate::numeric::rule::{TensorScaleArgs, tensor_scale_args};
+use crate::plan::{Blueprint, Launch, Problem, ThreadTile};
+use crate::tensor::indexing::{Dims, dims};
 
 /// A tensor to quantize, and how.
 #[derive(CubeType, CubeLaunch)]
@@ -17,12 +17,12 @@ pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     /// Weight of squared errors, for every channel; a dummy binding, never read, where there is
     /// none.
     pub(crate) weights: &'static [f32],
-    pub(crate) extent: Extent,
-    pub(crate) factors: Factors,
+    pub(crate) dims: Dims,
+    pub(crate) scale_args: TensorScaleArgs,
     #[cube(comptime)]
-    pub(crate) recipe: Recipe,
+    pub(crate) blueprint: Blueprint,
     #[cube(comptime)]
-    pub(crate) share: Share,
+    pub(crate) thread_tile: ThreadTile,
 }
 
 /// The arguments of a launch; `weights` are f32, one for every element along the axis.
@@ -30,7 +30,7 @@ pub(crate) fn quantize_args<E: Int, N: Size>(
     values: Handle,
     amax: Handle,
     weights: Option<Handle>,
-    recipe: Recipe,
+    blueprint: Blueprint,
     problem: &Problem,
     launch: &Launch,
 ) -> QuantizeArgsLaunch<E, N> {
@@ -39,16 +39,16 @@ pub(crate) fn quantize_args<E: Int, N: Size>(
     // SAFETY: the lengths are those of the problem.
     unsafe {
         QuantizeArgsLaunch::new(
-            BufferArg::from_raw_parts(values, view.len() / launch.share.vector as usize),
+            BufferArg::from_raw_parts(values, view.len() / launch.thread_tile.vector as usize),
             BufferArg::from_raw_parts(amax.clone(), tensor_scales),
             match weights {
                 Some(weights) => BufferArg::from_raw_parts(weights, view.axis),
                 None => BufferArg::from_raw_parts(amax, tensor_scales),
             },
-            extent(problem, launch),
-            factors(problem),
-            recipe,
-            launch.share,
+            dims(problem, launch),
+            tensor_scale_args(problem),
+            blueprint,
+            launch.thread_tile,
         )
     }
 }

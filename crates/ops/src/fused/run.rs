@@ -8,16 +8,16 @@ use burn::tensor::FloatDType;
 use burn_cubecl::fusion::{FallbackOperation, FusedOperation};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Capability, PlannedProduct};
+use burn_fp4_cubecl::{Capability, MatmulPlan};
 
 use super::multiplication::Multiplication;
 use super::segment::{End, Segment};
 use super::streams::{Streams, float, int, layout, now, packed, scalar};
 use crate::counts::{DENSE, FUSED, LOOKUPS};
-use crate::devices::cube::ahead;
 use crate::devices::cube::device::{beside, kernel_dtype};
 use crate::devices::cube::lane;
 use crate::devices::cube::packed::handles;
+use crate::devices::cube::prefetch;
 use crate::devices::cube::product;
 use crate::devices::extension::Fp4Backend;
 use crate::primitive::Fp4Primitive;
@@ -90,18 +90,18 @@ impl FusedProduct {
         fallback: Fallback<'_>,
     ) -> Option<&'static AtomicU64> {
         let Multiplication { matmul, after, add } = multiplication;
-        let product = self.plan(dequantize, matmul, context, capability)?;
+        let plan = self.plan(dequantize, matmul, context, capability)?;
         self.segment.before.iter().chain(after).for_each(|&at| fallback(at).run(context));
-        let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &product));
+        let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &plan));
         let input = float(context, &matmul.lhs);
         let bias = with_bias.map(|add| float(context, &add.rhs).handle);
         let weight = handles(packed(context, dequantize));
-        let output = ahead::run(&product, &input.client, weight, input.handle.clone(), bias);
+        let output = prefetch::run(&plan, &input.client, weight, input.handle.clone(), bias);
         let output = output.expect("tensors have the lengths of their shapes");
         let made = now(context, with_bias.map_or(&matmul.out, |add| &add.out));
         let mut output: CubeTensor = beside(&input, output, made.shape.clone(), made.dtype);
         if let Some(adapter) = &self.segment.adapter {
-            let adapted = adapter.multiply(input, product.product().channels, context);
+            let adapted = adapter.multiply(input, plan.matmul().k, context);
             let adapted = CubeBackend::float_reshape(adapted, made.shape.clone());
             output = CubeBackend::float_add(output, adapted);
         }
@@ -120,7 +120,7 @@ impl FusedProduct {
         matmul: &MatmulOpIr,
         context: &Streams,
         device: &Capability,
-    ) -> Option<PlannedProduct> {
+    ) -> Option<MatmulPlan> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
         let layout = layout(context, dequantize)?;
         let layout = if self.segment.transposed { layout.transposed() } else { layout };
@@ -173,14 +173,14 @@ impl FusedProduct {
 }
 
 /// Whether what is added to a product is one value for each of its outputs, as its kernel can do.
-fn adds_bias(context: &Streams, add: &BinaryOpIr, product: &PlannedProduct) -> bool {
+fn adds_bias(context: &Streams, add: &BinaryOpIr, plan: &MatmulPlan) -> bool {
     let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
     let (Some(output), Some(bias), Some(sum)) = (real(&add.lhs), real(&add.rhs), real(&add.out))
     else {
         return false;
     };
-    bias.shape.last() == Some(&product.product().outputs)
-        && bias.shape.num_elements() == product.product().outputs
+    bias.shape.last() == Some(&plan.matmul().n)
+        && bias.shape.num_elements() == plan.matmul().n
         && bias.dtype == output.dtype
         && sum.shape == output.shape
 }

@@ -36,9 +36,9 @@ use burn_fp4_cubecl::cubecl::MemoryScope;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
 
-use super::ahead::Notes;
 use super::device::beside;
 use super::lane;
+use super::prefetch::Notes;
 use crate::error::{OpsError, panic_message};
 use crate::pass::Pass;
 

@@ -1,11 +1,11 @@
 //! Burn's Cube devices: the kernels on CUDA and on CubeCL's CPU runtime, tensor operations on
 //! others.
 
-pub(crate) mod ahead;
 pub(crate) mod device;
 pub(crate) mod graph;
 pub(crate) mod lane;
 pub(crate) mod packed;
+pub(crate) mod prefetch;
 pub(crate) mod product;
 mod untuned;
 
@@ -21,7 +21,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, PackedHandles, PlannedProduct, Problem, Refusal,
+    Activations, Capability, Dtype, Hessians, MatmulPlan, PackedHandles, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
@@ -86,18 +86,18 @@ fn quantize_on(
 }
 
 /// The product of an input `[rows, channels]` straight from the codes, unless it is not to run so.
-fn planned_beside(input: &CubeTensor, layout: &Fp4Layout) -> Option<PlannedProduct> {
+fn planned_beside(input: &CubeTensor, layout: &Fp4Layout) -> Option<MatmulPlan> {
     let device = Capability::of(&input.client);
-    let product = has_kernels(&input.device)
+    let plan = has_kernels(&input.device)
         .then(|| planned(input.meta.shape()[0], layout, kernel_dtype(input.dtype), &device))
         .flatten();
-    let counter = if product.is_some() { &FUSED } else { &DENSE };
+    let counter = if plan.is_some() { &FUSED } else { &DENSE };
     counter.fetch_add(1, Ordering::Relaxed);
-    product
+    plan
 }
 
 fn multiply(
-    product: &PlannedProduct,
+    plan: &MatmulPlan,
     input: CubeTensor,
     weight: Fp4Primitive<CubeBackend>,
     bias: Option<CubeTensor>,
@@ -106,7 +106,7 @@ fn multiply(
     let input = into_contiguous(input);
     let bias = bias.map(|bias| into_contiguous(bias).handle);
     let weight = handles(weight);
-    let output = ahead::run(product, &input.client, weight, input.handle.clone(), bias);
+    let output = prefetch::run(plan, &input.client, weight, input.handle.clone(), bias);
     launch_now(&input.device);
     let shape = Shape::new([input.meta.shape()[0], layout.shape[1]]);
     beside(&input, output.expect(CHECKED), shape, input.dtype)
@@ -232,7 +232,7 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         match planned_beside(&input, &layout) {
-            Some(product) => multiply(&product, input, weight, None, &layout),
+            Some(plan) => multiply(&plan, input, weight, None, &layout),
             None => portable::matmul::<Self>(input, weight, layout),
         }
     }
@@ -244,7 +244,7 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         match planned_beside(&input, &layout) {
-            Some(product) => multiply(&product, input, weight, Some(bias), &layout),
+            Some(plan) => multiply(&plan, input, weight, Some(bias), &layout),
             None => add_bias::<Self>(portable::matmul::<Self>(input, weight, layout), bias),
         }
     }

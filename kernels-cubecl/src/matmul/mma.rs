@@ -41,10 +41,11 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
-use super::plan::{Mma, PLANES, Product, STEP};
-use crate::arith::element::decode_pair;
-use crate::arith::scale_grid::{element_shift, product_scale, product_scale_pair, sum_shift};
+use super::epilogue::epilogue;
+use super::fragment::{decode_elements, decode_scales};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::plan::{K_TILE, Matmul, Mma, PLANES};
+use crate::numeric::scale_grid::sum_shift;
 use crate::plan::UNITS;
 
 /// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
@@ -52,12 +53,12 @@ pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
-    product: &Product,
-    recipe: ProductRecipe,
+    matmul: &Matmul,
+    blueprint: MatmulBlueprint,
     plan: Mma,
 ) {
-    let Product { inputs, outputs, .. } = *product;
-    let widths = Widths { codes: 32, scales: 32, input: 8, chunk: STEP };
+    let Matmul { m, n, .. } = *matmul;
+    let widths = Widths { codes: 32, scales: 32, input: 8, k_tile: K_TILE };
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
     // stored.
     unsafe {
@@ -67,19 +68,23 @@ pub(super) fn launch<F: Float, S: Int>(
             CubeDim::new_1d(UNITS),
             4,
             4,
-            operands(handles, product, recipe, widths),
-            BufferArg::from_raw_parts(output, inputs * outputs),
+            operands(handles, matmul, blueprint, widths),
+            BufferArg::from_raw_parts(output, m * n),
             plan,
         );
     }
 }
 
 /// Vectors of eight values of the input in a step.
-const STEP_VECTORS: u32 = STEP as u32 / 8;
+const K_TILE_VECTORS: u32 = K_TILE as u32 / 8;
 
 /// Pairs of these that a unit copies to shared memory at a time.
 const fn copied(plan: Mma) -> u32 {
-    if plan.shares_input() { plan.inputs() * plan.depth() * STEP_VECTORS / 2 / UNITS } else { 0 }
+    if plan.shares_input() {
+        plan.tile_m() * plan.k_planes() * K_TILE_VECTORS / 2 / UNITS
+    } else {
+        0
+    }
 }
 
 /// Where a lane is, and the rows it works on.
@@ -102,20 +107,20 @@ struct Lane {
     /// The first packed row of its plane, plus its place among eight.
     row: u32,
     /// The place of its plane among those that divide the contracted axis.
-    depth: u32,
+    k_plane: u32,
 }
 
 /// The lane of this unit.
 #[cube]
-fn lane(inputs: u32, #[comptime] plan: Mma) -> Lane {
-    let Mma { row_tiles, input_tiles, row_planes, input_planes, .. } = comptime!(plan);
+fn lane(m: u32, #[comptime] plan: Mma) -> Lane {
+    let Mma { n_tiles, m_tiles, n_planes, m_planes, .. } = comptime!(plan);
     let plane = UNIT_POS / 32;
     let (quad, part) = (UNIT_POS % 32 / 4, UNIT_POS % 4);
-    let groups = inputs.div_ceil(comptime!(plan.inputs()));
-    let cube_input = CUBE_POS as u32 % groups * comptime!(plan.inputs());
-    let cube_row = CUBE_POS as u32 / groups * comptime!(plan.rows());
-    let plane_row = plane % row_planes * comptime!(16 * row_tiles);
-    let plane_input = plane / row_planes % input_planes * comptime!(8 * input_tiles);
+    let groups = m.div_ceil(comptime!(plan.tile_m()));
+    let cube_input = CUBE_POS as u32 % groups * comptime!(plan.tile_m());
+    let cube_row = CUBE_POS as u32 / groups * comptime!(plan.tile_n());
+    let plane_row = plane % n_planes * comptime!(16 * n_tiles);
+    let plane_input = plane / n_planes % m_planes * comptime!(8 * m_tiles);
     Lane {
         plane,
         quad,
@@ -125,7 +130,7 @@ fn lane(inputs: u32, #[comptime] plan: Mma) -> Lane {
         plane_input,
         input: cube_input + plane_input + quad,
         row: cube_row + plane_row + quad,
-        depth: plane / comptime!(row_planes * input_planes),
+        k_plane: plane / comptime!(n_planes * m_planes),
     }
 }
 
@@ -149,36 +154,36 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
     lane: &Lane,
     #[comptime] plan: Mma,
 ) {
-    let extent = &operands.extent;
-    let last = extent.chunks - 1;
-    let depth = comptime!(plan.depth());
-    let step = min(round * depth + lane.depth, last);
+    let dims = &operands.dims;
+    let last = dims.k_tiles - 1;
+    let k_planes = comptime!(plan.k_planes());
+    let k_tile = min(round * k_planes + lane.k_plane, last);
     #[unroll]
-    for tile in 0..comptime!(2 * plan.row_tiles) {
-        let row = min(lane.row + tile * 8, extent.outputs - 1);
-        let at = (row * extent.chunks + step) * 4 + lane.part;
+    for tile in 0..comptime!(2 * plan.n_tiles) {
+        let row = min(lane.row + tile * 8, dims.n - 1);
+        let at = (row * dims.k_tiles + k_tile) * 4 + lane.part;
         loaded.words[tile as usize] = operands.weight.codes[at as usize];
         loaded.scales[tile as usize] = u32::cast_from(operands.weight.scales[at as usize]);
     }
     if comptime!(plan.takes_input()) {
-        let row = min(lane.input, extent.inputs - 1);
-        let from = (row * extent.chunks + step) * STEP_VECTORS + lane.part * 4;
+        let row = min(lane.input, dims.m - 1);
+        let from = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.part * 4;
         #[unroll]
         for index in 0..4u32 {
             loaded.copies[index as usize] = operands.input[(from + index) as usize];
         }
     }
     if comptime!(plan.shares_input()) {
-        let pairs = comptime!(STEP_VECTORS / 2);
+        let pairs = comptime!(K_TILE_VECTORS / 2);
         #[unroll]
         for copy in 0..comptime!(copied(plan)) {
             let at = UNIT_POS + comptime!(copy * UNITS);
-            let row = at / pairs % comptime!(plan.inputs());
-            let row = min(lane.cube_input + row, extent.inputs - 1);
-            let step = min(round * depth + at / comptime!(pairs * plan.inputs()), last);
+            let row = at / pairs % comptime!(plan.tile_m());
+            let row = min(lane.cube_input + row, dims.m - 1);
+            let k_tile = min(round * k_planes + at / comptime!(pairs * plan.tile_m()), last);
             // The pairs of four lanes, first those of their first halves.
             let pair = at % 4 * 2 + at / 4 % 2;
-            let from = (row * extent.chunks + step) * STEP_VECTORS + pair * 2;
+            let from = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + pair * 2;
             loaded.copies[comptime!((2 * copy) as usize)] = operands.input[from as usize];
             loaded.copies[comptime!((2 * copy + 1) as usize)] = operands.input[(from + 1) as usize];
         }
@@ -193,9 +198,9 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     output: &mut [F],
     #[comptime] plan: Mma,
 ) {
-    let recipe = comptime!(operands.recipe);
-    let Mma { row_tiles, input_tiles, .. } = comptime!(plan);
-    let lane = lane(operands.extent.inputs, plan);
+    let blueprint = comptime!(operands.blueprint);
+    let Mma { n_tiles, m_tiles, .. } = comptime!(plan);
+    let lane = lane(operands.dims.m, plan);
 
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
@@ -204,7 +209,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
     #[unroll]
-    for _ in 0..comptime!(row_tiles * input_tiles) {
+    for _ in 0..comptime!(n_tiles * m_tiles) {
         let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
         zeros[0] = Vector::new(0.0f32);
         zeros[1] = Vector::new(0.0f32);
@@ -218,18 +223,18 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     let takes_input = comptime!(plan.takes_input());
     let length = comptime!(if takes_input { 4 } else { (2 * copied(plan)).max(1) });
     let mut loaded = Loaded::<W, X> {
-        words: Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize)),
-        scales: Array::<u32>::new(comptime!((2 * row_tiles) as usize)),
+        words: Array::<Vector<u32, W>>::new(comptime!((2 * n_tiles) as usize)),
+        scales: Array::<u32>::new(comptime!((2 * n_tiles) as usize)),
         copies: Array::<Vector<u32, X>>::new(comptime!(length as usize)),
     };
     load_round::<F, S, W, X>(operands, 0u32.runtime(), &mut loaded, &lane, plan);
 
-    let rounds = operands.extent.chunks.div_ceil(comptime!(plan.depth()));
+    let rounds = operands.dims.k_tiles.div_ceil(comptime!(plan.k_planes()));
     let mut round = 0u32.runtime();
     while round < rounds {
         let buffer = (round & 1u32) * half;
-        let step = round * comptime!(plan.depth()) + lane.depth;
-        let source = Source { buffer, step };
+        let k_tile = round * comptime!(plan.k_planes()) + lane.k_plane;
+        let source = Source { buffer, k_tile };
         // What the plane takes of the input.
         let mut taken = Array::<Vector<u32, X>>::new(4usize);
         if comptime!(takes_input) {
@@ -238,30 +243,31 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                 taken[index as usize] = loaded.copies[index as usize];
             }
         }
-        let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * row_tiles) as usize));
-        let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * row_tiles) as usize));
+        let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * n_tiles) as usize));
+        let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * n_tiles) as usize));
         #[unroll]
-        for row in 0..comptime!(2 * row_tiles) {
+        for row in 0..comptime!(2 * n_tiles) {
             words[row as usize] = loaded.words[row as usize];
-            decode_scales::<F, NA>(&mut factors, row, loaded.scales[row as usize], recipe);
+            decode_scales::<F, NA>(&mut factors, row, loaded.scales[row as usize], blueprint);
         }
         share_input::<X>(&mut shared, buffer, &loaded.copies, plan);
         load_round::<F, S, W, X>(operands, round + 1, &mut loaded, &lane, plan);
         if comptime!(plan.shares_input()) {
             sync_cube();
         }
-        if step < operands.extent.chunks {
+        if k_tile < operands.dims.k_tiles {
             #[unroll]
             for block in 0..2u32 {
-                let part = comptime!(Part::new(plan, block));
+                let tiling = comptime!(BlockTiling::new(plan, block));
                 let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
-                let mut values = Array::<Vector<u32, X>>::new(comptime!((4 * part.both) as usize));
+                let mut values =
+                    Array::<Vector<u32, X>>::new(comptime!((4 * tiling.tiles_per_group) as usize));
                 // While some tiles of the input are multiplied, the next are read.
                 #[unroll]
-                for group in 0..comptime!(part.groups + 1) {
-                    if comptime!(group < part.groups) {
+                for group in 0..comptime!(tiling.groups + 1) {
+                    if comptime!(group < tiling.groups) {
                         #[unroll]
-                        for tile in 0..part.both {
+                        for tile in 0..tiling.tiles_per_group {
                             read_tile::<F, S, W, X>(
                                 operands,
                                 &shared,
@@ -269,13 +275,13 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                                 &mut values,
                                 &lane,
                                 &source,
-                                comptime!(group * part.both + tile),
+                                comptime!(group * tiling.tiles_per_group + tile),
                                 part,
                             );
                         }
                     }
                     if comptime!(group == 0) {
-                        decode_weights::<F, W, NA>(&words, &factors, &mut weights, recipe, part);
+                        decode_weights::<F, W, NA>(&words, &factors, &mut weights, blueprint, part);
                     } else {
                         multiply_tiles::<F, X, NA, NB, NC>(
                             &definition,
@@ -296,50 +302,26 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 
 /// A block of a step, and how many tiles of the input are multiplied with it at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Part {
+struct BlockTiling {
     plan: Mma,
     block: u32,
     /// Two instructions that do not wait for each other: two tiles of the input, unless there are
     /// two of rows.
-    both: u32,
+    tiles_per_group: u32,
     /// How often.
     groups: u32,
 }
 
-impl Part {
+impl BlockTiling {
     const fn new(plan: Mma, block: u32) -> Self {
-        let both = if plan.input_tiles > 1 && plan.row_tiles == 1 { 2 } else { 1 };
-        Self { plan, block, both, groups: plan.input_tiles / both }
+        let tiles_per_group = if plan.m_tiles > 1 && plan.n_tiles == 1 { 2 } else { 1 };
+        Self { plan, block, tiles_per_group, groups: plan.m_tiles / tiles_per_group }
     }
 
     /// Where the two vectors of a tile of the input are kept: those of two groups in turn.
-    const fn place(&self, tile: u32) -> u32 {
-        tile / self.both % 2 * 2 * self.both + 2 * (tile % self.both)
-    }
-}
-
-/// What the codes of a row are multiplied with: the scales of its two blocks.
-#[cube]
-pub(super) fn decode_scales<F: Float, NA: Size>(
-    factors: &mut Array<Vector<F, NA>>,
-    #[comptime] row: u32,
-    scales: u32,
-    #[comptime] recipe: ProductRecipe,
-) {
-    let grid = comptime!(recipe.grid());
-    if comptime!(recipe.block_size == 16) {
-        let codes = (scales & 0xFFu32) | ((scales & 0xFF00u32) << 8u32);
-        let pair = product_scale_pair::<F, NA>(codes, grid, comptime!(recipe.dtype));
-        factors[comptime!((row * 2) as usize)] = Vector::new(pair.extract(0usize));
-        factors[comptime!((row * 2 + 1) as usize)] = Vector::new(pair.extract(1usize));
-    } else {
-        #[unroll]
-        for block in 0..2u32 {
-            let shift = comptime!(block * 16 / recipe.block_size * 8);
-            let code = (scales >> shift) & 0xFFu32;
-            let factor = product_scale::<F>(code, grid, comptime!(recipe.dtype));
-            factors[comptime!((row * 2 + block) as usize)] = Vector::new(factor);
-        }
+    const fn slot(&self, tile: u32) -> u32 {
+        tile / self.tiles_per_group % 2 * 2 * self.tiles_per_group
+            + 2 * (tile % self.tiles_per_group)
     }
 }
 
@@ -352,9 +334,9 @@ fn share_input<X: Size>(
     copies: &Array<Vector<u32, X>>,
     #[comptime] plan: Mma,
 ) {
-    let pairs = comptime!(STEP_VECTORS / 2);
+    let pairs = comptime!(K_TILE_VECTORS / 2);
     let (row, half) = (UNIT_POS / pairs, UNIT_POS / 4 % 2);
-    let written = row * STEP_VECTORS + (half ^ (row % 2)) * 4 + UNIT_POS % 4;
+    let written = row * K_TILE_VECTORS + (half ^ (row % 2)) * 4 + UNIT_POS % 4;
     #[unroll]
     for copy in 0..comptime!(copied(plan)) {
         let at = comptime!(copy * UNITS * 2);
@@ -370,7 +352,7 @@ fn share_input<X: Size>(
 struct Source {
     /// Where the input of the round begins in shared memory.
     buffer: u32,
-    step: u32,
+    k_tile: u32,
 }
 
 /// Reads the two vectors of a tile of the input: from shared memory, from what was loaded ahead, or
@@ -384,32 +366,32 @@ fn read_tile<F: Float, S: Int, W: Size, X: Size>(
     lane: &Lane,
     source: &Source,
     #[comptime] tile: u32,
-    #[comptime] part: Part,
+    #[comptime] tiling: BlockTiling,
 ) {
-    let plan = comptime!(part.plan);
-    let to = comptime!(part.place(tile));
+    let plan = comptime!(tiling.plan);
+    let to = comptime!(tiling.slot(tile));
     let tile_row = comptime!(tile * 8);
     if comptime!(plan.shares_input()) {
-        let row = lane.depth * comptime!(plan.inputs()) + lane.plane_input + lane.quad;
-        let (read, odd) = (row * STEP_VECTORS + lane.part, lane.quad % 2 * 4);
-        let from = if comptime!(part.block == 0) {
+        let row = lane.k_plane * comptime!(plan.tile_m()) + lane.plane_input + lane.quad;
+        let (read, odd) = (row * K_TILE_VECTORS + lane.part, lane.quad % 2 * 4);
+        let from = if comptime!(tiling.block == 0) {
             source.buffer + read + odd
         } else {
             source.buffer + read + 4 - odd
         };
         #[unroll]
         for half in 0..2u32 {
-            let at = from + comptime!(tile_row * STEP_VECTORS + half * 8);
+            let at = from + comptime!(tile_row * K_TILE_VECTORS + half * 8);
             values[comptime!((to + half) as usize)] = shared[at as usize];
         }
     } else {
         let mut loaded = Array::<Vector<u32, X>>::new(2usize);
         let row = lane.cube_input + lane.plane_input + tile_row + lane.quad;
-        let row = min(row, operands.extent.inputs - 1);
-        let from = (row * operands.extent.chunks + source.step) * STEP_VECTORS + lane.part * 4;
+        let row = min(row, operands.dims.m - 1);
+        let from = (row * operands.dims.k_tiles + source.k_tile) * K_TILE_VECTORS + lane.part * 4;
         #[unroll]
         for index in 0..2u32 {
-            let vector = comptime!(part.block * 2 + index);
+            let vector = comptime!(tiling.block * 2 + index);
             loaded[index as usize] = if comptime!(plan.takes_input()) {
                 taken[vector as usize]
             } else {
@@ -429,25 +411,25 @@ fn decode_weights<F: Float, W: Size, NA: Size>(
     words: &Array<Vector<u32, W>>,
     factors: &Array<Vector<F, NA>>,
     weights: &mut Sequence<Array<Vector<F, NA>>>,
-    #[comptime] recipe: ProductRecipe,
-    #[comptime] part: Part,
+    #[comptime] blueprint: MatmulBlueprint,
+    #[comptime] tiling: BlockTiling,
 ) {
     #[unroll]
     for pair in 0..4u32 {
         #[unroll]
-        for tile in 0..part.plan.row_tiles {
+        for tile in 0..tiling.plan.n_tiles {
             let mut registers = Array::<Vector<F, NA>>::new(4usize);
             #[unroll]
             for word in 0..2u32 {
                 #[unroll]
                 for half in 0..2u32 {
                     let row = comptime!((tile * 2 + half) as usize);
-                    let word_of = comptime!((2 * part.block + word) as usize);
-                    let decoded = elements::<F, NA>(
+                    let word_of = comptime!((2 * tiling.block + word) as usize);
+                    let decoded = decode_elements::<F, NA>(
                         words[row].extract(word_of) << comptime!(12 - 4 * pair),
-                        recipe,
+                        blueprint,
                     );
-                    let factor = factors[comptime!(row * 2 + part.block as usize)];
+                    let factor = factors[comptime!(row * 2 + tiling.block as usize)];
                     registers[comptime!((2 * word + half) as usize)] = decoded * factor;
                 }
             }
@@ -464,15 +446,15 @@ fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
     values: &Array<Vector<u32, X>>,
     sums: &mut Sequence<Array<Vector<f32, NC>>>,
     #[comptime] group: u32,
-    #[comptime] part: Part,
+    #[comptime] tiling: BlockTiling,
 ) {
-    let Mma { row_tiles, input_tiles, .. } = comptime!(part.plan);
+    let Mma { n_tiles, m_tiles, .. } = comptime!(tiling.plan);
     #[unroll]
     for pair in 0..4u32 {
         #[unroll]
-        for tile in 0..part.both {
-            let input_tile = comptime!(group * part.both + tile);
-            let of = values[comptime!((part.place(input_tile) + pair / 2) as usize)];
+        for tile in 0..tiling.tiles_per_group {
+            let m_tile = comptime!(group * tiling.tiles_per_group + tile);
+            let of = values[comptime!((tiling.slot(m_tile) + pair / 2) as usize)];
             let mut registers = Array::<Vector<F, NB>>::new(2usize);
             #[unroll]
             for word in 0..2u32 {
@@ -480,9 +462,9 @@ fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
                 registers[comptime!(word as usize)] = Vector::<F, NB>::reinterpret(value);
             }
             #[unroll]
-            for row_tile in 0..row_tiles {
-                let weight = comptime!((pair * row_tiles + row_tile) as usize);
-                let sum = comptime!(row_tile * input_tiles + input_tile);
+            for n_tile in 0..n_tiles {
+                let weight = comptime!((pair * n_tiles + n_tile) as usize);
+                let sum = comptime!(n_tile * m_tiles + m_tile);
                 definition.execute_inplace(
                     weights.index(weight),
                     &registers,
@@ -503,16 +485,16 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     lane: &Lane,
     #[comptime] plan: Mma,
 ) {
-    let Mma { row_tiles, input_tiles, row_planes, input_planes, .. } = comptime!(plan);
+    let Mma { n_tiles, m_tiles, n_planes, m_planes, .. } = comptime!(plan);
     let stride = 20u32;
     let region = comptime!(8 * stride);
-    let outputs = comptime!(128 * row_planes * input_planes);
+    let count = comptime!(128 * n_planes * m_planes);
     let mut staged = Shared::<[f32]>::new_slice(comptime!((PLANES * region) as usize));
     #[unroll]
-    for row_tile in 0..row_tiles {
+    for n_tile in 0..n_tiles {
         #[unroll]
-        for tile in 0..input_tiles {
-            let own = sums.index(comptime!((row_tile * input_tiles + tile) as usize));
+        for tile in 0..m_tiles {
+            let own = sums.index(comptime!((n_tile * m_tiles + tile) as usize));
             #[unroll]
             for half in 0..2u32 {
                 #[unroll]
@@ -525,27 +507,27 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
             }
             sync_cube();
             #[unroll]
-            for turn in 0..comptime!(outputs.div_ceil(UNITS)) {
+            for turn in 0..comptime!(count.div_ceil(UNITS)) {
                 let at = UNIT_POS + comptime!(turn * UNITS);
                 let (of_plane, in_row, in_input) = (at / 128, at % 16, at / 16 % 8);
                 let row = lane.cube_row
-                    + of_plane % row_planes * comptime!(16 * row_tiles)
-                    + comptime!(row_tile * 16)
+                    + of_plane % n_planes * comptime!(16 * n_tiles)
+                    + comptime!(n_tile * 16)
                     + in_row;
                 let to = lane.cube_input
-                    + of_plane / row_planes * comptime!(8 * input_tiles)
+                    + of_plane / n_planes * comptime!(8 * m_tiles)
                     + comptime!(tile * 8)
                     + in_input;
-                if at < outputs && row < operands.extent.outputs && to < operands.extent.inputs {
+                if at < count && row < operands.dims.n && to < operands.dims.m {
                     let mut sum = 0.0f32.runtime();
                     #[unroll]
-                    for from in 0..comptime!(plan.depth()) {
-                        let region_of = of_plane + comptime!(from * row_planes * input_planes);
+                    for from in 0..comptime!(plan.k_planes()) {
+                        let region_of = of_plane + comptime!(from * n_planes * m_planes);
                         sum += staged[(region_of * region + in_input * stride + in_row) as usize];
                     }
-                    let shift = comptime!(sum_shift(operands.recipe.grid()));
-                    output[(to * operands.extent.outputs + row) as usize] =
-                        finish::<F, S, W, X>(operands, sum * shift, row);
+                    let shift = comptime!(sum_shift(operands.blueprint.grid()));
+                    output[(to * operands.dims.n + row) as usize] =
+                        epilogue::<F, S, W, X>(operands, sum * shift, row);
                 }
             }
             sync_cube();
@@ -570,17 +552,4 @@ fn interleave<X: Size>(
     pairs.insert(1usize, (low & 0xFFFFu32) | (high << 16u32));
     pairs.insert(3usize, (low >> 16u32) | (high & 0xFFFF_0000u32));
     pairs
-}
-
-/// Elements as [`decode_pair`] leaves them, unless block scales need them as they are.
-#[cube]
-pub(super) fn elements<F: Float, N: Size>(
-    word: u32,
-    #[comptime] recipe: ProductRecipe,
-) -> Vector<F, N> {
-    let decoded = decode_pair::<F, N>(word, comptime!(recipe.dtype));
-    match comptime!(element_shift(recipe.grid(), recipe.dtype)) {
-        Some(shift) => decoded * Vector::new(F::cast_from(shift)),
-        None => decoded,
-    }
 }

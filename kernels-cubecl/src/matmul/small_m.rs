@@ -11,7 +11,7 @@
 //!
 //! cube: row_planes x depth planes
 //! load codes, scales and input of the first two steps                  (load_step)
-//! ask for the weight of the next product, now or before the last steps  (read_ahead)
+//! ask for the weight of the next product, now or before the last steps  (prefetch_next)
 //! for step in the steps of the channels, `depth` at a time:
 //!     the input goes to shared memory, in the order of decoded codes   (share_input)
 //!     for half of a word of eight codes:                               (multiply)
@@ -26,50 +26,51 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::ahead::read_ahead;
-use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
-use super::mma::{decode_scales, elements};
-use super::plan::{FEW_STEP, Few, Product};
-use crate::arith::scale_grid::sum_shift;
+use super::epilogue::epilogue;
+use super::fragment::{decode_elements, decode_scales};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
+use super::prefetch::prefetch_next;
+use crate::numeric::scale_grid::sum_shift;
 
 /// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
-    product: &Product,
-    recipe: ProductRecipe,
-    plan: Few,
+    matmul: &Matmul,
+    blueprint: MatmulBlueprint,
+    plan: SmallM,
 ) {
-    let Product { inputs, outputs, .. } = *product;
-    let widths = Widths { codes: 32, scales: 64, input: 8, chunk: FEW_STEP };
+    let Matmul { m, n, .. } = *matmul;
+    let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
     // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
     // stored.
     unsafe {
-        few_kernel::launch_unchecked::<F, S>(
+        small_m_kernel::launch_unchecked::<F, S>(
             client,
             CubeCount::Static(plan.cubes, 1, 1),
             CubeDim::new_1d(plan.units()),
             4,
             4,
-            operands(handles, product, recipe, widths),
-            BufferArg::from_raw_parts(output, inputs * outputs),
+            operands(handles, matmul, blueprint, widths),
+            BufferArg::from_raw_parts(output, m * n),
             plan,
         );
     }
 }
 
 /// Vectors of eight values of the input in a step.
-const STEP_VECTORS: u32 = FEW_STEP as u32 / 8;
+const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / 8;
 /// Vectors between the parts of a row of the input in shared memory: one more than they have, so
 /// that the eight lanes of two rows read from different banks.
-const PART: u32 = STEP_VECTORS / 4 + 1;
+const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
 /// Vectors between rows of the input in shared memory.
-const ROW: u32 = 4 * PART;
+const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
 /// Packed rows of a lane: its own among eight, and the one after eight more.
-const ROWS: u32 = 2;
+const ROWS_PER_LANE: u32 = 2;
 /// Steps whose codes are in registers: one is multiplied, those after it are being loaded.
-const TURNS: u32 = 2;
+const PIPELINE_STAGES: u32 = 2;
 
 /// Where a lane is, and the rows it works on.
 #[derive(CubeType, Clone, Copy)]
@@ -81,9 +82,9 @@ struct Lane {
     /// Its place among the four that share a row.
     part: u32,
     /// The number of its plane among those with rows of their own.
-    row_plane: u32,
+    n_plane: u32,
     /// The place of its plane among those that divide the contracted axis.
-    depth: u32,
+    k_plane: u32,
     /// The first packed row of its cube.
     cube_row: u32,
     /// The first of its packed rows.
@@ -92,19 +93,19 @@ struct Lane {
 
 /// The lane of this unit.
 #[cube]
-fn lane(#[comptime] plan: Few) -> Lane {
+fn lane(#[comptime] plan: SmallM) -> Lane {
     let plane = UNIT_POS / 32;
-    let row_plane = plane % plan.row_planes;
+    let n_plane = plane % plan.n_planes;
     let quad = UNIT_POS % 32 / 4;
-    let cube_row = CUBE_POS as u32 * comptime!(plan.rows());
+    let cube_row = CUBE_POS as u32 * comptime!(plan.tile_n());
     Lane {
         lane: UNIT_POS % 32,
         quad,
         part: UNIT_POS % 4,
-        row_plane,
-        depth: plane / plan.row_planes,
+        n_plane,
+        k_plane: plane / plan.n_planes,
         cube_row,
-        row: cube_row + row_plane * 16 + quad,
+        row: cube_row + n_plane * 16 + quad,
     }
 }
 
@@ -121,19 +122,19 @@ struct Loaded<W: Size, X: Size> {
 
 /// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
 #[cube]
-fn load_step<F: Float, S: Int, W: Size, X: Size>(
+fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
-    step: u32,
+    k_tile: u32,
     loaded: &mut Loaded<W, X>,
     lane: &Lane,
-    #[comptime] plan: Few,
+    #[comptime] plan: SmallM,
 ) {
-    let extent = &operands.extent;
-    let step = min(step, extent.chunks - 1);
+    let dims = &operands.dims;
+    let k_tile = min(k_tile, dims.k_tiles - 1);
     #[unroll]
-    for half in 0..ROWS {
-        let row = min(lane.row + half * 8, extent.outputs - 1);
-        let at = ((row * extent.chunks + step) * 4 + lane.part) as usize;
+    for half in 0..ROWS_PER_LANE {
+        let row = min(lane.row + half * 8, dims.n - 1);
+        let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
         let to = comptime!(half as usize);
         loaded.codes[comptime!(2 * to)] = operands.weight.codes[at * 2];
         loaded.codes[comptime!(2 * to + 1)] = operands.weight.codes[at * 2 + 1];
@@ -141,26 +142,26 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
     }
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
-        let row = min(copied_row(lane, copy, plan), extent.inputs - 1);
-        let at = (row * extent.chunks + step) * STEP_VECTORS + lane.lane;
+        let row = min(copied_row(lane, copy, plan), dims.m - 1);
+        let at = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.lane;
         loaded.input[copy as usize] = operands.input[at as usize];
     }
 }
 
 /// The row of the input that a plane copies: planes of the same step divide them.
 #[cube]
-fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: Few) -> u32 {
-    (lane.row_plane * comptime!(plan.copies()) + copy) % plan.inputs
+fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u32 {
+    (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
 }
 
 /// See the head of this file.
 #[cube(launch_unchecked)]
-fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
+fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
-    #[comptime] plan: Few,
+    #[comptime] plan: SmallM,
 ) {
-    let Few { depth, inputs, .. } = comptime!(plan);
+    let SmallM { k_planes, tile_m, .. } = comptime!(plan);
     let lane = lane(plan);
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
@@ -168,51 +169,58 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
     let size!(NC) = definition.vector_size(MatrixIdent::Accumulator);
     let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
     #[unroll]
-    for _ in 0..comptime!(plan.input_tiles()) {
+    for _ in 0..comptime!(plan.m_tiles()) {
         let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
         zeros[0] = Vector::new(0.0f32);
         zeros[1] = Vector::new(0.0f32);
         sums.push(zeros);
     }
 
-    let buffer = comptime!(depth * inputs * ROW);
-    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!((TURNS * buffer) as usize));
+    let buffer = comptime!(k_planes * tile_m * ROW_STRIDE_PADDED);
+    let mut shared =
+        Shared::<[Vector<u32, X>]>::new_slice(comptime!((PIPELINE_STAGES * buffer) as usize));
     let mut loaded = Sequence::<Loaded<W, X>>::new();
     #[unroll]
-    for turn in 0..TURNS {
+    for stage in 0..PIPELINE_STAGES {
         let mut next = Loaded::<W, X> {
-            codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS as usize)),
-            scales: Array::<u32>::new(comptime!(ROWS as usize)),
+            codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
+            scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
             input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
         };
-        load_step::<F, S, W, X>(operands, lane.depth + turn * depth, &mut next, &lane, plan);
+        load_k_tile::<F, S, W, X>(
+            operands,
+            lane.k_plane + stage * k_planes,
+            &mut next,
+            &lane,
+            plan,
+        );
         loaded.push(next);
     }
-    read_ahead(&operands.ahead, comptime!(false));
+    prefetch_next(&operands.prefetch, comptime!(false));
 
-    let shares = comptime!(plan.row_planes > 1);
-    let chunks = operands.extent.chunks;
+    let shares = comptime!(plan.n_planes > 1);
+    let k_tiles = operands.dims.k_tiles;
     // Planes that wait for each other go round as often.
-    let end = if comptime!(shares) { chunks.div_ceil(depth) * depth } else { chunks };
-    let mut first = lane.depth;
+    let end = if comptime!(shares) { k_tiles.div_ceil(k_planes) * k_planes } else { k_tiles };
+    let mut first = lane.k_plane;
     while first < end {
         // All that is left of its own weight is being loaded.
-        if first + comptime!(TURNS * depth) >= end {
-            read_ahead(&operands.ahead, comptime!(true));
+        if first + comptime!(PIPELINE_STAGES * k_planes) >= end {
+            prefetch_next(&operands.prefetch, comptime!(true));
         }
         // A turn has registers of its own, so that nothing is moved between them.
         #[unroll]
-        for turn in 0..TURNS {
-            let step = first + turn * depth;
-            let from = turn * buffer + lane.depth * comptime!(inputs * ROW);
-            let current = loaded.index(comptime!(turn as usize));
+        for stage in 0..PIPELINE_STAGES {
+            let k_tile = first + stage * k_planes;
+            let from = stage * buffer + lane.k_plane * comptime!(tile_m * ROW_STRIDE_PADDED);
+            let current = loaded.index(comptime!(stage as usize));
             share_input::<X>(&mut shared, from, &current.input, &lane, plan);
             if comptime!(shares) {
                 sync_cube();
             } else {
                 sync_plane();
             }
-            if step < chunks {
+            if k_tile < k_tiles {
                 multiply::<F, S, W, X, NA, NB, NC>(
                     operands,
                     &definition,
@@ -224,13 +232,13 @@ fn few_kernel<F: Float, S: Int, W: Size, X: Size>(
                     plan,
                 );
             }
-            let next = step + comptime!(TURNS * depth);
-            if next < chunks {
-                let loaded = loaded.index_mut(comptime!(turn as usize));
-                load_step::<F, S, W, X>(operands, next, loaded, &lane, plan);
+            let next = k_tile + comptime!(PIPELINE_STAGES * k_planes);
+            if next < k_tiles {
+                let loaded = loaded.index_mut(comptime!(stage as usize));
+                load_k_tile::<F, S, W, X>(operands, next, loaded, &lane, plan);
             }
         }
-        first += comptime!(TURNS * depth);
+        first += comptime!(PIPELINE_STAGES * k_planes);
     }
     store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
 }
@@ -242,12 +250,13 @@ fn share_input<X: Size>(
     from: u32,
     input: &Array<Vector<u32, X>>,
     lane: &Lane,
-    #[comptime] plan: Few,
+    #[comptime] plan: SmallM,
 ) {
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
         let row = copied_row(lane, copy, plan);
-        let at = from + row * ROW + lane.lane / 8 * PART + lane.lane % 8;
+        let at =
+            from + row * ROW_STRIDE_PADDED + lane.lane / 8 * QUARTER_STRIDE_PADDED + lane.lane % 8;
         shared[at as usize] = pairs::<X>(input[copy as usize]);
     }
 }
@@ -262,27 +271,27 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     shared: &[Vector<u32, X>],
     sums: &mut Sequence<Array<Vector<f32, NC>>>,
     lane: &Lane,
-    #[comptime] plan: Few,
+    #[comptime] plan: SmallM,
 ) {
-    let recipe = comptime!(operands.recipe);
-    let input_tiles = comptime!(plan.input_tiles());
-    let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS) as usize));
+    let blueprint = comptime!(operands.blueprint);
+    let m_tiles = comptime!(plan.m_tiles());
+    let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS_PER_LANE) as usize));
     // Of both vectors of codes, the words.
     #[unroll]
     for word in 0..8u32 {
         if comptime!(word % 4 == 0) {
             #[unroll]
-            for row in 0..ROWS {
-                let shift = comptime!(word / 4 * (256 / recipe.block_size));
+            for row in 0..ROWS_PER_LANE {
+                let shift = comptime!(word / 4 * (256 / blueprint.block_size));
                 let scales = loaded.scales[row as usize] >> shift;
-                decode_scales::<F, NA>(&mut factors, row, scales, recipe);
+                decode_scales::<F, NA>(&mut factors, row, scales, blueprint);
             }
         }
-        let mut values = Array::<Vector<u32, X>>::new(comptime!(input_tiles as usize));
+        let mut values = Array::<Vector<u32, X>>::new(comptime!(m_tiles as usize));
         #[unroll]
-        for tile in 0..input_tiles {
-            let row = (lane.quad + comptime!(tile * 8)) % plan.inputs;
-            let at = (from + row * ROW + lane.part * PART) as usize;
+        for tile in 0..m_tiles {
+            let row = (lane.quad + comptime!(tile * 8)) % plan.tile_m;
+            let at = (from + row * ROW_STRIDE_PADDED + lane.part * QUARTER_STRIDE_PADDED) as usize;
             values[tile as usize] = shared[at + comptime!(word as usize)];
         }
         #[unroll]
@@ -294,12 +303,13 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
                 let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
                 let packed = packed.extract(comptime!((word % 4) as usize));
-                let decoded = elements::<F, NA>(packed << comptime!(12 - 4 * pair), recipe);
+                let decoded =
+                    decode_elements::<F, NA>(packed << comptime!(12 - 4 * pair), blueprint);
                 let factor = factors[comptime!((row * 2 + word % 4 / 2) as usize)];
                 weights[comptime!(register as usize)] = decoded * factor;
             }
             #[unroll]
-            for tile in 0..input_tiles {
+            for tile in 0..m_tiles {
                 let mut registers = Array::<Vector<F, NB>>::new(2usize);
                 #[unroll]
                 for register in 0..2u32 {
@@ -324,41 +334,41 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     output: &mut [F],
     sums: &Sequence<Array<Vector<f32, NC>>>,
     lane: &Lane,
-    #[comptime] plan: Few,
+    #[comptime] plan: SmallM,
 ) {
-    let extent = &operands.extent;
-    let rows = comptime!(plan.rows());
+    let dims = &operands.dims;
+    let rows = comptime!(plan.tile_n());
     // The sums of a plane, by rows of the input.
     let stride = comptime!(rows + 4);
-    let region = comptime!(stride * 8 * plan.input_tiles());
-    let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.depth * region) as usize));
+    let region = comptime!(stride * 8 * plan.m_tiles());
+    let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.k_planes * region) as usize));
     #[unroll]
-    for tile in 0..comptime!(plan.input_tiles()) {
+    for tile in 0..comptime!(plan.m_tiles()) {
         #[unroll]
-        for place in 0..4u32 {
-            let (half, column) = comptime!((place as usize / 2, place as usize % 2));
+        for index in 0..4u32 {
+            let (half, column) = comptime!((index as usize / 2, index as usize % 2));
             let sum = sums.index(comptime!(tile as usize))[half].extract(column);
             let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
             let row = lane.row - lane.cube_row + comptime!(8 * half as u32);
-            if to < extent.inputs {
-                staged[(lane.depth * region + to * stride + row) as usize] = sum;
+            if to < dims.m {
+                staged[(lane.k_plane * region + to * stride + row) as usize] = sum;
             }
         }
     }
     sync_cube();
     let mut at = UNIT_POS;
-    while at < rows * extent.inputs {
+    while at < rows * dims.m {
         let (in_row, to) = (at % rows, at / rows);
         let row = lane.cube_row + in_row;
-        if row < extent.outputs {
+        if row < dims.n {
             let mut sum = 0.0f32.runtime();
             #[unroll]
-            for depth in 0..plan.depth {
-                sum += staged[(depth * region + to * stride + in_row) as usize];
+            for k_plane in 0..plan.k_planes {
+                sum += staged[(k_plane * region + to * stride + in_row) as usize];
             }
-            let shift = comptime!(sum_shift(operands.recipe.grid()));
-            output[(to * extent.outputs + row) as usize] =
-                finish::<F, S, W, X>(operands, sum * shift, row);
+            let shift = comptime!(sum_shift(operands.blueprint.grid()));
+            output[(to * dims.n + row) as usize] =
+                epilogue::<F, S, W, X>(operands, sum * shift, row);
         }
         at += comptime!(plan.units());
     }

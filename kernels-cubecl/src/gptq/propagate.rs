@@ -26,7 +26,7 @@ use cubecl::server::Handle;
 use crate::plan::{Capability, common_power_of_two};
 
 /// Errors, or changes of the values, of a group of channels, f32 `[group, rows]`.
-pub(crate) struct Steps<'a> {
+pub(crate) struct Errors<'a> {
     pub(crate) values: &'a Handle,
     /// Channels that `values` holds.
     pub(crate) group: usize,
@@ -56,12 +56,12 @@ const FEW_CHANNELS: u32 = 128;
 
 /// Subtracts the products of steps with a matrix from the channels of a region: `target` is f32
 /// `[channels, rows]`, `matrix` is f32 `[channels, channels]`. The steps are those of whole blocks.
-pub(crate) fn spread(
+pub(crate) fn propagate(
     client: &Client,
     device: &Capability,
     target: &Handle,
     matrix: &Handle,
-    steps: Steps<'_>,
+    errors: Errors<'_>,
     [rows, channels]: [usize; 2],
     region: Region,
 ) {
@@ -71,17 +71,17 @@ pub(crate) fn spread(
     }
     let vector = common_power_of_two(rows as u32, 4);
     let row_vectors = rows as u32 / vector;
-    let tile = UnitTile::of(count as u32, row_vectors, device);
+    let tile = PropagateTile::of(count as u32, row_vectors, device);
     let cubes = tile.cubes(count as u32, row_vectors);
     let Region { channels: updated, skipped, fresh } = region;
     let [start, count, skipped, skip] =
         [updated.start, count, skipped.start, skipped.len()].map(|length| length as u32);
-    let updated = UpdatedLaunch::new(start, count, skipped, skip);
-    let [all, first, width, step] =
-        [channels, steps.first, steps.from.len(), steps.from.start].map(|length| length as u32);
+    let updated = UpdatedChannelsLaunch::new(start, count, skipped, skip);
+    let [all, first, width, first_error] =
+        [channels, errors.first, errors.from.len(), errors.from.start].map(|length| length as u32);
     // SAFETY: the lengths are those of the matrices; what is beyond them is not stored.
     unsafe {
-        spread_kernel::launch_unchecked(
+        propagate_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(SIDE * SIDE),
@@ -89,8 +89,8 @@ pub(crate) fn spread(
             4,
             BufferArg::from_raw_parts(target.clone(), channels * row_vectors as usize),
             BufferArg::from_raw_parts(matrix.clone(), channels * channels / 4),
-            BufferArg::from_raw_parts(steps.values.clone(), steps.group * row_vectors as usize),
-            SpreadLaunch::new(row_vectors, all, updated, first, width, step),
+            BufferArg::from_raw_parts(errors.values.clone(), errors.group * row_vectors as usize),
+            PropagateArgsLaunch::new(row_vectors, all, updated, first, width, first_error),
             tile,
             fresh,
         );
@@ -102,21 +102,21 @@ const SIDE: u32 = 16;
 
 /// What a unit of [`spread_kernel`] computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct UnitTile {
+struct PropagateTile {
     channels: u32,
     /// Vectors of rows.
     vectors: u32,
     /// Steps that are loaded before the first of them is added: blocks are whole multiples.
-    ahead: u32,
+    unroll_k: u32,
 }
 
-impl UnitTile {
+impl PropagateTile {
     /// Of few channels, the one that waits least for memory; of many, the largest that leaves
     /// enough cubes to keep the device busy.
     fn of(channels: u32, row_vectors: u32, device: &Capability) -> Self {
-        let few = Self { channels: 4, vectors: 1, ahead: 8 };
-        let many = Self { channels: 8, vectors: 2, ahead: 1 };
-        let most = Self { channels: 8, vectors: 4, ahead: 2 };
+        let few = Self { channels: 4, vectors: 1, unroll_k: 8 };
+        let many = Self { channels: 8, vectors: 2, unroll_k: 1 };
+        let most = Self { channels: 8, vectors: 4, unroll_k: 2 };
         if channels <= FEW_CHANNELS {
             few
         } else if most.cubes(channels, row_vectors) >= device.cubes / 2 {
@@ -134,7 +134,7 @@ impl UnitTile {
 
 /// The channels that are brought up to date.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Updated {
+struct UpdatedChannels {
     /// The first one.
     start: u32,
     /// How many there are.
@@ -146,45 +146,45 @@ struct Updated {
 
 /// A product of steps with a part of a square matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Spread {
+struct PropagateArgs {
     row_vectors: u32,
     /// Of the square matrix.
     channels: u32,
-    updated: Updated,
+    updated: UpdatedChannels,
     /// The first channel with a step.
     first: u32,
     /// How many have one.
     width: u32,
     /// Where their steps begin.
-    step: u32,
+    first_error: u32,
 }
 
 /// `target[c, n] -= sum of matrix[k, c] steps[k, n]`, in the order of k.
 #[cube(launch_unchecked)]
-fn spread_kernel<V: Size, Q: Size>(
+fn propagate_kernel<V: Size, Q: Size>(
     target: &mut [Vector<f32, V>],
     matrix: &[Vector<f32, Q>],
-    steps: &[Vector<f32, V>],
-    spread: Spread,
-    #[comptime] tile: UnitTile,
+    errors: &[Vector<f32, V>],
+    args: PropagateArgs,
+    #[comptime] tile: PropagateTile,
     #[comptime] fresh: bool,
 ) {
-    let UnitTile { channels, vectors, ahead } = comptime!(tile);
-    let row_tiles = spread.row_vectors.div_ceil(comptime!(SIDE * vectors));
+    let PropagateTile { channels, vectors, unroll_k } = comptime!(tile);
+    let row_tiles = args.row_vectors.div_ceil(comptime!(SIDE * vectors));
     let cube = CUBE_POS as u32;
     let own = (cube / row_tiles * SIDE + UNIT_POS / SIDE) * channels;
     let first_vector = cube % row_tiles * comptime!(SIDE * vectors) + UNIT_POS % SIDE;
-    if own < spread.updated.count {
-        let unskipped = spread.updated.start + own;
-        let skips = unskipped >= spread.updated.skipped;
-        let channel = unskipped + select(skips, spread.updated.skip, 0u32);
+    if own < args.updated.count {
+        let unskipped = args.updated.start + own;
+        let skips = unskipped >= args.updated.skipped;
+        let channel = unskipped + select(skips, args.updated.skip, 0u32);
         let mut sums = Array::<Vector<f32, V>>::new(comptime!((channels * vectors) as usize));
         #[unroll]
         for c in 0..channels {
             #[unroll]
             for v in 0..vectors {
-                let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
-                let at = ((channel + c) * spread.row_vectors + vector) as usize;
+                let vector = min(first_vector + v * SIDE, args.row_vectors - 1);
+                let at = ((channel + c) * args.row_vectors + vector) as usize;
                 let sum = comptime!((c * vectors + v) as usize);
                 sums[sum] =
                     if comptime!(fresh) { Vector::empty().fill(0.0f32) } else { target[at] };
@@ -192,49 +192,51 @@ fn spread_kernel<V: Size, Q: Size>(
         }
         let quads = comptime!(channels / 4);
         let mut k = 0u32;
-        while k < spread.width {
-            let mut row_steps = Array::<Vector<f32, V>>::new(comptime!((ahead * vectors) as usize));
-            let mut shares = Array::<Vector<f32, Q>>::new(comptime!((ahead * quads) as usize));
+        while k < args.width {
+            let mut row_errors =
+                Array::<Vector<f32, V>>::new(comptime!((unroll_k * vectors) as usize));
+            let mut coefficients =
+                Array::<Vector<f32, Q>>::new(comptime!((unroll_k * quads) as usize));
             #[unroll]
-            for next in 0..ahead {
-                let step = spread.step + k + next;
+            for next in 0..unroll_k {
+                let error = args.first_error + k + next;
                 #[unroll]
                 for v in 0..vectors {
-                    let vector = min(first_vector + v * SIDE, spread.row_vectors - 1);
-                    row_steps[comptime!((next * vectors + v) as usize)] =
-                        steps[(step * spread.row_vectors + vector) as usize];
+                    let vector = min(first_vector + v * SIDE, args.row_vectors - 1);
+                    row_errors[comptime!((next * vectors + v) as usize)] =
+                        errors[(error * args.row_vectors + vector) as usize];
                 }
-                let first = ((spread.first + k + next) * spread.channels + channel) / 4;
+                let first = ((args.first + k + next) * args.channels + channel) / 4;
                 #[unroll]
                 for quad in 0..quads {
-                    shares[comptime!((next * quads + quad) as usize)] =
+                    coefficients[comptime!((next * quads + quad) as usize)] =
                         matrix[(first + quad) as usize];
                 }
             }
             #[unroll]
-            for next in 0..ahead {
+            for next in 0..unroll_k {
                 #[unroll]
                 for c in 0..channels {
-                    let share = shares[comptime!((next * quads + c / 4) as usize)];
-                    let share = share.extract(comptime!((c % 4) as usize));
-                    let negative = Vector::<f32, V>::empty().fill(-share);
+                    let coefficient = coefficients[comptime!((next * quads + c / 4) as usize)];
+                    let coefficient = coefficient.extract(comptime!((c % 4) as usize));
+                    let negative = Vector::<f32, V>::empty().fill(-coefficient);
                     #[unroll]
                     for v in 0..vectors {
-                        let step = row_steps[comptime!((next * vectors + v) as usize)];
+                        let error = row_errors[comptime!((next * vectors + v) as usize)];
                         let sum = comptime!((c * vectors + v) as usize);
-                        sums[sum] = fma(negative, step, sums[sum]);
+                        sums[sum] = fma(negative, error, sums[sum]);
                     }
                 }
             }
-            k += comptime!(ahead);
+            k += comptime!(unroll_k);
         }
         #[unroll]
         for c in 0..channels {
             #[unroll]
             for v in 0..vectors {
                 let vector = first_vector + v * SIDE;
-                if vector < spread.row_vectors {
-                    let at = ((channel + c) * spread.row_vectors + vector) as usize;
+                if vector < args.row_vectors {
+                    let at = ((channel + c) * args.row_vectors + vector) as usize;
                     target[at] = sums[comptime!((c * vectors + v) as usize)];
                 }
             }

@@ -3,13 +3,13 @@
 
 use cubecl::prelude::*;
 
-use super::instructions::Instructions;
+use super::instructions::WgmmaInstructions;
 
 /// See the head of this file.
-pub(super) struct Plain;
+pub(super) struct EmulatedWgmma;
 
 #[cube]
-impl Instructions for Plain {
+impl WgmmaInstructions for EmulatedWgmma {
     #[allow(unused_variables)]
     fn address<T: CubePrimitive>(shared: &[T]) -> u32 {
         0u32.runtime()
@@ -50,11 +50,11 @@ impl Instructions for Plain {
         address: u32,
         at: u32,
         sums: &mut Array<f32>,
-        exchange: &mut [Vector<u32, W>],
+        scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] bf16: bool,
     ) {
-        let first = exchange.len() as u32 - CUBE_DIM;
+        let first = scratch.len() as u32 - CUBE_DIM;
         let part = UNIT_POS % 4;
         let mut own = Vector::<u32, W>::empty();
         #[unroll]
@@ -62,12 +62,12 @@ impl Instructions for Plain {
             own.insert(word, a[word]);
         }
         sync_cube();
-        exchange[(first + UNIT_POS) as usize] = own;
+        scratch[(first + UNIT_POS) as usize] = own;
         sync_cube();
         let values = b.with_vector_size::<Const<1>>();
         let vector = at % 8;
         for pair in 0..4u32 {
-            let shown = exchange[(first + UNIT_POS - part + pair) as usize];
+            let shown = scratch[(first + UNIT_POS - part + pair) as usize];
             #[unroll]
             for half in 0..2u32 {
                 #[unroll]
@@ -76,8 +76,8 @@ impl Instructions for Plain {
                     let weights = Vector::<F, Const<2>>::reinterpret(word);
                     for column in 0..comptime!(columns / 4) {
                         let row = column / 2 * 8 + column % 2 + 2 * part;
-                        let place = at - vector + row * 8 + ((vector + half) ^ (row % 8));
-                        let value = values[(place * 4 + pair) as usize].extract(0usize);
+                        let slot = at - vector + row * 8 + ((vector + half) ^ (row % 8));
+                        let value = values[(slot * 4 + pair) as usize].extract(0usize);
                         let value = Vector::<F, Const<2>>::reinterpret(value);
                         let sum = (column / 2 * 4 + column % 2 + 2 * below) as usize;
                         let mut added = sums[sum];

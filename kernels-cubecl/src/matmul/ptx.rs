@@ -24,7 +24,7 @@ use pliron::value::Value;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
-use super::instructions::Instructions;
+use super::instructions::WgmmaInstructions;
 
 /// The words of A that a unit holds.
 const WORDS: usize = 4;
@@ -55,18 +55,18 @@ fn load_all(
     of: TypeHandle,
     count: usize,
 ) -> (Vec<Value>, Vec<Value>) {
-    let (mut places, mut values) = (Vec::new(), Vec::new());
+    let (mut pointers, mut values) = (Vec::new(), Vec::new());
     for index in 0..count {
         let index = llvm::GepIndex::Constant(index as u32);
-        let place = llvm::GetElementPtrOp::new(ctx, from, vec![index], of);
-        rewriter.insert_op(ctx, &place);
-        let place = place.get_result(ctx);
-        let value = llvm::LoadOp::new(ctx, place, of);
+        let pointer = llvm::GetElementPtrOp::new(ctx, from, vec![index], of);
+        rewriter.insert_op(ctx, &pointer);
+        let pointer = pointer.get_result(ctx);
+        let value = llvm::LoadOp::new(ctx, pointer, of);
         rewriter.insert_op(ctx, &value);
-        places.push(place);
+        pointers.push(pointer);
         values.push(value.get_result(ctx));
     }
-    (places, values)
+    (pointers, values)
 }
 
 /// Assembly that changes the sums at an address; `inputs` are operands after them.
@@ -79,7 +79,7 @@ fn change_sums(
     text: &str,
 ) {
     let float: TypeHandle = FP32Type::get(ctx).into();
-    let (places, values) = load_all(ctx, rewriter, sums, float, count);
+    let (pointers, values) = load_all(ctx, rewriter, sums, float, count);
     let outputs = vec!["=f"; count].join(",");
     let words = ",r".repeat(inputs.len());
     let same: String = (0..count).map(|index| format!(",{index}")).collect();
@@ -87,10 +87,10 @@ fn change_sums(
     let result = StructType::get_unnamed(ctx, (vec![float; count], StructLayout::Unpacked)).into();
     let operands = inputs.into_iter().chain(values).collect();
     let changed = assembly(ctx, rewriter, result, operands, text, &constraints);
-    for (index, place) in places.into_iter().enumerate() {
+    for (index, pointer) in pointers.into_iter().enumerate() {
         let value = llvm::ExtractValueOp::new(ctx, changed, vec![index as u32]).expect("a sum");
         rewriter.insert_op(ctx, &value);
-        let store = llvm::StoreOp::new(ctx, value.get_result(ctx), place);
+        let store = llvm::StoreOp::new(ctx, value.get_result(ctx), pointer);
         rewriter.insert_op(ctx, &store);
     }
 }
@@ -100,7 +100,7 @@ fn change_sums(
 #[op_traits(CanMaterialize, Pure)]
 struct TakeByteOp {
     word: Value,
-    places: Value,
+    selector: Value,
 }
 
 #[op_interface_impl]
@@ -111,10 +111,10 @@ impl ToLLVMDialect for TakeByteOp {
         rewriter: &mut DialectConversionRewriter,
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
-        let (word, places) = (self.word(ctx), self.places(ctx));
+        let (word, selector) = (self.word(ctx), self.selector(ctx));
         let ty = word_type(ctx);
         let text = "prmt.b32 $0, $1, 0, $2;";
-        let op = llvm::InlineAsmOp::new(ctx, ty, vec![word, places], text, "=r,r,r", false);
+        let op = llvm::InlineAsmOp::new(ctx, ty, vec![word, selector], text, "=r,r,r", false);
         rewriter.insert_op(ctx, &op);
         let byte = op.get_result(ctx);
         rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![byte]);
@@ -307,10 +307,10 @@ impl ToLLVMDialect for WaitForSumsOp {
 
 #[cube]
 #[allow(unused_variables)]
-fn take_byte(word: u32, places: u32) -> u32 {
+fn take_byte(word: u32, selector: u32) -> u32 {
     intrinsic!(|scope| {
-        let (word, places) = (word.read_value(scope), places.read_value(scope));
-        let op = TakeByteOp::new(scope.ctx_mut(), word, places);
+        let (word, selector) = (word.read_value(scope), selector.read_value(scope));
+        let op = TakeByteOp::new(scope.ctx_mut(), word, selector);
         scope.register_with_result(&op).into()
     })
 }
@@ -351,7 +351,7 @@ fn copy_async<T: CubePrimitive>(
 /// device (L2): from the `at`-th on, rounded down to 16 bytes.
 #[cube]
 #[allow(unused_variables)]
-pub(super) fn prefetch<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {
+pub(super) fn prefetch_l2<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {
     intrinsic!(|scope| {
         let (at, bytes) = (at.read_value(scope), bytes.read_value(scope));
         // SAFETY: the pointer is to a value that the scope has just made, and keeps.
@@ -396,10 +396,10 @@ fn complete_sums(sums: &mut Array<f32>, #[comptime] count: usize) {
 }
 
 /// The instructions of compute capability 9.0.
-pub(super) struct Ptx;
+pub(super) struct PtxWgmma;
 
 #[cube]
-impl Instructions for Ptx {
+impl WgmmaInstructions for PtxWgmma {
     fn address<T: CubePrimitive>(shared: &[T]) -> u32 {
         shared_address::<T>(shared)
     }
@@ -439,7 +439,7 @@ impl Instructions for Ptx {
         address: u32,
         at: u32,
         sums: &mut Array<f32>,
-        exchange: &mut [Vector<u32, W>],
+        scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] bf16: bool,
     ) {

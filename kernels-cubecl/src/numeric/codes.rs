@@ -4,13 +4,13 @@ use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
 use super::element::{UNLIMITED, round_to_e2m1, round_unlimited};
-use super::rule::{Factors, code_mask, normalize, normalize_magnitude};
-use crate::plan::Recipe;
+use super::rule::{TensorScaleArgs, code_mask, normalize, normalize_magnitude};
+use crate::plan::Blueprint;
 
 /// Whether the elements of all blocks are limited: powers of two leave many blocks with elements
 /// beyond the limit, and code of several rows would be too long twice.
-pub(crate) fn limits_all(recipe: Recipe, rows: u32) -> bool {
-    rows > 1 || matches!(recipe.grid(), ScaleGrid::PowersOfTwo(_))
+pub(crate) fn limits_all(blueprint: Blueprint, rows: u32) -> bool {
+    rows > 1 || matches!(blueprint.grid(), ScaleGrid::PowersOfTwo(_))
 }
 
 /// The nearest codes of the block that starts at `start` of the elements, given the factor of its
@@ -22,17 +22,18 @@ pub(crate) fn nearest_codes(
     #[comptime] start: u32,
     largest: f32,
     factor: f32,
-    factors: &Factors,
+    scale_args: &TensorScaleArgs,
     #[comptime] limits: bool,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) {
-    round_codes(elements, codes, start, factor, factors, limits, recipe);
+    round_codes(elements, codes, start, factor, scale_args, limits, blueprint);
     if comptime!(!limits) {
         // What is rounded ascends with the magnitudes. Almost all blocks have a scale at which no
         // element is beyond the limit; the others are rounded again.
-        let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
+        let is_unlimited =
+            normalize_magnitude(largest, factor, comptime!(blueprint.rule)) < UNLIMITED;
         if !is_unlimited {
-            round_codes(elements, codes, start, factor, factors, true, recipe);
+            round_codes(elements, codes, start, factor, scale_args, true, blueprint);
         }
     }
 }
@@ -44,19 +45,19 @@ fn round_codes(
     codes: &mut Array<u32>,
     #[comptime] start: u32,
     factor: f32,
-    factors: &Factors,
+    scale_args: &TensorScaleArgs,
     #[comptime] limits: bool,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) {
-    let rule = comptime!(recipe.rule);
+    let rule = comptime!(blueprint.rule);
     let mask = code_mask(factor, rule);
     #[unroll]
-    for word in 0..comptime!(recipe.block_size / 8) {
+    for word in 0..comptime!(blueprint.block_size / 8) {
         let mut packed = 0u32;
         #[unroll]
         for index in 0..8u32 {
             let at = comptime!((start + word * 8 + 7 - index) as usize);
-            let normalized = normalize(elements[at], factor, factors, rule);
+            let normalized = normalize(elements[at], factor, scale_args, rule);
             let code = if comptime!(limits) {
                 round_to_e2m1(normalized)
             } else {

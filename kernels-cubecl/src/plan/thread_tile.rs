@@ -11,38 +11,38 @@ use super::problem::Dtype;
 /// `lanes` units take neighbouring rows of a block, and `spread` times as many the next blocks of
 /// these rows; all that together is a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Share {
+pub struct ThreadTile {
     /// Values that one load or store of the dense tensor moves.
     pub vector: u32,
     /// Whether it moves them along the blocked axis, which is contiguous then, or across rows.
-    pub along: bool,
+    pub contiguous_axis: bool,
     /// Packed rows.
     pub rows: u32,
     /// Units beside each other across rows.
-    pub lanes: u32,
+    pub units_over_rows: u32,
     /// Units beside each other along rows.
-    pub spread: u32,
+    pub units_over_blocks: u32,
     /// Whether the units of a cube exchange packed blocks through shared memory; see `stage.rs`.
-    pub staged: bool,
+    pub through_shared_memory: bool,
     /// How units share a block scale.
-    pub tile: TileSharing,
+    pub sharing: TileSharing,
     /// dtype of the dense tensor.
     pub dtype: Dtype,
     /// How f32 becomes this dtype.
     pub conversion: Conversion,
 }
 
-impl Share {
+impl ThreadTile {
     /// A block of one row, loaded and stored a value at a time.
-    pub(crate) fn one_row(along: bool, dtype: Dtype, device: &Capability) -> Self {
+    pub(crate) fn one_row(contiguous_axis: bool, dtype: Dtype, device: &Capability) -> Self {
         Self {
             vector: 1,
-            along,
+            contiguous_axis,
             rows: 1,
-            lanes: 1,
-            spread: 1,
-            staged: false,
-            tile: TileSharing::None,
+            units_over_rows: 1,
+            units_over_blocks: 1,
+            through_shared_memory: false,
+            sharing: TileSharing::None,
             dtype,
             conversion: Conversion::to(dtype, device),
         }

@@ -1,4 +1,4 @@
-//! [`Products`]: whether layers multiply by a packed weight straight from its codes, or why not.
+//! [`MatmulPath`]: whether layers multiply by a packed weight straight from its codes, or why not.
 
 use core::fmt;
 
@@ -20,7 +20,7 @@ use crate::layout::Fp4Layout;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Products {
+pub enum MatmulPath {
     /// From the codes, however many rows the input has.
     FromCodes,
     /// From the codes for inputs of few rows; of more a dense product is faster.
@@ -78,7 +78,7 @@ pub enum Why {
     },
 }
 
-impl fmt::Display for Products {
+impl fmt::Display for MatmulPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::FromCodes => write!(f, "from the codes"),
@@ -150,39 +150,39 @@ impl fmt::Display for Why {
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
-/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Products, Why, products};
+/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, MatmulPath, Why, matmul_path};
 ///
 /// let layout = Fp4Layout::new(&[64, 32].into(), 0, &Fp4Scheme::nvfp4())?;
-/// let found = products(&layout, DType::F32, &Device::flex());
-/// assert_eq!(found, Products::Dequantized(Why::Host));
+/// let found = matmul_path(&layout, DType::F32, &Device::flex());
+/// assert_eq!(found, MatmulPath::Dequantized(Why::Host));
 /// assert!(found.to_string().contains("Fp4Linear")); // what to do about it
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 #[must_use]
-pub fn products(layout: &Fp4Layout, dtype: DType, device: &Device) -> Products {
+pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulPath {
     let rank = layout.shape.len();
     if rank != 2 {
-        return Products::Dequantized(Why::Rank { rank });
+        return MatmulPath::Dequantized(Why::Rank { rank });
     }
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-        return Products::Dequantized(Why::DType { dtype });
+        return MatmulPath::Dequantized(Why::DType { dtype });
     }
     if is_host(device) {
-        return Products::Dequantized(Why::Host);
+        return MatmulPath::Dequantized(Why::Host);
     }
     #[cfg(feature = "cube")]
     if let Some(cube) = with_kernels(device) {
         return match is_active(device) {
             true => planned(layout, dtype, &cube),
-            false => Products::Dequantized(Why::NotInitialized),
+            false => MatmulPath::Dequantized(Why::NotInitialized),
         };
     }
-    Products::Dequantized(Why::Device)
+    MatmulPath::Dequantized(Why::Device)
 }
 
 /// What the plans of kernels say.
 #[cfg(feature = "cube")]
-fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> Products {
+fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> MatmulPath {
     // More rows than any plan tells apart, few enough for every weight.
     const MANY: usize = 1024;
     let capability = burn_fp4_cubecl::Capability::of(&device.client());
@@ -195,9 +195,9 @@ fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -
         false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),
     };
     match most {
-        Some(0) => Products::Dequantized(Why::Shape { shape: layout.shape.clone() }),
-        most if layout.axis == 1 => Products::Rows { most },
-        Some(rows) => Products::FewRows { rows },
-        None => Products::FromCodes,
+        Some(0) => MatmulPath::Dequantized(Why::Shape { shape: layout.shape.clone() }),
+        most if layout.axis == 1 => MatmulPath::Rows { most },
+        Some(rows) => MatmulPath::FewRows { rows },
+        None => MatmulPath::FromCodes,
     }
 }

@@ -5,7 +5,7 @@ use burn_fp4_search::{Fp4Scheme, Rounding, ScaleRule, ScaleSearch, TensorScaling
 
 /// The choices of a scheme that a kernel is compiled for, and whether there are weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Recipe {
+pub(crate) struct Blueprint {
     pub(crate) rule: ScaleRule,
     pub(crate) search: ScaleSearch,
     /// Whether codes are drawn.
@@ -19,7 +19,7 @@ pub(crate) struct Recipe {
     pub(crate) by_row: bool,
 }
 
-impl Recipe {
+impl Blueprint {
     /// The grid of the block scales.
     pub(crate) fn grid(&self) -> ScaleGrid {
         self.rule.row().format.row().scale_grid()

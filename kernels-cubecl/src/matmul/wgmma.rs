@@ -22,7 +22,7 @@
 //!             over the last half but one, which nobody reads anymore    (copy_part)
 //!             wait for the multiplication before
 //! store the sums                                                        (store_sums)
-//! add those of the cubes that divide the contracted axis, in order      (add_parts)
+//! add those of the cubes that divide the contracted axis, in order      (reduce_split_k)
 //! ```
 //!
 //! So there is always a multiplication under way while a unit decodes, copies or waits for others.
@@ -31,37 +31,38 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::finish::{OperandHandles, Operands, ProductRecipe, Widths, finish, operands};
-use super::instructions::Instructions;
-use super::plan::{Product, STEP, WGMMA_ROWS, Wgmma};
-use crate::arith::element::decode_byte;
-use crate::arith::scale_grid::{element_shift, product_scale_pair, sum_shift};
+use super::epilogue::epilogue;
+use super::instructions::WgmmaInstructions;
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::plan::{K_TILE, Matmul, WGMMA_TILE_N, Wgmma};
+use crate::numeric::element::decode_byte;
+use crate::numeric::scale_grid::{element_shift, product_scale_pair, sum_shift};
 use crate::plan::{Dtype, UNITS};
 
 /// Vectors of eight values of a row of the input in half a round.
-const VECTORS: u32 = STEP as u32 / 16;
+const VECTORS: u32 = K_TILE as u32 / 16;
 /// Vectors of 32 codes of a packed row in half a round.
-const CODES: u32 = STEP as u32 / 64;
+const CODES: u32 = K_TILE as u32 / 64;
 /// Steps of 16 channels of half a round.
-const STEPS: u32 = STEP as u32 / 32;
+const K_STEPS: u32 = K_TILE as u32 / 32;
 /// Packed rows of a cube.
-const ROWS: u32 = WGMMA_ROWS as u32;
+const ROWS: u32 = WGMMA_TILE_N as u32;
 /// Columns of the sums that are staged at a time.
 const STAGED: u32 = 64;
 
-pub(super) fn launch<I: Instructions, F: Float>(
+pub(super) fn launch<I: WgmmaInstructions, F: Float>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
-    product: &Product,
-    recipe: ProductRecipe,
+    matmul: &Matmul,
+    blueprint: MatmulBlueprint,
     plan: Wgmma,
 ) {
-    let Product { inputs, outputs, block_size, .. } = *product;
-    let widths = || Widths { codes: 32, scales: 4 * block_size, input: 8, chunk: STEP };
+    let Matmul { m, n, block_size, .. } = *matmul;
+    let widths = || Widths { codes: 32, scales: 4 * block_size, input: 8, k_tile: K_TILE };
     let count = CubeCount::Static(plan.cubes, 1, 1);
     let dim = CubeDim::new_1d(UNITS);
-    if plan.splits == 1 {
+    if plan.split_k == 1 {
         // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
         // stored.
         unsafe {
@@ -72,16 +73,16 @@ pub(super) fn launch<I: Instructions, F: Float>(
                 4,
                 4,
                 8,
-                operands(handles, product, recipe, widths()),
-                BufferArg::from_raw_parts(output, inputs * outputs / 8),
+                operands(handles, matmul, blueprint, widths()),
+                BufferArg::from_raw_parts(output, m * n / 8),
                 plan,
             );
         }
         return;
     }
-    let length = plan.splits as usize * inputs * outputs;
+    let length = plan.split_k as usize * m * n;
     let parts = client.empty(4 * length);
-    let vectors = inputs * outputs / 4;
+    let vectors = m * n / 4;
     // SAFETY: as above.
     unsafe {
         wgmma_kernel::launch_unchecked::<I, F, f32>(
@@ -91,18 +92,18 @@ pub(super) fn launch<I: Instructions, F: Float>(
             4,
             4,
             4,
-            operands(handles.clone(), product, recipe, widths()),
+            operands(handles.clone(), matmul, blueprint, widths()),
             BufferArg::from_raw_parts(parts.clone(), length / 4),
             plan,
         );
-        add_parts::launch_unchecked::<F>(
+        reduce_split_k::launch_unchecked::<F>(
             client,
             CubeCount::Static((vectors as u32).div_ceil(UNITS), 1, 1),
             CubeDim::new_1d(UNITS),
             4,
             4,
             4,
-            operands(handles, product, recipe, widths()),
+            operands(handles, matmul, blueprint, widths()),
             BufferArg::from_raw_parts(parts, length / 4),
             BufferArg::from_raw_parts(output, vectors),
             plan,
@@ -119,7 +120,7 @@ struct Lane {
     cube_row: u32,
     /// The first round of its cube, and how many it takes.
     first: u32,
-    rounds: u32,
+    k_tiles: u32,
     /// The first of its packed rows, in its cube; the other is eight rows below.
     row: u32,
     /// Its place among the eight that have rows of their own.
@@ -133,17 +134,17 @@ fn lane<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
     #[comptime] plan: Wgmma,
 ) -> Lane {
-    let extent = &operands.extent;
-    let groups = extent.inputs.div_ceil(plan.inputs);
-    let cube = CUBE_POS as u32 / plan.splits;
-    let each = extent.chunks.div_ceil(plan.splits);
-    let first = CUBE_POS as u32 % plan.splits * each;
+    let dims = &operands.dims;
+    let groups = dims.m.div_ceil(plan.tile_m);
+    let cube = CUBE_POS as u32 / plan.split_k;
+    let each = dims.k_tiles.div_ceil(plan.split_k);
+    let first = CUBE_POS as u32 % plan.split_k * each;
     let quad = UNIT_POS % 32 / 4;
     Lane {
-        cube_input: cube % groups * plan.inputs,
+        cube_input: cube % groups * plan.tile_m,
         cube_row: cube / groups * ROWS,
         first,
-        rounds: min(each, extent.chunks - first),
+        k_tiles: min(each, dims.k_tiles - first),
         row: UNIT_POS / 32 * 16 + quad,
         quad,
         part: UNIT_POS % 4,
@@ -166,7 +167,7 @@ struct Rings<W: Size, X: Size> {
 #[derive(CubeType)]
 struct Copies {
     /// How many rounds there are.
-    rounds: u32,
+    k_tiles: u32,
     input_to: u32,
     input: Array<u32>,
     codes_to: u32,
@@ -181,72 +182,72 @@ fn copies<F: Float, W: Size, X: Size>(
     lane: &Lane,
     #[comptime] plan: Wgmma,
 ) -> Copies {
-    let extent = &operands.extent;
+    let dims = &operands.dims;
     let (row, vector) = (UNIT_POS / VECTORS, UNIT_POS % VECTORS);
     let rows = comptime!(UNITS / VECTORS);
-    let mut input = Array::<u32>::new(comptime!((plan.inputs / rows) as usize));
+    let mut input = Array::<u32>::new(comptime!((plan.tile_m / rows) as usize));
     #[unroll]
-    for copy in 0..comptime!(plan.inputs / rows) {
-        let from = min(lane.cube_input + row + comptime!(copy * rows), extent.inputs - 1);
-        input[copy as usize] = (from * extent.chunks + lane.first) * (2 * VECTORS) + vector;
+    for copy in 0..comptime!(plan.tile_m / rows) {
+        let from = min(lane.cube_input + row + comptime!(copy * rows), dims.m - 1);
+        input[copy as usize] = (from * dims.k_tiles + lane.first) * (2 * VECTORS) + vector;
     }
     let (code_row, of_codes) = (UNIT_POS / CODES, UNIT_POS % CODES);
-    let from = min(lane.cube_row + code_row, extent.outputs - 1);
-    let of_scales = min(lane.cube_row + UNIT_POS, extent.outputs - 1);
+    let from = min(lane.cube_row + code_row, dims.n - 1);
+    let of_scales = min(lane.cube_row + UNIT_POS, dims.n - 1);
     Copies {
-        rounds: lane.rounds,
+        k_tiles: lane.k_tiles,
         input_to: row * VECTORS + (vector ^ (row % 8)),
         input,
         codes_to: code_row * CODES + (of_codes ^ (code_row / 4 % 2)),
-        codes: (from * extent.chunks + lane.first) * (2 * CODES) + of_codes,
-        scales: of_scales * extent.chunks + lane.first,
+        codes: (from * dims.k_tiles + lane.first) * (2 * CODES) + of_codes,
+        scales: of_scales * dims.k_tiles + lane.first,
         has_scales: UNIT_POS < ROWS,
     }
 }
 
 /// Starts to copy a part of half a round from device memory.
 #[cube]
-fn copy_part<I: Instructions, F: Float, W: Size, X: Size>(
+fn copy_part<I: WgmmaInstructions, F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
     rings: &mut Rings<W, X>,
-    round: u32,
+    k_tile: u32,
     stage: u32,
     copies: &Copies,
     #[comptime] half: u32,
-    #[comptime] step: u32,
+    #[comptime] k_step: u32,
     #[comptime] plan: Wgmma,
 ) {
-    let wanted = round < copies.rounds;
+    let wanted = k_tile < copies.k_tiles;
     let slot = stage * 2 + half;
-    let to = slot * comptime!(plan.inputs * VECTORS) + copies.input_to;
-    let from = round * (2 * VECTORS) + comptime!(half * VECTORS);
+    let to = slot * comptime!(plan.tile_m * VECTORS) + copies.input_to;
+    let from = k_tile * (2 * VECTORS) + comptime!(half * VECTORS);
     let address = rings.input_address;
     #[unroll]
-    for copy in 0..comptime!(plan.inputs * VECTORS / UNITS) {
-        if comptime!(copy % STEPS == step) {
+    for copy in 0..comptime!(plan.tile_m * VECTORS / UNITS) {
+        if comptime!(copy % K_STEPS == k_step) {
             let to = to + comptime!(copy * UNITS);
             let from = from + copies.input[copy as usize];
             I::copy(wanted, &mut rings.input, address, to, operands.input, from, 1u32, 16u32);
         }
     }
-    if comptime!(step == 1) {
+    if comptime!(k_step == 1) {
         let to = slot * comptime!(ROWS * CODES) + copies.codes_to;
-        let from = round * (2 * CODES) + comptime!(half * CODES) + copies.codes;
+        let from = k_tile * (2 * CODES) + comptime!(half * CODES) + copies.codes;
         let address = rings.codes_address;
         I::copy(wanted, &mut rings.codes, address, to, operands.weight.codes, from, 1u32, 16u32);
     }
-    if comptime!(step == 2 && half == 0) {
+    if comptime!(k_step == 2 && half == 0) {
         let wanted = select(copies.has_scales, wanted, false);
-        let words = comptime!(scale_words(operands.recipe));
-        let (to, from) = (stage * ROWS + UNIT_POS, round + copies.scales);
+        let words = comptime!(scale_words(operands.blueprint));
+        let (to, from) = (stage * ROWS + UNIT_POS, k_tile + copies.scales);
         let (address, bytes) = (rings.scales_address, comptime!(4 * words));
         I::copy(wanted, &mut rings.scales, address, to, operands.weight.scales, from, words, bytes);
     }
 }
 
 /// Words of the block scales of a packed row in a round.
-fn scale_words(recipe: ProductRecipe) -> u32 {
-    STEP as u32 / recipe.block_size / 4
+fn scale_words(blueprint: MatmulBlueprint) -> u32 {
+    K_TILE as u32 / blueprint.block_size / 4
 }
 
 /// What a unit has read of half a round.
@@ -264,7 +265,7 @@ fn read_half<F: Float, W: Size, X: Size>(
     stage: u32,
     lane: &Lane,
     #[comptime] half: u32,
-    #[comptime] recipe: ProductRecipe,
+    #[comptime] blueprint: MatmulBlueprint,
 ) -> Half<F, W> {
     let mut codes = Array::<Vector<u32, W>>::new(comptime!(2 * CODES as usize));
     let mut factors = Array::<Vector<F, Const<2>>>::new(4usize);
@@ -277,9 +278,9 @@ fn read_half<F: Float, W: Size, X: Size>(
             let from = first + (vector ^ (lane.quad / 4));
             codes[comptime!((row * CODES + vector) as usize)] = rings.codes[from as usize];
         }
-        let (grid, dtype) = comptime!((recipe.grid(), recipe.dtype));
-        let from = (stage * ROWS + below) * comptime!(scale_words(recipe));
-        if comptime!(recipe.block_size == 16) {
+        let (grid, dtype) = comptime!((blueprint.grid(), blueprint.dtype));
+        let from = (stage * ROWS + below) * comptime!(scale_words(blueprint));
+        if comptime!(blueprint.block_size == 16) {
             // A block is a step.
             let word = rings.scales[(from + half) as usize];
             #[unroll]
@@ -300,24 +301,24 @@ fn read_half<F: Float, W: Size, X: Size>(
 
 /// The words of A of a step.
 #[cube]
-fn decode_step<I: Instructions, F: Float, W: Size>(
+fn decode_k_step<I: WgmmaInstructions, F: Float, W: Size>(
     read: &Half<F, W>,
     a: &mut Array<u32>,
     lane: &Lane,
-    #[comptime] step: u32,
-    #[comptime] recipe: ProductRecipe,
+    #[comptime] k_step: u32,
+    #[comptime] blueprint: MatmulBlueprint,
 ) {
     #[unroll]
     for row in 0..2u32 {
-        let pair = read.factors[comptime!((row * 2 + step % 2) as usize)];
-        let factor = Vector::<F, Const<2>>::new(pair.extract(comptime!((step / 2) as usize)));
-        let codes = read.codes[comptime!((row * CODES + step / 2) as usize)];
+        let pair = read.factors[comptime!((row * 2 + k_step % 2) as usize)];
+        let factor = Vector::<F, Const<2>>::new(pair.extract(comptime!((k_step / 2) as usize)));
+        let codes = read.codes[comptime!((row * CODES + k_step / 2) as usize)];
         #[unroll]
         for half in 0..2u32 {
-            let word = codes.extract(comptime!((step % 2 * 2 + half) as usize));
+            let word = codes.extract(comptime!((k_step % 2 * 2 + half) as usize));
             let byte = I::byte(word, lane.part);
-            let decoded = decode_byte::<F, Const<2>>(byte, comptime!(recipe.dtype));
-            let shifted = match comptime!(element_shift(recipe.grid(), recipe.dtype)) {
+            let decoded = decode_byte::<F, Const<2>>(byte, comptime!(blueprint.dtype));
+            let shifted = match comptime!(element_shift(blueprint.grid(), blueprint.dtype)) {
                 Some(shift) => decoded * Vector::new(F::cast_from(shift)),
                 None => decoded,
             };
@@ -328,24 +329,24 @@ fn decode_step<I: Instructions, F: Float, W: Size>(
 
 /// See the head of this file.
 #[cube(launch_unchecked)]
-fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
+fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,
     output: &mut [Vector<O, V>],
     #[comptime] plan: Wgmma,
 ) {
-    let recipe = comptime!(operands.recipe);
+    let blueprint = comptime!(operands.blueprint);
     let lane = lane::<F, W, X>(operands, plan);
-    let Wgmma { inputs, stages, .. } = comptime!(plan);
+    let Wgmma { tile_m, stages, .. } = comptime!(plan);
     let input = Shared::<[Vector<u32, X>]>::new_aligned_slice(
-        comptime!((2 * stages * inputs * VECTORS) as usize),
+        comptime!((2 * stages * tile_m * VECTORS) as usize),
         1024usize,
     );
     let codes = Shared::<[Vector<u32, W>]>::new_aligned_slice(
-        comptime!((2 * stages * ROWS * CODES + plan.exchange) as usize),
+        comptime!((2 * stages * ROWS * CODES + plan.scratch) as usize),
         128usize,
     );
     let scales = Shared::<[u32]>::new_aligned_slice(
-        comptime!((stages * ROWS * scale_words(recipe)) as usize),
+        comptime!((stages * ROWS * scale_words(blueprint)) as usize),
         128usize,
     );
     let input_address = I::address::<Vector<u32, X>>(&input);
@@ -354,61 +355,63 @@ fn wgmma_kernel<I: Instructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
     let mut rings =
         Rings::<W, X> { input, codes, scales, input_address, codes_address, scales_address };
 
-    let mut sums = Array::<f32>::new(comptime!(inputs as usize / 2));
+    let mut sums = Array::<f32>::new(comptime!(tile_m as usize / 2));
     #[unroll]
-    for index in 0..comptime!(inputs as usize / 2) {
+    for index in 0..comptime!(tile_m as usize / 2) {
         sums[index] = 0.0f32;
     }
     let copies = copies::<F, W, X>(operands, &lane, plan);
-    let ahead = comptime!(stages - 1);
+    let stages_ahead = comptime!(stages - 1);
     #[unroll]
-    for round in 0..ahead {
+    for k_tile in 0..stages_ahead {
         #[unroll]
         for half in 0..2u32 {
             #[unroll]
-            for step in 0..STEPS {
-                let to = round.runtime();
-                copy_part::<I, F, W, X>(operands, &mut rings, to, to, &copies, half, step, plan);
+            for k_step in 0..K_STEPS {
+                let to = k_tile.runtime();
+                copy_part::<I, F, W, X>(operands, &mut rings, to, to, &copies, half, k_step, plan);
             }
             I::commit_copies();
         }
     }
     // Where the round is in the rings, and where the one before was.
-    let (mut stage, mut last) = (0u32.runtime(), ahead.runtime());
-    let mut round = 0u32.runtime();
-    while round < lane.rounds {
+    let (mut stage, mut last) = (0u32.runtime(), stages_ahead.runtime());
+    let mut k_tile = 0u32.runtime();
+    while k_tile < lane.k_tiles {
         #[unroll]
         for half in 0..2u32 {
-            I::wait_for_copies(comptime!(2 * ahead - 1));
+            I::wait_for_copies(comptime!(2 * stages_ahead - 1));
             sync_cube();
-            let read = read_half::<F, W, X>(&rings, stage, &lane, half, recipe);
-            let first = (stage * 2 + half) * comptime!(inputs * VECTORS);
+            let read = read_half::<F, W, X>(&rings, stage, &lane, half, blueprint);
+            let first = (stage * 2 + half) * comptime!(tile_m * VECTORS);
             #[unroll]
-            for step in 0..STEPS {
+            for k_step in 0..K_STEPS {
                 let mut a = Array::<u32>::new(4usize);
-                decode_step::<I, F, W>(&read, &mut a, &lane, step, recipe);
+                decode_k_step::<I, F, W>(&read, &mut a, &lane, k_step, blueprint);
                 let address = rings.input_address;
                 I::multiply::<F, X, W>(
                     &a,
                     &rings.input,
                     address,
-                    first + comptime!(2 * step),
+                    first + comptime!(2 * k_step),
                     &mut sums,
                     &mut rings.codes,
-                    inputs,
-                    comptime!(recipe.dtype == Dtype::Bf16),
+                    tile_m,
+                    comptime!(blueprint.dtype == Dtype::Bf16),
                 );
-                let to = round + ahead;
-                copy_part::<I, F, W, X>(operands, &mut rings, to, last, &copies, half, step, plan);
+                let to = k_tile + stages_ahead;
+                copy_part::<I, F, W, X>(
+                    operands, &mut rings, to, last, &copies, half, k_step, plan,
+                );
                 I::wait_for_products(1u32);
             }
             I::commit_copies();
         }
         last = stage;
-        stage = select(stage == ahead, 0u32, stage + 1u32);
-        round += 1u32;
+        stage = select(stage == stages_ahead, 0u32, stage + 1u32);
+        k_tile += 1u32;
     }
-    I::wait_for_sums(&mut sums, comptime!(inputs / 2));
+    I::wait_for_sums(&mut sums, comptime!(tile_m / 2));
     I::wait_for_copies(0u32);
     store_sums::<F, O, W, X, V>(operands, output, &mut rings.input, &sums, &lane, plan);
 }
@@ -424,15 +427,15 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     lane: &Lane,
     #[comptime] plan: Wgmma,
 ) {
-    let extent = &operands.extent;
+    let dims = &operands.dims;
     // Columns that follow each other start 4 banks further.
     let stride = comptime!(ROWS + 4);
-    let columns = comptime!(if plan.inputs < STAGED { plan.inputs } else { STAGED });
-    let width = comptime!(if plan.splits > 1 { 4u32 } else { 8 });
+    let columns = comptime!(if plan.tile_m < STAGED { plan.tile_m } else { STAGED });
+    let width = comptime!(if plan.split_k > 1 { 4u32 } else { 8 });
     let vectors = comptime!(ROWS / width);
-    let split = CUBE_POS as u32 % plan.splits;
+    let split = CUBE_POS as u32 % plan.split_k;
     #[unroll]
-    for pass in 0..comptime!(plan.inputs / columns) {
+    for pass in 0..comptime!(plan.tile_m / columns) {
         sync_cube();
         let staged = ring.with_vector_size_mut::<Const<1>>();
         #[unroll]
@@ -449,7 +452,7 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
             let (column, vector) = (at / vectors, at % vectors);
             let row = lane.cube_row + vector * width;
             let to = lane.cube_input + pass * columns + column;
-            if column < columns && row < extent.outputs && to < extent.inputs {
+            if column < columns && row < dims.n && to < dims.m {
                 let mut finished = Vector::<O, V>::empty();
                 #[unroll]
                 for part in 0..comptime!(width / 4) {
@@ -458,18 +461,18 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
                     #[unroll]
                     for index in 0..4u32 {
                         let sum = f32::reinterpret(read.extract(comptime!(index as usize)));
-                        let place = comptime!((part * 4 + index) as usize);
-                        if comptime!(plan.splits > 1) {
-                            finished.insert(place, O::cast_from(sum));
+                        let slot = comptime!((part * 4 + index) as usize);
+                        if comptime!(plan.split_k > 1) {
+                            finished.insert(slot, O::cast_from(sum));
                         } else {
-                            let shift = comptime!(sum_shift(operands.recipe.grid()));
+                            let shift = comptime!(sum_shift(operands.blueprint.grid()));
                             let of = row + comptime!(part * 4 + index);
-                            let value = finish::<F, u32, W, X>(operands, sum * shift, of);
-                            finished.insert(place, O::cast_from(value));
+                            let value = epilogue::<F, u32, W, X>(operands, sum * shift, of);
+                            finished.insert(slot, O::cast_from(value));
                         }
                     }
                 }
-                let at = ((split * extent.inputs + to) * extent.outputs + row) / width;
+                let at = ((split * dims.m + to) * dims.n + row) / width;
                 output[at as usize] = finished;
             }
         }
@@ -478,27 +481,27 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
 
 /// Adds what cubes have computed of the contracted axis, in order.
 #[cube(launch_unchecked)]
-fn add_parts<F: Float, W: Size, X: Size, V: Size>(
+fn reduce_split_k<F: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,
     parts: &[Vector<f32, V>],
     output: &mut [Vector<F, V>],
     #[comptime] plan: Wgmma,
 ) {
-    let vectors = operands.extent.inputs * operands.extent.outputs / 4;
+    let vectors = operands.dims.m * operands.dims.n / 4;
     let at = ABSOLUTE_POS as u32;
     if at < vectors {
         let mut sum = parts[at as usize];
         #[unroll]
-        for part in 1..plan.splits {
+        for part in 1..plan.split_k {
             sum += parts[(part * vectors + at) as usize];
         }
-        let row = at * 4 % operands.extent.outputs;
-        let shift = comptime!(sum_shift(operands.recipe.grid()));
+        let row = at * 4 % operands.dims.n;
+        let shift = comptime!(sum_shift(operands.blueprint.grid()));
         let mut finished = Vector::<F, V>::empty();
         #[unroll]
         for index in 0..4u32 {
             let value = sum.extract(comptime!(index as usize)) * shift;
-            let value = finish::<F, u32, W, X>(operands, value, row + index);
+            let value = epilogue::<F, u32, W, X>(operands, value, row + index);
             finished.insert(comptime!(index as usize), value);
         }
         output[at as usize] = finished;

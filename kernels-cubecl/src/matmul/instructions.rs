@@ -27,7 +27,7 @@ use cubecl::prelude::*;
 
 /// Asynchronous copies to shared memory, and multiplications of a warpgroup.
 #[cube]
-pub(super) trait Instructions: 'static + Send + Sync {
+pub(super) trait WgmmaInstructions: 'static + Send + Sync {
     /// Where shared memory begins, for these operations.
     fn address<T: CubePrimitive>(shared: &[T]) -> u32;
 
@@ -64,7 +64,7 @@ pub(super) trait Instructions: 'static + Send + Sync {
         address: u32,
         at: u32,
         sums: &mut Array<f32>,
-        exchange: &mut [Vector<u32, W>],
+        scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] bf16: bool,
     );

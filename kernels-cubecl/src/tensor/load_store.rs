@@ -17,47 +17,47 @@
 use cubecl::prelude::*;
 use half::f16;
 
-use super::place::{Extent, Place};
-use crate::plan::{Conversion, Dtype, Share};
+use super::indexing::{Dims, TileOrigin};
+use crate::plan::{Conversion, Dtype, ThreadTile};
 
 /// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.
 /// Rows that do not exist repeat the first one.
 #[cube]
 pub(crate) fn load_blocks<E: Int, N: Size>(
     values: &[Vector<E, N>],
-    place: &Place,
-    extent: &Extent,
+    origin: &TileOrigin,
+    dims: &Dims,
     #[comptime] block_size: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) -> Array<f32> {
-    let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
+    let mut elements = Array::<f32>::new(comptime!((thread_tile.rows * block_size) as usize));
     // Of a share without rows, the first of the tensor.
-    let first = select(place.rows_left > 0u32, place.first, 0u32) / share.vector;
-    if comptime!(share.along) {
-        let lines = comptime!(block_size / share.vector);
+    let first = select(origin.rows_left > 0u32, origin.first, 0u32) / thread_tile.vector;
+    if comptime!(thread_tile.contiguous_axis) {
+        let lines = comptime!(block_size / thread_tile.vector);
         #[unroll]
-        for row in 0..share.rows {
-            let offset = row * extent.blocks * lines;
-            let start = first + select(row < place.rows_left, offset, 0u32);
+        for row in 0..thread_tile.rows {
+            let offset = row * dims.blocks * lines;
+            let start = first + select(row < origin.rows_left, offset, 0u32);
             #[unroll]
             for line in 0..lines {
                 let loaded = values[(start + line) as usize];
                 #[unroll]
-                for index in 0..share.vector {
-                    let at = comptime!(row * block_size + line * share.vector + index);
-                    elements[at as usize] = widen::<E, N>(loaded, index, share);
+                for index in 0..thread_tile.vector {
+                    let at = comptime!(row * block_size + line * thread_tile.vector + index);
+                    elements[at as usize] = widen::<E, N>(loaded, index, thread_tile);
                 }
             }
         }
     } else {
-        let step = extent.inner / share.vector;
+        let step = dims.inner / thread_tile.vector;
         #[unroll]
         for k in 0..block_size {
             let loaded = values[(first + k * step) as usize];
             #[unroll]
-            for row in 0..share.rows {
+            for row in 0..thread_tile.rows {
                 let at = comptime!(row * block_size + k);
-                elements[at as usize] = widen::<E, N>(loaded, row, share);
+                elements[at as usize] = widen::<E, N>(loaded, row, thread_tile);
             }
         }
     }
@@ -69,30 +69,37 @@ pub(crate) fn load_blocks<E: Int, N: Size>(
 pub(crate) fn store_blocks<F: Float, N: Size>(
     elements: &Array<f32>,
     values: &mut [Vector<F, N>],
-    place: &Place,
-    extent: &Extent,
+    origin: &TileOrigin,
+    dims: &Dims,
     #[comptime] block_size: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) {
-    let first = place.first / share.vector;
-    if comptime!(share.along) {
-        let lines = comptime!(block_size / share.vector);
+    let first = origin.first / thread_tile.vector;
+    if comptime!(thread_tile.contiguous_axis) {
+        let lines = comptime!(block_size / thread_tile.vector);
         #[unroll]
-        for row in 0..share.rows {
-            if row < place.rows_left {
-                let start = first + row * extent.blocks * lines;
-                store_vectors(elements, comptime!(row * block_size), values, start, lines, share);
+        for row in 0..thread_tile.rows {
+            if row < origin.rows_left {
+                let start = first + row * dims.blocks * lines;
+                store_vectors(
+                    elements,
+                    comptime!(row * block_size),
+                    values,
+                    start,
+                    lines,
+                    thread_tile,
+                );
             }
         }
-    } else if place.rows_left > 0u32 {
-        let step = extent.inner / share.vector;
+    } else if origin.rows_left > 0u32 {
+        let step = dims.inner / thread_tile.vector;
         #[unroll]
         for k in 0..block_size {
             let mut rounded = Vector::<F, N>::empty();
             #[unroll]
-            for row in 0..share.rows {
+            for row in 0..thread_tile.rows {
                 let value = elements[comptime!((row * block_size + k) as usize)];
-                let value = narrow::<F>(value, comptime!(share.conversion));
+                let value = narrow::<F>(value, comptime!(thread_tile.conversion));
                 rounded.insert(comptime!(row as usize), value);
             }
             values[(first + k * step) as usize] = rounded;
@@ -108,15 +115,15 @@ pub(crate) fn store_vectors<F: Float, N: Size>(
     values: &mut [Vector<F, N>],
     start: u32,
     #[comptime] lines: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) {
     #[unroll]
     for line in 0..lines {
         let mut rounded = Vector::<F, N>::empty();
         #[unroll]
-        for index in 0..share.vector {
-            let value = elements[comptime!((at + line * share.vector + index) as usize)];
-            let value = narrow::<F>(value, comptime!(share.conversion));
+        for index in 0..thread_tile.vector {
+            let value = elements[comptime!((at + line * thread_tile.vector + index) as usize)];
+            let value = narrow::<F>(value, comptime!(thread_tile.conversion));
             rounded.insert(comptime!(index as usize), value);
         }
         values[(start + line) as usize] = rounded;
@@ -128,13 +135,13 @@ pub(crate) fn store_vectors<F: Float, N: Size>(
 pub(crate) fn widen<E: Int, N: Size>(
     loaded: Vector<E, N>,
     #[comptime] index: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) -> f32 {
-    let each = comptime!(share.word_values());
+    let each = comptime!(thread_tile.word_values());
     let word = u32::cast_from(loaded.extract(comptime!((index / each) as usize)));
-    if comptime!(share.dtype == Dtype::F32) {
+    if comptime!(thread_tile.dtype == Dtype::F32) {
         f32::reinterpret(word)
-    } else if comptime!(share.dtype == Dtype::Bf16) {
+    } else if comptime!(thread_tile.dtype == Dtype::Bf16) {
         // The bits of a bf16 are the upper ones of its f32.
         if comptime!(index.is_multiple_of(each)) {
             f32::reinterpret(word << 16u32)

@@ -20,7 +20,7 @@ use core::cell::RefCell;
 
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{NextWeight, PackedHandles, PlannedProduct, Product, Refusal};
+use burn_fp4_cubecl::{Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal};
 
 thread_local! {
     static NOTES: RefCell<Option<Order<Weight>>> = const { RefCell::new(None) };
@@ -49,27 +49,27 @@ impl Drop for Notes {
 
 /// Runs a product, which reads the next one's weight ahead if the notes tell.
 pub(crate) fn run(
-    product: &PlannedProduct,
+    plan: &MatmulPlan,
     client: &Client,
     weight: PackedHandles,
     input: Handle,
     bias: Option<Handle>,
 ) -> Result<Handle, Refusal> {
-    let next = note(product.product(), &weight);
-    product.run_and_read_ahead(client, weight, input, bias, next)
+    let next = note(plan.matmul(), &weight);
+    plan.run(client, weight, input, bias, next)
 }
 
 /// Notes a product with a weight that others own too, and finds the weight of the one after it.
-fn note(product: &Product, weight: &PackedHandles) -> Option<NextWeight> {
+fn note(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
-        let own = NextWeight { product: *product, weight: weight.clone() };
+        let own = Prefetch { matmul: *matmul, weight: weight.clone() };
         notes.after(Weight(own)).map(|next| next.0)
     })
 }
 
 #[derive(Clone)]
-struct Weight(NextWeight);
+struct Weight(Prefetch);
 
 impl PartialEq for Weight {
     /// Whether it is the same product with the same memory.
@@ -78,7 +78,7 @@ impl PartialEq for Weight {
             let codes = &weight.0.weight.codes;
             (codes.memory.descriptor().id.value, codes.offset_start)
         };
-        place(self) == place(other) && self.0.product == other.0.product
+        place(self) == place(other) && self.0.matmul == other.0.matmul
     }
 }
 
@@ -148,13 +148,12 @@ mod tests {
             PackedHandles { codes, scales, tensor_scale, tensor_scales: 1 }
         };
         let (format, dtype) = (Fp4Format::NvFp4, Dtype::Bf16);
-        let product =
-            Product { inputs: 1, outputs: 1, channels: 128, format, block_size: 16, dtype };
-        let next = |weight: &PackedHandles| Some(NextWeight { product, weight: weight.clone() });
+        let matmul = Matmul { m: 1, n: 1, k: 128, format, block_size: 16, dtype };
+        let next = |weight: &PackedHandles| Some(Prefetch { matmul, weight: weight.clone() });
         let (first, second) = (weight(), weight());
         let run = || {
-            let found = [note(&product, &first.clone()), note(&product, &weight())];
-            let last = note(&product, &second.clone());
+            let found = [note(&matmul, &first.clone()), note(&matmul, &weight())];
+            let last = note(&matmul, &second.clone());
             found.into_iter().chain([last]).map(|next| next.map(Weight)).collect::<Vec<_>>()
         };
         assert!(run().iter().all(Option::is_none), "nothing is recorded");

@@ -9,7 +9,7 @@ use burn_fp4_search::{
 use cubecl::prelude::*;
 
 use super::scale_grid::{MANTISSA, float_value, power_code, power_reciprocal, round_to_float};
-use crate::plan::{Problem, Recipe};
+use crate::plan::{Blueprint, Problem};
 
 /// One sixth in f32, as bits.
 const SIXTH: u32 = scale_grid::SIXTH.to_bits();
@@ -58,7 +58,7 @@ pub(crate) struct TensorFactor {
 
 /// Where the tensor scale comes from, and what stays the same for every block.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(crate) struct Factors {
+pub(crate) struct TensorScaleArgs {
     /// Largest element times largest block scale.
     pub(crate) range: f32,
     /// The tensor scale if it is given.
@@ -70,7 +70,7 @@ pub(crate) struct Factors {
     pub(crate) one: f32,
 }
 
-pub(crate) fn factors(problem: &Problem) -> FactorsLaunch {
+pub(crate) fn tensor_scale_args(problem: &Problem) -> TensorScaleArgsLaunch {
     let scheme = &problem.scheme;
     // A given multiplier is its own factor; the amax in device memory is then not looked at.
     let given = match scheme.tensor_scale {
@@ -78,7 +78,7 @@ pub(crate) fn factors(problem: &Problem) -> FactorsLaunch {
         _ => HostTensorFactor::ONE,
     };
     let range = scheme.largest_code_product();
-    FactorsLaunch::new(range, given.amax, given.encode, given.decode, 1.0)
+    TensorScaleArgsLaunch::new(range, given.amax, given.encode, given.decode, 1.0)
 }
 
 /// The tensor scale of a packed row.
@@ -86,19 +86,19 @@ pub(crate) fn factors(problem: &Problem) -> FactorsLaunch {
 pub(crate) fn tensor_factor(
     amax: &[f32],
     row: u32,
-    factors: &Factors,
-    #[comptime] recipe: Recipe,
+    scale_args: &TensorScaleArgs,
+    #[comptime] blueprint: Blueprint,
 ) -> TensorFactor {
-    let rule = comptime!(recipe.rule);
-    if comptime!(recipe.given) {
-        TensorFactor { amax: factors.amax, encode: factors.encode, decode: factors.decode }
+    let rule = comptime!(blueprint.rule);
+    if comptime!(blueprint.given) {
+        TensorFactor { amax: scale_args.amax, encode: scale_args.encode, decode: scale_args.decode }
     } else if comptime!(!rule.row().tensor_scale) {
         let one = 1.0f32.runtime();
         TensorFactor { amax: one, encode: one, decode: one }
     } else {
-        let at = if comptime!(recipe.by_row) { row } else { 0u32.runtime() };
+        let at = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
         let amax = amax[at as usize];
-        let range = factors.range;
+        let range = scale_args.range;
         let encode =
             if comptime!(rule.row().inverts_amax) { range * (1.0f32 / amax) } else { range / amax };
         let encode = select(encode == 0.0f32, 1.0f32, saturate(encode));
@@ -213,7 +213,7 @@ pub(crate) fn code_mask(factor: f32, #[comptime] rule: ScaleRule) -> u32 {
 pub(crate) fn normalize(
     element: f32,
     factor: f32,
-    factors: &Factors,
+    scale_args: &TensorScaleArgs,
     #[comptime] rule: ScaleRule,
 ) -> f32 {
     let normalized = normalize_magnitude(element, factor, rule);
@@ -221,7 +221,7 @@ pub(crate) fn normalize(
         normalized
     } else {
         // Adds a zero, which turns -0.0 into 0.0 and nothing else.
-        fma(normalized, factors.one, 0.0f32)
+        fma(normalized, scale_args.one, 0.0f32)
     }
 }
 

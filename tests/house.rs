@@ -102,7 +102,7 @@ const SHARED_BY_METHODS: [&str; 3] = [
 ];
 
 /// Where the methods are that have no file of their name in the folder of an engine.
-const METHODS_ELSEWHERE: [(&str, &str, &str); 16] = [
+const METHODS_ELSEWHERE: [(&str, &str, &str); 15] = [
     // The same search, with weights.
     (REFERENCE, "sse_weighted", "crates/search/src/reference/sse.rs"),
     (HOST, "sse_weighted", "crates/search/src/host/sse.rs"),
@@ -125,7 +125,6 @@ const METHODS_ELSEWHERE: [(&str, &str, &str); 16] = [
     // No kernel: Cube devices read the weight back, and the host quantizes it.
     (KERNELS, "admm", "crates/search/src/host/admm.rs"),
     (KERNELS, "admm_published", "crates/search/src/host/admm.rs"),
-    (KERNELS, "joint", "crates/search/src/host/joint.rs"),
 ];
 
 /// Circles through this file do not count: an error has the types that it tells of, and what they

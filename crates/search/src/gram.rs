@@ -3,9 +3,10 @@
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
 
-use crate::importance::check_symmetric;
+use crate::error::SearchError;
+use crate::gram_layout::GramLayout;
+use crate::importance::{BlockHessians, check_symmetric};
 use crate::matrix::{Matrix, add_product};
-use crate::{BlockHessians, GramLayout, SearchError};
 
 /// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added:
 /// all of it, as GPTQ needs it, or only the blocks along its diagonal, as the searches by Hessian

@@ -6,9 +6,13 @@ use std::fmt;
 use burn_fp4_formats::check_length;
 use rayon::prelude::*;
 
-use crate::gram::check_blocks;
+use crate::error::SearchError;
+use crate::gptq::{BlockOrder, Gptq};
+use crate::gram::{Gram, check_blocks};
+use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
-use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, ScaleSearch, SearchError};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
 
 impl Gptq {
     /// Checks the options, and that they go with a scheme.

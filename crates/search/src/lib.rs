@@ -37,6 +37,9 @@
 // The indices of loops over lanes and matrices are those of the formulas.
 #![allow(clippy::needless_range_loop)]
 
+#[macro_use]
+mod rows;
+
 mod best_tensor_scale;
 mod e2m1;
 mod error;

@@ -3,13 +3,15 @@
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::arch;
+use super::arch::{TASK, arch};
+use super::element::HostElement;
 use super::scale_grid::{ByFormat, Scales, by_format};
 use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
-use super::{HostElement, TASK, View};
-use crate::rule::{Normalization, ScaleForm, at_least_smallest, reciprocal};
+use super::view::View;
+use crate::rule::{Normalization, ScaleForm, ScaleRule, at_least_smallest, reciprocal};
 use crate::scale_grid::SIXTH;
-use crate::{Fp4Scheme, ScaleRule, TensorScaling};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorScaling;
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
 ///

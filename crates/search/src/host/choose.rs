@@ -10,7 +10,8 @@ use super::arch::arch;
 use super::scale_grid::{ByFormat, by_format};
 use super::simd_batch::BlockBatch;
 use crate::importance::BlockImportance;
-use crate::{Fp4Scheme, ScaleSearch};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
 
 /// A batch whose blocks have one of the sizes that there are.
 pub(super) trait Choose {
@@ -70,12 +71,11 @@ impl<const B: usize> ByFormat for Search<'_, B> {
             ScaleSearch::AdmmPublished => {
                 chosen = Some(batch.search_admm_published::<FORMAT>(importance.hessian(), n));
             }
-            ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
+            ScaleSearch::CoordinateDescent | ScaleSearch::Admm => {
                 let hessian = importance.hessian();
                 let start = batch.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
                 chosen = Some(match scheme.search {
                     ScaleSearch::Admm => batch.search_admm::<FORMAT>(hessian, n, start),
-                    ScaleSearch::Joint => batch.search_joint::<FORMAT>(hessian, n, start),
                     _ => start,
                 });
             }

@@ -7,7 +7,8 @@ use burn_fp4_formats::Fp4Format;
 use super::scale_grid::scale_values;
 use super::simd_batch::{BATCH, BlockBatch, Order};
 use crate::e2m1::{round_stochastically, round_to_e2m1, signed_twice, twice_element};
-use crate::{Draw, Fp4Scheme, Rounding};
+use crate::rounding::{Draw, Rounding};
+use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
     /// Replaces the codes of chosen blocks by those of E2M1 values, of zeros the positive one.

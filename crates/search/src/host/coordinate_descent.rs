@@ -7,7 +7,9 @@ use super::solution::Solutions;
 use super::sse::start;
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::{Fp4Scheme, ScaleRule, ScaleSearch};
+use crate::method::ScaleSearch;
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
     /// The scales and elements that coordinate descent ends with.

@@ -4,10 +4,11 @@ use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::arch;
+use super::arch::{TASK, arch};
+use super::element::HostElement;
 use super::simd_batch::{BATCH, BlockBatch, Order};
-use super::{HostElement, TASK, View};
-use crate::SearchError;
+use super::view::View;
+use crate::error::SearchError;
 
 /// A quantized tensor in borrowed host memory, as every function of the host engine takes it; see
 /// [`Packed`] for one that owns its memory.
@@ -303,7 +304,8 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
 mod tests {
     use super::*;
     use crate::host::quantize_packed;
-    use crate::{Fp4Scheme, Importance};
+    use crate::importance::Importance;
+    use crate::scheme::Fp4Scheme;
 
     #[test]
     fn blocks_that_do_not_fill_a_batch_are_measured_once() {

@@ -2,8 +2,13 @@
 
 use burn_fp4_formats::check_length;
 
-use super::{HostElement, PackedView, View, dequantize, quantize_packed};
-use crate::{Fp4Scheme, Importance, SearchError};
+use super::dequantize::{PackedView, dequantize};
+use super::element::HostElement;
+use super::quantize::quantize_packed;
+use super::view::View;
+use crate::error::SearchError;
+use crate::importance::Importance;
+use crate::scheme::Fp4Scheme;
 
 /// What fake quantization dequantizes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

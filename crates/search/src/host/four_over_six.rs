@@ -5,7 +5,8 @@ use super::scale_grid::Scales;
 use super::simd_batch::{BATCH, BlockBatch};
 use super::tile_reduce::sum_tiles;
 use crate::e2m1::{round_to_e2m1, twice_element};
-use crate::{ErrorMetric, Fp4Scheme};
+use crate::method::ErrorMetric;
+use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
     /// Amax on element 6, or on 4, for the first `n` blocks or their tiles. Each error is summed in

@@ -15,12 +15,18 @@
 use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
 use rayon::prelude::*;
 
-use super::{View, quantize_packed};
+use super::quantize::quantize_packed;
+use super::view::View;
 use crate::e2m1::nearest_element;
+use crate::error::SearchError;
+use crate::gptq::Gptq;
+use crate::gram::Gram;
+use crate::hessian_factor::HessianFactor;
+use crate::importance::Importance;
 use crate::matrix::{Matrix, add_product, product};
-use crate::{
-    Fp4Scheme, Gptq, Gram, HessianFactor, Importance, ScaleSearch, SearchError, TensorFactor,
-};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorFactor;
 
 impl Gptq {
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
@@ -68,7 +74,7 @@ impl HessianFactor {
         }
         if rows * cols == 0 {
             let by_rule = scheme.with_search(ScaleSearch::Amax);
-            return crate::quantize_with_amax(values, rows, cols, &by_rule, amax);
+            return crate::reference::quantize_with_amax(values, rows, cols, &by_rule, amax);
         }
         let mut rounded = Rounded::new(values, rows, &scheme, amax, self);
         rounded.round()?;

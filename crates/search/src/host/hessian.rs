@@ -6,7 +6,8 @@ use super::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
 use super::sse::{is_better, start};
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::{Fp4Scheme, ScaleRule};
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
 
 /// A value of every block of a batch.
 pub(super) type Line = [f32; BATCH];

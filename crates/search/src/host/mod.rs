@@ -16,7 +16,7 @@
 //! | `scale_grid.rs`           | the arithmetic of block scales                                   |
 //! | `codes.rs`                | rounding to codes, and decoding them                             |
 //! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a batch    |
-//! | `admm.rs`, `joint.rs`, `solution.rs` | searches one block at a time                             |
+//! | `admm.rs`, `solution.rs`  | ADMM, one block at a time                                        |
 //! | `gptq.rs`                 | GPTQ, whose errors propagate from block to block                 |
 //! | `matmul.rs`, `decode.rs`   | products with packed weights, decoded in groups                  |
 //! | `hadamard.rs`             | the Hadamard transform                                           |
@@ -37,7 +37,6 @@ mod four_over_six;
 mod gptq;
 mod hadamard;
 mod hessian;
-mod joint;
 mod matmul;
 mod quantize;
 mod scale_grid;
@@ -55,8 +54,3 @@ pub use hadamard::hadamard;
 pub use matmul::matmul;
 pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;
-
-/// Values per parallel task: large enough to amortize a task, small enough to balance two cores.
-const TASK: usize = 1 << 16;
-/// Values per parallel task of a search.
-const SEARCH_TASK: usize = 1 << 14;

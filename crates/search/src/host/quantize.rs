@@ -1,15 +1,21 @@
 //! Quantization of a tensor along any axis: which blocks make a batch, and who works on it.
 
+use burn_fp4_formats::{Packed, TensorScale, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::amax::larger;
-use super::arch::arch;
+use super::arch::{SEARCH_TASK, TASK, arch};
 use super::choose::Choose;
+use super::element::HostElement;
 use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
-use super::{HostElement, SEARCH_TASK, TASK, View};
-use crate::{Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor};
-use burn_fp4_formats::{Packed, TensorScale, check_length};
+use super::view::View;
+use crate::error::SearchError;
+use crate::importance::Importance;
+use crate::method::ScaleSearch;
+use crate::rounding::Rounding;
+use crate::scheme::{Blocks, Fp4Scheme};
+use crate::tensor_scale::TensorFactor;
 
 /// Quantizes a tensor into packed rows, given the amax of [`amax`](super::amax), and returns its
 /// tensor scale.

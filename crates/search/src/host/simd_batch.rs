@@ -12,9 +12,9 @@
 
 use burn_fp4_formats::BLOCK_SIZES;
 
-use super::HostElement;
+use super::element::HostElement;
 use super::scale_grid::Scales;
-use crate::TensorFactor;
+use crate::tensor_scale::TensorFactor;
 
 /// Blocks of a batch. With f32 values, codes and scales it stays within the first-level cache.
 pub(super) const BATCH: usize = 32;

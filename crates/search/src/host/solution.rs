@@ -34,7 +34,6 @@ impl<const B: usize> BlockBatch<B> {
                     self.encode[block],
                 ),
                 own: self.scales[block],
-                amax: self.amax[block] * normalizations.factor[block],
                 scaled: core::array::from_fn(|k| {
                     self.values()[k * BATCH + block] * normalizations.factor[block]
                 }),

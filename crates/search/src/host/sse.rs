@@ -4,8 +4,8 @@
 use super::scale_grid::{Scales, Window};
 use super::simd_batch::{BATCH, BlockBatch};
 use super::tile_reduce::sum_tiles;
-use crate::Fp4Scheme;
 use crate::e2m1::nearest_magnitude;
+use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
     /// Chooses the scales of the first `n` blocks or of their tiles. `weights` are those of the

@@ -3,7 +3,8 @@
 use burn_fp4_formats::E2M1;
 
 use crate::scale_grid::{BlockNormalization, is_zero};
-use crate::{Fp4Scheme, TensorFactor};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorFactor;
 
 /// A block, or the rows of a tile, of one tensor factor.
 pub(super) struct Block<'a> {

@@ -8,8 +8,8 @@
 use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
-use crate::ScaleSearch;
 use crate::importance::BlockHessian;
+use crate::method::ScaleSearch;
 
 /// The rule's own scale unless another is better, of several such the smallest; none beyond the
 /// first that rounds all elements to zero. Without values if there was nothing to search for.

@@ -4,7 +4,7 @@
 use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
-use crate::ErrorMetric;
+use crate::method::ErrorMetric;
 use crate::tile_reduce::sum_rows;
 
 /// The better scale of a block or of the rows of a tile.

@@ -11,8 +11,6 @@ pub(crate) struct BlockProblem<'a, const B: usize> {
     pub(crate) normalization: BlockNormalization,
     /// The scale that the rule makes of the amax.
     pub(crate) own: u8,
-    /// The amax of the block in its units.
-    pub(crate) amax: f32,
     pub(crate) scaled: [f32; B],
     pub(crate) hessian: BlockHessian<'a>,
 }
@@ -39,7 +37,6 @@ pub(super) fn choose<const B: usize>(
     let problem = BlockProblem {
         normalization: block.normalization,
         own: block.rule_scale(),
-        amax: block.amax * block.normalization.factor,
         scaled: block.scaled(0).try_into().expect("a block"),
         hessian,
     };

@@ -63,7 +63,6 @@ fn quantize_rows<B: Backend>(
         ScaleSearch::Sse
         | ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Joint
         | ScaleSearch::Admm
         | ScaleSearch::AdmmPublished => unreachable!("{:?} is done on the host", scheme.search),
     };

@@ -3,7 +3,7 @@
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, ScaleRule, ScaleSearch};
+use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule};
 use clap::Parser;
 
 /// Speed of the host engine, next to a copy of the same input.
@@ -57,15 +57,15 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
     });
     bench.searches_by_hessian();
     let four_over_six =
-        ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+        Method::FourOverSix { range: Default::default(), error: Default::default() };
     for (name, axis, scheme) in [
         ("nvfp4", 1, plain),
         ("nvfp4 along axis 0", 0, plain),
         ("nvfp4 in 16x16 tiles", 1, plain.with_blocks(Blocks::Tile16x16)),
-        ("nvfp4 four over six", 1, plain.with_search(four_over_six)),
-        ("nvfp4 by sse", 1, plain.with_search(ScaleSearch::Sse)),
-        ("nvfp4 by sse along axis 0", 0, plain.with_search(ScaleSearch::Sse)),
-        ("mxfp4 by sse", 1, Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse)),
+        ("nvfp4 four over six", 1, plain.with_method(four_over_six)),
+        ("nvfp4 by sse", 1, plain.with_method(Method::SSE)),
+        ("nvfp4 by sse along axis 0", 0, plain.with_method(Method::SSE)),
+        ("mxfp4 by sse", 1, Fp4Scheme::mxfp4().with_method(Method::SSE)),
         ("nvfp4 without tensor scale", 1, Fp4Scheme::of(ScaleRule::NoTensorScale)),
         ("mxfp4", 1, Fp4Scheme::mxfp4()),
         ("mxfp4 along axis 0", 0, Fp4Scheme::mxfp4()),
@@ -109,13 +109,13 @@ impl<T: HostElement> Bench<'_, T> {
         let view = View::rows(self.arguments.rows, cols);
         let x: Vec<_> = weights(512 * cols).iter().map(|x| x * 50.0).collect();
         for search in [
-            ScaleSearch::Hessian,
-            ScaleSearch::CoordinateDescent,
-            ScaleSearch::AdmmPublished,
-            ScaleSearch::Admm,
+            Method::Hessian,
+            Method::CoordinateDescent,
+            Method::Admm(Admm::Published),
+            Method::ADMM,
         ] {
             for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
-                let scheme = scheme.with_search(search);
+                let scheme = scheme.with_method(search);
                 let (mut codes, mut scales) = self.packed(&scheme);
                 let (dtype, format) = (self.dtype, scheme.format());
                 let name = format!("quantize {dtype} to {format} by {search:?}, T = 512");
@@ -154,7 +154,7 @@ impl<T: HostElement> Bench<'_, T> {
         let tensor_scale = quantize();
         let name_of = format!("quantize {dtype} to {name}");
         self.time(name_of, reads * dense_bytes + packed_bytes, || drop(quantize()));
-        if scheme.blocks != Blocks::Row || scheme.search != ScaleSearch::Amax {
+        if scheme.blocks != Blocks::Row || scheme.method != Method::Amax {
             return;
         }
 

@@ -8,9 +8,7 @@ use std::time::Instant;
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_fp4::{
-    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, ScaleSearch,
-};
+use burn_fp4::{Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, Method};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 use comfy_table::{CellAlignment, Table, presets};
@@ -80,15 +78,15 @@ fn main() -> Result<()> {
     let dense = model.valid();
 
     let scheme = if arguments.mxfp4 { Fp4Scheme::mxfp4() } else { Fp4Scheme::nvfp4() };
-    let by = |search| Fp4Config::new(scheme.with_search(search));
+    let by = |search| Fp4Config::new(scheme.with_method(search));
     // 32 768 inputs determine the statistics of at most 256 channels well enough.
     let gptq = || Fp4Config::new(scheme).gptq(Gptq { damping: 0.05, ..Gptq::default() });
     let mut rows = vec![row("dense", &dense, &dense, &text, &device, 0.0, 0.0)];
     for (variant, config, calibration) in [
-        ("rule of the format", by(ScaleSearch::Amax), Calibrated::Not),
-        ("sse", by(ScaleSearch::Sse), Calibrated::Not),
-        ("hessian", by(ScaleSearch::Hessian), Calibrated::AtOnce),
-        ("coordinate descent", by(ScaleSearch::CoordinateDescent), Calibrated::AtOnce),
+        ("rule of the format", by(Method::Amax), Calibrated::Not),
+        ("sse", by(Method::SSE), Calibrated::Not),
+        ("hessian", by(Method::Hessian), Calibrated::AtOnce),
+        ("coordinate descent", by(Method::CoordinateDescent), Calibrated::AtOnce),
         ("gptq", gptq(), Calibrated::AtOnce),
         ("gptq, sequential", gptq(), Calibrated::Sequentially),
     ] {

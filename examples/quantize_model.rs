@@ -4,7 +4,7 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn_fp4::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, ScaleRule, ScaleSearch,
+    Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, Method, ScaleRule,
 };
 use clap::Parser;
 use comfy_table::{CellAlignment, Table, presets};
@@ -92,11 +92,11 @@ fn main() -> Result<()> {
 
 fn variants() -> Vec<(&'static str, Fp4Scheme)> {
     let nvfp4 = Fp4Scheme::nvfp4();
-    let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    let search = Method::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     let tiles = nvfp4.with_blocks(Blocks::Tile16x16);
     vec![
         ("nvfp4 te", nvfp4),
-        ("nvfp4 te, 4 over 6", nvfp4.with_search(search)),
+        ("nvfp4 te, 4 over 6", nvfp4.with_method(search)),
         ("nvfp4 te, 16x16 tiles", tiles),
         ("nvfp4 te, blocks of 32", nvfp4.with_block_size(32)),
         ("nvfp4 te-division", nvfp4.with_rule(ScaleRule::TeDivision)),

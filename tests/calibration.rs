@@ -17,8 +17,8 @@ use burn::nn::{
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::{
-    Calibration, CalibrationOptions, ChosenBy, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq,
-    Outcome, PackedWeight, ScaleSearch, TensorScaling, ops,
+    Calibration, CalibrationOptions, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Method,
+    Outcome, PackedWeight, TensorScaling, ops,
 };
 use burn_fp4_search::Gram;
 use tests::compare::assert_same;
@@ -286,11 +286,11 @@ fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
             (chosen_by, floats(quantized.tokens.weight.val()))
         };
         let (by, weight) = chosen(1);
-        assert_eq!(by, ChosenBy::Gptq(gptq), "{name}");
+        assert_eq!(by, Method::Gptq(gptq), "{name}");
         let table = words.tokens.weight.val();
         let expected = ops::quantize_gptq(table, 1, &Fp4Scheme::nvfp4(), &gptq, found).unwrap();
         assert_eq!(weight, floats(expected.dequantize()), "{name}");
-        assert_eq!(chosen(0).0, ChosenBy::Search(ScaleSearch::Sse), "{name}");
+        assert_eq!(chosen(0).0, Method::SSE, "{name}");
     }
 }
 
@@ -567,7 +567,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
     let batches = || (0..3).map(|seed| random(seed, [40, 32], &device)).collect::<Vec<_>>();
     for config in [
         Fp4Config::nvfp4().gptq(Gptq::default()),
-        Fp4Config::new(Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent)),
+        Fp4Config::new(Fp4Scheme::mxfp4().with_method(Method::CoordinateDescent)),
         Fp4Config::nvfp4().gptq(Gptq::default()).exclude("layers.1.*"),
     ] {
         let dense = Mlp::new(&device);
@@ -610,7 +610,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
         let Outcome::Quantized { chosen_by, .. } = &report.parameters[0].outcome else {
             panic!("{report}")
         };
-        assert_ne!(*chosen_by, ChosenBy::Search(ScaleSearch::Sse));
+        assert_ne!(*chosen_by, Method::SSE);
     }
 }
 
@@ -619,7 +619,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
     let batches =
         |device: &Device| (0..4).map(|seed| random(seed, [40, 32], device)).collect::<Vec<_>>();
     let forward = |model: &Mlp, x| model.forward(x);
-    let hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian));
+    let hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_method(Method::Hessian));
     for (name, device, _) in devices() {
         let dense = Mlp::new(&device);
         let there = [device.clone(), other_device(&device)];
@@ -666,7 +666,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
 #[test]
 fn statistics_are_those_that_a_config_asks_for() {
     let forward = |model: &Mlp, x| model.forward(x);
-    let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian));
+    let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_method(Method::Hessian));
     let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
     for (name, device, _) in devices() {
         let model = Mlp::new(&device);
@@ -695,13 +695,13 @@ fn statistics_are_those_that_a_config_asks_for() {
                 _ => panic!("{report}"),
             }
         };
-        let hessian = ChosenBy::Search(ScaleSearch::Hessian);
+        let hessian = Method::Hessian;
         assert_eq!(chosen(&by_hessian, &blocks), hessian);
         assert_eq!(chosen(&by_hessian, &whole), hessian);
-        assert_eq!(chosen(&gptq, &whole), ChosenBy::Gptq(Gptq::default()));
+        assert_eq!(chosen(&gptq, &whole), Method::Gptq(Gptq::default()));
         // Too little is known for these: an error where that holds for all weights.
         let mut mxfp4 = by_hessian.clone();
-        mxfp4.scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::Hessian);
+        mxfp4.scheme = Fp4Scheme::mxfp4().with_method(Method::Hessian);
         for config in [&gptq, &mxfp4] {
             let unusable = model.clone().quantize_fp4(&config.with_calibration(&blocks));
             assert!(matches!(unusable, Err(Fp4Error::Uncalibrated { .. })), "{name}");
@@ -714,7 +714,7 @@ fn statistics_are_those_that_a_config_asks_for() {
         let Outcome::Quantized { chosen_by, fallback: None, .. } = head.unwrap().outcome else {
             panic!("{report}")
         };
-        assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{name}");
+        assert_eq!(chosen_by, Method::Gptq(Gptq::default()), "{name}");
     }
 }
 
@@ -780,7 +780,7 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
     let Outcome::Quantized { chosen_by, .. } = &report.parameters[0].outcome else {
         panic!("{report}")
     };
-    assert_eq!(*chosen_by, ChosenBy::Gptq(Gptq::default()));
+    assert_eq!(*chosen_by, Method::Gptq(Gptq::default()));
     assert_eq!(floats(tied.same.weight.val()), dense);
 }
 

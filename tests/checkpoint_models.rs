@@ -1097,11 +1097,11 @@ fn a_recipe_says_which_weights_had_no_statistics() {
     let dense = Net::new([32, 48, 16], &device);
     let mut calibration = Calibration::new();
     calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
-    let config = Fp4Config::nvfp4().method(Method::Gptq).with_calibration(&calibration);
+    let config = Fp4Config::nvfp4().method(Method::GPTQ).with_calibration(&calibration);
     let recipe = dense.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
     let [_, first, second] = &recipe.weights[..] else { panic!("{recipe:?}") };
     assert_eq!(first.names, ["first.weight"]);
-    assert_eq!([first.method, second.method], [Some(Method::Gptq), Some(Method::Sse)]);
+    assert_eq!([first.method, second.method], [Some(Method::GPTQ), Some(Method::SSE)]);
     match Fp4Config::of_recipe(&recipe, &dense, &map) {
         Err(Fp4Error::RecipeParameter { path, problem }) => {
             assert!(path == "first.weight" && problem.contains("`gptq` beside"), "{problem}");

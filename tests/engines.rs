@@ -9,8 +9,8 @@ use burn_fp4_formats::{
 use burn_fp4_ops::{Fp4Layout, Fp4Primitive, portable};
 use burn_fp4_search::host::{self, PackedView, View};
 use burn_fp4_search::{
-    Blocks, ChosenBy, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Method, Needs, NonFinite, Rounding,
-    ScaleRule, ScaleSearch, TensorScaling, quantize,
+    Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Method, Needs, NonFinite, Rounding, ScaleRule,
+    TensorScaling, quantize,
 };
 use proptest::prelude::*;
 use tests::compare::{assert_bits, assert_same};
@@ -35,23 +35,23 @@ fn schemes() -> Vec<Fp4Scheme> {
     }
     for range in [E4m3Range::E448, E4m3Range::E256] {
         for error in [ErrorMetric::Mae, ErrorMetric::Mse] {
-            let search = ScaleSearch::FourOverSix { range, error };
-            schemes.push(Fp4Scheme::nvfp4().with_search(search));
-            schemes.push(Fp4Scheme::nvfp4().with_search(search).with_blocks(Blocks::Tile16x16));
+            let search = Method::FourOverSix { range, error };
+            schemes.push(Fp4Scheme::nvfp4().with_method(search));
+            schemes.push(Fp4Scheme::nvfp4().with_method(search).with_blocks(Blocks::Tile16x16));
         }
     }
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     for search in searches() {
         for rule in ScaleRule::ALL {
-            let scheme = Fp4Scheme::of(rule).with_search(search);
+            let scheme = Fp4Scheme::of(rule).with_method(search);
             schemes.extend(BLOCK_SIZES.map(|block_size| scheme.with_block_size(block_size)));
         }
         for scaling in
             [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
         {
-            schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(scaling).with_search(search));
+            schemes.push(Fp4Scheme::nvfp4().with_tensor_scale(scaling).with_method(search));
         }
-        schemes.push(tiles.with_search(search));
+        schemes.push(tiles.with_method(search));
     }
     let drawn = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
     schemes.extend(ScaleRule::ALL.map(|rule| Fp4Scheme::of(rule).with_rounding(drawn)));
@@ -62,13 +62,13 @@ fn schemes() -> Vec<Fp4Scheme> {
 }
 
 /// The searches that are for every rule and need nothing but the weight.
-fn searches() -> impl Iterator<Item = ScaleSearch> {
+fn searches() -> impl Iterator<Item = Method> {
     let alone = Method::ALL.into_iter().map(Method::row).filter_map(|row| match row.chosen_by {
-        ChosenBy::Search(search) if row.needs == Needs::Nothing => Some((search, row.formats)),
+        Method::Search(search) if row.needs == Needs::Nothing => Some((search, row.formats)),
         _ => None,
     });
     let for_all = alone.filter(|(_, formats)| formats.len() == Fp4Format::ALL.len());
-    for_all.map(|(search, _)| search).filter(|search| *search != ScaleSearch::Amax)
+    for_all.map(|(search, _)| search).filter(|search| *search != Method::Amax)
 }
 
 #[test]

@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, Device, Tensor, s};
 use burn_fp4::{
-    Calibration, CalibrationOptions, ChosenBy, Fallback, Fp4Config, Fp4Error, Fp4Module, Fp4Report,
-    Fp4Scheme, Gptq, Outcome, PackedWeight, ScaleSearch, TensorScaling, Unused, ops,
+    Calibration, CalibrationOptions, Fallback, Fp4Config, Fp4Error, Fp4Module, Fp4Report,
+    Fp4Scheme, Gptq, Method, Outcome, PackedWeight, TensorScaling, Unused, ops,
 };
 use burn_fp4_search::Gram;
 use tests::engines::devices;
@@ -18,11 +18,11 @@ const DOWN: &str = "experts.down";
 
 /// The experts by GPTQ; the router stays dense, so that images keep their experts.
 fn by_gptq() -> Fp4Config {
-    by(ScaleSearch::Amax).gptq(Gptq::default())
+    by(Method::Amax).gptq(Gptq::default())
 }
 
-fn by(search: ScaleSearch) -> Fp4Config {
-    Fp4Config::new(Fp4Scheme::nvfp4().with_search(search))
+fn by(search: Method) -> Fp4Config {
+    Fp4Config::new(Fp4Scheme::nvfp4().with_method(search))
         .without_container("Linear")
         .container("Experts", 1)
 }
@@ -63,7 +63,7 @@ fn output_error(found: &Mixture, exact: &Mixture, images: &Tensor<2>) -> f64 {
 fn outcome<'a>(
     report: &'a Fp4Report,
     path: &str,
-) -> (&'a ChosenBy, &'a ChosenBy, Option<&'a Fallback>) {
+) -> (&'a Method, &'a Method, Option<&'a Fallback>) {
     let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
     match &parameter.unwrap_or_else(|| panic!("no `{path}` in {report}")).outcome {
         Outcome::Quantized { asked, chosen_by, fallback, .. } => {
@@ -89,7 +89,7 @@ fn outputs_of_experts_are_nearer_by_gptq_than_by_sse() {
     let images = test.images(&device);
 
     let mut sse = dense.clone();
-    let report = sse.quantize_fp4(&by(ScaleSearch::Sse)).unwrap();
+    let report = sse.quantize_fp4(&by(Method::SSE)).unwrap();
     assert_eq!(report.quantized().count(), 2);
 
     let calibration = Calibration::of(&dense).run(batches(&train, &device), forward).unwrap();
@@ -153,7 +153,7 @@ fn each_expert_is_quantized_by_its_own_statistics() {
         let gptq = Gptq::default();
         for path in [UP, DOWN] {
             let (asked, chosen_by, fallback) = outcome(&report, path);
-            assert_eq!([asked, chosen_by], [&ChosenBy::Gptq(gptq); 2], "{name} {path}");
+            assert_eq!([asked, chosen_by], [&Method::Gptq(gptq); 2], "{name} {path}");
             assert_eq!(fallback, None, "{name} {path}");
         }
         let weights = [
@@ -212,7 +212,7 @@ fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
         let layers = dense.layers().into_iter().zip(model.layers());
         for ((path, dense), (_, packed)) in layers {
             let (_, chosen_by, fallback) = outcome(&report, path);
-            assert_eq!(*chosen_by, ChosenBy::Gptq(gptq), "{name} {path}");
+            assert_eq!(*chosen_by, Method::Gptq(gptq), "{name} {path}");
             let idle = Fallback::Slices { without_inputs: vec![IDLE] };
             assert_eq!(fallback, Some(&idle), "{name} {path}");
             let amax = ops::amax(dense.val()).unwrap().into_scalar::<f32>();
@@ -224,7 +224,7 @@ fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
                     Some(gram) if expert != IDLE => {
                         ops::quantize_gptq(matrix, 0, &scheme, &gptq, gram)
                     }
-                    _ => ops::quantize(matrix, 0, &scheme.with_search(ScaleSearch::Sse)),
+                    _ => ops::quantize(matrix, 0, &scheme.with_method(Method::SSE)),
                 };
                 let found = floats(slice(packed.val()));
                 let expected = floats(alone.unwrap().dequantize());
@@ -251,13 +251,13 @@ fn an_expert_without_tokens_falls_back_and_the_report_says_which() {
         let report = model.quantize_fp4(&by_gptq().with_calibration(&calibration)).unwrap();
         for path in [UP, DOWN] {
             let (asked, _, fallback) = outcome(&report, path);
-            assert_eq!(*asked, ChosenBy::Gptq(Gptq::default()), "{name} {path}");
+            assert_eq!(*asked, Method::Gptq(Gptq::default()), "{name} {path}");
             assert_eq!(fallback, Some(&idle), "{name} {path}");
         }
         // It is quantized as a weight of which nothing but its values is known.
         let amax = ops::amax(dense.experts.up.val()).unwrap().into_scalar::<f32>();
         let scheme = Fp4Scheme::nvfp4()
-            .with_search(ScaleSearch::Sse)
+            .with_method(Method::SSE)
             .with_tensor_scale(TensorScaling::Amax(amax));
         let slice = |values: Tensor<3>| {
             let [_, inputs, outputs] = values.dims();
@@ -284,7 +284,7 @@ fn experts_are_quantized_in_turn() {
     for (name, device, _) in devices() {
         let dense = trained(&device);
         let calibration = Calibration::of(&dense).run(batches(&train, &device), forward).unwrap();
-        for config in [by_gptq(), by(ScaleSearch::Hessian), by(ScaleSearch::CoordinateDescent)] {
+        for config in [by_gptq(), by(Method::Hessian), by(Method::CoordinateDescent)] {
             let mut at_once = dense.clone();
             at_once.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
             let mut in_turn = dense.clone();
@@ -311,7 +311,7 @@ fn a_container_axis_that_a_weight_does_not_have_is_an_error_that_names_it() {
     let (train, _) = Digits::train_and_test();
     let device = Device::flex();
     let dense = Mixture::new(&device);
-    let config = by(ScaleSearch::Amax).container("Experts", 3);
+    let config = by(Method::Amax).container("Experts", 3);
     let mut model = dense.clone();
     let at_once = model.quantize_fp4(&config).unwrap_err();
     let options = CalibrationOptions::default();
@@ -357,7 +357,7 @@ fn statistics_of_slices_can_be_handed_over() {
     assert_eq!(calibration.tokens(UP, 1, 0), 200);
     let config = by_gptq().include(UP).with_calibration(&calibration);
     let report = dense.clone().quantize_fp4(&config).unwrap();
-    assert_eq!(*outcome(&report, UP).1, ChosenBy::Gptq(Gptq::default()));
+    assert_eq!(*outcome(&report, UP).1, Method::Gptq(Gptq::default()));
 
     // A slice that the weight does not have.
     let inputs = floats(random(9, [200, PIXELS], &device));
@@ -374,7 +374,7 @@ fn statistics_of_slices_can_be_handed_over() {
 fn packed_experts_travel_with_records() {
     for (name, device, _) in devices() {
         let mut model = Mixture::new(&device);
-        model.quantize_fp4(&by(ScaleSearch::Amax)).unwrap();
+        model.quantize_fp4(&by(Method::Amax)).unwrap();
         let expected = floats(model.experts.down.val());
         let mut fresh = Mixture::new(&device);
         fresh.load_fp4_record(model.into_record()).unwrap();

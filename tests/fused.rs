@@ -17,8 +17,8 @@ use burn_fp4::ops::{
     Fp4Backend, Fp4Primitive, FusedProducts, MatmulPath, fused_products, matmul_path,
 };
 use burn_fp4::{
-    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ParameterReport,
-    ScaleSearch, TensorScaling,
+    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, Method, PackedWeight,
+    ParameterReport, TensorScaling,
 };
 use tests::compare::assert_bits;
 use tests::engines::devices;
@@ -313,7 +313,7 @@ fn random_shapes_and_schemes() {
                 Fp4Scheme::mxfp4().with_block_size(16),
                 Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16),
                 Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row),
-                Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse),
+                Fp4Scheme::nvfp4().with_method(Method::SSE),
             ];
             let scheme = schemes[random_numbers.below(schemes.len())];
             let dtype = dtypes[random_numbers.below(dtypes.len())];

@@ -2,7 +2,7 @@
 
 use burn_fp4_formats::{E2M1, Packed, unpack_nibbles};
 use burn_fp4_search::{
-    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, NonFinite, ScaleRule, ScaleSearch, TensorScaling,
+    Blocks, E4m3Range, ErrorMetric, Fp4Scheme, Method, NonFinite, ScaleRule, TensorScaling,
     modelopt,
 };
 use tests::compare::Tally;
@@ -66,8 +66,8 @@ fn transformer_engine_variants() {
             for (range_name, range) in [("448", E4m3Range::E448), ("256", E4m3Range::E256)] {
                 for (error_name, error) in [("mae", ErrorMetric::Mae), ("mse", ErrorMetric::Mse)] {
                     let variant = format!("{case}/4over6_{blocks_name}_{range_name}_{error_name}");
-                    let search = ScaleSearch::FourOverSix { range, error };
-                    let scheme = plain.with_blocks(blocks).with_search(search);
+                    let search = Method::FourOverSix { range, error };
+                    let scheme = plain.with_blocks(blocks).with_method(search);
                     check(&mut tally, &golden, &variant, &input, Axis::Last, scheme);
                 }
             }

@@ -15,8 +15,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fp4::formats::Packed;
 use burn_fp4::{
-    Calibration, CalibrationOptions, ChosenBy, E4m3Range, ErrorMetric, Fp4Config, Fp4Module,
-    Fp4Scheme, Gptq, Outcome, PackedWeight, ScaleSearch, ops,
+    Calibration, CalibrationOptions, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, Gptq,
+    Method, Outcome, PackedWeight, ops,
 };
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -97,26 +97,21 @@ fn assert_each_has_its_own(what: &str, found: &Stack, expected: &Stack) {
     assert_eq!(different.len(), found.len(), "{what}: two blocks have the same codes");
 }
 
-fn by(search: ScaleSearch) -> Fp4Config {
-    Fp4Config::new(Fp4Scheme::nvfp4().with_search(search))
+fn by(search: Method) -> Fp4Config {
+    Fp4Config::new(Fp4Scheme::nvfp4().with_method(search))
 }
 
 /// Methods that look at weights only.
 fn methods_without_inputs() -> Vec<(&'static str, Fp4Config)> {
-    let four_over_six =
-        ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
-    vec![
-        ("amax", by(ScaleSearch::Amax)),
-        ("four over six", by(four_over_six)),
-        ("sse", by(ScaleSearch::Sse)),
-    ]
+    let four_over_six = Method::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    vec![("amax", by(Method::Amax)), ("four over six", by(four_over_six)), ("sse", by(Method::SSE))]
 }
 
 /// Methods that need statistics of inputs.
 fn methods_with_inputs() -> Vec<(&'static str, Fp4Config)> {
     vec![
-        ("hessian", by(ScaleSearch::Hessian)),
-        ("coordinate descent", by(ScaleSearch::CoordinateDescent)),
+        ("hessian", by(Method::Hessian)),
+        ("coordinate descent", by(Method::CoordinateDescent)),
         ("gptq", Fp4Config::nvfp4().gptq(Gptq::default())),
     ]
 }
@@ -267,7 +262,7 @@ fn ties_that_hold_are_one_packing_and_those_that_do_not_are_two() {
         let report = stack.quantize_fp4(&config).unwrap();
         for parameter in report.quantized() {
             let Outcome::Quantized { chosen_by, .. } = &parameter.outcome else { unreachable!() };
-            assert_eq!(*chosen_by, ChosenBy::Gptq(gptq), "{name} {}", parameter.path);
+            assert_eq!(*chosen_by, Method::Gptq(gptq), "{name} {}", parameter.path);
         }
         let gram = |at: usize| calibration.get(&format!("blocks.{at}.weight"), 0).unwrap().clone();
         let mut both = gram(0);

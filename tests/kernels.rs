@@ -16,7 +16,7 @@ use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
+    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, SearchError,
     TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
@@ -337,11 +337,11 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::of(rule).with_tensor_scale(scaling));
         }
     }
-    schemes.extend(searches().map(|search| Fp4Scheme::nvfp4().with_search(search)));
+    schemes.extend(searches().map(|search| Fp4Scheme::nvfp4().with_method(search)));
     let tile = |rule| Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16);
     schemes.extend([ScaleRule::Te, ScaleRule::Even].map(tile));
-    schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_search(search)));
-    let sse = |scheme: Fp4Scheme| scheme.with_search(ScaleSearch::Sse);
+    schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_method(search)));
+    let sse = |scheme: Fp4Scheme| scheme.with_method(Method::SSE);
     for rule in [ScaleRule::Te, ScaleRule::TorchRecipe, ScaleRule::Floor, ScaleRule::RoundUp] {
         schemes.push(sse(Fp4Scheme::of(rule)));
     }
@@ -356,25 +356,25 @@ fn schemes() -> Vec<Fp4Scheme> {
 
 /// One scheme for every path that a dtype or a shape can take.
 fn few_schemes() -> Vec<Fp4Scheme> {
-    let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    let search = Method::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     let schemes = [
         Fp4Scheme::mxfp4(),
-        by_row.with_search(search),
-        by_row.with_search(ScaleSearch::Sse),
+        by_row.with_method(search),
+        by_row.with_method(Method::SSE),
         tiles,
-        tiles.with_search(search),
-        tiles.with_search(ScaleSearch::Sse),
+        tiles.with_method(search),
+        tiles.with_method(Method::SSE),
         by_row.with_rounding(STOCHASTIC),
         tiles.with_rounding(STOCHASTIC),
     ];
     schemes.into_iter().map(follow).collect()
 }
 
-fn searches() -> impl Iterator<Item = ScaleSearch> {
+fn searches() -> impl Iterator<Item = Method> {
     [E4m3Range::E448, E4m3Range::E256].into_iter().flat_map(|range| {
-        [ErrorMetric::Mae, ErrorMetric::Mse].map(|error| ScaleSearch::FourOverSix { range, error })
+        [ErrorMetric::Mae, ErrorMetric::Mse].map(|error| Method::FourOverSix { range, error })
     })
 }
 
@@ -714,7 +714,7 @@ fn hadamard_transforms() {
 /// One case for every path: the CPU runtime compiles such long kernels slowly.
 #[test]
 fn searches_by_importance_give_the_bits_of_the_host() {
-    use ScaleSearch::{CoordinateDescent, Hessian, Sse};
+    use Method::{CoordinateDescent, Hessian, Sse};
     let device = Device::new();
     let mut random = Random::new(11);
     let contiguous = View::rows(5, 96);
@@ -737,7 +737,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     ];
     for (view, kind, dtype, scheme, search) in cases {
         let dense = Dense::new(1, view.len(), &kind.values(view.len(), 3), dtype);
-        let scheme = scheme.with_search(search);
+        let scheme = scheme.with_method(search);
         let weights: Vec<f32> = (0..view.axis).map(|k| (k % 5) as f32 * random.uniform()).collect();
         let x: Vec<f32> = (0..40 * view.axis).map(|_| random.normal()).collect();
         let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
@@ -773,7 +773,7 @@ fn staged_hessians_give_the_bits_of_the_host() {
     device.capability.fast_shared_memory = true;
     let mut random = Random::new(12);
     let view = View::rows(70, 64);
-    let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent);
+    let scheme = Fp4Scheme::mxfp4().with_method(Method::CoordinateDescent);
     let dense = Dense::new(1, view.len(), &Kind::Ties.values(view.len(), 3), Dtype::Bf16);
     let x: Vec<f32> = (0..100 * view.axis)
         .map(|at| if at % view.axis == 3 { 0.0 } else { random.normal() })

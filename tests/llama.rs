@@ -143,7 +143,7 @@ fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
 /// As `fp4 quantize` does it without options.
 fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
     let mut model = load::<Linear>(folder);
-    let config = llama::fp4_config(&model, format, Method::Sse);
+    let config = llama::fp4_config(&model, format, Method::SSE);
     let report = model.quantize_fp4(&config).expect("quantized");
     assert_eq!(report.quantized().count(), 28);
     // Engines multiply by q, k and v as one, and by gate and up.
@@ -181,7 +181,7 @@ fn it_is_calibrated_at_once_and_layer_by_layer() {
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     for sequential in [false, true] {
-        let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::Gptq);
+        let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
         let recipe = Recipe { format, method, sequential, damping, calibration };
         let mut model = load::<Linear>(&folder);
         let config = recipe.config(&model);
@@ -211,7 +211,7 @@ fn it_is_calibrated_for_what_a_recipe_says_of_some_weights() {
     let mut model = load::<Linear>(&folder);
     let config = Fp4Config::of_recipe(&file.expect("a recipe"), &model, &llama::names());
     // Its format and method are for models without a file.
-    let (format, method) = (Fp4Format::NvFp4, Method::Sse);
+    let (format, method) = (Fp4Format::NvFp4, Method::SSE);
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     let recipe = Recipe { format, method, sequential: false, damping: None, calibration };
     let report = recipe.apply(&mut model, &config.expect("a configuration"), &tokens, &device);

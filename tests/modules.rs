@@ -10,9 +10,9 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
-    Blocks, Calibration, Candidate, ChosenBy, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
-    Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath,
-    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch, Unused, Why,
+    Blocks, Calibration, Candidate, FakeQuantizeConfig, Fp4Config, Fp4Embedding, Fp4Error,
+    Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath, Method,
+    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Unused, Why,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -482,7 +482,7 @@ fn tied_weights_stay_tied() {
     let report = one.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
     for parameter in report.quantized() {
         let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
-        assert_eq!(chosen_by, ChosenBy::Gptq(Gptq::default()), "{}", parameter.path);
+        assert_eq!(chosen_by, Method::Gptq(Gptq::default()), "{}", parameter.path);
     }
     calibration.add("0.weight", 0, inputs(2)).unwrap();
     let mut both = vec![linear.clone(), linear.clone()];
@@ -559,7 +559,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let base = Fp4Config::nvfp4().include("layers.0.weight").include("layers.1.weight");
         let hessian = |search| {
             let mut config = base.clone();
-            config.scheme = config.scheme.with_search(search);
+            config.scheme = config.scheme.with_method(search);
             config
         };
         let output_error = |config: &Fp4Config| {
@@ -570,8 +570,8 @@ fn what_is_known_of_inputs_decides_about_codes() {
             let error = (net.layers[0].forward(inputs.clone()) - exact).powf_scalar(2.0).sum();
             (floats(error)[0], report)
         };
-        let (sse, _) = output_error(&hessian(ScaleSearch::Sse));
-        let (by_hessian, report) = output_error(&hessian(ScaleSearch::CoordinateDescent));
+        let (sse, _) = output_error(&hessian(Method::SSE));
+        let (by_hessian, report) = output_error(&hessian(Method::CoordinateDescent));
         let (by_gptq, gptq_report) = output_error(&base.clone().gptq(Gptq::default()));
         assert!(by_hessian < sse && by_gptq < by_hessian, "{name}: {sse} {by_hessian} {by_gptq}");
         let chosen = |report: &burn_fp4::Fp4Report, path: &str| {
@@ -581,11 +581,11 @@ fn what_is_known_of_inputs_decides_about_codes() {
                 kept => panic!("{kept:?}"),
             }
         };
-        let fallback = ChosenBy::Search(ScaleSearch::Sse);
-        let descent = ChosenBy::Search(ScaleSearch::CoordinateDescent);
+        let fallback = Method::SSE;
+        let descent = Method::CoordinateDescent;
         assert_eq!(chosen(&report, "layers.0.weight"), descent);
         assert_eq!(chosen(&report, "layers.1.weight"), fallback);
-        assert_eq!(chosen(&gptq_report, "layers.0.weight"), ChosenBy::Gptq(Gptq::default()));
+        assert_eq!(chosen(&gptq_report, "layers.0.weight"), Method::Gptq(Gptq::default()));
         assert_eq!(chosen(&gptq_report, "layers.1.weight"), fallback);
         assert!(gptq_report.to_string().contains("NVFP4, blocks of 16, rule te, gptq"));
 
@@ -755,7 +755,7 @@ fn weights_without_values_stay_dense_with_a_reason() {
                 bias: None,
             };
             let mut layers = vec![weight(shape), weight([16, 16])];
-            for method in [burn_fp4::Method::Amax, burn_fp4::Method::Sse] {
+            for method in [burn_fp4::Method::Amax, burn_fp4::Method::SSE] {
                 let mut layers = layers.clone();
                 let report = layers.quantize_fp4(&Fp4Config::nvfp4().method(method)).unwrap();
                 assert_eq!(*reason(&report, "0.weight"), Reason::Empty, "{name}");
@@ -857,7 +857,7 @@ fn values_that_become_infinite_in_their_dtype_are_said() {
     let values = vec![65504.0; 32 * 4];
     for (dtype, infinite) in [(DType::F16, true), (DType::F32, false)] {
         let mut layer = with_weights(values.clone(), [32, 4], dtype, &device);
-        let config = Fp4Config::mxfp4().method(burn_fp4::Method::Sse);
+        let config = Fp4Config::mxfp4().method(burn_fp4::Method::SSE);
         let report = layer.quantize_fp4(&config).unwrap();
         let is_infinite = floats(layer.weight.val()).iter().any(|value| value.is_infinite());
         assert_eq!(is_infinite, infinite, "{dtype:?}");
@@ -868,7 +868,7 @@ fn values_that_become_infinite_in_their_dtype_are_said() {
     }
     // Of 16 tensor scales the finite ones are tried.
     let mut layer = with_weights(vec![3.4e38; 32 * 4], [32, 4], DType::F32, &device);
-    let config = Fp4Config::nvfp4().method(burn_fp4::Method::SseTensorScale);
+    let config = Fp4Config::nvfp4().method(burn_fp4::Method::Sse(Sse::TensorScale));
     let report = layer.quantize_fp4(&config).unwrap();
     assert!(report.relative_error() < 0.1, "{report}");
     assert!(floats(layer.weight.val()).iter().all(|value| value.is_finite()));

@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorD
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     BlockHessians, BlockOrder, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor,
-    Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
+    Importance, MatmulPath, Method, NonFinite, OpsError, ScaleRule, TensorScaling, Why, amax,
     block_hessians, embedding, fake_quantize, gram, matmul, matmul_path, modelopt, portable,
     quantize, quantize_by_importance, quantize_family, quantize_gptq,
     quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
@@ -784,14 +784,14 @@ fn activations_decide_about_codes_on_every_device() {
             let tensor = values([64, 24], &device, dtype);
             let (dense, m, k) = rows(tensor.clone(), 0);
             let searches = [
-                (ScaleSearch::Sse, Importance::Uniform),
-                (ScaleSearch::Sse, Importance::Channels(&weights)),
-                (ScaleSearch::Hessian, Importance::Blocks(&hessians)),
-                (ScaleSearch::CoordinateDescent, Importance::Blocks(&hessians)),
-                (ScaleSearch::Admm, Importance::Blocks(&hessians)),
+                (Method::SSE, Importance::Uniform),
+                (Method::SSE, Importance::Channels(&weights)),
+                (Method::Hessian, Importance::Blocks(&hessians)),
+                (Method::CoordinateDescent, Importance::Blocks(&hessians)),
+                (Method::ADMM, Importance::Blocks(&hessians)),
             ];
             for (search, importance) in searches {
-                let scheme = Fp4Scheme::nvfp4().with_search(search);
+                let scheme = Fp4Scheme::nvfp4().with_method(search);
                 let packed = quantize_by_importance(tensor.clone(), 0, &scheme, importance);
                 let amax = burn_fp4_search::amax(&dense, k, &scheme);
                 let expected = burn_fp4_search::quantize_by_importance(
@@ -801,7 +801,7 @@ fn activations_decide_about_codes_on_every_device() {
                 assert_same(&what, &packed.unwrap().to_packed().unwrap(), &expected.unwrap());
             }
             let scheme = Fp4Scheme::nvfp4();
-            let scheme = scheme.with_search(ScaleSearch::Sse);
+            let scheme = scheme.with_method(Method::SSE);
             let best = quantize_with_best_tensor_scale(tensor.clone(), 0, &scheme).unwrap();
             let plain = quantize(tensor.clone(), 0, &scheme).unwrap();
             let error =
@@ -970,7 +970,7 @@ fn importance_that_does_not_fit_is_an_error() {
     let device = Device::flex();
     let tensor = values([64, 24], &device, DType::F32);
     let hessians = BlockHessians::of(&vec![1.0; 32 * 4], 32, 16).unwrap();
-    let scheme = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
+    let scheme = Fp4Scheme::nvfp4().with_method(Method::Hessian);
     let blocks = Importance::Blocks(&hessians);
     let error = quantize_by_importance(tensor.clone(), 0, &scheme, blocks).unwrap_err();
     assert!(error.to_string().contains("block Hessians: expected 4 values, found 2"), "{error}");
@@ -981,7 +981,7 @@ fn importance_that_does_not_fit_is_an_error() {
         assert!(matches!(error, OpsError::Search(SearchError::Importance { .. })), "{error}");
     }
     let negative = Importance::Channels(&[-1.0; 64]);
-    let sse = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
+    let sse = Fp4Scheme::nvfp4().with_method(Method::SSE);
     let error = quantize_by_importance(tensor.clone(), 0, &sse, negative).unwrap_err();
     assert!(matches!(error, OpsError::Search(SearchError::Weight { channel: 0, .. })), "{error}");
     let narrow = Gram::of(&[1.0; 32], 32).unwrap();

@@ -6,8 +6,8 @@ use burn::nn::LinearConfig;
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4::{
-    Draw, Fp4Scheme, Fp4TrainLinear, Hadamard, NonFinite, OpsError, Rounding, ScaleRule,
-    ScaleSearch, TensorScaling, TrainRecipe, ops,
+    Draw, Fp4Scheme, Fp4TrainLinear, Hadamard, Method, NonFinite, OpsError, Rounding, ScaleRule,
+    TensorScaling, TrainRecipe, ops,
 };
 use burn_fp4_formats::{E2M1_VALUES, Packed};
 use burn_fp4_search::host::{self, View};
@@ -173,7 +173,7 @@ fn draws_do_not_depend_on_who_draws() {
         }
     }
     assert_ne!(Draw::default().stream(0), Draw::default().stream(1));
-    let search = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
+    let search = Fp4Scheme::nvfp4().with_method(Method::SSE);
     let drawn = search.with_rounding(Rounding::Stochastic(Draw::default()));
     assert!(drawn.validate().is_err());
 }
@@ -386,12 +386,12 @@ fn inconsistent_recipes_are_refused() {
     let with = |scheme| TrainRecipe { activations: Some(scheme), ..TrainRecipe::NVFP4 };
     let rows = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     assert!(refused(with(rows)).contains("activations"));
-    let hessian = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
+    let hessian = Fp4Scheme::nvfp4().with_method(Method::Hessian);
     assert!(refused(with(hessian)).contains("activations"));
     let drawn = Fp4Scheme::nvfp4().with_rounding(Rounding::Stochastic(Draw::default()));
     assert!(refused(with(drawn)).contains("stochastic_rounding"));
     refused(with(Fp4Scheme::nvfp4().with_block_size(24)));
-    let sse = Fp4Scheme::of(ScaleRule::Te).with_search(ScaleSearch::Sse);
+    let sse = Fp4Scheme::of(ScaleRule::Te).with_method(Method::SSE);
     refused(TrainRecipe { gradients: Some(sse), ..TrainRecipe::NVFP4 });
 
     let narrow = random(2, [16, 16], &device);

@@ -3,7 +3,7 @@
 use burn_fp4_formats::{E2M1, Fp4Format, Packed, ScaleGrid};
 use burn_fp4_search::host::{self, View};
 use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, Fp4Scheme, Gptq, Gram, Importance, ScaleRule, ScaleSearch,
+    BlockHessians, BlockOrder, Blocks, Fp4Scheme, Gptq, Gram, Importance, Method, ScaleRule,
     SearchError, TensorScaling, quantize_by_importance,
 };
 use tests::compare::assert_same;
@@ -123,7 +123,7 @@ fn sse_equals_brute_force_over_all_scales() {
     let mut searched = 0;
     let mut worst = 0.0f64;
     for (seed, scheme) in schemes().into_iter().enumerate() {
-        let scheme = scheme.with_search(ScaleSearch::Sse);
+        let scheme = scheme.with_method(Method::SSE);
         let weights: Vec<f32> = (0..32).map(|k| [0.1, 1.0, 3.0, 0.0][k % 4]).collect();
         for importance in [Importance::Uniform, Importance::Channels(&weights)] {
             let values = blocks(3300 * scheme.block_size / 16, seed as u64);
@@ -173,7 +173,7 @@ fn sse_of_tiles_equals_the_reference() {
         let scheme = Fp4Scheme::of(rule)
             .with_block_size(16)
             .with_blocks(Blocks::Tile16x16)
-            .with_search(ScaleSearch::Sse);
+            .with_method(Method::SSE);
         for rows in [320, 37, 5] {
             let values = &values[..rows * 32];
             for importance in [Importance::Uniform, Importance::Channels(&weights)] {
@@ -229,11 +229,11 @@ fn searches_by_hessian_equal_or_beat_brute_force_over_scales() {
         let hessians = BlockHessians::of(&x, 32, size).unwrap();
         let importance = Importance::Blocks(&hessians);
         let of = |search| {
-            let packed = host_packed(&values, 32, &scheme.with_search(search), importance);
+            let packed = host_packed(&values, 32, &scheme.with_method(search), importance);
             (costs(&packed, &values, &hessians), packed)
         };
-        let (hessian, packed) = of(ScaleSearch::Hessian);
-        let (descent, _) = of(ScaleSearch::CoordinateDescent);
+        let (hessian, packed) = of(Method::Hessian);
+        let (descent, _) = of(Method::CoordinateDescent);
         let tensor_scale = f64::from(packed.tensor_scale.of_row(0));
         for (at, elements) in values.chunks_exact(size).enumerate() {
             let amax = elements.iter().fold(0.0f32, |x, y| x.max(y.abs()));
@@ -281,8 +281,8 @@ fn the_host_engine_searches_as_the_reference_does() {
         let x = activations(192, 32, seed as u64);
         let hessians = BlockHessians::of(&x, 32, scheme.block_size).unwrap();
         let importance = Importance::Blocks(&hessians);
-        for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
-            let scheme = scheme.with_search(search);
+        for search in [Method::Hessian, Method::CoordinateDescent] {
+            let scheme = scheme.with_method(search);
             let found = host_packed(&values, 32, &scheme, importance);
             let amax = host::amax(&values, View::rows(rows, 32), &scheme);
             let expected =
@@ -320,16 +320,16 @@ fn never_worse_than_qwantize_on_any_block() {
         for size in [16, 32] {
             let hessians = BlockHessians::of(&x, w.cols, size).unwrap();
             for (name, rule, search) in [
-                ("nvfp4_naive", ScaleRule::NoTensorScale, ScaleSearch::Amax),
-                ("nvfp4_optimal", ScaleRule::NoTensorScale, ScaleSearch::Sse),
-                ("nvfp4_optimal_hessian", ScaleRule::NoTensorScale, ScaleSearch::Hessian),
-                ("nvfp4_admm", ScaleRule::NoTensorScale, ScaleSearch::Admm),
-                ("mxfp4_naive", ScaleRule::Floor, ScaleSearch::Amax),
-                ("mxfp4_optimal", ScaleRule::Floor, ScaleSearch::Sse),
-                ("mxfp4_optimal_hessian", ScaleRule::Floor, ScaleSearch::Hessian),
+                ("nvfp4_naive", ScaleRule::NoTensorScale, Method::Amax),
+                ("nvfp4_optimal", ScaleRule::NoTensorScale, Method::SSE),
+                ("nvfp4_optimal_hessian", ScaleRule::NoTensorScale, Method::Hessian),
+                ("nvfp4_admm", ScaleRule::NoTensorScale, Method::ADMM),
+                ("mxfp4_naive", ScaleRule::Floor, Method::Amax),
+                ("mxfp4_optimal", ScaleRule::Floor, Method::SSE),
+                ("mxfp4_optimal_hessian", ScaleRule::Floor, Method::Hessian),
             ] {
                 let case = format!("b{size}/{name}");
-                let scheme = Fp4Scheme::of(rule).with_block_size(size).with_search(search);
+                let scheme = Fp4Scheme::of(rule).with_block_size(size).with_method(search);
                 let by_hessian = search.needs_hessians();
                 let importance =
                     if by_hessian { Importance::Blocks(&hessians) } else { Importance::Uniform };
@@ -347,7 +347,7 @@ fn never_worse_than_qwantize_on_any_block() {
                 // Where a tie leaves a code open, they take the smaller one, and r^T H r depends on
                 // it: there we compare what looks at all codes.
                 let all_codes = by_hessian.then(|| {
-                    let scheme = scheme.with_search(ScaleSearch::CoordinateDescent);
+                    let scheme = scheme.with_method(Method::CoordinateDescent);
                     host_packed(&values, w.cols, &scheme, importance)
                 });
                 let (mut theirs, mut ours, mut left_out, mut ties) = (0.0, 0.0, 0, 0);
@@ -385,8 +385,7 @@ fn never_worse_than_qwantize_on_any_block() {
 }
 
 /// The searches in the order in which none may be worse than the one before, by `r^T H r`.
-const ORDER: [ScaleSearch; 3] =
-    [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent, ScaleSearch::Admm];
+const ORDER: [Method; 3] = [Method::Hessian, Method::CoordinateDescent, Method::ADMM];
 
 #[test]
 fn each_method_is_no_worse_than_where_it_begins() {
@@ -395,7 +394,7 @@ fn each_method_is_no_worse_than_where_it_begins() {
     let hessians = BlockHessians::of(&x, 32, 16).unwrap();
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4().with_block_size(16)] {
         let costs = ORDER.map(|search| {
-            let scheme = scheme.with_search(search);
+            let scheme = scheme.with_method(search);
             let importance = Importance::Blocks(&hessians);
             let packed = host_packed(&values, 32, &scheme, importance);
             let rows = packed.rows;
@@ -421,21 +420,17 @@ fn each_method_is_no_worse_than_where_it_begins() {
 fn degenerate_hessians_do_the_right_thing() {
     let values = blocks(2, 9);
     let rows = values.len() / 32;
-    let searches = [
-        ScaleSearch::Hessian,
-        ScaleSearch::CoordinateDescent,
-        ScaleSearch::Admm,
-        ScaleSearch::AdmmPublished,
-    ];
+    let searches =
+        [Method::Hessian, Method::CoordinateDescent, Method::ADMM, Method::Admm(Admm::Published)];
     for base in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4().with_block_size(16)] {
         let amax = host_packed(&values, 32, &base, Importance::Uniform);
         for search in searches {
-            let scheme = base.with_search(search);
+            let scheme = base.with_method(search);
             // No activations at all: nothing is better than the rule's own choice.
             let zero = BlockHessians::new(vec![0.0; 2 * 256], 16).unwrap();
             let packed = host_packed(&values, 32, &scheme, Importance::Blocks(&zero));
             packed.validate().unwrap();
-            if search != ScaleSearch::AdmmPublished {
+            if search != Method::Admm(Admm::Published) {
                 assert_eq!(packed.scales, amax.scales, "{scheme:?}");
             }
             // Fewer activations than channels, and a channel that is never active.
@@ -510,12 +505,8 @@ fn gptq_lowers_the_error_of_outputs_with_every_sweep() {
                 let packed = options.quantize(&values, 24, 160, &scheme, &amax, &gram).unwrap();
                 output_error(&packed, &values, &x)
             };
-            let sse = host_packed(
-                &values,
-                160,
-                &scheme.with_search(ScaleSearch::Sse),
-                Importance::Uniform,
-            );
+            let sse =
+                host_packed(&values, 160, &scheme.with_method(Method::SSE), Importance::Uniform);
             let sse = output_error(&sse, &values, &x);
             let light = Gptq { damping: 0.01, ..Gptq::default() };
             let rounded = of(Gptq { sweeps: 0, refits: 0, ..light });
@@ -540,16 +531,15 @@ fn never_worse_than_the_sweeps_of_modelopt() {
         let global = golden.floats(&format!("{case}/global_amax"))[0];
         let hessians =
             BlockHessians::new(golden.floats(&format!("{case}/hessian")), 16).expect("Hessians");
-        for (name, search) in [
-            ("sweep_amax", ScaleSearch::Sse),
-            ("sweep_hessian_amax", ScaleSearch::CoordinateDescent),
-        ] {
+        for (name, search) in
+            [("sweep_amax", Method::SSE), ("sweep_hessian_amax", Method::CoordinateDescent)]
+        {
             let by_hessian = search.needs_hessians();
             let importance =
                 if by_hessian { Importance::Blocks(&hessians) } else { Importance::Uniform };
             let scheme = Fp4Scheme::nvfp4()
                 .with_tensor_scale(TensorScaling::Amax(global))
-                .with_search(search);
+                .with_method(search);
             let packed = host_packed(&values, dense.cols, &scheme, importance);
             let (mut theirs, mut ours) = (0.0, 0.0);
             for (at, amax) in golden.floats(&format!("{case}/{name}")).into_iter().enumerate() {

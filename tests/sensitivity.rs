@@ -59,7 +59,7 @@ fn errors_are_those_of_weights_and_outputs_that_were_quantized() {
     let calibration =
         Calibration::of(&net).run([x.clone()], |net: &Net, x| net.forward(x)).unwrap();
     let config = Fp4Config::nvfp4()
-        .method(Method::Gptq)
+        .method(Method::GPTQ)
         .share_scale(["query", "key"])
         .with_calibration(&calibration);
     let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
@@ -75,7 +75,7 @@ fn errors_are_those_of_weights_and_outputs_that_were_quantized() {
         };
         let mut quantized = net.clone();
         let mut config = config.clone();
-        config.scheme = scheme.with_search(config.scheme.search);
+        config.scheme = scheme.with_method(config.scheme.method);
         quantized.quantize_fp4(&config).unwrap();
         let mut sums = [0.0; 4];
         let mut bytes = 0;
@@ -180,7 +180,7 @@ fn a_choice_quantizes_what_it_says_within_its_budget() {
                 match (&found.outcome, chosen.candidate) {
                     (Outcome::Kept { .. }, Candidate::Dense) => {}
                     (Outcome::Quantized { scheme, .. }, Candidate::Fp4(asked)) => {
-                        assert_eq!(*scheme, asked.with_search(config.scheme.search));
+                        assert_eq!(*scheme, asked.with_method(config.scheme.method));
                     }
                     (found, asked) => panic!("{path}: {asked} {found:?}"),
                 }
@@ -204,7 +204,7 @@ fn a_configuration_with_a_budget_does_both() {
     let device = Device::flex();
     let net = Net::new(&device);
     let calibration = Calibration::of(&net).run([inputs(&device)], Net::forward).unwrap();
-    let config = Fp4Config::nvfp4().method(Method::Sse).with_calibration(&calibration);
+    let config = Fp4Config::nvfp4().method(Method::SSE).with_calibration(&calibration);
     let config = config.unused(Unused::Report).share_scale(["query", "key"]);
     for (budget, quantized) in [(Budget::BitsPerWeight(12.0), 2), (Budget::Bytes(7500), 3)] {
         let found = net.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap();
@@ -365,9 +365,9 @@ fn candidates_that_a_method_is_not_defined_for_are_left_out() {
     let [nvfp4, nvfp4_of_32, mxfp4, dense] = CANDIDATES;
     let only_nvfp4 = vec![nvfp4, nvfp4_of_32, dense];
     for (method, expected) in [
-        (Method::Sse, CANDIDATES.to_vec()),
-        (Method::FourOverSix, only_nvfp4.clone()),
-        (Method::SseTensorScale, only_nvfp4),
+        (Method::SSE, CANDIDATES.to_vec()),
+        (Method::FOUR_OVER_SIX, only_nvfp4.clone()),
+        (Method::Sse(Sse::TensorScale), only_nvfp4),
     ] {
         let config = Fp4Config::nvfp4().method(method).unused(Unused::Report);
         let config = config.with_calibration(&calibration);
@@ -387,7 +387,7 @@ fn candidates_that_a_method_is_not_defined_for_are_left_out() {
         }
     }
     // If none in FP4 is left, there is nothing to measure.
-    let config = Fp4Config::nvfp4().method(Method::FourOverSix);
+    let config = Fp4Config::nvfp4().method(Method::FOUR_OVER_SIX);
     let error = net.fp4_sensitivity(&config, &[mxfp4, dense]).unwrap_err();
     assert!(matches!(error, Fp4Error::Scheme(_)), "{error}");
     // One that fits no method is an error, whatever the others are.

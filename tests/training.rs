@@ -7,8 +7,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4::{
     ActivationRange, Blocks, Calibration, Draw, E4m3Range, ErrorMetric, FakeQuantWeight,
-    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, OpsError, Outcome,
-    PackedWeight, Reason, Rounding, Saturated, ScaleSearch, TensorScaling, ops,
+    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Method, OpsError, Outcome,
+    PackedWeight, Reason, Rounding, Saturated, TensorScaling, ops,
 };
 use burn_fp4_formats::{Packed, TensorScale};
 use burn_fp4_search::quantize_with_amax;
@@ -23,14 +23,14 @@ fn two_layers(device: &Device) -> Net {
 }
 
 fn schemes() -> Vec<Fp4Scheme> {
-    let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    let search = Method::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     vec![
         Fp4Scheme::nvfp4(),
         Fp4Scheme::mxfp4(),
         Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16),
-        Fp4Scheme::nvfp4().with_search(search),
-        Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse),
-        Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse),
+        Fp4Scheme::nvfp4().with_method(search),
+        Fp4Scheme::nvfp4().with_method(Method::SSE),
+        Fp4Scheme::mxfp4().with_method(Method::SSE),
         Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row),
         Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Amax(0.7)),
     ]
@@ -337,7 +337,7 @@ fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
     let mut calibration = Calibration::new();
     calibration.add("first.weight", 0, random(1, [4, 64], &device)).unwrap();
     for config in [
-        with(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian)),
+        with(Fp4Scheme::nvfp4().with_method(Method::Hessian)),
         with(Fp4Scheme::nvfp4().with_rounding(drawn)),
         Fp4Config::nvfp4().gptq(Gptq::default()),
         Fp4Config::nvfp4().share_scale(["first", "second"]),

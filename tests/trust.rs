@@ -9,9 +9,9 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::ops::{self, MatmulPath};
 use burn_fp4::{
-    Calibration, CalibrationOptions, ChosenBy, Fallback, Fp4Config, Fp4Embedding, Fp4Error,
-    Fp4Linear, Fp4Module, Fp4Report, Fp4Scheme, Fp4TrainLinear, Gptq, OpsError, Outcome,
-    PackedWeight, ScaleSearch, Unused,
+    Calibration, CalibrationOptions, Fallback, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear,
+    Fp4Module, Fp4Report, Fp4Scheme, Fp4TrainLinear, Gptq, Method, OpsError, Outcome, PackedWeight,
+    Unused,
 };
 use tests::compare::assert_near;
 use tests::engines::devices;
@@ -263,7 +263,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
 fn the_last_override_that_fits_a_path_is_its_scheme() {
     for (name, device, _) in devices() {
         let dense = two_layers(&device);
-        let sse = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
+        let sse = Fp4Scheme::nvfp4().with_method(Method::SSE);
         let config = Fp4Config::nvfp4().with("**", Fp4Scheme::mxfp4()).with("second.*", sse);
         let mut net = dense.clone();
         let report = net.quantize_fp4(&config).unwrap();
@@ -288,11 +288,11 @@ fn the_last_override_that_fits_a_path_is_its_scheme() {
 fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
     let device = Device::flex();
     let dense = two_layers(&device);
-    let by = |search| Fp4Config::new(Fp4Scheme::nvfp4().with_search(search));
+    let by = |search| Fp4Config::new(Fp4Scheme::nvfp4().with_method(search));
     for (method, config) in [
         ("gptq", Fp4Config::nvfp4().gptq(Gptq::default())),
-        ("hessian", by(ScaleSearch::Hessian)),
-        ("coordinate", by(ScaleSearch::CoordinateDescent)),
+        ("hessian", by(Method::Hessian)),
+        ("coordinate", by(Method::CoordinateDescent)),
     ] {
         let mut net = dense.clone();
         let error = net.quantize_fp4(&config).unwrap_err();
@@ -309,7 +309,7 @@ fn the_report_says_what_was_asked_for_what_was_done_and_why() {
         let mut net = two_layers(&device);
         let mut calibration = Calibration::new();
         calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
-        let gptq = ChosenBy::Gptq(Gptq::default());
+        let gptq = Method::Gptq(Gptq::default());
         let config = Fp4Config::nvfp4().gptq(Gptq::default()).with_calibration(&calibration);
         let report = net.quantize_fp4(&config).unwrap();
         let of = |path| match outcome(&report, path) {
@@ -319,7 +319,7 @@ fn the_report_says_what_was_asked_for_what_was_done_and_why() {
             other => panic!("{other:?}"),
         };
         assert_eq!(of("first.weight"), (gptq, gptq, None), "{name}");
-        let sse = ChosenBy::Search(ScaleSearch::Sse);
+        let sse = Method::SSE;
         assert_eq!(of("second.weight"), (gptq, sse, Some(Fallback::NoInputs)), "{name}");
         assert!(report.to_string().contains(&Fallback::NoInputs.to_string()), "{report}");
     }

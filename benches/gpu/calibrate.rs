@@ -8,8 +8,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNor
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use burn_fp4::{
-    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, PackedWeight,
-    ScaleSearch,
+    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, Method, PackedWeight,
 };
 
 use crate::figures::Figures;
@@ -163,7 +162,7 @@ fn measure_on(
     let calibration = calibration.expect("it can be recorded");
     row("calibrate", start);
 
-    let hessian = Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian);
+    let hessian = Fp4Scheme::nvfp4().with_method(Method::Hessian);
     let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
     let mut quantized = model.clone();
     for (name, config) in [("hessian", Fp4Config::new(hessian)), ("gptq", gptq)] {

@@ -9,8 +9,8 @@ use burn_fp4_cubecl::{
 use burn_fp4_formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, View};
 use burn_fp4_search::{
-    BlockHessians, Blocks, Draw, Fp4Scheme, Importance, NonFinite, Rounding, ScaleRule,
-    ScaleSearch, quantize_with_amax,
+    BlockHessians, Blocks, Draw, Fp4Scheme, Importance, Method, NonFinite, Rounding, ScaleRule,
+    quantize_with_amax,
 };
 use rayon::prelude::*;
 
@@ -21,11 +21,11 @@ const AXIS: usize = 4096;
 pub(crate) fn every_rule(client: &Client, values: usize) {
     let rows = (values / 2 / AXIS).next_multiple_of(16);
     let mut schemes: Vec<_> = ScaleRule::ALL.into_iter().map(Fp4Scheme::of).collect();
-    let search = ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+    let search = Method::FourOverSix { range: Default::default(), error: Default::default() };
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
-    schemes.extend([tiles, tiles.with_search(search), Fp4Scheme::nvfp4().with_search(search)]);
+    schemes.extend([tiles, tiles.with_method(search), Fp4Scheme::nvfp4().with_method(search)]);
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), tiles] {
-        schemes.push(scheme.with_search(ScaleSearch::Sse));
+        schemes.push(scheme.with_method(Method::SSE));
     }
     let drawn = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4(), tiles] {
@@ -145,7 +145,7 @@ fn every_axis<T: HostElement + CubeElement>(
 /// Sixteen rows by the reference quantizer, or where that tries every scale there is, by the host
 /// engine, which tests compare with it bit for bit.
 fn expected(dense: &[f32], cols: usize, scheme: &Fp4Scheme, amax: f32) -> Packed {
-    if scheme.search == ScaleSearch::Sse {
+    if scheme.method == Method::SSE {
         by_host(dense, cols, scheme, amax, Importance::Uniform)
     } else {
         quantize_with_amax(dense, 16, cols, scheme, &[amax]).expect("a valid problem")
@@ -175,8 +175,8 @@ pub(crate) fn by_hessian(client: &Client, values: usize) {
     let largest = client.create_from_slice(f32::as_bytes(&[amax]));
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
         let blocks = BlockHessians::of(&activations, AXIS, scheme.block_size).expect("finite");
-        for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
-            let scheme = scheme.with_search(search);
+        for search in [Method::Hessian, Method::CoordinateDescent] {
+            let scheme = scheme.with_method(search);
             let view = View::rows(rows, AXIS);
             let problem = Problem { view, dtype: Dtype::Bf16, scheme };
             let hessians = upload(client, &blocks);

@@ -10,7 +10,7 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_formats::bf16;
 use burn_fp4_search::host::{DequantTarget, View};
-use burn_fp4_search::{BlockHessians, Blocks, Draw, Fp4Scheme, Hadamard, Rounding, ScaleSearch};
+use burn_fp4_search::{BlockHessians, Blocks, Draw, Fp4Scheme, Hadamard, Method, Rounding};
 
 use crate::check::upload;
 use crate::figures::Figures;
@@ -112,15 +112,15 @@ impl Bench<'_> {
         let [nvfp4, mxfp4] = [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()];
         let tiles = nvfp4.with_blocks(Blocks::Tile16x16);
         let four_over_six =
-            ScaleSearch::FourOverSix { range: Default::default(), error: Default::default() };
+            Method::FourOverSix { range: Default::default(), error: Default::default() };
         for (name, scheme) in [
             ("nvfp4", nvfp4),
             ("mxfp4", mxfp4),
             ("nvfp4 tiles", tiles),
-            ("nvfp4 four over six", nvfp4.with_search(four_over_six)),
-            ("nvfp4 sse", nvfp4.with_search(ScaleSearch::Sse)),
-            ("mxfp4 sse", mxfp4.with_search(ScaleSearch::Sse)),
-            ("nvfp4 tiles sse", tiles.with_search(ScaleSearch::Sse)),
+            ("nvfp4 four over six", nvfp4.with_method(four_over_six)),
+            ("nvfp4 sse", nvfp4.with_method(Method::SSE)),
+            ("mxfp4 sse", mxfp4.with_method(Method::SSE)),
+            ("nvfp4 tiles sse", tiles.with_method(Method::SSE)),
             ("nvfp4 drawn", nvfp4.with_rounding(Rounding::Stochastic(Draw::default()))),
         ] {
             let problem = self.problem(axis, scheme);
@@ -138,8 +138,8 @@ impl Bench<'_> {
             let x: Vec<_> = weights(256 * channels).iter().map(|x| x * 50.0).collect();
             let blocks = BlockHessians::of(&x, channels, scheme.block_size);
             let hessians = upload(client, &blocks.expect("finite"));
-            for search in [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent] {
-                let problem = self.problem(axis, scheme.with_search(search));
+            for search in [Method::Hessian, Method::CoordinateDescent] {
+                let problem = self.problem(axis, scheme.with_method(search));
                 let name = format!("{} {search:?} axis {axis}", scheme.format());
                 self.row(&name, self.bytes(&problem), &|| {
                     let (values, amax, hessians) = (values.clone(), amax.clone(), hessians.clone());

@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Fp4TrainLinear, ScaleSearch, TrainRecipe};
+use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Fp4TrainLinear, Method, TrainRecipe};
 
 use crate::Arguments;
 use crate::figures::Figures;
@@ -44,7 +44,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     for (name, scheme) in [
         ("nvfp4 weights", Fp4Scheme::nvfp4()),
         ("mxfp4 weights", Fp4Scheme::mxfp4()),
-        ("nvfp4 weights by sse", Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse)),
+        ("nvfp4 weights by sse", Fp4Scheme::nvfp4().with_method(Method::SSE)),
     ] {
         let mut aware = linear();
         aware.fake_quantize_fp4(&Fp4Config::new(scheme)).expect("a valid model");

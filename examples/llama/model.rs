@@ -184,7 +184,7 @@ impl<L: Projection> Llama<L> {
             return Ok(false);
         }
         let scheme = Fp4Scheme::of(ScaleRule::of_format(format));
-        self.embed_tokens.quantize_fp4(&Fp4Config::new(scheme).method(Method::Sse))?;
+        self.embed_tokens.quantize_fp4(&Fp4Config::new(scheme).method(Method::SSE))?;
         Ok(true)
     }
 

@@ -19,7 +19,7 @@ pub struct Recipe {
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     pub format: Fp4Format,
     /// How scales and codes are chosen.
-    #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
+    #[arg(long, value_parser = methods(), default_value_t = Method::SSE)]
     pub method: Method,
     /// Calibrate each layer behind the quantized ones before it.
     #[arg(long)]

@@ -46,7 +46,7 @@ pub fn quantized_alone(
     let mut model = model.clone();
     if let Candidate::Fp4(scheme) = candidate.candidate {
         let mut config = config.clone().unused(Unused::Report);
-        config.scheme = scheme.with_search(config.scheme.search);
+        config.scheme = scheme.with_method(config.scheme.method);
         config.include.clone_from(&group.paths);
         model.quantize_fp4(&config)?;
     }

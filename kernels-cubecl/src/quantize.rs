@@ -1,6 +1,6 @@
 //! Codes and scales of a tensor.
 
-use burn_fp4_search::ScaleSearch;
+use burn_fp4_search::Method;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -36,7 +36,7 @@ pub fn quantize(
 }
 
 /// [`quantize`] for errors that cost as much as their input channel: `weights` are f32, one for
-/// every element along the axis, not negative. The search is [`Sse`](burn_fp4_search::ScaleSearch).
+/// every element along the axis, not negative. The search is [`Sse`](burn_fp4_search::Method).
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -52,8 +52,8 @@ pub fn quantize_weighted(
     problem.check_values(&values)?;
     problem.check_amax(&amax)?;
     if let Some(weights) = &weights {
-        if problem.scheme.search != ScaleSearch::Sse {
-            let (operation, found) = (Operation::Quantize, problem.scheme.search);
+        if problem.scheme.method != Method::SSE {
+            let (operation, found) = (Operation::Quantize, problem.scheme.method);
             return Err(Refusal::Search { operation, found });
         }
         check_memory("weights", weights, 4 * problem.view.axis)?;

@@ -37,8 +37,8 @@ pub struct Hessians {
     pub bounds: Handle,
 }
 
-/// Codes and scales of a tensor by [`Hessian`](burn_fp4_search::ScaleSearch::Hessian) or
-/// [`CoordinateDescent`](burn_fp4_search::ScaleSearch::CoordinateDescent), given the amax of
+/// Codes and scales of a tensor by [`Hessian`](burn_fp4_search::Method::Hessian) or
+/// [`CoordinateDescent`](burn_fp4_search::Method::CoordinateDescent), given the amax of
 /// [`amax`](crate::amax()).
 ///
 /// # Errors

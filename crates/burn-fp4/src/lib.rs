@@ -37,18 +37,17 @@ pub mod prelude;
 pub use burn_fp4_modules::{
     ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,
     CalibrationProgress, Candidate, CandidateSensitivity, Checkpoint, CheckpointError,
-    CheckpointMap, ChosenBy, Container, DenseWeight, FakeQuantWeight, FakeQuantize,
-    FakeQuantizeConfig, Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear,
-    Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
-    LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
-    PackedWeight, ParameterReport, Reason, Recipe, RecipeError, RecipeFormat, RecipeScheme,
-    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, Unused,
-    WriteReport, checkpoints, ops,
+    CheckpointMap, Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig,
+    Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Report,
+    Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint, LoadReport, Loaded, LoadedFrom,
+    LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight, ParameterReport, Reason,
+    Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights, Replay, ReplayError,
+    ReplayParts, ReplayTensors, Sensitivity, Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
     BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout, Fp4Scheme, Fp4Tensor,
-    Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding, Saturated, ScaleRule,
-    ScaleSearch, TensorScaling, TrainRecipe, Why, search,
+    Gptq, Gram, Hadamard, MatmulPath, Method, NonFinite, OpsError, Rounding, Saturated, ScaleRule,
+    TensorScaling, TrainRecipe, Why, search,
 };

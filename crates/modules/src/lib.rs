@@ -63,7 +63,7 @@ pub use burn_fp4_checkpoints as checkpoints;
 pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
 pub use burn_fp4_ops as ops;
 pub use burn_fp4_ops::search::{
-    ChosenBy, Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
+    Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
 };
 pub use calibration::calibrate::Calibrate;
 pub use calibration::options::{CalibrationOptions, CalibrationProgress};
@@ -157,7 +157,7 @@ pub trait Fp4Module: Module {
     /// let mut layers: Vec<_> = (0..2).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
     /// let batches = [Tensor::<2>::random([128, 64], Distribution::Default, &device)];
     /// let forward = |layers: &Vec<Linear>, batch| layers[1].forward(layers[0].forward(batch));
-    /// let config = Fp4Config::nvfp4().method(Method::Gptq);
+    /// let config = Fp4Config::nvfp4().method(Method::GPTQ);
     /// let options = CalibrationOptions::default();
     /// let report = layers.quantize_fp4_sequential(&config, options, batches, forward)?;
     /// assert_eq!(report.quantized().count(), 2);
@@ -197,7 +197,7 @@ pub trait Fp4Module: Module {
     /// };
     /// let calibration = Calibration::of(&layers).run(batches, forward)?;
     ///
-    /// let config = Fp4Config::nvfp4().method(Method::Gptq).with_calibration(&calibration);
+    /// let config = Fp4Config::nvfp4().method(Method::GPTQ).with_calibration(&calibration);
     /// let sensitivity = layers.fp4_sensitivity(&config, &Candidate::DEFAULT)?;
     /// println!("{sensitivity}");
     /// let choice = sensitivity.choose(Budget::BitsPerWeight(12.0))?;
@@ -363,7 +363,7 @@ pub trait Fp4Module: Module {
     /// optimizers, records, [`valid`](Module::valid) and [`train`](Module::train).
     ///
     /// [`Fp4Config::saturated`] and [`Fp4Config::learn_tensor_scale`] say more about gradients. The
-    /// method may be [`Method::Amax`], [`Method::FourOverSix`] or [`Method::Sse`].
+    /// method may be [`Method::Amax`], [`Method::FOUR_OVER_SIX`] or [`Method::SSE`].
     ///
     /// ```
     /// use burn::nn::LinearConfig;

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Format, Fp4Scheme, MatmulPath};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -67,9 +67,9 @@ pub enum Outcome {
         /// Format, rule and blocks.
         scheme: Fp4Scheme,
         /// How scales and codes were to be chosen.
-        asked: ChosenBy,
+        asked: Method,
         /// How they were.
-        chosen_by: ChosenBy,
+        chosen_by: Method,
         /// Why that is not what was asked for, for all of the weight or for some slices of it.
         fallback: Option<Fallback>,
         /// Axis that its blocks run along.

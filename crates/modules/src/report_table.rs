@@ -117,7 +117,7 @@ fn details(parameter: &ParameterReport) -> Option<String> {
                 name(scheme.format()),
                 scheme.block_size,
                 scheme.rule,
-                scheme.search,
+                scheme.method,
             )
         }
         Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),

@@ -2,9 +2,7 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
-use burn_fp4_search::{
-    Fp4Scheme, Importance, TensorScaling, check_tensor_scale, tensor_scale_candidates,
-};
+use burn_fp4_search::{Fp4Scheme, Importance, TensorScaling, tensor_scale_candidates};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
@@ -14,18 +12,18 @@ use crate::squares::squared_sums;
 use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
-/// [`ScaleSearch::Sse`](crate::ScaleSearch::Sse), by block for the searches that need activations.
+/// [`Method::SSE`](crate::Method::SSE), by block for the searches that need activations.
 ///
-/// ADMM ([`Admm`](crate::ScaleSearch::Admm), [`AdmmPublished`](crate::ScaleSearch::AdmmPublished))
+/// ADMM ([`Admm`](crate::Method::ADMM), [`AdmmPublished`](crate::Method::Admm(Admm::Published)))
 /// runs on the host, wherever the tensor is; the others run on its device, if that has kernels.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fp4_ops::{Fp4Scheme, Importance, ScaleSearch, quantize_by_importance};
+/// use burn_fp4_ops::{Fp4Scheme, Importance, Method, quantize_by_importance};
 ///
 /// let (mut values, mut weights) = ([0.5f32; 32], [1f32; 32]);
 /// (values[0], weights[0]) = (9.0, 0.0); // an outlier, of a channel whose inputs are all 0
-/// let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse);
+/// let scheme = Fp4Scheme::mxfp4().with_method(Method::SSE);
 /// let values = Tensor::<1>::from_floats(values, &Device::flex());
 /// let packed = quantize_by_importance(values, 0, &scheme, Importance::Channels(&weights))?;
 /// // The outlier saturates. With the block scale 2, which it needs, 0.5 would become 0.
@@ -102,7 +100,7 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    check_tensor_scale(scheme)?;
+    scheme.check_tensor_scale()?;
     let amax = read(quantize::amax(values.clone())?)?[0];
     if !amax.is_finite() {
         return Err(OpsError::NonFinite { found: amax });

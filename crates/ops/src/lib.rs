@@ -74,7 +74,7 @@ pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, TensorScaling,
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 use crate::error::SearchError;
 use crate::host::{self, HostElement, PackedView, View};
 use crate::importance::{BlockImportance, Importance};
+use crate::method::Method;
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorScaling;
 
@@ -28,19 +29,6 @@ pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
     once(amax).chain(larger.filter(|amax| amax.is_finite()))
 }
 
-/// Checks that a scheme has one tensor scale, and that it may be chosen.
-///
-/// # Errors
-/// [`SearchError::Scheme`] if not.
-pub fn check_tensor_scale(scheme: &Fp4Scheme) -> Result<(), SearchError> {
-    if scheme.tensor_scale == TensorScaling::Tensor && scheme.rule.row().tensor_scale {
-        return Ok(());
-    }
-    let choice = "a search for the tensor scale";
-    let reason = "the tensor scale is given, one per row, or none";
-    Err(SearchError::Scheme { rule: scheme.rule, choice, reason })
-}
-
 /// Quantizes a tensor with the tensor scale that has the smallest total cost, and returns it
 /// packed.
 ///
@@ -53,7 +41,8 @@ pub fn quantize_with_best_tensor_scale<T: HostElement>(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> Result<Packed, SearchError> {
-    check_tensor_scale(scheme)?;
+    scheme.check_tensor_scale()?;
+    let scheme = &scheme.with_method(Method::SSE);
     let amax = host::amax(values, view, scheme)[0];
     let mut best: Option<(f64, Packed)> = None;
     for amax in tensor_scale_candidates(amax) {

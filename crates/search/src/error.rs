@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use burn_fp4_formats::{FormatError, Fp4Format};
 
-use crate::method::{Method, ScaleSearch};
+use crate::method::Method;
 use crate::rule::ScaleRule;
 
 /// Why something cannot be quantized as asked.
@@ -68,10 +68,10 @@ pub enum SearchError {
         found: f32,
     },
     /// A search does not use the importance given.
-    #[error("ScaleSearch::{search:?} takes {expected}, found {found}")]
+    #[error("method `{method}` takes {expected}, found {found}")]
     Importance {
-        /// The search.
-        search: ScaleSearch,
+        /// The method.
+        method: Method,
         /// What it takes.
         expected: &'static str,
         /// What was given.

@@ -2,7 +2,11 @@
 //!
 //! `hessian_factor.rs` has what it needs of the activations, `host/gptq.rs` the algorithm.
 
+use core::hash::{Hash, Hasher};
+
 use serde::{Deserialize, Serialize};
+
+use crate::error::SearchError;
 
 /// In which order blocks of input channels are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -18,7 +22,7 @@ pub enum BlockOrder {
 
 /// The options of GPTQ. The default is what was best on held-out data; its damping the least that
 /// is within a quarter of a percent of the best, over six layers of a language model and two texts.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Gptq {
     /// What is added to the diagonal of H, as a multiple of its mean: trust in the calibration.
@@ -29,6 +33,20 @@ pub struct Gptq {
     pub sweeps: usize,
     /// Sweeps that let every block choose its scale and codes anew.
     pub refits: usize,
+}
+
+impl PartialEq for Gptq {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for Gptq {}
+
+impl Hash for Gptq {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
+    }
 }
 
 impl Default for Gptq {
@@ -48,4 +66,20 @@ impl Gptq {
     /// As published: blocks as they lie, no sweeps.
     pub const TEXTBOOK: Self =
         Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
+
+    /// The options by bits, which are equal where they are the same options.
+    fn key(&self) -> (u64, BlockOrder, usize, usize) {
+        (self.damping.to_bits(), self.order, self.sweeps, self.refits)
+    }
+
+    /// Checks the damping.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`] if it is negative or not finite.
+    pub(crate) fn check_damping(&self) -> Result<(), SearchError> {
+        if self.damping.is_finite() && self.damping >= 0.0 {
+            return Ok(());
+        }
+        Err(SearchError::Damping { found: self.damping })
+    }
 }

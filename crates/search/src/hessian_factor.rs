@@ -11,20 +11,10 @@ use crate::gptq::{BlockOrder, Gptq};
 use crate::gram::{Gram, check_blocks};
 use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
-use crate::method::ScaleSearch;
+use crate::method::Method;
 use crate::scheme::Fp4Scheme;
 
 impl Gptq {
-    /// Checks the options, and that they go with a scheme.
-    ///
-    /// # Errors
-    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the
-    /// scheme is inconsistent or has tiles.
-    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
-        self.check_damping()?;
-        scheme.with_search(SEARCH).validate()
-    }
-
     /// What all weights that are multiplied by the same activations are quantized by.
     ///
     /// # Errors
@@ -50,19 +40,10 @@ impl Gptq {
         self.check_damping()?;
         DampedHessian::new(*self, gram, block_size)
     }
-
-    /// # Errors
-    /// [`SearchError::Damping`] if the damping is negative or not finite.
-    fn check_damping(&self) -> Result<(), SearchError> {
-        if self.damping.is_finite() && self.damping >= 0.0 {
-            return Ok(());
-        }
-        Err(SearchError::Damping { found: self.damping })
-    }
 }
 
 /// How a block is chosen anew, given the errors of all others.
-pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
+pub(crate) const SEARCH: Method = Method::CoordinateDescent;
 
 /// The part of a [`HessianFactor`] that takes little time: all but H as a whole and its factorization.
 /// Made by [`Gptq::damped_hessian`].
@@ -136,11 +117,11 @@ impl DampedHessian {
     /// The scheme that blocks are chosen anew by.
     ///
     /// # Errors
-    /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
+    /// As [`Fp4Scheme::validate`]; [`SearchError::Format`] for another block size.
     pub fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, SearchError> {
-        self.options.validate(scheme)?;
+        scheme.with_method(self.options.into()).validate()?;
         check_length("block size", self.blocks.block_size(), scheme.block_size)?;
-        Ok(scheme.with_search(SEARCH))
+        Ok(scheme.with_method(SEARCH))
     }
 }
 

@@ -4,7 +4,7 @@ use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::method::ScaleSearch;
+use crate::method::{Method, Sse};
 use crate::scheme::Fp4Scheme;
 
 /// What an error of a weight costs.
@@ -41,21 +41,29 @@ impl<'a> Importance<'a> {
     /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
     /// [`SearchError::Weight`] for a weight that is negative or not finite.
     pub fn check(self, scheme: &Fp4Scheme, cols: usize) -> Result<(), SearchError> {
-        let (search, block_size) = (scheme.search, scheme.block_size);
+        let (method, block_size) = (scheme.method, scheme.block_size);
+        if method == Method::Sse(Sse::TensorScale) {
+            let choice = "method `sse-tensor-scale`";
+            let reason = "blocks are quantized with a tensor scale that is chosen before";
+            return Err(SearchError::Scheme { rule: scheme.rule, choice, reason });
+        }
         let found = match self {
             Self::Uniform => "none",
             Self::Channels(_) => "channel weights",
             Self::Blocks(_) => "block Hessians",
         };
-        let expected = match (search, self) {
-            (_, Self::Blocks(_)) if search.needs_hessians() => None,
-            _ if search.needs_hessians() => Some("block Hessians"),
-            (ScaleSearch::Sse, Self::Blocks(_)) => Some("channel weights or none"),
-            (ScaleSearch::Sse, _) | (_, Self::Uniform) => None,
+        let expected = match (method, self) {
+            (Method::Gptq(_), _) => Some("a Gram matrix"),
+            (_, Self::Blocks(_)) if method.needs_hessians() => None,
+            _ if method.needs_hessians() => Some("block Hessians"),
+            (Method::Sse(Sse::Weighted), Self::Channels(_)) => None,
+            (Method::Sse(Sse::Weighted), _) => Some("channel weights"),
+            (Method::Sse(_), Self::Blocks(_)) => Some("channel weights or none"),
+            (Method::Sse(_), _) | (_, Self::Uniform) => None,
             _ => Some("none"),
         };
         if let Some(expected) = expected {
-            return Err(SearchError::Importance { search, expected, found });
+            return Err(SearchError::Importance { method, expected, found });
         }
         match self {
             Self::Uniform => Ok(()),

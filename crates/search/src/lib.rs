@@ -1,7 +1,7 @@
 //! Choosing block scales and codes.
 //!
 //! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), how
-//! scale and codes of a block are searched for ([`ScaleSearch`]), what shares a block scale
+//! scale and codes of a block are searched for ([`Method`]), what shares a block scale
 //! ([`Blocks`]) and where the tensor scale comes from ([`TensorScaling`]). Searches may use
 //! statistics of the activations that a weight is multiplied by ([`Importance`]); [`Gptq`]
 //! optimizes across blocks.
@@ -10,7 +10,7 @@
 //! |-------------------------|--------------------------------------------------------------------|
 //! | `scheme.rs`             | [`Fp4Scheme`], which choices go together, its tensor factors       |
 //! | `rule.rs`               | the published rules: amax -> block scale, element -> code          |
-//! | `method.rs`             | [`Method`], [`ChosenBy`], [`ScaleSearch`]: a row for every method  |
+//! | `method.rs`             | [`Method`], and a row for every method with a name          |
 //! | `names.rs`              | all of these by name                                               |
 //! | `scale_grid.rs`         | the block scales that a format has                                 |
 //! | `e2m1.rs`               | rounding to elements, in a few operations on bits                  |
@@ -66,9 +66,7 @@ mod scheme;
 mod tensor_scale;
 mod tile_reduce;
 
-pub use best_tensor_scale::{
-    check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
-};
+pub use best_tensor_scale::{quantize_with_best_tensor_scale, tensor_scale_candidates};
 pub use burn_fp4_formats as formats;
 pub use error::{RecipeError, SearchError};
 pub use gptq::{BlockOrder, Gptq};
@@ -77,10 +75,10 @@ pub use gram_layout::GramLayout;
 pub use hadamard::Hadamard;
 pub use hessian_factor::{DampedHessian, HessianFactor};
 pub use importance::{BlockHessians, Importance};
-pub use method::{ChosenBy, E4m3Range, ErrorMetric, Method, MethodRow, Needs, ScaleSearch};
+pub use method::{Admm, E4m3Range, ErrorMetric, Method, MethodRow, Needs, Sse};
 pub use metrics::{Metrics, squared_output_error};
 pub use quantize_weight::Statistics;
-pub use recipe::{Recipe, RecipeFormat, RecipeScheme, RecipeWeights};
+pub use recipe::{Recipe, RecipeFormat, RecipeWeights};
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};

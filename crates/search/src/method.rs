@@ -1,21 +1,30 @@
-//! The methods that choose scales and codes: one table with a row for each, [`Method::row`].
+//! [`Method`]: how scales and codes are chosen, with its options, and the table of names.
 //!
-//! Users ask for a [`Method`] by name; [`ChosenBy`] is a method with its options. The
-//! [`ScaleSearch`] of a method is the part that engines run on a block, and the part that a scheme
-//! holds: each search has a file of its name in `reference/` and in `host/`.
+//! A search of blocks has a file of its name in `reference/` and in `host/`.
 
 use burn_fp4_formats::{Fp4Format, Minifloat};
 use serde::{Deserialize, Serialize};
 
-use self::ChosenBy::{Gptq as ByGptq, Search, SseTensorScale, SseWeighted};
+use crate::error::SearchError;
 use crate::gptq::Gptq;
 
-/// Chooses the scale of a block and, given activations, its codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ScaleSearch {
+/// Chooses scales and codes. The default is that of the command `fp4`.
+///
+/// Methods are known by the names in [`NAMED`](Self::NAMED), on command lines and in files. With
+/// other options than a name stands for, a file has a table: `{ gptq = { damping = 0.1 } }`.
+///
+/// ```
+/// use burn_fp4_search::{Gptq, Method, Sse};
+///
+/// assert_eq!("sse-weighted".parse(), Ok(Method::Sse(Sse::Weighted)));
+/// let method = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
+/// assert_eq!(method.to_string(), "gptq");
+/// assert_eq!(Method::default(), Method::SSE);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "Written")]
+pub enum Method {
     /// Takes the scale that the rule computes from the amax of the block.
-    #[default]
     Amax,
     /// Tries two scales, with amax on element 6 or on element 4, and takes the one with the smaller
     /// error (Four Over Six, arXiv 2512.02010; TransformerEngine >= 2.17).
@@ -25,45 +34,44 @@ pub enum ScaleSearch {
         /// The error that decides.
         error: ErrorMetric,
     },
-    /// Takes the scale with the smallest squared error of all scales; with
-    /// [`Importance::Channels`](crate::Importance), weighted by channel.
-    Sse,
+    /// Takes the scale with the smallest squared error of all scales.
+    Sse(Sse),
     /// Takes the scale with the smallest `r^T H r` of all scales, where `r` are the errors of the
-    /// nearest codes. Needs [`Importance::Blocks`](crate::Importance), as all below do.
+    /// nearest codes. Needs [`Importance::Blocks`](crate::Importance), as the next two do.
     Hessian,
     /// Chooses scale and codes together: for every scale, improves codes one at a time while
     /// `r^T H r` falls.
     CoordinateDescent,
-    /// Runs the alternating direction method of multipliers from the best known solution, which
-    /// [`CoordinateDescent`](Self::CoordinateDescent) finds, and keeps the best iterate.
-    Admm,
-    /// Runs ADMM as qwantize publishes it: from the rule's scale, keeping the last iterate, which
-    /// may be worse than the first.
-    AdmmPublished,
+    /// Chooses scale and codes with the alternating direction method of multipliers.
+    Admm(Admm),
+    /// Rounds channels in turn, and propagates each rounding error to the channels that follow.
+    Gptq(Gptq),
 }
 
-impl ScaleSearch {
-    /// Maximum number of passes of [`CoordinateDescent`](Self::CoordinateDescent) over the elements
-    /// of a block. Most blocks need two.
-    pub const SWEEPS: usize = 8;
+/// The options of [`Method::Sse`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sse {
+    /// All errors count alike.
+    #[default]
+    Uniform,
+    /// The squared error of a channel is multiplied by its weight: the mean square of its
+    /// activations.
+    Weighted,
+    /// Also tries 16 tensor scales, and takes the one with the smallest total error.
+    TensorScale,
+}
 
-    /// Returns true if the search needs the Hessian of each block.
-    pub const fn needs_hessians(self) -> bool {
-        matches!(self.method().row().needs, Needs::BlockHessians)
-    }
-
-    /// Returns the method that consists of this search alone.
-    pub const fn method(self) -> Method {
-        match self {
-            Self::Amax => Method::Amax,
-            Self::FourOverSix { .. } => Method::FourOverSix,
-            Self::Sse => Method::Sse,
-            Self::Hessian => Method::Hessian,
-            Self::CoordinateDescent => Method::CoordinateDescent,
-            Self::Admm => Method::Admm,
-            Self::AdmmPublished => Method::AdmmPublished,
-        }
-    }
+/// The options of [`Method::Admm`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Admm {
+    /// Starts from the solution of [`Method::CoordinateDescent`] and keeps the best iterate.
+    #[default]
+    BestIterate,
+    /// As qwantize publishes it: starts from the rule's scale and keeps the last iterate, which may
+    /// be worse than the first.
+    Published,
 }
 
 /// Sets the largest block scale, to which the amax of the tensor maps.
@@ -104,148 +112,6 @@ pub enum ErrorMetric {
     Mse,
 }
 
-/// Chooses scales and codes. The default is that of the command `fp4`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum Method {
-    /// The rule's scale.
-    Amax,
-    /// The better of two scales.
-    FourOverSix,
-    /// The best scale by squared error.
-    #[default]
-    Sse,
-    /// The best scale by squared error, with the tensor scale that has the smallest total error.
-    SseTensorScale,
-    /// The best scale, errors weighted by the sum of squares of their channel.
-    SseWeighted,
-    /// The best scale by `r^T H r` of nearest codes.
-    Hessian,
-    /// Scale and codes by coordinate descent on `r^T H r`.
-    CoordinateDescent,
-    /// ADMM as published.
-    AdmmPublished,
-    /// ADMM from the best known solution, best iterate kept.
-    Admm,
-    /// GPTQ as published.
-    GptqTextbook,
-    /// GPTQ with blocks in order of activity, then sweeps over codes and scales.
-    Gptq,
-}
-
-rows! {
-    /// Every method, from the fastest to the most accurate.
-    Method: MethodRow {
-        Amax => MethodRow::new("amax", Search(ScaleSearch::Amax), Needs::Nothing,
-            "the scale that the rule makes of the block's amax"),
-        FourOverSix => MethodRow::new("four-over-six", Search(FOUR_OVER_SIX), Needs::Nothing,
-            "amax on element 6 or on element 4, whichever has the smaller error").only_nvfp4(),
-        Sse => MethodRow::new("sse", Search(ScaleSearch::Sse), Needs::Nothing,
-            "the scale with the smallest squared error of all"),
-        SseTensorScale => MethodRow::new("sse-tensor-scale", SseTensorScale, Needs::Nothing,
-            "the same with the best of 16 tensor scales").only_nvfp4(),
-        SseWeighted => MethodRow::new("sse-weighted", SseWeighted, Needs::SecondMoments,
-            "sse, errors weighted by their channel's activity"),
-        Hessian => MethodRow::new("hessian", Search(ScaleSearch::Hessian), Needs::BlockHessians,
-            "the scale with the smallest r^T H r of nearest codes"),
-        CoordinateDescent => MethodRow::new("coordinate-descent",
-            Search(ScaleSearch::CoordinateDescent), Needs::BlockHessians,
-            "scale and codes, improved one at a time"),
-        AdmmPublished => MethodRow::new("admm-published",
-            Search(ScaleSearch::AdmmPublished), Needs::BlockHessians,
-            "ADMM as qwantize has it"),
-        Admm => MethodRow::new("admm", Search(ScaleSearch::Admm), Needs::BlockHessians,
-            "ADMM from the best known point, best iterate kept"),
-        GptqTextbook => MethodRow::new("gptq-textbook", ByGptq(Gptq::TEXTBOOK), Needs::Gram,
-            "GPTQ as published"),
-        Gptq => MethodRow::new("gptq", ByGptq(Gptq::DEFAULT), Needs::Gram,
-            "GPTQ by activity, then sweeps over codes and scales"),
-    }
-}
-
-/// Four Over Six with the options of TransformerEngine.
-const FOUR_OVER_SIX: ScaleSearch =
-    ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
-
-/// A [`Method`] with its options.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ChosenBy {
-    /// Block by block.
-    Search(ScaleSearch),
-    /// By GPTQ.
-    Gptq(Gptq),
-    /// By squared error, with the tensor scale that leaves the smallest.
-    SseTensorScale,
-    /// By squared error, multiplied by the activity of channels.
-    SseWeighted,
-}
-
-impl ChosenBy {
-    /// Returns the method without its options.
-    pub fn method(&self) -> Method {
-        match self {
-            Self::Search(search) => search.method(),
-            Self::Gptq(options) if *options == Gptq::TEXTBOOK => Method::GptqTextbook,
-            Self::Gptq(_) => Method::Gptq,
-            Self::SseTensorScale => Method::SseTensorScale,
-            Self::SseWeighted => Method::SseWeighted,
-        }
-    }
-
-    /// Returns the search that runs on each block before anything goes beyond blocks. GPTQ begins
-    /// with the scales of the rule.
-    pub const fn search(&self) -> ScaleSearch {
-        match self {
-            Self::Search(search) => *search,
-            Self::Gptq(_) => ScaleSearch::Amax,
-            Self::SseTensorScale | Self::SseWeighted => ScaleSearch::Sse,
-        }
-    }
-
-    /// Returns the options of GPTQ; `None` for other methods.
-    pub const fn gptq(&self) -> Option<Gptq> {
-        match self {
-            Self::Gptq(options) => Some(*options),
-            Self::Search(_) | Self::SseTensorScale | Self::SseWeighted => None,
-        }
-    }
-
-    /// Returns true if the method sums over a whole matrix. Each engine does that in its own order,
-    /// so bits may differ from the host's. All other methods have the same bits on every engine.
-    pub const fn sums_matrices(&self) -> bool {
-        match self {
-            Self::Search(_) | Self::SseWeighted => false,
-            Self::SseTensorScale | Self::Gptq(_) => true,
-        }
-    }
-
-    /// Returns the statistics that the method needs of the inputs of a layer.
-    pub fn needs(&self) -> Needs {
-        self.method().row().needs
-    }
-
-    /// Returns true if the method needs any statistics of inputs.
-    pub fn needs_inputs(&self) -> bool {
-        self.needs() != Needs::Nothing
-    }
-}
-
-impl From<Method> for ChosenBy {
-    /// Takes the options of the method's row.
-    fn from(method: Method) -> Self {
-        method.row().chosen_by
-    }
-}
-
-impl From<Gptq> for ChosenBy {
-    fn from(options: Gptq) -> Self {
-        Self::Gptq(options)
-    }
-}
-
 /// Statistics of the inputs of a layer, from the least to the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Needs {
@@ -259,33 +125,28 @@ pub enum Needs {
     Gram,
 }
 
-/// The facts of a [`Method`].
+/// A [`Method`] with a name, and its facts.
 #[derive(Debug, PartialEq)]
 pub struct MethodRow {
     /// Name in tables, in files and on command lines.
     pub name: &'static str,
-    /// Summary in one line.
-    pub summary: &'static str,
-    /// The method with its default options.
-    pub chosen_by: ChosenBy,
+    /// The method, with the options that the name stands for.
+    pub method: Method,
     /// Statistics of activations that it needs.
     pub needs: Needs,
     /// True if it needs any statistics.
     pub calibrated: bool,
     /// Formats that it is defined for.
     pub formats: &'static [Fp4Format],
+    /// Summary in one line.
+    pub summary: &'static str,
 }
 
 impl MethodRow {
     /// The row of a method for every format.
-    const fn new(
-        name: &'static str,
-        chosen_by: ChosenBy,
-        needs: Needs,
-        summary: &'static str,
-    ) -> Self {
+    const fn new(name: &'static str, method: Method, needs: Needs, summary: &'static str) -> Self {
         let calibrated = !matches!(needs, Needs::Nothing);
-        Self { name, summary, chosen_by, needs, calibrated, formats: &Fp4Format::ALL }
+        Self { name, method, needs, calibrated, formats: &Fp4Format::ALL, summary }
     }
 
     /// The same for NVFP4 alone.
@@ -295,9 +156,176 @@ impl MethodRow {
 }
 
 impl Method {
+    /// [`Sse`](Self::Sse) without options.
+    pub const SSE: Self = Self::Sse(Sse::Uniform);
+    /// [`FourOverSix`](Self::FourOverSix) with the options of TransformerEngine.
+    pub const FOUR_OVER_SIX: Self =
+        Self::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+    /// [`Admm`](Self::Admm) from the best known solution.
+    pub const ADMM: Self = Self::Admm(Admm::BestIterate);
+    /// [`Gptq`](Self::Gptq) with blocks in order of activity, then sweeps over codes and scales.
+    pub const GPTQ: Self = Self::Gptq(Gptq::DEFAULT);
+
+    /// Maximum number of passes of [`CoordinateDescent`](Self::CoordinateDescent) over the elements
+    /// of a block. Most blocks need two.
+    pub const SWEEPS: usize = 8;
+
+    /// Every method with a name, from the fastest to the most accurate.
+    pub const NAMED: [MethodRow; 11] = {
+        use Needs::{BlockHessians, Gram, Nothing, SecondMoments};
+        let row = MethodRow::new;
+        [
+            row("amax", Self::Amax, Nothing, "the scale that the rule makes of the block's amax"),
+            row(
+                "four-over-six",
+                Self::FOUR_OVER_SIX,
+                Nothing,
+                "amax on element 6 or on element 4, whichever has the smaller error",
+            )
+            .only_nvfp4(),
+            row("sse", Self::SSE, Nothing, "the scale with the smallest squared error of all"),
+            row(
+                "sse-tensor-scale",
+                Self::Sse(Sse::TensorScale),
+                Nothing,
+                "the same with the best of 16 tensor scales",
+            )
+            .only_nvfp4(),
+            row(
+                "sse-weighted",
+                Self::Sse(Sse::Weighted),
+                SecondMoments,
+                "sse, errors weighted by their channel's activity",
+            ),
+            row(
+                "hessian",
+                Self::Hessian,
+                BlockHessians,
+                "the scale with the smallest r^T H r of nearest codes",
+            ),
+            row(
+                "coordinate-descent",
+                Self::CoordinateDescent,
+                BlockHessians,
+                "scale and codes, improved one at a time",
+            ),
+            row(
+                "admm-published",
+                Self::Admm(Admm::Published),
+                BlockHessians,
+                "ADMM as qwantize has it",
+            ),
+            row(
+                "admm",
+                Self::ADMM,
+                BlockHessians,
+                "ADMM from the best known point, best iterate kept",
+            ),
+            row("gptq-textbook", Self::Gptq(Gptq::TEXTBOOK), Gram, "GPTQ as published"),
+            row("gptq", Self::GPTQ, Gram, "GPTQ by activity, then sweeps over codes and scales"),
+        ]
+    };
+
+    /// Returns the facts of the method. A method with options of its own has the row of the default
+    /// options.
+    pub fn row(self) -> &'static MethodRow {
+        static NAMED: [MethodRow; 11] = Method::NAMED;
+        let default = match self {
+            Self::FourOverSix { .. } => Self::FOUR_OVER_SIX,
+            Self::Gptq(options) if options != Gptq::TEXTBOOK => Self::GPTQ,
+            other => other,
+        };
+        NAMED.iter().find(|row| row.method == default).expect("every method has a row")
+    }
+
+    /// Returns the statistics that the method needs of the inputs of a layer.
+    pub fn needs(self) -> Needs {
+        self.row().needs
+    }
+
+    /// Returns true if the method needs any statistics of inputs.
+    pub fn needs_inputs(self) -> bool {
+        self.row().calibrated
+    }
+
+    /// Returns true if the method searches blocks with their Hessians.
+    pub const fn needs_hessians(self) -> bool {
+        matches!(self, Self::Hessian | Self::CoordinateDescent | Self::Admm(_))
+    }
+
     /// Returns the options of GPTQ; `None` for other methods.
-    pub fn gptq(self) -> Option<Gptq> {
-        self.row().chosen_by.gptq()
+    pub const fn gptq(self) -> Option<Gptq> {
+        match self {
+            Self::Gptq(options) => Some(options),
+            _ => None,
+        }
+    }
+
+    /// Returns true if the method sums over a whole matrix. Each engine does that in its own order,
+    /// so bits may differ from the host's. All other methods have the same bits on every engine.
+    pub const fn sums_matrices(self) -> bool {
+        matches!(self, Self::Sse(Sse::TensorScale) | Self::Gptq(_))
+    }
+}
+
+impl Default for Method {
+    fn default() -> Self {
+        Self::SSE
+    }
+}
+
+impl From<Gptq> for Method {
+    fn from(options: Gptq) -> Self {
+        Self::Gptq(options)
+    }
+}
+
+/// A method in a file: its name, or a table of options that no name stands for.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Name(String),
+    Options(WrittenOptions),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum WrittenOptions {
+    FourOverSix {
+        #[serde(default)]
+        range: E4m3Range,
+        #[serde(default)]
+        error: ErrorMetric,
+    },
+    Gptq(Gptq),
+}
+
+impl From<Method> for Written {
+    fn from(method: Method) -> Self {
+        let row = method.row();
+        match method {
+            Method::FourOverSix { range, error } if method != row.method => {
+                Self::Options(WrittenOptions::FourOverSix { range, error })
+            }
+            Method::Gptq(options) if method != row.method => {
+                Self::Options(WrittenOptions::Gptq(options))
+            }
+            _ => Self::Name(row.name.to_owned()),
+        }
+    }
+}
+
+impl TryFrom<Written> for Method {
+    type Error = SearchError;
+
+    fn try_from(written: Written) -> Result<Self, SearchError> {
+        match written {
+            Written::Name(name) => name.parse(),
+            Written::Options(WrittenOptions::FourOverSix { range, error }) => {
+                Ok(Self::FourOverSix { range, error })
+            }
+            Written::Options(WrittenOptions::Gptq(options)) => Ok(Self::Gptq(options)),
+        }
     }
 }
 
@@ -305,12 +333,27 @@ impl Method {
 mod tests {
     use super::*;
 
+    #[derive(Serialize, Deserialize)]
+    struct File {
+        method: Method,
+    }
+
+    fn read(text: &str) -> Method {
+        toml::from_str::<File>(text).expect("a method").method
+    }
+
     #[test]
-    fn a_method_and_what_its_row_chooses_by_are_the_same() {
-        for method in Method::ALL {
-            let by = ChosenBy::from(method);
-            assert_eq!(by.method(), method);
-            assert_eq!(ChosenBy::from(by.search().method()), ChosenBy::Search(by.search()));
+    fn a_method_is_written_with_its_name_or_its_options() {
+        let tuned = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
+        let paper = Method::FourOverSix { range: E4m3Range::E448, error: ErrorMetric::Mae };
+        let methods = Method::NAMED.map(|row| row.method);
+        for method in methods.into_iter().chain([tuned, paper]) {
+            let text = toml::to_string(&File { method }).expect("a table");
+            assert_eq!(read(&text), method, "{text}");
+            assert_eq!(text == format!("method = \"{method}\"\n"), methods.contains(&method));
+            assert_eq!(method.row().method.row(), method.row());
+            assert_eq!(method.to_string().parse(), Ok(method.row().method));
         }
+        assert_eq!(read("method = { gptq = { damping = 0.1 } }"), tuned);
     }
 }

@@ -4,7 +4,7 @@ use core::fmt;
 use core::str::FromStr;
 
 use crate::error::SearchError;
-use crate::method::{ChosenBy, Method, ScaleSearch};
+use crate::method::Method;
 use crate::rule::ScaleRule;
 
 impl fmt::Display for ScaleRule {
@@ -26,6 +26,7 @@ impl FromStr for ScaleRule {
 }
 
 impl fmt::Display for Method {
+    /// Writes the name of the [`row`](Self::row).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.row().name)
     }
@@ -35,23 +36,7 @@ impl FromStr for Method {
     type Err = SearchError;
 
     fn from_str(name: &str) -> Result<Self, SearchError> {
-        Self::ALL
-            .into_iter()
-            .find(|method| method.row().name == name)
-            .ok_or_else(|| SearchError::UnknownMethod(name.to_owned()))
-    }
-}
-
-impl fmt::Display for ScaleSearch {
-    /// Writes the name of the [`method`](Self::method).
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.method().row().name)
-    }
-}
-
-impl fmt::Display for ChosenBy {
-    /// Writes the name of the [`method`](Self::method).
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.method().row().name)
+        let named = Self::NAMED.into_iter().find(|row| row.name == name);
+        named.map(|row| row.method).ok_or_else(|| SearchError::UnknownMethod(name.to_owned()))
     }
 }

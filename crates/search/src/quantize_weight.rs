@@ -2,12 +2,12 @@
 
 use burn_fp4_formats::{Fp4Format, Packed};
 
-use crate::best_tensor_scale::{check_tensor_scale, quantize_with_best_tensor_scale};
+use crate::best_tensor_scale::quantize_with_best_tensor_scale;
 use crate::error::SearchError;
 use crate::gram::Gram;
 use crate::host::{self, HostElement, View};
 use crate::importance::Importance;
-use crate::method::{ChosenBy, Method, Needs};
+use crate::method::{Method, Needs, Sse};
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 
@@ -27,7 +27,7 @@ impl Method {
     /// The scheme of the method for a format and block size.
     pub fn scheme(self, format: Fp4Format, block_size: usize) -> Fp4Scheme {
         let rule = ScaleRule::of_format(format);
-        Fp4Scheme::of(rule).with_block_size(block_size).with_search(self.row().chosen_by.search())
+        Fp4Scheme::of(rule).with_block_size(block_size).with_method(self)
     }
 
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
@@ -51,8 +51,8 @@ impl Method {
         self.quantize_view(weight, View::rows(rows, cols), &scheme, statistics)
     }
 
-    /// Quantizes a tensor of any float type along any axis, by the method's search and the rest of
-    /// the scheme.
+    /// Quantizes a tensor of any float type along any axis by this method and the rest of the
+    /// scheme.
     ///
     /// # Errors
     /// As [`quantize`](Self::quantize); [`SearchError::Importance`] for second moments where the
@@ -64,50 +64,20 @@ impl Method {
         scheme: &Fp4Scheme,
         statistics: Statistics<'_>,
     ) -> Result<Packed, SearchError> {
-        self.row().chosen_by.quantize_view(weight, view, scheme, statistics)
-    }
-}
-
-impl ChosenBy {
-    /// Checks a scheme, whose search is not looked at, and that the method goes with it.
-    ///
-    /// # Errors
-    /// As [`Fp4Scheme::validate`], [`Gptq::validate`](crate::Gptq::validate) and
-    /// [`check_tensor_scale`].
-    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
-        scheme.with_search(self.search()).validate()?;
-        match self {
-            Self::Gptq(options) => options.validate(scheme),
-            Self::SseTensorScale => check_tensor_scale(scheme),
-            Self::Search(_) | Self::SseWeighted => Ok(()),
-        }
-    }
-
-    /// [`Method::quantize_view`] with these options.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn quantize_view<T: HostElement>(
-        &self,
-        weight: &[T],
-        view: View,
-        scheme: &Fp4Scheme,
-        statistics: Statistics<'_>,
-    ) -> Result<Packed, SearchError> {
-        let scheme = &scheme.with_search(self.search());
+        let scheme = &scheme.with_method(self);
         scheme.check_columns(view.axis)?;
         let amax = host::amax(weight, view, scheme);
         if amax.iter().any(|amax| !amax.is_finite()) {
             let found = weight.iter().map(|value| value.to_f32()).find(|value| !value.is_finite());
             return Err(SearchError::NonFinite { found: found.unwrap_or(f32::NAN) });
         }
-        if *self == Self::SseTensorScale {
+        if self == Self::Sse(Sse::TensorScale) {
             return quantize_with_best_tensor_scale(weight, view, scheme, Importance::Uniform);
         }
         let by = |importance| host::quantize_packed(weight, view, scheme, &amax, importance);
         match (self.needs(), statistics) {
             (Needs::Nothing, _) => by(Importance::Uniform),
-            (_, Statistics::None) => Err(SearchError::Uncalibrated { method: self.method() }),
+            (_, Statistics::None) => Err(SearchError::Uncalibrated { method: self }),
             (Needs::SecondMoments | Needs::BlockHessians, Statistics::SecondMoments(weights)) => {
                 by(Importance::Channels(weights))
             }
@@ -119,7 +89,7 @@ impl ChosenBy {
             }
             (Needs::Gram, Statistics::SecondMoments(_)) => {
                 let (expected, found) = ("a Gram matrix", "channel weights");
-                Err(SearchError::Importance { search: scheme.search, expected, found })
+                Err(SearchError::Importance { method: self, expected, found })
             }
             (Needs::Gram, Statistics::Gram(gram)) => {
                 let options = self.gptq().expect("nothing else needs all of it");

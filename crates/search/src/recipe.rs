@@ -14,7 +14,6 @@ use crate::error::RecipeError;
 use crate::method::Method;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorScaling;
 
 /// What is chosen for the weights of a model: the TOML file of `fp4 quantize --recipe`, which a
 /// module of Burn is quantized by too. Keys are the names of the fields, with dashes.
@@ -42,7 +41,7 @@ use crate::tensor_scale::TensorScaling;
 /// )?;
 /// let schemes = recipe.schemes()?;
 /// let down = schemes[0].expect("not dense");
-/// assert_eq!((down.scheme.format(), down.method), (Fp4Format::MxFp4, Method::Amax));
+/// assert_eq!((down.format(), down.method), (Fp4Format::MxFp4, Method::Amax));
 /// assert_eq!(schemes[1], None);
 /// assert_eq!(Recipe::parse(&recipe.to_toml()?)?, recipe);
 /// # Ok::<(), burn_fp4_search::RecipeError>(())
@@ -112,15 +111,6 @@ pub enum RecipeFormat {
     Fp4(Fp4Format),
 }
 
-/// How a [`Recipe`] has weights quantized.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RecipeScheme {
-    /// How scales and codes are chosen.
-    pub method: Method,
-    /// Format, rule and blocks, with the search of the method.
-    pub scheme: Fp4Scheme,
-}
-
 /// The name of [`RecipeFormat::Dense`].
 const DENSE: &str = "dense";
 
@@ -178,7 +168,7 @@ impl Recipe {
     ///
     /// # Errors
     /// [`RecipeError`] for choices that do not go together.
-    pub fn base(&self) -> Result<RecipeScheme, RecipeError> {
+    pub fn base(&self) -> Result<Fp4Scheme, RecipeError> {
         self.check_selection()?;
         resolved(None, self.base_format(), self.block_size, self.method, self.rule)
     }
@@ -188,11 +178,11 @@ impl Recipe {
     ///
     /// # Errors
     /// [`RecipeError`] for choices that do not go together, with the names of the weights.
-    pub fn schemes(&self) -> Result<Vec<Option<RecipeScheme>>, RecipeError> {
+    pub fn schemes(&self) -> Result<Vec<Option<Fp4Scheme>>, RecipeError> {
         self.weights.iter().map(|weights| self.scheme(weights)).collect()
     }
 
-    fn scheme(&self, weights: &RecipeWeights) -> Result<Option<RecipeScheme>, RecipeError> {
+    fn scheme(&self, weights: &RecipeWeights) -> Result<Option<Fp4Scheme>, RecipeError> {
         let RecipeWeights { names, format, block_size, method, rule } = weights;
         let named = match &names[..] {
             [] => return Err(RecipeError::Nameless),
@@ -234,7 +224,7 @@ fn resolved(
     block_size: Option<usize>,
     method: Option<Method>,
     rule: Option<ScaleRule>,
-) -> Result<RecipeScheme, RecipeError> {
+) -> Result<Fp4Scheme, RecipeError> {
     let rule = rule.unwrap_or_else(|| ScaleRule::of_format(format));
     if rule.row().format != format {
         return Err(RecipeError::Rule { weights, rule, format });
@@ -245,29 +235,13 @@ fn resolved(
         return Err(RecipeError::BlockSize { weights, expected, found: block_size });
     }
     let method = method.unwrap_or_default();
-    let row = method.row();
-    if !row.formats.contains(&format) {
+    if !method.row().formats.contains(&format) {
         return Err(RecipeError::Method { weights, method, format });
     }
-    let scheme = Fp4Scheme::of(rule).with_block_size(block_size);
-    let scheme = scheme.with_search(row.chosen_by.search());
-    match row.chosen_by.validate(&scheme) {
-        Ok(()) => Ok(RecipeScheme { method, scheme }),
+    let scheme = Fp4Scheme::of(rule).with_block_size(block_size).with_method(method);
+    match scheme.validate() {
+        Ok(()) => Ok(scheme),
         Err(problem) => Err(RecipeError::Scheme { weights, problem }),
-    }
-}
-
-impl RecipeScheme {
-    /// The same with a tensor scale of 1, for files that have no place for another.
-    #[must_use]
-    pub const fn without_tensor_scale(self) -> Self {
-        match self.scheme.rule.row().tensor_scale {
-            true => {
-                let scheme = self.scheme.with_tensor_scale(TensorScaling::Multiplier(1.0));
-                Self { scheme, ..self }
-            }
-            false => self,
-        }
     }
 }
 
@@ -304,7 +278,7 @@ impl TryFrom<String> for RecipeFormat {
 mod tests {
     use super::*;
 
-    fn first(text: &str) -> Result<Option<RecipeScheme>, RecipeError> {
+    fn first(text: &str) -> Result<Option<Fp4Scheme>, RecipeError> {
         Ok(Recipe::parse(text)?.schemes()?[0])
     }
 
@@ -314,16 +288,16 @@ mod tests {
                    names = [\"a\"]\n";
         let found = first(all).unwrap().unwrap();
         assert_eq!(found, Recipe::parse(all).unwrap().base().unwrap());
-        assert_eq!((found.scheme.block_size, found.scheme.rule), (32, ScaleRule::TeDivision));
+        assert_eq!((found.block_size, found.rule), (32, ScaleRule::TeDivision));
         // Those of another format are its own.
         let found = first(&format!("{all}format = \"mxfp4\"\n")).unwrap().unwrap();
-        assert_eq!(found.scheme, Fp4Scheme::mxfp4());
+        assert_eq!(found, Fp4Scheme::mxfp4());
         assert_eq!(found.method, Method::Amax);
         let found =
             first(&format!("{all}block-size = 16\nmethod = \"hessian\"\n")).unwrap().unwrap();
-        assert_eq!((found.scheme.block_size, found.method), (16, Method::Hessian));
+        assert_eq!((found.block_size, found.method), (16, Method::Hessian));
         let found = first(&format!("{all}format = \"mxfp4\"\nblock-size = 16\n"));
-        assert_eq!(found.unwrap().unwrap().scheme, Fp4Scheme::mxfp4().with_block_size(16));
+        assert_eq!(found.unwrap().unwrap(), Fp4Scheme::mxfp4().with_block_size(16));
     }
 
     #[test]
@@ -345,12 +319,12 @@ mod tests {
         let formats = Fp4Format::ALL.map(RecipeFormat::Fp4);
         let mut weights = vec![entry(&["*"], Some(RecipeFormat::Dense), None)];
         weights.extend(formats.map(|format| entry(&["a.\"b\"", "c"], Some(format), None)));
-        weights.extend(Method::ALL.map(|method| entry(&["re:a\\.b$"], None, Some(method))));
+        weights.extend(Method::NAMED.map(|row| entry(&["re:a\\.b$"], None, Some(row.method))));
         let recipe = Recipe {
             format: Some(Fp4Format::ALL[1]),
             block_size: Some(16),
             dialect: Some("modelopt".to_owned()),
-            method: Some(Method::Sse),
+            method: Some(Method::SSE),
             rule: Some(ScaleRule::Even),
             preset: None,
             keep: vec!["a".to_owned()],
@@ -393,7 +367,7 @@ mod tests {
             ),
             (
                 "rule = \"torch-recipe\"\nmethod = \"four-over-six\"",
-                "weights `a`: ScaleSearch::FourOverSix",
+                "weights `a`: Method::FourOverSix",
             ),
         ] {
             let found = wrong(&format!("names = [\"a\"]\n{text}"));

@@ -5,7 +5,7 @@ use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
-use crate::method::{E4m3Range, ScaleSearch};
+use crate::method::{E4m3Range, Method, Sse};
 use crate::rounding::Rounding;
 use crate::rule::{Normalization, ScaleRule};
 use crate::tensor_scale::{TensorFactor, TensorScaling};
@@ -55,8 +55,8 @@ pub struct Fp4Scheme {
     pub block_size: usize,
     /// Runs or tiles.
     pub blocks: Blocks,
-    /// Which candidate scales are tried.
-    pub search: ScaleSearch,
+    /// How scales and codes are chosen.
+    pub method: Method,
     /// How elements become codes.
     pub rounding: Rounding,
     /// Where the tensor scale comes from.
@@ -88,7 +88,7 @@ impl Fp4Scheme {
             rule,
             block_size: rule.row().format.row().block_size,
             blocks: Blocks::Row,
-            search: ScaleSearch::Amax,
+            method: Method::Amax,
             rounding: Rounding::Nearest,
             tensor_scale: TensorScaling::Tensor,
             non_finite: NonFinite::Reject,
@@ -113,9 +113,9 @@ impl Fp4Scheme {
         self
     }
 
-    /// Sets the scale search.
-    pub const fn with_search(mut self, search: ScaleSearch) -> Self {
-        self.search = search;
+    /// Sets the method.
+    pub const fn with_method(mut self, method: Method) -> Self {
+        self.method = method;
         self
     }
 
@@ -129,6 +129,14 @@ impl Fp4Scheme {
     pub const fn with_tensor_scale(mut self, tensor_scale: TensorScaling) -> Self {
         self.tensor_scale = tensor_scale;
         self
+    }
+
+    /// Sets a tensor scale of 1 if the format has one, for files that have no place for another.
+    pub const fn without_tensor_scale(self) -> Self {
+        match self.rule.row().tensor_scale {
+            true => self.with_tensor_scale(TensorScaling::Multiplier(1.0)),
+            false => self,
+        }
     }
 
     /// Sets what happens to NaN and infinity.
@@ -145,8 +153,8 @@ impl Fp4Scheme {
     /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536 with
     /// [`E4m3Range::E256`]. Powers of two have no tensor scale, and no range to map an amax to.
     pub fn largest_code_product(&self) -> f32 {
-        let range = match self.search {
-            ScaleSearch::FourOverSix { range, .. } => range,
+        let range = match self.method {
+            Method::FourOverSix { range, .. } => range,
             _ => E4m3Range::E448,
         };
         match self.format().row().scale_grid() {
@@ -190,21 +198,37 @@ impl Fp4Scheme {
                 return refuse("Blocks::Tile16x16", "the rows of a tile share its scale");
             }
         }
-        if self.rounding != Rounding::Nearest && self.search != ScaleSearch::Amax {
+        if self.rounding != Rounding::Nearest && self.method != Method::Amax {
             return refuse("Rounding::Stochastic", "searches compare what nearest codes leave");
         }
-        if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
+        if self.blocks == Blocks::Tile16x16
+            && (self.method.needs_hessians() || self.method.gptq().is_some())
+        {
             return refuse("Blocks::Tile16x16", "activations weight the rows of a tile alike");
         }
-        if matches!(self.search, ScaleSearch::FourOverSix { .. })
+        if matches!(self.method, Method::FourOverSix { .. })
             && self.rule.row().normalization != Normalization::Reciprocal
         {
-            return refuse(
-                "ScaleSearch::FourOverSix",
-                "it is defined for TransformerEngine's rules",
-            );
+            return refuse("method `four-over-six`", "it is defined for TransformerEngine's rules");
         }
-        Ok(())
+        match self.method {
+            Method::Gptq(options) => options.check_damping(),
+            Method::Sse(Sse::TensorScale) => self.check_tensor_scale(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that the scheme has one tensor scale, which may be chosen.
+    ///
+    /// # Errors
+    /// [`SearchError::Scheme`] if not.
+    pub fn check_tensor_scale(&self) -> Result<(), SearchError> {
+        if self.tensor_scale == TensorScaling::Tensor && self.rule.row().tensor_scale {
+            return Ok(());
+        }
+        let choice = "a search for the tensor scale";
+        let reason = "the tensor scale is given, one per row, or none";
+        Err(SearchError::Scheme { rule: self.rule, choice, reason })
     }
 
     /// Checks the scheme and that its blocks divide an axis of `cols` elements.

@@ -90,7 +90,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         budgets.push(measure.budgets(seed, &known)?);
     }
     for (format, seeds) in Fp4Format::ALL.into_iter().zip(&calibrated) {
-        for (variant, method) in [("amax", Method::Amax), ("sse", Method::Sse)] {
+        for (variant, method) in [("amax", Method::Amax), ("sse", Method::SSE)] {
             let mut model = dense.clone();
             model.quantize_fp4(&fp4_config(&dense, format, method))?;
             rows.push(Row::new(Some(format), variant, vec![measure.perplexity(&model)?]));
@@ -133,7 +133,7 @@ impl Measure<'_> {
 
     /// By GPTQ, with the damping asked for.
     fn gptq(&self, format: Fp4Format) -> Fp4Config {
-        let config = fp4_config(self.dense, format, Method::Gptq);
+        let config = fp4_config(self.dense, format, Method::GPTQ);
         config.gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT })
     }
 

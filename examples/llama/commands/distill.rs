@@ -44,7 +44,7 @@ pub(crate) struct Arguments {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Distillation {
     /// How scales are chosen at every step, by a method that needs no calibration.
-    #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
+    #[arg(long, value_parser = methods(), default_value_t = Method::SSE)]
     pub(crate) distill_method: Method,
     /// Batches to train on; 0: `compare` leaves it out.
     #[arg(long, default_value_t = 600)]

@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     /// A folder of Hugging Face, dense or FP8.
     folder: PathBuf,
     /// How scales and codes are chosen; one that needs a calibration is calibrated on the text.
-    #[arg(long, value_parser = methods(), default_value_t = Method::Gptq)]
+    #[arg(long, value_parser = methods(), default_value_t = Method::GPTQ)]
     method: Method,
     /// Windows of 128 tokens whose loss is differentiated, one at a time.
     #[arg(long, default_value_t = 256)]
@@ -97,7 +97,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let mut config = fp4_config(&dense, Fp4Format::NvFp4, arguments.method);
-    if arguments.method == Method::SseTensorScale {
+    if arguments.method == Method::Sse(Sse::TensorScale) {
         // It chooses one for every weight.
         config.share_scale.clear();
     }

@@ -3,7 +3,7 @@
 use core::ops::Range;
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Gptq, ScaleSearch};
+use burn_fp4_search::{Gptq, Method};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -211,7 +211,7 @@ impl Weight<'_> {
         for_items!(self, items, copy_kernel, from, to, items as u32);
         for group in self.groups() {
             for block in self.blocks(&group) {
-                let sse = self.of_block.scheme.with_search(ScaleSearch::Sse);
+                let sse = self.of_block.scheme.with_method(Method::SSE);
                 let chosen = quantize_weighted(
                     self.client,
                     self.device,

@@ -1,13 +1,13 @@
 //! What of a scheme a kernel is compiled for.
 
 use burn_fp4_search::formats::ScaleGrid;
-use burn_fp4_search::{Fp4Scheme, Rounding, ScaleRule, ScaleSearch, TensorScaling};
+use burn_fp4_search::{Fp4Scheme, Method, Rounding, ScaleRule, TensorScaling};
 
 /// The choices of a scheme that a kernel is compiled for, and whether there are weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Blueprint {
     pub(crate) rule: ScaleRule,
-    pub(crate) search: ScaleSearch,
+    pub(crate) search: Method,
     /// Whether codes are drawn.
     pub(crate) stochastic: bool,
     pub(crate) block_size: u32,
@@ -34,7 +34,7 @@ impl Blueprint {
         let has_tensor_scale = scheme.rule.row().tensor_scale;
         Self {
             rule: scheme.rule,
-            search: scheme.search,
+            search: scheme.method,
             stochastic: scheme.rounding != Rounding::Nearest,
             block_size: scheme.block_size as u32,
             weighted,

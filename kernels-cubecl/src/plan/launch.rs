@@ -1,7 +1,7 @@
 //! How an operation is launched: [`plan`].
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, ScaleSearch};
+use burn_fp4_search::{Blocks, Method};
 use cubecl::prelude::CubeCount;
 
 use super::capability::{Capability, UNITS};
@@ -68,14 +68,14 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     let reads_codes = matches!(operation, Operation::Dequantize | Operation::SquaredError);
     if !reads_codes && !matches!(operation, Operation::Amax | Operation::RowAmax) {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
-        let fits = match scheme.search {
-            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
-            ScaleSearch::Amax | ScaleSearch::FourOverSix { .. } | ScaleSearch::Sse => !by_hessian,
+        let fits = match scheme.method {
+            Method::Hessian | Method::CoordinateDescent => by_hessian,
+            Method::Amax | Method::FourOverSix { .. } | Method::Sse(_) => !by_hessian,
             // The host's.
-            ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
+            Method::ADMM | Method::Admm(Admm::Published) => false,
         };
         if !fits {
-            return Err(Refusal::Search { operation, found: scheme.search });
+            return Err(Refusal::Search { operation, found: scheme.method });
         }
     }
     let expected = View::MAX_LEN;
@@ -232,7 +232,7 @@ fn strided(
 fn tile(operation: Operation, problem: &Problem, device: &Capability) -> TileSharing {
     let Problem { view, scheme, .. } = problem;
     let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);
-    let by_amax = operation == Operation::FakeQuantize && scheme.search == ScaleSearch::Amax;
+    let by_amax = operation == Operation::FakeQuantize && scheme.method == Method::Amax;
     let halves = by_amax && view.inner == 1 && scheme.block_size == 32 && device.plane >= 2;
     match scheme.blocks {
         Blocks::Row if halves => TileSharing::Halves,
@@ -335,7 +335,7 @@ mod tests {
         };
         assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (TileSharing::Halves, 12));
         assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (TileSharing::None, 6));
-        let sse = Fp4Scheme::mxfp4().with_search(ScaleSearch::Sse);
+        let sse = Fp4Scheme::mxfp4().with_method(Method::Sse(_));
         assert_eq!(of(sse, &GPU), (TileSharing::None, 6));
         assert_eq!(of(Fp4Scheme::nvfp4(), &GPU), (TileSharing::None, 12));
     }
@@ -354,30 +354,30 @@ mod tests {
     #[test]
     fn a_search_by_hessian_takes_a_cube_for_the_blocks_of_many_rows() {
         let of = |search, view| {
-            let scheme = Fp4Scheme::nvfp4().with_search(search);
+            let scheme = Fp4Scheme::nvfp4().with_method(search);
             plan(Operation::QuantizeByHessian, &problem(view, scheme), &GPU)
         };
-        let launch = of(ScaleSearch::Hessian, View::rows(300, 64)).unwrap();
+        let launch = of(Method::Hessian, View::rows(300, 64)).unwrap();
         let thread_tile =
             ThreadTile { vector: 8, contiguous_axis: true, through_shared_memory: true, ..ONE_ROW };
         let (units, cubes) = (SMALL_CUBE_UNITS, 5 * 4);
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
         let cubes = 625 * 4;
-        let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
+        let launch = of(Method::Hessian, View::rows(40_000, 64)).unwrap();
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
-        for search in [ScaleSearch::Admm, ScaleSearch::AdmmPublished, ScaleSearch::Sse] {
+        for search in [Method::ADMM, Method::Admm(Admm::Published), Method::Sse(_)] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");
         }
         // Few values, but more than 2^32 elements of Hessians.
-        let refused = of(ScaleSearch::Hessian, View::rows(1, 1 << 28));
+        let refused = of(Method::Hessian, View::rows(1, 1 << 28));
         assert!(matches!(refused, Err(Refusal::TooLarge { .. })), "{refused:?}");
     }
 
     #[test]
     fn gptq_takes_rows_one_by_one() {
-        let search = ScaleSearch::CoordinateDescent;
-        let scheme = Fp4Scheme::nvfp4().with_search(search);
+        let search = Method::CoordinateDescent;
+        let scheme = Fp4Scheme::nvfp4().with_method(search);
         let launch = plan(Operation::Gptq, &problem(View::rows(300, 64), scheme), &GPU).unwrap();
         assert_eq!((launch.cubes, launch.units, launch.items), ([5, 1], SMALL_CUBE_UNITS, 300));
         let wide = problem(View::rows(1, 1 << 16), scheme);

@@ -1,6 +1,6 @@
 //! Why an operation is not launched.
 
-use burn_fp4_search::{ScaleSearch, SearchError};
+use burn_fp4_search::{Method, SearchError};
 
 use super::problem::Operation;
 
@@ -12,12 +12,12 @@ pub enum Refusal {
     #[error(transparent)]
     Scheme(#[from] SearchError),
     /// The operation does not search that way.
-    #[error("there is no kernel for ScaleSearch::{found:?} in {operation:?}")]
+    #[error("there is no kernel for Method::{found:?} in {operation:?}")]
     Search {
         /// The operation.
         operation: Operation,
         /// The search asked for.
-        found: ScaleSearch,
+        found: Method,
     },
     /// The product does not fit matrix instructions.
     #[error("no matrix instructions: {reason}")]

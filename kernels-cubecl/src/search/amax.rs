@@ -1,5 +1,5 @@
 //! The scale that the rule makes of the largest magnitude of a block; see
-//! [`ScaleSearch::Amax`](burn_fp4_search::ScaleSearch).
+//! [`Method::Amax`](burn_fp4_search::Method).
 
 use cubecl::prelude::*;
 

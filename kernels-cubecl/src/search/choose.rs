@@ -1,6 +1,6 @@
 //! The scales of the blocks of a share, by the method of the scheme.
 
-use burn_fp4_search::ScaleSearch;
+use burn_fp4_search::Method;
 use cubecl::prelude::*;
 
 use super::amax::amax_scales;
@@ -24,17 +24,17 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
     let rows = comptime!(args.thread_tile.rows as usize);
     let mut scales =
         BlockScales { codes: Array::<u32>::new(rows), factors: Array::<f32>::new(rows) };
-    match comptime!(args.blueprint.search) {
-        ScaleSearch::Amax => amax_scales::<E, N>(args, largest, origin, &mut scales),
-        ScaleSearch::FourOverSix { .. } => {
+    match comptime!(args.blueprint.method) {
+        Method::Amax => amax_scales::<E, N>(args, largest, origin, &mut scales),
+        Method::FourOverSix { .. } => {
             four_over_six::<E, N>(args, elements, largest, origin, &mut scales)
         }
-        ScaleSearch::Sse => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
+        Method::Sse(_) => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
         // They need Hessians, and have an operation of their own: no plan leads here.
-        ScaleSearch::Hessian
-        | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Admm
-        | ScaleSearch::AdmmPublished => comptime!(unreachable!()),
+        Method::Hessian
+        | Method::CoordinateDescent
+        | Method::ADMM
+        | Method::Admm(Admm::Published) => comptime!(unreachable!()),
     }
     scales
 }

@@ -16,7 +16,7 @@
 //! elements, their gradient and their values, an f32 each. H, bounds and steps are read again
 //! wherever they are needed, what follows from elements and codes is computed again.
 
-use burn_fp4_search::ScaleSearch;
+use burn_fp4_search::Method;
 use cubecl::prelude::*;
 
 use super::best::{Candidate, candidate, improve, normalized, start};
@@ -27,7 +27,7 @@ use crate::numeric::scale_grid::{BlockNormalization, lowest, top};
 use crate::plan::Blueprint;
 
 /// Passes over the elements of a block at most.
-const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
+const SWEEPS: u32 = Method::SWEEPS as u32;
 
 /// The best scale, and its codes. `own` is the rule's own scale, `scaled` the normalized amax.
 #[cube]

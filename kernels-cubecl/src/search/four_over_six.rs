@@ -1,7 +1,7 @@
 //! The better of two scales: amax on element 6, or on element 4; see
-//! [`ScaleSearch::FourOverSix`](burn_fp4_search::ScaleSearch).
+//! [`Method::FourOverSix`](burn_fp4_search::Method).
 
-use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
+use burn_fp4_search::{ErrorMetric, Method, ScaleRule};
 use cubecl::prelude::*;
 
 use super::quantize_args::QuantizeArgs;
@@ -137,7 +137,7 @@ fn sum_of_errors(
             scaled / range
         };
         let difference = restored - magnitude;
-        if comptime!(squares(blueprint.search)) {
+        if comptime!(squares(blueprint.method)) {
             error = fma(difference * difference, scale_args.one, error);
         } else {
             error += difference.abs();
@@ -162,8 +162,8 @@ fn divides_by_product(amax: f32) -> bool {
     is_large && amax <= comptime!(LARGEST_AMAX)
 }
 
-fn squares(search: ScaleSearch) -> bool {
-    matches!(search, ScaleSearch::FourOverSix { error: ErrorMetric::Mse, .. })
+fn squares(search: Method) -> bool {
+    matches!(search, Method::FourOverSix { error: ErrorMetric::Mse, .. })
 }
 
 #[cfg(test)]
@@ -176,8 +176,8 @@ mod tests {
     fn the_quotient_is_that_of_a_division_for_every_mantissa() {
         for e4m3 in [E4m3Range::E448, E4m3Range::E256] {
             let error = ErrorMetric::default();
-            let search = ScaleSearch::FourOverSix { range: e4m3, error };
-            let range = Fp4Scheme::nvfp4().with_search(search).largest_code_product();
+            let search = Method::FourOverSix { range: e4m3, error };
+            let range = Fp4Scheme::nvfp4().with_method(search).largest_code_product();
             let reciprocal = 1.0 / range;
             // Mantissas at 1, and at the ends of what is divided.
             for first in [1.0, 2f32.powi(-70), 2f32.powi(71)] {

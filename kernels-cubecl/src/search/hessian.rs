@@ -11,7 +11,7 @@
 //! For nearest codes, scales are tried in pairs: every number that is loaded of H takes part in two
 //! costs. A scale that need not be tried does no harm if it is: its cost is what it is.
 
-use burn_fp4_search::ScaleSearch;
+use burn_fp4_search::Method;
 use cubecl::prelude::*;
 
 use super::amax::largest_magnitude;
@@ -42,7 +42,7 @@ pub(crate) fn search<H: Size>(
 ) -> u32 {
     let words = comptime!(blueprint.block_size / 8);
     let grid = comptime!(blueprint.grid());
-    let descends = comptime!(blueprint.search == ScaleSearch::CoordinateDescent);
+    let descends = comptime!(blueprint.method == Method::CoordinateDescent);
     let largest = largest_magnitude(elements, 0u32, blueprint.block_size);
     let own = block_scale(largest, tensor, comptime!(blueprint.rule));
     let normalization = block_normalization(largest, tensor.encode, grid);

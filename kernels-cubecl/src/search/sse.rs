@@ -1,5 +1,5 @@
 //! The scale with the smallest squared error, of a row's block or of a tile; see
-//! [`ScaleSearch::Sse`](burn_fp4_search::ScaleSearch).
+//! [`Method::SSE`](burn_fp4_search::Method).
 //!
 //! The scales that are tried, and why no other can be better, are those of `sse.rs` in the search
 //! crate.

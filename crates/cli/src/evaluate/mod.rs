@@ -10,7 +10,7 @@ use std::time::Instant;
 use burn_fp4_checkpoints::Container;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
-use burn_fp4_search::{ChosenBy, Gptq, Gram, Method, Metrics, SearchError, Statistics};
+use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, Statistics};
 
 use crate::error::CliError;
 use crate::listed::methods;
@@ -244,7 +244,7 @@ fn measure(
     let Matrix { values, rows, cols, .. } = weight;
     let chosen_by = match (damping, method.gptq()) {
         (Some(damping), Some(options)) => Gptq { damping, ..options }.into(),
-        _ => ChosenBy::from(method),
+        _ => method,
     };
     let statistics = gram.map_or(Statistics::None, Statistics::Gram);
     let (view, scheme) = (View::rows(*rows, *cols), method.scheme(format, block));

@@ -94,7 +94,7 @@ impl Kernels {
         let refused = |problem| Err(CliError::Device { device: self.device.name(), problem });
         let on_host =
             || refused(format!("method `{method}` runs on the CPU only; leave --device out"));
-        if method.row().chosen_by.sums_matrices() {
+        if method.sums_matrices() {
             return on_host();
         }
         let problem = Problem { view, dtype: Dtype::F32, scheme };
@@ -135,7 +135,7 @@ impl Kernels {
         let importance = match statistics {
             Statistics::None => Importance::Uniform,
             Statistics::SecondMoments(moments) => Importance::Channels(moments),
-            Statistics::Gram(gram) if scheme.search.needs_hessians() => {
+            Statistics::Gram(gram) if scheme.method.needs_hessians() => {
                 blocks = gram.blocks(scheme.block_size)?;
                 Importance::Blocks(&blocks)
             }
@@ -201,7 +201,7 @@ impl Kernels {
 
 /// What is launched for a scheme.
 fn operation(scheme: &Fp4Scheme) -> Operation {
-    match scheme.search.needs_hessians() {
+    match scheme.method.needs_hessians() {
         true => Operation::QuantizeByHessian,
         false => Operation::Quantize,
     }

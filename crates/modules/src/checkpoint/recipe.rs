@@ -12,7 +12,7 @@ use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Decision, Exception, Pres
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
 use burn_fp4_ops::search::{
-    ChosenBy, Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
+    Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
 };
 
 use crate::config::{Container, Fp4Config};
@@ -389,12 +389,12 @@ fn said(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeSchem
         return cannot("that blocks run along another axis than in files");
     }
     let method = chosen_by.method();
-    if ChosenBy::from(method) != *chosen_by {
+    if method != *chosen_by {
         return cannot("other options of a method than its own");
     }
     let own = Fp4Scheme::of(scheme.rule).with_block_size(scheme.block_size);
-    let own = own.with_search(chosen_by.search());
-    if scheme.with_search(own.search) != own {
+    let own = own.with_method(chosen_by.search());
+    if scheme.with_method(own.search) != own {
         return cannot("more of a scheme than its rule and block size");
     }
     Ok(Some(RecipeScheme { method, scheme: own }))

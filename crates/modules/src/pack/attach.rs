@@ -265,7 +265,7 @@ fn report(
         }
         Decision::Quantize(plan) => {
             let choice = &choices[&parameter.path];
-            let scheme = plan.scheme.with_search(choice.chosen_by.search());
+            let scheme = plan.scheme.with_method(choice.chosen_by.search());
             facts[&parameter.path].quantized(parameter, plan, scheme, choice)
         }
     });

@@ -104,14 +104,14 @@ fn joins(one: &Task<'_>, other: &Task<'_>) -> bool {
 mod tests {
     use std::borrow::Cow;
 
-    use burn_fp4_ops::search::ChosenBy;
+    use burn_fp4_ops::search::Method;
     use burn_fp4_ops::{Fp4Scheme, Gptq};
 
     use super::*;
     use crate::pack::inputs::Inputs;
     use crate::walk::plan::WeightPlan;
 
-    fn plan(outputs: usize, scheme: &Fp4Scheme, asked: ChosenBy) -> WeightPlan {
+    fn plan(outputs: usize, scheme: &Fp4Scheme, asked: Method) -> WeightPlan {
         let layout = Fp4Layout::new(&[32, outputs].into(), 0, scheme).unwrap();
         WeightPlan { layout, shares: None, scheme: *scheme, asked }
     }
@@ -125,8 +125,8 @@ mod tests {
             inputs
         };
         let inputs = [&normed, &hidden].map(of);
-        let gptq = ChosenBy::Gptq(Gptq::default());
-        let textbook = ChosenBy::Gptq(Gptq::TEXTBOOK);
+        let gptq = Method::Gptq(Gptq::default());
+        let textbook = Method::Gptq(Gptq::TEXTBOOK);
         let scheme = Fp4Scheme::nvfp4();
         // query, gate, key, another method, other blocks, value, none: values are equal everywhere.
         let plans = [

@@ -35,9 +35,9 @@ pub(crate) fn quantize<M: Module>(
 mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{Device, Distribution, Tensor};
-    use burn_fp4_ops::search::{ChosenBy, Method};
+    use burn_fp4_ops::search::Method;
     use burn_fp4_ops::{
-        Fp4Scheme, Fp4Tensor, Importance, ScaleSearch, gram, quantize_by_importance,
+        Fp4Scheme, Fp4Tensor, Importance, Method, gram, quantize_by_importance,
         quantize_with_best_tensor_scale,
     };
 
@@ -47,7 +47,7 @@ mod tests {
     use crate::statistics::Calibration;
 
     /// A layer that was quantized by a configuration, its dense weight, and the method reported.
-    fn quantized(layer: &Linear, config: &Fp4Config) -> (Fp4Tensor<2>, ChosenBy) {
+    fn quantized(layer: &Linear, config: &Fp4Config) -> (Fp4Tensor<2>, Method) {
         let mut layer = layer.clone();
         let report = quantize(&mut layer, config).unwrap();
         let Outcome::Quantized { asked, chosen_by, .. } = report.parameters[0].outcome else {
@@ -70,11 +70,11 @@ mod tests {
         let device = Device::flex();
         let layer = LinearConfig::new(64, 32).with_bias(false).init(&device);
         let dense = layer.weight.val();
-        let sse = Fp4Scheme::nvfp4().with_search(ScaleSearch::Sse);
+        let sse = Fp4Scheme::nvfp4().with_method(Method::SSE);
 
-        let config = Fp4Config::nvfp4().method(Method::SseTensorScale);
+        let config = Fp4Config::nvfp4().method(Method::Sse(Sse::TensorScale));
         let (found, by) = quantized(&layer, &config);
-        assert_eq!(by, ChosenBy::SseTensorScale);
+        assert_eq!(by, Method::Sse(Sse::TensorScale));
         let best = quantize_with_best_tensor_scale(dense.clone(), 0, &sse).unwrap();
         assert_same(&found, &best);
 
@@ -84,9 +84,10 @@ mod tests {
         let weights: Vec<f32> = statistics.diagonal().map(|value| value as f32).collect();
         let mut calibration = Calibration::new();
         calibration.insert("weight", 0, statistics);
-        let config = Fp4Config::nvfp4().method(Method::SseWeighted).with_calibration(&calibration);
+        let config =
+            Fp4Config::nvfp4().method(Method::Sse(Sse::Weighted)).with_calibration(&calibration);
         let (found, by) = quantized(&layer, &config);
-        assert_eq!(by, ChosenBy::SseWeighted);
+        assert_eq!(by, Method::Sse(Sse::Weighted));
         let importance = Importance::Channels(&weights);
         let weighted = quantize_by_importance(dense.clone(), 0, &sse, importance).unwrap();
         assert_same(&found, &weighted);
@@ -95,11 +96,11 @@ mod tests {
     #[test]
     fn a_method_that_the_scheme_does_not_allow_is_an_error() {
         let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
-        for method in [Method::SseTensorScale, Method::FourOverSix] {
+        for method in [Method::Sse(Sse::TensorScale), Method::FOUR_OVER_SIX] {
             let error = quantize(&mut layer, &Fp4Config::mxfp4().method(method)).unwrap_err();
             assert!(matches!(error, Fp4Error::Scheme(_)), "{method}: {error}");
         }
-        let error = quantize(&mut layer, &Fp4Config::nvfp4().method(Method::SseWeighted));
+        let error = quantize(&mut layer, &Fp4Config::nvfp4().method(Method::Sse(Sse::Weighted)));
         assert!(matches!(error, Err(Fp4Error::Uncalibrated { .. })));
         assert!(layer.weight.reparameterization::<PackedWeight>().is_none());
     }

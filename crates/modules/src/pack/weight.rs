@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::search::{ChosenBy, Needs};
+use burn_fp4_ops::search::{Method, Needs};
 use burn_fp4_ops::{
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, NonFinite, OpsError, Rerun,
-    ScaleSearch, TensorScaling, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Method, NonFinite, OpsError,
+    Rerun, TensorScaling, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
     quantize_with_hessian_factor,
 };
 use burn_ir::TensorId;
@@ -142,7 +142,7 @@ pub(crate) type Quantized = (PackedWeight, Choice);
 /// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Choice {
-    pub(crate) chosen_by: ChosenBy,
+    pub(crate) chosen_by: Method,
     pub(crate) fallback: Option<Fallback>,
 }
 
@@ -152,7 +152,7 @@ impl Task<'_> {
         // The weight was found finite, or was not to be looked at.
         let scheme = self.plan.scheme.with_non_finite(NonFinite::FollowReference);
         match self.amax {
-            _ if self.plan.asked == ChosenBy::SseTensorScale => scheme,
+            _ if self.plan.asked == Method::Sse(Sse::TensorScale) => scheme,
             Some(amax) if amax.is_finite() => scheme.with_tensor_scale(TensorScaling::Amax(amax)),
             _ => scheme,
         }
@@ -161,10 +161,7 @@ impl Task<'_> {
     /// As asked, where there are the statistics that it takes.
     pub(crate) fn choice(&self) -> Choice {
         let asked = self.plan.asked;
-        let all = |fallback| Choice {
-            chosen_by: ChosenBy::Search(ScaleSearch::Sse),
-            fallback: Some(fallback),
-        };
+        let all = |fallback| Choice { chosen_by: Method::SSE, fallback: Some(fallback) };
         if !asked.needs_inputs() {
             return Choice { chosen_by: asked, fallback: None };
         }
@@ -226,19 +223,19 @@ fn quantize_whole<'a, const D: usize>(
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     match (choice.chosen_by, gram) {
-        (ChosenBy::Gptq(options), Some(gram)) => {
+        (Method::Gptq(options), Some(gram)) => {
             let device = dense.device();
             let hessian_factor = hessian_factors.of(gram, &options, scheme.block_size, &device)?;
             quantize_with_hessian_factor(dense, axis, scheme, &hessian_factor)
         }
-        (ChosenBy::SseWeighted, Some(gram)) => {
+        (Method::Sse(Sse::Weighted), Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
-            let scheme = scheme.with_search(ScaleSearch::Sse);
+            let scheme = scheme.with_method(Method::SSE);
             quantize_by_importance(dense, axis, &scheme, Importance::Channels(&weights))
         }
-        (ChosenBy::Search(search), Some(gram)) if search.needs_hessians() => {
+        (Method::Search(search), Some(gram)) if search.needs_hessians() => {
             let hessians = gram.blocks(scheme.block_size)?;
-            let scheme = scheme.with_search(search);
+            let scheme = scheme.with_method(search);
             quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
         }
         (chosen_by, _) => quantize_without_inputs(dense, axis, scheme, chosen_by),
@@ -254,18 +251,18 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    chosen_by: ChosenBy,
+    chosen_by: Method,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     match chosen_by {
-        ChosenBy::SseTensorScale => {
-            let scheme = scheme.with_search(ScaleSearch::Sse);
+        Method::Sse(Sse::TensorScale) => {
+            let scheme = scheme.with_method(Method::SSE);
             quantize_with_best_tensor_scale(dense, axis, &scheme)
         }
-        ChosenBy::Search(search) if !search.needs_hessians() => {
-            quantize(dense, axis, &scheme.with_search(search))
+        Method::Search(search) if !search.needs_hessians() => {
+            quantize(dense, axis, &scheme.with_method(search))
         }
-        ChosenBy::Search(_) | ChosenBy::SseWeighted | ChosenBy::Gptq(_) => {
-            quantize(dense, axis, &scheme.with_search(ScaleSearch::Sse))
+        Method::Search(_) | Method::Sse(Sse::Weighted) | Method::Gptq(_) => {
+            quantize(dense, axis, &scheme.with_method(Method::SSE))
         }
     }
 }

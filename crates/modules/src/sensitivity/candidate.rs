@@ -34,7 +34,7 @@ impl Candidate {
     pub(super) fn scheme(&self, config: &Fp4Config) -> Option<Fp4Scheme> {
         match self {
             Self::Dense => None,
-            Self::Fp4(scheme) => Some(scheme.with_search(config.scheme.search)),
+            Self::Fp4(scheme) => Some(scheme.with_method(config.scheme.method)),
         }
     }
 }

@@ -94,7 +94,7 @@ impl FakeQuantizeConfig {
         let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
         let Self { channels, scheme, range, saturated } = *self;
         scheme.check_columns(channels).map_err(OpsError::from)?;
-        if scheme.search.needs_hessians() {
+        if scheme.method.needs_hessians() {
             return refuse("the scale search", "it is for weights");
         }
         if scheme.rounding != Rounding::Nearest {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, Param, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Tensor};
-use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 
 use crate::config::Fp4Config;
@@ -74,7 +74,7 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
     let scheme: &Fp4Scheme = &plan.scheme;
-    if plan.asked == ChosenBy::SseTensorScale {
+    if plan.asked == Method::Sse(Sse::TensorScale) {
         return refuse("a search for the tensor scale", "every step would search again");
     }
     if plan.asked.needs_inputs() {
@@ -141,7 +141,7 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
             (Some(FakeQuantSettings { scheme, axis, .. }), _) => {
                 let layout = Fp4Layout::new(&parameter.shape.clone().into(), *axis, scheme);
                 let layout = layout.map_err(|problem| Fp4Error::at(&parameter.path, problem))?;
-                let asked = ChosenBy::Search(scheme.search);
+                let asked = Method::Search(scheme.method);
                 Decision::Quantize(WeightPlan { layout, shares: None, scheme: *scheme, asked })
             }
             (None, Some(name)) => {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::DType;
-use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Indivisible, Unused};
@@ -27,7 +27,7 @@ pub(crate) struct WeightPlan {
     pub(crate) shares: Option<String>,
     pub(crate) scheme: Fp4Scheme,
     /// How its scales and codes are to be chosen.
-    pub(crate) asked: ChosenBy,
+    pub(crate) asked: Method,
 }
 
 impl WeightPlan {

@@ -77,7 +77,7 @@ pub(crate) fn with_importance<R>(
     scheme: &Fp4Scheme,
     use_importance: impl FnOnce(Importance<'_>) -> R,
 ) -> R {
-    if scheme.search.needs_hessians() {
+    if scheme.method.needs_hessians() {
         let hessians = BlockHessians::new(values.to_vec(), scheme.block_size).expect(CHECKED);
         use_importance(Importance::Blocks(&hessians))
     } else {

@@ -96,7 +96,7 @@ impl TrainRecipe {
             if scheme.tensor_scale == TensorScaling::Row {
                 return refuse("a product has one tensor scale for each operand");
             }
-            if scheme.search.needs_hessians() {
+            if scheme.method.needs_hessians() {
                 return refuse("a search by activations is too slow for every step");
             }
             if scheme.rounding != Rounding::Nearest {

@@ -10,7 +10,7 @@ use super::arch::arch;
 use super::scale_grid::{ByFormat, by_format};
 use super::simd_batch::BlockBatch;
 use crate::importance::BlockImportance;
-use crate::method::ScaleSearch;
+use crate::method::{Admm, Method};
 use crate::scheme::Fp4Scheme;
 
 /// A batch whose blocks have one of the sizes that there are.
@@ -57,28 +57,29 @@ impl<const B: usize> ByFormat for Search<'_, B> {
         batch.find_scales_of::<FORMAT>(scheme.rule);
         // Elements that a search chooses too; otherwise they are the nearest.
         let mut chosen = None;
-        match scheme.search {
-            ScaleSearch::Amax => {}
-            ScaleSearch::FourOverSix { error, .. } => {
+        match scheme.method {
+            Method::Amax => {}
+            Method::FourOverSix { error, .. } => {
                 batch.search_four_over_six::<FORMAT>(scheme, error, n);
             }
             // Where all weights are 1 at compile time, nothing is multiplied by them.
-            ScaleSearch::Sse => match importance.weights() {
+            Method::Sse(_) => match importance.weights() {
                 Some(weights) => batch.search_sse::<FORMAT>(scheme, Some(weights), n),
                 None => batch.search_sse::<FORMAT>(scheme, None, n),
             },
-            ScaleSearch::Hessian => batch.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
-            ScaleSearch::AdmmPublished => {
+            Method::Hessian => batch.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
+            Method::Admm(Admm::Published) => {
                 chosen = Some(batch.search_admm_published::<FORMAT>(importance.hessian(), n));
             }
-            ScaleSearch::CoordinateDescent | ScaleSearch::Admm => {
+            Method::CoordinateDescent | Method::Admm(Admm::BestIterate) => {
                 let hessian = importance.hessian();
                 let start = batch.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
-                chosen = Some(match scheme.search {
-                    ScaleSearch::Admm => batch.search_admm::<FORMAT>(hessian, n, start),
-                    _ => start,
+                chosen = Some(match scheme.method {
+                    Method::CoordinateDescent => start,
+                    _ => batch.search_admm::<FORMAT>(hessian, n, start),
                 });
             }
+            Method::Gptq(_) => unreachable!("refused by `Importance::check`"),
         }
         if let Some((scales, _)) = &chosen {
             batch.take_scales::<FORMAT>(scheme.rule, scales);

@@ -7,7 +7,7 @@ use super::solution::Solutions;
 use super::sse::start;
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::method::ScaleSearch;
+use crate::method::Method;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 
@@ -108,7 +108,7 @@ fn sweep<const B: usize>(
             }
         }
     }
-    for _ in 0..ScaleSearch::SWEEPS {
+    for _ in 0..Method::SWEEPS {
         let mut changed = [false; BATCH];
         for i in 0..B {
             let mut changes = [0.0; BATCH];

@@ -24,7 +24,7 @@ use crate::gram::Gram;
 use crate::hessian_factor::HessianFactor;
 use crate::importance::Importance;
 use crate::matrix::{Matrix, add_product, product};
-use crate::method::ScaleSearch;
+use crate::method::Method;
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorFactor;
 
@@ -33,7 +33,7 @@ impl Gptq {
     /// matrix.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate), [`hessian_factor`](Self::hessian_factor) and [`HessianFactor::quantize`].
+    /// As [`Fp4Scheme::validate`], [`hessian_factor`](Self::hessian_factor) and [`HessianFactor::quantize`].
     pub fn quantize(
         &self,
         values: &[f32],
@@ -43,7 +43,7 @@ impl Gptq {
         amax: &[f32],
         gram: &Gram,
     ) -> Result<Packed, SearchError> {
-        self.validate(scheme)?;
+        scheme.with_method((*self).into()).validate()?;
         scheme.check_columns(cols)?;
         check_length("channels of the Gram matrix", cols, gram.channels())?;
         self.hessian_factor(gram, scheme.block_size)?.quantize(values, rows, scheme, amax)
@@ -57,7 +57,7 @@ impl HessianFactor {
     /// [`amax`](super::amax).
     ///
     /// # Errors
-    /// As [`Gptq::validate`]; lengths that do not fit, or a value that is not finite.
+    /// As [`Fp4Scheme::validate`]; lengths that do not fit, or a value that is not finite.
     pub fn quantize(
         &self,
         values: &[f32],
@@ -73,7 +73,7 @@ impl HessianFactor {
             return Err(SearchError::NonFinite { found });
         }
         if rows * cols == 0 {
-            let by_rule = scheme.with_search(ScaleSearch::Amax);
+            let by_rule = scheme.with_method(Method::Amax);
             return crate::reference::quantize_with_amax(values, rows, cols, &by_rule, amax);
         }
         let mut rounded = Rounded::new(values, rows, &scheme, amax, self);
@@ -167,7 +167,7 @@ impl<'a> Rounded<'a> {
         let weights: Vec<f32> = (block..block + size)
             .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
             .collect();
-        let scheme = self.scheme.with_search(ScaleSearch::Sse);
+        let scheme = self.scheme.with_method(Method::SSE);
         let importance = Importance::Channels(&weights);
         let (scales, _) = self.choose(&self.columns(&self.weights, block), &scheme, importance)?;
         Ok(scales)

@@ -12,7 +12,7 @@ use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
 use super::view::View;
 use crate::error::SearchError;
 use crate::importance::Importance;
-use crate::method::ScaleSearch;
+use crate::method::Method;
 use crate::rounding::Rounding;
 use crate::scheme::{Blocks, Fp4Scheme};
 use crate::tensor_scale::TensorFactor;
@@ -61,7 +61,7 @@ pub fn quantize_by_importance<T: HostElement>(
     let factors: Vec<_> = amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect();
     if !view.is_empty() {
         // Across the rows of a strided axis a task takes whole cache lines.
-        let task = if scheme.search == ScaleSearch::Amax { TASK } else { SEARCH_TASK };
+        let task = if scheme.method == Method::Amax { TASK } else { SEARCH_TASK };
         let rows = (task / view.axis).max(if view.inner == 1 { 1 } else { 8 * BATCH });
         let rows = rows.next_multiple_of(BATCH);
         codes
@@ -165,7 +165,7 @@ where
 
     #[inline(always)]
     fn call(self) {
-        if self.task.view.inner == 1 && self.task.scheme.search == ScaleSearch::Amax {
+        if self.task.view.inner == 1 && self.task.scheme.method == Method::Amax {
             self.along_rows();
         } else {
             self.across_rows();
@@ -263,7 +263,7 @@ where
                         batch.draw(index, (first + at + index) * view.axis + block * B, draw);
                     }
                 }
-                if scheme.search == ScaleSearch::Amax {
+                if scheme.method == Method::Amax {
                     batch.find_scales(scheme.rule);
                     batch.find_codes(scheme);
                 } else {

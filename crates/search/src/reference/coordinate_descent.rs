@@ -9,7 +9,7 @@ use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
 use crate::importance::BlockHessian;
-use crate::method::ScaleSearch;
+use crate::method::Method;
 
 /// The rule's own scale unless another is better, of several such the smallest; none beyond the
 /// first that rounds all elements to zero. Without values if there was nothing to search for.
@@ -47,7 +47,7 @@ fn descend(
     let mut gradient: Vec<f32> = (0..n)
         .map(|i| (0..n).fold(0.0, |sum: f32, j| hessian.at(i, j).mul_add(errors[j], sum)))
         .collect();
-    for _ in 0..ScaleSearch::SWEEPS {
+    for _ in 0..Method::SWEEPS {
         let mut changed = false;
         for i in 0..n {
             let curvature = hessian.at(i, i);

@@ -29,7 +29,7 @@ use block::{Block, Choice};
 
 use crate::error::SearchError;
 use crate::importance::Importance;
-use crate::method::ScaleSearch;
+use crate::method::{Admm, Method};
 use crate::rounding::{Draw, Rounding, stochastic_code};
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorFactor;
@@ -152,16 +152,15 @@ impl Matrix<'_> {
         let amax = amax::largest_magnitude(rows.iter().copied().flatten());
         let block = &Block::new(self.scheme, &rows, self.factor(tile.rows.start), amax);
         let importance = self.importance.of_block(tile.block, self.scheme.block_size);
-        match self.scheme.search {
-            ScaleSearch::Amax => amax::choose(block),
-            ScaleSearch::FourOverSix { error, .. } => four_over_six::choose(block, error),
-            ScaleSearch::Sse => sse::choose(block, importance),
-            ScaleSearch::Hessian => hessian::choose(block, importance.hessian()),
-            ScaleSearch::CoordinateDescent => {
-                coordinate_descent::choose(block, importance.hessian())
-            }
-            ScaleSearch::Admm => admm::choose(block, importance.hessian()),
-            ScaleSearch::AdmmPublished => admm::choose_published(block, importance.hessian()),
+        match self.scheme.method {
+            Method::Amax => amax::choose(block),
+            Method::FourOverSix { error, .. } => four_over_six::choose(block, error),
+            Method::Sse(_) => sse::choose(block, importance),
+            Method::Hessian => hessian::choose(block, importance.hessian()),
+            Method::CoordinateDescent => coordinate_descent::choose(block, importance.hessian()),
+            Method::Admm(Admm::BestIterate) => admm::choose(block, importance.hessian()),
+            Method::Admm(Admm::Published) => admm::choose_published(block, importance.hessian()),
+            Method::Gptq(_) => unreachable!("refused by `Importance::check`"),
         }
     }
 

@@ -25,7 +25,7 @@ use burn_fp4_cubecl::{
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
-use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, ScaleSearch};
+use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
 use self::device::{beside, contiguous, has_kernels, kernel_dtype};
 use self::lane::launch_now;
@@ -155,16 +155,14 @@ impl Fp4Backend for CubeBackend {
     ) -> Fp4Primitive<Self> {
         let costs = into_contiguous(costs);
         let bounds = into_contiguous(bounds);
-        match scheme.search {
-            ScaleSearch::Sse if has_kernels(&values.device) => {
+        match scheme.method {
+            Method::Sse(_) if has_kernels(&values.device) => {
                 let weights = Some(costs.handle);
                 quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
                     quantize_weighted(client, device, values, amax, weights, problem)
                 })
             }
-            ScaleSearch::Hessian | ScaleSearch::CoordinateDescent
-                if has_kernels(&values.device) =>
-            {
+            Method::Hessian | Method::CoordinateDescent if has_kernels(&values.device) => {
                 let hessians = Hessians { values: costs.handle, bounds: bounds.handle };
                 quantize(values, amax, axis, scheme, |client, device, values, amax, problem| {
                     quantize_by_hessian(client, device, values, amax, hessians, problem)

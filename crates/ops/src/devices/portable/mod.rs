@@ -3,7 +3,7 @@
 //!
 //! Only comparisons, selections and single-rounded f32 arithmetic are used, so a backend whose f32
 //! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input.
-//! Searches that sum by fused multiply-adds, from [`ScaleSearch::Sse`](crate::ScaleSearch::Sse) on,
+//! Searches that sum by fused multiply-adds, from [`Method::Sse(_)`](crate::Method::Sse(_)) on,
 //! and stochastic rounding read the values back and run on the host.
 
 pub(crate) mod bias;

@@ -7,7 +7,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, read_sync};
 use burn_fp4_search::formats::Packed;
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Fp4Scheme, Importance, Rounding, ScaleSearch};
+use burn_fp4_search::{Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
 use crate::devices::host;
@@ -17,7 +17,7 @@ use crate::primitive::Fp4Primitive;
 /// Whether a scheme needs what tensor operations lack: a fused multiply-add, or random numbers from
 /// a counter.
 pub(super) fn needs_host(scheme: &Fp4Scheme) -> bool {
-    !matches!(scheme.search, ScaleSearch::Amax | ScaleSearch::FourOverSix { .. })
+    !matches!(scheme.method, Method::Amax | Method::FourOverSix { .. })
         || scheme.rounding != Rounding::Nearest
 }
 

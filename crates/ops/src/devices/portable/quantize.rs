@@ -5,7 +5,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IntDType};
 use burn_fp4_search::formats::E2M1_VALUES;
 use burn_fp4_search::host::DequantTarget;
-use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
+use burn_fp4_search::{Blocks, Fp4Scheme, Method};
 
 use super::bits::bits;
 use super::block_scale::block_scales;
@@ -55,16 +55,14 @@ fn quantize_rows<B: Backend>(
     if scheme.blocks == Blocks::Tile16x16 {
         amax = share_amax(&amax);
     }
-    let (codes, scales) = match scheme.search {
-        ScaleSearch::Amax => block_scales(&amax, &factors, scheme),
-        ScaleSearch::FourOverSix { error, .. } => {
-            four_over_six(&values, &amax, &factors, scheme, error)
-        }
-        ScaleSearch::Sse
-        | ScaleSearch::Hessian
-        | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Admm
-        | ScaleSearch::AdmmPublished => unreachable!("{:?} is done on the host", scheme.search),
+    let (codes, scales) = match scheme.method {
+        Method::Amax => block_scales(&amax, &factors, scheme),
+        Method::FourOverSix { error, .. } => four_over_six(&values, &amax, &factors, scheme, error),
+        Method::Sse(_)
+        | Method::Hessian
+        | Method::CoordinateDescent
+        | Method::ADMM
+        | Method::Admm(Admm::Published) => unreachable!("{:?} is done on the host", scheme.method),
     };
     let normalized = normalize(&values, &codes, &scales, &factors, scheme);
     Quantized {

@@ -92,8 +92,8 @@ const SPLIT_K_REDUCE_SUMS_PER_NS: usize = 1000;
 /// The most cubes that divide the contracted axis.
 const MAX_SPLIT_K: usize = 8;
 
-/// How the kernel of `small_m.rs` is launched: each cube takes some packed rows of the weight and all
-/// rows of the input. Its planes divide the packed rows and the contracted axis among them.
+/// How the kernel of `small_m.rs` is launched: each cube takes some packed rows of the weight and
+/// all rows of the input. Its planes divide the packed rows and the contracted axis among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct SmallM {
     /// Cubes.

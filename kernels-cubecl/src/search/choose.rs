@@ -12,8 +12,8 @@ use crate::tensor::indexing::TileOrigin;
 
 /// Chooses the scale of a block of every row of a share, given the largest magnitudes.
 ///
-/// `elements` are those of [`load_blocks`](crate::tensor::load_store::load_blocks); the values are only
-/// read again where tiles ask for it.
+/// `elements` are those of [`load_blocks`](crate::tensor::load_store::load_blocks); the values are
+/// only read again where tiles ask for it.
 #[cube]
 pub(crate) fn choose_scales<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,

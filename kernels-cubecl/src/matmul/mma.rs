@@ -276,12 +276,18 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                                 &lane,
                                 &source,
                                 comptime!(group * tiling.tiles_per_group + tile),
-                                part,
+                                tiling,
                             );
                         }
                     }
                     if comptime!(group == 0) {
-                        decode_weights::<F, W, NA>(&words, &factors, &mut weights, blueprint, part);
+                        decode_weights::<F, W, NA>(
+                            &words,
+                            &factors,
+                            &mut weights,
+                            blueprint,
+                            tiling,
+                        );
                     } else {
                         multiply_tiles::<F, X, NA, NB, NC>(
                             &definition,
@@ -289,7 +295,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                             &values,
                             &mut sums,
                             comptime!(group - 1),
-                            part,
+                            tiling,
                         );
                     }
                 }

@@ -119,12 +119,12 @@ impl SmallM {
 
     /// Tiles of 8 rows of the input.
     pub(super) const fn m_tiles(&self) -> u32 {
-        self.m.div_ceil(8)
+        self.tile_m.div_ceil(8)
     }
 
     /// Rows of the input that a plane copies to shared memory.
     pub(super) const fn copies(&self) -> u32 {
-        self.m.div_ceil(self.n_planes)
+        self.tile_m.div_ceil(self.n_planes)
     }
 }
 

@@ -9,14 +9,14 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    cubecl, curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian,
+    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
     quantize_gptq, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, Restore, View};
+use burn_fp4_search::host::{self, DequantTarget, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
+    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
     TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
@@ -90,7 +90,7 @@ impl Device {
                 .expect("a plan");
         let restored =
             dequantize(&self.client, &self.capability, packed.clone(), &problem).expect("a plan");
-        let fake = self.fake_quantize(values.clone(), largest, &problem, Restore::Values);
+        let fake = self.fake_quantize(values.clone(), largest, &problem, DequantTarget::Full);
 
         let rows = packed_rows(&dense.to_f32(), view);
         let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
@@ -109,9 +109,9 @@ impl Device {
         values: Handle,
         amax: Handle,
         problem: &Problem,
-        restore: Restore,
+        target: DequantTarget,
     ) -> Handle {
-        fake_quantize(&self.client, &self.capability, values, amax, problem, restore)
+        fake_quantize(&self.client, &self.capability, values, amax, problem, target)
             .expect("a plan")
     }
 
@@ -122,7 +122,8 @@ impl Device {
         let values = self.upload(dense);
         let (client, device) = (&self.client, &self.capability);
         let largest = amax(client, device, values.clone(), view, dtype, false).expect("a plan");
-        let found = self.fake_quantize(values, largest, &problem, Restore::BlockScaled);
+        let found =
+            self.fake_quantize(values, largest, &problem, DequantTarget::WithoutTensorScale);
         let rows = packed_rows(&dense.to_f32(), view);
         let packed = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
         let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..packed };
@@ -329,7 +330,7 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
         }
     }
-    for rule in [ScaleRule::Te, ScaleRule::Gist] {
+    for rule in [ScaleRule::Te, ScaleRule::TorchRecipe] {
         for scaling in
             [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
         {
@@ -341,7 +342,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     schemes.extend([ScaleRule::Te, ScaleRule::Even].map(tile));
     schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_search(search)));
     let sse = |scheme: Fp4Scheme| scheme.with_search(ScaleSearch::Sse);
-    for rule in [ScaleRule::Te, ScaleRule::Gist, ScaleRule::Floor, ScaleRule::RoundUp] {
+    for rule in [ScaleRule::Te, ScaleRule::TorchRecipe, ScaleRule::Floor, ScaleRule::RoundUp] {
         schemes.push(sse(Fp4Scheme::of(rule)));
     }
     schemes.push(sse(Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32)));
@@ -470,7 +471,7 @@ fn golden_files() {
     for (file, rules) in [
         ("te_div6", vec![ScaleRule::TeDivision]),
         ("te_rcp6", vec![ScaleRule::Te]),
-        ("gist", vec![ScaleRule::Gist]),
+        ("gist", vec![ScaleRule::TorchRecipe]),
         (
             "mxfp4_torchao",
             vec![ScaleRule::Floor, ScaleRule::Even, ScaleRule::RoundUp, ScaleRule::Ceil],
@@ -798,7 +799,7 @@ fn every_row_has_its_amax() {
 /// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
 #[test]
 fn products_of_activations_are_added_up_in_tiles() {
-    const SIDE: usize = GramTiles::SIDE;
+    const SIDE: usize = GramLayout::SIDE;
     let device = Device::new();
     let shapes = [
         (1, 8, 8),
@@ -816,7 +817,7 @@ fn products_of_activations_are_added_up_in_tiles() {
                 let values = Kind::Weights.values(rows * channels, seed + channels as u64);
                 Dense::new(rows, channels, &values, dtype)
             });
-            let layout = GramTiles::of_device(channels, block_size);
+            let layout = GramLayout::of_device(channels, block_size);
             let mut tiles = Vec::new();
             for part in [0..1, 1..layout.count()] {
                 let sums = vec![0.0f64; part.len() * SIDE * SIDE];
@@ -889,8 +890,8 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
             (0..channels * channels).map(|at| rounded(at / channels, at % channels)).collect();
         let (rows, amax) = (exact.rows(), exact.amax());
         let gram = Gram::from_values(&sums, channels, channels, rows, amax).unwrap();
-        let expected = options.curvature(&gram, 16).unwrap();
-        let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
+        let expected = options.hessian_factor(&gram, 16).unwrap();
+        let found = hessian_factor(&client, &capability, &gram, expected.damped()).expect("a plan");
         assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 1);
         assert_bits("H", &floats(found.hessian().clone()), expected.hessian());
         let factor = floats(found.factor().clone());
@@ -909,9 +910,9 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     let x: Vec<f32> = (0..20 * 64).map(|_| random.normal()).collect();
     let gram = Gram::of(&x, 64).unwrap();
     let undamped = Gptq { damping: 0.0, ..Gptq::default() };
-    assert_eq!(undamped.curvature(&gram, 16), Err(SearchError::Singular));
-    let damped = undamped.damped(&gram, 16).unwrap();
-    let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    assert_eq!(undamped.hessian_factor(&gram, 16), Err(SearchError::Singular));
+    let damped = undamped.damped_hessian(&gram, 16).unwrap();
+    let found = hessian_factor(&client, &capability, &gram, &damped).expect("a plan");
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
 }
 
@@ -924,19 +925,20 @@ fn tiles_of_gptq_make_no_difference_to_its_codes() {
     let options = Gptq { sweeps: 1, refits: 0, ..Gptq::default() };
     let x: Vec<f32> = (0..2 * channels * channels).map(|_| random.normal()).collect();
     let gram = Gram::of(&x, channels).unwrap();
-    let damped = options.damped(&gram, 16).unwrap();
+    let damped = options.damped_hessian(&gram, 16).unwrap();
     let scheme = damped.scheme(&Fp4Scheme::nvfp4()).unwrap();
     let problem = Problem { view: View::rows(rows, channels), dtype: KernelDtype::F32, scheme };
     let weights = Kind::Weights.values(rows * channels, 3);
     let largest = weights.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
-    let curvature = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    let hessian_factor = hessian_factor(&client, &capability, &gram, &damped).expect("a plan");
     // A device that one cube keeps busy gets the larger tiles.
     let [larger, smaller] = [1, 1 << 20].map(|cubes| {
         let device = Capability { cubes, ..capability };
         let values = client.create_from_slice(f32::as_bytes(&weights));
         let amax = client.create_from_slice(f32::as_bytes(&[largest]));
-        let packed = quantize_gptq(&client, &device, values, amax, &curvature, &options, &problem)
-            .expect("a plan");
+        let packed =
+            quantize_gptq(&client, &device, values, amax, &hessian_factor, &options, &problem)
+                .expect("a plan");
         client.read_one_unchecked(packed.codes).to_vec()
     });
     assert!(larger == smaller);

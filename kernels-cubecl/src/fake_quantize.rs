@@ -1,6 +1,6 @@
 //! Fake quantization: quantizes and dequantizes in one pass over the dense tensor.
 
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -30,7 +30,7 @@ pub fn fake_quantize(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
 ) -> Result<Handle, Refusal> {
     let launch = plan(Operation::FakeQuantize, problem, device)?;
     problem.check_values(&values)?;
@@ -42,7 +42,7 @@ pub fn fake_quantize(
         (Dtype::Bf16, false) => launch_fake_quantize::<u16, bf16>,
         (Dtype::F32, _) => launch_fake_quantize::<u32, f32>,
     };
-    Ok(launch_kernel(client, values, amax, problem, restore, launch))
+    Ok(launch_kernel(client, values, amax, problem, target, launch))
 }
 
 fn launch_fake_quantize<E: Int, F: Float>(
@@ -50,7 +50,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
     launch: Launch,
 ) -> Handle {
     let mut problem = *problem;
@@ -76,7 +76,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
             quantize_args(values, amax, None, blueprint, &problem, &launch),
             BufferArg::from_raw_parts(output.clone(), vectors),
             draw(scheme),
-            restore,
+            target,
         );
     }
     output
@@ -87,7 +87,7 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     args: &QuantizeArgs<E, M>,
     output: &mut [Vector<F, N>],
     draw: Draw,
-    #[comptime] restore: Restore,
+    #[comptime] target: DequantTarget,
 ) {
     let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
     let block_size = comptime!(blueprint.block_size);
@@ -101,7 +101,7 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     #[unroll]
     for row in 0..thread_tile.rows {
         let value = scale_value(chosen.codes[row as usize], comptime!(blueprint.grid()));
-        let decode = if comptime!(restore == Restore::Values) {
+        let decode = if comptime!(target == DequantTarget::Full) {
             tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint).decode
         } else {
             1.0f32.runtime()

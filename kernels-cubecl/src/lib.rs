@@ -62,7 +62,7 @@ mod tensor_amax;
 pub use cubecl;
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
-pub use gptq::{CurvatureHandles, curvature, quantize_gptq};
+pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use matmul::{Matmul, MatmulPlan, Prefetch};

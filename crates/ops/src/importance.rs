@@ -16,8 +16,8 @@ use crate::tensor::Fp4Tensor;
 /// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
 /// [`ScaleSearch::Sse`](crate::ScaleSearch::Sse), by block for the searches that need activations.
 ///
-/// [`Joint`](crate::ScaleSearch::Joint) and the two of ADMM run on the host, wherever the tensor
-/// is; the others on its device, if that has kernels.
+/// ADMM ([`Admm`](crate::ScaleSearch::Admm), [`AdmmPublished`](crate::ScaleSearch::AdmmPublished))
+/// runs on the host, wherever the tensor is; the others run on its device, if that has kernels.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

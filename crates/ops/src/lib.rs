@@ -24,7 +24,7 @@
 //! | `importance.rs` | quantization by the activations that a weight is multiplied by           |
 //! | `gram.rs`       | [`GramSum`]: statistics of these activations                             |
 //! | `gptq.rs`       | quantization that compensates rounding errors                            |
-//! | `curvature.rs`  | [`Curvature`]: what that derives from a Gram matrix, where the weights are |
+//! | `hessian_factor.rs` | [`HessianFactor`]: a Gram matrix factorized for GPTQ, on its device   |
 //! | `squares.rs`    | [`squared_sums`]: sums of squares of values of any magnitude             |
 //! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
 //! | `matmul_path.rs`| [`MatmulPath`]: whether a weight is multiplied straight from its codes   |
@@ -43,7 +43,6 @@
 
 #[cfg(feature = "cube")]
 mod counts;
-mod curvature;
 mod devices;
 mod error;
 #[cfg(feature = "cube")]
@@ -51,6 +50,7 @@ mod fused;
 mod gptq;
 mod gram;
 mod hadamard;
+mod hessian_factor;
 mod importance;
 mod launches;
 mod layout;
@@ -74,12 +74,12 @@ pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
-pub use curvature::Curvature;
 pub use devices::extension::Fp4Backend;
+pub use hessian_factor::HessianFactor;
 // Public for the project's tests, which run it on devices that have code of their own.
 #[doc(hidden)]
 pub use devices::portable;
@@ -87,7 +87,7 @@ pub use devices::{is_host, repeats_values};
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
-pub use gptq::{quantize_by_curvature, quantize_family, quantize_gptq};
+pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};

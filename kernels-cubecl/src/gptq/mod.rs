@@ -34,9 +34,9 @@
 //! Sums are fused multiply-adds in a fixed order: a device always finds the same codes.
 
 mod block_update;
-mod curvature;
+mod hessian_factor;
 mod propagate;
 mod quantize;
 
-pub use curvature::{CurvatureHandles, curvature};
+pub use hessian_factor::{HessianFactorHandles, hessian_factor};
 pub use quantize::quantize_gptq;

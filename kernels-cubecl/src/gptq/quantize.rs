@@ -12,7 +12,7 @@ use super::block_update::{
     CodesLaunch, GptqBlockArgsLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel,
     move_kernel, pack_kernel, round_kernel,
 };
-use super::curvature::CurvatureHandles;
+use super::hessian_factor::HessianFactorHandles;
 use super::propagate::{Errors, Region, propagate};
 use crate::memory::check_memory;
 use crate::numeric::rule::tensor_scale_args;
@@ -22,10 +22,10 @@ use crate::quantize::quantize_weighted;
 use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
 
 /// Codes and scales of a tensor by [`Gptq`], given the amax of [`amax`](crate::amax()) and a scheme
-/// of [`Damped::scheme`](burn_fp4_search::Damped::scheme).
+/// of [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme).
 ///
-/// `values` are f32, `[channels, rows]`, the channels in the order of the curvature, whatever the
-/// problem says of axis and dtype; codes and scales are in the order of the problem.
+/// `values` are f32, `[channels, rows]`, the channels in the order of the Hessian factor, whatever
+/// the problem says of axis and dtype; codes and scales are in the order of the problem.
 ///
 /// # Errors
 /// [`Refusal`]; what was launched until then has no effect.
@@ -34,15 +34,15 @@ pub fn quantize_gptq(
     device: &Capability,
     values: Handle,
     amax: Handle,
-    curvature: &CurvatureHandles,
+    hessian_factor: &HessianFactorHandles,
     options: &Gptq,
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
     let launch = plan(Operation::Gptq, problem, device)?;
     let (rows, channels) = (problem.view.packed_rows(), problem.view.axis);
     for (what, expected, found) in [
-        ("channels of the curvature", channels, curvature.channels),
-        ("block size of the curvature", problem.scheme.block_size, curvature.block_size),
+        ("channels of the Hessian factor", channels, hessian_factor.channels),
+        ("block size of the Hessian factor", problem.scheme.block_size, hessian_factor.block_size),
     ] {
         if found != expected {
             return Err(Refusal::Mismatch { what, expected, found });
@@ -60,7 +60,7 @@ pub fn quantize_gptq(
     let weight = Weight {
         client,
         device,
-        curvature,
+        hessian_factor,
         amax,
         original: values,
         elements: f32s(channels * rows),
@@ -86,7 +86,7 @@ const GROUP: usize = Gptq::GROUP;
 struct Weight<'a> {
     client: &'a Client,
     device: &'a Capability,
-    curvature: &'a CurvatureHandles,
+    hessian_factor: &'a HessianFactorHandles,
     amax: Handle,
     /// f32 `[channels, rows]`.
     original: Handle,
@@ -204,7 +204,7 @@ impl Weight<'_> {
 impl Weight<'_> {
     /// Steps 1 to 3: rounds block after block, each error spread over the channels that follow.
     fn round(&self) -> Result<(), Refusal> {
-        let factor = &self.curvature.factor;
+        let factor = &self.hessian_factor.factor;
         let weights = self.client.empty(4 * self.channels * self.rows);
         let items = self.channels * self.rows;
         let (from, to) = (self.matrix(&self.original), self.matrix(&weights));
@@ -217,7 +217,7 @@ impl Weight<'_> {
                     self.device,
                     Self::from(&weights, block.start, self.rows),
                     self.amax.clone(),
-                    Some(Self::from(&self.curvature.channel_weights, block.start, 1)),
+                    Some(Self::from(&self.hessian_factor.channel_weights, block.start, 1)),
                     &Problem { scheme: sse, ..self.of_block },
                 )?;
                 for_rows!(
@@ -240,7 +240,7 @@ impl Weight<'_> {
 
     /// Steps 4 to 6: sweeps over all blocks, with `R = (w - q) H` kept up to date.
     fn improve(&self, options: &Gptq) -> Result<(), Refusal> {
-        let hessian = &self.curvature.hessian;
+        let hessian = &self.hessian_factor.hessian;
         let residuals = self.client.empty(4 * self.channels * self.rows);
         for group in self.groups() {
             let items = group.len() * self.rows;
@@ -277,7 +277,7 @@ impl Weight<'_> {
         is_last: bool,
         improve: impl Fn(Range<usize>, usize) -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
-        let hessian = &self.curvature.hessian;
+        let hessian = &self.hessian_factor.hessian;
         for group in self.groups() {
             for block in self.blocks(&group) {
                 improve(block.clone(), group.start)?;
@@ -302,7 +302,7 @@ impl Weight<'_> {
             self,
             move_kernel,
             self.matrix(residuals),
-            self.square(&self.curvature.hessian),
+            self.square(&self.hessian_factor.hessian),
             self.codes(),
             self.block_args(block, group),
         );
@@ -321,12 +321,12 @@ impl Weight<'_> {
             self,
             aim_kernel,
             self.matrix(residuals),
-            Self::values(&self.curvature.inverses, self.channels * size),
+            Self::values(&self.hessian_factor.inverses, self.channels * size),
             Self::values(&targets, size * self.rows),
             self.codes(),
             self.block_args(block.clone(), group),
         );
-        let Hessians { values, bounds } = &self.curvature.blocks;
+        let Hessians { values, bounds } = &self.hessian_factor.blocks;
         let hessians = Hessians {
             values: Self::from(values, block.start, size),
             bounds: Self::from(bounds, block.start, 1),
@@ -345,7 +345,7 @@ impl Weight<'_> {
             Self::values(&targets, size * self.rows),
             Self::values(&chosen.codes, self.of_block.code_bytes() / 4),
             Self::values(&chosen.scales, self.rows),
-            self.square(&self.curvature.hessian),
+            self.square(&self.hessian_factor.hessian),
             self.codes(),
             self.block_args(block, group),
         );
@@ -380,7 +380,7 @@ impl Weight<'_> {
             blocks * self.rows,
             pack_kernel,
             words,
-            Self::values(&self.curvature.order, blocks),
+            Self::values(&self.hessian_factor.order, blocks),
             packed.write(problem, words),
             self.codes(),
             self.block_args(0..self.channels, 0),

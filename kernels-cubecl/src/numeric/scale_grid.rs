@@ -160,59 +160,67 @@ pub(crate) fn is_positive(code: u32, #[comptime] grid: ScaleGrid) -> bool {
 
 // What searches need.
 
-/// In which units a block is searched: elements times `factor`. There, a code of a float grid has
-/// its own value, and a power of two is 2^(code - base).
+/// How a search normalizes a block: elements are multiplied by `factor`. A code of a float grid then
+/// has its own value, and a power of two is 2^(code - base).
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Unit {
+pub(crate) struct BlockNormalization {
     pub(crate) factor: f32,
     pub(crate) base: u32,
 }
 
-/// The units of a block with this amax, given what the tensor scale multiplies elements with.
+/// Normalizes a block with this amax, given what the tensor scale multiplies elements with.
 #[cube]
-pub(crate) fn unit(amax: f32, encode: f32, #[comptime] grid: ScaleGrid) -> Unit {
+pub(crate) fn block_normalization(
+    amax: f32,
+    encode: f32,
+    #[comptime] grid: ScaleGrid,
+) -> BlockNormalization {
     match comptime!(grid) {
-        ScaleGrid::Float(_) => Unit { factor: encode, base: 0u32.runtime() },
+        ScaleGrid::Float(_) => BlockNormalization { factor: encode, base: 0u32.runtime() },
         ScaleGrid::PowersOfTwo(row) => {
             let field = u32::reinterpret(amax) >> MANTISSA;
             let base = max(field, ELEMENT_BINADE) - ELEMENT_BINADE;
             let twice = comptime!(2 * row.bias as u32);
             let exponent = twice - min(base, comptime!(twice - 1));
-            Unit { factor: f32::reinterpret(exponent << MANTISSA), base }
+            BlockNormalization { factor: f32::reinterpret(exponent << MANTISSA), base }
         }
     }
 }
 
-/// The value of a scale in the units of its block.
+/// The value of a scale, relative to the block's normalization.
 #[cube]
-pub(crate) fn value_in(unit: &Unit, code: u32, #[comptime] grid: ScaleGrid) -> f32 {
+pub(crate) fn value_in(
+    normalization: &BlockNormalization,
+    code: u32,
+    #[comptime] grid: ScaleGrid,
+) -> f32 {
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
             // As [`float_value`], of codes that are not NaN.
             f32::reinterpret(code << comptime!(dropped(row))) * comptime!(power(BIAS - row.bias))
         }
         ScaleGrid::PowersOfTwo(_) => {
-            f32::reinterpret((code - unit.base + comptime!(BIAS as u32)) << MANTISSA)
+            f32::reinterpret((code - normalization.base + comptime!(BIAS as u32)) << MANTISSA)
         }
     }
 }
 
 /// Whether there is anything to search for: not among zeros, infinities and NaN, nor at the ends
-/// of f32; see `scale_grid.rs` in the search crate. `scaled` is the amax in the units of the block.
+/// of f32; see `scale_grid.rs` in the search crate. `scaled` is the normalized amax.
 #[cube]
 pub(crate) fn is_searchable(
     amax: f32,
     scaled: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     #[comptime] grid: ScaleGrid,
 ) -> bool {
     let in_range = match comptime!(grid) {
         // Beyond, what elements are multiplied with overflows for the smallest scales.
-        ScaleGrid::Float(row) => unit.factor <= comptime!(power(BIAS + step(row))),
+        ScaleGrid::Float(row) => normalization.factor <= comptime!(power(BIAS + step(row))),
         // At the ends, scales overflow or have no half.
         ScaleGrid::PowersOfTwo(row) => {
             let end = comptime!(last(row) - 2);
-            unit.base >= 2u32 && unit.base < end
+            normalization.base >= 2u32 && normalization.base < end
         }
     };
     in_range && amax > 0.0f32 && scaled <= f32::reinterpret(0x7F7F_FFFFu32)
@@ -227,10 +235,10 @@ pub(crate) struct Window {
 }
 
 /// The window of the scales above a value, up to another, and of those that have no half; see
-/// `sse.rs` in the search crate. `scaled` is the amax in the units of the block.
+/// `sse.rs` in the search crate. `scaled` is the normalized amax.
 #[cube]
 pub(crate) fn window(
-    unit: &Unit,
+    normalization: &BlockNormalization,
     scaled: f32,
     above: f32,
     upto: f32,
@@ -254,11 +262,11 @@ pub(crate) fn window(
             // Exponents of f32, with the base added before the bias is taken away: no less than 0.
             let bias = comptime!(BIAS as u32);
             let largest = comptime!(last(row));
-            let below = (u32::reinterpret(above) >> MANTISSA) + unit.base;
-            let high = (u32::reinterpret(upto) >> MANTISSA) + unit.base;
+            let below = (u32::reinterpret(above) >> MANTISSA) + normalization.base;
+            let high = (u32::reinterpret(upto) >> MANTISSA) + normalization.base;
             Window {
                 high: min(max(high, bias) - bias, largest),
-                low: max(max(below + 1u32, bias) - bias, lowest(unit, comptime!(grid))),
+                low: max(max(below + 1u32, bias) - bias, lowest(normalization, comptime!(grid))),
                 odd: 0u32.runtime(),
             }
         }
@@ -267,20 +275,24 @@ pub(crate) fn window(
 
 /// The smallest scale that searches try.
 #[cube]
-pub(crate) fn lowest(unit: &Unit, #[comptime] grid: ScaleGrid) -> u32 {
+pub(crate) fn lowest(normalization: &BlockNormalization, #[comptime] grid: ScaleGrid) -> u32 {
     match comptime!(grid) {
         ScaleGrid::Float(_) => {
             let smallest = comptime!(smallest(grid));
             smallest.runtime()
         }
         // 6 times this one is nothing beside the amax, in f32.
-        ScaleGrid::PowersOfTwo(_) => max(unit.base, POWERS_BELOW) - POWERS_BELOW,
+        ScaleGrid::PowersOfTwo(_) => max(normalization.base, POWERS_BELOW) - POWERS_BELOW,
     }
 }
 
 /// The smallest scale at which every element of a block rounds to 0: any larger one does the same.
 #[cube]
-pub(crate) fn top(unit: &Unit, scaled: f32, #[comptime] grid: ScaleGrid) -> u32 {
+pub(crate) fn top(
+    normalization: &BlockNormalization,
+    scaled: f32,
+    #[comptime] grid: ScaleGrid,
+) -> u32 {
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
             let largest = comptime!(last(row));
@@ -288,7 +300,7 @@ pub(crate) fn top(unit: &Unit, scaled: f32, #[comptime] grid: ScaleGrid) -> u32 
         }
         ScaleGrid::PowersOfTwo(row) => {
             let largest = comptime!(last(row));
-            min(unit.base + POWERS_ABOVE, largest)
+            min(normalization.base + POWERS_ABOVE, largest)
         }
     }
 }

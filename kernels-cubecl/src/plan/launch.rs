@@ -72,7 +72,7 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
             ScaleSearch::Amax | ScaleSearch::FourOverSix { .. } | ScaleSearch::Sse => !by_hessian,
             // These have no kernel: the host runs them.
-            ScaleSearch::Joint | ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
+            ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
         };
         if !fits {
             return Err(Refusal::Search { operation, found: scheme.search });
@@ -368,7 +368,7 @@ mod tests {
         let cubes = 625 * 4;
         let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
-        for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
+        for search in [ScaleSearch::Admm, ScaleSearch::AdmmPublished, ScaleSearch::Sse] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");
         }

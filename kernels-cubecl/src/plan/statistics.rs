@@ -25,7 +25,7 @@ impl FactorPlan {
     }
 }
 
-/// Plans the factorization for this many channels.
+/// Plans the Hessian factor of this many channels.
 ///
 /// # Errors
 /// [`Refusal`] if the matrix is too large, or the device has no f64.

@@ -4,14 +4,14 @@ use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
 use crate::numeric::rule::{BlockScale, TensorFactor, factor_of};
-use crate::numeric::scale_grid::{Unit, is_positive, value_in};
+use crate::numeric::scale_grid::{BlockNormalization, is_positive, value_in};
 use crate::plan::Blueprint;
 
 /// A scale to try.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Candidate {
     pub(crate) code: u32,
-    /// Its value in the units of the block.
+    /// Its value, relative to the block's normalization.
     pub(crate) value: f32,
     /// What elements are multiplied with, or divided by.
     pub(crate) factor: f32,
@@ -21,11 +21,11 @@ pub(crate) struct Candidate {
 #[cube]
 pub(crate) fn candidate(
     code: u32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     tensor: &TensorFactor,
     #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(unit, code, comptime!(blueprint.grid()));
+    let value = value_in(normalization, code, comptime!(blueprint.grid()));
     Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(blueprint.rule)) }
 }
 
@@ -33,10 +33,10 @@ pub(crate) fn candidate(
 #[cube]
 pub(crate) fn own_candidate(
     own: &BlockScale,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(unit, own.code, comptime!(blueprint.grid()));
+    let value = value_in(normalization, own.code, comptime!(blueprint.grid()));
     Candidate { code: own.code, value, factor: own.factor }
 }
 

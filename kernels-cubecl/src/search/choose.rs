@@ -33,7 +33,6 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
         // They need Hessians, and have an operation of their own: no plan leads here.
         ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Joint
         | ScaleSearch::Admm
         | ScaleSearch::AdmmPublished => comptime!(unreachable!()),
     }

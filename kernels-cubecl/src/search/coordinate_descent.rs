@@ -23,14 +23,13 @@ use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, anew, bound, costs, row_vector, step};
 use crate::numeric::element::{element_value, nearest_element, round_to_e2m1};
 use crate::numeric::rule::TensorFactor;
-use crate::numeric::scale_grid::{Unit, lowest, top};
+use crate::numeric::scale_grid::{BlockNormalization, lowest, top};
 use crate::plan::Blueprint;
 
 /// Passes over the elements of a block at most.
 const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
 
-/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the largest magnitude
-/// in the units of the block.
+/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the normalized amax.
 #[cube]
 pub(crate) fn descend<H: Size>(
     elements: &Array<f32>,
@@ -38,7 +37,7 @@ pub(crate) fn descend<H: Size>(
     hessian: &BlockHessian<'_, H>,
     tensor: &TensorFactor,
     own: u32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     scaled: f32,
     #[comptime] blueprint: Blueprint,
 ) -> u32 {
@@ -47,18 +46,25 @@ pub(crate) fn descend<H: Size>(
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut found = Array::<u32>::new(comptime!(words as usize));
     let mut best = start(infinity, own, grid);
-    let lowest = lowest(unit, grid);
+    let lowest = lowest(normalization, grid);
     // The rule's own scale, then all others from the top down; below 0 codes wrap around.
     let mut next = own;
     let mut is_own = true;
     while is_own || next >= lowest && next < 0x8000_0000u32 {
-        let tried = candidate(next, unit, tensor, blueprint);
-        let outcome =
-            try_scale::<H>(elements, &mut found, &tried, best.cost, unit, hessian, blueprint);
+        let tried = candidate(next, normalization, tensor, blueprint);
+        let outcome = try_scale::<H>(
+            elements,
+            &mut found,
+            &tried,
+            best.cost,
+            normalization,
+            hessian,
+            blueprint,
+        );
         let mut takes = is_own;
         if is_own {
             best.cost = start(outcome.cost, own, grid).cost;
-            next = top(unit, scaled, grid);
+            next = top(normalization, scaled, grid);
         } else {
             let before = best.code;
             improve(&mut best, outcome.cost, next, own);
@@ -95,7 +101,7 @@ fn try_scale<H: Size>(
     found: &mut Array<u32>,
     tried: &Candidate,
     best: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
     #[comptime] blueprint: Blueprint,
 ) -> Outcome {
@@ -104,8 +110,15 @@ fn try_scale<H: Size>(
     let hessian = again::<H>(hessian, tried.code);
     let mut nearest = Array::<u32>::new(comptime!(words as usize));
     let mut errors = Array::<f32>::new(comptime!(size as usize));
-    let limits =
-        round_all::<H>(elements, &mut nearest, &mut errors, tried, unit, &hessian, blueprint);
+    let limits = round_all::<H>(
+        elements,
+        &mut nearest,
+        &mut errors,
+        tried,
+        normalization,
+        &hessian,
+        blueprint,
+    );
     let mut result = f32::reinterpret(0x7F80_0000u32);
     if limits.largest * limits.largest <= best {
         let mut gradient = Array::<f32>::new(comptime!(size as usize));
@@ -122,7 +135,8 @@ fn try_scale<H: Size>(
             }
         }
         sweep::<H>(found, &mut values, &mut gradient, tried.value, &hessian, size);
-        let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), &hessian, turn));
+        let factor =
+            f32::reinterpret(anew::<H>(u32::reinterpret(normalization.factor), &hessian, turn));
         #[unroll]
         for k in 0..size {
             let element = elements[k as usize] * factor;
@@ -158,12 +172,13 @@ fn round_all<H: Size>(
     nearest: &mut Array<u32>,
     errors: &mut Array<f32>,
     tried: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
     #[comptime] blueprint: Blueprint,
 ) -> Limits {
     let size = comptime!(blueprint.block_size);
-    let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), hessian, tried.code));
+    let factor =
+        f32::reinterpret(anew::<H>(u32::reinterpret(normalization.factor), hessian, tried.code));
     let mut largest = 0.0f32.runtime();
     let mut clipped = 0.0f32.runtime();
     #[unroll]

@@ -21,7 +21,9 @@ use super::coordinate_descent::{descend, without_negative_zeros};
 use crate::numeric::codes::{limits_all, nearest_codes};
 use crate::numeric::element::nearest_element;
 use crate::numeric::rule::{TensorFactor, TensorScaleArgs, block_scale};
-use crate::numeric::scale_grid::{Unit, is_positive, is_searchable, lowest, top, unit, value_in};
+use crate::numeric::scale_grid::{
+    BlockNormalization, block_normalization, is_positive, is_searchable, lowest, top, value_in,
+};
 use crate::plan::Blueprint;
 
 /// Where the amax is less than so many times the scale, errors are large beside the best ones, and
@@ -43,19 +45,36 @@ pub(crate) fn search<H: Size>(
     let descends = comptime!(blueprint.search == ScaleSearch::CoordinateDescent);
     let largest = largest_magnitude(elements, 0u32, blueprint.block_size);
     let own = block_scale(largest, tensor, comptime!(blueprint.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let amax = largest * unit.factor;
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let amax = largest * normalization.factor;
     let mut code = own.code;
     let mut factor = own.factor;
-    let searchable = is_searchable(largest, amax, &unit, grid);
+    let searchable = is_searchable(largest, amax, &normalization, grid);
     if searchable {
         let best = if comptime!(descends) {
-            descend::<H>(elements, codes, hessian, tensor, own.code, &unit, amax, blueprint)
+            descend::<H>(
+                elements,
+                codes,
+                hessian,
+                tensor,
+                own.code,
+                &normalization,
+                amax,
+                blueprint,
+            )
         } else {
-            search_nearest::<H>(elements, own.code, amax, &unit, tensor, hessian, blueprint)
+            search_nearest::<H>(
+                elements,
+                own.code,
+                amax,
+                &normalization,
+                tensor,
+                hessian,
+                blueprint,
+            )
         };
         if best != own.code {
-            let chosen = candidate(best, &unit, tensor, blueprint);
+            let chosen = candidate(best, &normalization, tensor, blueprint);
             code = chosen.code;
             factor = chosen.factor;
         }
@@ -72,13 +91,13 @@ pub(crate) fn search<H: Size>(
     code
 }
 
-/// The best scale for nearest codes, given the rule's own and the amax in the units of the block.
+/// The best scale for nearest codes, given the rule's own and the normalized amax.
 #[cube]
 fn search_nearest<H: Size>(
     elements: &Array<f32>,
     own: u32,
     amax: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     tensor: &TensorFactor,
     hessian: &BlockHessian<'_, H>,
     #[comptime] blueprint: Blueprint,
@@ -87,18 +106,18 @@ fn search_nearest<H: Size>(
     let size = comptime!(blueprint.block_size);
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut best = start(infinity, own, grid);
-    let lowest = lowest(unit, grid);
+    let lowest = lowest(normalization, grid);
     let mut errors = Array::<f32>::new(comptime!((2 * size) as usize));
     // The rule's own scale and the largest, then all others from the top down.
     let mut first = own;
-    let mut second = other_than(own, top(unit, amax, grid));
+    let mut second = other_than(own, top(normalization, amax, grid));
     let mut first_counts = is_positive(own, grid);
     let mut goes_on = true;
     while goes_on {
-        let tried = candidate(first, unit, tensor, blueprint);
-        nearest_errors(elements, &mut errors, 0u32, &tried, unit, blueprint);
-        let tried = candidate(second, unit, tensor, blueprint);
-        nearest_errors(elements, &mut errors, size, &tried, unit, blueprint);
+        let tried = candidate(first, normalization, tensor, blueprint);
+        nearest_errors(elements, &mut errors, 0u32, &tried, normalization, blueprint);
+        let tried = candidate(second, normalization, tensor, blueprint);
+        nearest_errors(elements, &mut errors, size, &tried, normalization, blueprint);
         let mut possible = true;
         if amax < tried.value * COARSE {
             let of_first = least_cost::<H>(&errors, 0u32, hessian, size);
@@ -116,10 +135,11 @@ fn search_nearest<H: Size>(
         second = other_than(own, first - 1u32);
         first_counts = true;
         goes_on = is_left(first, lowest);
-        let value = value_in(unit, first, grid);
+        let value = value_in(normalization, first, grid);
         // At larger scales no element is beyond the largest one.
         let clips = goes_on && value * 6.0f32 < amax;
-        if clips && is_hopeless::<H>(elements, value, unit, best.cost, hessian, blueprint) {
+        if clips && is_hopeless::<H>(elements, value, normalization, best.cost, hessian, blueprint)
+        {
             goes_on = false;
         }
     }
@@ -143,7 +163,7 @@ fn other_than(own: u32, code: u32) -> u32 {
 fn is_hopeless<H: Size>(
     elements: &Array<f32>,
     value: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     best: f32,
     hessian: &BlockHessian<'_, H>,
     #[comptime] blueprint: Blueprint,
@@ -152,7 +172,7 @@ fn is_hopeless<H: Size>(
     #[unroll]
     for k in 0..blueprint.block_size {
         let bound = bound::<H>(hessian, k, blueprint.block_size);
-        let bounded = (elements[k as usize] * unit.factor).abs() * bound;
+        let bounded = (elements[k as usize] * normalization.factor).abs() * bound;
         clipped = max(clipped, fma(-6.0f32 * bound, value, bounded));
     }
     clipped * clipped > best
@@ -165,13 +185,14 @@ fn nearest_errors(
     errors: &mut Array<f32>,
     #[comptime] start: u32,
     tried: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     #[comptime] blueprint: Blueprint,
 ) {
     #[unroll]
     for k in 0..blueprint.block_size {
         let element = elements[k as usize];
         let nearest = nearest_element(normalized(element, tried, blueprint));
-        errors[comptime!((start + k) as usize)] = fma(-nearest, tried.value, element * unit.factor);
+        errors[comptime!((start + k) as usize)] =
+            fma(-nearest, tried.value, element * normalization.factor);
     }
 }

@@ -1,4 +1,4 @@
-//! What a unit chooses scales for.
+//! The arguments of kernels that choose scales.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -7,15 +7,15 @@ use crate::numeric::rule::{TensorScaleArgs, tensor_scale_args};
 use crate::plan::{Blueprint, Launch, Problem, ThreadTile};
 use crate::tensor::indexing::{Dims, dims};
 
-/// A tensor that is quantized, and all that decides how.
+/// A tensor to quantize, and how.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     /// The dense tensor, in vectors of words.
     pub(crate) values: &'static [Vector<E, N>],
     /// Largest magnitude of the tensor, or of each packed row.
     pub(crate) amax: &'static [f32],
-    /// What errors cost, for every channel; something that is not read where
-    /// there is none.
+    /// Weight of squared errors, for every channel; a dummy binding, never read, where there is
+    /// none.
     pub(crate) weights: &'static [f32],
     pub(crate) dims: Dims,
     pub(crate) scale_args: TensorScaleArgs,
@@ -25,7 +25,7 @@ pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     pub(crate) thread_tile: ThreadTile,
 }
 
-/// The task of a launch; `weights` are f32, one for every element along the axis.
+/// The arguments of a launch; `weights` are f32, one for every element along the axis.
 pub(crate) fn quantize_args<E: Int, N: Size>(
     values: Handle,
     amax: Handle,

@@ -13,7 +13,9 @@ use crate::numeric::element::{UNLIMITED, nearest_magnitude, nearest_unlimited};
 use crate::numeric::rule::{
     BlockScale, BlockScales, TensorFactor, block_scale, normalize_magnitude, tensor_factor,
 };
-use crate::numeric::scale_grid::{Unit, Window, is_searchable, unit, window};
+use crate::numeric::scale_grid::{
+    BlockNormalization, Window, block_normalization, is_searchable, window,
+};
 use crate::plan::{Blueprint, TileSharing};
 use crate::tensor::indexing::{TileOrigin, at_row};
 use crate::tensor::load_store::load_blocks;
@@ -23,12 +25,17 @@ use crate::tensor::tile_reduce::sum_of_tile;
 const MORE: f32 = 1.0 + MARGIN;
 const LESS: f32 = 1.0 - MARGIN;
 
-/// The scales to try for a block whose amax, in its units, is `scaled`.
+/// The scales to try for a block whose normalized amax is `scaled`.
 #[cube]
-fn window_of(unit: &Unit, scaled: f32, crest: f32, #[comptime] blueprint: Blueprint) -> Window {
+fn window_of(
+    normalization: &BlockNormalization,
+    scaled: f32,
+    crest: f32,
+    #[comptime] blueprint: Blueprint,
+) -> Window {
     let above = scaled / crest * LESS;
     let upto = scaled / HALF_IS_AS_GOOD * MORE;
-    window(unit, scaled, above, upto, comptime!(blueprint.grid()))
+    window(normalization, scaled, above, upto, comptime!(blueprint.grid()))
 }
 
 /// The scale to try after another. Wraps below 0.
@@ -117,7 +124,7 @@ fn cost(
     elements: &Array<f32>,
     #[comptime] start: u32,
     candidate: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     weights: &[f32],
     channel: u32,
     #[comptime] limits: bool,
@@ -134,7 +141,7 @@ fn cost(
         } else {
             nearest_unlimited(normalized)
         };
-        let error = fma(-nearest, candidate.value, magnitude * unit.factor);
+        let error = fma(-nearest, candidate.value, magnitude * normalization.factor);
         let weighted = if comptime!(blueprint.weighted) {
             weights[(channel + k) as usize] * error
         } else {
@@ -158,22 +165,23 @@ fn search_row(
 ) -> BlockScale {
     let grid = comptime!(blueprint.grid());
     let own = block_scale(largest, tensor, comptime!(blueprint.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let scaled = largest * unit.factor;
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let scaled = largest * normalization.factor;
     let mut chosen_code = own.code;
     let mut chosen_factor = own.factor;
-    if is_searchable(largest, scaled, &unit, grid) {
+    if is_searchable(largest, scaled, &normalization, grid) {
         let weight = weights_of(elements, start_at, largest, weights, channel, blueprint);
-        let window = window_of(&unit, scaled, crest(&weight), blueprint);
+        let window = window_of(&normalization, scaled, crest(&weight), blueprint);
         let mut best = start(f32::reinterpret(0x7F80_0000u32), own.code, grid);
         // The window has the rule's own scale but for the ends of the grid.
         if own.code < window.low || own.code > window.high {
-            let tried = own_candidate(&own, &unit, blueprint);
-            let found = cost(elements, start_at, &tried, &unit, weights, channel, true, blueprint);
+            let tried = own_candidate(&own, &normalization, blueprint);
+            let found =
+                cost(elements, start_at, &tried, &normalization, weights, channel, true, blueprint);
             best.cost = start(found, own.code, grid).cost;
         }
         let mut code = max(window.high, window.odd);
-        let first = candidate(code, &unit, tensor, blueprint);
+        let first = candidate(code, &normalization, tensor, blueprint);
         let mut value = first.value;
         let mut factor = first.factor;
         // Elements are beyond the largest one only with the last scales, few or none.
@@ -182,10 +190,18 @@ fn search_row(
             let limits = comptime!(pass == 1);
             while is_next(&window, code, largest, factor, limits, blueprint) {
                 let tried = Candidate { code, value, factor };
-                let found =
-                    cost(elements, start_at, &tried, &unit, weights, channel, limits, blueprint);
+                let found = cost(
+                    elements,
+                    start_at,
+                    &tried,
+                    &normalization,
+                    weights,
+                    channel,
+                    limits,
+                    blueprint,
+                );
                 improve(&mut best, found, code, own.code);
-                let below = candidate(next(&window, code), &unit, tensor, blueprint);
+                let below = candidate(next(&window, code), &normalization, tensor, blueprint);
                 value = below.value;
                 factor = below.factor;
                 let hopeless = is_hopeless(value, scaled, weight.largest, &best);
@@ -193,7 +209,7 @@ fn search_row(
             }
         }
         if best.code != own.code {
-            let chosen = candidate(best.code, &unit, tensor, blueprint);
+            let chosen = candidate(best.code, &normalization, tensor, blueprint);
             chosen_code = chosen.code;
             chosen_factor = chosen.factor;
         }
@@ -245,8 +261,8 @@ fn search_tile<E: Int, N: Size>(
     let grid = comptime!(blueprint.grid());
     let tensor = tensor_factor(args.amax, origin.row, &args.scale_args, blueprint);
     let own = block_scale(largest, &tensor, comptime!(blueprint.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let scaled = largest * unit.factor;
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let scaled = largest * normalization.factor;
     // The safe bound for any weights: nothing is left out but what saturates.
     let rows = args.dims.rows;
     let rows_of_tile = min(rows - min(origin.row / 16 * 16, rows), 16u32);
@@ -254,8 +270,8 @@ fn search_tile<E: Int, N: Size>(
     let even = Weights { largest: 1.0f32.runtime(), total: count };
     let limit =
         if comptime!(blueprint.weighted) { f32::reinterpret(0x7F80_0000u32) } else { crest(&even) };
-    let window = window_of(&unit, scaled, limit, blueprint);
-    let searchable = is_searchable(largest, scaled, &unit, grid);
+    let window = window_of(&normalization, scaled, limit, blueprint);
+    let searchable = is_searchable(largest, scaled, &normalization, grid);
     let mut code = max(window.high, window.odd);
     let steps = select(searchable, code + 1u32 - min(window.low, code + 1u32), 0u32);
     // For the exchange, all units of a plane have to take part.
@@ -264,12 +280,12 @@ fn search_tile<E: Int, N: Size>(
     } else {
         steps
     };
-    let tried = own_candidate(&own, &unit, blueprint);
-    let own_cost = tile_cost::<E, N>(args, elements, origin, &tried, &unit);
+    let tried = own_candidate(&own, &normalization, blueprint);
+    let own_cost = tile_cost::<E, N>(args, elements, origin, &tried, &normalization);
     let mut best = start(own_cost, own.code, grid);
     for _ in 0..steps {
-        let tried = candidate(code, &unit, &tensor, blueprint);
-        let found = tile_cost::<E, N>(args, elements, origin, &tried, &unit);
+        let tried = candidate(code, &normalization, &tensor, blueprint);
+        let found = tile_cost::<E, N>(args, elements, origin, &tried, &normalization);
         if is_left(&window, code) {
             improve(&mut best, found, code, own.code);
         }
@@ -278,7 +294,7 @@ fn search_tile<E: Int, N: Size>(
     let mut chosen_code = own.code;
     let mut chosen_factor = own.factor;
     if searchable && best.code != own.code {
-        let chosen = candidate(best.code, &unit, &tensor, blueprint);
+        let chosen = candidate(best.code, &normalization, &tensor, blueprint);
         chosen_code = chosen.code;
         chosen_factor = chosen.factor;
     }
@@ -292,7 +308,7 @@ fn tile_cost<E: Int, N: Size>(
     elements: &Array<f32>,
     origin: &TileOrigin,
     tried: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
 ) -> f32 {
     let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
     let block_size = comptime!(blueprint.block_size);
@@ -308,14 +324,16 @@ fn tile_cost<E: Int, N: Size>(
             let neighbour = at_row(origin, &args.dims, min(row, rows - 1), block_size, thread_tile);
             let elements =
                 load_blocks::<E, N>(args.values, &neighbour, &args.dims, block_size, thread_tile);
-            let found = cost(&elements, 0u32, tried, unit, args.weights, channel, true, blueprint);
+            let found =
+                cost(&elements, 0u32, tried, normalization, args.weights, channel, true, blueprint);
             costs[index as usize] = select(row < rows, found, 0.0f32);
         }
     } else {
         #[unroll]
         for row in 0..thread_tile.rows {
             let start = comptime!(row * block_size);
-            let found = cost(elements, start, tried, unit, args.weights, channel, true, blueprint);
+            let found =
+                cost(elements, start, tried, normalization, args.weights, channel, true, blueprint);
             costs[row as usize] = select(row < origin.rows_left, found, 0.0f32);
         }
     }

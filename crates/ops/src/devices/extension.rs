@@ -15,12 +15,12 @@ use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
-use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
+use burn_fp4_search::host::DequantTarget;
+use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::portable::bias::add_bias;
 use super::portable::{dequantize, gram, hadamard, on_host, quantize};
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 use crate::layout::Fp4Layout;
 #[cfg(feature = "cube")]
 use crate::layout::{amax_shape, product_shape, reduced_shape};
@@ -79,18 +79,18 @@ pub trait Fp4Backend: Backend {
         on_host::quantize_by_importance::<Self>(values, amax, importance, bounds, axis, scheme)
     }
 
-    /// Codes and scales by GPTQ, by a scheme of
-    /// [`Damped::scheme`](burn_fp4_search::Damped::scheme), with a curvature of the host or of this
-    /// device. The values are finite.
+    /// Codes and scales by GPTQ, for finite values and a scheme from
+    /// [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme). The Hessian factor is on
+    /// the host or on this device.
     #[fusion(meta = packed_by_gptq_metadata)]
     fn fp4_quantize_gptq(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        curvature: Arc<Curvature>,
+        hessian_factor: Arc<HessianFactor>,
     ) -> Fp4Primitive<Self> {
-        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, curvature)
+        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor)
     }
 
     /// The values of codes and scales, computed in f32 and rounded once to the dtype.
@@ -135,11 +135,11 @@ pub trait Fp4Backend: Backend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         saturated: Saturated,
     ) -> FloatTensor<Self> {
         let _ = saturated;
-        quantize::fake_quantize::<Self>(values, amax, axis, scheme, restore)
+        quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
     }
 
     /// Every 16 neighbours along an axis transformed, or back, in the dtype of the input.
@@ -173,7 +173,7 @@ pub trait Fp4Backend: Backend {
     fn fp4_add_gram(
         sums: FloatTensor<Self>,
         activations: FloatTensor<Self>,
-        layout: GramTiles,
+        layout: GramLayout,
         first: usize,
     ) -> FloatTensor<Self> {
         gram::add_gram::<Self>(sums, activations, layout, first, Self::fp4_untuned_matmul)

@@ -3,8 +3,8 @@
 
 use burn::tensor::{Element, TensorData, bf16, f16};
 use burn_fp4_search::formats::Packed;
-use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
-use burn_fp4_search::{BlockHessians, Curvature, Fp4Scheme, Hadamard, Importance};
+use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
+use burn_fp4_search::{BlockHessians, Fp4Scheme, Hadamard, HessianFactor, Importance};
 
 use crate::layout::Fp4Layout;
 use crate::squares::ranges_of;
@@ -66,9 +66,9 @@ pub(crate) fn quantize_gptq(
     rows: usize,
     amax: &[f32],
     scheme: &Fp4Scheme,
-    curvature: &Curvature,
+    hessian_factor: &HessianFactor,
 ) -> Packed {
-    curvature.quantize(values, rows, scheme, amax).expect(CHECKED)
+    hessian_factor.quantize(values, rows, scheme, amax).expect(CHECKED)
 }
 
 /// Calls `use_importance` with what the importance of an extension's operation means.
@@ -92,11 +92,11 @@ pub(crate) fn fake_quantize(
     axis: usize,
     amax: &[f32],
     scheme: &Fp4Scheme,
-    restore: Restore,
+    target: DequantTarget,
 ) -> TensorData {
     let view = View::along(shape, axis);
     each_dtype!(values, values => made_of(values, shape, |values, output| {
-        host::fake_quantize(values, view, scheme, amax, restore, output).expect(CHECKED);
+        host::fake_quantize(values, view, scheme, amax, target, output).expect(CHECKED);
     }))
 }
 

@@ -4,7 +4,7 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, TensorData};
-use burn_fp4_search::host::{PackedView, Restore, View};
+use burn_fp4_search::host::{DequantTarget, PackedView, View};
 use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
@@ -133,13 +133,13 @@ impl<B: HostDevice> Fp4Backend for B {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         let device = values.device();
         let output = B::with_values(values, |values, shape| {
             with_f32::<B, _>(amax, |amax| {
-                host::fake_quantize(values, shape, axis, amax, &scheme, restore)
+                host::fake_quantize(values, shape, axis, amax, &scheme, target)
             })
         });
         B::float_from_data(output, &device)

@@ -10,8 +10,8 @@ use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, Importance, Rounding, ScaleSearch};
 
 use super::floats::{Floats, rows};
-use crate::curvature::Curvature;
 use crate::devices::host;
+use crate::hessian_factor::HessianFactor;
 use crate::primitive::Fp4Primitive;
 
 /// Whether a scheme needs what tensor operations lack: a fused multiply-add, or random numbers from
@@ -59,14 +59,14 @@ pub fn quantize_gptq<B: Backend>(
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
-    curvature: Arc<Curvature>,
+    hessian_factor: Arc<HessianFactor>,
 ) -> Fp4Primitive<B> {
     let device = values.device();
     let Floats(matrix) = rows::<B>(values, axis);
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
-    let curvature = curvature.on_host().expect("callers look where it was made");
-    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, curvature), &device)
+    let hessian_factor = hessian_factor.on_host().expect("callers look where it was made");
+    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, hessian_factor), &device)
 }
 
 fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {

@@ -6,9 +6,13 @@ use std::fmt;
 use burn_fp4_formats::check_length;
 use rayon::prelude::*;
 
-use crate::gram::check_blocks;
+use crate::error::SearchError;
+use crate::gptq::{BlockOrder, Gptq};
+use crate::gram::{Gram, check_blocks};
+use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
-use crate::{BlockHessians, BlockOrder, Fp4Scheme, Gptq, Gram, ScaleSearch, SearchError};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
 
 impl Gptq {
     /// Checks the options, and that they go with a scheme.
@@ -24,19 +28,27 @@ impl Gptq {
     /// What all weights that are multiplied by the same activations are quantized by.
     ///
     /// # Errors
-    /// As [`damped`](Self::damped); [`SearchError::Singular`] if H is singular.
-    pub fn curvature(&self, gram: &Gram, block_size: usize) -> Result<Curvature, SearchError> {
-        Curvature::new(gram, self.damped(gram, block_size)?)
+    /// As [`damped_hessian`](Self::damped_hessian); [`SearchError::Singular`] if H is singular.
+    pub fn hessian_factor(
+        &self,
+        gram: &Gram,
+        block_size: usize,
+    ) -> Result<HessianFactor, SearchError> {
+        HessianFactor::new(gram, self.damped_hessian(gram, block_size)?)
     }
 
-    /// The part of the curvature that needs no factorization of the whole of H.
+    /// The part of the Hessian factor that needs no factorization of the whole of H.
     ///
     /// # Errors
     /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels
     /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is.
-    pub fn damped(&self, gram: &Gram, block_size: usize) -> Result<Damped, SearchError> {
+    pub fn damped_hessian(
+        &self,
+        gram: &Gram,
+        block_size: usize,
+    ) -> Result<DampedHessian, SearchError> {
         self.check_damping()?;
-        Damped::new(*self, gram, block_size)
+        DampedHessian::new(*self, gram, block_size)
     }
 
     /// # Errors
@@ -52,10 +64,10 @@ impl Gptq {
 /// How a block is chosen anew, given the errors of all others.
 pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
 
-/// The part of a [`Curvature`] that takes little time: all but H as a whole and its factorization.
-/// Made by [`Gptq::damped`].
+/// The part of a [`HessianFactor`] that takes little time: all but H as a whole and its factorization.
+/// Made by [`Gptq::damped_hessian`].
 #[derive(Debug, Clone, PartialEq)]
-pub struct Damped {
+pub struct DampedHessian {
     options: Gptq,
     order: Vec<usize>,
     added: f64,
@@ -63,7 +75,7 @@ pub struct Damped {
     inverses: Vec<f32>,
 }
 
-impl Damped {
+impl DampedHessian {
     pub(crate) fn new(options: Gptq, gram: &Gram, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(gram.channels(), block_size)?;
         check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
@@ -133,26 +145,26 @@ impl Damped {
 }
 
 /// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as
-/// far as that is needed. Made by [`Gptq::curvature`].
+/// far as that is needed. Made by [`Gptq::hessian_factor`].
 #[derive(Clone, PartialEq)]
-pub struct Curvature {
-    damped: Damped,
+pub struct HessianFactor {
+    damped: DampedHessian,
     factor: Vec<f32>,
     hessian: Vec<f32>,
 }
 
-impl fmt::Debug for Curvature {
+impl fmt::Debug for HessianFactor {
     /// Without the matrices, which have millions of elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Curvature")
+        f.debug_struct("HessianFactor")
             .field("options", self.damped.options())
             .field("channels", &self.damped.channels())
             .finish()
     }
 }
 
-impl Curvature {
-    pub(crate) fn new(gram: &Gram, damped: Damped) -> Result<Self, SearchError> {
+impl HessianFactor {
+    pub(crate) fn new(gram: &Gram, damped: DampedHessian) -> Result<Self, SearchError> {
         let mut wide = hessian(gram, &damped);
         let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
         // Backward in both axes H is `L L^T`; the inverse of L, backward again, is U.
@@ -167,7 +179,7 @@ impl Curvature {
     }
 
     /// All but the two large matrices.
-    pub fn damped(&self) -> &Damped {
+    pub fn damped(&self) -> &DampedHessian {
         &self.damped
     }
 
@@ -196,8 +208,8 @@ impl BlockOrder {
 }
 
 /// H in f64.
-fn hessian(gram: &Gram, damped: &Damped) -> Vec<f64> {
-    let Damped { order, added, blocks, .. } = damped;
+fn hessian(gram: &Gram, damped: &DampedHessian) -> Vec<f64> {
+    let DampedHessian { order, added, blocks, .. } = damped;
     let (channels, size) = (order.len(), blocks.block_size());
     let mut hessian = vec![0.0; channels * channels];
     // By squares, of which what is mirrored is in the cache as well.

@@ -6,13 +6,13 @@ use std::ops::Range;
 /// each from its first row to the diagonal, so that it is itself a matrix `[rows, side]`; or only
 /// those along the diagonal. Channels beyond the last are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct GramTiles {
+pub struct GramLayout {
     channels: usize,
     side: usize,
     diagonal: bool,
 }
 
-impl GramTiles {
+impl GramLayout {
     /// Side of the tiles in which devices sum up; those of a whole matrix are no larger elsewhere.
     pub const SIDE: usize = 128;
 
@@ -109,11 +109,11 @@ mod tests {
     #[test]
     fn every_element_has_one_place() {
         for (tiles, elements) in [
-            (GramTiles::of_device(300, 300), 300 * 301 / 2),
-            (GramTiles::of_device(3, 3), 3 * 4 / 2),
-            (GramTiles::of_device(320, 32), 2 * 128 * 129 / 2 + 64 * 65 / 2),
-            (GramTiles::compact(300, 300), 300 * 301 / 2),
-            (GramTiles::compact(300, 100), 3 * 100 * 101 / 2),
+            (GramLayout::of_device(300, 300), 300 * 301 / 2),
+            (GramLayout::of_device(3, 3), 3 * 4 / 2),
+            (GramLayout::of_device(320, 32), 2 * 128 * 129 / 2 + 64 * 65 / 2),
+            (GramLayout::compact(300, 300), 300 * 301 / 2),
+            (GramLayout::compact(300, 100), 3 * 100 * 101 / 2),
         ] {
             let mut places = std::collections::BTreeSet::new();
             for row in 0..tiles.channels() {
@@ -135,10 +135,10 @@ mod tests {
 
     #[test]
     fn columns_are_those_of_a_range() {
-        let tiles = GramTiles::of_device(300, 300);
+        let tiles = GramLayout::of_device(300, 300);
         assert_eq!(tiles.count(), 6);
         assert_eq!(tiles.columns(2..5), [(1, 1..2), (2, 0..2)]);
-        let tiles = GramTiles::of_device(300, 4);
+        let tiles = GramLayout::of_device(300, 4);
         assert_eq!(tiles.columns(1..3), [(1, 1..2), (2, 2..3)]);
     }
 }

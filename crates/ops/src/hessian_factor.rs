@@ -1,35 +1,35 @@
-//! [`Curvature`]: what GPTQ derives from a Gram matrix, where the weights are.
+//! [`HessianFactor`]: a Gram matrix factorized for GPTQ, on the device of the weights.
 
 use std::fmt;
 
 use burn::tensor::Device;
 #[cfg(feature = "cube")]
 use burn_fp4_search::SearchError;
-use burn_fp4_search::{Curvature as HostCurvature, Damped, Fp4Scheme, Gptq, Gram};
+use burn_fp4_search::{DampedHessian, Fp4Scheme, Gptq, Gram, HessianFactor as HostHessianFactor};
 
 #[cfg(feature = "cube")]
 use crate::devices::cube::device::with_kernels;
 use crate::error::OpsError;
 
-/// What GPTQ derives from a Gram matrix, once for all weights of a device that are multiplied by
-/// the same activations: computed on the device if that has kernels, otherwise on the host, by all
-/// its cores.
-pub struct Curvature {
+/// The Cholesky factor of an inverse damped Hessian, computed once for all weights of a device that
+/// are multiplied by the same activations: on the device if that has kernels, otherwise on the host,
+/// on all its cores.
+pub struct HessianFactor {
     device: Device,
     place: Place,
 }
 
 /// Where it is.
 enum Place {
-    Host(HostCurvature),
+    Host(HostHessianFactor),
     #[cfg(feature = "cube")]
-    Cube(Box<(Damped, burn_fp4_cubecl::CurvatureHandles)>),
+    Cube(Box<(DampedHessian, burn_fp4_cubecl::HessianFactorHandles)>),
 }
 
-impl fmt::Debug for Curvature {
+impl fmt::Debug for HessianFactor {
     /// Without the matrices, which have millions of elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Curvature")
+        f.debug_struct("HessianFactor")
             .field("options", self.options())
             .field("channels", &self.channels())
             .field("device", &self.device)
@@ -37,20 +37,20 @@ impl fmt::Debug for Curvature {
     }
 }
 
-impl Curvature {
+impl HessianFactor {
     /// Factorizes the Gram matrix for weights on a device, packed in blocks of this size.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};
-    /// use burn_fp4_ops::{Curvature, Gptq, OpsError, gram, search::SearchError};
+    /// use burn_fp4_ops::{Gptq, HessianFactor, OpsError, gram, search::SearchError};
     ///
     /// let device = Device::flex();
     /// // Singular: all channels are the same.
     /// let gram = gram(Tensor::<2>::ones([4, 32], &device))?;
-    /// let curvature = Curvature::new(&gram, &Gptq::TEXTBOOK, 16, &device)?;
-    /// assert_eq!((curvature.channels(), curvature.block_size()), (32, 16));
+    /// let hessian_factor = HessianFactor::new(&gram, &Gptq::TEXTBOOK, 16, &device)?;
+    /// assert_eq!((hessian_factor.channels(), hessian_factor.block_size()), (32, 16));
     /// let undamped = Gptq { damping: 0.0, ..Gptq::TEXTBOOK };
-    /// let error = Curvature::new(&gram, &undamped, 16, &device).unwrap_err();
+    /// let error = HessianFactor::new(&gram, &undamped, 16, &device).unwrap_err();
     /// assert_eq!(error, OpsError::Search(SearchError::Singular));
     /// # Ok::<(), burn_fp4_ops::OpsError>(())
     /// ```
@@ -67,20 +67,20 @@ impl Curvature {
         let device = device.clone().inner();
         #[cfg(feature = "cube")]
         if let Some(cube) = with_kernels(&device) {
-            let damped = options.damped(gram, block_size)?;
+            let damped = options.damped_hessian(gram, block_size)?;
             // What its kernels refuse is left to the host.
-            if let Some(curvature) = on_cube(&cube, gram, &damped)? {
-                return Ok(Self { device, place: Place::Cube(Box::new((damped, curvature))) });
+            if let Some(hessian_factor) = on_cube(&cube, gram, &damped)? {
+                return Ok(Self { device, place: Place::Cube(Box::new((damped, hessian_factor))) });
             }
         }
-        Ok(Self { device, place: Place::Host(options.curvature(gram, block_size)?) })
+        Ok(Self { device, place: Place::Host(options.hessian_factor(gram, block_size)?) })
     }
 
-    fn damped(&self) -> &Damped {
+    fn damped(&self) -> &DampedHessian {
         match &self.place {
-            Place::Host(curvature) => curvature.damped(),
+            Place::Host(hessian_factor) => hessian_factor.damped(),
             #[cfg(feature = "cube")]
-            Place::Cube(curvature) => &curvature.0,
+            Place::Cube(hessian_factor) => &hessian_factor.0,
         }
     }
 
@@ -116,9 +116,9 @@ impl Curvature {
     }
 
     /// If it was made on the host.
-    pub(crate) fn on_host(&self) -> Option<&HostCurvature> {
+    pub(crate) fn on_host(&self) -> Option<&HostHessianFactor> {
         match &self.place {
-            Place::Host(curvature) => Some(curvature),
+            Place::Host(hessian_factor) => Some(hessian_factor),
             #[cfg(feature = "cube")]
             Place::Cube(..) => None,
         }
@@ -126,10 +126,10 @@ impl Curvature {
 
     /// If it was made on its device.
     #[cfg(feature = "cube")]
-    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::CurvatureHandles> {
+    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::HessianFactorHandles> {
         match &self.place {
             Place::Host(_) => None,
-            Place::Cube(curvature) => Some(&curvature.1),
+            Place::Cube(hessian_factor) => Some(&hessian_factor.1),
         }
     }
 }
@@ -139,16 +139,17 @@ impl Curvature {
 fn on_cube(
     device: &burn_cubecl::CubeDevice,
     gram: &Gram,
-    damped: &Damped,
-) -> Result<Option<burn_fp4_cubecl::CurvatureHandles>, OpsError> {
+    damped: &DampedHessian,
+) -> Result<Option<burn_fp4_cubecl::HessianFactorHandles>, OpsError> {
     let client = device.client();
     let capability = burn_fp4_cubecl::Capability::of(&client);
-    let Ok(curvature) = burn_fp4_cubecl::curvature(&client, &capability, gram, damped) else {
+    let Ok(hessian_factor) = burn_fp4_cubecl::hessian_factor(&client, &capability, gram, damped)
+    else {
         return Ok(None);
     };
-    let definite = client.read_one(curvature.definite().clone()).map_err(OpsError::device)?;
+    let definite = client.read_one(hessian_factor.definite().clone()).map_err(OpsError::device)?;
     if definite.iter().all(|byte| *byte == 0) {
         return Err(SearchError::Singular.into());
     }
-    Ok(Some(curvature))
+    Ok(Some(hessian_factor))
 }

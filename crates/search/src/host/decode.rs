@@ -12,7 +12,7 @@ use pulp::{
     x86::{V3, V4},
 };
 
-use super::PackedView;
+use super::dequantize::PackedView;
 use super::scale_grid::scale_values;
 use crate::e2m1::twice_element;
 

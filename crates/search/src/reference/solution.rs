@@ -4,22 +4,20 @@ use super::block::{Block, Choice};
 use super::coordinate_descent;
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::scale_grid::Unit;
+use crate::scale_grid::BlockNormalization;
 
 /// What a block is to be approximated by, in its units, and what errors cost.
-pub(crate) struct Target<'a, const B: usize> {
-    pub(crate) unit: Unit,
+pub(crate) struct BlockProblem<'a, const B: usize> {
+    pub(crate) normalization: BlockNormalization,
     /// The scale that the rule makes of the amax.
     pub(crate) own: u8,
-    /// The amax of the block in its units.
-    pub(crate) amax: f32,
     pub(crate) scaled: [f32; B],
     pub(crate) hessian: BlockHessian<'a>,
 }
 
 /// A scale and the E2M1 values of the codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Point<const B: usize> {
+pub(crate) struct Solution<const B: usize> {
     pub(crate) scale: u8,
     pub(crate) elements: [f32; B],
     /// `r^T H r`.
@@ -30,30 +28,29 @@ pub(crate) struct Point<const B: usize> {
 pub(super) fn choose<const B: usize>(
     block: &Block<'_>,
     hessian: BlockHessian<'_>,
-    improve: impl Fn(&Target<'_, B>, Point<B>) -> Point<B>,
+    improve: impl Fn(&BlockProblem<'_, B>, Solution<B>) -> Solution<B>,
 ) -> Choice {
     let Choice { scale, elements: Some(elements) } = coordinate_descent::choose(block, hessian)
     else {
         return Choice::nearest(block.rule_scale());
     };
-    let target = Target {
-        unit: block.unit,
+    let problem = BlockProblem {
+        normalization: block.normalization,
         own: block.rule_scale(),
-        amax: block.amax * block.unit.factor,
         scaled: block.scaled(0).try_into().expect("a block"),
         hessian,
     };
     let elements: [f32; B] = elements.try_into().expect("a block");
-    let start = Point { scale, elements, cost: target.cost(scale, &elements) };
-    let point = improve(&target, start);
-    Choice { scale: point.scale, elements: Some(point.elements.to_vec()) }
+    let start = Solution { scale, elements, cost: problem.cost(scale, &elements) };
+    let solution = improve(&problem, start);
+    Choice { scale: solution.scale, elements: Some(solution.elements.to_vec()) }
 }
 
-impl<const B: usize> Target<'_, B> {
+impl<const B: usize> BlockProblem<'_, B> {
     /// `r^T H r` of a scale and elements.
     #[inline(always)]
     pub(crate) fn cost(&self, scale: u8, elements: &[f32; B]) -> f32 {
-        let value = self.unit.value(scale);
+        let value = self.normalization.value(scale);
         let mut errors = [0.0; B];
         for i in 0..B {
             errors[i] = (-elements[i]).mul_add(value, self.scaled[i]);

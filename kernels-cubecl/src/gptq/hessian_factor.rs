@@ -1,4 +1,4 @@
-//! The factor of GPTQ, from a Gram matrix; see `curvature.rs` in the search crate.
+//! The factor of GPTQ, from a Gram matrix; see `hessian_factor.rs` in the search crate.
 //!
 //! `H^-1 = U^T U` needs no inverse of H: with H backward in both axes, and L its lower Cholesky
 //! factor, U is the inverse of L, backward again. Both come from one pass over panels of 64
@@ -22,7 +22,7 @@
 //! finish_kernel:                 U, backward, in f32, and the weights of channels
 //! ```
 
-use burn_fp4_search::{Damped, Gram};
+use burn_fp4_search::{DampedHessian, Gram};
 use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -31,9 +31,9 @@ use cubecl::server::Handle;
 use crate::plan::{Capability, FactorPlan, PANEL, Refusal, UNITS, plan_factor};
 use crate::quantize_by_hessian::Hessians;
 
-/// A [`Curvature`](burn_fp4_search::Curvature) in device memory, f32 but for the order.
+/// A [`HessianFactor`](burn_fp4_search::HessianFactor) in device memory, f32 but for the order.
 #[derive(Debug, Clone)]
-pub struct CurvatureHandles {
+pub struct HessianFactorHandles {
     /// Channels of the weight.
     pub(super) channels: usize,
     /// Channels of a block.
@@ -41,9 +41,9 @@ pub struct CurvatureHandles {
     pub(super) factor: Handle,
     pub(super) channel_weights: Handle,
     pub(super) hessian: Handle,
-    /// [`blocks`](burn_fp4_search::Damped::blocks).
+    /// [`blocks`](burn_fp4_search::DampedHessian::blocks).
     pub(super) blocks: Hessians,
-    /// [`inverses`](burn_fp4_search::Damped::inverses).
+    /// [`inverses`](burn_fp4_search::DampedHessian::inverses).
     pub(super) inverses: Handle,
     /// Where each block stands in a packed row, u32.
     pub(super) order: Handle,
@@ -55,12 +55,12 @@ pub struct CurvatureHandles {
 /// # Errors
 /// [`Refusal`], also where the damping is of another Gram matrix or of one that is kept in blocks;
 /// nothing is launched then.
-pub fn curvature(
+pub fn hessian_factor(
     client: &Client,
     device: &Capability,
     gram: &Gram,
-    damped: &Damped,
-) -> Result<CurvatureHandles, Refusal> {
+    damped: &DampedHessian,
+) -> Result<HessianFactorHandles, Refusal> {
     let channels = damped.channels();
     let plan = plan_factor(channels, device)?;
     let found = if gram.is_whole() { gram.channels() } else { 0 };
@@ -68,7 +68,7 @@ pub fn curvature(
         let what = "channels of a whole Gram matrix";
         return Err(Refusal::Mismatch { what, expected: channels, found });
     }
-    let curvature = CurvatureHandles::empty(client, damped);
+    let hessian_factor = HessianFactorHandles::empty(client, damped);
     if channels > 0 {
         let side = plan.side();
         let factorization = Factorization {
@@ -78,7 +78,7 @@ pub fn curvature(
             work: client.empty(8 * side * side),
             panel: client.empty(8 * PANEL as usize * side),
             inverse: client.empty(8 * (PANEL * PANEL) as usize),
-            into: &curvature,
+            into: &hessian_factor,
         };
         factorization.arrange(gram, damped);
         for step in 0..plan.panels {
@@ -86,11 +86,11 @@ pub fn curvature(
         }
         factorization.finish();
     }
-    Ok(curvature)
+    Ok(hessian_factor)
 }
 
-impl CurvatureHandles {
-    /// [`factor`](burn_fp4_search::Curvature::factor), f32 `[channels, channels]`.
+impl HessianFactorHandles {
+    /// [`factor`](burn_fp4_search::HessianFactor::factor), f32 `[channels, channels]`.
     pub fn factor(&self) -> &Handle {
         &self.factor
     }
@@ -101,7 +101,7 @@ impl CurvatureHandles {
         &self.channel_weights
     }
 
-    /// [`hessian`](burn_fp4_search::Curvature::hessian), f32 `[channels, channels]`.
+    /// [`hessian`](burn_fp4_search::HessianFactor::hessian), f32 `[channels, channels]`.
     pub fn hessian(&self) -> &Handle {
         &self.hessian
     }
@@ -112,7 +112,7 @@ impl CurvatureHandles {
     }
 
     /// What the host has computed, and memory for the rest.
-    fn empty(client: &Client, damped: &Damped) -> Self {
+    fn empty(client: &Client, damped: &DampedHessian) -> Self {
         let channels = damped.channels();
         let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
         let (blocks, size) = (damped.blocks(), damped.blocks().block_size());
@@ -142,7 +142,7 @@ struct Factorization<'a> {
     panel: Handle,
     /// `D^-1` of a step, `[PANEL, PANEL]`.
     inverse: Handle,
-    into: &'a CurvatureHandles,
+    into: &'a HessianFactorHandles,
 }
 
 impl Factorization<'_> {
@@ -176,7 +176,7 @@ impl Factorization<'_> {
     }
 
     /// H in its order, in f32 and, backward in both axes, in f64.
-    fn arrange(&self, gram: &Gram, damped: &Damped) {
+    fn arrange(&self, gram: &Gram, damped: &DampedHessian) {
         let Self { client, channels, .. } = *self;
         let side = self.plan.side();
         let sums = gram.to_f32();

@@ -1,4 +1,4 @@
-//! A strip of blocks that stays in the first-level cache, and how it is read and written.
+//! A batch of blocks that stays in the first-level cache, and how it is read and written.
 //!
 //! ```text
 //! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    a contiguous axis, as it is read
@@ -12,17 +12,17 @@
 
 use burn_fp4_formats::BLOCK_SIZES;
 
-use super::HostElement;
+use super::element::HostElement;
 use super::scale_grid::Scales;
-use crate::TensorFactor;
+use crate::tensor_scale::TensorFactor;
 
-/// Blocks of a strip. With f32 values, codes and scales it stays within the first-level cache.
-pub(super) const STRIP: usize = 32;
+/// Blocks of a batch. With f32 values, codes and scales it stays within the first-level cache.
+pub(super) const BATCH: usize = 32;
 
 /// Largest block size.
 pub(super) const MAX_BLOCK: usize = BLOCK_SIZES[BLOCK_SIZES.len() - 1];
 
-/// How the values of a strip lie in its memory.
+/// How the values of a batch lie in its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// Block by block, as a contiguous axis is read.
@@ -31,58 +31,58 @@ pub(super) enum Order {
     Across,
 }
 
-/// A strip of [`STRIP`] blocks of `B` values. One that is not full holds something in the rest.
-pub(super) struct Strip<const B: usize> {
+/// A batch of [`BATCH`] blocks of `B` values. One that is not full holds something in the rest.
+pub(super) struct BlockBatch<const B: usize> {
     pub(super) order: Order,
-    pub(super) values: [f32; STRIP * MAX_BLOCK],
+    pub(super) values: [f32; BATCH * MAX_BLOCK],
     /// Element codes, one a byte, in the order of the values.
-    pub(super) codes: [u8; STRIP * MAX_BLOCK],
+    pub(super) codes: [u8; BATCH * MAX_BLOCK],
     /// Eight codes a word, the first in the lowest nibble: block by block, or across blocks.
-    pub(super) words: [u32; STRIP * MAX_BLOCK / 8],
+    pub(super) words: [u32; BATCH * MAX_BLOCK / 8],
     /// amax of each block, or of the tile it belongs to.
-    pub(super) amax: [f32; STRIP],
+    pub(super) amax: [f32; BATCH],
     /// Tensor factor of each block's row.
-    pub(super) tensor_amax: [f32; STRIP],
-    pub(super) encode: [f32; STRIP],
-    pub(super) decode: [f32; STRIP],
+    pub(super) tensor_amax: [f32; BATCH],
+    pub(super) encode: [f32; BATCH],
+    pub(super) decode: [f32; BATCH],
     /// Code of each block's scale.
-    pub(super) scales: [u8; STRIP],
+    pub(super) scales: [u8; BATCH],
     /// What the elements of each block are multiplied by, or divided by.
-    pub(super) multipliers: [f32; STRIP],
+    pub(super) multipliers: [f32; BATCH],
     /// All bits, or none where a NaN makes every code of the block 0.
-    pub(super) numbers: [u32; STRIP],
+    pub(super) numbers: [u32; BATCH],
     /// Random bits for stochastic rounding, in the order of the values.
-    pub(super) random: [u16; STRIP * MAX_BLOCK],
+    pub(super) random: [u16; BATCH * MAX_BLOCK],
 }
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     pub(super) const fn new(order: Order) -> Self {
         Self {
             order,
-            values: [0.0; STRIP * MAX_BLOCK],
-            codes: [0; STRIP * MAX_BLOCK],
-            words: [0; STRIP * MAX_BLOCK / 8],
-            amax: [0.0; STRIP],
-            tensor_amax: [1.0; STRIP],
-            encode: [1.0; STRIP],
-            decode: [1.0; STRIP],
-            scales: [0; STRIP],
-            multipliers: [1.0; STRIP],
-            numbers: [!0; STRIP],
-            random: [0; STRIP * MAX_BLOCK],
+            values: [0.0; BATCH * MAX_BLOCK],
+            codes: [0; BATCH * MAX_BLOCK],
+            words: [0; BATCH * MAX_BLOCK / 8],
+            amax: [0.0; BATCH],
+            tensor_amax: [1.0; BATCH],
+            encode: [1.0; BATCH],
+            decode: [1.0; BATCH],
+            scales: [0; BATCH],
+            multipliers: [1.0; BATCH],
+            numbers: [!0; BATCH],
+            random: [0; BATCH * MAX_BLOCK],
         }
     }
 
     /// The values in their order.
     #[inline(always)]
     pub(super) fn values(&self) -> &[f32] {
-        &self.values[..STRIP * B]
+        &self.values[..BATCH * B]
     }
 
     /// The values in their order.
     #[inline(always)]
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.values[..STRIP * B]
+        &mut self.values[..BATCH * B]
     }
 
     #[inline(always)]
@@ -101,11 +101,11 @@ impl<const B: usize> Strip<B> {
         column: usize,
         n: usize,
     ) {
-        for (k, line) in self.values_mut().chunks_exact_mut(STRIP).enumerate() {
+        for (k, line) in self.values_mut().chunks_exact_mut(BATCH).enumerate() {
             let source = &slab[k * inner + column..][..n];
             // A whole line, of known length, is a few instructions instead of a call.
-            if n == STRIP {
-                T::read(&source[..STRIP], &mut line[..STRIP]);
+            if n == BATCH {
+                T::read(&source[..BATCH], &mut line[..BATCH]);
             } else {
                 T::read(source, &mut line[..n]);
             }
@@ -121,10 +121,10 @@ impl<const B: usize> Strip<B> {
         column: usize,
         n: usize,
     ) {
-        for (k, line) in self.values().chunks_exact(STRIP).enumerate() {
+        for (k, line) in self.values().chunks_exact(BATCH).enumerate() {
             let target = &mut slab[k * inner + column..][..n];
-            if n == STRIP {
-                T::write(&line[..STRIP], &mut target[..STRIP]);
+            if n == BATCH {
+                T::write(&line[..BATCH], &mut target[..BATCH]);
             } else {
                 T::write(&line[..n], target);
             }
@@ -133,22 +133,26 @@ impl<const B: usize> Strip<B> {
 
     /// The units of the first `n` blocks, and which of them a search may improve.
     #[inline(always)]
-    pub(super) fn units<const FORMAT: usize>(&self, n: usize) -> Units {
-        let mut units =
-            Units { factor: [1.0; STRIP], base: [0; STRIP], searchable: [false; STRIP] };
-        for block in 0..STRIP {
-            let unit = Scales::<FORMAT>::unit(self.amax[block], self.encode[block]);
-            units.factor[block] = unit.factor;
-            units.base[block] = unit.base;
-            units.searchable[block] = (block < n) & unit.searchable;
+    pub(super) fn normalizations<const FORMAT: usize>(&self, n: usize) -> BlockNormalizations {
+        let mut normalizations = BlockNormalizations {
+            factor: [1.0; BATCH],
+            base: [0; BATCH],
+            searchable: [false; BATCH],
+        };
+        for block in 0..BATCH {
+            let normalization =
+                Scales::<FORMAT>::normalization(self.amax[block], self.encode[block]);
+            normalizations.factor[block] = normalization.factor;
+            normalizations.base[block] = normalization.base;
+            normalizations.searchable[block] = (block < n) & normalization.searchable;
         }
-        units
+        normalizations
     }
 }
 
-/// In which units the blocks of a strip are searched; see [`Unit`](crate::scale_grid::Unit).
-pub(super) struct Units {
-    pub(super) factor: [f32; STRIP],
-    pub(super) base: [u32; STRIP],
-    pub(super) searchable: [bool; STRIP],
+/// In which units the blocks of a batch are searched; see [`BlockNormalization`](crate::scale_grid::BlockNormalization).
+pub(super) struct BlockNormalizations {
+    pub(super) factor: [f32; BATCH],
+    pub(super) base: [u32; BATCH],
+    pub(super) searchable: [bool; BATCH],
 }

@@ -32,7 +32,7 @@
 //!     load codes, scales and input of the next round                    (load_round)
 //!     for block in 0..2:
 //!         weights = codes x factors, in registers                       (decode_weights)
-//!         for some tiles of m: read the next, multiply the last  (read_tile, multiply_tiles)
+//!         for some tiles of m: read the next, multiply the last         (multiply_tiles)
 //! add the sums of the planes along k; epilogue                          (store_sums)
 //! ```
 

@@ -2,7 +2,7 @@
 
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
-use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
+use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
 use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, ScaleRule, ScaleSearch};
 use clap::Parser;
 
@@ -169,7 +169,7 @@ impl<T: HostElement> Bench<'_, T> {
             host::dequantize(packed, view, output).expect("a valid problem");
         });
         self.time(format!("fake-quantize {dtype} by {name}"), 2 * dense_bytes, || {
-            host::fake_quantize(values, view, scheme, &[0.1], Restore::Values, output)
+            host::fake_quantize(values, view, scheme, &[0.1], DequantTarget::Full, output)
                 .expect("a valid problem");
         });
     }

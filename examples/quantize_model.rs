@@ -100,7 +100,7 @@ fn variants() -> Vec<(&'static str, Fp4Scheme)> {
         ("nvfp4 te, 16x16 tiles", tiles),
         ("nvfp4 te, blocks of 32", nvfp4.with_block_size(32)),
         ("nvfp4 te-division", nvfp4.with_rule(ScaleRule::TeDivision)),
-        ("nvfp4 gist", nvfp4.with_rule(ScaleRule::Gist)),
+        ("nvfp4 gist", nvfp4.with_rule(ScaleRule::TorchRecipe)),
         ("nvfp4 no-tensor-scale", nvfp4.with_rule(ScaleRule::NoTensorScale)),
         ("mxfp4 floor", Fp4Scheme::mxfp4()),
         ("mxfp4 even", Fp4Scheme::of(ScaleRule::Even)),

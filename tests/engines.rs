@@ -26,7 +26,7 @@ fn schemes() -> Vec<Fp4Scheme> {
         }
         schemes.push(Fp4Scheme::of(rule).with_block_size(16).with_blocks(Blocks::Tile16x16));
     }
-    for rule in [ScaleRule::Te, ScaleRule::TeDivision, ScaleRule::Gist] {
+    for rule in [ScaleRule::Te, ScaleRule::TeDivision, ScaleRule::TorchRecipe] {
         for scaling in
             [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
         {
@@ -90,7 +90,7 @@ fn every_engine_gives_the_bits_of_the_oracle() {
 }
 
 #[test]
-fn shapes_that_fill_no_strip_and_no_tile() {
+fn shapes_that_fill_no_batch_and_no_tile() {
     for (rows, cols) in [(1, 16), (3, 48), (17, 32), (48, 16), (33, 1056), (1, 544)] {
         let values = Kind::Outliers.values(rows * cols, 7);
         for scheme in [

@@ -13,7 +13,9 @@ use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData, read_sync};
 use burn_cubecl::CubeBackend;
-use burn_fp4::ops::{Fp4Backend, Fp4Primitive, FusedProducts, Products, fused_products, products};
+use burn_fp4::ops::{
+    Fp4Backend, Fp4Primitive, FusedProducts, MatmulPath, fused_products, matmul_path,
+};
 use burn_fp4::{
     Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, PackedWeight, ParameterReport,
     ScaleSearch, TensorScaling,
@@ -140,7 +142,7 @@ fn linears_of_any_rank_are_fused() {
                     let mut layer = linear(64, 40, bias, dtype, &device);
                     let report = layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
                     let slow = |parameter: &ParameterReport| {
-                        matches!(parameter.products(), Some(Products::Dequantized(_)))
+                        matches!(parameter.products(), Some(MatmulPath::Dequantized(_)))
                     };
                     assert!(!report.quantized().any(slow), "{name}: {report}");
                     let what = |rank| {
@@ -558,11 +560,11 @@ fn what_is_said_of_products_is_what_becomes_of_them() {
                 let mut layer = linear(channels, 40, false, dtype, &device);
                 layer.quantize_fp4(&Fp4Config::new(scheme)).unwrap();
                 let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
-                let said = products(packed.layout(), dtype, &device);
+                let said = matmul_path(packed.layout(), dtype, &device);
                 for rows in [1, 8, 24, 25, 300] {
                     let expected = match said {
-                        Products::FromCodes => true,
-                        Products::FewRows { rows: most } => rows <= most,
+                        MatmulPath::FromCodes => true,
+                        MatmulPath::FewRows { rows: most } => rows <= most,
                         ref other => panic!("{name}: {other}"),
                     };
                     let x = random(rows as u64, [rows, channels], &device).cast(dtype);
@@ -571,8 +573,8 @@ fn what_is_said_of_products_is_what_becomes_of_them() {
                     assert_eq!(counted.fused == 1, expected, "{what}");
                 }
                 let transposed = packed.tensor::<2>().transpose();
-                let of_rows = products(transposed.layout(), dtype, &device);
-                assert!(matches!(of_rows, Products::Rows { .. }), "{name}: {of_rows}");
+                let of_rows = matmul_path(transposed.layout(), dtype, &device);
+                assert!(matches!(of_rows, MatmulPath::Rows { .. }), "{name}: {of_rows}");
             }
         }
     }

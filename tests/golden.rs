@@ -82,7 +82,14 @@ fn gist() {
     let mut tally = Tally::default();
     for case in golden.cases("x") {
         let input = golden.dense(&format!("{case}/x"));
-        check(&mut tally, &golden, &case, &input, Axis::Last, Fp4Scheme::of(ScaleRule::Gist));
+        check(
+            &mut tally,
+            &golden,
+            &case,
+            &input,
+            Axis::Last,
+            Fp4Scheme::of(ScaleRule::TorchRecipe),
+        );
     }
     tally.finish("gist");
 }

@@ -7,16 +7,16 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, NextWeight, PackedHandles as Handles,
-    PlannedProduct, Problem, Product, Refusal, UNITS, Warpgroups, add_gram, amax, cubecl,
-    curvature, dequantize, fake_quantize, hadamard, quantize, quantize_by_hessian, quantize_gptq,
-    quantize_weighted, squared_error,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
+    PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
+    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
+    quantize_gptq, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, Restore, View};
+use burn_fp4_search::host::{self, DequantTarget, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
+    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, SearchError,
     TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
@@ -90,7 +90,7 @@ impl Device {
                 .expect("a plan");
         let restored =
             dequantize(&self.client, &self.capability, packed.clone(), &problem).expect("a plan");
-        let fake = self.fake_quantize(values.clone(), largest, &problem, Restore::Values);
+        let fake = self.fake_quantize(values.clone(), largest, &problem, DequantTarget::Full);
 
         let rows = packed_rows(&dense.to_f32(), view);
         let expected = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
@@ -109,9 +109,9 @@ impl Device {
         values: Handle,
         amax: Handle,
         problem: &Problem,
-        restore: Restore,
+        target: DequantTarget,
     ) -> Handle {
-        fake_quantize(&self.client, &self.capability, values, amax, problem, restore)
+        fake_quantize(&self.client, &self.capability, values, amax, problem, target)
             .expect("a plan")
     }
 
@@ -122,7 +122,8 @@ impl Device {
         let values = self.upload(dense);
         let (client, device) = (&self.client, &self.capability);
         let largest = amax(client, device, values.clone(), view, dtype, false).expect("a plan");
-        let found = self.fake_quantize(values, largest, &problem, Restore::BlockScaled);
+        let found =
+            self.fake_quantize(values, largest, &problem, DequantTarget::WithoutTensorScale);
         let rows = packed_rows(&dense.to_f32(), view);
         let packed = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
         let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..packed };
@@ -132,9 +133,9 @@ impl Device {
 
     fn check_product(
         &self,
-        inputs: usize,
-        outputs: usize,
-        channels: usize,
+        m: usize,
+        n: usize,
+        k: usize,
         scheme: Fp4Scheme,
         dtype: Dtype,
         bias: bool,
@@ -142,15 +143,15 @@ impl Device {
         let random = |rows, cols, seed| {
             Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
         };
-        let (weight, input) = (random(outputs, channels, 1), random(inputs, channels, 2));
-        let added = random(1, outputs, 3);
+        let (weight, input) = (random(n, k, 1), random(m, k, 2));
+        let added = random(1, n, 3);
         let kernel_dtype = kernel_dtype(dtype);
-        let packed = oracle(&weight.to_f32(), outputs, channels, &scheme).expect("valid");
+        let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
         let handles = self.upload_packed(&packed);
-        let product = Product {
-            inputs,
-            outputs,
-            channels,
+        let matmul = Matmul {
+            m,
+            n,
+            k,
             format: scheme.format(),
             block_size: scheme.block_size,
             dtype: kernel_dtype,
@@ -158,17 +159,17 @@ impl Device {
         let bias = bias.then(|| self.upload(&added));
         let (client, device) = (&self.client, &self.capability);
         let values = self.upload(&input);
-        let run = |planned: PlannedProduct| {
-            let output = planned.run(client, handles.clone(), values.clone(), bias.clone());
+        let run = |planned: MatmulPlan| {
+            let output = planned.run(client, handles.clone(), values.clone(), bias.clone(), None);
             self.floats(output.expect("memory of these lengths"), kernel_dtype)
         };
-        let found: Vec<_> = every_plan(&product, device).into_iter().map(run).collect();
+        let found: Vec<_> = every_plan(&matmul, device).into_iter().map(run).collect();
 
         let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
-        for at in 0..inputs * outputs {
-            let (row, output) = (at / outputs, at % outputs);
-            let terms = (0..channels).map(|k| {
-                let [x, w] = [input[row * channels + k], weight[output * channels + k]];
+        for at in 0..m * n {
+            let (row, output) = (at / n, at % n);
+            let terms = (0..k).map(|index| {
+                let [x, w] = [input[row * k + index], weight[output * k + index]];
                 f64::from(x) * f64::from(w)
             });
             let (mut sum, mut size) =
@@ -186,7 +187,7 @@ impl Device {
             for (plan, found) in found.iter().enumerate() {
                 let found = found[at];
                 let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
-                let what = format!("{product:?}, plan {plan}, row {row}, output {output}");
+                let what = format!("{matmul:?}, plan {plan}, row {row}, output {output}");
                 assert!(near, "{what}: {found}, not {sum}");
             }
         }
@@ -285,14 +286,14 @@ impl Device {
 
 /// A product by every kernel that takes it: those by matrix instructions where there are any, of a
 /// small device in larger tiles.
-fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
-    let mut plans = vec![product.gemv(device).expect("a plan")];
+fn every_plan(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
+    let mut plans = vec![matmul.gemv(device).expect("a plan")];
     for device in [*device, Capability { cubes: 4, ..*device }] {
-        for planned in [product.mma(&device), product.few(&device), product.wgmma(&device)] {
+        for planned in [matmul.mma(&device), matmul.small_m(&device), matmul.wgmma(&device)] {
             match planned {
                 Ok(planned) => plans.push(planned),
                 Err(Refusal::Instructions { .. }) => {}
-                Err(refusal) => panic!("{product:?}: {refusal}"),
+                Err(refusal) => panic!("{matmul:?}: {refusal}"),
             }
         }
     }
@@ -329,7 +330,7 @@ fn schemes() -> Vec<Fp4Scheme> {
             schemes.push(Fp4Scheme::of(rule).with_block_size(block_size));
         }
     }
-    for rule in [ScaleRule::Te, ScaleRule::Gist] {
+    for rule in [ScaleRule::Te, ScaleRule::TorchRecipe] {
         for scaling in
             [TensorScaling::Row, TensorScaling::Amax(3.0), TensorScaling::Multiplier(1e-3)]
         {
@@ -341,7 +342,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     schemes.extend([ScaleRule::Te, ScaleRule::Even].map(tile));
     schemes.extend(searches().map(|search| tile(ScaleRule::TeDivision).with_search(search)));
     let sse = |scheme: Fp4Scheme| scheme.with_search(ScaleSearch::Sse);
-    for rule in [ScaleRule::Te, ScaleRule::Gist, ScaleRule::Floor, ScaleRule::RoundUp] {
+    for rule in [ScaleRule::Te, ScaleRule::TorchRecipe, ScaleRule::Floor, ScaleRule::RoundUp] {
         schemes.push(sse(Fp4Scheme::of(rule)));
     }
     schemes.push(sse(Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32)));
@@ -453,13 +454,13 @@ fn memory_that_is_too_short_is_refused() {
         let found = dequantize(client, capability, packed, &problem).map(drop);
         assert_eq!(found, Err(expected));
     }
-    let (inputs, outputs, channels) = (2, 4, 64);
+    let (m, n, k) = (2, 4, 64);
     let (format, block_size, dtype) = (scheme.format(), 16, KernelDtype::F32);
-    let product = Product { inputs, outputs, channels, format, block_size, dtype };
-    let product = product.gemv(capability).expect("a plan");
-    let found = product.run(client, packed(128, 16, 4), bytes(511), None).map(drop);
+    let matmul = Matmul { m, n, k, format, block_size, dtype };
+    let matmul = matmul.gemv(capability).expect("a plan");
+    let found = matmul.run(client, packed(128, 16, 4), bytes(511), None, None).map(drop);
     assert_eq!(found, Err(memory("input", 512, 511)));
-    let found = product.run(client, packed(128, 16, 4), bytes(512), Some(bytes(12))).map(drop);
+    let found = matmul.run(client, packed(128, 16, 4), bytes(512), Some(bytes(12)), None).map(drop);
     assert_eq!(found, Err(memory("bias", 16, 12)));
 }
 
@@ -470,7 +471,7 @@ fn golden_files() {
     for (file, rules) in [
         ("te_div6", vec![ScaleRule::TeDivision]),
         ("te_rcp6", vec![ScaleRule::Te]),
-        ("gist", vec![ScaleRule::Gist]),
+        ("gist", vec![ScaleRule::TorchRecipe]),
         (
             "mxfp4_torchao",
             vec![ScaleRule::Floor, ScaleRule::Even, ScaleRule::RoundUp, ScaleRule::Ceil],
@@ -545,9 +546,9 @@ fn products_straight_from_the_codes() {
         (70, 136, 640, by_row, true),
         (260, 24, 1152, Fp4Scheme::mxfp4(), false),
     ];
-    for (number, (inputs, outputs, channels, scheme, bias)) in shapes.into_iter().enumerate() {
+    for (number, (m, n, k, scheme, bias)) in shapes.into_iter().enumerate() {
         for dtype in in_turn(&Dtype::ALL, number) {
-            device.check_product(inputs, outputs, channels, scheme, dtype, bias);
+            device.check_product(m, n, k, scheme, dtype, bias);
         }
     }
 }
@@ -557,11 +558,11 @@ fn products_straight_from_the_codes() {
 #[test]
 fn products_of_warpgroups_by_plain_operations() {
     let mut device = Device::new();
-    device.capability.warpgroups = Warpgroups::Plain;
+    device.capability.wgmma = WgmmaSupport::Emulated;
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
-    let product = Product { inputs: 20, outputs: 24, channels: 256, format, block_size: 16, dtype };
-    product.wgmma(&device.capability).expect("a plan");
+    let matmul = Matmul { m: 20, n: 24, k: 256, format, block_size: 16, dtype };
+    matmul.wgmma(&device.capability).expect("a plan");
     device.check_product(20, 24, 256, by_row, Dtype::Bf16, true);
     device.check_product(17, 72, 128, Fp4Scheme::mxfp4(), Dtype::F16, false);
 }
@@ -574,13 +575,13 @@ fn products_of_random_shapes() {
     let schemes = [Fp4Scheme::nvfp4(), by_row, large, Fp4Scheme::mxfp4()];
     let mut random = Random::new(11);
     for case in 0..if device.capability.mma { 200 } else { 4 } {
-        let inputs = 1 << random.below(9);
-        let inputs = inputs + random.below(inputs);
-        let outputs = 8 * (1 + random.below(32));
-        let channels = 128 * (1 + random.below(9));
+        let m = 1 << random.below(9);
+        let m = m + random.below(m);
+        let n = 8 * (1 + random.below(32));
+        let k = 128 * (1 + random.below(9));
         let dtype = Dtype::ALL[random.below(3)];
         let scheme = schemes[random.below(schemes.len())];
-        device.check_product(inputs, outputs, channels, scheme, dtype, case % 2 == 0);
+        device.check_product(m, n, k, scheme, dtype, case % 2 == 0);
     }
 }
 
@@ -588,27 +589,27 @@ fn products_of_random_shapes() {
 #[test]
 fn products_with_scales_that_are_nan() {
     let device = Device::new();
-    let (inputs, outputs, channels) = (20, 24, 256);
+    let (m, n, k) = (20, 24, 256);
     for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::nvfp4().with_block_size(32), Fp4Scheme::mxfp4()] {
         for dtype in Dtype::ALL {
-            let dense = Kind::Outliers.values(outputs * channels, 1);
-            let mut packed = oracle(&dense, outputs, channels, &scheme).expect("valid");
+            let dense = Kind::Outliers.values(n * k, 1);
+            let mut packed = oracle(&dense, n, k, &scheme).expect("valid");
             let nan = if scheme.format() == Fp4Format::NvFp4 { 0x7F } else { 0xFF };
-            let blocks = channels / scheme.block_size;
+            let blocks = k / scheme.block_size;
             for row in 0..8 {
                 packed.scales[3 * row * blocks + row * blocks / 8] = nan;
             }
             let handles = device.upload_packed(&packed);
-            let input = Kind::Outliers.values(inputs * channels, 2);
-            let input = device.upload(&Dense::new(inputs, channels, &input, dtype));
+            let input = Kind::Outliers.values(m * k, 2);
+            let input = device.upload(&Dense::new(m, k, &input, dtype));
             let (format, block_size) = (scheme.format(), scheme.block_size);
             let dtype = kernel_dtype(dtype);
-            let product = Product { inputs, outputs, channels, format, block_size, dtype };
-            for planned in every_plan(&product, &device.capability) {
-                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+            let matmul = Matmul { m, n, k, format, block_size, dtype };
+            for planned in every_plan(&matmul, &device.capability) {
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None, None);
                 let found = device.floats(found.expect("memory of these lengths"), dtype);
                 for (at, found) in found.into_iter().enumerate() {
-                    let expected = at % outputs % 3 == 0;
+                    let expected = at % n % 3 == 0;
                     assert_eq!(found.is_nan(), expected, "{planned:?}, {at}: {found}");
                 }
             }
@@ -619,18 +620,18 @@ fn products_with_scales_that_are_nan() {
 #[test]
 fn products_are_the_same_every_time() {
     let device = Device::new();
-    let (outputs, channels, scheme) = (136, 1152, Fp4Scheme::nvfp4());
-    let packed = oracle(&Kind::Outliers.values(outputs * channels, 1), outputs, channels, &scheme);
+    let (n, k, scheme) = (136, 1152, Fp4Scheme::nvfp4());
+    let packed = oracle(&Kind::Outliers.values(n * k, 1), n, k, &scheme);
     let handles = device.upload_packed(&packed.expect("valid"));
-    for inputs in [5, 40, 150] {
-        let input = Kind::Outliers.values(inputs * channels, 2);
-        let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
+    for m in [5, 40, 150] {
+        let input = Kind::Outliers.values(m * k, 2);
+        let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
         let (format, block_size) = (scheme.format(), scheme.block_size);
         let dtype = KernelDtype::Bf16;
-        let product = Product { inputs, outputs, channels, format, block_size, dtype };
-        for planned in every_plan(&product, &device.capability) {
+        let matmul = Matmul { m, n, k, format, block_size, dtype };
+        for planned in every_plan(&matmul, &device.capability) {
             let run = || {
-                let found = planned.run(&device.client, handles.clone(), input.clone(), None);
+                let found = planned.run(&device.client, handles.clone(), input.clone(), None, None);
                 device.client.read_one_unchecked(found.expect("memory of these lengths"))
             };
             let first = run();
@@ -647,32 +648,25 @@ fn products_are_the_same_every_time() {
 fn to_read_a_weight_ahead_changes_no_product() {
     let device = Device::new();
     let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
-    let weight = |outputs: usize, channels: usize| Handles {
-        codes: device.client.create_from_slice(&bytes(outputs * channels / 2)),
-        scales: device.client.create_from_slice(&bytes(outputs * channels / 16)),
+    let weight = |n: usize, k: usize| Handles {
+        codes: device.client.create_from_slice(&bytes(n * k / 2)),
+        scales: device.client.create_from_slice(&bytes(n * k / 16)),
         tensor_scale: device.client.create_from_slice(f32::as_bytes(&[1.0 / 1024.0])),
         tensor_scales: 1,
     };
     let (format, dtype) = (Fp4Format::NvFp4, KernelDtype::Bf16);
-    let product = |inputs, outputs, channels| Product {
-        inputs,
-        outputs,
-        channels,
-        format,
-        block_size: 16,
-        dtype,
-    };
-    let large = if device.capability.warpgroups == Warpgroups::Ptx { 11_000 } else { 100 };
-    for (outputs, channels) in [(136, 1280), (large, 4096)] {
-        let own = weight(outputs, channels);
-        for (next, inputs) in [(product(1, 200, 512), 1), (product(1, 9000, 256), 5)] {
-            let input = Kind::Outliers.values(inputs * channels, 2);
-            let input = device.upload(&Dense::new(inputs, channels, &input, Dtype::Bf16));
-            let next = NextWeight { product: next, weight: weight(next.outputs, next.channels) };
-            for planned in every_plan(&product(inputs, outputs, channels), &device.capability) {
+    let matmul = |m, n, k| Matmul { m, n, k, format, block_size: 16, dtype };
+    let large = if device.capability.wgmma == WgmmaSupport::Ptx { 11_000 } else { 100 };
+    for (n, k) in [(136, 1280), (large, 4096)] {
+        let own = weight(n, k);
+        for (next, m) in [(matmul(1, 200, 512), 1), (matmul(1, 9000, 256), 5)] {
+            let input = Kind::Outliers.values(m * k, 2);
+            let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
+            let next = Prefetch { matmul: next, weight: weight(next.n, next.k) };
+            for planned in every_plan(&matmul(m, n, k), &device.capability) {
                 let run = |next| {
                     let (client, own, input) = (&device.client, own.clone(), input.clone());
-                    let found = planned.run_and_read_ahead(client, own, input, None, next);
+                    let found = planned.run(client, own, input, None, next);
                     device.client.read_one_unchecked(found.expect("memory of these lengths"))
                 };
                 assert_eq!(run(Some(next.clone())), run(None), "{planned:?}");
@@ -759,7 +753,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
 #[test]
 fn staged_exchanges_move_every_block_to_its_place() {
     let mut device = Device::new();
-    device.capability.stages = true;
+    device.capability.fast_shared_memory = true;
     // As few cubes as stage something.
     for (dtype, scheme, inner) in
         [(Dtype::F32, Fp4Scheme::mxfp4(), 128), (Dtype::Bf16, Fp4Scheme::nvfp4(), 32)]
@@ -776,7 +770,7 @@ fn staged_exchanges_move_every_block_to_its_place() {
 #[test]
 fn staged_hessians_give_the_bits_of_the_host() {
     let mut device = Device::new();
-    device.capability.stages = true;
+    device.capability.fast_shared_memory = true;
     let mut random = Random::new(12);
     let view = View::rows(70, 64);
     let scheme = Fp4Scheme::mxfp4().with_search(ScaleSearch::CoordinateDescent);
@@ -805,7 +799,7 @@ fn every_row_has_its_amax() {
 /// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
 #[test]
 fn products_of_activations_are_added_up_in_tiles() {
-    const SIDE: usize = GramTiles::SIDE;
+    const SIDE: usize = GramLayout::SIDE;
     let device = Device::new();
     let shapes = [
         (1, 8, 8),
@@ -823,7 +817,7 @@ fn products_of_activations_are_added_up_in_tiles() {
                 let values = Kind::Weights.values(rows * channels, seed + channels as u64);
                 Dense::new(rows, channels, &values, dtype)
             });
-            let layout = GramTiles::of_device(channels, block_size);
+            let layout = GramLayout::of_device(channels, block_size);
             let mut tiles = Vec::new();
             for part in [0..1, 1..layout.count()] {
                 let sums = vec![0.0f64; part.len() * SIDE * SIDE];
@@ -896,8 +890,8 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
             (0..channels * channels).map(|at| rounded(at / channels, at % channels)).collect();
         let (rows, amax) = (exact.rows(), exact.amax());
         let gram = Gram::from_values(&sums, channels, channels, rows, amax).unwrap();
-        let expected = options.curvature(&gram, 16).unwrap();
-        let found = curvature(&client, &capability, &gram, expected.damped()).expect("a plan");
+        let expected = options.hessian_factor(&gram, 16).unwrap();
+        let found = hessian_factor(&client, &capability, &gram, expected.damped()).expect("a plan");
         assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 1);
         assert_bits("H", &floats(found.hessian().clone()), expected.hessian());
         let factor = floats(found.factor().clone());
@@ -916,9 +910,9 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     let x: Vec<f32> = (0..20 * 64).map(|_| random.normal()).collect();
     let gram = Gram::of(&x, 64).unwrap();
     let undamped = Gptq { damping: 0.0, ..Gptq::default() };
-    assert_eq!(undamped.curvature(&gram, 16), Err(SearchError::Singular));
-    let damped = undamped.damped(&gram, 16).unwrap();
-    let found = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    assert_eq!(undamped.hessian_factor(&gram, 16), Err(SearchError::Singular));
+    let damped = undamped.damped_hessian(&gram, 16).unwrap();
+    let found = hessian_factor(&client, &capability, &gram, &damped).expect("a plan");
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
 }
 
@@ -931,19 +925,20 @@ fn tiles_of_gptq_make_no_difference_to_its_codes() {
     let options = Gptq { sweeps: 1, refits: 0, ..Gptq::default() };
     let x: Vec<f32> = (0..2 * channels * channels).map(|_| random.normal()).collect();
     let gram = Gram::of(&x, channels).unwrap();
-    let damped = options.damped(&gram, 16).unwrap();
+    let damped = options.damped_hessian(&gram, 16).unwrap();
     let scheme = damped.scheme(&Fp4Scheme::nvfp4()).unwrap();
     let problem = Problem { view: View::rows(rows, channels), dtype: KernelDtype::F32, scheme };
     let weights = Kind::Weights.values(rows * channels, 3);
     let largest = weights.iter().fold(0.0, |x: f32, y| x.max(y.abs()));
-    let curvature = curvature(&client, &capability, &gram, &damped).expect("a plan");
+    let hessian_factor = hessian_factor(&client, &capability, &gram, &damped).expect("a plan");
     // A device that one cube keeps busy gets the larger tiles.
     let [larger, smaller] = [1, 1 << 20].map(|cubes| {
         let device = Capability { cubes, ..capability };
         let values = client.create_from_slice(f32::as_bytes(&weights));
         let amax = client.create_from_slice(f32::as_bytes(&[largest]));
-        let packed = quantize_gptq(&client, &device, values, amax, &curvature, &options, &problem)
-            .expect("a plan");
+        let packed =
+            quantize_gptq(&client, &device, values, amax, &hessian_factor, &options, &problem)
+                .expect("a plan");
         client.read_one_unchecked(packed.codes).to_vec()
     });
     assert!(larger == smaller);

@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Blocks, Calibration, Candidate, ChosenBy, DequantizeReason, FakeQuantizeConfig, Fp4Config,
     Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible,
-    NonFinite, OpsError, Outcome, PackedWeight, Products, Reason, ScaleRule, ScaleSearch, Unused,
+    MatmulPath, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch, Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -818,7 +818,7 @@ fn advice_for_layers_of_burn_can_be_followed() {
         let products = report.get(path).unwrap().products().unwrap();
         assert_eq!(
             *products,
-            Products::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
+            MatmulPath::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
         );
         assert!(products.to_string().contains("a module of your own"), "{products}");
     }

@@ -9,11 +9,11 @@ use burn::nn::EmbeddingConfig;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
-    BlockHessians, BlockOrder, Curvature, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq,
-    Gram, Importance, NonFinite, OpsError, Products, ScaleRule, ScaleSearch, TensorScaling, amax,
-    block_hessians, embedding, fake_quantize, gram, matmul, modelopt, portable, products, quantize,
-    quantize_by_curvature, quantize_by_importance, quantize_family, quantize_gptq,
-    quantize_with_best_tensor_scale, squared_sums,
+    BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram,
+    HessianFactor, Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch,
+    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, matmul, matmul_path,
+    modelopt, portable, quantize, quantize_by_importance, quantize_family, quantize_gptq,
+    quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -612,8 +612,8 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
             let (format, block_size) = (Fp4Format::NvFp4, 16);
             Fp4Layout { format, block_size, shape: shape.to_vec(), axis: 0 }
         };
-        let of = |layout: &Fp4Layout, dtype| match products(layout, dtype, &device) {
-            Products::Dequantized(why) => why,
+        let of = |layout: &Fp4Layout, dtype| match matmul_path(layout, dtype, &device) {
+            MatmulPath::Dequantized(why) => why,
             other => panic!("{name}: {other}"),
         };
         let matrix = layout(&[64, 32]);
@@ -624,7 +624,7 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
             _ => (DequantizeReason::Device, "CUDA"),
         };
         assert_eq!(of(&matrix, DType::F32), why, "{name}");
-        assert!(products(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
+        assert!(matmul_path(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
         assert_eq!(
             of(&layout(&[64, 3, 32]), DType::F32),
             DequantizeReason::Rank { rank: 3 },
@@ -731,7 +731,7 @@ fn kernels_run_without_fusion_too() {
     use burn::backend::ops::FloatTensorOps;
     use burn::tensor::read_sync;
     use burn_cubecl::CubeBackend;
-    use burn_fp4_ops::search::host::Restore;
+    use burn_fp4_ops::search::host::DequantTarget;
     use burn_fp4_ops::{Fp4Backend, Saturated};
 
     let device = <CubeBackend as burn::backend::BackendTypes>::Device::default();
@@ -743,8 +743,8 @@ fn kernels_run_without_fusion_too() {
         let packed = CubeBackend::fp4_quantize(upload(), amax.clone(), 1, scheme);
         let layout = Fp4Layout::new(&[64, 48].into(), 1, &scheme).unwrap();
         let restored = CubeBackend::fp4_dequantize(packed, layout, FloatDType::F32);
-        let (restore, saturated) = (Restore::Values, Saturated::PassThrough);
-        let fake = CubeBackend::fp4_fake_quantize(upload(), amax, 1, scheme, restore, saturated);
+        let (target, saturated) = (DequantTarget::Full, Saturated::PassThrough);
+        let fake = CubeBackend::fp4_fake_quantize(upload(), amax, 1, scheme, target, saturated);
         let expected = oracle(&dense, 64, 48, &scheme).unwrap().dequantize();
         CubeBackend::sync(&device).unwrap();
         for found in [restored, fake] {
@@ -902,18 +902,19 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
     let gram = gram(activations(100, 64, &flex)).unwrap();
     let (scheme, options) = (Fp4Scheme::nvfp4(), Gptq::default());
     for (name, device, _) in devices() {
-        let curvature = Curvature::new(&gram, &options, scheme.block_size, &device).unwrap();
-        assert_eq!((curvature.channels(), curvature.block_size()), (64, 16));
-        let curvature = Arc::new(curvature);
+        let hessian_factor =
+            HessianFactor::new(&gram, &options, scheme.block_size, &device).unwrap();
+        assert_eq!((hessian_factor.channels(), hessian_factor.block_size()), (64, 16));
+        let hessian_factor = Arc::new(hessian_factor);
         let of = |device| {
             let values = values([64, 24], device, DType::F32);
-            quantize_by_curvature(values, 0, &scheme, &curvature).map(drop)
+            quantize_with_hessian_factor(values, 0, &scheme, &hessian_factor).map(drop)
         };
         assert_eq!(of(&device), Ok(()), "{name}");
         if ["cpu", "cuda"].contains(&name) {
             let error = of(&flex).unwrap_err();
             let (expected, found) = (flex.clone().into(), device.into());
-            assert_eq!(error, OpsError::PartDevice { what: "curvature", expected, found });
+            assert_eq!(error, OpsError::PartDevice { what: "Hessian factor", expected, found });
         } else {
             assert_eq!(of(&flex), Ok(()), "{name}");
         }
@@ -921,7 +922,7 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
     let undamped = Gptq { damping: 0.0, ..options };
     let few = burn_fp4_ops::gram(activations(20, 64, &flex)).unwrap();
     for (name, device, _) in devices() {
-        let singular = Curvature::new(&few, &undamped, 16, &device).map(drop);
+        let singular = HessianFactor::new(&few, &undamped, 16, &device).map(drop);
         assert_eq!(singular, Err(SearchError::Singular.into()), "{name}");
     }
 }
@@ -942,8 +943,9 @@ fn a_family_has_the_bits_of_its_members_alone() {
     ];
     for (name, device, dtypes) in devices() {
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
-            let curvature = Curvature::new(&gram, &options, scheme.block_size, &device).unwrap();
-            let curvature = Arc::new(curvature);
+            let hessian_factor =
+                HessianFactor::new(&gram, &options, scheme.block_size, &device).unwrap();
+            let hessian_factor = Arc::new(hessian_factor);
             let scaled = scheme.rule.row().tensor_scale;
             for (axis, dtype) in [(0, dtypes[0]), (1, dtypes[dtypes.len() - 1])] {
                 let member = |(at, outputs): (usize, usize)| {
@@ -955,10 +957,12 @@ fn a_family_has_the_bits_of_its_members_alone() {
                 };
                 let family: Vec<_> =
                     [40, 7, 21, 5, 4, 12].into_iter().enumerate().map(member).collect();
-                let found = quantize_family(family.clone(), axis, &curvature).unwrap();
+                let found = quantize_family(family.clone(), axis, &hessian_factor).unwrap();
                 assert_eq!(found.len(), family.len());
                 for (found, (values, scheme)) in found.iter().zip(family) {
-                    let alone = quantize_by_curvature(values, axis, &scheme, &curvature).unwrap();
+                    let alone =
+                        quantize_with_hessian_factor(values, axis, &scheme, &hessian_factor)
+                            .unwrap();
                     let what = format!("{name} {dtype:?} {:?} {scheme:?}", alone.dims());
                     assert_eq!(found.layout(), alone.layout(), "{what}");
                     let [found, alone] = [found, &alone].map(|one| one.to_packed().unwrap());

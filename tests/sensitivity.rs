@@ -368,7 +368,6 @@ fn candidates_that_a_method_is_not_defined_for_are_left_out() {
         (Method::Sse, CANDIDATES.to_vec()),
         (Method::FourOverSix, only_nvfp4.clone()),
         (Method::SseTensorScale, only_nvfp4),
-        (Method::Joint, vec![nvfp4, dense]),
     ] {
         let config = Fp4Config::nvfp4().method(method).unused(Unused::Report);
         let config = config.with_calibration(&calibration);

@@ -7,7 +7,7 @@ use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fp4::ops::{self, Products};
+use burn_fp4::ops::{self, MatmulPath};
 use burn_fp4::{
     Calibration, CalibrationOptions, ChosenBy, Fallback, Fp4Config, Fp4Embedding, Fp4Error,
     Fp4Linear, Fp4Module, Fp4Report, Fp4Scheme, Fp4TrainLinear, Gptq, OpsError, Outcome,
@@ -35,7 +35,7 @@ fn outcome<'a>(report: &'a Fp4Report, path: &str) -> &'a Outcome {
     &parameter.unwrap_or_else(|| panic!("no `{path}` in {report}")).outcome
 }
 
-fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a Products {
+fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a MatmulPath {
     match outcome(report, path) {
         Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => products,
         other => panic!("`{path}`: {other:?}"),
@@ -364,13 +364,13 @@ fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
     let device = Device::flex();
     let report = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let of_linear = products(&report, "first.weight");
-    assert_ne!(*of_linear, Products::FromCodes);
+    assert_ne!(*of_linear, MatmulPath::FromCodes);
     assert!(of_linear.to_string().contains("Fp4Linear"), "{of_linear}");
     assert!(report.to_string().contains("Fp4Linear"), "{report}");
     // On the host the kind of layer decides.
     let linear = LinearConfig::new(32, 48).init(&device);
     let report = Fp4Linear::from(linear).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-    assert_eq!(*products(&report, "weight"), Products::FromCodes);
+    assert_eq!(*products(&report, "weight"), MatmulPath::FromCodes);
     assert!(!report.to_string().contains("dequantized"), "{report}");
 }
 
@@ -380,7 +380,7 @@ fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
 fn a_forgotten_init_is_in_the_report() {
     let report = two_layers(&Device::cpu()).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert!(report.to_string().contains("init()"), "{report}");
-    assert_ne!(*products(&report, "first.weight"), Products::FromCodes);
+    assert_ne!(*products(&report, "first.weight"), MatmulPath::FromCodes);
 }
 
 #[test]
@@ -544,7 +544,7 @@ fn convolutions_are_quantized_by_their_container() {
         // The layers run as those of the module that was made dense again.
         let materialized = image.clone().materialize();
         assert_eq!(floats(image.forward(x.clone())), floats(materialized.forward(x)), "{name}");
-        assert_ne!(*products(&report, "conv.weight"), Products::FromCodes, "{name}");
+        assert_ne!(*products(&report, "conv.weight"), MatmulPath::FromCodes, "{name}");
     }
 }
 

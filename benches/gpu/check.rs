@@ -7,7 +7,7 @@ use burn_fp4_cubecl::{
     quantize_by_hessian,
 };
 use burn_fp4_formats::{Packed, bf16, f16};
-use burn_fp4_search::host::{self, HostElement, Restore, View};
+use burn_fp4_search::host::{self, DequantTarget, HostElement, View};
 use burn_fp4_search::{
     BlockHessians, Blocks, Draw, Fp4Scheme, Importance, NonFinite, Rounding, ScaleRule,
     ScaleSearch, quantize_with_amax,
@@ -81,9 +81,15 @@ fn every_axis<T: HostElement + CubeElement>(
         let packed = quantize(client, &device, device_values.clone(), largest.clone(), &problem)
             .expect("a plan");
         let amax = largest.clone();
-        let fake =
-            fake_quantize(client, &device, device_values.clone(), amax, &problem, Restore::Values)
-                .expect("a plan");
+        let fake = fake_quantize(
+            client,
+            &device,
+            device_values.clone(),
+            amax,
+            &problem,
+            DequantTarget::Full,
+        )
+        .expect("a plan");
         let restored = dequantize(client, &device, packed.clone(), &problem).expect("a plan");
 
         let amax = values.par_iter().map(|x| x.to_f32().abs()).reduce(|| 0.0, f32::max);

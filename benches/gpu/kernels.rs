@@ -9,7 +9,7 @@ use burn_fp4_cubecl::{
     quantize_by_hessian,
 };
 use burn_fp4_formats::bf16;
-use burn_fp4_search::host::{Restore, View};
+use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::{BlockHessians, Blocks, Draw, Fp4Scheme, Hadamard, Rounding, ScaleSearch};
 
 use crate::check::upload;
@@ -173,7 +173,7 @@ impl Bench<'_> {
             }
             self.row(&format!("fake {name} axis {axis}"), 2 * self.dense_bytes(), &|| {
                 let (values, amax) = (values.clone(), amax.clone());
-                drop(fake_quantize(client, &device, values, amax, &problem, Restore::Values));
+                drop(fake_quantize(client, &device, values, amax, &problem, DequantTarget::Full));
             });
         }
     }

@@ -44,7 +44,7 @@ struct Arguments {
     #[arg(long, default_value_t = 9)]
     runs: usize,
     /// Measure products by this kernel alone, or by the one that is planned.
-    #[arg(long, value_parser = ["planned", "gemv", "few", "mma", "wgmma"])]
+    #[arg(long, value_parser = ["planned", "gemv", "small-m", "mma", "wgmma"])]
     products: Option<String>,
     #[cfg(feature = "cuda")]
     /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.

@@ -7,7 +7,7 @@ use benches::Row;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_fp4::ops::Curvature;
+use burn_fp4::ops::HessianFactor;
 use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Gptq, ops};
 
 use crate::Arguments;
@@ -62,9 +62,15 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
         let start = Instant::now();
         let gram = ops::gram(inputs.clone()).expect("finite");
         eprintln!("Gram matrix in {:?}", start.elapsed());
-        let curvature = Curvature::new(&gram, &Gptq::default(), 16, &device).expect("not singular");
-        eprintln!("and its curvature in {:?}", start.elapsed());
-        let packed = ops::quantize_by_curvature(weight.clone(), 0, &scheme, &Arc::new(curvature));
+        let hessian_factor =
+            HessianFactor::new(&gram, &Gptq::default(), 16, &device).expect("not singular");
+        eprintln!("and its Hessian factor in {:?}", start.elapsed());
+        let packed = ops::quantize_with_hessian_factor(
+            weight.clone(),
+            0,
+            &scheme,
+            &Arc::new(hessian_factor),
+        );
         let packed = packed.expect("a valid problem");
         device.sync().expect("the device answers");
         eprintln!("and GPTQ in {:?}", start.elapsed());

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, PackedHandles, Problem, Product, amax, quantize};
+use burn_fp4_cubecl::{Capability, Dtype, Matmul, PackedHandles, Problem, amax, quantize};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -21,37 +21,37 @@ pub(crate) struct Turn<'a> {
     client: &'a Client,
     weights: Vec<PackedHandles>,
     next: Cell<usize>,
-    outputs: usize,
-    channels: usize,
+    n: usize,
+    k: usize,
 }
 
 impl<'a> Turn<'a> {
-    pub(crate) fn new(client: &'a Client, outputs: usize, channels: usize) -> Self {
+    pub(crate) fn new(client: &'a Client, n: usize, k: usize) -> Self {
         let scheme = Fp4Scheme::nvfp4();
-        let problem = Problem { view: View::rows(outputs, channels), dtype: Dtype::Bf16, scheme };
+        let problem = Problem { view: View::rows(n, k), dtype: Dtype::Bf16, scheme };
         let weights = packed(client, &problem);
-        Self { client, weights, next: Cell::new(0), outputs, channels }
+        Self { client, weights, next: Cell::new(0), n, k }
     }
 
     /// Seconds of a product as it is planned, by many launches.
-    pub(crate) fn seconds(&self, arguments: &Arguments, inputs: usize) -> f64 {
-        let Self { client, weights, next, outputs, channels } = self;
+    pub(crate) fn seconds(&self, arguments: &Arguments, m: usize) -> f64 {
+        let Self { client, weights, next, n, k } = self;
         let scheme = Fp4Scheme::nvfp4();
-        let product = Product {
-            inputs,
-            outputs: *outputs,
-            channels: *channels,
+        let matmul = Matmul {
+            m,
+            n: *n,
+            k: *k,
             format: scheme.format(),
             block_size: scheme.block_size,
             dtype: Dtype::Bf16,
         };
-        let planned = product.plan(&Capability::of(client)).expect("a plan");
+        let planned = matmul.plan(&Capability::of(client)).expect("a plan");
         // Where a dense product is faster, there is none.
         let Some(planned) = planned else { return f64::NAN };
-        let input = client.create_from_slice(bf16::as_bytes(&floats(inputs * channels)));
+        let input = client.create_from_slice(bf16::as_bytes(&floats(m * k)));
         median_seconds(client, arguments, || {
             next.set((next.get() + 1) % weights.len());
-            drop(planned.run(client, weights[next.get()].clone(), input.clone(), None));
+            drop(planned.run(client, weights[next.get()].clone(), input.clone(), None, None));
         })
     }
 }
@@ -84,50 +84,43 @@ const SHAPES: [(usize, usize); 6] =
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
-    for (outputs, channels) in SHAPES {
-        let input = client.create_from_slice(bf16::as_bytes(&floats(most * channels)));
+    for (n, k) in SHAPES {
+        let input = client.create_from_slice(bf16::as_bytes(&floats(most * k)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
-            let problem = Problem { view: View::rows(outputs, channels), dtype, scheme };
+            let problem = Problem { view: View::rows(n, k), dtype, scheme };
             let bytes = problem.code_bytes() + problem.scale_bytes();
             let turn = packed(client, &problem);
             let next = Cell::new(0);
-            for inputs in [1, 4, 16, 32, 64, 128, 256, 1024, 2048] {
+            for m in [1, 4, 16, 32, 64, 128, 256, 1024, 2048] {
                 let format = scheme.format();
-                let name = format!("{format} product, {outputs} x {channels}, {inputs} rows");
+                let name = format!("{format} product, {n} x {k}, {m} rows");
                 if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
                     continue;
                 }
-                let product = Product {
-                    inputs,
-                    outputs,
-                    channels,
-                    format,
-                    block_size: scheme.block_size,
-                    dtype,
-                };
+                let matmul = Matmul { m, n, k, format, block_size: scheme.block_size, dtype };
                 let turned = || {
                     next.set((next.get() + 1) % turn.len());
                     turn[next.get()].clone()
                 };
                 let mut row = |kernel: &str, launch: &dyn Fn()| {
                     let seconds = median_seconds(client, arguments, launch);
-                    let bytes = bytes + 2 * inputs * (channels + outputs);
+                    let bytes = bytes + 2 * m * (k + n);
                     // A copy moves as much at 4 TB/s.
                     let copy = bytes as f64 / 4.0e12;
                     let name = format!("{name}, {kernel}");
-                    figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));
+                    figures.push(Row::new(&name, n * k, bytes, seconds, copy));
                 };
                 let planned = [
-                    ("planned", product.plan(&device).ok().flatten()),
-                    ("gemv", product.gemv(&device).ok().filter(|_| inputs <= 8)),
-                    ("few", product.few(&device).ok()),
-                    ("mma", product.mma(&device).ok()),
-                    ("wgmma", product.wgmma(&device).ok().filter(|_| inputs >= 16)),
+                    ("planned", matmul.plan(&device).ok().flatten()),
+                    ("gemv", matmul.gemv(&device).ok().filter(|_| m <= 8)),
+                    ("small-m", matmul.small_m(&device).ok()),
+                    ("mma", matmul.mma(&device).ok()),
+                    ("wgmma", matmul.wgmma(&device).ok().filter(|_| m >= 16)),
                 ];
                 for (kernel, planned) in planned {
                     let asked = arguments.products.as_ref().is_none_or(|asked| asked == kernel);
                     let Some(planned) = planned.filter(|_| asked) else { continue };
-                    row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None)));
+                    row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None, None)));
                 }
             }
         }

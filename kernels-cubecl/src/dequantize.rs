@@ -6,13 +6,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::arith::element::element_value;
-use crate::arith::scale_grid::scale_value;
-use crate::layout::place::{Extent, extent, place};
-use crate::layout::share::{store_blocks, store_vectors};
-use crate::layout::stage::{Exchange, exchange, packed_place};
+use crate::numeric::element::element_value;
+use crate::numeric::scale_grid::scale_value;
 use crate::packed::{PackedHandles, PackedIn};
-use crate::plan::{Capability, Dtype, Operation, Problem, Refusal, Share, UNITS, plan};
+use crate::plan::{Capability, Dtype, Operation, Problem, Refusal, ThreadTile, UNITS, plan};
+use crate::tensor::indexing::{Dims, dims, tile_origin};
+use crate::tensor::load_store::{store_blocks, store_vectors};
+use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 
 /// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
 ///
@@ -42,25 +42,25 @@ fn launch<F: Float>(
     let Problem { view, scheme, dtype } = problem;
     let launch = plan(Operation::Dequantize, problem, device)?;
     problem.check_packed(&packed)?;
-    let (share, by_row) = (launch.share, packed.tensor_scales > 1);
+    let (thread_tile, by_row) = (launch.thread_tile, packed.tensor_scales > 1);
     let values = client.empty(view.len() * dtype.size());
     if launch.items == 0 {
         return Ok(values);
     }
-    let words = if share.along { 1 } else { scheme.block_size / 8 };
+    let words = if thread_tile.contiguous_axis { 1 } else { scheme.block_size / 8 };
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
         dequantize_kernel::launch_unchecked::<F>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
-            share.vector as usize,
+            thread_tile.vector as usize,
             words,
             packed.read(view.len(), 8 * words, scheme.block_size),
-            BufferArg::from_raw_parts(values.clone(), view.len() / share.vector as usize),
-            extent(problem, &launch),
+            BufferArg::from_raw_parts(values.clone(), view.len() / thread_tile.vector as usize),
+            dims(problem, &launch),
             scheme.block_size as u32,
-            share,
+            thread_tile,
             scheme.format(),
             by_row,
         );
@@ -74,52 +74,52 @@ fn launch<F: Float>(
 fn dequantize_kernel<F: Float, N: Size, W: Size>(
     packed: &PackedIn<u8, W>,
     values: &mut [Vector<F, N>],
-    extent: Extent,
+    dims: Dims,
     #[comptime] block_size: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
     #[comptime] format: Fp4Format,
     #[comptime] by_row: bool,
 ) {
-    let item = ABSOLUTE_POS as u32;
-    if item >= extent.items {
+    let tile_index = ABSOLUTE_POS as u32;
+    if tile_index >= dims.items {
         terminate!();
     }
     let block_words = comptime!(block_size / 8);
     let grid = comptime!(format.row().scale_grid());
-    if comptime!(share.along) {
-        let block = item / block_words;
-        let row = if comptime!(by_row) { block / extent.blocks } else { 0u32.runtime() };
+    if comptime!(thread_tile.contiguous_axis) {
+        let block = tile_index / block_words;
+        let row = if comptime!(by_row) { block / dims.blocks } else { 0u32.runtime() };
         let scale = scale_value(u32::cast_from(packed.scales[block as usize]), grid);
         let decode = f32::reinterpret(packed.tensor_scale[row as usize]);
         let mut elements = Array::<f32>::new(8usize);
-        let word = packed.codes[item as usize].extract(0usize);
+        let word = packed.codes[tile_index as usize].extract(0usize);
         decode_word(word, &mut elements, 0u32, scale, decode);
-        let lines = comptime!(8 / share.vector);
-        store_vectors::<F, N>(&elements, 0u32, values, item * lines, lines, share);
+        let lines = comptime!(8 / thread_tile.vector);
+        store_vectors::<F, N>(&elements, 0u32, values, tile_index * lines, lines, thread_tile);
     } else {
-        let place = place(item, &extent, block_size, share);
-        let source = packed_place(&place, &extent, share);
-        let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
-        let mut block_scales = Array::<u32>::new(comptime!(share.rows as usize));
+        let origin = tile_origin(tile_index, &dims, block_size, thread_tile);
+        let source = packed_origin(&origin, &dims, thread_tile);
+        let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(thread_tile.rows as usize));
+        let mut block_scales = Array::<u32>::new(comptime!(thread_tile.rows as usize));
         #[unroll]
-        for row in 0..share.rows {
-            let index = source.index + row * extent.blocks;
+        for row in 0..thread_tile.rows {
+            let index = source.index + row * dims.blocks;
             block_codes[row as usize] = packed.codes[index as usize];
             block_scales[row as usize] = u32::cast_from(packed.scales[index as usize]);
         }
-        if comptime!(share.staged) {
-            exchange::<W>(
+        if comptime!(thread_tile.through_shared_memory) {
+            smem_transpose::<W>(
                 &mut block_codes,
                 &mut block_scales,
                 block_words,
-                share,
-                Exchange::Loaded,
+                thread_tile,
+                Transpose::AfterLoad,
             );
         }
-        let mut elements = Array::<f32>::new(comptime!((share.rows * block_size) as usize));
+        let mut elements = Array::<f32>::new(comptime!((thread_tile.rows * block_size) as usize));
         #[unroll]
-        for row in 0..share.rows {
-            let factor = if comptime!(by_row) { place.row + row } else { 0u32.runtime() };
+        for row in 0..thread_tile.rows {
+            let factor = if comptime!(by_row) { origin.row + row } else { 0u32.runtime() };
             let scale = scale_value(block_scales[row as usize], grid);
             let decode = f32::reinterpret(packed.tensor_scale[factor as usize]);
             #[unroll]
@@ -129,7 +129,7 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
                 decode_word(word, &mut elements, at, scale, decode);
             }
         }
-        store_blocks::<F, N>(&elements, values, &place, &extent, block_size, share);
+        store_blocks::<F, N>(&elements, values, &origin, &dims, block_size, thread_tile);
     }
 }
 

@@ -1,23 +1,23 @@
 //! The values of codes and scales, from the dense tensor in one pass.
 
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::arith::element::{element_value, nearest_element};
-use crate::arith::rule::{Factors, code_mask, normalize, tensor_factor};
-use crate::arith::scale_grid::scale_value;
-use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
-use crate::layout::place::{item, place};
-use crate::layout::share::{load_blocks, store_blocks};
+use crate::numeric::element::{element_value, nearest_element};
+use crate::numeric::rule::{TensorScaleArgs, code_mask, normalize, tensor_factor};
+use crate::numeric::scale_grid::scale_value;
+use crate::numeric::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
 use crate::plan::{
-    Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, TileSharing, UNITS, plan,
+    Blueprint, Capability, Dtype, Launch, Operation, Problem, Refusal, TileSharing, UNITS, plan,
 };
 use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
+use crate::tensor::indexing::{tile_index, tile_origin};
+use crate::tensor::load_store::{load_blocks, store_blocks};
 
 /// What [`dequantize`](crate::dequantize()) makes of [`quantize`](crate::quantize()), in one pass.
 ///
@@ -29,19 +29,19 @@ pub fn fake_quantize(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
 ) -> Result<Handle, Refusal> {
     let launch = plan(Operation::FakeQuantize, problem, device)?;
     problem.check_values(&values)?;
     problem.check_amax(&amax)?;
-    let launch_kernel = match (problem.dtype, launch.share.wide()) {
+    let launch_kernel = match (problem.dtype, launch.thread_tile.wide()) {
         (Dtype::F16, true) => launch_fake_quantize::<u32, f16>,
         (Dtype::F16, false) => launch_fake_quantize::<u16, f16>,
         (Dtype::Bf16, true) => launch_fake_quantize::<u32, bf16>,
         (Dtype::Bf16, false) => launch_fake_quantize::<u16, bf16>,
         (Dtype::F32, _) => launch_fake_quantize::<u32, f32>,
     };
-    Ok(launch_kernel(client, values, amax, problem, restore, launch))
+    Ok(launch_kernel(client, values, amax, problem, target, launch))
 }
 
 fn launch_fake_quantize<E: Int, F: Float>(
@@ -49,11 +49,11 @@ fn launch_fake_quantize<E: Int, F: Float>(
     values: Handle,
     amax: Handle,
     problem: &Problem,
-    restore: Restore,
+    target: DequantTarget,
     launch: Launch,
 ) -> Handle {
     let mut problem = *problem;
-    if launch.share.tile == TileSharing::Halves {
+    if launch.thread_tile.sharing == TileSharing::Halves {
         // Each is a block of its own, but for what they exchange.
         problem.scheme = problem.scheme.with_block_size(problem.scheme.block_size / 2);
     }
@@ -62,20 +62,20 @@ fn launch_fake_quantize<E: Int, F: Float>(
     if launch.items == 0 {
         return output;
     }
-    let vectors = view.len() / launch.share.vector as usize;
-    let recipe = Recipe::of(scheme, false);
+    let vectors = view.len() / launch.thread_tile.vector as usize;
+    let blueprint = Blueprint::of(scheme, false);
     // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
         fake_quantize_kernel::launch_unchecked::<E, F>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
-            launch.share.words() as usize,
-            launch.share.vector as usize,
-            task(values, amax, None, recipe, &problem, &launch),
+            launch.thread_tile.words() as usize,
+            launch.thread_tile.vector as usize,
+            quantize_args(values, amax, None, blueprint, &problem, &launch),
             BufferArg::from_raw_parts(output.clone(), vectors),
             draw(scheme),
-            restore,
+            target,
         );
     }
     output
@@ -83,32 +83,34 @@ fn launch_fake_quantize<E: Int, F: Float>(
 
 #[cube(launch_unchecked)]
 fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
-    task: &Task<E, M>,
+    args: &QuantizeArgs<E, M>,
     output: &mut [Vector<F, N>],
     draw: Draw,
-    #[comptime] restore: Restore,
+    #[comptime] target: DequantTarget,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let block_size = comptime!(recipe.block_size);
-    let item = item(&task.extent);
-    let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
-    let mut elements = load_blocks::<E, M>(task.values, &place, &task.extent, block_size, share);
-    let largest = largest_magnitudes::<E, M>(task, &elements, &place);
-    let chosen = choose_scales::<E, M>(task, &elements, &largest, &place);
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let block_size = comptime!(blueprint.block_size);
+    let tile_index = tile_index(&args.dims);
+    let origin =
+        tile_origin(min(tile_index, args.dims.items - 1), &args.dims, block_size, thread_tile);
+    let mut elements =
+        load_blocks::<E, M>(args.values, &origin, &args.dims, block_size, thread_tile);
+    let largest = largest_magnitudes::<E, M>(args, &elements, &origin);
+    let chosen = choose_scales::<E, M>(args, &elements, &largest, &origin);
     #[unroll]
-    for row in 0..share.rows {
-        let value = scale_value(chosen.codes[row as usize], comptime!(recipe.grid()));
-        let decode = if comptime!(restore == Restore::Values) {
-            tensor_factor(task.amax, place.row + row, &task.factors, recipe).decode
+    for row in 0..thread_tile.rows {
+        let value = scale_value(chosen.codes[row as usize], comptime!(blueprint.grid()));
+        let decode = if comptime!(target == DequantTarget::Full) {
+            tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint).decode
         } else {
             1.0f32.runtime()
         };
         let scale = Scale { factor: chosen.factors[row as usize], value, decode };
-        let group = (place.index + row * task.extent.blocks) * comptime!(block_size / 8);
-        restore_row(&mut elements, row, &scale, group, &task.factors, &draw, recipe);
+        let group = (origin.index + row * args.dims.blocks) * comptime!(block_size / 8);
+        restore_row(&mut elements, row, &scale, group, &args.scale_args, &draw, blueprint);
     }
-    if item < task.extent.items {
-        store_blocks::<F, N>(&elements, output, &place, &task.extent, block_size, share);
+    if tile_index < args.dims.items {
+        store_blocks::<F, N>(&elements, output, &origin, &args.dims, block_size, thread_tile);
     }
 }
 
@@ -128,21 +130,21 @@ fn restore_row(
     #[comptime] row: u32,
     scale: &Scale,
     group: u32,
-    factors: &Factors,
+    scale_args: &TensorScaleArgs,
     draw: &Draw,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) {
-    let rule = comptime!(recipe.rule);
+    let rule = comptime!(blueprint.rule);
     let mask = code_mask(scale.factor, rule);
     #[unroll]
-    for word in 0..comptime!(recipe.block_size / 8) {
-        let start = comptime!(row * recipe.block_size + word * 8);
-        if comptime!(recipe.stochastic) {
+    for word in 0..comptime!(blueprint.block_size / 8) {
+        let start = comptime!(row * blueprint.block_size + word * 8);
+        if comptime!(blueprint.stochastic) {
             let random = random_words(group + word, draw);
             #[unroll]
             for element in 0..8u32 {
                 let at = comptime!((start + element) as usize);
-                let normalized = normalize(elements[at], scale.factor, factors, rule);
+                let normalized = normalize(elements[at], scale.factor, scale_args, rule);
                 let code = round_stochastically(normalized, random_bits(&random, element));
                 let drawn = element_value(code & mask);
                 elements[at] = (drawn * scale.value) * scale.decode;
@@ -151,7 +153,8 @@ fn restore_row(
             #[unroll]
             for element in 0..8u32 {
                 let at = comptime!((start + element) as usize);
-                let nearest = nearest_element(normalize(elements[at], scale.factor, factors, rule));
+                let nearest =
+                    nearest_element(normalize(elements[at], scale.factor, scale_args, rule));
                 let nearest = f32::reinterpret(u32::reinterpret(nearest) & mask);
                 elements[at] = (nearest * scale.value) * scale.decode;
             }

@@ -3,7 +3,7 @@
 
 use core::ops::Range;
 
-use burn_fp4_search::GramTiles;
+use burn_fp4_search::GramLayout;
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -20,12 +20,12 @@ pub struct Activations {
     pub values: Handle,
     /// The dtype of the values.
     pub dtype: Dtype,
-    /// How many rows there are; a [`GramTiles`] knows the channels.
+    /// How many rows there are; a [`GramLayout`] knows the channels.
     pub rows: usize,
 }
 
 /// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout
-/// of devices ([`GramTiles::of_device`]).
+/// of devices ([`GramLayout::of_device`]).
 /// Element by element in f64; by matrix instructions 1024 products in f32 and their sum in
 /// f64. Such instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the
 /// products that do not count: relative to the largest, an error of 2^-24.
@@ -37,15 +37,15 @@ pub fn add_gram(
     device: &Capability,
     activations: &Activations,
     sums: Handle,
-    layout: GramTiles,
+    layout: GramLayout,
     tiles: Range<usize>,
 ) -> Result<(), Refusal> {
     let Activations { values: x, dtype, rows } = activations.clone();
     let channels = layout.channels();
     let plan = plan_gram(rows, channels, dtype, device)?;
     let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
-    if layout.side() != GramTiles::SIDE {
-        return mismatch("the side of a tile", GramTiles::SIDE, layout.side());
+    if layout.side() != GramLayout::SIDE {
+        return mismatch("the side of a tile", GramLayout::SIDE, layout.side());
     }
     if tiles.end > layout.count() {
         return mismatch("tiles", layout.count(), tiles.end);
@@ -77,12 +77,12 @@ struct Sum<'a> {
     client: &'a Client,
     rows: usize,
     sums: Handle,
-    layout: GramTiles,
+    layout: GramLayout,
     tiles: Range<usize>,
 }
 
 /// Channels of a tile.
-const SIDE: u32 = GramTiles::SIDE as u32;
+const SIDE: u32 = GramLayout::SIDE as u32;
 
 /// Rows whose products are added up in f32.
 const CHUNK: u32 = 1024;
@@ -132,7 +132,7 @@ impl Sum<'_> {
 }
 
 /// Elements of a tile.
-const TILE: usize = GramTiles::SIDE * GramTiles::SIDE;
+const TILE: usize = GramLayout::SIDE * GramLayout::SIDE;
 
 /// Row and column of a tile, in tiles.
 #[cube]

@@ -7,10 +7,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use crate::arith::hadamard::{SIZE, transform};
-use crate::layout::place::{Extent, ExtentLaunch, extent, item, place};
-use crate::layout::share::{load_blocks, store_blocks};
-use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Refusal, Share, UNITS, plan};
+use crate::numeric::hadamard::{SIZE, transform};
+use crate::plan::{
+    Capability, Dtype, Launch, Operation, Problem, Refusal, ThreadTile, UNITS, plan,
+};
+use crate::tensor::indexing::{Dims, DimsLaunch, dims, tile_index, tile_origin};
+use crate::tensor::load_store::{load_blocks, store_blocks};
 
 /// Transforms every 16 neighbours along an axis, or back, as
 /// [`host::hadamard`](burn_fp4_search::host::hadamard) does.
@@ -32,7 +34,7 @@ pub fn hadamard(
     let launch = plan(Operation::Hadamard, &problem, device)?;
     problem.check_values(&values)?;
     let signs = u32::from(hadamard.signs);
-    let launch_kernel = match (dtype, launch.share.wide()) {
+    let launch_kernel = match (dtype, launch.thread_tile.wide()) {
         (Dtype::F16, true) => launch_hadamard::<u32, f16>,
         (Dtype::F16, false) => launch_hadamard::<u16, f16>,
         (Dtype::Bf16, true) => launch_hadamard::<u32, bf16>,
@@ -54,23 +56,23 @@ fn launch_hadamard<E: Int, F: Float>(
     if launch.items == 0 {
         return output;
     }
-    let share = launch.share;
-    let vectors = problem.view.len() / share.vector as usize;
-    let extent: ExtentLaunch = extent(problem, &launch);
+    let thread_tile = launch.thread_tile;
+    let vectors = problem.view.len() / thread_tile.vector as usize;
+    let dims: DimsLaunch = dims(problem, &launch);
     // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
     unsafe {
         hadamard_kernel::launch_unchecked::<E, F>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
-            share.words() as usize,
-            share.vector as usize,
+            thread_tile.words() as usize,
+            thread_tile.vector as usize,
             BufferArg::from_raw_parts(values, vectors),
             BufferArg::from_raw_parts(output.clone(), vectors),
-            extent,
+            dims,
             signs,
             inverse,
-            share,
+            thread_tile,
         );
     }
     output
@@ -80,19 +82,19 @@ fn launch_hadamard<E: Int, F: Float>(
 fn hadamard_kernel<E: Int, M: Size, F: Float, N: Size>(
     values: &[Vector<E, M>],
     output: &mut [Vector<F, N>],
-    extent: Extent,
+    dims: Dims,
     signs: u32,
     #[comptime] inverse: bool,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) {
-    let item = item(&extent);
-    if item < extent.items {
-        let place = place(item, &extent, SIZE, share);
-        let mut elements = load_blocks::<E, M>(values, &place, &extent, SIZE, share);
+    let tile_index = tile_index(&dims);
+    if tile_index < dims.items {
+        let origin = tile_origin(tile_index, &dims, SIZE, thread_tile);
+        let mut elements = load_blocks::<E, M>(values, &origin, &dims, SIZE, thread_tile);
         #[unroll]
-        for row in 0..share.rows {
+        for row in 0..thread_tile.rows {
             transform(&mut elements, comptime!(row * SIZE), signs, inverse);
         }
-        store_blocks::<F, N>(&elements, output, &place, &extent, SIZE, share);
+        store_blocks::<F, N>(&elements, output, &origin, &dims, SIZE, thread_tile);
     }
 }

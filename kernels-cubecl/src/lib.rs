@@ -37,40 +37,40 @@
 #[cfg(feature = "cuda")]
 extern crate alloc;
 
-mod arith;
 mod dequantize;
 mod fake_quantize;
 mod gptq;
 mod gram;
 mod hadamard;
+mod numeric;
 /// What CubeCL's derived operations name.
 #[cfg(feature = "cuda")]
 mod interfaces {
     pub(crate) use cubecl_ir::interfaces::*;
 }
-mod layout;
+mod matmul;
 mod memory;
 mod packed;
 mod plan;
-mod product;
 mod quantize;
 mod quantize_by_hessian;
 mod search;
 mod squared_error;
+mod tensor;
 mod tensor_amax;
 
 pub use cubecl;
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
-pub use gptq::{CurvatureHandles, curvature, quantize_gptq};
+pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
+pub use matmul::{Matmul, MatmulPlan, Prefetch};
 pub use packed::PackedHandles;
 pub use plan::{
-    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, Share, TileSharing, UNITS,
-    Warpgroups, plan,
+    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, ThreadTile, TileSharing,
+    UNITS, WgmmaSupport, plan,
 };
-pub use product::{NextWeight, PlannedProduct, Product};
 pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};
 pub use squared_error::{PartialSums, squared_error};

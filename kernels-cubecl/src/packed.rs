@@ -4,7 +4,7 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::plan::{Problem, Recipe};
+use crate::plan::{Blueprint, Problem};
 
 /// The memory of a packed tensor on a device: what launches take, without a shape of its own.
 #[derive(Debug, Clone)]
@@ -90,8 +90,8 @@ pub(crate) fn store_tensor_scale<W: Size>(
     packed: &mut PackedOut<W>,
     row: u32,
     decode: f32,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) {
-    let at = if comptime!(recipe.by_row) { row } else { 0u32.runtime() };
+    let at = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
     packed.tensor_scale[at as usize] = u32::reinterpret(decode);
 }

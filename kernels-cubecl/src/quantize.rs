@@ -5,18 +5,18 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::codes::{limits_all, nearest_codes};
-use crate::arith::rule::{Factors, code_mask, normalize, tensor_factor};
-use crate::arith::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
-use crate::layout::place::{item, place};
-use crate::layout::share::load_blocks;
-use crate::layout::stage::{Exchange, exchange, packed_place};
 use crate::memory::check_memory;
+use crate::numeric::codes::{limits_all, nearest_codes};
+use crate::numeric::rule::{TensorScaleArgs, code_mask, normalize, tensor_factor};
+use crate::numeric::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
-use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
+use crate::plan::{Blueprint, Capability, Launch, Operation, Problem, Refusal, UNITS, plan};
 use crate::search::amax::largest_magnitudes;
 use crate::search::choose::choose_scales;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
+use crate::tensor::indexing::{tile_index, tile_origin};
+use crate::tensor::load_store::load_blocks;
+use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 
 /// Codes and scales of a tensor, given the amax of [`amax`](crate::amax()) in device memory.
 ///
@@ -58,7 +58,7 @@ pub fn quantize_weighted(
         }
         check_memory("weights", weights, 4 * problem.view.axis)?;
     }
-    Ok(if launch.share.wide() {
+    Ok(if launch.thread_tile.wide() {
         launch_quantize::<u32>(client, values, amax, weights, problem, launch)
     } else {
         launch_quantize::<u16>(client, values, amax, weights, problem, launch)
@@ -73,7 +73,7 @@ fn launch_quantize<E: Int>(
     problem: &Problem,
     launch: Launch,
 ) -> PackedHandles {
-    let recipe = Recipe::of(&problem.scheme, weights.is_some());
+    let blueprint = Blueprint::of(&problem.scheme, weights.is_some());
     let packed = PackedHandles::empty(client, problem);
     if launch.items == 0 {
         return packed;
@@ -85,9 +85,9 @@ fn launch_quantize<E: Int>(
             client,
             launch.count(),
             CubeDim::new_1d(UNITS),
-            launch.share.words() as usize,
+            launch.thread_tile.words() as usize,
             words,
-            task(values, amax, weights, recipe, problem, &launch),
+            quantize_args(values, amax, weights, blueprint, problem, &launch),
             packed.write(problem, words),
             draw(&problem.scheme),
         );
@@ -97,36 +97,48 @@ fn launch_quantize<E: Int>(
 
 #[cube(launch_unchecked)]
 fn quantize_kernel<E: Int, N: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     packed: &mut PackedOut<W>,
     draw: Draw,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let block_size = comptime!(recipe.block_size);
-    let item = item(&task.extent);
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let block_size = comptime!(blueprint.block_size);
+    let tile_index = tile_index(&args.dims);
     // Units beyond the last share repeat it, so that whole planes exchange values, and store
     // nothing.
-    let place = place(min(item, task.extent.items - 1), &task.extent, block_size, share);
-    let rows_left = select(item < task.extent.items, place.rows_left, 0u32);
-    let elements = load_blocks::<E, N>(task.values, &place, &task.extent, block_size, share);
-    let largest = largest_magnitudes::<E, N>(task, &elements, &place);
-    let chosen = choose_scales::<E, N>(task, &elements, &largest, &place);
+    let origin =
+        tile_origin(min(tile_index, args.dims.items - 1), &args.dims, block_size, thread_tile);
+    let rows_left = select(tile_index < args.dims.items, origin.rows_left, 0u32);
+    let elements = load_blocks::<E, N>(args.values, &origin, &args.dims, block_size, thread_tile);
+    let largest = largest_magnitudes::<E, N>(args, &elements, &origin);
+    let chosen = choose_scales::<E, N>(args, &elements, &largest, &origin);
     let words = comptime!(block_size / 8);
-    let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(share.rows as usize));
+    let mut block_codes = Array::<Vector<u32, W>>::new(comptime!(thread_tile.rows as usize));
     let mut block_scales = chosen.codes;
     #[unroll]
-    for row in 0..share.rows {
+    for row in 0..thread_tile.rows {
         let mut codes = Array::<u32>::new(comptime!(words as usize));
         let start = comptime!(row * block_size);
         let factor = chosen.factors[row as usize];
-        if comptime!(recipe.stochastic) {
-            let group = (place.index + row * task.extent.blocks) * words;
-            drawn_codes(&elements, &mut codes, start, factor, group, &task.factors, &draw, recipe);
+        if comptime!(blueprint.stochastic) {
+            let group = (origin.index + row * args.dims.blocks) * words;
+            drawn_codes(
+                &elements,
+                &mut codes,
+                start,
+                factor,
+                group,
+                &args.scale_args,
+                &draw,
+                blueprint,
+            );
         } else {
-            let limits = comptime!(limits_all(recipe, share.rows));
+            let limits = comptime!(limits_all(blueprint, thread_tile.rows));
             let of_row = largest[row as usize];
-            let factors = &task.factors;
-            nearest_codes(&elements, &mut codes, start, of_row, factor, factors, limits, recipe);
+            let scale_args = &args.scale_args;
+            nearest_codes(
+                &elements, &mut codes, start, of_row, factor, scale_args, limits, blueprint,
+            );
         }
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]
@@ -136,23 +148,30 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
         block_codes[row as usize] = row_codes;
     }
 
-    if comptime!(share.staged) {
-        exchange::<W>(&mut block_codes, &mut block_scales, words, share, Exchange::ToStore);
+    if comptime!(thread_tile.through_shared_memory) {
+        smem_transpose::<W>(
+            &mut block_codes,
+            &mut block_scales,
+            words,
+            thread_tile,
+            Transpose::BeforeStore,
+        );
     }
-    let target = packed_place(&place, &task.extent, share);
+    let target = packed_origin(&origin, &args.dims, thread_tile);
     #[unroll]
-    for row in 0..share.rows {
+    for row in 0..thread_tile.rows {
         if row < rows_left {
-            let index = target.index + row * task.extent.blocks;
+            let index = target.index + row * args.dims.blocks;
             packed.codes[index as usize] = block_codes[row as usize];
             packed.scales[index as usize] = u8::cast_from(block_scales[row as usize]);
             // The first block of all is known by its number: its row, and its place there, are
             // divisions.
             let begins =
-                if comptime!(recipe.by_row) { target.block == 0u32 } else { index == 0u32 };
+                if comptime!(blueprint.by_row) { target.block == 0u32 } else { index == 0u32 };
             if begins {
-                let tensor = tensor_factor(task.amax, target.row + row, &task.factors, recipe);
-                store_tensor_scale::<W>(packed, target.row + row, tensor.decode, recipe);
+                let tensor =
+                    tensor_factor(args.amax, target.row + row, &args.scale_args, blueprint);
+                store_tensor_scale::<W>(packed, target.row + row, tensor.decode, blueprint);
             }
         }
     }
@@ -167,21 +186,21 @@ fn drawn_codes(
     #[comptime] start: u32,
     factor: f32,
     group: u32,
-    factors: &Factors,
+    scale_args: &TensorScaleArgs,
     draw: &Draw,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) {
-    let rule = comptime!(recipe.rule);
+    let rule = comptime!(blueprint.rule);
     let mask = code_mask(factor, rule);
     #[unroll]
-    for word in 0..comptime!(recipe.block_size / 8) {
+    for word in 0..comptime!(blueprint.block_size / 8) {
         let mut packed = 0u32;
         let random = random_words(group + word, draw);
         #[unroll]
         for index in 0..8u32 {
             let element = comptime!(7 - index);
             let at = comptime!((start + word * 8 + element) as usize);
-            let normalized = normalize(elements[at], factor, factors, rule);
+            let normalized = normalize(elements[at], factor, scale_args, rule);
             let bits = random_bits(&random, element);
             packed = (packed << 4u32) | (round_stochastically(normalized, bits) >> 28u32);
         }

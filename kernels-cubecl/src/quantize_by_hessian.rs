@@ -16,15 +16,15 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::rule::tensor_factor;
-use crate::layout::place::place_of;
-use crate::layout::share::load_blocks;
 use crate::memory::check_memory;
+use crate::numeric::rule::tensor_factor;
 use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
-use crate::plan::{Capability, Launch, Operation, Problem, Recipe, Refusal, plan};
-use crate::search::block_hessian::{block_hessian, stage, staged_vectors};
+use crate::plan::{Blueprint, Capability, Launch, Operation, Problem, Refusal, plan};
+use crate::search::block_hessian::{block_hessian, load_shared, shared_vectors};
 use crate::search::hessian::search;
-use crate::search::task::{Task, task};
+use crate::search::quantize_args::{QuantizeArgs, quantize_args};
+use crate::tensor::indexing::origin_of;
+use crate::tensor::load_store::load_blocks;
 
 /// The Hessians of the blocks of a row in device memory.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ pub fn quantize_by_hessian(
     check_memory("the Hessians", &hessians.values, of_row * problem.scheme.block_size)?;
     let packed = PackedHandles::empty(client, problem);
     if launch.items > 0 {
-        if launch.share.wide() {
+        if launch.thread_tile.wide() {
             run::<u32>(client, values, amax, hessians, problem, launch, &packed);
         } else {
             run::<u16>(client, values, amax, hessians, problem, launch, &packed);
@@ -79,44 +79,44 @@ fn run<E: Int>(
 ) {
     let size = problem.scheme.block_size;
     let words = size / 8;
-    let recipe = Recipe::of(&problem.scheme, false);
+    let blueprint = Blueprint::of(&problem.scheme, false);
     // SAFETY: the lengths are those of the problem; units beyond the last row write nothing.
     unsafe {
         hessian_kernel::launch_unchecked::<E>(
             client,
             launch.count(),
             CubeDim::new_1d(launch.units),
-            launch.share.words() as usize,
+            launch.thread_tile.words() as usize,
             4,
             words,
-            task(values, amax, Some(hessians.bounds), recipe, problem, &launch),
+            quantize_args(values, amax, Some(hessians.bounds), blueprint, problem, &launch),
             BufferArg::from_raw_parts(hessians.values, problem.view.axis * size / 4),
             packed.write(problem, words),
         );
     }
 }
 
-/// The weights of the task are the bounds of the Hessians.
+/// The weights of the arguments are the bounds of the Hessians.
 #[cube(launch_unchecked)]
 fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     hessians: &[Vector<f32, H>],
     packed: &mut PackedOut<W>,
 ) {
-    let size = comptime!(task.recipe.block_size);
+    let size = comptime!(args.blueprint.block_size);
     let cube = CUBE_POS as u32;
-    if cube < task.extent.items / CUBE_DIM {
-        let block = cube % task.extent.blocks;
-        let row = cube / task.extent.blocks * CUBE_DIM + UNIT_POS;
-        if comptime!(task.share.staged) {
-            let vectors = comptime!(staged_vectors(size) as usize);
+    if cube < args.dims.items / CUBE_DIM {
+        let block = cube % args.dims.blocks;
+        let row = cube / args.dims.blocks * CUBE_DIM + UNIT_POS;
+        if comptime!(args.thread_tile.through_shared_memory) {
+            let vectors = comptime!(shared_vectors(size) as usize);
             let mut shared = Shared::<[Vector<f32, H>]>::new_slice(vectors);
-            stage::<H>(&mut shared, hessians, task.weights, block, size);
+            load_shared::<H>(&mut shared, hessians, args.weights, block, size);
             sync_cube();
-            quantize_row::<E, N, H, W>(task, &shared, 0u32, packed, row, block);
+            quantize_row::<E, N, H, W>(args, &shared, 0u32, packed, row, block);
         } else {
             let first = block * comptime!(size * size / 4);
-            quantize_row::<E, N, H, W>(task, hessians, first, packed, row, block);
+            quantize_row::<E, N, H, W>(args, hessians, first, packed, row, block);
         }
     }
 }
@@ -124,33 +124,41 @@ fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
 /// A block of a row. `first` is where its H begins.
 #[cube]
 fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     hessian: &[Vector<f32, H>],
     first: u32,
     packed: &mut PackedOut<W>,
     row: u32,
     block: u32,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let size = comptime!(recipe.block_size);
-    if row < task.extent.rows {
-        let place = place_of(row, block, &task.extent, size, share);
-        let elements = load_blocks::<E, N>(task.values, &place, &task.extent, size, share);
-        let tensor = tensor_factor(task.amax, row, &task.factors, recipe);
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let size = comptime!(blueprint.block_size);
+    if row < args.dims.rows {
+        let origin = origin_of(row, block, &args.dims, size, thread_tile);
+        let elements = load_blocks::<E, N>(args.values, &origin, &args.dims, size, thread_tile);
+        let tensor = tensor_factor(args.amax, row, &args.scale_args, blueprint);
         let mut words = Array::<u32>::new(comptime!((size / 8) as usize));
-        let stay = (u32::cast_from(task.factors.one) - 1u32) & 1u32;
+        let stay = (u32::cast_from(args.scale_args.one) - 1u32) & 1u32;
         let channel = block * size;
-        let hessian = block_hessian::<H>(hessian, first, stay, task.weights, channel, share.staged);
-        let scale = search::<H>(&elements, &mut words, &hessian, &tensor, &task.factors, recipe);
+        let hessian = block_hessian::<H>(
+            hessian,
+            first,
+            stay,
+            args.weights,
+            channel,
+            thread_tile.through_shared_memory,
+        );
+        let scale =
+            search::<H>(&elements, &mut words, &hessian, &tensor, &args.scale_args, blueprint);
         let mut row_codes = Vector::<u32, W>::empty();
         #[unroll]
         for word in 0..comptime!(size / 8) {
             row_codes.insert(comptime!(word as usize), words[word as usize]);
         }
-        packed.codes[place.index as usize] = row_codes;
-        packed.scales[place.index as usize] = u8::cast_from(scale);
-        if block == 0u32 && (comptime!(recipe.by_row) || row == 0u32) {
-            store_tensor_scale::<W>(packed, row, tensor.decode, recipe);
+        packed.codes[origin.index as usize] = row_codes;
+        packed.scales[origin.index as usize] = u8::cast_from(scale);
+        if block == 0u32 && (comptime!(blueprint.by_row) || row == 0u32) {
+            store_tensor_scale::<W>(packed, row, tensor.decode, blueprint);
         }
     }
 }

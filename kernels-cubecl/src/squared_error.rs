@@ -5,12 +5,12 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::arith::element::element_value;
-use crate::arith::scale_grid::scale_value;
-use crate::layout::place::{Extent, extent};
-use crate::layout::share::widen;
+use crate::numeric::element::element_value;
+use crate::numeric::scale_grid::scale_value;
 use crate::packed::{PackedHandles, PackedIn};
-use crate::plan::{Capability, Launch, Operation, Problem, Refusal, Share, UNITS, plan};
+use crate::plan::{Capability, Launch, Operation, Problem, Refusal, ThreadTile, UNITS, plan};
+use crate::tensor::indexing::{Dims, dims};
+use crate::tensor::load_store::widen;
 
 /// Partial sums of squares: `[2, count]` in f32, first the squared differences between a tensor and
 /// its packed form, then the squares of the tensor. Their totals are the two sums.
@@ -37,7 +37,7 @@ pub fn squared_error(
     let planned = plan(Operation::SquaredError, problem, device)?;
     problem.check_values(&values)?;
     problem.check_packed(&packed)?;
-    Ok(if planned.share.wide() {
+    Ok(if planned.thread_tile.wide() {
         launch::<u32>(client, values, packed, problem, planned)
     } else {
         launch::<u16>(client, values, packed, problem, planned)
@@ -70,9 +70,9 @@ fn launch<E: Int>(
             BufferArg::from_raw_parts(values, view.len()),
             packed.read(view.len(), 8, scheme.block_size),
             BufferArg::from_raw_parts(sums.clone(), 2 * count),
-            extent(problem, &launch),
+            dims(problem, &launch),
             scheme.block_size as u32,
-            launch.share,
+            launch.thread_tile,
             scheme.format(),
             by_row,
         );
@@ -87,44 +87,45 @@ fn squared_error_kernel<E: Int, N: Size, W: Size>(
     values: &[Vector<E, N>],
     packed: &PackedIn<u8, W>,
     sums: &mut [f32],
-    extent: Extent,
+    dims: Dims,
     #[comptime] block_size: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
     #[comptime] format: Fp4Format,
     #[comptime] by_row: bool,
 ) {
     let item = ABSOLUTE_POS as u32;
-    if item >= extent.items {
+    if item >= dims.items {
         terminate!();
     }
     let block_words = comptime!(block_size / 8);
     let grid = comptime!(format.row().scale_grid());
-    let row_words = extent.blocks * block_words;
-    let words = extent.rows * row_words;
+    let row_words = dims.blocks * block_words;
+    let words = dims.rows * row_words;
     let mut error = 0.0f32.runtime();
     let mut energy = 0.0f32.runtime();
     let mut at = item;
     while at < words {
-        let column = at % extent.inner;
-        let word = at / extent.inner % row_words;
-        let outer = at / extent.inner / row_words;
-        let first = (outer * row_words + word) * 8 * extent.inner + column;
-        let row = outer * extent.inner + column;
+        let column = at % dims.inner;
+        let word = at / dims.inner % row_words;
+        let outer = at / dims.inner / row_words;
+        let first = (outer * row_words + word) * 8 * dims.inner + column;
+        let row = outer * dims.inner + column;
         let factor = if comptime!(by_row) { row } else { 0u32.runtime() };
         let decode = f32::reinterpret(packed.tensor_scale[factor as usize]);
-        let block = row * extent.blocks + word / block_words;
+        let block = row * dims.blocks + word / block_words;
         let scale = scale_value(u32::cast_from(packed.scales[block as usize]), grid);
         let word = packed.codes[(row * row_words + word) as usize].extract(0usize);
         #[unroll]
         for index in 0..8u32 {
-            let value = widen::<E, N>(values[(first + index * extent.inner) as usize], 0u32, share);
+            let value =
+                widen::<E, N>(values[(first + index * dims.inner) as usize], 0u32, thread_tile);
             let element = element_value(word << comptime!(28 - 4 * index));
             let difference = (element * scale) * decode - value;
             error += difference * difference;
             energy += value * value;
         }
-        at += extent.items;
+        at += dims.items;
     }
     sums[item as usize] = error;
-    sums[(extent.items + item) as usize] = energy;
+    sums[(dims.items + item) as usize] = energy;
 }

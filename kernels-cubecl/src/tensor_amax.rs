@@ -6,10 +6,10 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::layout::share::widen;
 use crate::plan::{
-    COLUMN_CHUNK, Capability, Dtype, Launch, Operation, Problem, Refusal, Share, UNITS, plan,
+    COLUMN_CHUNK, Capability, Dtype, Launch, Operation, Problem, Refusal, ThreadTile, UNITS, plan,
 };
+use crate::tensor::load_store::widen;
 
 /// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
 ///
@@ -30,7 +30,7 @@ pub fn amax(
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
     let planned = plan(operation, &problem, device)?;
     problem.check_values(&values)?;
-    Ok(if planned.share.wide() {
+    Ok(if planned.thread_tile.wide() {
         launch::<u32>(client, values, view, by_row, planned, device)
     } else {
         launch::<u16>(client, values, view, by_row, planned, device)
@@ -56,7 +56,7 @@ fn launch<E: Int>(
     }
     let count = launch.count();
     let dim = CubeDim::new_1d(UNITS);
-    let vector = launch.share.vector as usize;
+    let vector = launch.thread_tile.vector as usize;
     // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
     unsafe {
         let values = BufferArg::from_raw_parts(values, view.len() / vector);
@@ -66,11 +66,11 @@ fn launch<E: Int>(
                 client,
                 count,
                 dim,
-                launch.share.words() as usize,
+                launch.thread_tile.words() as usize,
                 values,
                 output,
                 launch.items,
-                launch.share,
+                launch.thread_tile,
                 plane,
             );
         } else if view.inner == 1 {
@@ -78,13 +78,13 @@ fn launch<E: Int>(
                 client,
                 count,
                 dim,
-                launch.share.words() as usize,
+                launch.thread_tile.words() as usize,
                 values,
                 output,
                 (view.axis / vector) as u32,
                 results as u32,
                 launch.cubes[0] * launch.cubes[1] * UNITS / plane,
-                launch.share,
+                launch.thread_tile,
                 plane,
             );
         } else {
@@ -92,13 +92,13 @@ fn launch<E: Int>(
                 client,
                 count,
                 dim,
-                launch.share.words() as usize,
+                launch.thread_tile.words() as usize,
                 values,
                 output,
                 view.axis as u32,
                 (view.inner / vector) as u32,
                 launch.items,
-                launch.share,
+                launch.thread_tile,
             );
         }
     }
@@ -132,11 +132,15 @@ fn zero_kernel(result: &mut [u32], count: u32) {
 
 /// The largest of a magnitude and those of a vector.
 #[cube]
-fn larger<E: Int, N: Size>(largest: f32, values: Vector<E, N>, #[comptime] share: Share) -> f32 {
+fn larger<E: Int, N: Size>(
+    largest: f32,
+    values: Vector<E, N>,
+    #[comptime] thread_tile: ThreadTile,
+) -> f32 {
     let mut largest = largest;
     #[unroll]
-    for index in 0..share.vector {
-        largest = max_nan(largest, widen::<E, N>(values, index, share).abs());
+    for index in 0..thread_tile.vector {
+        largest = max_nan(largest, widen::<E, N>(values, index, thread_tile).abs());
     }
     largest
 }
@@ -160,7 +164,7 @@ fn amax_kernel<E: Int, N: Size>(
     values: &[Vector<E, N>],
     result: &mut [Atomic<u32>],
     count: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
     #[comptime] plane: u32,
 ) {
     let stride = CUBE_COUNT as u32 * CUBE_DIM;
@@ -174,10 +178,10 @@ fn amax_kernel<E: Int, N: Size>(
         let second = values[min(at + stride, last) as usize];
         let third = values[min(at + 2 * stride, last) as usize];
         let fourth = values[min(at + 3 * stride, last) as usize];
-        largest = larger::<E, N>(largest, first, share);
-        largest = larger::<E, N>(largest, second, share);
-        largest = larger::<E, N>(largest, third, share);
-        largest = larger::<E, N>(largest, fourth, share);
+        largest = larger::<E, N>(largest, first, thread_tile);
+        largest = larger::<E, N>(largest, second, thread_tile);
+        largest = larger::<E, N>(largest, third, thread_tile);
+        largest = larger::<E, N>(largest, fourth, thread_tile);
         at += 4 * stride;
     }
     let of_plane = largest_of_plane(magnitude_bits(largest), plane);
@@ -195,7 +199,7 @@ fn row_amax_kernel<E: Int, N: Size>(
     vectors: u32,
     rows: u32,
     planes: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
     #[comptime] plane: u32,
 ) {
     let lane = ABSOLUTE_POS as u32 % plane;
@@ -204,7 +208,7 @@ fn row_amax_kernel<E: Int, N: Size>(
         let mut largest = 0.0f32.runtime();
         let mut at = lane;
         while at < vectors {
-            largest = larger::<E, N>(largest, values[(row * vectors + at) as usize], share);
+            largest = larger::<E, N>(largest, values[(row * vectors + at) as usize], thread_tile);
             at += plane;
         }
         let of_row = largest_of_plane(magnitude_bits(largest), plane);
@@ -223,7 +227,7 @@ fn column_amax_kernel<E: Int, N: Size>(
     axis: u32,
     columns: u32,
     count: u32,
-    #[comptime] share: Share,
+    #[comptime] thread_tile: ThreadTile,
 ) {
     let item = ABSOLUTE_POS as u32;
     if item >= count {
@@ -233,22 +237,22 @@ fn column_amax_kernel<E: Int, N: Size>(
     let column = item % columns;
     let outer = item / columns / chunks;
     let start = item / columns % chunks * COLUMN_CHUNK;
-    let mut largest = Array::<f32>::new(comptime!(share.vector as usize));
+    let mut largest = Array::<f32>::new(comptime!(thread_tile.vector as usize));
     #[unroll]
-    for index in 0..share.vector {
+    for index in 0..thread_tile.vector {
         largest[index as usize] = 0.0f32;
     }
     for k in start..min(start + COLUMN_CHUNK, axis) {
         let loaded = values[((outer * axis + k) * columns + column) as usize];
         #[unroll]
-        for index in 0..share.vector {
-            let value = widen::<E, N>(loaded, index, share).abs();
+        for index in 0..thread_tile.vector {
+            let value = widen::<E, N>(loaded, index, thread_tile).abs();
             largest[index as usize] = max_nan(largest[index as usize], value);
         }
     }
     #[unroll]
-    for index in 0..share.vector {
-        let row = (outer * columns + column) * share.vector + index;
+    for index in 0..thread_tile.vector {
+        let row = (outer * columns + column) * thread_tile.vector + index;
         result[row as usize].fetch_max(magnitude_bits(largest[index as usize]));
     }
 }

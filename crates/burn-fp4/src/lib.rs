@@ -49,6 +49,6 @@ pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
     BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout,
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, NonFinite, OpsError, Products, Rounding, Saturated,
-    ScaleRule, ScaleSearch, TensorScaling, TrainRecipe, search,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding,
+    Saturated, ScaleRule, ScaleSearch, TensorScaling, TrainRecipe, search,
 };

@@ -312,7 +312,7 @@ fn memory_is_that_of_statistics_too() {
             _ => fails(folder.path(), &command, code, &["down_proj.weight` needs ", "--memory"]),
         }
     };
-    // The Gram matrix takes 13 MB, its curvature 17 MB more; the program 67 MB.
+    // The Gram matrix takes 13 MB, its Hessian factor 17 MB more; the program 67 MB.
     run("sse-weighted", "70MB", 2);
     run("hessian", "70MB", 2);
     run("sse-weighted", "82MB", 0);
@@ -701,9 +701,9 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     let method = of("*.0.*.k_proj", "method = \"amax\"");
     bad("", &method, &["_proj.weight` share a tensor scale; choose the same method"]);
     // Choices that do not go together, and names of nothing.
-    let joint = of("*.o_proj", "block-size = 32\nmethod = \"joint\"");
-    let says = ["recipe.toml: weights `*.o_proj`: method `joint` is not defined for"];
-    bad("--dialect modelopt", &joint, &says);
+    let undefined = of("*.o_proj", "format = \"mxfp4\"\nmethod = \"four-over-six\"");
+    let says = ["recipe.toml: weights `*.o_proj`: method `four-over-six` is not defined for mxfp4"];
+    bad("", &undefined, &says);
     bad("", &of("*.o_proj", "rule = \"even\""), &["weights `*.o_proj`: the rule `even`"]);
     bad("", &of("*.o_proj", "block-size = 8"), &["block size 8: expected 16 or 32"]);
     bad("", "block-size = 8", &["recipe.toml: block size 8: expected 16 or 32"]);

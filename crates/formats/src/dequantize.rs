@@ -1,6 +1,8 @@
 //! The one definition of the values that codes and scales stand for: the oracle of every engine.
 
-use crate::{E2M1, Fp4Format, Packed};
+use crate::format::Fp4Format;
+use crate::minifloat::E2M1;
+use crate::packed::Packed;
 
 /// The value of one element: `(element x block scale) x tensor scale` in f32.
 ///

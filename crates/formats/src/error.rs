@@ -1,6 +1,8 @@
-//! What is wrong with codes, scales or the name of a format.
+//! Checks of lengths, block sizes and names of formats, and their [`FormatError`].
 
-use crate::Fp4Format;
+use core::str::FromStr;
+
+use crate::format::Fp4Format;
 
 /// Checks the length of a buffer.
 ///
@@ -8,6 +10,32 @@ use crate::Fp4Format;
 /// [`FormatError::Length`] if it is another.
 pub fn check_length(what: &'static str, expected: usize, found: usize) -> Result<(), FormatError> {
     if expected == found { Ok(()) } else { Err(FormatError::Length { what, expected, found }) }
+}
+
+impl Fp4Format {
+    /// Checks that blocks of `block_size` elements are supported.
+    ///
+    /// # Errors
+    /// [`FormatError::BlockSize`] if they are not.
+    pub fn check_block_size(self, block_size: usize) -> Result<(), FormatError> {
+        let expected = self.row().block_sizes;
+        if expected.contains(&block_size) {
+            Ok(())
+        } else {
+            Err(FormatError::BlockSize { format: self, expected, found: block_size })
+        }
+    }
+}
+
+impl FromStr for Fp4Format {
+    type Err = FormatError;
+
+    fn from_str(name: &str) -> Result<Self, FormatError> {
+        Self::ALL
+            .into_iter()
+            .find(|format| format.row().name == name)
+            .ok_or_else(|| FormatError::UnknownFormat(name.to_owned()))
+    }
 }
 
 /// Why a set of codes and scales is not a quantized matrix.

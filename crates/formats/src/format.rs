@@ -4,11 +4,9 @@
 //! apart is the number format of their block scales and whether there is a tensor scale.
 
 use core::fmt;
-use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::FormatError;
 use crate::minifloat::{E4M3, E8M0, Minifloat};
 
 /// A 4-bit block floating-point format: E2M1 elements, a scale for every block of them.
@@ -82,34 +80,10 @@ impl Fp4Format {
             },
         }
     }
-
-    /// Whether blocks of `block_size` elements are supported.
-    ///
-    /// # Errors
-    /// [`FormatError::BlockSize`] if not.
-    pub fn check_block_size(self, block_size: usize) -> Result<(), FormatError> {
-        let expected = self.row().block_sizes;
-        if expected.contains(&block_size) {
-            Ok(())
-        } else {
-            Err(FormatError::BlockSize { format: self, expected, found: block_size })
-        }
-    }
 }
 
 impl fmt::Display for Fp4Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.row().name)
-    }
-}
-
-impl FromStr for Fp4Format {
-    type Err = FormatError;
-
-    fn from_str(name: &str) -> Result<Self, FormatError> {
-        Self::ALL
-            .into_iter()
-            .find(|format| format.row().name == name)
-            .ok_or_else(|| FormatError::UnknownFormat(name.to_owned()))
     }
 }

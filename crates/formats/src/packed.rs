@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{FormatError, Fp4Format, check_length};
+use crate::error::{FormatError, check_length};
+use crate::format::Fp4Format;
 
 /// The f32 that multiplies every value of a quantized matrix, or of each of its rows.
 ///

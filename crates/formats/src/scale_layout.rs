@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{FormatError, check_length};
+use crate::error::{FormatError, check_length};
 
 /// Where the scale of a block lies in memory, for a `[rows, blocks]` matrix of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

@@ -1,11 +1,10 @@
 //! Which parameters of a module are quantized, and how.
 
-use core::fmt;
-
 use burn_fp4_ops::search::{ChosenBy, Method};
 use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated, ScaleSearch};
 use serde::{Deserialize, Serialize};
 
+use crate::budget::Budget;
 use crate::statistics::Calibration;
 
 /// What to do with a selected weight whose blocked axis holds no whole number of blocks.
@@ -30,27 +29,6 @@ pub enum Unused {
     Error,
     /// A line in the report.
     Report,
-}
-
-/// What the selected weights may take, those that stay dense among them. Tied weights count once
-/// for each of their places.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Budget {
-    /// Bits for each of their values, on average, without tensor scales: NVFP4 takes 4.5, MXFP4
-    /// 4.25.
-    BitsPerWeight(f64),
-    /// Bytes, with tensor scales.
-    Bytes(usize),
-}
-
-impl fmt::Display for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::BitsPerWeight(bits) => write!(f, "a budget of {bits} bits per weight"),
-            Self::Bytes(bytes) => write!(f, "a budget of {bytes} bytes"),
-        }
-    }
 }
 
 /// What a method does beyond the search of a scheme: the variants of [`ChosenBy`] that are more.

@@ -9,8 +9,8 @@ use burn_fp4_checkpoints::CheckpointError;
 use burn_fp4_ops::search::RecipeError;
 use burn_fp4_ops::{OpsError, panic_message};
 
+use crate::budget::Budget;
 use crate::checkpoint::mismatch::Mismatch;
-use crate::config::Budget;
 use crate::fake_quant_weight::FakeQuantWeight;
 
 /// Why a module cannot be quantized or loaded.

@@ -8,6 +8,7 @@
 //! |------------------------|--------------------------------------------------------------------|
 //! | `lib.rs`               | [`Fp4Module`]: what a user calls                                   |
 //! | `config.rs`            | [`Fp4Config`]: which parameters, how, what shares a tensor scale   |
+//! | `budget.rs`            | [`Budget`]: the size that quantized weights may have               |
 //! | `report.rs`            | [`Fp4Report`]: what was done to every parameter, or why not        |
 //! | `report_table.rs`      | the report as a table                                              |
 //! | `error.rs`             | [`Fp4Error`]                                                       |
@@ -30,6 +31,7 @@
 
 #![warn(missing_debug_implementations)]
 
+mod budget;
 mod calibration;
 mod checkpoint;
 mod config;
@@ -56,6 +58,7 @@ use burn::tensor::Device;
 #[cfg(feature = "autodiff")]
 use burn::tensor::Tensor;
 
+pub use budget::Budget;
 pub use burn_fp4_checkpoints as checkpoints;
 pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
 pub use burn_fp4_ops as ops;
@@ -68,7 +71,7 @@ pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Budget, Container, Fp4Config, Indivisible, Override, Unused};
+pub use config::{Container, Fp4Config, Indivisible, Override, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;

@@ -3,7 +3,7 @@
 use core::fmt;
 
 use burn_fp4_ops::search::ChosenBy;
-use burn_fp4_ops::{Fp4Format, Fp4Scheme, Products};
+use burn_fp4_ops::{Fp4Format, Fp4Scheme, MatmulPath};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
@@ -83,7 +83,7 @@ pub enum Outcome {
         /// Sum of squares of the values before.
         energy: f64,
         /// Whether products run straight from its codes.
-        products: Products,
+        products: MatmulPath,
     },
     /// It is packed now, with codes and scales that were handed over.
     Given {
@@ -99,7 +99,7 @@ pub enum Outcome {
         /// Sum of squares of the values before, if they were looked at.
         energy: Option<f64>,
         /// Whether products run straight from its codes.
-        products: Products,
+        products: MatmulPath,
     },
     /// It is used as if it were, and trained.
     FakeQuantized {
@@ -258,7 +258,7 @@ impl ParameterReport {
     }
 
     /// Whether products run straight from the codes; nothing if it is not packed.
-    pub fn products(&self) -> Option<&Products> {
+    pub fn products(&self) -> Option<&MatmulPath> {
         match &self.outcome {
             Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => Some(products),
             _ => None,
@@ -334,6 +334,6 @@ impl Fp4Report {
     /// Whether products with every packed weight run straight from its codes, for any number of
     /// rows of input.
     pub fn multiplies_codes(&self) -> bool {
-        self.quantized().all(|parameter| parameter.products() == Some(&Products::FromCodes))
+        self.quantized().all(|parameter| parameter.products() == Some(&MatmulPath::FromCodes))
     }
 }

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use burn_fp4_ops::{Fp4Format, Products};
+use burn_fp4_ops::{Fp4Format, MatmulPath};
 use comfy_table::{CellAlignment, Table, presets};
 
 use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
@@ -196,7 +196,7 @@ impl Fp4Report {
     /// Notes below the totals: how weights were quantized, what is slow and what nothing uses.
     fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let slow = |parameter: &ParameterReport| match parameter.products() {
-            None | Some(Products::FromCodes) => None,
+            None | Some(MatmulPath::FromCodes) => None,
             Some(products) => Some(products.to_string()),
         };
         let infinite = |parameter: &ParameterReport| {

@@ -7,9 +7,9 @@ use burn::tensor::Tensor;
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite, TensorScaling};
 
-use crate::curvature::Curvature;
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
+use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, check_dtype};
 use crate::quantize::checked_amax;
 use crate::tensor::Fp4Tensor;
@@ -33,7 +33,7 @@ use crate::tensor::Fp4Tensor;
 /// ```
 ///
 /// # Errors
-/// As [`quantize_by_curvature`], with [`OpsError::NonFinite`] whatever the scheme says;
+/// As [`quantize_with_hessian_factor`], with [`OpsError::NonFinite`] whatever the scheme says;
 /// [`OpsError::Search`] if the Gram matrix is singular and not damped.
 pub fn quantize_gptq<const D: usize>(
     values: Tensor<D>,
@@ -45,28 +45,28 @@ pub fn quantize_gptq<const D: usize>(
     options.validate(scheme)?;
     Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_length("channels of the Gram matrix", values.dims()[axis], gram.channels())?;
-    let curvature = Curvature::new(gram, options, scheme.block_size, &values.device())?;
+    let hessian_factor = HessianFactor::new(gram, options, scheme.block_size, &values.device())?;
     let scheme = scheme.with_non_finite(NonFinite::Reject);
-    quantize_by_curvature(values, axis, &scheme, &Arc::new(curvature))
+    quantize_with_hessian_factor(values, axis, &scheme, &Arc::new(hessian_factor))
 }
 
 /// [`quantize_gptq`] for one of several tensors that are multiplied by the same activations.
 ///
-/// Runs where the curvature was computed. A device reads nothing back unless the scheme rejects
-/// values that are not finite. Without that check the codes of such values mean nothing. The host
-/// always rejects them.
+/// Runs where the Hessian factor was computed. A device reads nothing back unless the scheme
+/// rejects values that are not finite. Without that check the codes of such values mean nothing.
+/// The host always rejects them.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use burn::tensor::{Device, Tensor, TensorData};
-/// use burn_fp4_ops::{Curvature, Fp4Scheme, Gptq, gram, quantize_by_curvature};
+/// use burn_fp4_ops::{Fp4Scheme, Gptq, HessianFactor, gram, quantize_with_hessian_factor};
 ///
 /// let device = Device::flex();
 /// let gram = gram(Tensor::<2>::eye(32, &device))?;
-/// let curvature = Arc::new(Curvature::new(&gram, &Gptq::TEXTBOOK, 32, &device)?);
+/// let hessian_factor = Arc::new(HessianFactor::new(&gram, &Gptq::TEXTBOOK, 32, &device)?);
 /// for (value, nearest) in [(1.4, 1.5f32), (2.6, 3.0)] {
 ///     let weight = Tensor::<2>::full([32, 1], value, &device);
-///     let packed = quantize_by_curvature(weight, 0, &Fp4Scheme::mxfp4(), &curvature)?;
+///     let packed = quantize_with_hessian_factor(weight, 0, &Fp4Scheme::mxfp4(), &hessian_factor)?;
 ///     // The inputs are uncorrelated, so errors cannot compensate each other.
 ///     assert_eq!(packed.dequantize().into_data(), TensorData::from([[nearest]; 32]));
 /// }
@@ -75,20 +75,20 @@ pub fn quantize_gptq<const D: usize>(
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize), and [`OpsError::NonFinite`]; [`OpsError::PartDevice`] if the
-/// curvature was made on another device, [`OpsError::Search`] if it is for another number of
+/// Hessian factor was made on another device, [`OpsError::Search`] if it is for another number of
 /// channels or another block size, or if the scheme has tiles.
-pub fn quantize_by_curvature<const D: usize>(
+pub fn quantize_with_hessian_factor<const D: usize>(
     values: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    curvature: &Arc<Curvature>,
+    hessian_factor: &Arc<HessianFactor>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    Ok(Checked::new(values, axis, scheme, curvature)?.quantize(curvature))
+    Ok(Checked::new(values, axis, scheme, hessian_factor)?.quantize(hessian_factor))
 }
 
-/// [`quantize_by_curvature`] for several matrices that are multiplied by the same activations, such
-/// as query, key and value, each with a scheme of its own. The codes are the same, and a device
-/// with kernels needs less time.
+/// [`quantize_with_hessian_factor`] for several matrices that are multiplied by the same
+/// activations, such as query, key and value, each with a scheme of its own. The codes are the
+/// same, and a device with kernels needs less time.
 ///
 /// There most steps wait for the step before, however few the rows. So neighbours of one dtype are
 /// quantized as one, up to 2^27 values, if their schemes differ only in the tensor scale. A matrix
@@ -99,39 +99,41 @@ pub fn quantize_by_curvature<const D: usize>(
 /// ```
 /// use std::sync::Arc;
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_fp4_ops::{Curvature, Fp4Scheme, Gptq, gram, quantize_by_curvature, quantize_family};
+/// use burn_fp4_ops::{
+///     Fp4Scheme, Gptq, HessianFactor, gram, quantize_family, quantize_with_hessian_factor,
+/// };
 ///
 /// let (device, normal) = (Device::flex(), Distribution::Normal(0.0, 1.0));
 /// let gram = gram(Tensor::<2>::random([200, 64], normal, &device))?;
-/// let curvature = Arc::new(Curvature::new(&gram, &Gptq::default(), 16, &device)?);
+/// let hessian_factor = Arc::new(HessianFactor::new(&gram, &Gptq::default(), 16, &device)?);
 /// let query = Tensor::<2>::random([64, 32], normal, &device);
 /// let key = Tensor::<2>::random([64, 8], normal, &device);
 /// let scheme = Fp4Scheme::nvfp4();
 /// let family = vec![(query, scheme), (key.clone(), scheme)];
-/// let packed = quantize_family(family, 0, &curvature)?;
-/// let alone = quantize_by_curvature(key, 0, &scheme, &curvature)?;
+/// let packed = quantize_family(family, 0, &hessian_factor)?;
+/// let alone = quantize_with_hessian_factor(key, 0, &scheme, &hessian_factor)?;
 /// assert_eq!(packed[1].codes().into_data(), alone.codes().into_data());
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 ///
 /// # Errors
-/// As [`quantize_by_curvature`], for the first matrix that fails.
+/// As [`quantize_with_hessian_factor`], for the first matrix that fails.
 pub fn quantize_family(
     family: Vec<(Tensor<2>, Fp4Scheme)>,
     axis: usize,
-    curvature: &Arc<Curvature>,
+    hessian_factor: &Arc<HessianFactor>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
     let mut stacks: Vec<Vec<Checked<2>>> = Vec::new();
     for (values, scheme) in family {
-        let next = Checked::new(values, axis, &scheme, curvature)?;
+        let next = Checked::new(values, axis, &scheme, hessian_factor)?;
         // Hosts take one row after the other: a stack gains nothing.
-        let on_device = curvature.on_host().is_none();
+        let on_device = hessian_factor.on_host().is_none();
         match stacks.last_mut().filter(|stack| on_device && next.fits(stack)) {
             Some(stack) => stack.push(next),
             None => stacks.push(vec![next]),
         }
     }
-    let packed = stacks.into_iter().map(|stack| quantize_stack(stack, curvature));
+    let packed = stacks.into_iter().map(|stack| quantize_stack(stack, hessian_factor));
     Ok(packed.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
 }
 
@@ -151,38 +153,38 @@ struct Checked<const D: usize> {
 
 impl<const D: usize> Checked<D> {
     /// # Errors
-    /// As [`quantize_by_curvature`].
+    /// As [`quantize_with_hessian_factor`].
     fn new(
         values: Tensor<D>,
         axis: usize,
         scheme: &Fp4Scheme,
-        curvature: &Curvature,
+        hessian_factor: &HessianFactor,
     ) -> Result<Self, OpsError> {
         let values = values.without_autodiff();
-        let mut scheme = curvature.scheme(scheme)?;
+        let mut scheme = hessian_factor.scheme(scheme)?;
         let device = values.device().inner();
-        if curvature.on_host().is_some() {
+        if hessian_factor.on_host().is_some() {
             scheme = scheme.with_non_finite(NonFinite::Reject);
-        } else if *curvature.device() != device {
-            let (expected, found) = (device.into(), curvature.device().clone().into());
-            return Err(OpsError::PartDevice { what: "curvature", expected, found });
+        } else if *hessian_factor.device() != device {
+            let (expected, found) = (device.into(), hessian_factor.device().clone().into());
+            return Err(OpsError::PartDevice { what: "Hessian factor", expected, found });
         }
         let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
         check_dtype(&values)?;
-        let channels = curvature.channels();
+        let channels = hessian_factor.channels();
         check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
         let amax = checked_amax(&values, axis, &scheme)?;
         Ok(Self { values, layout, scheme, amax })
     }
 
-    fn quantize(self, curvature: &Arc<Curvature>) -> Fp4Tensor<D> {
+    fn quantize(self, hessian_factor: &Arc<HessianFactor>) -> Fp4Tensor<D> {
         let Self { values, layout, scheme, amax } = self;
         let packed = Dispatch::fp4_quantize_gptq(
             values.into_dispatch(),
             amax.into_dispatch(),
             layout.axis,
             scheme,
-            curvature.clone(),
+            hessian_factor.clone(),
         );
         Fp4Tensor::from_primitive(packed, layout)
     }
@@ -210,10 +212,10 @@ impl<const D: usize> Checked<D> {
 /// Quantizes matrices that fit each other as one, by concatenating their packed rows.
 fn quantize_stack(
     stack: Vec<Checked<2>>,
-    curvature: &Arc<Curvature>,
+    hessian_factor: &Arc<HessianFactor>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
     if stack.len() < 2 {
-        return Ok(stack.into_iter().map(|alone| alone.quantize(curvature)).collect());
+        return Ok(stack.into_iter().map(|alone| alone.quantize(hessian_factor)).collect());
     }
     let first = &stack[0];
     let (axis, scheme) = (first.layout.axis, first.scheme);
@@ -228,7 +230,7 @@ fn quantize_stack(
     };
     let values = Tensor::cat(stack.iter().map(|one| one.values.clone()).collect(), 1 - axis);
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
-    let whole = Checked { values, layout, scheme, amax }.quantize(curvature);
+    let whole = Checked { values, layout, scheme, amax }.quantize(hessian_factor);
     let mut end = 0;
     let part = |Checked { layout, scheme, .. }: Checked<2>| {
         let rows = end..end + layout.rows();

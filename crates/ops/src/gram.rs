@@ -7,7 +7,7 @@ use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
 use burn::tensor::{DType, DataError, Device, Int, Tensor, TensorData};
 use burn_fp4_search::formats::check_length;
 use burn_fp4_search::host::View;
-use burn_fp4_search::{BlockHessians, Gram, GramTiles};
+use burn_fp4_search::{BlockHessians, Gram, GramLayout};
 
 use crate::devices::extension::Fp4Backend;
 use crate::devices::is_host;
@@ -120,7 +120,7 @@ impl GramSum {
         }
         let known = self.devices.iter().position(|sum| sum.device() == device);
         let at = known.unwrap_or_else(|| {
-            let layout = GramTiles::of_device(channels, self.host.block_size());
+            let layout = GramLayout::of_device(channels, self.host.block_size());
             self.devices.push(DeviceSum::new(layout, PART, &device));
             self.devices.len() - 1
         });
@@ -150,7 +150,7 @@ impl GramSum {
             let counted = sum.tokens.clone().try_into_data().map_err(OpsError::device)?;
             tokens += counted.iter::<i64>().map(|count| count as usize).sum::<usize>();
         }
-        let layout = GramTiles::of_device(host.channels(), host.block_size());
+        let layout = GramLayout::of_device(host.channels(), host.block_size());
         Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, tokens, amax })
     }
 }
@@ -160,7 +160,7 @@ impl GramSum {
 pub struct FetchedGram {
     /// Sum of the activations on hosts.
     host: Gram,
-    layout: GramTiles,
+    layout: GramLayout,
     /// Tiles of the sum of other devices, part after part.
     parts: Vec<TensorData>,
     rows: usize,
@@ -216,7 +216,7 @@ fn elements(part: &TensorData) -> Result<Sums<'_>, DataError> {
 /// Sum of the activations on one device.
 #[derive(Debug)]
 struct DeviceSum {
-    layout: GramTiles,
+    layout: GramLayout,
     /// Tiles `[tiles, SIDE, SIDE]`, part after part.
     parts: Vec<Tensor<3>>,
     /// Largest magnitude `[1]` of the activations.
@@ -227,11 +227,11 @@ struct DeviceSum {
 
 impl DeviceSum {
     /// Begins a sum in parts of `part` tiles.
-    fn new(layout: GramTiles, part: usize, device: &Device) -> Self {
+    fn new(layout: GramLayout, part: usize, device: &Device) -> Self {
         let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
         let parts = (0..layout.count()).step_by(part).map(|first| {
             let tiles = part.min(layout.count() - first);
-            Tensor::zeros([tiles, GramTiles::SIDE, GramTiles::SIDE], (device, wide))
+            Tensor::zeros([tiles, GramLayout::SIDE, GramLayout::SIDE], (device, wide))
         });
         let parts = parts.collect();
         let amax = Tensor::zeros([1], (device, DType::F32));
@@ -364,7 +364,7 @@ mod tests {
                 exact = Gram::in_blocks(channels, block_size).unwrap();
             }
             exact.add(&read(x.clone()).unwrap()).unwrap();
-            let layout = GramTiles::of_device(channels, block_size);
+            let layout = GramLayout::of_device(channels, block_size);
             let mut sum = DeviceSum::new(layout, 2, &x.device());
             assert_eq!(sum.parts.len(), parts);
             sum.add(x.clone().slice_dim(0, 0..3)).unwrap();

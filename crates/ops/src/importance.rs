@@ -17,8 +17,8 @@ use crate::tensor::Fp4Tensor;
 /// [`ScaleSearch::Sse`](crate::ScaleSearch::Sse), a Hessian for each block for the searches that
 /// need activations.
 ///
-/// [`Joint`](crate::ScaleSearch::Joint) and the two searches with ADMM run on the host, wherever
-/// the tensor is. The others run on its device, if it has kernels.
+/// ADMM ([`Admm`](crate::ScaleSearch::Admm), [`AdmmPublished`](crate::ScaleSearch::AdmmPublished))
+/// runs on the host, wherever the tensor is. The others run on its device, if it has kernels.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

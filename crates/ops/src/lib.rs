@@ -12,36 +12,35 @@
 //! # Ok::<(), burn_fp4_ops::OpsError>(())
 //! ```
 //!
-//! | file               | contents                                                               |
-//! |--------------------|------------------------------------------------------------------------|
-//! | `lib.rs`           | the public names; [`init`]                                             |
-//! | `quantize.rs`      | [`quantize()`] and [`amax`]                                            |
-//! | `matmul.rs`        | [`matmul()`], [`linear`] and [`embedding`], straight from the codes    |
-//! | `hadamard.rs`      | [`hadamard()`] and its inverse                                         |
-//! | `tensor.rs`        | [`Fp4Tensor`]: codes and scales on a device                            |
-//! | `layout.rs`        | [`Fp4Layout`]: format, shape and blocked axis                          |
-//! | `primitive.rs`     | [`Fp4Primitive`]: codes and scales as tensors of a backend             |
-//! | `importance.rs`    | quantization for given activations                                     |
-//! | `gram.rs`          | [`GramSum`]: statistics of activations                                 |
-//! | `gptq.rs`          | GPTQ, which compensates rounding errors                                |
-//! | `curvature.rs`     | [`Curvature`]: GPTQ's factorization of a Gram matrix                   |
-//! | `squares.rs`       | [`squared_sums`]: sums of squares of values of any magnitude           |
-//! | `saturated.rs`     | [`Saturated`]: the gradient of elements beyond the largest code        |
-//! | `products.rs`      | [`Products`]: how layers multiply by a packed weight                   |
-//! | `counts.rs`        | `FusedProducts`: counters of products and lookups                      |
-//! | `interpret.rs`     | [`Interpreter`]: recorded operations, run one at a time                |
-//! | `deterministic.rs` | recorded products and sums with fixed, not autotuned, kernels          |
-//! | `modelopt.rs`      | ModelOpt's functions on tensors                                        |
-//! | `error.rs`         | [`OpsError`]: errors of operations on tensors                          |
-//! | `devices/`         | [`Fp4Backend`]: the operations of a backend, for each device           |
-//! | `fusion/`          | fusion of unmodified layers on Cube devices                            |
-//! | `train/`           | fake quantization, and products of quantized values with gradients     |
+//! | file                | contents                                                            |
+//! |---------------------|---------------------------------------------------------------------|
+//! | `lib.rs`            | the public names; [`init`]                                          |
+//! | `quantize.rs`       | [`quantize()`] and [`amax`]                                         |
+//! | `matmul.rs`         | [`matmul()`], [`linear`] and [`embedding`], straight from the codes |
+//! | `hadamard.rs`       | [`hadamard()`] and its inverse                                      |
+//! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
+//! | `layout.rs`         | [`Fp4Layout`]: format, shape and blocked axis                       |
+//! | `primitive.rs`      | [`Fp4Primitive`]: codes and scales as tensors of a backend          |
+//! | `importance.rs`     | quantization for given activations                                  |
+//! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
+//! | `gptq.rs`           | GPTQ, which compensates rounding errors                             |
+//! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization of a Gram matrix            |
+//! | `squares.rs`        | [`squared_sums`]: sums of squares of values of any magnitude        |
+//! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
+//! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
+//! | `counts.rs`         | `FusedProducts`: counters of products and lookups                   |
+//! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
+//! | `deterministic.rs`  | recorded products and sums with fixed, not autotuned, kernels       |
+//! | `modelopt.rs`       | ModelOpt's functions on tensors                                     |
+//! | `error.rs`          | [`OpsError`]: errors of operations on tensors                       |
+//! | `devices/`          | [`Fp4Backend`]: the operations of a backend, for each device        |
+//! | `fusion/`           | fusion of unmodified layers on Cube devices                         |
+//! | `train/`            | fake quantization, and products of quantized values with gradients  |
 
 #![warn(missing_debug_implementations)]
 
 #[cfg(feature = "cube")]
 mod counts;
-mod curvature;
 mod deterministic;
 mod devices;
 mod error;
@@ -50,13 +49,15 @@ mod fusion;
 mod gptq;
 mod gram;
 mod hadamard;
+mod hessian_factor;
+mod hessian_factor;
 mod importance;
 mod interpret;
 mod layout;
 mod matmul;
+mod matmul_path;
 pub mod modelopt;
 mod primitive;
-mod products;
 mod quantize;
 mod saturated;
 mod squares;
@@ -70,16 +71,16 @@ pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramTiles, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
+    GramLayout, Hadamard, Importance, NonFinite, Rounding, ScaleRule, ScaleSearch, TensorScaling,
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
-pub use curvature::Curvature;
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
 pub use devices::extension::Fp4Backend;
 #[cfg(not(feature = "cube"))]
 pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};
+pub use hessian_factor::HessianFactor;
 // Public for the project's tests, which run it on devices with their own code.
 #[doc(hidden)]
 pub use devices::portable;
@@ -87,15 +88,15 @@ pub use devices::{is_host, repeats_values};
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
-pub use gptq::{quantize_by_curvature, quantize_family, quantize_gptq};
+pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use interpret::Interpreter;
 pub use layout::Fp4Layout;
 pub use matmul::{embedding, linear, matmul};
+pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
 pub use primitive::Fp4Primitive;
-pub use products::{DequantizeReason, Products, products};
 pub use quantize::{amax, quantize};
 pub use saturated::Saturated;
 pub use squares::squared_sums;
@@ -109,7 +110,7 @@ pub use train::train_product::train_product;
 /// Enables fused FP4 products and lookups on CUDA and CubeCL's CPU runtime.
 ///
 /// Call it once at startup, before the first operation on such a device. Further calls do nothing,
-/// and it has no effect on other devices. Use [`products`] to see which path a weight takes.
+/// and it has no effect on other devices. Use [`matmul_path`] to see which path a weight takes.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -131,7 +132,7 @@ pub fn init() -> Result<(), OpsError> {
 }
 
 /// Returns true if layers with packed weights on this device can multiply straight from the codes.
-/// See [`init`], and [`products`] for a single weight.
+/// See [`init`], and [`matmul_path`] for a single weight.
 #[must_use]
 pub fn multiplies_codes(device: &Device) -> bool {
     #[cfg(feature = "cube")]

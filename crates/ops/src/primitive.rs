@@ -18,7 +18,7 @@ use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::Packed;
 
 #[cfg(feature = "cube")]
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 #[cfg(feature = "cube")]
 use crate::layout::Fp4Layout;
 
@@ -90,7 +90,7 @@ pub(crate) fn packed_by_gptq_metadata(
     amax: &TensorSpec,
     axis: &usize,
     scheme: &Fp4Scheme,
-    _curvature: &Arc<Curvature>,
+    _hessian_factor: &Arc<HessianFactor>,
 ) -> Fp4PrimitiveMetadata {
     packed_metadata(values, amax, axis, scheme)
 }

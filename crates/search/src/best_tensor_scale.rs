@@ -10,9 +10,11 @@ use std::iter::{once, successors};
 use burn_fp4_formats::Packed;
 use rayon::prelude::*;
 
+use crate::error::SearchError;
 use crate::host::{self, HostElement, PackedView, View};
-use crate::importance::BlockImportance;
-use crate::{Fp4Scheme, Importance, SearchError, TensorScaling};
+use crate::importance::{BlockImportance, Importance};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorScaling;
 
 /// How many tensor scales are tried.
 const TENSOR_SCALES: usize = 16;

@@ -102,7 +102,7 @@ mod tests {
         for magnitude in around(eighths.chain([1e-45, f32::MAX, f32::INFINITY])) {
             for value in [magnitude, -magnitude] {
                 for bits in (0..=u16::MAX).step_by(97).chain([0, 1 << 13, u16::MAX]) {
-                    let expected = crate::stochastic_code(value, bits).into();
+                    let expected = crate::rounding::stochastic_code(value, bits).into();
                     assert_eq!(round_stochastically(value, bits), expected, "{value:e} {bits}");
                 }
             }

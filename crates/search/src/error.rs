@@ -24,16 +24,6 @@ pub enum SearchError {
         /// Why.
         reason: &'static str,
     },
-    /// A search is not defined for blocks of this size.
-    #[error("search `{search}` is for blocks of {}, found {found}", sizes(.expected))]
-    BlockSize {
-        /// The search.
-        search: ScaleSearch,
-        /// Sizes that it is defined for.
-        expected: &'static [usize],
-        /// The size of the scheme.
-        found: usize,
-    },
     /// A given amax or multiplier is not usable.
     #[error("the given {what} is {found}: it must be finite and positive")]
     TensorScale {
@@ -183,10 +173,8 @@ pub enum RecipeError {
         /// The size chosen.
         found: usize,
     },
-    /// A method is not defined for the format, or for blocks of this size.
-    #[error(
-        "{}method `{method}` is not defined for {format} in blocks of {block_size}", of(.weights)
-    )]
+    /// A method is not defined for the format.
+    #[error("{}method `{method}` is not defined for {format}", of(.weights))]
     Method {
         /// The weights.
         weights: Option<String>,
@@ -194,8 +182,6 @@ pub enum RecipeError {
         method: Method,
         /// The format chosen.
         format: Fp4Format,
-        /// The block size chosen.
-        block_size: usize,
     },
     /// Other choices do not go together.
     #[error("{}{problem}", of(.weights))]

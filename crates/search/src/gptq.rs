@@ -1,6 +1,6 @@
 //! The options of GPTQ, which propagates rounding errors from block to block.
 //!
-//! `curvature.rs` has what it needs of the activations, `host/gptq.rs` the algorithm.
+//! `hessian_factor.rs` has what it needs of the activations, `host/gptq.rs` the algorithm.
 
 use serde::{Deserialize, Serialize};
 

@@ -3,16 +3,17 @@
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
 
-use crate::importance::check_symmetric;
+use crate::error::SearchError;
+use crate::gram_layout::GramLayout;
+use crate::importance::{BlockHessians, check_symmetric};
 use crate::matrix::{Matrix, add_product};
-use crate::{BlockHessians, GramTiles, SearchError};
 
 /// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added:
 /// all of it, as GPTQ needs it, or only the blocks along its diagonal, as the searches by Hessian
 /// do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
-    layout: GramTiles,
+    layout: GramLayout,
     rows: usize,
     tokens: usize,
     amax: f32,
@@ -26,7 +27,7 @@ const CHUNK: usize = 1024;
 impl Gram {
     /// The whole matrix, of no activations yet.
     pub fn new(channels: usize) -> Self {
-        Self::of_nothing(GramTiles::compact(channels, channels))
+        Self::of_nothing(GramLayout::compact(channels, channels))
     }
 
     /// The blocks along the diagonal, of no activations yet.
@@ -35,10 +36,10 @@ impl Gram {
     /// [`SearchError::Format`] if they do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(channels, block_size)?;
-        Ok(Self::of_nothing(GramTiles::compact(channels, block_size)))
+        Ok(Self::of_nothing(GramLayout::compact(channels, block_size)))
     }
 
-    fn of_nothing(layout: GramTiles) -> Self {
+    fn of_nothing(layout: GramLayout) -> Self {
         let values = vec![0.0; layout.count() * layout.tile_len()];
         Self { layout, rows: 0, tokens: 0, amax: 0.0, values }
     }
@@ -74,7 +75,7 @@ impl Gram {
         for (block, matrix) in values.chunks_exact((block_size * block_size).max(1)).enumerate() {
             check_symmetric(matrix, block_size, (!whole).then_some(block))?;
         }
-        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
+        let mut gram = Self::of_nothing(GramLayout::compact(channels, block_size));
         gram.fill(|row, col| values[row * block_size + col % block_size]);
         Ok(Self { rows, tokens: rows, amax, ..gram })
     }
@@ -87,7 +88,7 @@ impl Gram {
     /// not finite or negative on the diagonal.
     pub fn from_tiles(
         tiles: &[&[f64]],
-        layout: GramTiles,
+        layout: GramLayout,
         block_size: usize,
         rows: usize,
         amax: f32,
@@ -98,7 +99,7 @@ impl Gram {
         for tile in tiles {
             check_length("tile of a Gram matrix", layout.tile_len(), tile.len())?;
         }
-        if layout == GramTiles::compact(channels, block_size) {
+        if layout == GramLayout::compact(channels, block_size) {
             let mut values = vec![0.0; layout.count() * layout.tile_len()];
             // By all threads: the first touch of new memory takes longer than the copy.
             let own = values.par_chunks_exact_mut(layout.tile_len()).zip(tiles);
@@ -108,7 +109,7 @@ impl Gram {
         if layout.is_diagonal() && channels > layout.side() {
             check_blocks(layout.side(), block_size)?;
         }
-        let mut gram = Self::of_nothing(GramTiles::compact(channels, block_size));
+        let mut gram = Self::of_nothing(GramLayout::compact(channels, block_size));
         gram.fill(|row, col| {
             let (tile, at) = layout.place(row, col).expect("tiles hold whole blocks");
             tiles[tile][at]
@@ -129,7 +130,7 @@ impl Gram {
         amax: f32,
     ) -> Result<Self, SearchError> {
         check_whole_or_blocks(channels, block_size)?;
-        let layout = GramTiles::compact(channels, block_size);
+        let layout = GramLayout::compact(channels, block_size);
         let expected = layout.count().saturating_mul(layout.tile_len());
         check_length("Gram matrix", expected, values.len())?;
         let mut gram = Self { layout, rows, tokens: rows, amax, values };
@@ -317,7 +318,7 @@ impl Gram {
     }
 
     /// How [`values`](Self::values) are laid out.
-    pub fn layout(&self) -> GramTiles {
+    pub fn layout(&self) -> GramLayout {
         self.layout
     }
 
@@ -461,7 +462,7 @@ mod tests {
             let found = Gram::from_values(&squares, channels, block_size, rows, amax).unwrap();
             assert_eq!(found, gram);
             // As devices lay it out, with anything below the diagonal.
-            let layout = GramTiles::of_device(channels, block_size);
+            let layout = GramLayout::of_device(channels, block_size);
             let mut tiles = vec![vec![0.0; layout.tile_len()]; layout.count()];
             for (tile, values) in tiles.iter_mut().enumerate() {
                 let (first_row, first_col) = layout.corner(tile);
@@ -516,7 +517,7 @@ mod tests {
 
     #[test]
     fn tiles_are_checked() {
-        let layout = GramTiles::compact(300, 300);
+        let layout = GramLayout::compact(300, 300);
         let mut tiles = vec![vec![1.0; layout.tile_len()]; layout.count()];
         let check = |tiles: &[Vec<f64>], block_size| {
             let tiles: Vec<_> = tiles.iter().map(Vec::as_slice).collect();
@@ -535,7 +536,7 @@ mod tests {
         let error = SearchError::Hessian { block: None, row: 259, col: 259, found, problem };
         assert_eq!(check(&tiles, 300), Err(error));
         // Tiles along the diagonal hold no larger blocks.
-        let narrow = GramTiles::of_device(320, 32);
+        let narrow = GramLayout::of_device(320, 32);
         let tile = vec![1.0; narrow.tile_len()];
         let error = Gram::from_tiles(&[&tile[..]; 3], narrow, 160, 1, 1.0);
         assert!(matches!(error, Err(SearchError::Format(_))));

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Draw;
+use crate::rounding::Draw;
 
 /// A transform of every 16 neighbours `x` along an axis: `y_j = sum_i x_i s_i H_ij / 4`, where `s`
 /// are signs and `H_ij` is -1 to the power of the number of bits that i and j share (Sylvester's

@@ -3,7 +3,9 @@
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
 
-use crate::{Fp4Scheme, ScaleSearch, SearchError};
+use crate::error::SearchError;
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
 
 /// What an error of a weight costs.
 ///

@@ -18,15 +18,15 @@
 //! | `philox.rs`             | counter-based random numbers                                       |
 //! | `hadamard.rs`           | [`Hadamard`]: the transform before a product is quantized          |
 //! | `tensor_scale.rs`       | [`TensorScaling`], and the pair of factors of a tensor scale       |
-//! | `tile.rs`               | in which order the rows of a tile are added up                     |
+//! | `tile_reduce.rs`        | in which order the rows of a tile are added up                     |
 //! | `reference/`            | **the reference quantizer**: slow and plain, the oracle            |
 //! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16   |
 //! | `importance.rs`         | [`Importance`]: what an error costs                                |
 //! | `gram.rs`               | [`Gram`]: `X^T X` of the inputs of a layer                         |
-//! | `tiles.rs`              | [`GramTiles`]: how that is laid out                                |
+//! | `gram_layout.rs`        | [`GramLayout`]: how that is laid out                                |
 //! | `gptq.rs`               | [`Gptq`]: the options of GPTQ                                      |
 //! | `matrix.rs`             | products and triangular factors of dense matrices                  |
-//! | `curvature.rs`          | [`Curvature`]: what GPTQ needs of a Gram matrix                    |
+//! | `hessian_factor.rs`          | [`HessianFactor`]: what GPTQ needs of a Gram matrix                    |
 //! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                |
 //! | `quantize_weight.rs`    | a weight quantized by a [`Method`], with [`Statistics`]            |
 //! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original       |
@@ -37,13 +37,17 @@
 // The indices of loops over lanes and matrices are those of the formulas.
 #![allow(clippy::needless_range_loop)]
 
+#[macro_use]
+mod rows;
+
 mod best_tensor_scale;
-mod curvature;
 mod e2m1;
 mod error;
 mod gptq;
 mod gram;
+mod gram_layout;
 mod hadamard;
+mod hessian_factor;
 pub mod host;
 mod importance;
 mod matrix;
@@ -60,18 +64,18 @@ mod rule;
 pub mod scale_grid;
 mod scheme;
 mod tensor_scale;
-mod tile;
-mod tiles;
+mod tile_reduce;
 
 pub use best_tensor_scale::{
     check_tensor_scale, quantize_with_best_tensor_scale, tensor_scale_candidates,
 };
 pub use burn_fp4_formats as formats;
-pub use curvature::{Curvature, Damped};
 pub use error::{RecipeError, SearchError};
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
+pub use gram_layout::GramLayout;
 pub use hadamard::Hadamard;
+pub use hessian_factor::{DampedHessian, HessianFactor};
 pub use importance::{BlockHessians, Importance};
 pub use method::{ChosenBy, E4m3Range, ErrorMetric, Method, MethodRow, Needs, ScaleSearch};
 pub use metrics::{Metrics, squared_output_error};
@@ -83,4 +87,3 @@ pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};
 pub use scale_grid::PowerRounding;
 pub use scheme::{Blocks, Fp4Scheme, NonFinite};
 pub use tensor_scale::{TensorFactor, TensorScaling};
-pub use tiles::GramTiles;

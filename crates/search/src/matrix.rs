@@ -110,9 +110,9 @@ pub(crate) fn product<T: Real + Default>(left: Matrix<'_, T>, right: Matrix<'_, 
 /// Side of a block that is factored or inverted element by element.
 const CORNER: usize = 64;
 
-/// Columns of a strip of a triangular matrix: what a strip holds of the other half is computed in
+/// Columns of a panel of a triangular matrix: what a panel holds of the other half is computed in
 /// vain.
-const STRIP: usize = 512;
+const PANEL: usize = 512;
 
 /// Replaces a symmetric positive definite matrix `[n, n]` by the inverse of its lower Cholesky
 /// factor, zero above the diagonal: `A^-1 = X^T X`. Nothing if it is singular; of the matrix, the
@@ -146,10 +146,10 @@ fn factor(matrix: &mut [f64], n: usize) -> Option<()> {
             matrix[row * n + first..][..width].copy_from_slice(values);
         }
         let below = Matrix::row_major(&below, n - end, width);
-        for strip in (end..n).step_by(STRIP) {
-            let rows = below.part(strip - end..n - end, 0..width);
-            let cols = below.part(strip - end..n.min(strip + STRIP) - end, 0..width);
-            add_product(&mut matrix[strip * (n + 1)..], n, -1.0, rows, cols.transposed());
+        for panel in (end..n).step_by(PANEL) {
+            let rows = below.part(panel - end..n - end, 0..width);
+            let cols = below.part(panel - end..n.min(panel + PANEL) - end, 0..width);
+            add_product(&mut matrix[panel * (n + 1)..], n, -1.0, rows, cols.transposed());
         }
     }
     Some(())
@@ -181,11 +181,11 @@ fn invert_lower(matrix: &mut [f64], n: usize) {
         let width = end - first;
         let rows = Matrix::row_major(matrix, n, n).part(first..end, 0..n);
         let mut sums = vec![0.0; width * first];
-        for strip in (0..first).step_by(STRIP) {
-            let cols = strip..first.min(strip + STRIP);
-            let known = Matrix::row_major(matrix, n, n).part(strip..first, cols);
-            let left = rows.part(0..width, strip..first);
-            add_product(&mut sums[strip..], first, 1.0, left, known);
+        for panel in (0..first).step_by(PANEL) {
+            let cols = panel..first.min(panel + PANEL);
+            let known = Matrix::row_major(matrix, n, n).part(panel..first, cols);
+            let left = rows.part(0..width, panel..first);
+            add_product(&mut sums[panel..], first, 1.0, left, known);
         }
         let mut corner = Vec::with_capacity(width * width);
         for row in matrix[first * n..end * n].chunks_exact_mut(n) {

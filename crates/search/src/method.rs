@@ -1,60 +1,58 @@
-//! Every way to choose scales and codes is one row of one table: [`Method::row`].
+//! The methods that choose scales and codes: one table with a row for each, [`Method::row`].
 //!
-//! A [`Method`] is what users ask for by name, and [`ChosenBy`] the same with its options. Its
-//! [`ScaleSearch`] is what an engine does with a block, and what a scheme says: each has a file of
-//! its name in `reference/` and in `host/`.
+//! Users ask for a [`Method`] by name; [`ChosenBy`] is a method with its options. The
+//! [`ScaleSearch`] of a method is the part that engines run on a block, and the part that a scheme
+//! holds: each search has a file of its name in `reference/` and in `host/`.
 
-use burn_fp4_formats::{BLOCK_SIZES, Fp4Format, Minifloat};
+use burn_fp4_formats::{Fp4Format, Minifloat};
 use serde::{Deserialize, Serialize};
 
+use self::ChosenBy::{Gptq as ByGptq, Search, SseTensorScale, SseWeighted};
 use crate::gptq::Gptq;
 
-/// How the scale of a block, and with activations its codes, are chosen.
+/// Chooses the scale of a block and, given activations, its codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleSearch {
-    /// One: what the rule makes of the block's amax.
+    /// Takes the scale that the rule computes from the amax of the block.
     #[default]
     Amax,
-    /// Two: amax on element 6 or on element 4, the one with the smaller error
-    /// (Four Over Six, arXiv 2512.02010; TransformerEngine >= 2.17).
+    /// Tries two scales, with amax on element 6 or on element 4, and takes the one with the smaller
+    /// error (Four Over Six, arXiv 2512.02010; TransformerEngine >= 2.17).
     FourOverSix {
         /// Largest block scale of the first candidate.
         range: E4m3Range,
-        /// Which error decides.
+        /// The error that decides.
         error: ErrorMetric,
     },
-    /// The scale with the smallest squared error of all there are; with
-    /// [`Importance::Channels`](crate::Importance), weighted.
+    /// Takes the scale with the smallest squared error of all scales; with
+    /// [`Importance::Channels`](crate::Importance), weighted by channel.
     Sse,
-    /// The scale with the smallest `r^T H r` of all there are, where `r` are the errors of the
+    /// Takes the scale with the smallest `r^T H r` of all scales, where `r` are the errors of the
     /// nearest codes. Needs [`Importance::Blocks`](crate::Importance), as all below do.
     Hessian,
-    /// Scale and codes together: for every scale, codes improved one at a time while `r^T H r`
-    /// falls.
+    /// Chooses scale and codes together: for every scale, improves codes one at a time while
+    /// `r^T H r` falls.
     CoordinateDescent,
-    /// The scale and codes with the smallest `r^T H r` of all there are, by a search over a tree of
-    /// codes. For blocks of 16; hundreds of times slower.
-    Joint,
-    /// The alternating direction method of multipliers from the best known point, that of
-    /// [`CoordinateDescent`](Self::CoordinateDescent), with the best iterate kept.
+    /// Runs the alternating direction method of multipliers from the best known solution, which
+    /// [`CoordinateDescent`](Self::CoordinateDescent) finds, and keeps the best iterate.
     Admm,
-    /// The same as qwantize publishes it: from the rule's scale, with the last iterate kept, which
-    /// may be worse than where it began.
+    /// Runs ADMM as qwantize publishes it: from the rule's scale, keeping the last iterate, which
+    /// may be worse than the first.
     AdmmPublished,
 }
 
 impl ScaleSearch {
-    /// Passes of [`CoordinateDescent`](Self::CoordinateDescent) over the elements of a block at
-    /// most; most need two.
+    /// Maximum number of passes of [`CoordinateDescent`](Self::CoordinateDescent) over the elements
+    /// of a block. Most blocks need two.
     pub const SWEEPS: usize = 8;
 
-    /// Whether it needs the Hessian of each block.
+    /// Returns true if the search needs the Hessian of each block.
     pub const fn needs_hessians(self) -> bool {
         matches!(self.method().row().needs, Needs::BlockHessians)
     }
 
-    /// The method that is this search and nothing more.
+    /// Returns the method that consists of this search alone.
     pub const fn method(self) -> Method {
         match self {
             Self::Amax => Method::Amax,
@@ -62,14 +60,13 @@ impl ScaleSearch {
             Self::Sse => Method::Sse,
             Self::Hessian => Method::Hessian,
             Self::CoordinateDescent => Method::CoordinateDescent,
-            Self::Joint => Method::Joint,
             Self::Admm => Method::Admm,
             Self::AdmmPublished => Method::AdmmPublished,
         }
     }
 }
 
-/// The block scale that the amax of the tensor maps to.
+/// Sets the largest block scale, to which the amax of the tensor maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum E4m3Range {
     /// The largest block scale: 448 for E4M3. A block holding the amax cannot choose element 4.
@@ -82,12 +79,12 @@ pub enum E4m3Range {
 }
 
 impl E4m3Range {
-    /// The value for the block scales of NVFP4.
+    /// Returns the value for the block scales of NVFP4.
     pub const fn value(self) -> f32 {
         self.of(&Fp4Format::NvFp4.row().block_scale)
     }
 
-    /// The value for block scales of a number format.
+    /// Returns the value for block scales of a number format.
     pub(crate) const fn of(self, block_scale: &Minifloat) -> f32 {
         match self {
             Self::E448 => block_scale.max_value(),
@@ -96,7 +93,7 @@ impl E4m3Range {
     }
 }
 
-/// How the error of a block is summed up.
+/// Sums the errors of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ErrorMetric {
@@ -107,7 +104,7 @@ pub enum ErrorMetric {
     Mse,
 }
 
-/// A way to choose scales and codes. The default is what the command `fp4` quantizes by.
+/// Chooses scales and codes. The default is that of the command `fp4`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize,
 )]
@@ -120,7 +117,7 @@ pub enum Method {
     /// The best scale by squared error.
     #[default]
     Sse,
-    /// The same with the tensor scale that has the smallest total error.
+    /// The best scale by squared error, with the tensor scale that has the smallest total error.
     SseTensorScale,
     /// The best scale, errors weighted by the sum of squares of their channel.
     SseWeighted,
@@ -130,17 +127,49 @@ pub enum Method {
     CoordinateDescent,
     /// ADMM as published.
     AdmmPublished,
-    /// ADMM from the best known point, best iterate kept.
+    /// ADMM from the best known solution, best iterate kept.
     Admm,
-    /// The best scale and codes by `r^T H r`.
-    Joint,
     /// GPTQ as published.
     GptqTextbook,
     /// GPTQ with blocks in order of activity, then sweeps over codes and scales.
     Gptq,
 }
 
-/// A [`Method`] with its options: how the scales and codes of a tensor are chosen.
+rows! {
+    /// Every method, from the fastest to the most accurate.
+    Method: MethodRow {
+        Amax => MethodRow::new("amax", Search(ScaleSearch::Amax), Needs::Nothing,
+            "the scale that the rule makes of the block's amax"),
+        FourOverSix => MethodRow::new("four-over-six", Search(FOUR_OVER_SIX), Needs::Nothing,
+            "amax on element 6 or on element 4, whichever has the smaller error").only_nvfp4(),
+        Sse => MethodRow::new("sse", Search(ScaleSearch::Sse), Needs::Nothing,
+            "the scale with the smallest squared error of all"),
+        SseTensorScale => MethodRow::new("sse-tensor-scale", SseTensorScale, Needs::Nothing,
+            "the same with the best of 16 tensor scales").only_nvfp4(),
+        SseWeighted => MethodRow::new("sse-weighted", SseWeighted, Needs::SecondMoments,
+            "sse, errors weighted by their channel's activity"),
+        Hessian => MethodRow::new("hessian", Search(ScaleSearch::Hessian), Needs::BlockHessians,
+            "the scale with the smallest r^T H r of nearest codes"),
+        CoordinateDescent => MethodRow::new("coordinate-descent",
+            Search(ScaleSearch::CoordinateDescent), Needs::BlockHessians,
+            "scale and codes, improved one at a time"),
+        AdmmPublished => MethodRow::new("admm-published",
+            Search(ScaleSearch::AdmmPublished), Needs::BlockHessians,
+            "ADMM as qwantize has it"),
+        Admm => MethodRow::new("admm", Search(ScaleSearch::Admm), Needs::BlockHessians,
+            "ADMM from the best known point, best iterate kept"),
+        GptqTextbook => MethodRow::new("gptq-textbook", ByGptq(Gptq::TEXTBOOK), Needs::Gram,
+            "GPTQ as published"),
+        Gptq => MethodRow::new("gptq", ByGptq(Gptq::DEFAULT), Needs::Gram,
+            "GPTQ by activity, then sweeps over codes and scales"),
+    }
+}
+
+/// Four Over Six with the options of TransformerEngine.
+const FOUR_OVER_SIX: ScaleSearch =
+    ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
+
+/// A [`Method`] with its options.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ChosenBy {
@@ -155,7 +184,7 @@ pub enum ChosenBy {
 }
 
 impl ChosenBy {
-    /// The method, of which these are the options.
+    /// Returns the method without its options.
     pub fn method(&self) -> Method {
         match self {
             Self::Search(search) => search.method(),
@@ -166,8 +195,8 @@ impl ChosenBy {
         }
     }
 
-    /// What is done with each block before anything goes beyond blocks: GPTQ begins with the scales
-    /// of the rule.
+    /// Returns the search that runs on each block before anything goes beyond blocks. GPTQ begins
+    /// with the scales of the rule.
     pub const fn search(&self) -> ScaleSearch {
         match self {
             Self::Search(search) => *search,
@@ -176,7 +205,7 @@ impl ChosenBy {
         }
     }
 
-    /// The options of GPTQ, if that is what it is.
+    /// Returns the options of GPTQ; `None` for other methods.
     pub const fn gptq(&self) -> Option<Gptq> {
         match self {
             Self::Gptq(options) => Some(*options),
@@ -184,8 +213,8 @@ impl ChosenBy {
         }
     }
 
-    /// Whether it sums over a whole matrix, for which engines have orders of their own: the bits
-    /// may then be others than the host's. Those of all other methods are the same on every engine.
+    /// Returns true if the method sums over a whole matrix. Each engine does that in its own order,
+    /// so bits may differ from the host's. All other methods have the same bits on every engine.
     pub const fn sums_matrices(&self) -> bool {
         match self {
             Self::Search(_) | Self::SseWeighted => false,
@@ -193,19 +222,19 @@ impl ChosenBy {
         }
     }
 
-    /// Statistics that it needs of the inputs that a weight is multiplied by.
+    /// Returns the statistics that the method needs of the inputs of a layer.
     pub fn needs(&self) -> Needs {
         self.method().row().needs
     }
 
-    /// Whether it needs any.
+    /// Returns true if the method needs any statistics of inputs.
     pub fn needs_inputs(&self) -> bool {
         self.needs() != Needs::Nothing
     }
 }
 
 impl From<Method> for ChosenBy {
-    /// With the options of its row.
+    /// Takes the options of the method's row.
     fn from(method: Method) -> Self {
         method.row().chosen_by
     }
@@ -217,7 +246,7 @@ impl From<Gptq> for ChosenBy {
     }
 }
 
-/// Statistics of the inputs that a weight is multiplied by, from the least to the most.
+/// Statistics of the inputs of a layer, from the least to the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Needs {
     /// None.
@@ -233,114 +262,40 @@ pub enum Needs {
 /// The facts of a [`Method`].
 #[derive(Debug, PartialEq)]
 pub struct MethodRow {
-    /// Name in tables and on command lines.
+    /// Name in tables, in files and on command lines.
     pub name: &'static str,
-    /// What it does, in a line.
+    /// Summary in one line.
     pub summary: &'static str,
-    /// How the scales and codes are chosen, with the options that are the default.
+    /// The method with its default options.
     pub chosen_by: ChosenBy,
     /// Statistics of activations that it needs.
     pub needs: Needs,
-    /// Whether it needs any.
+    /// True if it needs any statistics.
     pub calibrated: bool,
-    /// Formats it is defined for.
+    /// Formats that it is defined for.
     pub formats: &'static [Fp4Format],
-    /// Block sizes it is defined for.
-    pub block_sizes: &'static [usize],
-    /// Whether it takes hundreds of times longer than the others.
-    pub slow: bool,
 }
 
 impl MethodRow {
-    /// A method for every format and block size.
+    /// The row of a method for every format.
     const fn new(
+        name: &'static str,
         chosen_by: ChosenBy,
         needs: Needs,
-        name: &'static str,
         summary: &'static str,
     ) -> Self {
-        Self {
-            name,
-            summary,
-            chosen_by,
-            needs,
-            calibrated: !matches!(needs, Needs::Nothing),
-            formats: &Fp4Format::ALL,
-            block_sizes: &BLOCK_SIZES,
-            slow: false,
-        }
+        let calibrated = !matches!(needs, Needs::Nothing);
+        Self { name, summary, chosen_by, needs, calibrated, formats: &Fp4Format::ALL }
+    }
+
+    /// The same for NVFP4 alone.
+    const fn only_nvfp4(self) -> Self {
+        Self { formats: &[Fp4Format::NvFp4], ..self }
     }
 }
 
 impl Method {
-    /// Every method, from the fastest to the most accurate.
-    pub const ALL: [Self; 12] = [
-        Self::Amax,
-        Self::FourOverSix,
-        Self::Sse,
-        Self::SseTensorScale,
-        Self::SseWeighted,
-        Self::Hessian,
-        Self::CoordinateDescent,
-        Self::AdmmPublished,
-        Self::Admm,
-        Self::Joint,
-        Self::GptqTextbook,
-        Self::Gptq,
-    ];
-
-    /// The facts of the method.
-    pub const fn row(self) -> &'static MethodRow {
-        use ChosenBy::{Gptq as ByGptq, Search, SseTensorScale, SseWeighted};
-        const FOUR_OVER_SIX: ScaleSearch =
-            ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
-        const NVFP4: &[Fp4Format] = &[Fp4Format::NvFp4];
-        macro_rules! row {
-            (
-                $name:literal => $chosen_by:expr, needs $needs:ident, $summary:literal
-                $(, $field:ident: $value:expr)*
-            ) => {
-                const {
-                    &MethodRow {
-                        $($field: $value,)*
-                        ..MethodRow::new($chosen_by, Needs::$needs, $name, $summary)
-                    }
-                }
-            };
-        }
-        match self {
-            Self::Amax => row!("amax" => Search(ScaleSearch::Amax), needs Nothing,
-                "the scale that the rule makes of the block's amax"),
-            Self::FourOverSix => row!("four-over-six" => Search(FOUR_OVER_SIX), needs Nothing,
-                "amax on element 6 or on element 4, whichever has the smaller error",
-                formats: NVFP4),
-            Self::Sse => row!("sse" => Search(ScaleSearch::Sse), needs Nothing,
-                "the scale with the smallest squared error of all"),
-            Self::SseTensorScale => row!("sse-tensor-scale" => SseTensorScale, needs Nothing,
-                "the same with the best of 16 tensor scales", formats: NVFP4),
-            Self::SseWeighted => row!("sse-weighted" => SseWeighted, needs SecondMoments,
-                "sse, errors weighted by their channel's activity"),
-            Self::Hessian => row!("hessian" => Search(ScaleSearch::Hessian), needs BlockHessians,
-                "the scale with the smallest r^T H r of nearest codes"),
-            Self::CoordinateDescent => row!(
-                "coordinate-descent" => Search(ScaleSearch::CoordinateDescent), needs BlockHessians,
-                "scale and codes, improved one at a time"),
-            Self::AdmmPublished => row!(
-                "admm-published" => Search(ScaleSearch::AdmmPublished), needs BlockHessians,
-                "ADMM as qwantize has it"),
-            Self::Admm => row!("admm" => Search(ScaleSearch::Admm), needs BlockHessians,
-                "ADMM from the best known point, best iterate kept"),
-            Self::Joint => row!("joint" => Search(ScaleSearch::Joint), needs BlockHessians,
-                "the best scale and codes of a block there are; slow",
-                block_sizes: &[16], slow: true),
-            Self::GptqTextbook => row!("gptq-textbook" => ByGptq(Gptq::TEXTBOOK), needs Gram,
-                "GPTQ as published"),
-            Self::Gptq => row!("gptq" => ByGptq(Gptq::DEFAULT), needs Gram,
-                "GPTQ by activity, then sweeps over codes and scales"),
-        }
-    }
-
-    /// The options of GPTQ, for those methods that are.
+    /// Returns the options of GPTQ; `None` for other methods.
     pub fn gptq(self) -> Option<Gptq> {
         self.row().chosen_by.gptq()
     }

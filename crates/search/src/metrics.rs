@@ -2,11 +2,11 @@
 
 use burn_fp4_formats::{Packed, check_length};
 
-use crate::gram::check_activations;
+use crate::error::SearchError;
+use crate::gram::{Gram, check_activations};
 use crate::host::{self, HostElement, PackedView, View};
 use crate::matrix::{Matrix, product};
 use crate::quantize_weight::dense_rows;
-use crate::{Gram, SearchError};
 
 /// How far a quantized weight is from the original, as the other projects measure it.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,4 +1,4 @@
-//! Rules, searches and methods by the names of their rows, as command lines and reports have them.
+//! Rules, searches and methods by the names in their rows, for command lines, files and reports.
 
 use core::fmt;
 use core::str::FromStr;
@@ -16,10 +16,11 @@ impl fmt::Display for ScaleRule {
 impl FromStr for ScaleRule {
     type Err = SearchError;
 
+    /// Parses a name, or a former one.
     fn from_str(name: &str) -> Result<Self, SearchError> {
         Self::ALL
             .into_iter()
-            .find(|rule| rule.row().name == name)
+            .find(|rule| rule.row().name == name || rule.row().former_name == Some(name))
             .ok_or_else(|| SearchError::UnknownRule(name.to_owned()))
     }
 }
@@ -42,14 +43,14 @@ impl FromStr for Method {
 }
 
 impl fmt::Display for ScaleSearch {
-    /// The name of its [`method`](Self::method).
+    /// Writes the name of the [`method`](Self::method).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.method().row().name)
     }
 }
 
 impl fmt::Display for ChosenBy {
-    /// The name of its [`method`](Self::method).
+    /// Writes the name of the [`method`](Self::method).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.method().row().name)
     }

@@ -2,11 +2,14 @@
 
 use burn_fp4_formats::{Fp4Format, Packed};
 
+use crate::best_tensor_scale::{check_tensor_scale, quantize_with_best_tensor_scale};
+use crate::error::SearchError;
+use crate::gram::Gram;
 use crate::host::{self, HostElement, View};
-use crate::{
-    ChosenBy, Fp4Scheme, Gram, Importance, Method, Needs, ScaleRule, SearchError,
-    check_tensor_scale, quantize_with_best_tensor_scale,
-};
+use crate::importance::Importance;
+use crate::method::{ChosenBy, Method, Needs};
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
 
 /// Statistics of the inputs of a layer.
 #[derive(Debug, Clone, Copy, Default)]

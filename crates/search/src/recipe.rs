@@ -246,8 +246,8 @@ fn resolved(
     }
     let method = method.unwrap_or_default();
     let row = method.row();
-    if !row.formats.contains(&format) || !row.block_sizes.contains(&block_size) {
-        return Err(RecipeError::Method { weights, method, format, block_size });
+    if !row.formats.contains(&format) {
+        return Err(RecipeError::Method { weights, method, format });
     }
     let scheme = Fp4Scheme::of(rule).with_block_size(block_size);
     let scheme = scheme.with_search(row.chosen_by.search());
@@ -319,10 +319,19 @@ mod tests {
         let found = first(&format!("{all}format = \"mxfp4\"\n")).unwrap().unwrap();
         assert_eq!(found.scheme, Fp4Scheme::mxfp4());
         assert_eq!(found.method, Method::Amax);
-        let found = first(&format!("{all}block-size = 16\nmethod = \"joint\"\n")).unwrap().unwrap();
-        assert_eq!((found.scheme.block_size, found.method), (16, Method::Joint));
+        let found =
+            first(&format!("{all}block-size = 16\nmethod = \"hessian\"\n")).unwrap().unwrap();
+        assert_eq!((found.scheme.block_size, found.method), (16, Method::Hessian));
         let found = first(&format!("{all}format = \"mxfp4\"\nblock-size = 16\n"));
         assert_eq!(found.unwrap().unwrap().scheme, Fp4Scheme::mxfp4().with_block_size(16));
+    }
+
+    #[test]
+    fn a_rule_is_read_by_its_former_name() {
+        let recipe = Recipe::parse("rule = \"gist\"").unwrap();
+        assert_eq!(recipe.rule, Some(ScaleRule::TorchRecipe));
+        assert_eq!(recipe.to_toml().unwrap(), "rule = \"torch-recipe\"\n");
+        assert_eq!("gist".parse(), Ok(ScaleRule::TorchRecipe));
     }
 
     #[test]
@@ -379,11 +388,11 @@ mod tests {
             ("rule = \"even\"", "weights `a`: the rule `even` is for mxfp4, not nvfp4"),
             ("block-size = 48", "weights `a`: block size 48: expected 16 or 32"),
             (
-                "block-size = 32\nmethod = \"joint\"",
-                "weights `a`: method `joint` is not defined for nvfp4 in blocks of 32",
+                "format = \"mxfp4\"\nmethod = \"four-over-six\"",
+                "weights `a`: method `four-over-six` is not defined for mxfp4",
             ),
             (
-                "rule = \"gist\"\nmethod = \"four-over-six\"",
+                "rule = \"torch-recipe\"\nmethod = \"four-over-six\"",
                 "weights `a`: ScaleSearch::FourOverSix",
             ),
         ] {

@@ -1,10 +1,11 @@
 //! The published rules for turning the amax of a block into its scale, and an element into a code.
 //!
-//! A rule is a row: a format, how the scale is computed ([`ScaleForm`]) and what an element is
-//! multiplied by ([`Normalization`]). Engines match on these, not on the names of rules.
+//! A rule is a row: a format, how the scale is computed ([`ScaleForm`]) and how an element is
+//! normalized before it is rounded ([`Normalization`]). Engines match on these, not on the names of
+//! rules.
 //!
 //! All arithmetic is f32, every operation rounded on its own, subnormals kept. A NaN passes through
-//! every comparison below, which is what the references' `min`, `max` and `clamp` do with it.
+//! every comparison below, as it does through `min`, `max` and `clamp` of the references.
 
 use burn_fp4_formats::{E2M1, Fp4Format};
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::scale_grid::{PowerRounding, SIXTH, power_of_two};
 use crate::tensor_scale::TensorFactor;
 
-/// How the amax of a block becomes its scale. A rule belongs to one format.
+/// Turns the amax of a block into its scale. A rule belongs to one format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleRule {
@@ -23,8 +24,9 @@ pub enum ScaleRule {
     /// where `448 * amax / tensor amax` is exactly between two scales, as bf16 data can be.
     TeDivision,
     /// The widespread torch recipe `s = e4m3(amax / 6 * S)`, elements times `S / max(s, 1e-12)`.
-    /// Keeps the sign of zero.
-    Gist,
+    /// Keeps the sign of zero. Formerly named `gist`.
+    #[serde(alias = "gist")]
+    TorchRecipe,
     /// No tensor scale: `s = e4m3(max(amax / 6, 1e-12))`, elements divided by it (qwantize's
     /// `nvfp4_naive`, but for ties, which here go to the even code).
     NoTensorScale,
@@ -40,27 +42,87 @@ pub enum ScaleRule {
     Ceil,
 }
 
+rows! {
+    /// Every rule.
+    ScaleRule: RuleRow {
+        Te => TE,
+        TeDivision => RuleRow { name: "te-division", scale: ScaleForm::DividedBySix, ..TE },
+        TorchRecipe => RuleRow {
+            name: "torch-recipe",
+            former_name: Some("gist"),
+            inverts_amax: true,
+            scale: ScaleForm::DividedBySix,
+            normalization: Normalization::EncodeOverScale,
+            keeps_negative_zero: true,
+            ..TE
+        },
+        NoTensorScale => RuleRow {
+            name: "no-tensor-scale",
+            tensor_scale: false,
+            scale: ScaleForm::WithoutTensorScale,
+            normalization: Normalization::Division,
+            ..TE
+        },
+        Floor => power("floor", PowerRounding::Floor, Normalization::PowerReciprocal),
+        Even => power("even", PowerRounding::Even, Normalization::PowerReciprocal),
+        RoundUp => power("round-up", PowerRounding::RoundUp, Normalization::PowerReciprocalOrOne),
+        Ceil => power("ceil", PowerRounding::Ceil, Normalization::PowerReciprocal),
+    }
+}
+
+/// The row of [`ScaleRule::Te`], from which the other rules of NVFP4 differ.
+const TE: RuleRow = RuleRow {
+    name: "te",
+    former_name: None,
+    format: Fp4Format::NvFp4,
+    tensor_scale: true,
+    inverts_amax: false,
+    scale: ScaleForm::TimesSixth,
+    normalization: Normalization::Reciprocal,
+    keeps_negative_zero: false,
+};
+
+/// Returns the row of a rule of MXFP4.
+const fn power(
+    name: &'static str,
+    rounding: PowerRounding,
+    normalization: Normalization,
+) -> RuleRow {
+    RuleRow {
+        name,
+        former_name: None,
+        format: Fp4Format::MxFp4,
+        tensor_scale: false,
+        inverts_amax: false,
+        scale: ScaleForm::PowerOfTwo(rounding),
+        normalization,
+        keeps_negative_zero: true,
+    }
+}
+
 /// The facts of a [`ScaleRule`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct RuleRow {
-    /// Name in reports and on command lines.
+    /// Name in reports, in files and on command lines.
     pub name: &'static str,
-    /// The format the rule is for.
+    /// Former name, still read from files and command lines.
+    pub former_name: Option<&'static str>,
+    /// The format that the rule is for.
     pub format: Fp4Format,
-    /// Whether a tensor scale takes part.
+    /// True if the rule has a tensor scale.
     pub tensor_scale: bool,
-    /// Whether `S` is `range * (1 / amax)`, rounded twice, instead of `range / amax`.
+    /// True if `S` is `range * (1 / amax)`, rounded twice, instead of `range / amax`.
     pub inverts_amax: bool,
-    /// How the amax of a block becomes its scale.
+    /// Turns the amax of a block into its scale.
     pub scale: ScaleForm,
-    /// What an element is rounded from.
+    /// Normalizes an element before it is rounded.
     pub normalization: Normalization,
-    /// Whether an element that is or becomes -0 keeps its sign (code 8), as the references differ.
+    /// True if an element that is or becomes -0 keeps its sign (code 8); the references differ.
     pub keeps_negative_zero: bool,
 }
 
-/// What is rounded to the nearest block scale, or how amax is rounded to a power of two. `S` is
-/// [`TensorFactor::encode`].
+/// The expression that is rounded to the nearest block scale, or the rounding of amax to a power of
+/// two. `S` is [`TensorFactor::encode`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScaleForm {
     /// `amax * (S * (1 / 6))`.
@@ -73,7 +135,7 @@ pub enum ScaleForm {
     PowerOfTwo(PowerRounding),
 }
 
-/// What an element is rounded to E2M1 from, given the value `s` of its block scale.
+/// Normalizes an element before it is rounded to E2M1, given the value `s` of its block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Normalization {
     /// `element * min(1 / (s * tensor scale), FLT_MAX)`: with a scale of 0, codes of +-6 that
@@ -85,106 +147,30 @@ pub enum Normalization {
     Division,
     /// `element * (1 / s)` for a power of two, `s` no less than the smallest normal f32, 2^-126.
     PowerReciprocal,
-    /// The same, but times 1 where the scale is 2^-127, which leaves codes of 0 (torchao's
-    /// round-up).
+    /// [`PowerReciprocal`](Self::PowerReciprocal), but times 1 where the scale is 2^-127, which
+    /// leaves codes of 0 (torchao's round-up).
     PowerReciprocalOrOne,
 }
 
 impl Normalization {
-    /// Whether elements are divided by the scale instead of multiplied.
+    /// Returns true if elements are divided by the scale instead of multiplied.
     pub const fn divides(self) -> bool {
         matches!(self, Self::Division)
     }
 }
 
 impl ScaleRule {
-    /// What the torch recipe and qwantize do not let a divisor fall below.
+    /// The lower bound of divisors in the torch recipe and in qwantize.
     pub const SMALLEST_DIVISOR: f32 = 1e-12;
 
-    /// Every rule.
-    pub const ALL: [Self; 8] = [
-        Self::Te,
-        Self::TeDivision,
-        Self::Gist,
-        Self::NoTensorScale,
-        Self::Floor,
-        Self::Even,
-        Self::RoundUp,
-        Self::Ceil,
-    ];
-
-    /// The facts of the rule.
-    pub const fn row(self) -> &'static RuleRow {
-        const TE: RuleRow = RuleRow {
-            name: "te",
-            format: Fp4Format::NvFp4,
-            tensor_scale: true,
-            inverts_amax: false,
-            scale: ScaleForm::TimesSixth,
-            normalization: Normalization::Reciprocal,
-            keeps_negative_zero: false,
-        };
-        const fn powers(
-            name: &'static str,
-            rounding: PowerRounding,
-            normalization: Normalization,
-        ) -> RuleRow {
-            RuleRow {
-                name,
-                format: Fp4Format::MxFp4,
-                tensor_scale: false,
-                inverts_amax: false,
-                scale: ScaleForm::PowerOfTwo(rounding),
-                normalization,
-                keeps_negative_zero: true,
-            }
-        }
-        match self {
-            Self::Te => &TE,
-            Self::TeDivision => {
-                &RuleRow { name: "te-division", scale: ScaleForm::DividedBySix, ..TE }
-            }
-            Self::Gist => &RuleRow {
-                name: "gist",
-                inverts_amax: true,
-                scale: ScaleForm::DividedBySix,
-                normalization: Normalization::EncodeOverScale,
-                keeps_negative_zero: true,
-                ..TE
-            },
-            Self::NoTensorScale => &RuleRow {
-                name: "no-tensor-scale",
-                tensor_scale: false,
-                scale: ScaleForm::WithoutTensorScale,
-                normalization: Normalization::Division,
-                ..TE
-            },
-            Self::Floor => {
-                const { &powers("floor", PowerRounding::Floor, Normalization::PowerReciprocal) }
-            }
-            Self::Even => {
-                const { &powers("even", PowerRounding::Even, Normalization::PowerReciprocal) }
-            }
-            Self::RoundUp => {
-                const {
-                    let normalization = Normalization::PowerReciprocalOrOne;
-                    &powers("round-up", PowerRounding::RoundUp, normalization)
-                }
-            }
-            Self::Ceil => {
-                const { &powers("ceil", PowerRounding::Ceil, Normalization::PowerReciprocal) }
-            }
-        }
-    }
-
-    /// The rule that a format is quantized by unless another is asked for: the first of its rules.
+    /// Returns the default rule of a format, the first of its rules.
     pub fn of_format(format: Fp4Format) -> Self {
         let of_format = |rule: &Self| rule.row().format == format;
         Self::ALL.into_iter().find(of_format).expect("every format has a rule")
     }
 
-    /// The code of the scale for a block with this amax: of the scales the nearest, at most the
-    /// largest, or a power of two.
+    /// Returns the code of the scale for a block with this amax: the nearest scale, or a power of
+    /// two, clamped to the largest.
     pub fn block_scale(self, amax: f32, factor: TensorFactor) -> u8 {
         let row = &self.row().format.row().block_scale;
         match self.row().scale {
@@ -195,8 +181,8 @@ impl ScaleRule {
         }
     }
 
-    /// What an element is multiplied by before it is rounded to E2M1; 1 where it is divided instead
-    /// ([`Normalization::Division`]).
+    /// Returns the multiplier of elements before they are rounded to E2M1; 1 where they are divided
+    /// instead ([`Normalization::Division`]).
     pub fn multiplier(self, block_scale: u8, factor: TensorFactor) -> f32 {
         let decode = |code| self.row().format.row().block_scale.decode(code);
         match self.row().normalization {
@@ -212,12 +198,12 @@ impl ScaleRule {
         }
     }
 
-    /// The code of an element.
+    /// Returns the code of an element.
     pub fn code(self, element: f32, block_scale: u8, multiplier: f32) -> u8 {
         E2M1.encode(self.normalized(element, block_scale, multiplier))
     }
 
-    /// What an element is rounded from: -0 only if the rule keeps it.
+    /// Normalizes an element for rounding: -0 only if the rule keeps it.
     pub(crate) fn normalized(self, element: f32, block_scale: u8, multiplier: f32) -> f32 {
         let normalized = if self.row().normalization.divides() {
             element / self.row().format.row().block_scale.decode(block_scale)
@@ -232,14 +218,14 @@ impl ScaleRule {
     }
 }
 
-/// `min(1 / (scale * tensor_scale), FLT_MAX)` that keeps NaN.
+/// Computes `min(1 / (scale * tensor_scale), FLT_MAX)`, keeping NaN.
 #[inline(always)]
 pub(crate) fn reciprocal(scale: f32, tensor_scale: f32) -> f32 {
     let multiplier = 1.0 / (scale * tensor_scale);
     if multiplier > f32::MAX { f32::MAX } else { multiplier }
 }
 
-/// `max(scale, 1e-12)` that keeps NaN.
+/// Computes `max(scale, 1e-12)`, keeping NaN.
 #[inline(always)]
 pub(crate) fn at_least_smallest(scale: f32) -> f32 {
     let smallest = ScaleRule::SMALLEST_DIVISOR;

@@ -1,6 +1,6 @@
 //! The block scales that a format has, as the searches see them, derived from its row.
 //!
-//! A search works in the units of a block (`Unit`): elements are multiplied by a factor, so that
+//! A search works in the units of a block (`BlockNormalization`): elements are multiplied by a factor, so that
 //! the values of the scales are those of the format's table (a float grid) or `2^(code - base)`
 //! (powers of two). What the host engine computes faster is in `host/scale_grid.rs`; the constants
 //! are those of every engine.
@@ -82,7 +82,7 @@ pub(crate) fn power_of_two(row: &Minifloat, amax: f32, rounding: PowerRounding) 
 ///
 /// Powers of two, and tensor factors, bring every block into a range whose squares f32 holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Unit {
+pub(crate) struct BlockNormalization {
     pub(crate) grid: ScaleGrid,
     pub(crate) factor: f32,
     pub(crate) base: u32,
@@ -92,7 +92,7 @@ pub(crate) struct Unit {
     pub(crate) searchable: bool,
 }
 
-impl Unit {
+impl BlockNormalization {
     /// The units of a block with this amax, in a tensor whose block scales are multiplied by
     /// `encode`.
     #[inline(always)]
@@ -211,13 +211,13 @@ mod tests {
             let grid = format.row().scale_grid();
             for step in 0..4000 {
                 let amax = 2f32.powf(-6.0 + step as f32 / 500.0);
-                let unit = Unit::new(grid, amax, 1.0);
-                let amax = amax * unit.factor;
-                let distance = |scale: u8| (unit.value(scale) - amax / 6.0).abs();
-                let nearest = unit.nearest(amax / 6.0);
-                assert!(unit.scales().all(|scale| distance(nearest) <= distance(scale)));
-                let zeros = unit.zeros(amax);
-                assert!(amax <= 0.25 * unit.value(zeros));
+                let normalization = BlockNormalization::new(grid, amax, 1.0);
+                let amax = amax * normalization.factor;
+                let distance = |scale: u8| (normalization.value(scale) - amax / 6.0).abs();
+                let nearest = normalization.nearest(amax / 6.0);
+                assert!(normalization.scales().all(|scale| distance(nearest) <= distance(scale)));
+                let zeros = normalization.zeros(amax);
+                assert!(amax <= 0.25 * normalization.value(zeros));
             }
         }
     }

@@ -4,10 +4,11 @@
 use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
 
+use crate::error::SearchError;
 use crate::method::{E4m3Range, ScaleSearch};
+use crate::rounding::Rounding;
 use crate::rule::{Normalization, ScaleRule};
 use crate::tensor_scale::{TensorFactor, TensorScaling};
-use crate::{Rounding, SearchError};
 
 /// What shares a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -194,11 +195,6 @@ impl Fp4Scheme {
         }
         if self.blocks == Blocks::Tile16x16 && self.search.needs_hessians() {
             return refuse("Blocks::Tile16x16", "activations weight the rows of a tile alike");
-        }
-        let expected = self.search.method().row().block_sizes;
-        if !expected.contains(&self.block_size) {
-            let (search, found) = (self.search, self.block_size);
-            return Err(SearchError::BlockSize { search, expected, found });
         }
         if matches!(self.search, ScaleSearch::FourOverSix { .. })
             && self.rule.row().normalization != Normalization::Reciprocal

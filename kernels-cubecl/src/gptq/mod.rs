@@ -33,10 +33,10 @@
 //!
 //! Sums are fused multiply-adds in a fixed order: a device always finds the same codes.
 
-mod curvature;
+mod block_update;
+mod hessian_factor;
+mod propagate;
 mod quantize;
-mod spread;
-mod steps;
 
-pub use curvature::{CurvatureHandles, curvature};
+pub use hessian_factor::{HessianFactorHandles, hessian_factor};
 pub use quantize::quantize_gptq;

@@ -8,24 +8,24 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::curvature::CurvatureHandles;
-use super::spread::{Region, Steps, spread};
-use super::steps::{
-    CodesLaunch, SiteLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel, move_kernel,
-    pack_kernel, round_kernel,
+use super::block_update::{
+    CodesLaunch, GptqBlockArgsLaunch, accept_kernel, aim_kernel, change_kernel, copy_kernel,
+    move_kernel, pack_kernel, round_kernel,
 };
-use crate::arith::rule::factors;
+use super::hessian_factor::HessianFactorHandles;
+use super::propagate::{Errors, Region, propagate};
 use crate::memory::check_memory;
+use crate::numeric::rule::tensor_scale_args;
 use crate::packed::PackedHandles;
-use crate::plan::{Capability, Dtype, Launch, Operation, Problem, Recipe, Refusal, UNITS, plan};
+use crate::plan::{Blueprint, Capability, Dtype, Launch, Operation, Problem, Refusal, UNITS, plan};
 use crate::quantize::quantize_weighted;
 use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
 
 /// Codes and scales of a tensor by [`Gptq`], given the amax of [`amax`](crate::amax()) and a scheme
-/// of [`Damped::scheme`](burn_fp4_search::Damped::scheme).
+/// of [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme).
 ///
-/// `values` are f32, `[channels, rows]`, the channels in the order of the curvature, whatever the
-/// problem says of axis and dtype; codes and scales are in the order of the problem.
+/// `values` are f32, `[channels, rows]`, the channels in the order of the Hessian factor, whatever
+/// the problem says of axis and dtype; codes and scales are in the order of the problem.
 ///
 /// # Errors
 /// [`Refusal`]; what was launched until then has no effect.
@@ -34,15 +34,15 @@ pub fn quantize_gptq(
     device: &Capability,
     values: Handle,
     amax: Handle,
-    curvature: &CurvatureHandles,
+    hessian_factor: &HessianFactorHandles,
     options: &Gptq,
     problem: &Problem,
 ) -> Result<PackedHandles, Refusal> {
     let launch = plan(Operation::Gptq, problem, device)?;
     let (rows, channels) = (problem.view.packed_rows(), problem.view.axis);
     for (what, expected, found) in [
-        ("channels of the curvature", channels, curvature.channels),
-        ("block size of the curvature", problem.scheme.block_size, curvature.block_size),
+        ("channels of the Hessian factor", channels, hessian_factor.channels),
+        ("block size of the Hessian factor", problem.scheme.block_size, hessian_factor.block_size),
     ] {
         if found != expected {
             return Err(Refusal::Mismatch { what, expected, found });
@@ -60,12 +60,12 @@ pub fn quantize_gptq(
     let weight = Weight {
         client,
         device,
-        curvature,
+        hessian_factor,
         amax,
         original: values,
         elements: f32s(channels * rows),
         scales: client.empty(problem.scale_bytes()),
-        steps: f32s(GROUP.min(channels) * rows),
+        errors: f32s(GROUP.min(channels) * rows),
         of_block: Problem { view, dtype: Dtype::F32, scheme: problem.scheme },
         rows,
         channels,
@@ -86,7 +86,7 @@ const GROUP: usize = Gptq::GROUP;
 struct Weight<'a> {
     client: &'a Client,
     device: &'a Capability,
-    curvature: &'a CurvatureHandles,
+    hessian_factor: &'a HessianFactorHandles,
     amax: Handle,
     /// f32 `[channels, rows]`.
     original: Handle,
@@ -95,7 +95,7 @@ struct Weight<'a> {
     /// `[blocks, rows]`.
     scales: Handle,
     /// Errors, or changes, of the channels of a group, f32 `[GROUP, rows]`.
-    steps: Handle,
+    errors: Handle,
     /// The problem of one block of all rows.
     of_block: Problem,
     rows: usize,
@@ -164,18 +164,27 @@ impl Weight<'_> {
         CodesLaunch::new(
             self.matrix(&self.elements),
             Self::values(&self.scales, blocks * self.rows),
-            Self::values(&self.steps, GROUP.min(self.channels) * self.rows),
+            Self::values(&self.errors, GROUP.min(self.channels) * self.rows),
         )
     }
 
     /// Some channels of a group.
-    fn site(&self, channels: Range<usize>, group: usize) -> SiteLaunch {
+    fn block_args(&self, channels: Range<usize>, group: usize) -> GptqBlockArgsLaunch {
         let [rows, all, first, end, group] =
             [self.rows, self.channels, channels.start, channels.end, group].map(|n| n as u32);
         let scheme = &self.of_block.scheme;
         let amax = Self::values(&self.amax, scheme.tensor_scales(self.rows));
-        let recipe = Recipe::of(scheme, false);
-        SiteLaunch::new(amax, rows, all, first, end, group, factors(&self.of_block), recipe)
+        let blueprint = Blueprint::of(scheme, false);
+        GptqBlockArgsLaunch::new(
+            amax,
+            rows,
+            all,
+            first,
+            end,
+            group,
+            tensor_scale_args(&self.of_block),
+            blueprint,
+        )
     }
 
     /// The channels of every group.
@@ -195,7 +204,7 @@ impl Weight<'_> {
 impl Weight<'_> {
     /// Steps 1 to 3: rounds block after block, each error spread over the channels that follow.
     fn round(&self) -> Result<(), Refusal> {
-        let factor = &self.curvature.factor;
+        let factor = &self.hessian_factor.factor;
         let weights = self.client.empty(4 * self.channels * self.rows);
         let items = self.channels * self.rows;
         let (from, to) = (self.matrix(&self.original), self.matrix(&weights));
@@ -208,7 +217,7 @@ impl Weight<'_> {
                     self.device,
                     Self::from(&weights, block.start, self.rows),
                     self.amax.clone(),
-                    Some(Self::from(&self.curvature.channel_weights, block.start, 1)),
+                    Some(Self::from(&self.hessian_factor.channel_weights, block.start, 1)),
                     &Problem { scheme: sse, ..self.of_block },
                 )?;
                 for_rows!(
@@ -218,28 +227,28 @@ impl Weight<'_> {
                     Self::values(&chosen.scales, self.rows),
                     self.square(factor),
                     self.codes(),
-                    self.site(block.clone(), group.start),
+                    self.block_args(block.clone(), group.start),
                 );
                 let others = Region::of(block.end..group.end);
-                self.spread(&weights, factor, block, group.start, others);
+                self.propagate(&weights, factor, block, group.start, others);
             }
             let others = Region::of(group.end..self.channels);
-            self.spread(&weights, factor, group.clone(), group.start, others);
+            self.propagate(&weights, factor, group.clone(), group.start, others);
         }
         Ok(())
     }
 
     /// Steps 4 to 6: sweeps over all blocks, with `R = (w - q) H` kept up to date.
     fn improve(&self, options: &Gptq) -> Result<(), Refusal> {
-        let hessian = &self.curvature.hessian;
+        let hessian = &self.hessian_factor.hessian;
         let residuals = self.client.empty(4 * self.channels * self.rows);
         for group in self.groups() {
             let items = group.len() * self.rows;
-            let (original, site) =
-                (self.matrix(&self.original), self.site(group.clone(), group.start));
-            for_items!(self, items, change_kernel, original, self.codes(), site);
+            let (original, args) =
+                (self.matrix(&self.original), self.block_args(group.clone(), group.start));
+            for_items!(self, items, change_kernel, original, self.codes(), args);
             let region = Region { fresh: group.start == 0, ..Region::of(0..self.channels) };
-            self.spread(&residuals, hessian, group.clone(), group.start, region);
+            self.propagate(&residuals, hessian, group.clone(), group.start, region);
         }
         let rounds = options.sweeps.max(options.refits);
         for round in 0..rounds {
@@ -268,21 +277,21 @@ impl Weight<'_> {
         is_last: bool,
         improve: impl Fn(Range<usize>, usize) -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
-        let hessian = &self.curvature.hessian;
+        let hessian = &self.hessian_factor.hessian;
         for group in self.groups() {
             for block in self.blocks(&group) {
                 improve(block.clone(), group.start)?;
                 // Within the group at once, beyond it together.
                 let start = if is_last { block.end } else { group.start };
                 let near = Region::of(start..group.end);
-                self.spread(residuals, hessian, block, group.start, near);
+                self.propagate(residuals, hessian, block, group.start, near);
             }
             let others = if is_last {
                 Region::of(group.end..self.channels)
             } else {
                 Region { skipped: group.clone(), ..Region::of(0..self.channels) }
             };
-            self.spread(residuals, hessian, group.clone(), group.start, others);
+            self.propagate(residuals, hessian, group.clone(), group.start, others);
         }
         Ok(())
     }
@@ -293,9 +302,9 @@ impl Weight<'_> {
             self,
             move_kernel,
             self.matrix(residuals),
-            self.square(&self.curvature.hessian),
+            self.square(&self.hessian_factor.hessian),
             self.codes(),
-            self.site(block, group),
+            self.block_args(block, group),
         );
     }
 
@@ -312,12 +321,12 @@ impl Weight<'_> {
             self,
             aim_kernel,
             self.matrix(residuals),
-            Self::values(&self.curvature.inverses, self.channels * size),
+            Self::values(&self.hessian_factor.inverses, self.channels * size),
             Self::values(&targets, size * self.rows),
             self.codes(),
-            self.site(block.clone(), group),
+            self.block_args(block.clone(), group),
         );
-        let Hessians { values, bounds } = &self.curvature.blocks;
+        let Hessians { values, bounds } = &self.hessian_factor.blocks;
         let hessians = Hessians {
             values: Self::from(values, block.start, size),
             bounds: Self::from(bounds, block.start, 1),
@@ -336,15 +345,15 @@ impl Weight<'_> {
             Self::values(&targets, size * self.rows),
             Self::values(&chosen.codes, self.of_block.code_bytes() / 4),
             Self::values(&chosen.scales, self.rows),
-            self.square(&self.curvature.hessian),
+            self.square(&self.hessian_factor.hessian),
             self.codes(),
-            self.site(block, group),
+            self.block_args(block, group),
         );
         Ok(())
     }
 
     /// Subtracts the products of the steps of some channels of a group with a matrix from others.
-    fn spread(
+    fn propagate(
         &self,
         target: &Handle,
         matrix: &Handle,
@@ -352,14 +361,14 @@ impl Weight<'_> {
         group: usize,
         region: Region,
     ) {
-        let steps = Steps {
-            values: &self.steps,
+        let errors = Errors {
+            values: &self.errors,
             group: GROUP.min(self.channels),
             from: from.start - group..from.end - group,
             first: from.start,
         };
         let shape = [self.rows, self.channels];
-        spread(self.client, self.device, target, matrix, steps, shape, region);
+        propagate(self.client, self.device, target, matrix, errors, shape, region);
     }
 
     /// Step 7: codes and scales, their blocks back where they came from.
@@ -371,10 +380,10 @@ impl Weight<'_> {
             blocks * self.rows,
             pack_kernel,
             words,
-            Self::values(&self.curvature.order, blocks),
+            Self::values(&self.hessian_factor.order, blocks),
             packed.write(problem, words),
             self.codes(),
-            self.site(0..self.channels, 0),
+            self.block_args(0..self.channels, 0),
         );
     }
 }

@@ -21,21 +21,21 @@ pub struct Capability {
     /// Whether planes multiply matrices of 16 x 16 and 16 x 8 halves.
     pub mma: bool,
     /// By what four planes multiply matrices together.
-    pub warpgroups: Warpgroups,
+    pub wgmma: WgmmaSupport,
     /// Whether units gain by exchanging what they load or store through shared memory.
-    pub stages: bool,
+    pub fast_shared_memory: bool,
     /// Whether it computes in f64.
     pub doubles: bool,
 }
 
 /// By what four planes, a warpgroup, multiply matrices together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Warpgroups {
+pub enum WgmmaSupport {
     /// By nothing.
     None,
     /// By plain loads and multiplications. It is slow, and no device says so of itself: with it a
     /// device without the instructions tests what is around them.
-    Plain,
+    Emulated,
     /// By WGMMA, the matrix instructions of compute capability 9.0, as inline PTX.
     Ptx,
 }
@@ -55,9 +55,9 @@ impl Capability {
             max_cubes: hardware.max_cube_count.0,
             converts_bf16: !cpu,
             mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
-            warpgroups: warpgroups(properties),
+            wgmma: wgmma_support(properties),
             // There the units of a cube run one after the other, and a barrier is slow.
-            stages: !cpu,
+            fast_shared_memory: !cpu,
             doubles: properties.supports_type(ElemType::Float(FloatKind::F64)),
         }
     }
@@ -74,12 +74,12 @@ fn multiplies_halves(features: &Features) -> bool {
 
 /// Inline PTX is for one compute capability, and for CubeCL's LLVM compiler: its other one for CUDA
 /// would have tensor maps.
-fn warpgroups(properties: &DeviceProperties) -> Warpgroups {
+fn wgmma_support(properties: &DeviceProperties) -> WgmmaSupport {
     let llvm = properties.features.tma.is_empty();
     if cfg!(feature = "cuda") && properties.identity.fingerprint == "ptx_sm90" && llvm {
-        Warpgroups::Ptx
+        WgmmaSupport::Ptx
     } else {
-        Warpgroups::None
+        WgmmaSupport::None
     }
 }
 
@@ -91,12 +91,12 @@ pub(crate) const GPU: Capability = Capability {
     max_cubes: u32::MAX,
     converts_bf16: true,
     mma: true,
-    warpgroups: Warpgroups::None,
-    stages: true,
+    wgmma: WgmmaSupport::None,
+    fast_shared_memory: true,
     doubles: true,
 };
 
 /// A device without, for tests.
 #[cfg(test)]
 pub(crate) const CPU: Capability =
-    Capability { plane: 1, cubes: 256, converts_bf16: false, stages: false, ..GPU };
+    Capability { plane: 1, cubes: 256, converts_bf16: false, fast_shared_memory: false, ..GPU };

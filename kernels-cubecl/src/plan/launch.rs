@@ -7,7 +7,7 @@ use cubecl::prelude::CubeCount;
 use super::capability::{Capability, UNITS};
 use super::problem::{Operation, Problem};
 use super::refusal::Refusal;
-use super::share::{Share, TileSharing};
+use super::thread_tile::{ThreadTile, TileSharing};
 
 /// How an operation is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct Launch {
     /// Work items; units beyond have nothing to do.
     pub items: u32,
     /// The part of the tensor that is one item.
-    pub share: Share,
+    pub thread_tile: ThreadTile,
 }
 
 impl Launch {
@@ -29,10 +29,10 @@ impl Launch {
 }
 
 /// Units of a cube where each has a long way to go.
-pub(crate) const FEW_UNITS: u32 = 64;
+pub(crate) const SMALL_CUBE_UNITS: u32 = 64;
 
 /// Bytes that one load or store moves at most.
-const LOAD: u32 = 16;
+const MAX_LOAD_BYTES: u32 = 16;
 
 /// Values of a column that a unit of the row amax looks at when the axis is strided.
 pub(crate) const COLUMN_CHUNK: u32 = 128;
@@ -48,14 +48,14 @@ pub fn plan(
 ) -> Result<Launch, Refusal> {
     check(operation, problem)?;
     let units = units(operation);
-    let (items, share) = items(operation, problem, device, units);
+    let (items, thread_tile) = items(operation, problem, device, units);
     let cubes = items.div_ceil(units);
     let cubes = match operation {
         Operation::Amax | Operation::SquaredError => cubes.min(device.cubes),
         _ => cubes,
     };
     let lines = cubes.div_ceil(device.max_cubes).max(1);
-    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, share })
+    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, thread_tile })
 }
 
 /// Whether an operation fits its problem.
@@ -72,7 +72,7 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
             ScaleSearch::Amax | ScaleSearch::FourOverSix { .. } | ScaleSearch::Sse => !by_hessian,
             // The host's.
-            ScaleSearch::Joint | ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
+            ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
         };
         if !fits {
             return Err(Refusal::Search { operation, found: scheme.search });
@@ -92,52 +92,60 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
 fn units(operation: Operation) -> u32 {
     match operation {
         // Their units need many registers: of small cubes more fit on a multiprocessor together.
-        Operation::QuantizeByHessian | Operation::Gptq => FEW_UNITS,
+        Operation::QuantizeByHessian | Operation::Gptq => SMALL_CUBE_UNITS,
         _ => UNITS,
     }
 }
 
 /// How many shares there are, and what one is.
-fn items(operation: Operation, problem: &Problem, device: &Capability, units: u32) -> (u32, Share) {
+fn items(
+    operation: Operation,
+    problem: &Problem,
+    device: &Capability,
+    units: u32,
+) -> (u32, ThreadTile) {
     let Problem { view, dtype, .. } = problem;
     let [rows, axis, inner] = [view.packed_rows(), view.axis, view.inner].map(|n| n as u32);
     let blocks = problem.blocks() as u32;
-    let widest = LOAD / dtype.size() as u32;
-    let along = inner == 1;
-    let one_row = Share::one_row(along, *dtype, device);
+    let widest = MAX_LOAD_BYTES / dtype.size() as u32;
+    let contiguous_axis = inner == 1;
+    let one_row = ThreadTile::one_row(contiguous_axis, *dtype, device);
     match operation {
         Operation::Amax => {
             let vector = common_power_of_two(view.len() as u32, widest);
-            (view.len() as u32 / vector, Share { vector, ..one_row })
+            (view.len() as u32 / vector, ThreadTile { vector, ..one_row })
         }
-        Operation::RowAmax if along => {
+        Operation::RowAmax if contiguous_axis => {
             let vector = common_power_of_two(axis, widest);
             // As many planes as the device keeps busy; each takes several rows if there are more.
             let planes = rows.min(device.cubes * UNITS / device.plane);
-            (planes * device.plane, Share { vector, ..one_row })
+            (planes * device.plane, ThreadTile { vector, ..one_row })
         }
         Operation::RowAmax => {
             let vector = common_power_of_two(inner, widest / 4);
             let chunks = axis.div_ceil(COLUMN_CHUNK);
-            (rows / vector * chunks, Share { vector, rows: vector, ..one_row })
+            (rows / vector * chunks, ThreadTile { vector, rows: vector, ..one_row })
         }
         Operation::SquaredError => {
             ((view.len() / 8).min((device.cubes * UNITS) as usize) as u32, one_row)
         }
-        Operation::Dequantize if along => {
-            let share = Share { vector: widest.min(8), ..one_row };
-            (view.len() as u32 / 8, share)
+        Operation::Dequantize if contiguous_axis => {
+            let thread_tile = ThreadTile { vector: widest.min(8), ..one_row };
+            (view.len() as u32 / 8, thread_tile)
         }
         Operation::QuantizeByHessian => {
-            let vector = if along { widest } else { 1 };
-            let share = Share { vector, staged: device.stages, ..one_row };
-            (rows.div_ceil(units) * blocks * units, share)
+            let vector = if contiguous_axis { widest } else { 1 };
+            let thread_tile =
+                ThreadTile { vector, through_shared_memory: device.fast_shared_memory, ..one_row };
+            (rows.div_ceil(units) * blocks * units, thread_tile)
         }
         Operation::Gptq => (rows, one_row),
-        Operation::Hadamard if along => (rows * blocks, Share { vector: widest, ..one_row }),
+        Operation::Hadamard if contiguous_axis => {
+            (rows * blocks, ThreadTile { vector: widest, ..one_row })
+        }
         Operation::Dequantize | Operation::Hadamard => {
-            let share = strided(operation, problem, device, one_row);
-            (rows / share.rows * blocks, share)
+            let thread_tile = strided(operation, problem, device, one_row);
+            (rows / thread_tile.rows * blocks, thread_tile)
         }
         Operation::Quantize | Operation::FakeQuantize => {
             quantized(operation, problem, device, one_row)
@@ -150,59 +158,72 @@ fn quantized(
     operation: Operation,
     problem: &Problem,
     device: &Capability,
-    one_row: Share,
-) -> (u32, Share) {
+    one_row: ThreadTile,
+) -> (u32, ThreadTile) {
     let [rows, blocks] = [problem.view.packed_rows(), problem.blocks()].map(|n| n as u32);
-    let widest = LOAD / problem.dtype.size() as u32;
+    let widest = MAX_LOAD_BYTES / problem.dtype.size() as u32;
     let tile = tile(operation, problem, device);
-    let mut share = match (tile, one_row.along) {
+    let mut thread_tile = match (tile, one_row.contiguous_axis) {
         (TileSharing::Repeated, _) => one_row,
         (TileSharing::Exchanged, true) => {
-            let spread = common_power_of_two(blocks, 8);
-            Share { vector: widest, rows: 4, lanes: 4, spread, ..one_row }
+            let units_over_blocks = common_power_of_two(blocks, 8);
+            ThreadTile { vector: widest, rows: 4, units_over_rows: 4, units_over_blocks, ..one_row }
         }
-        (TileSharing::None | TileSharing::Halves, true) => Share { vector: widest, ..one_row },
+        (TileSharing::None | TileSharing::Halves, true) => ThreadTile { vector: widest, ..one_row },
         (_, false) => strided(operation, problem, device, one_row),
     };
     let rows = match tile {
         TileSharing::Exchanged => {
-            share.lanes = 16 / share.rows;
+            thread_tile.units_over_rows = 16 / thread_tile.rows;
             // Rows that are missing from a last tile are idle units.
             rows.next_multiple_of(16)
         }
         _ => rows,
     };
     let blocks = if tile == TileSharing::Halves { 2 * blocks } else { blocks };
-    (rows / share.rows * blocks, Share { tile, ..share })
+    (rows / thread_tile.rows * blocks, ThreadTile { tile, ..thread_tile })
 }
 
 /// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
-fn strided(operation: Operation, problem: &Problem, device: &Capability, one_row: Share) -> Share {
+fn strided(
+    operation: Operation,
+    problem: &Problem,
+    device: &Capability,
+    one_row: ThreadTile,
+) -> ThreadTile {
     let block_size = problem.scheme.block_size as u32;
     let [inner, blocks] = [problem.view.inner, problem.blocks()].map(|n| n as u32);
-    let (most_rows, lanes) = match operation {
+    let (most_rows, units_over_rows) = match operation {
         Operation::Dequantize => (32 / block_size, block_size),
         Operation::FakeQuantize | Operation::Hadamard => (64 / block_size, 8),
         _ => (4, 32),
     };
     let rows = common_power_of_two(inner, most_rows);
-    let share = Share { vector: rows, rows, ..one_row };
+    let thread_tile = ThreadTile { vector: rows, rows, ..one_row };
     // Neighbours that load and store whole sectors of 32 bytes on either side; those of other
     // planes of the cube complete the lines.
-    let unstaged = Share {
-        lanes: common_power_of_two(inner / rows, 8),
-        spread: common_power_of_two(blocks, 256 / block_size),
-        ..share
+    let direct = ThreadTile {
+        units_over_rows: common_power_of_two(inner / rows, 8),
+        units_over_blocks: common_power_of_two(blocks, 256 / block_size),
+        ..thread_tile
     };
-    let spread = UNITS / lanes;
-    let fits = (inner / rows).is_multiple_of(lanes) && blocks.is_multiple_of(spread);
+    let units_over_blocks = UNITS / units_over_rows;
+    let fits =
+        (inner / rows).is_multiple_of(units_over_rows) && blocks.is_multiple_of(units_over_blocks);
     match operation {
         // Only the dense tensor is written: one block after the other.
-        Operation::FakeQuantize | Operation::Hadamard => Share { spread: 1, ..unstaged },
+        Operation::FakeQuantize | Operation::Hadamard => {
+            ThreadTile { units_over_blocks: 1, ..direct }
+        }
         // The registers that blocks of 16 need leave too few units to hide the exchange.
-        Operation::Quantize if block_size == 16 => unstaged,
-        _ if fits && device.stages => Share { lanes, spread, staged: true, ..share },
-        _ => unstaged,
+        Operation::Quantize if block_size == 16 => direct,
+        _ if fits && device.fast_shared_memory => ThreadTile {
+            units_over_rows,
+            units_over_blocks,
+            through_shared_memory: true,
+            ..thread_tile
+        },
+        _ => direct,
     }
 }
 
@@ -234,14 +255,14 @@ mod tests {
     use super::*;
     use crate::plan::{Conversion, Dtype};
 
-    const ONE_ROW: Share = Share {
+    const ONE_ROW: ThreadTile = ThreadTile {
         vector: 1,
-        along: false,
+        contiguous_axis: false,
         rows: 1,
-        lanes: 1,
-        spread: 1,
-        staged: false,
-        tile: TileSharing::None,
+        units_over_rows: 1,
+        units_over_blocks: 1,
+        through_shared_memory: false,
+        sharing: TileSharing::None,
         dtype: Dtype::Bf16,
         conversion: Conversion::Device,
     };
@@ -254,8 +275,8 @@ mod tests {
     fn a_contiguous_axis_is_read_16_bytes_at_a_time() {
         let problem = problem(View::rows(3, 1024), Fp4Scheme::nvfp4());
         let quantize = plan(Operation::Quantize, &problem, &GPU).unwrap();
-        let share = Share { vector: 8, along: true, ..ONE_ROW };
-        assert_eq!(quantize, Launch { cubes: [1, 1], units: UNITS, items: 192, share });
+        let thread_tile = ThreadTile { vector: 8, contiguous_axis: true, ..ONE_ROW };
+        assert_eq!(quantize, Launch { cubes: [1, 1], units: UNITS, items: 192, thread_tile });
         assert_eq!(plan(Operation::Dequantize, &problem, &GPU).unwrap().items, 384);
         assert_eq!(plan(Operation::RowAmax, &problem, &GPU).unwrap().items, 96);
         assert_eq!(plan(Operation::RowAmax, &problem, &CPU).unwrap().items, 3);
@@ -265,29 +286,44 @@ mod tests {
 
     #[test]
     fn a_strided_axis_is_read_across_columns() {
-        let share = |inner, axis| {
+        let thread_tile = |inner, axis| {
             let view = View { outer: 1, axis, inner };
-            plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().share
+            plan(Operation::Quantize, &problem(view, Fp4Scheme::nvfp4()), &GPU).unwrap().thread_tile
         };
-        let wide = Share { vector: 4, rows: 4, lanes: 8, spread: 16, ..ONE_ROW };
-        assert_eq!(share(1024, 1024), wide);
-        assert_eq!(share(1023, 48), ONE_ROW);
+        let wide =
+            ThreadTile { vector: 4, rows: 4, units_over_rows: 8, units_over_blocks: 16, ..ONE_ROW };
+        assert_eq!(thread_tile(1024, 1024), wide);
+        assert_eq!(thread_tile(1023, 48), ONE_ROW);
     }
 
     #[test]
     fn packed_blocks_are_staged_where_rectangles_of_a_cube_fit() {
         let of = |operation, scheme, inner, device: &Capability| {
             let problem = problem(View { outer: 1, axis: 1024, inner }, scheme);
-            plan(operation, &problem, device).unwrap().share
+            plan(operation, &problem, device).unwrap().thread_tile
         };
-        let staged = Share { vector: 2, rows: 2, lanes: 16, spread: 16, staged: true, ..ONE_ROW };
+        let staged = ThreadTile {
+            vector: 2,
+            rows: 2,
+            units_over_rows: 16,
+            units_over_blocks: 16,
+            through_shared_memory: true,
+            ..ONE_ROW
+        };
         assert_eq!(of(Operation::Dequantize, Fp4Scheme::nvfp4(), 1024, &GPU), staged);
-        let staged = Share { vector: 4, rows: 4, lanes: 32, spread: 8, staged: true, ..ONE_ROW };
+        let staged = ThreadTile {
+            vector: 4,
+            rows: 4,
+            units_over_rows: 32,
+            units_over_blocks: 8,
+            through_shared_memory: true,
+            ..ONE_ROW
+        };
         assert_eq!(of(Operation::Quantize, Fp4Scheme::mxfp4(), 1024, &GPU), staged);
-        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 1024, &CPU).staged);
-        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 96, &GPU).staged);
+        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 1024, &CPU).through_shared_memory);
+        assert!(!of(Operation::Quantize, Fp4Scheme::mxfp4(), 96, &GPU).through_shared_memory);
         let fake = of(Operation::FakeQuantize, Fp4Scheme::mxfp4(), 1024, &GPU);
-        assert_eq!((fake.rows, fake.lanes, fake.spread), (2, 8, 1));
+        assert_eq!((fake.rows, fake.units_over_rows, fake.units_over_blocks), (2, 8, 1));
     }
 
     #[test]
@@ -295,7 +331,7 @@ mod tests {
         let of = |scheme, device: &Capability| {
             let problem = problem(View::rows(3, 64), scheme);
             let launch = plan(Operation::FakeQuantize, &problem, device).unwrap();
-            (launch.share.tile, launch.items)
+            (launch.thread_tile.sharing, launch.items)
         };
         assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (TileSharing::Halves, 12));
         assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (TileSharing::None, 6));
@@ -309,10 +345,10 @@ mod tests {
         let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
         let plan = |view, device| plan(Operation::Quantize, &problem(view, tiles), device).unwrap();
         let ragged = plan(View::rows(17, 32), &GPU);
-        assert_eq!((ragged.share.tile, ragged.items), (TileSharing::Exchanged, 16));
-        assert_eq!(plan(View::rows(17, 32), &CPU).share.tile, TileSharing::Repeated);
+        assert_eq!((ragged.thread_tile.sharing, ragged.items), (TileSharing::Exchanged, 16));
+        assert_eq!(plan(View::rows(17, 32), &CPU).thread_tile.sharing, TileSharing::Repeated);
         let straddling = View { outer: 2, axis: 32, inner: 8 };
-        assert_eq!(plan(straddling, &GPU).share.tile, TileSharing::Repeated);
+        assert_eq!(plan(straddling, &GPU).thread_tile.sharing, TileSharing::Repeated);
     }
 
     #[test]
@@ -322,13 +358,14 @@ mod tests {
             plan(Operation::QuantizeByHessian, &problem(view, scheme), &GPU)
         };
         let launch = of(ScaleSearch::Hessian, View::rows(300, 64)).unwrap();
-        let share = Share { vector: 8, along: true, staged: true, ..ONE_ROW };
-        let (units, cubes) = (FEW_UNITS, 5 * 4);
-        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
+        let thread_tile =
+            ThreadTile { vector: 8, contiguous_axis: true, through_shared_memory: true, ..ONE_ROW };
+        let (units, cubes) = (SMALL_CUBE_UNITS, 5 * 4);
+        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
         let cubes = 625 * 4;
         let launch = of(ScaleSearch::Hessian, View::rows(40_000, 64)).unwrap();
-        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, share });
-        for search in [ScaleSearch::Joint, ScaleSearch::Admm, ScaleSearch::Sse] {
+        assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
+        for search in [ScaleSearch::Admm, ScaleSearch::AdmmPublished, ScaleSearch::Sse] {
             let refused = of(search, View::rows(300, 64));
             assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");
         }
@@ -342,7 +379,7 @@ mod tests {
         let search = ScaleSearch::CoordinateDescent;
         let scheme = Fp4Scheme::nvfp4().with_search(search);
         let launch = plan(Operation::Gptq, &problem(View::rows(300, 64), scheme), &GPU).unwrap();
-        assert_eq!((launch.cubes, launch.units, launch.items), ([5, 1], FEW_UNITS, 300));
+        assert_eq!((launch.cubes, launch.units, launch.items), ([5, 1], SMALL_CUBE_UNITS, 300));
         let wide = problem(View::rows(1, 1 << 16), scheme);
         assert!(matches!(plan(Operation::Gptq, &wide, &GPU), Err(Refusal::TooLarge { .. })));
     }

@@ -25,7 +25,7 @@ impl FactorPlan {
     }
 }
 
-/// Decides how the curvature of this many channels is found.
+/// Decides how the Hessian factor of this many channels is computed.
 ///
 /// # Errors
 /// [`Refusal`] if the matrix is too large, or the device has no f64.
@@ -37,7 +37,7 @@ pub(crate) fn plan_factor(channels: usize, device: &Capability) -> Result<Factor
     if !device.doubles {
         return Err(Refusal::NoDoubles);
     }
-    let units = if device.stages { UNITS } else { 1 };
+    let units = if device.fast_shared_memory { UNITS } else { 1 };
     Ok(FactorPlan { panels: (channels as u32).div_ceil(PANEL), units })
 }
 

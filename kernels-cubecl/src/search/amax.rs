@@ -3,26 +3,26 @@
 
 use cubecl::prelude::*;
 
-use super::task::Task;
-use crate::arith::rule::{BlockScales, block_scale, tensor_factor};
-use crate::layout::place::{Place, at_row};
-use crate::layout::share::load_blocks;
-use crate::layout::tile::largest_of_tile;
+use super::quantize_args::QuantizeArgs;
+use crate::numeric::rule::{BlockScales, block_scale, tensor_factor};
 use crate::plan::TileSharing;
+use crate::tensor::indexing::{TileOrigin, at_row};
+use crate::tensor::load_store::load_blocks;
+use crate::tensor::tile_reduce::largest_of_tile;
 
 /// The rule's own scale of one block of each row of a share, given the largest magnitudes.
 #[cube]
 pub(crate) fn amax_scales<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     largest: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
     scales: &mut BlockScales,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
     #[unroll]
-    for row in 0..share.rows {
-        let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
-        let scale = block_scale(largest[row as usize], &tensor, comptime!(recipe.rule));
+    for row in 0..thread_tile.rows {
+        let tensor = tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint);
+        let scale = block_scale(largest[row as usize], &tensor, comptime!(blueprint.rule));
         scales.codes[row as usize] = scale.code;
         scales.factors[row as usize] = scale.factor;
     }
@@ -31,32 +31,32 @@ pub(crate) fn amax_scales<E: Int, N: Size>(
 /// Largest magnitude of the block of every row of a share, or of the tile it belongs to.
 #[cube]
 pub(crate) fn largest_magnitudes<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
 ) -> Array<f32> {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let block_size = comptime!(recipe.block_size);
-    let mut largest = Array::<f32>::new(comptime!(share.rows as usize));
-    if comptime!(share.tile == TileSharing::Repeated) {
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let block_size = comptime!(blueprint.block_size);
+    let mut largest = Array::<f32>::new(comptime!(thread_tile.rows as usize));
+    if comptime!(thread_tile.sharing == TileSharing::Repeated) {
         let mut of_tile = 0.0f32.runtime();
-        for row in place.row / 16 * 16..min(place.row / 16 * 16 + 16, task.extent.rows) {
-            let neighbour = at_row(place, &task.extent, row, block_size, share);
+        for row in origin.row / 16 * 16..min(origin.row / 16 * 16 + 16, args.dims.rows) {
+            let neighbour = at_row(origin, &args.dims, row, block_size, thread_tile);
             let elements =
-                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
+                load_blocks::<E, N>(args.values, &neighbour, &args.dims, block_size, thread_tile);
             of_tile = max_nan(of_tile, largest_magnitude(&elements, 0u32, block_size));
         }
         largest[0] = of_tile;
     } else {
         #[unroll]
-        for row in 0..share.rows {
+        for row in 0..thread_tile.rows {
             let of_row = largest_magnitude(elements, row * block_size, block_size);
-            largest[row as usize] = select(row < place.rows_left, of_row, 0.0f32);
+            largest[row as usize] = select(row < origin.rows_left, of_row, 0.0f32);
         }
-        if comptime!(share.tile == TileSharing::Exchanged) {
-            largest_of_tile(&mut largest, share.rows);
+        if comptime!(thread_tile.sharing == TileSharing::Exchanged) {
+            largest_of_tile(&mut largest, thread_tile.rows);
         }
-        if comptime!(share.tile == TileSharing::Halves) {
+        if comptime!(thread_tile.sharing == TileSharing::Halves) {
             largest[0] = max_nan(largest[0], plane_shuffle_xor(largest[0], 1u32));
         }
     }

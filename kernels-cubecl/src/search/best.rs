@@ -3,15 +3,15 @@
 use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
 
-use crate::arith::rule::{BlockScale, TensorFactor, factor_of};
-use crate::arith::scale_grid::{Unit, is_positive, value_in};
-use crate::plan::Recipe;
+use crate::numeric::rule::{BlockScale, TensorFactor, factor_of};
+use crate::numeric::scale_grid::{BlockNormalization, is_positive, value_in};
+use crate::plan::Blueprint;
 
 /// A scale to try.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Candidate {
     pub(crate) code: u32,
-    /// Its value in the units of the block.
+    /// Its value, relative to the block's normalization.
     pub(crate) value: f32,
     /// What elements are multiplied with, or divided by.
     pub(crate) factor: f32,
@@ -21,29 +21,29 @@ pub(crate) struct Candidate {
 #[cube]
 pub(crate) fn candidate(
     code: u32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     tensor: &TensorFactor,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(unit, code, comptime!(recipe.grid()));
-    Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(recipe.rule)) }
+    let value = value_in(normalization, code, comptime!(blueprint.grid()));
+    Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(blueprint.rule)) }
 }
 
 /// The rule's own scale.
 #[cube]
 pub(crate) fn own_candidate(
     own: &BlockScale,
-    unit: &Unit,
-    #[comptime] recipe: Recipe,
+    normalization: &BlockNormalization,
+    #[comptime] blueprint: Blueprint,
 ) -> Candidate {
-    let value = value_in(unit, own.code, comptime!(recipe.grid()));
+    let value = value_in(normalization, own.code, comptime!(blueprint.grid()));
     Candidate { code: own.code, value, factor: own.factor }
 }
 
 /// What an element is rounded from with a scale.
 #[cube]
-pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] recipe: Recipe) -> f32 {
-    if comptime!(recipe.divides()) { element / tried.factor } else { element * tried.factor }
+pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] blueprint: Blueprint) -> f32 {
+    if comptime!(blueprint.divides()) { element / tried.factor } else { element * tried.factor }
 }
 
 /// The best scale so far.

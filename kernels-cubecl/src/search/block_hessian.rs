@@ -21,7 +21,7 @@ pub(crate) struct BlockHessian<'a, H: Size> {
     bounds: &'a [f32],
     channel: u32,
     #[cube(comptime)]
-    staged: bool,
+    in_shared_memory: bool,
 }
 
 /// The Hessian of the block that starts at a channel.
@@ -32,20 +32,20 @@ pub(crate) fn block_hessian<'a, H: Size>(
     stay: u32,
     bounds: &'a [f32],
     channel: u32,
-    #[comptime] staged: bool,
+    #[comptime] in_shared_memory: bool,
 ) -> BlockHessian<'a, H> {
-    BlockHessian::<'a, H> { values, first, stay, bounds, channel, staged }
+    BlockHessian::<'a, H> { values, first, stay, bounds, channel, in_shared_memory }
 }
 
 /// Vectors that are staged of a block.
-pub(crate) const fn staged_vectors(size: u32) -> u32 {
+pub(crate) const fn shared_vectors(size: u32) -> u32 {
     (size * size + 2 * size) / 4
 }
 
 /// Puts into shared memory what the units of a cube read of a block. The bounds are those of all
 /// channels.
 #[cube]
-pub(crate) fn stage<H: Size>(
+pub(crate) fn load_shared<H: Size>(
     shared: &mut [Vector<f32, H>],
     hessians: &[Vector<f32, H>],
     bounds: &[f32],
@@ -88,7 +88,7 @@ pub(crate) fn again<'a, H: Size>(hessian: &BlockHessian<'a, H>, turn: u32) -> Bl
         stay: hessian.stay,
         bounds: hessian.bounds,
         channel: hessian.channel,
-        staged: comptime!(hessian.staged),
+        in_shared_memory: comptime!(hessian.in_shared_memory),
     }
 }
 
@@ -115,7 +115,7 @@ pub(crate) fn bound<H: Size>(
     #[comptime] element: u32,
     #[comptime] size: u32,
 ) -> f32 {
-    if comptime!(hessian.staged) {
+    if comptime!(hessian.in_shared_memory) {
         let four = row_vector::<H>(hessian, comptime!(size * size / 4 + element / 4));
         four.extract(comptime!((element % 4) as usize))
     } else {
@@ -130,7 +130,7 @@ pub(crate) fn step<H: Size>(
     #[comptime] element: u32,
     #[comptime] size: u32,
 ) -> f32 {
-    if comptime!(hessian.staged) {
+    if comptime!(hessian.in_shared_memory) {
         let four = row_vector::<H>(hessian, comptime!((size + 1) * size / 4 + element / 4));
         four.extract(comptime!((element % 4) as usize))
     } else {

@@ -5,35 +5,34 @@ use cubecl::prelude::*;
 
 use super::amax::amax_scales;
 use super::four_over_six::four_over_six;
+use super::quantize_args::QuantizeArgs;
 use super::sse::search_sse;
-use super::task::Task;
-use crate::arith::rule::BlockScales;
-use crate::layout::place::Place;
+use crate::numeric::rule::BlockScales;
+use crate::tensor::indexing::TileOrigin;
 
 /// Chooses the scale of a block of every row of a share, given the largest magnitudes.
 ///
-/// `elements` are those of [`load_blocks`](crate::layout::share::load_blocks); the values are only
+/// `elements` are those of [`load_blocks`](crate::tensor::load_store::load_blocks); the values are only
 /// read again where tiles ask for it.
 #[cube]
 pub(crate) fn choose_scales<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
 ) -> BlockScales {
-    let rows = comptime!(task.share.rows as usize);
+    let rows = comptime!(args.thread_tile.rows as usize);
     let mut scales =
         BlockScales { codes: Array::<u32>::new(rows), factors: Array::<f32>::new(rows) };
-    match comptime!(task.recipe.search) {
-        ScaleSearch::Amax => amax_scales::<E, N>(task, largest, place, &mut scales),
+    match comptime!(args.blueprint.search) {
+        ScaleSearch::Amax => amax_scales::<E, N>(args, largest, origin, &mut scales),
         ScaleSearch::FourOverSix { .. } => {
-            four_over_six::<E, N>(task, elements, largest, place, &mut scales)
+            four_over_six::<E, N>(args, elements, largest, origin, &mut scales)
         }
-        ScaleSearch::Sse => search_sse::<E, N>(task, elements, largest, place, &mut scales),
+        ScaleSearch::Sse => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
         // They need Hessians, and have an operation of their own: no plan leads here.
         ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Joint
         | ScaleSearch::Admm
         | ScaleSearch::AdmmPublished => comptime!(unreachable!()),
     }

@@ -21,16 +21,15 @@ use cubecl::prelude::*;
 
 use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, anew, bound, costs, row_vector, step};
-use crate::arith::element::{element_value, nearest_element, round_to_e2m1};
-use crate::arith::rule::TensorFactor;
-use crate::arith::scale_grid::{Unit, lowest, top};
-use crate::plan::Recipe;
+use crate::numeric::element::{element_value, nearest_element, round_to_e2m1};
+use crate::numeric::rule::TensorFactor;
+use crate::numeric::scale_grid::{BlockNormalization, lowest, top};
+use crate::plan::Blueprint;
 
 /// Passes over the elements of a block at most.
 const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
 
-/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the largest magnitude
-/// in the units of the block.
+/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the normalized amax.
 #[cube]
 pub(crate) fn descend<H: Size>(
     elements: &Array<f32>,
@@ -38,27 +37,34 @@ pub(crate) fn descend<H: Size>(
     hessian: &BlockHessian<'_, H>,
     tensor: &TensorFactor,
     own: u32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     scaled: f32,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> u32 {
-    let words = comptime!(recipe.block_size / 8);
-    let grid = comptime!(recipe.grid());
+    let words = comptime!(blueprint.block_size / 8);
+    let grid = comptime!(blueprint.grid());
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut found = Array::<u32>::new(comptime!(words as usize));
     let mut best = start(infinity, own, grid);
-    let lowest = lowest(unit, grid);
+    let lowest = lowest(normalization, grid);
     // The rule's own scale, then all others from the top down; below 0 codes wrap around.
     let mut next = own;
     let mut is_own = true;
     while is_own || next >= lowest && next < 0x8000_0000u32 {
-        let tried = candidate(next, unit, tensor, recipe);
-        let outcome =
-            try_scale::<H>(elements, &mut found, &tried, best.cost, unit, hessian, recipe);
+        let tried = candidate(next, normalization, tensor, blueprint);
+        let outcome = try_scale::<H>(
+            elements,
+            &mut found,
+            &tried,
+            best.cost,
+            normalization,
+            hessian,
+            blueprint,
+        );
         let mut takes = is_own;
         if is_own {
             best.cost = start(outcome.cost, own, grid).cost;
-            next = top(unit, scaled, grid);
+            next = top(normalization, scaled, grid);
         } else {
             let before = best.code;
             improve(&mut best, outcome.cost, next, own);
@@ -95,16 +101,24 @@ fn try_scale<H: Size>(
     found: &mut Array<u32>,
     tried: &Candidate,
     best: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Outcome {
-    let size = comptime!(recipe.block_size);
+    let size = comptime!(blueprint.block_size);
     let words = comptime!(size / 8);
     let hessian = again::<H>(hessian, tried.code);
     let mut nearest = Array::<u32>::new(comptime!(words as usize));
     let mut errors = Array::<f32>::new(comptime!(size as usize));
-    let limits = round_all::<H>(elements, &mut nearest, &mut errors, tried, unit, &hessian, recipe);
+    let limits = round_all::<H>(
+        elements,
+        &mut nearest,
+        &mut errors,
+        tried,
+        normalization,
+        &hessian,
+        blueprint,
+    );
     let mut result = f32::reinterpret(0x7F80_0000u32);
     if limits.largest * limits.largest <= best {
         let mut gradient = Array::<f32>::new(comptime!(size as usize));
@@ -121,7 +135,8 @@ fn try_scale<H: Size>(
             }
         }
         sweep::<H>(found, &mut values, &mut gradient, tried.value, &hessian, size);
-        let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), &hessian, turn));
+        let factor =
+            f32::reinterpret(anew::<H>(u32::reinterpret(normalization.factor), &hessian, turn));
         #[unroll]
         for k in 0..size {
             let element = elements[k as usize] * factor;
@@ -157,12 +172,13 @@ fn round_all<H: Size>(
     nearest: &mut Array<u32>,
     errors: &mut Array<f32>,
     tried: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Limits {
-    let size = comptime!(recipe.block_size);
-    let factor = f32::reinterpret(anew::<H>(u32::reinterpret(unit.factor), hessian, tried.code));
+    let size = comptime!(blueprint.block_size);
+    let factor =
+        f32::reinterpret(anew::<H>(u32::reinterpret(normalization.factor), hessian, tried.code));
     let mut largest = 0.0f32.runtime();
     let mut clipped = 0.0f32.runtime();
     #[unroll]
@@ -172,7 +188,7 @@ fn round_all<H: Size>(
         for index in 0..8u32 {
             let k = comptime!(word * 8 + 7 - index);
             let element = elements[k as usize];
-            let normalized = normalized(element, tried, recipe);
+            let normalized = normalized(element, tried, blueprint);
             let error = fma(-nearest_element(normalized), tried.value, element * factor);
             let least = error.abs() * bound::<H>(hessian, k, size);
             errors[k as usize] = error;

@@ -4,17 +4,17 @@
 use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
 use cubecl::prelude::*;
 
-use super::task::Task;
-use crate::arith::element::nearest_magnitude;
-use crate::arith::rule::{
-    BlockScale, BlockScales, Factors, TensorFactor, nearest_scale, normalize_magnitude,
+use super::quantize_args::QuantizeArgs;
+use crate::numeric::element::nearest_magnitude;
+use crate::numeric::rule::{
+    BlockScale, BlockScales, TensorFactor, TensorScaleArgs, nearest_scale, normalize_magnitude,
     tensor_factor,
 };
-use crate::arith::scale_grid::scale_value;
-use crate::layout::place::{Place, at_row};
-use crate::layout::share::load_blocks;
-use crate::layout::tile::sum_of_tile;
-use crate::plan::{Recipe, TileSharing};
+use crate::numeric::scale_grid::scale_value;
+use crate::plan::{Blueprint, TileSharing};
+use crate::tensor::indexing::{TileOrigin, at_row};
+use crate::tensor::load_store::load_blocks;
+use crate::tensor::tile_reduce::sum_of_tile;
 
 /// Amax up to here, and down to its reciprocal, keeps what is divided far from the ends of f32.
 const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
@@ -22,53 +22,54 @@ const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
 /// The better of two scales of one block of each row of a share, given the largest magnitudes.
 #[cube]
 pub(crate) fn four_over_six<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
     scales: &mut BlockScales,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let block_size = comptime!(recipe.block_size);
-    let rule = comptime!(recipe.rule);
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let block_size = comptime!(blueprint.block_size);
+    let rule = comptime!(blueprint.rule);
     // Of the rows of the unit, or of all rows of the tile if it looks at them alone.
-    let count = comptime!(if share.tile == TileSharing::Repeated { 16 } else { share.rows });
+    let count =
+        comptime!(if thread_tile.sharing == TileSharing::Repeated { 16 } else { thread_tile.rows });
     let mut on_six = Array::<f32>::new(comptime!(count as usize));
     let mut on_four = Array::<f32>::new(comptime!(count as usize));
-    if comptime!(share.tile == TileSharing::Repeated) {
-        let tensor = tensor_factor(task.amax, place.row, &task.factors, recipe);
+    if comptime!(thread_tile.sharing == TileSharing::Repeated) {
+        let tensor = tensor_factor(args.amax, origin.row, &args.scale_args, blueprint);
         #[unroll]
         for index in 0..16u32 {
-            let row = place.row / 16 * 16 + index;
-            let last = task.extent.rows - 1;
-            let neighbour = at_row(place, &task.extent, min(row, last), block_size, share);
+            let row = origin.row / 16 * 16 + index;
+            let last = args.dims.rows - 1;
+            let neighbour = at_row(origin, &args.dims, min(row, last), block_size, thread_tile);
             let elements =
-                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
+                load_blocks::<E, N>(args.values, &neighbour, &args.dims, block_size, thread_tile);
             let both = candidates(largest[0], &tensor, rule);
-            let six = error(&elements, 0u32, &both.on_six, &tensor, &task.factors, recipe);
-            let four = error(&elements, 0u32, &both.on_four, &tensor, &task.factors, recipe);
-            on_six[index as usize] = select(row < task.extent.rows, six, 0.0f32);
-            on_four[index as usize] = select(row < task.extent.rows, four, 0.0f32);
+            let six = error(&elements, 0u32, &both.on_six, &tensor, &args.scale_args, blueprint);
+            let four = error(&elements, 0u32, &both.on_four, &tensor, &args.scale_args, blueprint);
+            on_six[index as usize] = select(row < args.dims.rows, six, 0.0f32);
+            on_four[index as usize] = select(row < args.dims.rows, four, 0.0f32);
         }
     } else {
         #[unroll]
-        for row in 0..share.rows {
-            let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+        for row in 0..thread_tile.rows {
+            let tensor = tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint);
             let both = candidates(largest[row as usize], &tensor, rule);
             let start = comptime!(row * block_size);
-            let six = error(elements, start, &both.on_six, &tensor, &task.factors, recipe);
-            let four = error(elements, start, &both.on_four, &tensor, &task.factors, recipe);
-            on_six[row as usize] = select(row < place.rows_left, six, 0.0f32);
-            on_four[row as usize] = select(row < place.rows_left, four, 0.0f32);
+            let six = error(elements, start, &both.on_six, &tensor, &args.scale_args, blueprint);
+            let four = error(elements, start, &both.on_four, &tensor, &args.scale_args, blueprint);
+            on_six[row as usize] = select(row < origin.rows_left, six, 0.0f32);
+            on_four[row as usize] = select(row < origin.rows_left, four, 0.0f32);
         }
     }
-    if comptime!(share.tile != TileSharing::None) {
+    if comptime!(thread_tile.sharing != TileSharing::None) {
         sum_of_tile(&mut on_six, count);
         sum_of_tile(&mut on_four, count);
     }
     #[unroll]
-    for row in 0..share.rows {
-        let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
+    for row in 0..thread_tile.rows {
+        let tensor = tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint);
         let both = candidates(largest[row as usize], &tensor, rule);
         let take_four = on_four[row as usize] < on_six[row as usize];
         scales.codes[row as usize] = select(take_four, both.on_four.code, both.on_six.code);
@@ -100,12 +101,12 @@ fn error(
     #[comptime] start: u32,
     scale: &BlockScale,
     tensor: &TensorFactor,
-    factors: &Factors,
-    #[comptime] recipe: Recipe,
+    scale_args: &TensorScaleArgs,
+    #[comptime] blueprint: Blueprint,
 ) -> f32 {
-    let mut error = sum_of_errors(elements, start, scale, tensor, factors, recipe, true);
+    let mut error = sum_of_errors(elements, start, scale, tensor, scale_args, blueprint, true);
     if !divides_by_product(tensor.amax) {
-        error = sum_of_errors(elements, start, scale, tensor, factors, recipe, false);
+        error = sum_of_errors(elements, start, scale, tensor, scale_args, blueprint, false);
     }
     error
 }
@@ -117,18 +118,18 @@ fn sum_of_errors(
     #[comptime] start: u32,
     scale: &BlockScale,
     tensor: &TensorFactor,
-    factors: &Factors,
-    #[comptime] recipe: Recipe,
+    scale_args: &TensorScaleArgs,
+    #[comptime] blueprint: Blueprint,
     #[comptime] by_product: bool,
 ) -> f32 {
-    let value = scale_value(scale.code, comptime!(recipe.grid()));
-    let range = factors.range;
+    let value = scale_value(scale.code, comptime!(blueprint.grid()));
+    let range = scale_args.range;
     let reciprocal = 1.0f32 / range;
     let mut error = 0.0f32.runtime();
     #[unroll]
-    for k in 0..recipe.block_size {
+    for k in 0..blueprint.block_size {
         let magnitude = elements[(start + k) as usize].abs();
-        let normalized = normalize_magnitude(magnitude, scale.factor, comptime!(recipe.rule));
+        let normalized = normalize_magnitude(magnitude, scale.factor, comptime!(blueprint.rule));
         let scaled = (nearest_magnitude(normalized) * value) * tensor.amax;
         let restored = if comptime!(by_product) {
             quotient(scaled, range, reciprocal)
@@ -136,8 +137,8 @@ fn sum_of_errors(
             scaled / range
         };
         let difference = restored - magnitude;
-        if comptime!(squares(recipe.search)) {
-            error = fma(difference * difference, factors.one, error);
+        if comptime!(squares(blueprint.search)) {
+            error = fma(difference * difference, scale_args.one, error);
         } else {
             error += difference.abs();
         }

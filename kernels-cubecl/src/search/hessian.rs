@@ -18,11 +18,13 @@ use super::amax::largest_magnitude;
 use super::best::{Candidate, candidate, improve, normalized, start};
 use super::block_hessian::{BlockHessian, again, bound, costs, least_cost};
 use super::coordinate_descent::{descend, without_negative_zeros};
-use crate::arith::codes::{limits_all, nearest_codes};
-use crate::arith::element::nearest_element;
-use crate::arith::rule::{Factors, TensorFactor, block_scale};
-use crate::arith::scale_grid::{Unit, is_positive, is_searchable, lowest, top, unit, value_in};
-use crate::plan::Recipe;
+use crate::numeric::codes::{limits_all, nearest_codes};
+use crate::numeric::element::nearest_element;
+use crate::numeric::rule::{TensorFactor, TensorScaleArgs, block_scale};
+use crate::numeric::scale_grid::{
+    BlockNormalization, block_normalization, is_positive, is_searchable, lowest, top, value_in,
+};
+use crate::plan::Blueprint;
 
 /// Where the amax is less than so many times the scale, errors are large beside the best ones, and
 /// it pays to see whether they are too large before their cost is summed up.
@@ -35,27 +37,44 @@ pub(crate) fn search<H: Size>(
     codes: &mut Array<u32>,
     hessian: &BlockHessian<'_, H>,
     tensor: &TensorFactor,
-    factors: &Factors,
-    #[comptime] recipe: Recipe,
+    scale_args: &TensorScaleArgs,
+    #[comptime] blueprint: Blueprint,
 ) -> u32 {
-    let words = comptime!(recipe.block_size / 8);
-    let grid = comptime!(recipe.grid());
-    let descends = comptime!(recipe.search == ScaleSearch::CoordinateDescent);
-    let largest = largest_magnitude(elements, 0u32, recipe.block_size);
-    let own = block_scale(largest, tensor, comptime!(recipe.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let amax = largest * unit.factor;
+    let words = comptime!(blueprint.block_size / 8);
+    let grid = comptime!(blueprint.grid());
+    let descends = comptime!(blueprint.search == ScaleSearch::CoordinateDescent);
+    let largest = largest_magnitude(elements, 0u32, blueprint.block_size);
+    let own = block_scale(largest, tensor, comptime!(blueprint.rule));
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let amax = largest * normalization.factor;
     let mut code = own.code;
     let mut factor = own.factor;
-    let searchable = is_searchable(largest, amax, &unit, grid);
+    let searchable = is_searchable(largest, amax, &normalization, grid);
     if searchable {
         let best = if comptime!(descends) {
-            descend::<H>(elements, codes, hessian, tensor, own.code, &unit, amax, recipe)
+            descend::<H>(
+                elements,
+                codes,
+                hessian,
+                tensor,
+                own.code,
+                &normalization,
+                amax,
+                blueprint,
+            )
         } else {
-            search_nearest::<H>(elements, own.code, amax, &unit, tensor, hessian, recipe)
+            search_nearest::<H>(
+                elements,
+                own.code,
+                amax,
+                &normalization,
+                tensor,
+                hessian,
+                blueprint,
+            )
         };
         if best != own.code {
-            let chosen = candidate(best, &unit, tensor, recipe);
+            let chosen = candidate(best, &normalization, tensor, blueprint);
             code = chosen.code;
             factor = chosen.factor;
         }
@@ -66,39 +85,39 @@ pub(crate) fn search<H: Size>(
             codes[word as usize] = without_negative_zeros(codes[word as usize]);
         }
     } else {
-        let limits = comptime!(limits_all(recipe, 1));
-        nearest_codes(elements, codes, 0u32, largest, factor, factors, limits, recipe);
+        let limits = comptime!(limits_all(blueprint, 1));
+        nearest_codes(elements, codes, 0u32, largest, factor, scale_args, limits, blueprint);
     }
     code
 }
 
-/// The best scale for nearest codes, given the rule's own and the amax in the units of the block.
+/// The best scale for nearest codes, given the rule's own and the normalized amax.
 #[cube]
 fn search_nearest<H: Size>(
     elements: &Array<f32>,
     own: u32,
     amax: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     tensor: &TensorFactor,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> u32 {
-    let grid = comptime!(recipe.grid());
-    let size = comptime!(recipe.block_size);
+    let grid = comptime!(blueprint.grid());
+    let size = comptime!(blueprint.block_size);
     let infinity = f32::reinterpret(0x7F80_0000u32);
     let mut best = start(infinity, own, grid);
-    let lowest = lowest(unit, grid);
+    let lowest = lowest(normalization, grid);
     let mut errors = Array::<f32>::new(comptime!((2 * size) as usize));
     // The rule's own scale and the largest, then all others from the top down.
     let mut first = own;
-    let mut second = other_than(own, top(unit, amax, grid));
+    let mut second = other_than(own, top(normalization, amax, grid));
     let mut first_counts = is_positive(own, grid);
     let mut goes_on = true;
     while goes_on {
-        let tried = candidate(first, unit, tensor, recipe);
-        nearest_errors(elements, &mut errors, 0u32, &tried, unit, recipe);
-        let tried = candidate(second, unit, tensor, recipe);
-        nearest_errors(elements, &mut errors, size, &tried, unit, recipe);
+        let tried = candidate(first, normalization, tensor, blueprint);
+        nearest_errors(elements, &mut errors, 0u32, &tried, normalization, blueprint);
+        let tried = candidate(second, normalization, tensor, blueprint);
+        nearest_errors(elements, &mut errors, size, &tried, normalization, blueprint);
         let mut possible = true;
         if amax < tried.value * COARSE {
             let of_first = least_cost::<H>(&errors, 0u32, hessian, size);
@@ -116,10 +135,11 @@ fn search_nearest<H: Size>(
         second = other_than(own, first - 1u32);
         first_counts = true;
         goes_on = is_left(first, lowest);
-        let value = value_in(unit, first, grid);
+        let value = value_in(normalization, first, grid);
         // At larger scales no element is beyond the largest one.
         let clips = goes_on && value * 6.0f32 < amax;
-        if clips && is_hopeless::<H>(elements, value, unit, best.cost, hessian, recipe) {
+        if clips && is_hopeless::<H>(elements, value, normalization, best.cost, hessian, blueprint)
+        {
             goes_on = false;
         }
     }
@@ -143,16 +163,16 @@ fn other_than(own: u32, code: u32) -> u32 {
 fn is_hopeless<H: Size>(
     elements: &Array<f32>,
     value: f32,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     best: f32,
     hessian: &BlockHessian<'_, H>,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> bool {
     let mut clipped = 0.0f32.runtime();
     #[unroll]
-    for k in 0..recipe.block_size {
-        let bound = bound::<H>(hessian, k, recipe.block_size);
-        let bounded = (elements[k as usize] * unit.factor).abs() * bound;
+    for k in 0..blueprint.block_size {
+        let bound = bound::<H>(hessian, k, blueprint.block_size);
+        let bounded = (elements[k as usize] * normalization.factor).abs() * bound;
         clipped = max(clipped, fma(-6.0f32 * bound, value, bounded));
     }
     clipped * clipped > best
@@ -165,13 +185,14 @@ fn nearest_errors(
     errors: &mut Array<f32>,
     #[comptime] start: u32,
     tried: &Candidate,
-    unit: &Unit,
-    #[comptime] recipe: Recipe,
+    normalization: &BlockNormalization,
+    #[comptime] blueprint: Blueprint,
 ) {
     #[unroll]
-    for k in 0..recipe.block_size {
+    for k in 0..blueprint.block_size {
         let element = elements[k as usize];
-        let nearest = nearest_element(normalized(element, tried, recipe));
-        errors[comptime!((start + k) as usize)] = fma(-nearest, tried.value, element * unit.factor);
+        let nearest = nearest_element(normalized(element, tried, blueprint));
+        errors[comptime!((start + k) as usize)] =
+            fma(-nearest, tried.value, element * normalization.factor);
     }
 }

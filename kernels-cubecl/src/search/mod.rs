@@ -7,5 +7,5 @@ pub(crate) mod choose;
 pub(crate) mod coordinate_descent;
 pub(crate) mod four_over_six;
 pub(crate) mod hessian;
+pub(crate) mod quantize_args;
 pub(crate) mod sse;
-pub(crate) mod task;

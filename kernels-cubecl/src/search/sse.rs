@@ -8,27 +8,34 @@ use burn_fp4_search::scale_grid::{HALF_IS_AS_GOOD, MARGIN};
 use cubecl::prelude::*;
 
 use super::best::{Best, Candidate, candidate, improve, normalized, own_candidate, start};
-use super::task::Task;
-use crate::arith::element::{UNLIMITED, nearest_magnitude, nearest_unlimited};
-use crate::arith::rule::{
+use super::quantize_args::QuantizeArgs;
+use crate::numeric::element::{UNLIMITED, nearest_magnitude, nearest_unlimited};
+use crate::numeric::rule::{
     BlockScale, BlockScales, TensorFactor, block_scale, normalize_magnitude, tensor_factor,
 };
-use crate::arith::scale_grid::{Unit, Window, is_searchable, unit, window};
-use crate::layout::place::{Place, at_row};
-use crate::layout::share::load_blocks;
-use crate::layout::tile::sum_of_tile;
-use crate::plan::{Recipe, TileSharing};
+use crate::numeric::scale_grid::{
+    BlockNormalization, Window, block_normalization, is_searchable, window,
+};
+use crate::plan::{Blueprint, TileSharing};
+use crate::tensor::indexing::{TileOrigin, at_row};
+use crate::tensor::load_store::load_blocks;
+use crate::tensor::tile_reduce::sum_of_tile;
 
 /// What limits are moved outward by.
 const MORE: f32 = 1.0 + MARGIN;
 const LESS: f32 = 1.0 - MARGIN;
 
-/// The scales to try for a block whose amax, in its units, is `scaled`.
+/// The scales to try for a block whose normalized amax is `scaled`.
 #[cube]
-fn window_of(unit: &Unit, scaled: f32, crest: f32, #[comptime] recipe: Recipe) -> Window {
+fn window_of(
+    normalization: &BlockNormalization,
+    scaled: f32,
+    crest: f32,
+    #[comptime] blueprint: Blueprint,
+) -> Window {
     let above = scaled / crest * LESS;
     let upto = scaled / HALF_IS_AS_GOOD * MORE;
-    window(unit, scaled, above, upto, comptime!(recipe.grid()))
+    window(normalization, scaled, above, upto, comptime!(blueprint.grid()))
 }
 
 /// The scale to try after another. Wraps below 0.
@@ -52,13 +59,14 @@ fn is_next(
     largest: f32,
     factor: f32,
     #[comptime] limits: bool,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> bool {
     let left = is_left(window, code);
     if comptime!(limits) {
         left
     } else {
-        let is_unlimited = normalize_magnitude(largest, factor, comptime!(recipe.rule)) < UNLIMITED;
+        let is_unlimited =
+            normalize_magnitude(largest, factor, comptime!(blueprint.rule)) < UNLIMITED;
         left && is_unlimited
     }
 }
@@ -77,13 +85,13 @@ fn weights_of(
     largest: f32,
     weights: &[f32],
     channel: u32,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> Weights {
-    if comptime!(recipe.weighted) {
+    if comptime!(blueprint.weighted) {
         let mut of_largest = 0.0f32.runtime();
         let mut total = 0.0f32.runtime();
         #[unroll]
-        for k in 0..recipe.block_size {
+        for k in 0..blueprint.block_size {
             let weight = weights[(channel + k) as usize];
             let is_largest = elements[(start + k) as usize].abs() == largest;
             of_largest = select(is_largest, max(weight, of_largest), of_largest);
@@ -91,7 +99,7 @@ fn weights_of(
         }
         Weights { largest: of_largest, total }
     } else {
-        let total = comptime!(recipe.block_size as f32);
+        let total = comptime!(blueprint.block_size as f32);
         Weights { largest: 1.0f32.runtime(), total: total.runtime() }
     }
 }
@@ -116,25 +124,25 @@ fn cost(
     elements: &Array<f32>,
     #[comptime] start: u32,
     candidate: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
     weights: &[f32],
     channel: u32,
     #[comptime] limits: bool,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> f32 {
     let mut cost = 0.0f32.runtime();
     #[unroll]
-    for k in 0..recipe.block_size {
+    for k in 0..blueprint.block_size {
         // Errors of magnitudes are those of values of one sign, and so are their squares.
         let magnitude = elements[comptime!((start + k) as usize)].abs();
-        let normalized = normalized(magnitude, candidate, recipe);
+        let normalized = normalized(magnitude, candidate, blueprint);
         let nearest = if comptime!(limits) {
             nearest_magnitude(normalized)
         } else {
             nearest_unlimited(normalized)
         };
-        let error = fma(-nearest, candidate.value, magnitude * unit.factor);
-        let weighted = if comptime!(recipe.weighted) {
+        let error = fma(-nearest, candidate.value, magnitude * normalization.factor);
+        let weighted = if comptime!(blueprint.weighted) {
             weights[(channel + k) as usize] * error
         } else {
             error
@@ -153,38 +161,47 @@ fn search_row(
     tensor: &TensorFactor,
     weights: &[f32],
     channel: u32,
-    #[comptime] recipe: Recipe,
+    #[comptime] blueprint: Blueprint,
 ) -> BlockScale {
-    let grid = comptime!(recipe.grid());
-    let own = block_scale(largest, tensor, comptime!(recipe.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let scaled = largest * unit.factor;
+    let grid = comptime!(blueprint.grid());
+    let own = block_scale(largest, tensor, comptime!(blueprint.rule));
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let scaled = largest * normalization.factor;
     let mut chosen_code = own.code;
     let mut chosen_factor = own.factor;
-    if is_searchable(largest, scaled, &unit, grid) {
-        let weight = weights_of(elements, start_at, largest, weights, channel, recipe);
-        let window = window_of(&unit, scaled, crest(&weight), recipe);
+    if is_searchable(largest, scaled, &normalization, grid) {
+        let weight = weights_of(elements, start_at, largest, weights, channel, blueprint);
+        let window = window_of(&normalization, scaled, crest(&weight), blueprint);
         let mut best = start(f32::reinterpret(0x7F80_0000u32), own.code, grid);
         // The window has the rule's own scale but for the ends of the grid.
         if own.code < window.low || own.code > window.high {
-            let tried = own_candidate(&own, &unit, recipe);
-            let found = cost(elements, start_at, &tried, &unit, weights, channel, true, recipe);
+            let tried = own_candidate(&own, &normalization, blueprint);
+            let found =
+                cost(elements, start_at, &tried, &normalization, weights, channel, true, blueprint);
             best.cost = start(found, own.code, grid).cost;
         }
         let mut code = max(window.high, window.odd);
-        let first = candidate(code, &unit, tensor, recipe);
+        let first = candidate(code, &normalization, tensor, blueprint);
         let mut value = first.value;
         let mut factor = first.factor;
         // Elements are beyond the largest one only with the last scales, few or none.
         #[unroll]
         for pass in 0..2u32 {
             let limits = comptime!(pass == 1);
-            while is_next(&window, code, largest, factor, limits, recipe) {
+            while is_next(&window, code, largest, factor, limits, blueprint) {
                 let tried = Candidate { code, value, factor };
-                let found =
-                    cost(elements, start_at, &tried, &unit, weights, channel, limits, recipe);
+                let found = cost(
+                    elements,
+                    start_at,
+                    &tried,
+                    &normalization,
+                    weights,
+                    channel,
+                    limits,
+                    blueprint,
+                );
                 improve(&mut best, found, code, own.code);
-                let below = candidate(next(&window, code), &unit, tensor, recipe);
+                let below = candidate(next(&window, code), &normalization, tensor, blueprint);
                 value = below.value;
                 factor = below.factor;
                 let hopeless = is_hopeless(value, scaled, weight.largest, &best);
@@ -192,7 +209,7 @@ fn search_row(
             }
         }
         if best.code != own.code {
-            let chosen = candidate(best.code, &unit, tensor, recipe);
+            let chosen = candidate(best.code, &normalization, tensor, blueprint);
             chosen_code = chosen.code;
             chosen_factor = chosen.factor;
         }
@@ -203,28 +220,29 @@ fn search_row(
 /// The scales of one block of each row of a share, given the largest magnitudes.
 #[cube]
 pub(crate) fn search_sse<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
     scales: &mut BlockScales,
 ) {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let channel = place.block * recipe.block_size;
-    if comptime!(share.tile == TileSharing::None) {
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let channel = origin.block * blueprint.block_size;
+    if comptime!(thread_tile.sharing == TileSharing::None) {
         #[unroll]
-        for row in 0..share.rows {
-            let tensor = tensor_factor(task.amax, place.row + row, &task.factors, recipe);
-            let start = comptime!(row * recipe.block_size);
+        for row in 0..thread_tile.rows {
+            let tensor = tensor_factor(args.amax, origin.row + row, &args.scale_args, blueprint);
+            let start = comptime!(row * blueprint.block_size);
             let of_row = largest[row as usize];
-            let found = search_row(elements, start, of_row, &tensor, task.weights, channel, recipe);
+            let found =
+                search_row(elements, start, of_row, &tensor, args.weights, channel, blueprint);
             scales.codes[row as usize] = found.code;
             scales.factors[row as usize] = found.factor;
         }
     } else {
-        let found = search_tile::<E, N>(task, elements, largest[0], place);
+        let found = search_tile::<E, N>(args, elements, largest[0], origin);
         #[unroll]
-        for row in 0..share.rows {
+        for row in 0..thread_tile.rows {
             scales.codes[row as usize] = found.code;
             scales.factors[row as usize] = found.factor;
         }
@@ -234,37 +252,40 @@ pub(crate) fn search_sse<E: Int, N: Size>(
 /// The scale of a tile. Units that hold its rows go through the same scales side by side.
 #[cube]
 fn search_tile<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: f32,
-    place: &Place,
+    origin: &TileOrigin,
 ) -> BlockScale {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let grid = comptime!(recipe.grid());
-    let tensor = tensor_factor(task.amax, place.row, &task.factors, recipe);
-    let own = block_scale(largest, &tensor, comptime!(recipe.rule));
-    let unit = unit(largest, tensor.encode, grid);
-    let scaled = largest * unit.factor;
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let grid = comptime!(blueprint.grid());
+    let tensor = tensor_factor(args.amax, origin.row, &args.scale_args, blueprint);
+    let own = block_scale(largest, &tensor, comptime!(blueprint.rule));
+    let normalization = block_normalization(largest, tensor.encode, grid);
+    let scaled = largest * normalization.factor;
     // The safe bound for any weights: nothing is left out but what saturates.
-    let rows = task.extent.rows;
-    let rows_of_tile = min(rows - min(place.row / 16 * 16, rows), 16u32);
-    let count = f32::cast_from(rows_of_tile * recipe.block_size);
+    let rows = args.dims.rows;
+    let rows_of_tile = min(rows - min(origin.row / 16 * 16, rows), 16u32);
+    let count = f32::cast_from(rows_of_tile * blueprint.block_size);
     let even = Weights { largest: 1.0f32.runtime(), total: count };
     let limit =
-        if comptime!(recipe.weighted) { f32::reinterpret(0x7F80_0000u32) } else { crest(&even) };
-    let window = window_of(&unit, scaled, limit, recipe);
-    let searchable = is_searchable(largest, scaled, &unit, grid);
+        if comptime!(blueprint.weighted) { f32::reinterpret(0x7F80_0000u32) } else { crest(&even) };
+    let window = window_of(&normalization, scaled, limit, blueprint);
+    let searchable = is_searchable(largest, scaled, &normalization, grid);
     let mut code = max(window.high, window.odd);
     let steps = select(searchable, code + 1u32 - min(window.low, code + 1u32), 0u32);
     // For the exchange, all units of a plane have to take part.
-    let steps =
-        if comptime!(share.tile == TileSharing::Exchanged) { plane_max(steps) } else { steps };
-    let tried = own_candidate(&own, &unit, recipe);
-    let own_cost = tile_cost::<E, N>(task, elements, place, &tried, &unit);
+    let steps = if comptime!(thread_tile.sharing == TileSharing::Exchanged) {
+        plane_max(steps)
+    } else {
+        steps
+    };
+    let tried = own_candidate(&own, &normalization, blueprint);
+    let own_cost = tile_cost::<E, N>(args, elements, origin, &tried, &normalization);
     let mut best = start(own_cost, own.code, grid);
     for _ in 0..steps {
-        let tried = candidate(code, &unit, &tensor, recipe);
-        let found = tile_cost::<E, N>(task, elements, place, &tried, &unit);
+        let tried = candidate(code, &normalization, &tensor, blueprint);
+        let found = tile_cost::<E, N>(args, elements, origin, &tried, &normalization);
         if is_left(&window, code) {
             improve(&mut best, found, code, own.code);
         }
@@ -273,7 +294,7 @@ fn search_tile<E: Int, N: Size>(
     let mut chosen_code = own.code;
     let mut chosen_factor = own.factor;
     if searchable && best.code != own.code {
-        let chosen = candidate(best.code, &unit, &tensor, recipe);
+        let chosen = candidate(best.code, &normalization, &tensor, blueprint);
         chosen_code = chosen.code;
         chosen_factor = chosen.factor;
     }
@@ -283,34 +304,37 @@ fn search_tile<E: Int, N: Size>(
 /// The cost of a tile, of which a unit holds some rows or reads all.
 #[cube]
 fn tile_cost<E: Int, N: Size>(
-    task: &Task<E, N>,
+    args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
-    place: &Place,
+    origin: &TileOrigin,
     tried: &Candidate,
-    unit: &Unit,
+    normalization: &BlockNormalization,
 ) -> f32 {
-    let (recipe, share) = comptime!((task.recipe, task.share));
-    let block_size = comptime!(recipe.block_size);
-    let channel = place.block * block_size;
-    let rows = task.extent.rows;
-    let count = comptime!(if share.tile == TileSharing::Repeated { 16 } else { share.rows });
+    let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
+    let block_size = comptime!(blueprint.block_size);
+    let channel = origin.block * block_size;
+    let rows = args.dims.rows;
+    let count =
+        comptime!(if thread_tile.sharing == TileSharing::Repeated { 16 } else { thread_tile.rows });
     let mut costs = Array::<f32>::new(comptime!(count as usize));
-    if comptime!(share.tile == TileSharing::Repeated) {
+    if comptime!(thread_tile.sharing == TileSharing::Repeated) {
         #[unroll]
         for index in 0..16u32 {
-            let row = place.row / 16 * 16 + index;
-            let neighbour = at_row(place, &task.extent, min(row, rows - 1), block_size, share);
+            let row = origin.row / 16 * 16 + index;
+            let neighbour = at_row(origin, &args.dims, min(row, rows - 1), block_size, thread_tile);
             let elements =
-                load_blocks::<E, N>(task.values, &neighbour, &task.extent, block_size, share);
-            let found = cost(&elements, 0u32, tried, unit, task.weights, channel, true, recipe);
+                load_blocks::<E, N>(args.values, &neighbour, &args.dims, block_size, thread_tile);
+            let found =
+                cost(&elements, 0u32, tried, normalization, args.weights, channel, true, blueprint);
             costs[index as usize] = select(row < rows, found, 0.0f32);
         }
     } else {
         #[unroll]
-        for row in 0..share.rows {
+        for row in 0..thread_tile.rows {
             let start = comptime!(row * block_size);
-            let found = cost(elements, start, tried, unit, task.weights, channel, true, recipe);
-            costs[row as usize] = select(row < place.rows_left, found, 0.0f32);
+            let found =
+                cost(elements, start, tried, normalization, args.weights, channel, true, blueprint);
+            costs[row as usize] = select(row < origin.rows_left, found, 0.0f32);
         }
     }
     sum_of_tile(&mut costs, count);

@@ -1,42 +1,17 @@
-//! Reading the project's own source, for the guards in `tests/house.rs`.
-//!
-//! This is no parser of Rust: it knows words, brackets, `use` and `::`, which is enough for code as
-//! `cargo fmt` writes it. What it does not understand is a failure, not a pass.
+//! Reads the project's own source, for the guards in `tests/house.rs`.
 
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub mod arrows;
 pub mod circles;
-pub mod functions;
-pub mod items;
-pub mod lines;
-pub mod tokens;
-
-/// A rule that a file breaks, and what to do about it.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Breach {
-    /// The file, from the root of the project.
-    pub file: String,
-    /// The line, from 1.
-    pub line: usize,
-    /// What is wrong and what to do.
-    pub what: String,
-}
-
-impl fmt::Display for Breach {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: {}", self.file, self.line, self.what)
-    }
-}
+pub mod imports;
 
 /// A file of the project.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
     /// Its path from the root of the project, with `/`.
     pub path: String,
-    /// What it holds.
+    /// Its text.
     pub text: String,
 }
 
@@ -45,8 +20,13 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The files in a folder of the project (`""` is the root) that end so, by their paths. Hidden
-/// folders but `.ci`, and what is built, are left out.
+/// Reads a file, by its path from the root of the project.
+pub fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Lists the files in a folder of the project (`""` is the root) with an ending, sorted by path.
+/// Hidden folders other than `.ci`, and build output, are left out.
 pub fn files(folder: &str, ending: &str) -> Vec<File> {
     let mut found = Vec::new();
     collect(folder, ending, &mut found);
@@ -55,8 +35,7 @@ pub fn files(folder: &str, ending: &str) -> Vec<File> {
 }
 
 fn collect(folder: &str, ending: &str, found: &mut Vec<File>) {
-    let Ok(entries) = fs::read_dir(root().join(folder)) else { return };
-    for entry in entries {
+    for entry in fs::read_dir(root().join(folder)).expect("a readable folder") {
         let entry = entry.expect("a readable folder");
         let name = entry.file_name().into_string().expect("a name in UTF-8");
         let path = if folder.is_empty() { name.clone() } else { format!("{folder}/{name}") };
@@ -67,15 +46,14 @@ fn collect(folder: &str, ending: &str, found: &mut Vec<File>) {
         if entry.path().is_dir() {
             collect(&path, ending, found);
         } else if path.ends_with(ending) {
-            let text = fs::read_to_string(entry.path()).unwrap_or_else(|e| panic!("{path}: {e}"));
-            found.push(File { path, text });
+            found.push(File { text: read(&path), path });
         }
     }
 }
 
-/// Fails with a list of what is broken, if anything is.
-pub fn assert_kept(rule: &str, mut broken: Vec<Breach>) {
+/// Fails with the list of breaches of a rule, if there are any.
+pub fn assert_kept(rule: &str, mut broken: Vec<String>) {
     broken.sort();
-    let list: Vec<_> = broken.iter().map(Breach::to_string).collect();
-    assert!(list.is_empty(), "{rule}: {} times not\n{}", list.len(), list.join("\n"));
+    broken.dedup();
+    assert!(broken.is_empty(), "{rule}: {} breaches\n{}", broken.len(), broken.join("\n"));
 }

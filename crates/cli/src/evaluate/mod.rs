@@ -38,8 +38,8 @@ pub(crate) struct Arguments {
         long,
         value_delimiter = ',',
         value_parser = parse_method,
-        help = methods_taken(),
-        long_help = methods(&methods_taken()),
+        help = METHODS,
+        long_help = methods(METHODS),
     )]
     methods: Vec<Choice>,
     /// Formats, separated by commas.
@@ -68,15 +68,9 @@ enum Choice {
     One(Method),
 }
 
-/// What `--methods` takes.
-fn methods_taken() -> String {
-    let slow = Method::ALL.into_iter().filter(|method| method.row().slow);
-    let slow = slow.map(|method| format!("`{method}`")).collect::<Vec<_>>().join(" and ");
-    format!(
-        "Methods, separated by commas, or `all`. The default is all but the slow {slow}; methods \
-         with a star use the calibration activations"
-    )
-}
+/// The help of `--methods`.
+const METHODS: &str = "Methods, separated by commas, or `all`, the default; methods with a star \
+                       use the calibration activations";
 
 fn parse_method(name: &str) -> Result<Choice, SearchError> {
     match name {
@@ -147,14 +141,8 @@ impl Arguments {
     /// but does not go together is reported.
     fn tasks(&self) -> Result<Vec<Task>, CliError> {
         let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
-        let methods: Vec<Method> = if self.methods.is_empty() {
-            Method::ALL.into_iter().filter(|method| !method.row().slow).collect()
-        } else {
-            let wanted = |method: &Method| {
-                self.methods.contains(&Choice::All) || self.methods.contains(&Choice::One(*method))
-            };
-            Method::ALL.into_iter().filter(wanted).collect()
-        };
+        let wanted = |method: &Method| !by_name || self.methods.contains(&Choice::One(*method));
+        let methods: Vec<_> = Method::ALL.into_iter().filter(wanted).collect();
         let mut tasks = Vec::new();
         let mut refused = Vec::new();
         for &format in &self.formats {
@@ -165,8 +153,7 @@ impl Arguments {
                     .check_block_size(block)
                     .map_err(|error| CliError::Nothing(error.to_string()))?;
                 for &method in &methods {
-                    let row = method.row();
-                    if row.formats.contains(&format) && row.block_sizes.contains(&block) {
+                    if method.row().formats.contains(&format) {
                         let task = |damping| Task { method, format, block, damping };
                         if method.gptq().is_some() && !self.damping.is_empty() {
                             tasks.extend(self.damping.iter().map(|&damping| task(Some(damping))));

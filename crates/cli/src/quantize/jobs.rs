@@ -83,7 +83,7 @@ fn memory(
     let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
     let scratch = match method.gptq() {
         // The rows in f32: as they are, in the order of rounding, and with the errors so far; the
-        // elements, what they leave, and its change. Before, beside the first, the curvature is
+        // elements, what they leave, and its change. Before, with the first, the Hessian factor is
         // made: H in f32, and in f64, which becomes the inverse of its factor, and that in f32. To
         // measure the errors of outputs afterwards takes less than either.
         Some(_) => (28 * matrix).max(4 * matrix + 16 * square),

@@ -9,7 +9,7 @@ use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, writable};
@@ -44,7 +44,7 @@ pub(super) struct Options {
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (before, and of --preset miles).
-    #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(|rule| rule.row().name)))]
+    #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
     // The help lists the presets.
     #[arg(
@@ -87,6 +87,12 @@ const PRESET: &str = "Which weights to quantize, chosen by their names";
 
 fn presets() -> String {
     listed(PRESET, &Preset::ALL.map(|preset| (preset.row().name, preset.row().summary.to_owned())))
+}
+
+/// The name of a rule, and as an alias its former name.
+fn rule_name(rule: ScaleRule) -> PossibleValue {
+    let row = rule.row();
+    PossibleValue::new(row.name).aliases(row.former_name)
 }
 
 /// The names that there are of something, which the help lists.

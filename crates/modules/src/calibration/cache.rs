@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use burn_fp4_ops::{Gram, GramTiles, OpsError};
+use burn_fp4_ops::{Gram, GramLayout, OpsError};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -50,8 +50,8 @@ const CHECKSUM: &str = "checksum";
 const HEADER: usize = 4096;
 
 impl GramShape {
-    fn layout(&self) -> GramTiles {
-        GramTiles::compact(self.channels, self.block_size)
+    fn layout(&self) -> GramLayout {
+        GramLayout::compact(self.channels, self.block_size)
     }
 
     /// `f64`s of one slice.

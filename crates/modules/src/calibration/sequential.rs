@@ -13,7 +13,7 @@ use crate::pack::attach::{Source, pack};
 use crate::pack::divide::{Job, quantize_each};
 use crate::pack::inputs::Inputs;
 use crate::pack::measure::{Measured, measure};
-use crate::pack::weight::{AnyWeight, CurvatureCache, Quantized, Task, dense_weights};
+use crate::pack::weight::{AnyWeight, HessianFactorCache, Quantized, Task, dense_weights};
 use crate::packed_weight::PackedWeight;
 use crate::report::Fp4Report;
 use crate::walk::plan::{Selection, WeightPlan};
@@ -121,7 +121,8 @@ impl<'a> LayerByLayer<'a> {
         for (&at, paths) in self.tied.iter().filter(|(at, _)| !self.to_come.contains_key(at)) {
             let (path, (_, plan)) = (paths[0], self.plans[paths[0]]);
             let task = Task { plan, amax: self.measured.amax(at), inputs: None };
-            let weight = caught(|| self.dense[path].pack(&task, &mut CurvatureCache::default()));
+            let weight =
+                caught(|| self.dense[path].pack(&task, &mut HessianFactorCache::default()));
             let quantized = weight.map_err(|problem| Fp4Error::at(path, problem))?;
             replaced.extend(self.rounded(at, &quantized.0));
             self.packed.insert(at, quantized);

@@ -20,7 +20,7 @@ use super::inputs::Inputs;
 use super::measure::Measured;
 use super::outcome::PackedWeights;
 use super::placeholder::placeholder;
-use super::weight::{AnyWeight, Choice, CurvatureCache, Quantized, Task};
+use super::weight::{AnyWeight, Choice, HessianFactorCache, Quantized, Task};
 
 /// What packed weights are made from; weights are known by the number of the first parameter that
 /// is tied to them.
@@ -80,7 +80,7 @@ pub(crate) fn pack<M: Module>(
         families,
         measured,
         inputs: &inputs,
-        curvatures: CurvatureCache::default(),
+        hessian_factors: HessianFactorCache::default(),
         packed,
         results: PackedWeights::default(),
         choices: BTreeMap::new(),
@@ -166,7 +166,7 @@ struct AttachQuantized<'a> {
     families: BTreeMap<&'a str, Rc<[&'a str]>>,
     measured: Measured,
     inputs: &'a BTreeMap<usize, Inputs<'a>>,
-    curvatures: CurvatureCache<'a>,
+    hessian_factors: HessianFactorCache<'a>,
     packed: BTreeMap<usize, Quantized>,
     results: PackedWeights,
     /// By path: by what weights were quantized.
@@ -246,7 +246,7 @@ impl<'a> AttachQuantized<'a> {
             .collect();
         let members = others.iter().map(|(_, weight, task)| (&**weight, *task));
         let members: Vec<_> = iter::once(weight).chain(members).collect();
-        let packed = pack_family(&members, &mut self.curvatures)?;
+        let packed = pack_family(&members, &mut self.hessian_factors)?;
         let numbers = iter::once(at).chain(others.iter().map(|(at, ..)| *at));
         self.packed.extend(numbers.zip(packed));
         Ok(())

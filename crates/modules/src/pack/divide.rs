@@ -17,7 +17,7 @@ use crate::walk::plan::{Selection, WeightPlan};
 use super::family::{families, pack_family};
 use super::inputs::Inputs;
 use super::measure::Measured;
-use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, dense_weights};
+use super::weight::{AnyWeight, HessianFactorCache, Quantized, Task, dense_weights};
 
 /// Quantizes the weights that have statistics of their inputs on the devices that these were found
 /// on, one on each in turn, if these are several; by weight.
@@ -150,7 +150,7 @@ fn family_work(channels: usize) -> usize {
 
 /// Quantizes numbered weights, which are on one device.
 fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quantized>, Fp4Error> {
-    let mut curvatures = CurvatureCache::default();
+    let mut hessian_factors = HessianFactorCache::default();
     let mut quantized = BTreeMap::new();
     let tasks: Vec<_> = jobs.iter().map(|(_, job)| job.task).collect();
     let mut jobs: Vec<_> = jobs.into_iter().map(Some).collect();
@@ -159,7 +159,7 @@ fn quantize_in_turn(jobs: Vec<(usize, Job<'_>)>) -> Result<BTreeMap<usize, Quant
         let first = &family[0].1;
         let weights = caught(|| {
             let members: Vec<_> = family.iter().map(|(_, job)| (&*job.dense, job.task)).collect();
-            let weights = pack_family(&members, &mut curvatures)?;
+            let weights = pack_family(&members, &mut hessian_factors)?;
             // Done before its thread is: what follows is of another one.
             let done = first.dense.device().sync();
             done.map_err(|error| OpsError::Device(error.to_string()))?;

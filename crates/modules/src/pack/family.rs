@@ -6,7 +6,7 @@ use std::ptr;
 
 use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
 
-use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, quantize_without_inputs};
+use super::weight::{AnyWeight, HessianFactorCache, Quantized, Task, quantize_without_inputs};
 
 /// Divides weights among families, in the order of their first members: those that GPTQ quantizes
 /// by the same inputs. Any other weight is alone.
@@ -38,15 +38,15 @@ pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
 /// [`OpsError`], of any of them: callers report it for the first.
 pub(crate) fn pack_family<'a>(
     family: &[(&dyn AnyWeight, Task<'a>)],
-    curvatures: &mut CurvatureCache<'a>,
+    hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
     if let [(alone, task)] = family {
-        return Ok(vec![alone.pack(task, curvatures)?]);
+        return Ok(vec![alone.pack(task, hessian_factors)?]);
     }
     let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
     let mut packed = vec![Vec::new(); family.len()];
     for slice in 0..slices {
-        let of_slice = quantize_slice(family, slice, curvatures)?;
+        let of_slice = quantize_slice(family, slice, hessian_factors)?;
         packed.iter_mut().zip(of_slice).for_each(|(slices, next)| slices.push(next));
     }
     let weights = family.iter().zip(packed);
@@ -59,7 +59,7 @@ pub(crate) fn pack_family<'a>(
 fn quantize_slice<'a>(
     family: &[(&dyn AnyWeight, Task<'a>)],
     slice: usize,
-    curvatures: &mut CurvatureCache<'a>,
+    hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
     let (weight, Task { plan, inputs, .. }) = &family[0];
     let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
@@ -67,8 +67,8 @@ fn quantize_slice<'a>(
     match (plan.asked.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
         (Some(options), Some(gram)) => {
             let (size, device) = (plan.scheme.block_size, weight.device());
-            let curvature = curvatures.of(gram, &options, size, &device)?;
-            quantize_family(matrices.collect(), axis, &curvature)
+            let hessian_factor = hessian_factors.of(gram, &options, size, &device)?;
+            quantize_family(matrices.collect(), axis, &hessian_factor)
         }
         _ => matrices
             .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme, plan.asked))

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Tensor};
-use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Fp4Tensor, OpsError, Products, products, squared_sums};
+use burn_fp4_ops::{
+    Fp4Layout, Fp4Scheme, Fp4Tensor, MatmulPath, OpsError, matmul_path, squared_sums,
+};
 
 use crate::error::Fp4Error;
 use crate::report::{Outcome, ParameterReport};
@@ -29,7 +31,7 @@ pub(crate) struct PackedFacts {
     /// Bytes of codes and scales.
     bytes: usize,
     /// Whether Burn's layers multiply straight from its codes.
-    products: Products,
+    products: MatmulPath,
     /// Squared error and energy, if the dense values were looked at and the two are read back.
     squares: Option<[f64; 2]>,
 }
@@ -51,7 +53,7 @@ impl PackedWeights {
             self.squares.push((path.to_owned(), packed.squared_error(dense)?));
         }
         let layout = packed.layout().clone();
-        let products = products(&layout, dtype, &packed.device());
+        let products = matmul_path(&layout, dtype, &packed.device());
         let facts = PackedFacts { layout, dtype, bytes: packed.bytes(), products, squares: None };
         self.facts.insert(path.to_owned(), facts);
         Ok(())

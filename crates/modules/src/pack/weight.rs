@@ -8,9 +8,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
-    Curvature, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, Interpreter, NonFinite, OpsError,
-    ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
-    quantize_with_best_tensor_scale,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
+    ScaleSearch, TensorScaling, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
+    quantize_with_hessian_factor,
 };
 use burn_ir::TensorId;
 
@@ -37,7 +37,7 @@ pub(crate) trait AnyWeight: Send {
     fn pack<'a>(
         &self,
         task: &Task<'a>,
-        curvatures: &mut CurvatureCache<'a>,
+        hessian_factors: &mut HessianFactorCache<'a>,
     ) -> Result<Quantized, OpsError>;
 
     /// A matrix of the last two axes, numbered over the leading ones.
@@ -74,10 +74,10 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     fn pack<'a>(
         &self,
         task: &Task<'a>,
-        curvatures: &mut CurvatureCache<'a>,
+        hessian_factors: &mut HessianFactorCache<'a>,
     ) -> Result<Quantized, OpsError> {
         let choice = task.choice();
-        let packed = quantize_weight(self, task, &choice, curvatures)?;
+        let packed = quantize_weight(self, task, &choice, hessian_factors)?;
         Ok((PackedWeight::from(packed), choice))
     }
 
@@ -194,14 +194,14 @@ fn quantize_weight<'a, const D: usize>(
     dense: &Tensor<D>,
     task: &Task<'a>,
     choice: &Choice,
-    curvatures: &mut CurvatureCache<'a>,
+    hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
     let slices = task.plan.slices();
     let inputs = task.inputs.filter(|_| choice.chosen_by.needs_inputs());
     let Some(inputs) = inputs.filter(|_| slices > 1) else {
         let gram = inputs.and_then(|inputs| inputs.of(0));
-        return quantize_whole(dense.clone(), layout.axis, &scheme, choice, gram, curvatures);
+        return quantize_whole(dense.clone(), layout.axis, &scheme, choice, gram, hessian_factors);
     };
     // Slices share the tensor scale of the whole, which has none to be shared of a value like this.
     if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
@@ -210,7 +210,7 @@ fn quantize_weight<'a, const D: usize>(
     let axis = layout.axis - (D - 2);
     let of_slice = |slice: usize| {
         let matrix = dense.matrix(slice);
-        quantize_whole(matrix, axis, &scheme, choice, inputs.of(slice), curvatures)
+        quantize_whole(matrix, axis, &scheme, choice, inputs.of(slice), hessian_factors)
     };
     stacked(&(0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?, task)
 }
@@ -223,13 +223,13 @@ fn quantize_whole<'a, const D: usize>(
     scheme: &Fp4Scheme,
     choice: &Choice,
     gram: Option<&'a Gram>,
-    curvatures: &mut CurvatureCache<'a>,
+    hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     match (choice.chosen_by, gram) {
         (ChosenBy::Gptq(options), Some(gram)) => {
             let device = dense.device();
-            let curvature = curvatures.of(gram, &options, scheme.block_size, &device)?;
-            quantize_by_curvature(dense, axis, scheme, &curvature)
+            let hessian_factor = hessian_factors.of(gram, &options, scheme.block_size, &device)?;
+            quantize_with_hessian_factor(dense, axis, scheme, &hessian_factor)
         }
         (ChosenBy::SseWeighted, Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
@@ -290,31 +290,31 @@ fn stacked<const D: usize>(
 /// The factors that GPTQ computed last, with the Gram matrix that they are of: slices of a weight
 /// may share one, and so may weights that are no family, as along other axes.
 #[derive(Default)]
-pub(crate) struct CurvatureCache<'a> {
-    last: Option<(&'a Gram, Arc<Curvature>)>,
+pub(crate) struct HessianFactorCache<'a> {
+    last: Option<(&'a Gram, Arc<HessianFactor>)>,
 }
 
-impl<'a> CurvatureCache<'a> {
+impl<'a> HessianFactorCache<'a> {
     pub(super) fn of(
         &mut self,
         gram: &'a Gram,
         options: &Gptq,
         block_size: usize,
         device: &Device,
-    ) -> Result<Arc<Curvature>, OpsError> {
+    ) -> Result<Arc<HessianFactor>, OpsError> {
         let device = device.clone().inner();
-        if let Some((known, curvature)) = &self.last
+        if let Some((known, hessian_factor)) = &self.last
             && ptr::eq(*known, gram)
-            && curvature.options() == options
-            && curvature.block_size() == block_size
-            && *curvature.device() == device
+            && hessian_factor.options() == options
+            && hessian_factor.block_size() == block_size
+            && *hessian_factor.device() == device
         {
-            return Ok(curvature.clone());
+            return Ok(hessian_factor.clone());
         }
         // Its memory first: it may be large.
         self.last = None;
-        let curvature = Arc::new(Curvature::new(gram, options, block_size, &device)?);
-        self.last = Some((gram, curvature.clone()));
-        Ok(curvature)
+        let hessian_factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
+        self.last = Some((gram, hessian_factor.clone()));
+        Ok(hessian_factor)
     }
 }

@@ -3,7 +3,8 @@
 use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Budget, Fp4Config, Unused};
+use crate::budget::Budget;
+use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
 use crate::pack::quantize::quantize;
 use crate::report::Fp4Report;

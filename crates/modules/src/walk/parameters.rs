@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param, ParamId, Reparameterization};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
-use burn_fp4_ops::{DequantizeReason, Products};
+use burn_fp4_ops::{DequantizeReason, MatmulPath};
 
 use crate::fake_quant_weight::{FakeQuantSettings, FakeQuantWeight};
 use crate::packed_weight::PackedWeight;
@@ -75,16 +75,16 @@ impl Parameter {
 
     /// What becomes of products and lookups once it is packed along an axis: layers of this crate
     /// do what those of Burn cannot, and embeddings look up rows.
-    pub(crate) fn products(&self, by_burn: &Products, axis: usize) -> Products {
-        use Products::Dequantized;
+    pub(crate) fn products(&self, by_burn: &MatmulPath, axis: usize) -> MatmulPath {
+        use MatmulPath::Dequantized;
 
         match (self.container.as_str(), axis, by_burn) {
-            ("Fp4Linear", 0, Dequantized(DequantizeReason::Host)) => Products::FromCodes,
+            ("Fp4Linear", 0, Dequantized(DequantizeReason::Host)) => MatmulPath::FromCodes,
             (
                 "Fp4Embedding",
                 1,
                 Dequantized(DequantizeReason::Host | DequantizeReason::NotInitialized),
-            ) => Products::Lookups,
+            ) => MatmulPath::Lookups,
             ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(DequantizeReason::Axis { axis }),
             ("Linear", _, Dequantized(DequantizeReason::Host))
                 if HOLDERS.contains(&self.parent.as_str()) =>

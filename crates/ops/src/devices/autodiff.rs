@@ -11,11 +11,11 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::FloatDType;
-use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
+use burn_fp4_search::host::DequantTarget;
+use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::extension::Fp4Backend;
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
 use crate::saturated::Saturated;
@@ -188,10 +188,10 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        curvature: Arc<Curvature>,
+        hessian_factor: Arc<HessianFactor>,
     ) -> Fp4Primitive<Self> {
         let (values, amax) = (values.into_primitive(), amax.into_primitive());
-        outer(B::fp4_quantize_gptq(values, amax, axis, scheme, curvature))
+        outer(B::fp4_quantize_gptq(values, amax, axis, scheme, hessian_factor))
     }
 
     fn fp4_dequantize(
@@ -221,7 +221,7 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         saturated: Saturated,
     ) -> FloatTensor<Self> {
         let (amax_tracked, amax_node) = (amax.is_tracked(), amax.node());
@@ -232,7 +232,7 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
             amax.clone(),
             axis,
             scheme,
-            restore,
+            target,
             Saturated::PassThrough,
         );
         match StraightThrough.prepare::<C>([node, amax_node]).compute_bound().stateful() {
@@ -290,7 +290,7 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
     fn fp4_add_gram(
         sums: FloatTensor<Self>,
         activations: FloatTensor<Self>,
-        layout: GramTiles,
+        layout: GramLayout,
         first: usize,
     ) -> FloatTensor<Self> {
         let (sums, activations) = (sums.into_primitive(), activations.into_primitive());

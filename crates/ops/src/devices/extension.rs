@@ -15,12 +15,12 @@ use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::FloatDType;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
-use burn_fp4_search::host::Restore;
-use burn_fp4_search::{Draw, Fp4Scheme, GramTiles, Hadamard};
+use burn_fp4_search::host::DequantTarget;
+use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::portable::bias::add_bias;
 use super::portable::{dequantize, gram, hadamard, on_host, quantize};
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 use crate::layout::Fp4Layout;
 #[cfg(feature = "cube")]
 use crate::layout::{amax_shape, product_shape, reduced_shape};
@@ -80,17 +80,17 @@ pub trait Fp4Backend: Backend {
     }
 
     /// Quantizes with GPTQ. The scheme comes from
-    /// [`Damped::scheme`](burn_fp4_search::Damped::scheme), the curvature from the host or from
-    /// this device, and the values are finite.
+    /// [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme), the Hessian factor from
+    /// the host or from this device, and the values are finite.
     #[fusion(meta = packed_by_gptq_metadata)]
     fn fp4_quantize_gptq(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        curvature: Arc<Curvature>,
+        hessian_factor: Arc<HessianFactor>,
     ) -> Fp4Primitive<Self> {
-        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, curvature)
+        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor)
     }
 
     /// Dequantizes: computed in f32 and rounded once to the dtype.
@@ -134,11 +134,11 @@ pub trait Fp4Backend: Backend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         saturated: Saturated,
     ) -> FloatTensor<Self> {
         let _ = saturated;
-        quantize::fake_quantize::<Self>(values, amax, axis, scheme, restore)
+        quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
     }
 
     /// Applies the Hadamard transform to every 16 neighbours along an axis, or its inverse, in the
@@ -173,7 +173,7 @@ pub trait Fp4Backend: Backend {
     fn fp4_add_gram(
         sums: FloatTensor<Self>,
         activations: FloatTensor<Self>,
-        layout: GramTiles,
+        layout: GramLayout,
         first: usize,
     ) -> FloatTensor<Self> {
         gram::add_gram::<Self>(sums, activations, layout, first, Self::fp4_deterministic_matmul)

@@ -3,7 +3,7 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Element, FloatDType, TensorData, bf16, f16};
-use burn_fp4_search::host::{self, HostElement, PackedView, Restore, View};
+use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
 use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
@@ -168,13 +168,13 @@ impl<B: HostDevice> Fp4Backend for B {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         let (device, shape, amax) = (values.device(), values.shape(), read::<B>(amax));
         let (values, view) = (B::contiguous(values), View::along(&shape, axis));
         let output = each_dtype!(B::values(&values), values => filled(&shape, |output| {
-            host::fake_quantize(values, view, &scheme, &amax, restore, output).expect(CHECKED);
+            host::fake_quantize(values, view, &scheme, &amax, target, output).expect(CHECKED);
         }));
         B::float_from_data(output, &device)
     }

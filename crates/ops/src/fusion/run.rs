@@ -10,7 +10,7 @@ use burn_cubecl::fusion::{CubeFusionHandle, FallbackOperation, FusedOperation};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Capability, PlannedProduct};
+use burn_fp4_cubecl::{Capability, MatmulPlan};
 
 use super::pattern::{Adapter, Pattern, Product, Reader};
 use crate::counts::{DENSE, FUSED, LOOKUPS};
@@ -96,7 +96,7 @@ impl FusedProduct {
         let weight = packed(context, dequantize);
         let mut values = matmul::run(&plan, input.clone(), weight, bias, output.shape.clone());
         if let Some(adapter) = &self.pattern.adapter {
-            let delta = multiply_adapter(adapter, input, plan.product().channels, context);
+            let delta = multiply_adapter(adapter, input, plan.matmul().k, context);
             let delta = CubeBackend::float_reshape(delta, output.shape.clone());
             values = CubeBackend::float_add(values, delta);
             queues::submit_launches(&self.device);
@@ -115,7 +115,7 @@ impl FusedProduct {
         operation: &MatmulOpIr,
         context: &Streams,
         device: &Capability,
-    ) -> Option<PlannedProduct> {
+    ) -> Option<MatmulPlan> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
         let layout = layout(context, dequantize)?;
         let layout = if self.pattern.transposed { layout.transposed() } else { layout };
@@ -182,13 +182,13 @@ fn multiply_adapter(
 }
 
 /// Returns true if a vector `[n]` is added, which the product's kernel can do.
-fn adds_bias(context: &Streams, add: &BinaryOpIr, plan: &PlannedProduct) -> bool {
+fn adds_bias(context: &Streams, add: &BinaryOpIr, plan: &MatmulPlan) -> bool {
     let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
     let (Some(output), Some(bias), Some(sum)) = (real(&add.lhs), real(&add.rhs), real(&add.out))
     else {
         return false;
     };
-    let n = plan.product().outputs;
+    let n = plan.matmul().n;
     bias.shape.last() == Some(&n)
         && bias.shape.num_elements() == n
         && bias.dtype == output.dtype

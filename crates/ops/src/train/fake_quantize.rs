@@ -2,7 +2,7 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Fp4Scheme, NonFinite, SearchError, TensorScaling};
 
 use crate::devices::extension::Fp4Backend;
@@ -142,7 +142,7 @@ fn fake_quantize_unchecked<const D: usize>(
         amax.into_dispatch(),
         axis,
         *scheme,
-        Restore::Values,
+        DequantTarget::Full,
         saturated,
     ))
 }

@@ -3,7 +3,7 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, FloatDType, Shape};
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Fp4Scheme, TensorScaling};
 
 use super::recipe::TrainRecipe;
@@ -18,8 +18,14 @@ pub(crate) struct Quantizer<B: Backend> {
 }
 
 type Amax<B> = fn(FloatTensor<B>, usize, bool) -> FloatTensor<B>;
-type FakeQuantize<B> =
-    fn(FloatTensor<B>, FloatTensor<B>, usize, Fp4Scheme, Restore, Saturated) -> FloatTensor<B>;
+type FakeQuantize<B> = fn(
+    FloatTensor<B>,
+    FloatTensor<B>,
+    usize,
+    Fp4Scheme,
+    DequantTarget,
+    Saturated,
+) -> FloatTensor<B>;
 
 /// Computes `x w`.
 pub(crate) fn forward<B: Backend>(
@@ -72,8 +78,8 @@ impl<B: Backend> Factor<B> {
             }
         };
         let values = pad::<B>(values, axis, scheme.block_size);
-        let (restore, saturated) = (Restore::BlockScaled, Saturated::PassThrough);
-        let values = (quantizer.fake_quantize)(values, amax, axis, scheme, restore, saturated);
+        let (target, saturated) = (DequantTarget::WithoutTensorScale, Saturated::PassThrough);
+        let values = (quantizer.fake_quantize)(values, amax, axis, scheme, target, saturated);
         Self { values: f32(values), tensor_scale, block_size: scheme.block_size }
     }
 }

@@ -5,7 +5,7 @@ use burn::backend::{TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{FloatDType, IntDType};
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::E2M1;
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 
 use crate::devices::extension::Fp4Backend;
 use crate::layout::Fp4Layout;
@@ -40,11 +40,11 @@ pub(crate) fn amax_gradient<B: Fp4Backend>(
     axis: usize,
     scheme: Fp4Scheme,
 ) -> FloatTensor<B> {
-    let (restore, saturated) = (Restore::Values, Saturated::PassThrough);
+    let (target, saturated) = (DequantTarget::Full, Saturated::PassThrough);
     let f32 = |tensor| B::float_cast(tensor, FloatDType::F32);
     let values = f32(values);
     let quantized =
-        B::fp4_fake_quantize(values.clone(), amax.clone(), axis, scheme, restore, saturated);
+        B::fp4_fake_quantize(values.clone(), amax.clone(), axis, scheme, target, saturated);
     let beyond = beyond::<B>(values.clone(), amax.clone(), axis, scheme);
     let moved = B::float_sub(quantized, B::float_mask_fill(values, beyond, 0f32.into()));
     B::float_div(B::float_sum(B::float_mul(f32(grad), moved)), amax)

@@ -3,13 +3,15 @@
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::arch;
+use super::arch::{TASK, arch};
+use super::element::HostElement;
 use super::scale_grid::{ByFormat, Scales, by_format};
-use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
-use super::{HostElement, TASK, View};
-use crate::rule::{Normalization, ScaleForm, at_least_smallest, reciprocal};
+use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
+use super::view::View;
+use crate::rule::{Normalization, ScaleForm, ScaleRule, at_least_smallest, reciprocal};
 use crate::scale_grid::SIXTH;
-use crate::{Fp4Scheme, ScaleRule, TensorScaling};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorScaling;
 
 /// The amax that the tensor scale is made from: one value, or one per packed row.
 ///
@@ -61,7 +63,7 @@ impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
 }
 
 struct FindScales<'a, const B: usize> {
-    strip: &'a mut Strip<B>,
+    batch: &'a mut BlockBatch<B>,
     rule: ScaleRule,
 }
 
@@ -70,37 +72,37 @@ impl<const B: usize> ByFormat for FindScales<'_, B> {
 
     #[inline(always)]
     fn run<const FORMAT: usize>(self) {
-        self.strip.find_scales_of::<FORMAT>(self.rule);
+        self.batch.find_scales_of::<FORMAT>(self.rule);
     }
 }
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// Fills `amax` from the values.
     ///
     /// As integers magnitudes order like the floats, and NaN comes out on top.
     #[inline(always)]
     pub(super) fn find_amax(&mut self) {
         let magnitude = |value: f32| value.to_bits() & 0x7FFF_FFFF;
-        let mut largest = [0; STRIP];
+        let mut largest = [0; BATCH];
         match self.order {
             // The larger of neighbours, again and again: a loop over blocks would be vectorized by
-            // gathering their values from all over the strip.
+            // gathering their values from all over the batch.
             Order::Along => {
-                let mut magnitudes = [0; STRIP * MAX_BLOCK];
+                let mut magnitudes = [0; BATCH * MAX_BLOCK];
                 for (magnitude_bits, &value) in magnitudes.iter_mut().zip(self.values()) {
                     *magnitude_bits = magnitude(value);
                 }
                 let sixteens = match B {
-                    16 => *magnitudes.first_chunk().expect("a strip of blocks of 16"),
-                    _ => larger_of_pairs::<{ STRIP * 16 }>(&magnitudes),
+                    16 => *magnitudes.first_chunk().expect("a batch of blocks of 16"),
+                    _ => larger_of_pairs::<{ BATCH * 16 }>(&magnitudes),
                 };
-                let eights = larger_of_pairs::<{ STRIP * 8 }>(&sixteens);
-                let fours = larger_of_pairs::<{ STRIP * 4 }>(&eights);
-                let twos = larger_of_pairs::<{ STRIP * 2 }>(&fours);
+                let eights = larger_of_pairs::<{ BATCH * 8 }>(&sixteens);
+                let fours = larger_of_pairs::<{ BATCH * 4 }>(&eights);
+                let twos = larger_of_pairs::<{ BATCH * 2 }>(&fours);
                 largest = larger_of_pairs(&twos);
             }
             Order::Across => {
-                for line in self.values().chunks_exact(STRIP) {
+                for line in self.values().chunks_exact(BATCH) {
                     for (largest, &value) in largest.iter_mut().zip(line) {
                         *largest = magnitude(value).max(*largest);
                     }
@@ -122,7 +124,7 @@ impl<const B: usize> Strip<B> {
     /// Fills `scales` and the multipliers from `amax`, as the rule has it.
     #[inline(always)]
     pub(super) fn find_scales(&mut self, rule: ScaleRule) {
-        by_format(rule.row().format, FindScales { strip: self, rule });
+        by_format(rule.row().format, FindScales { batch: self, rule });
     }
 
     /// [`find_scales`](Self::find_scales) for a rule of this format.
@@ -139,11 +141,11 @@ impl<const B: usize> Strip<B> {
                 self.round_scales::<FORMAT>(rule, |amax, _| at_least_smallest(amax / 6.0));
             }
             ScaleForm::PowerOfTwo(rounding) => {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     self.scales[block] = Scales::<FORMAT>::power_of_two(self.amax[block], rounding);
                 }
                 let (_, multipliers) =
-                    self.scales_of::<FORMAT>(rule, &self.scales.map(u32::from), &[0; STRIP]);
+                    self.scales_of::<FORMAT>(rule, &self.scales.map(u32::from), &[0; BATCH]);
                 self.multipliers = multipliers;
             }
         }
@@ -156,8 +158,8 @@ impl<const B: usize> Strip<B> {
         rule: ScaleRule,
         exact: impl Fn(f32, f32) -> f32,
     ) {
-        let mut values = [0.0; STRIP];
-        for block in 0..STRIP {
+        let mut values = [0.0; BATCH];
+        for block in 0..BATCH {
             let exact = exact(self.amax[block], self.encode[block]);
             (self.scales[block], values[block]) = Scales::<FORMAT>::round(exact);
         }
@@ -171,29 +173,29 @@ impl<const B: usize> Strip<B> {
     pub(super) fn multipliers_of<const FORMAT: usize>(
         &self,
         rule: ScaleRule,
-        codes: &[u32; STRIP],
-        values: &[f32; STRIP],
-    ) -> [f32; STRIP] {
-        let mut multipliers = [0.0; STRIP];
+        codes: &[u32; BATCH],
+        values: &[f32; BATCH],
+    ) -> [f32; BATCH] {
+        let mut multipliers = [0.0; BATCH];
         match rule.row().normalization {
             Normalization::Reciprocal => {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     multipliers[block] = reciprocal(values[block], self.decode[block]);
                 }
             }
             Normalization::EncodeOverScale => {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     multipliers[block] = self.encode[block] / at_least_smallest(values[block]);
                 }
             }
             Normalization::Division => multipliers = *values,
             Normalization::PowerReciprocal => {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     multipliers[block] = Scales::<FORMAT>::reciprocal_power(codes[block]);
                 }
             }
             Normalization::PowerReciprocalOrOne => {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     let reciprocal = Scales::<FORMAT>::reciprocal_power(codes[block]);
                     multipliers[block] = if codes[block] == 0 { 1.0 } else { reciprocal };
                 }
@@ -207,11 +209,11 @@ impl<const B: usize> Strip<B> {
     pub(super) fn scales_of<const FORMAT: usize>(
         &self,
         rule: ScaleRule,
-        codes: &[u32; STRIP],
-        bases: &[u32; STRIP],
-    ) -> ([f32; STRIP], [f32; STRIP]) {
-        let mut values = [0.0; STRIP];
-        for block in 0..STRIP {
+        codes: &[u32; BATCH],
+        bases: &[u32; BATCH],
+    ) -> ([f32; BATCH], [f32; BATCH]) {
+        let mut values = [0.0; BATCH];
+        for block in 0..BATCH {
             values[block] = Scales::<FORMAT>::value(codes[block], bases[block]);
         }
         (values, self.multipliers_of::<FORMAT>(rule, codes, &values))
@@ -222,11 +224,11 @@ impl<const B: usize> Strip<B> {
     pub(super) fn take_scales<const FORMAT: usize>(
         &mut self,
         rule: ScaleRule,
-        codes: &[u32; STRIP],
+        codes: &[u32; BATCH],
     ) {
         let kept = self.multipliers;
-        let (_, multipliers) = self.scales_of::<FORMAT>(rule, codes, &[0; STRIP]);
-        for block in 0..STRIP {
+        let (_, multipliers) = self.scales_of::<FORMAT>(rule, codes, &[0; BATCH]);
+        for block in 0..BATCH {
             let code = codes[block] as u8;
             // What the rule chose, it also knows how to multiply by.
             let changed = code != self.scales[block];

@@ -7,6 +7,12 @@ use pulp::Arch;
 #[cfg(target_arch = "x86_64")]
 use pulp::x86::{V3, V4};
 
+/// Values per parallel task: large enough to amortize a task, small enough to balance two cores.
+pub(super) const TASK: usize = 1 << 16;
+
+/// Values per parallel task of a search.
+pub(super) const SEARCH_TASK: usize = 1 << 14;
+
 /// Names a set of instructions, so that tests run those of other processors too.
 const VARIABLE: &str = "BURN_FP4_SIMD";
 

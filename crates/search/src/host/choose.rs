@@ -1,38 +1,39 @@
-//! Scales and codes of a strip, by the search of a scheme.
+//! Scales and codes of a batch, by the search of a scheme.
 //!
 //! A generic function is compiled in every crate that calls it. Searches are long, and are compiled
 //! for each block size, format and instruction set, but once and in this crate: for that they start
-//! from functions that are not generic, [`Choose::choose`] of the strips of both block sizes.
+//! from functions that are not generic, [`Choose::choose`] of the batches of both block sizes.
 
 use pulp::NullaryFnOnce;
 
 use super::arch::arch;
 use super::scale_grid::{ByFormat, by_format};
-use super::strip::Strip;
+use super::simd_batch::BlockBatch;
 use crate::importance::BlockImportance;
-use crate::{Fp4Scheme, ScaleSearch};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
 
-/// A strip whose blocks have one of the sizes that there are.
+/// A batch whose blocks have one of the sizes that there are.
 pub(super) trait Choose {
     /// Chooses scales and codes of the first `n` blocks by a search.
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize);
 }
 
-impl Choose for Strip<16> {
+impl Choose for BlockBatch<16> {
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
-        arch().dispatch(Search { strip: self, scheme, importance, n });
+        arch().dispatch(Search { batch: self, scheme, importance, n });
     }
 }
 
-impl Choose for Strip<32> {
+impl Choose for BlockBatch<32> {
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize) {
-        arch().dispatch(Search { strip: self, scheme, importance, n });
+        arch().dispatch(Search { batch: self, scheme, importance, n });
     }
 }
 
-/// The search of the first `n` blocks of a strip.
+/// The search of the first `n` blocks of a batch.
 struct Search<'a, const B: usize> {
-    strip: &'a mut Strip<B>,
+    batch: &'a mut BlockBatch<B>,
     scheme: &'a Fp4Scheme,
     importance: BlockImportance<'a>,
     n: usize,
@@ -52,40 +53,39 @@ impl<const B: usize> ByFormat for Search<'_, B> {
 
     #[inline(always)]
     fn run<const FORMAT: usize>(self) {
-        let Self { strip, scheme, importance, n } = self;
-        strip.find_scales_of::<FORMAT>(scheme.rule);
+        let Self { batch, scheme, importance, n } = self;
+        batch.find_scales_of::<FORMAT>(scheme.rule);
         // Elements that a search chooses too; otherwise they are the nearest.
         let mut chosen = None;
         match scheme.search {
             ScaleSearch::Amax => {}
             ScaleSearch::FourOverSix { error, .. } => {
-                strip.search_four_over_six::<FORMAT>(scheme, error, n);
+                batch.search_four_over_six::<FORMAT>(scheme, error, n);
             }
             // Where all weights are 1 at compile time, nothing is multiplied by them.
             ScaleSearch::Sse => match importance.weights() {
-                Some(weights) => strip.search_sse::<FORMAT>(scheme, Some(weights), n),
-                None => strip.search_sse::<FORMAT>(scheme, None, n),
+                Some(weights) => batch.search_sse::<FORMAT>(scheme, Some(weights), n),
+                None => batch.search_sse::<FORMAT>(scheme, None, n),
             },
-            ScaleSearch::Hessian => strip.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
+            ScaleSearch::Hessian => batch.search_hessian::<FORMAT>(scheme, importance.hessian(), n),
             ScaleSearch::AdmmPublished => {
-                chosen = Some(strip.search_admm_published::<FORMAT>(importance.hessian(), n));
+                chosen = Some(batch.search_admm_published::<FORMAT>(importance.hessian(), n));
             }
-            ScaleSearch::CoordinateDescent | ScaleSearch::Admm | ScaleSearch::Joint => {
+            ScaleSearch::CoordinateDescent | ScaleSearch::Admm => {
                 let hessian = importance.hessian();
-                let start = strip.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
+                let start = batch.search_coordinate_descent::<FORMAT>(scheme, hessian, n);
                 chosen = Some(match scheme.search {
-                    ScaleSearch::Admm => strip.search_admm::<FORMAT>(hessian, n, start),
-                    ScaleSearch::Joint => strip.search_joint::<FORMAT>(hessian, n, start),
+                    ScaleSearch::Admm => batch.search_admm::<FORMAT>(hessian, n, start),
                     _ => start,
                 });
             }
         }
         if let Some((scales, _)) = &chosen {
-            strip.take_scales::<FORMAT>(scheme.rule, scales);
+            batch.take_scales::<FORMAT>(scheme.rule, scales);
         }
-        strip.find_codes(scheme);
+        batch.find_codes(scheme);
         if let Some((_, elements)) = &chosen {
-            strip.take_elements(elements, &strip.units::<FORMAT>(n).searchable);
+            batch.take_elements(elements, &batch.normalizations::<FORMAT>(n).searchable);
         }
     }
 }

@@ -1,21 +1,22 @@
-//! From values and scales to codes and back, on a strip of blocks.
+//! From values and scales to codes and back, on a batch of blocks.
 
 use core::hint::black_box;
 
 use burn_fp4_formats::Fp4Format;
 
 use super::scale_grid::scale_values;
-use super::strip::{Order, STRIP, Strip};
+use super::simd_batch::{BATCH, BlockBatch, Order};
 use crate::e2m1::{round_stochastically, round_to_e2m1, signed_twice, twice_element};
-use crate::{Draw, Fp4Scheme, Rounding};
+use crate::rounding::{Draw, Rounding};
+use crate::scheme::Fp4Scheme;
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// Replaces the codes of chosen blocks by those of E2M1 values, of zeros the positive one.
     #[inline(always)]
-    pub(super) fn take_elements(&mut self, elements: &[[f32; STRIP]; B], chosen: &[bool; STRIP]) {
-        let words = self.words[..STRIP * B / 8].chunks_exact_mut(STRIP);
+    pub(super) fn take_elements(&mut self, elements: &[[f32; BATCH]; B], chosen: &[bool; BATCH]) {
+        let words = self.words[..BATCH * B / 8].chunks_exact_mut(BATCH);
         for (words, lines) in words.zip(elements.chunks_exact(8)) {
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 let mut word = 0;
                 for (index, line) in lines.iter().enumerate() {
                     word |= round_to_e2m1(positive_zero(line[block])) << (4 * index);
@@ -35,7 +36,7 @@ impl<const B: usize> Strip<B> {
                 let k = group * GROUP + element;
                 let at = match self.order {
                     Order::Along => block * B + k,
-                    Order::Across => k * STRIP + block,
+                    Order::Across => k * BATCH + block,
                 };
                 self.random[at] = bits;
             }
@@ -73,11 +74,11 @@ impl<const B: usize> Strip<B> {
         for (number, multiplier) in self.numbers.iter_mut().zip(&self.multipliers) {
             *number = if multiplier.is_nan() { 0 } else { !0 };
         }
-        let values = &self.values[..STRIP * B];
-        let random = &self.random[..STRIP * B];
+        let values = &self.values[..BATCH * B];
+        let random = &self.random[..BATCH * B];
         match self.order {
             Order::Along => {
-                let codes = &mut self.codes[..STRIP * B];
+                let codes = &mut self.codes[..BATCH * B];
                 let blocks = codes.chunks_exact_mut(B).zip(values.chunks_exact(B));
                 let factors = self.multipliers.iter().zip(&self.numbers);
                 let blocks = blocks.zip(random.chunks_exact(B)).zip(factors);
@@ -92,11 +93,11 @@ impl<const B: usize> Strip<B> {
                 }
             }
             Order::Across => {
-                let words = self.words[..STRIP * B / 8].chunks_exact_mut(STRIP);
-                let lines = values.chunks_exact(8 * STRIP).zip(random.chunks_exact(8 * STRIP));
+                let words = self.words[..BATCH * B / 8].chunks_exact_mut(BATCH);
+                let lines = values.chunks_exact(8 * BATCH).zip(random.chunks_exact(8 * BATCH));
                 for (words, (lines, random)) in words.zip(lines) {
                     words.fill(0);
-                    let lines = lines.chunks_exact(STRIP).zip(random.chunks_exact(STRIP));
+                    let lines = lines.chunks_exact(BATCH).zip(random.chunks_exact(BATCH));
                     for (index, (line, random)) in lines.enumerate() {
                         for (block, word) in words.iter_mut().enumerate() {
                             let normalized = normalize(line[block], self.multipliers[block]);
@@ -116,11 +117,11 @@ impl<const B: usize> Strip<B> {
     pub(super) fn dequantize(&mut self, format: Fp4Format) {
         let table = scale_values(format);
         // Twice the element is an integer; half the scale is exact, as is their product.
-        let mut half_scales = [0.0; STRIP];
+        let mut half_scales = [0.0; BATCH];
         for (half, &scale) in half_scales.iter_mut().zip(&self.scales) {
             *half = table[scale as usize] * 0.5;
         }
-        let values = &mut self.values[..STRIP * B];
+        let values = &mut self.values[..BATCH * B];
         match self.order {
             Order::Along => {
                 for (codes, word) in self.codes.chunks_exact_mut(8).zip(&self.words) {
@@ -135,7 +136,7 @@ impl<const B: usize> Strip<B> {
                     let magnitude = (wide & 0x7F) as f32;
                     *value = f32::from_bits(magnitude.to_bits() | wide as u32 & 0x8000_0000);
                 }
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     // Opaque to the compiler, which would otherwise vectorize this loop over blocks
                     // by gathering and scattering their values, not the one within a block.
                     let block = black_box(block);
@@ -146,9 +147,9 @@ impl<const B: usize> Strip<B> {
                 }
             }
             Order::Across => {
-                let words = self.words[..STRIP * B / 8].chunks_exact(STRIP);
-                for (words, lines) in words.zip(values.chunks_exact_mut(8 * STRIP)) {
-                    for (index, line) in lines.chunks_exact_mut(STRIP).enumerate() {
+                let words = self.words[..BATCH * B / 8].chunks_exact(BATCH);
+                for (words, lines) in words.zip(values.chunks_exact_mut(8 * BATCH)) {
+                    for (index, line) in lines.chunks_exact_mut(BATCH).enumerate() {
                         for (block, value) in line.iter_mut().enumerate() {
                             let code = words[block] >> (4 * index) & 0xF;
                             *value =
@@ -181,7 +182,7 @@ impl<const B: usize> Strip<B> {
     fn word_at(&self, block: usize, word: usize) -> usize {
         match self.order {
             Order::Along => block * B / 8 + word,
-            Order::Across => word * STRIP + block,
+            Order::Across => word * BATCH + block,
         }
     }
 }

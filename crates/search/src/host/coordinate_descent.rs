@@ -1,15 +1,17 @@
-//! Scales and codes together by coordinate descent on `r^T H r`, of a strip of blocks: the
+//! Scales and codes together by coordinate descent on `r^T H r`, of a batch of blocks: the
 //! definition is in `reference/coordinate_descent.rs`.
 
 use super::hessian::{Descent, Line, Lines, cost};
-use super::point::Points;
+use super::simd_batch::{BATCH, BlockBatch};
+use super::solution::Solutions;
 use super::sse::start;
-use super::strip::{STRIP, Strip};
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::{Fp4Scheme, ScaleRule, ScaleSearch};
+use crate::method::ScaleSearch;
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// The scales and elements that coordinate descent ends with.
     #[inline(always)]
     pub(super) fn search_coordinate_descent<const FORMAT: usize>(
@@ -17,13 +19,13 @@ impl<const B: usize> Strip<B> {
         scheme: &Fp4Scheme,
         hessian: BlockHessian<'_>,
         n: usize,
-    ) -> Points<B> {
+    ) -> Solutions<B> {
         let steps: [f32; B] = core::array::from_fn(|i| {
             let curvature = hessian.at(i, i);
             if curvature > 0.0 { 1.0 / curvature } else { 0.0 }
         });
         let mut descent = Descent::new::<FORMAT>(self, hessian, n);
-        let mut elements = [[0.0; STRIP]; B];
+        let mut elements = [[0.0; BATCH]; B];
         let mut best_elements = elements;
         let by = (scheme.rule, hessian, &steps);
         // The rule's own scale first, then all from the largest down, by one loop: what is inlined
@@ -37,7 +39,7 @@ impl<const B: usize> Strip<B> {
             } else {
                 let kept = descent.keep_better(&costs, &descent.active.clone());
                 for (best, elements) in best_elements.iter_mut().zip(&elements) {
-                    for block in 0..STRIP {
+                    for block in 0..BATCH {
                         best[block] = if kept[block] { elements[block] } else { best[block] };
                     }
                 }
@@ -58,21 +60,22 @@ impl<const B: usize> Strip<B> {
         &self,
         (rule, hessian, steps): (ScaleRule, BlockHessian<'_>, &[f32; B]),
         descent: &Descent<B>,
-        codes: &[u32; STRIP],
+        codes: &[u32; BATCH],
         elements: &mut Lines<B>,
     ) -> Line {
-        let (values, multipliers) = self.scales_of::<FORMAT>(rule, codes, &descent.units.base);
+        let (values, multipliers) =
+            self.scales_of::<FORMAT>(rule, codes, &descent.normalizations.base);
         let nearest = descent.nearest(self, rule, &multipliers);
         let errors = descent.errors(&nearest, &values);
         // The nearest codes have the smallest errors, so the bound holds for all codes.
         let possible = descent.possible(&errors, hessian);
         if !possible.contains(&true) {
-            return [f32::INFINITY; STRIP];
+            return [f32::INFINITY; BATCH];
         }
         let nearest_costs = cost(&errors, hessian);
         *elements = sweep(&nearest, &errors, &values, hessian, steps, &possible);
         let mut costs = cost(&descent.errors(elements, &values), hessian);
-        for block in 0..STRIP {
+        for block in 0..BATCH {
             let improved = possible[block] & (costs[block] < nearest_costs[block]);
             costs[block] = if improved { costs[block] } else { nearest_costs[block] };
             costs[block] = if possible[block] { costs[block] } else { f32::INFINITY };
@@ -92,24 +95,24 @@ fn sweep<const B: usize>(
     values: &Line,
     hessian: BlockHessian<'_>,
     steps: &[f32; B],
-    counts: &[bool; STRIP],
+    counts: &[bool; BATCH],
 ) -> Lines<B> {
     let mut elements = *nearest;
     let reciprocals = values.map(|value| 1.0 / value);
-    let mut gradient = [[0.0; STRIP]; B];
+    let mut gradient = [[0.0; BATCH]; B];
     for i in 0..B {
         for j in 0..B {
             let curvature = hessian.at(i, j);
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 gradient[i][block] = curvature.mul_add(errors[j][block], gradient[i][block]);
             }
         }
     }
     for _ in 0..ScaleSearch::SWEEPS {
-        let mut changed = [false; STRIP];
+        let mut changed = [false; BATCH];
         for i in 0..B {
-            let mut changes = [0.0; STRIP];
-            for block in 0..STRIP {
+            let mut changes = [0.0; BATCH];
+            for block in 0..BATCH {
                 let now = elements[i][block];
                 let target = gradient[i][block].mul_add(steps[i], now * values[block]);
                 let next = nearest_element(target * reciprocals[block]);
@@ -119,7 +122,7 @@ fn sweep<const B: usize>(
             }
             for k in 0..B {
                 let curvature = -hessian.at(k, i);
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     gradient[k][block] = curvature.mul_add(changes[block], gradient[k][block]);
                 }
             }

@@ -4,10 +4,11 @@ use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::arch;
-use super::strip::{Order, STRIP, Strip};
-use super::{HostElement, TASK, View};
-use crate::SearchError;
+use super::arch::{TASK, arch};
+use super::element::HostElement;
+use super::simd_batch::{BATCH, BlockBatch, Order};
+use super::view::View;
+use crate::error::SearchError;
 
 /// A quantized tensor in borrowed host memory, as every function of the host engine takes it; see
 /// [`Packed`] for one that owns its memory.
@@ -53,11 +54,17 @@ impl PackedView<'_> {
     }
 
     #[inline(always)]
-    fn load<const B: usize>(&self, strip: &mut Strip<B>, index: usize, at: usize, blocks: usize) {
-        strip.scales[index] = self.scales[at];
-        strip.read_codes(index, &self.codes[at * B / 2..][..B / 2]);
+    fn load<const B: usize>(
+        &self,
+        batch: &mut BlockBatch<B>,
+        index: usize,
+        at: usize,
+        blocks: usize,
+    ) {
+        batch.scales[index] = self.scales[at];
+        batch.read_codes(index, &self.codes[at * B / 2..][..B / 2]);
         let row = if self.tensor_scale.len() == 1 { 0 } else { at / blocks };
-        strip.decode[index] = self.tensor_scale[row];
+        batch.decode[index] = self.tensor_scale[row];
     }
 }
 
@@ -137,12 +144,12 @@ struct Slab<'a> {
     first: usize,
 }
 
-/// What becomes of dequantized strips. A trait rather than a closure, because only a function can
+/// What becomes of dequantized batches. A trait rather than a closure, because only a function can
 /// be `inline(always)`, and so be compiled for the instruction set of its caller.
 trait Sink<const B: usize> {
     /// Takes `n` blocks of the slab, the first starting at value `start`; they follow each other,
     /// or are columns next to each other.
-    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize);
+    fn take(&mut self, batch: &BlockBatch<B>, start: usize, n: usize);
 }
 
 impl Slab<'_> {
@@ -150,39 +157,39 @@ impl Slab<'_> {
         if self.view.inner == 1 { Order::Along } else { Order::Across }
     }
 
-    /// Hands every strip of the first `len` values to a sink.
+    /// Hands every batch of the first `len` values to a sink.
     #[inline(always)]
-    fn for_each_strip<const B: usize>(self, len: usize, sink: &mut impl Sink<B>) {
+    fn for_each_batch<const B: usize>(self, len: usize, sink: &mut impl Sink<B>) {
         let View { axis, inner, .. } = self.view;
         let blocks = axis / B;
-        let mut strip = Strip::<B>::new(self.order());
+        let mut batch = BlockBatch::<B>::new(self.order());
         if inner == 1 {
             let first = self.first / B;
-            for start in (0..len / B).step_by(STRIP) {
-                let n = STRIP.min(len / B - start);
+            for start in (0..len / B).step_by(BATCH) {
+                let n = BATCH.min(len / B - start);
                 for index in 0..n {
                     let at = first + start + index;
-                    self.packed.load(&mut strip, index, at, blocks);
+                    self.packed.load(&mut batch, index, at, blocks);
                 }
-                strip.dequantize(self.packed.format);
-                sink.take(&strip, start * B, n);
+                batch.dequantize(self.packed.format);
+                sink.take(&batch, start * B, n);
             }
         } else {
-            // Neighbouring strips share the lines of the dense tensor, the blocks of a row those of
+            // Neighbouring batches share the lines of the dense tensor, the blocks of a row those of
             // its codes: a window of both stays cached.
-            const WINDOW: usize = 8 * STRIP;
+            const WINDOW: usize = 8 * BATCH;
             for window in (0..inner).step_by(WINDOW) {
                 for line in (0..len / inner).step_by(B) {
                     let line_of_all = self.first / inner + line;
                     let (slab, block) = (line_of_all / axis, line_of_all % axis / B);
-                    for column in (window..inner.min(window + WINDOW)).step_by(STRIP) {
-                        let n = STRIP.min(inner - column);
+                    for column in (window..inner.min(window + WINDOW)).step_by(BATCH) {
+                        let n = BATCH.min(inner - column);
                         for index in 0..n {
                             let row = slab * inner + column + index;
-                            self.packed.load(&mut strip, index, row * blocks + block, blocks);
+                            self.packed.load(&mut batch, index, row * blocks + block, blocks);
                         }
-                        strip.dequantize(self.packed.format);
-                        sink.take(&strip, line * inner + column, n);
+                        batch.dequantize(self.packed.format);
+                        sink.take(&batch, line * inner + column, n);
                     }
                 }
             }
@@ -201,7 +208,7 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for Dequantize<'_, T, B> {
     #[inline(always)]
     fn call(self) {
         let (len, inner) = (self.output.len(), self.slab.view.inner);
-        self.slab.for_each_strip::<B>(len, &mut Write { output: self.output, inner });
+        self.slab.for_each_batch::<B>(len, &mut Write { output: self.output, inner });
     }
 }
 
@@ -212,12 +219,12 @@ struct Write<'a, T> {
 
 impl<T: HostElement, const B: usize> Sink<B> for Write<'_, T> {
     #[inline(always)]
-    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize) {
+    fn take(&mut self, batch: &BlockBatch<B>, start: usize, n: usize) {
         let output = &mut self.output[start..];
         if self.inner == 1 {
-            T::write(&strip.values()[..n * B], &mut output[..n * B]);
+            T::write(&batch.values()[..n * B], &mut output[..n * B]);
         } else {
-            strip.write_columns(output, self.inner, 0, n);
+            batch.write_columns(output, self.inner, 0, n);
         }
     }
 }
@@ -235,10 +242,10 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
         let mut compare = Compare {
             values: self.values,
             inner: self.slab.view.inner,
-            original: Strip::<B>::new(self.slab.order()),
+            original: BlockBatch::<B>::new(self.slab.order()),
             sums: [[0.0; LANES]; 2],
         };
-        self.slab.for_each_strip::<B>(self.values.len(), &mut compare);
+        self.slab.for_each_batch::<B>(self.values.len(), &mut compare);
         compare.sums.map(|lanes| lanes.iter().sum())
     }
 }
@@ -249,7 +256,7 @@ const LANES: usize = 8;
 struct Compare<'a, T, const B: usize> {
     values: &'a [T],
     inner: usize,
-    original: Strip<B>,
+    original: BlockBatch<B>,
     sums: [[f64; LANES]; 2],
 }
 
@@ -270,18 +277,18 @@ fn add_squares(sums: &mut [[f64; LANES]; 2], exact: &[f32], values: &[f32], over
 
 impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
     #[inline(always)]
-    fn take(&mut self, strip: &Strip<B>, start: usize, n: usize) {
+    fn take(&mut self, batch: &BlockBatch<B>, start: usize, n: usize) {
         let values = &self.values[start..];
-        // The first blocks of the strip, or the first columns of each line: what is behind them is
-        // of the strip before.
-        let (line, used) = if self.inner == 1 { (STRIP * B, n * B) } else { (STRIP, n) };
+        // The first blocks of the batch, or the first columns of each line: what is behind them is
+        // of the batch before.
+        let (line, used) = if self.inner == 1 { (BATCH * B, n * B) } else { (BATCH, n) };
         if self.inner == 1 {
             T::read(&values[..n * B], &mut self.original.values_mut()[..n * B]);
         } else {
             self.original.read_columns(values, self.inner, 0, n);
         }
         let lines =
-            self.original.values().chunks_exact(line).zip(strip.values().chunks_exact(line));
+            self.original.values().chunks_exact(line).zip(batch.values().chunks_exact(line));
         for (exact, values) in lines {
             let (exact, exact_rest) = exact[..used].as_chunks::<LANES>();
             let (values, rest) = values[..used].as_chunks::<LANES>();
@@ -297,10 +304,11 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
 mod tests {
     use super::*;
     use crate::host::quantize_packed;
-    use crate::{Fp4Scheme, Importance};
+    use crate::importance::Importance;
+    use crate::scheme::Fp4Scheme;
 
     #[test]
-    fn blocks_that_do_not_fill_a_strip_are_measured_once() {
+    fn blocks_that_do_not_fill_a_batch_are_measured_once() {
         for (block_size, scheme) in [(16, Fp4Scheme::nvfp4()), (32, Fp4Scheme::mxfp4())] {
             for rows in [1, 16, 31, 32, 33, 40, 48, 49, 65, 80] {
                 let view = View::rows(rows, block_size);

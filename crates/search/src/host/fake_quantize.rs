@@ -2,18 +2,23 @@
 
 use burn_fp4_formats::check_length;
 
-use super::{HostElement, PackedView, View, dequantize, quantize_packed};
-use crate::{Fp4Scheme, Importance, SearchError};
+use super::dequantize::{PackedView, dequantize};
+use super::element::HostElement;
+use super::quantize::quantize_packed;
+use super::view::View;
+use crate::error::SearchError;
+use crate::importance::Importance;
+use crate::scheme::Fp4Scheme;
 
 /// What fake quantization dequantizes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Restore {
+pub enum DequantTarget {
     /// To values: `(element x block scale) x tensor scale`.
     #[default]
-    Values,
+    Full,
     /// To `element x block scale`, which bf16 and even shorter floats hold exactly: what a product
     /// of quantized matrices multiplies, before it is multiplied by both tensor scales.
-    BlockScaled,
+    WithoutTensorScale,
 }
 
 /// Writes what [`dequantize`] makes of what [`quantize`](super::quantize) makes of the values.
@@ -25,7 +30,7 @@ pub fn fake_quantize<T: HostElement>(
     view: View,
     scheme: &Fp4Scheme,
     amax: &[f32],
-    restore: Restore,
+    target: DequantTarget,
     output: &mut [T],
 ) -> Result<(), SearchError> {
     scheme.check_columns(view.axis)?;
@@ -34,9 +39,9 @@ pub fn fake_quantize<T: HostElement>(
     check_length("amax", scheme.tensor_scales(view.packed_rows()), amax.len())?;
     let packed = quantize_packed(values, view, scheme, amax, Importance::Uniform)?;
     let packed = PackedView::from(&packed);
-    let packed = match restore {
-        Restore::Values => packed,
-        Restore::BlockScaled => PackedView { tensor_scale: &[1.0], ..packed },
+    let packed = match target {
+        DequantTarget::Full => packed,
+        DequantTarget::WithoutTensorScale => PackedView { tensor_scale: &[1.0], ..packed },
     };
     dequantize(packed, view, output)
 }

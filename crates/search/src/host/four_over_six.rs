@@ -1,13 +1,14 @@
-//! The better of two scales for every block of a strip; see `reference/four_over_six.rs`.
+//! The better of two scales for every block of a batch; see `reference/four_over_six.rs`.
 
 use super::codes::positive_zero;
 use super::scale_grid::Scales;
-use super::strip::{STRIP, Strip};
-use super::tile::sum_tiles;
+use super::simd_batch::{BATCH, BlockBatch};
+use super::tile_reduce::sum_tiles;
 use crate::e2m1::{round_to_e2m1, twice_element};
-use crate::{ErrorMetric, Fp4Scheme};
+use crate::method::ErrorMetric;
+use crate::scheme::Fp4Scheme;
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// Amax on element 6, or on 4, for the first `n` blocks or their tiles. Each error is summed in
     /// element order.
     #[inline(always)]
@@ -17,9 +18,9 @@ impl<const B: usize> Strip<B> {
         metric: ErrorMetric,
         n: usize,
     ) {
-        let mut codes = [[0; STRIP]; 2];
-        let mut scales = [[0.0; STRIP]; 2];
-        for block in 0..STRIP {
+        let mut codes = [[0; BATCH]; 2];
+        let mut scales = [[0.0; BATCH]; 2];
+        for block in 0..BATCH {
             let on_six = (self.amax[block] / 6.0) * self.encode[block];
             for (candidate, exact) in [on_six, on_six * 1.5].into_iter().enumerate() {
                 let (code, scale) = Scales::<FORMAT>::round(exact);
@@ -31,10 +32,10 @@ impl<const B: usize> Strip<B> {
             self.multipliers_of::<FORMAT>(scheme.rule, &codes[candidate], &scales[candidate])
         });
         let range = scheme.largest_code_product();
-        let mut errors = [[0.0; STRIP]; 2];
-        for values in self.values().chunks_exact(STRIP) {
+        let mut errors = [[0.0; BATCH]; 2];
+        for values in self.values().chunks_exact(BATCH) {
             for candidate in 0..2 {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     let value = values[block];
                     let normalized = positive_zero(value * multipliers[candidate][block]);
                     let twice = twice_element(round_to_e2m1(normalized));
@@ -50,7 +51,7 @@ impl<const B: usize> Strip<B> {
         if scheme.tile_rows() > 1 {
             errors.iter_mut().for_each(|errors| sum_tiles(errors, n));
         }
-        for block in 0..STRIP {
+        for block in 0..BATCH {
             let four = errors[1][block] < errors[0][block];
             self.scales[block] = codes[four as usize][block] as u8;
             self.multipliers[block] = multipliers[four as usize][block];

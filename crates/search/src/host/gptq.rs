@@ -15,17 +15,25 @@
 use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
 use rayon::prelude::*;
 
-use super::{View, quantize_packed};
+use super::quantize::quantize_packed;
+use super::view::View;
 use crate::e2m1::nearest_element;
+use crate::error::SearchError;
+use crate::gptq::Gptq;
+use crate::gram::Gram;
+use crate::hessian_factor::HessianFactor;
+use crate::importance::Importance;
 use crate::matrix::{Matrix, add_product, product};
-use crate::{Curvature, Fp4Scheme, Gptq, Gram, Importance, ScaleSearch, SearchError, TensorFactor};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorFactor;
 
 impl Gptq {
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
     /// matrix.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate), [`curvature`](Self::curvature) and [`Curvature::quantize`].
+    /// As [`validate`](Self::validate), [`hessian_factor`](Self::hessian_factor) and [`HessianFactor::quantize`].
     pub fn quantize(
         &self,
         values: &[f32],
@@ -38,11 +46,11 @@ impl Gptq {
         self.validate(scheme)?;
         scheme.check_columns(cols)?;
         check_length("channels of the Gram matrix", cols, gram.channels())?;
-        self.curvature(gram, scheme.block_size)?.quantize(values, rows, scheme, amax)
+        self.hessian_factor(gram, scheme.block_size)?.quantize(values, rows, scheme, amax)
     }
 }
 
-impl Curvature {
+impl HessianFactor {
     /// Quantizes a weight `[rows, channels]`.
     ///
     /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
@@ -66,7 +74,7 @@ impl Curvature {
         }
         if rows * cols == 0 {
             let by_rule = scheme.with_search(ScaleSearch::Amax);
-            return crate::quantize_with_amax(values, rows, cols, &by_rule, amax);
+            return crate::reference::quantize_with_amax(values, rows, cols, &by_rule, amax);
         }
         let mut rounded = Rounded::new(values, rows, &scheme, amax, self);
         rounded.round()?;
@@ -79,7 +87,7 @@ impl Curvature {
 
 /// A weight on its way, its channels in the order in which they are rounded.
 struct Rounded<'a> {
-    curvature: &'a Curvature,
+    hessian_factor: &'a HessianFactor,
     scheme: &'a Fp4Scheme,
     amax: &'a [f32],
     factors: Vec<TensorFactor>,
@@ -106,15 +114,15 @@ impl<'a> Rounded<'a> {
         rows: usize,
         scheme: &'a Fp4Scheme,
         amax: &'a [f32],
-        curvature: &'a Curvature,
+        hessian_factor: &'a HessianFactor,
     ) -> Self {
-        let cols = curvature.damped().channels();
+        let cols = hessian_factor.damped().channels();
         let weights: Vec<f32> = values
             .chunks_exact(cols)
-            .flat_map(|row| curvature.damped().order().iter().map(|&channel| row[channel]))
+            .flat_map(|row| hessian_factor.damped().order().iter().map(|&channel| row[channel]))
             .collect();
         Self {
-            curvature,
+            hessian_factor,
             scheme,
             amax,
             factors: amax.iter().map(|&amax| TensorFactor::new(scheme, amax)).collect(),
@@ -134,7 +142,7 @@ impl<'a> Rounded<'a> {
 
     /// Rounds block after block, each error propagated to the channels that follow.
     fn round(&mut self) -> Result<(), SearchError> {
-        let factor = self.curvature.factor();
+        let factor = self.hessian_factor.factor();
         let (cols, size) = (self.cols, self.scheme.block_size);
         let mut errors = vec![0.0; self.rows * Gptq::GROUP.min(cols)];
         for group in (0..cols).step_by(Gptq::GROUP) {
@@ -155,7 +163,7 @@ impl<'a> Rounded<'a> {
     /// The scales of a block of the weights as they are, for errors weighted by `1 / U_ii^2`: what
     /// they cost after the channels that follow have been adapted.
     fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
-        let (factor, size) = (self.curvature.factor(), self.scheme.block_size);
+        let (factor, size) = (self.hessian_factor.factor(), self.scheme.block_size);
         let weights: Vec<f32> = (block..block + size)
             .map(|channel| factor[channel * (self.cols + 1)].powi(-2))
             .collect();
@@ -193,7 +201,7 @@ impl<'a> Rounded<'a> {
         scales: &[u8],
         errors: &mut [f32],
     ) {
-        let factor = self.curvature.factor();
+        let factor = self.hessian_factor.factor();
         let (cols, size, scheme) = (self.cols, self.scheme.block_size, self.scheme);
         let stride = Gptq::GROUP.min(cols);
         let factors = &self.factors;
@@ -226,7 +234,8 @@ impl<'a> Rounded<'a> {
 
     /// Sweeps over all blocks, with `R = (w - q) H` kept up to date.
     fn improve(&mut self) -> Result<(), SearchError> {
-        let (hessian, options) = (self.curvature.hessian(), self.curvature.damped().options());
+        let (hessian, options) =
+            (self.hessian_factor.hessian(), self.hessian_factor.damped().options());
         let (rows, cols) = (self.rows, self.cols);
         let mut left = self.original.clone();
         for (row, (left, elements)) in
@@ -261,7 +270,7 @@ impl<'a> Rounded<'a> {
         residuals: &mut [f32],
         improve: impl Fn(&mut Self, usize, &[f32], &mut [f32]) -> Result<(), SearchError>,
     ) -> Result<(), SearchError> {
-        let hessian = self.curvature.hessian();
+        let hessian = self.hessian_factor.hessian();
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let stride = Gptq::GROUP.min(cols);
         let mut changes = vec![0.0; rows * stride];
@@ -291,7 +300,7 @@ impl<'a> Rounded<'a> {
     /// Moves every code of a block to the one that is best while all others stay.
     fn move_codes(&mut self, block: usize, residuals: &[f32], changes: &mut [f32]) {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let block_hessian = self.curvature.damped().blocks().block(block / size).values;
+        let block_hessian = self.hessian_factor.damped().blocks().block(block / size).values;
         let steps: Vec<f32> = (0..size).map(|i| 1.0 / block_hessian[i * (size + 1)]).collect();
         let values: Vec<f32> = self.scales[block / size * rows..][..rows]
             .iter()
@@ -318,8 +327,8 @@ impl<'a> Rounded<'a> {
                         elements[i] = next;
                         changes[i] = change;
                         let row = &block_hessian[i * size..][..size];
-                        for (residual, curvature) in residuals.iter_mut().zip(row) {
-                            *residual -= change * curvature;
+                        for (residual, element) in residuals.iter_mut().zip(row) {
+                            *residual -= change * element;
                         }
                     }
                 }
@@ -334,8 +343,8 @@ impl<'a> Rounded<'a> {
         changes: &mut [f32],
     ) -> Result<(), SearchError> {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
-        let inverse = &self.curvature.damped().inverses()[block * size..][..size * size];
-        let hessians = self.curvature.damped().blocks().only(block / size);
+        let inverse = &self.hessian_factor.damped().inverses()[block * size..][..size * size];
+        let hessians = self.hessian_factor.damped().blocks().only(block / size);
         let now: Vec<f32> = (0..rows)
             .flat_map(|row| {
                 let value = self.scale_value(row, self.scales[block / size * rows + row]);
@@ -385,7 +394,7 @@ impl<'a> Rounded<'a> {
         let mut codes = vec![0; rows * cols / 2];
         let mut scales = vec![0; rows * blocks];
         for row in 0..rows {
-            for (channel, &target) in self.curvature.damped().order().iter().enumerate() {
+            for (channel, &target) in self.hessian_factor.damped().order().iter().enumerate() {
                 let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
                 codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
                 scales[row * blocks + target / size] = self.scales[channel / size * rows + row];

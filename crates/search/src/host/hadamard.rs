@@ -4,9 +4,11 @@ use burn_fp4_formats::{FormatError, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::arch;
-use super::{HostElement, TASK, View};
-use crate::{Hadamard, SearchError};
+use super::arch::{TASK, arch};
+use super::element::HostElement;
+use super::view::View;
+use crate::error::SearchError;
+use crate::hadamard::Hadamard;
 
 const SIZE: usize = Hadamard::SIZE;
 

@@ -1,36 +1,37 @@
-//! The scales with the smallest `r^T H r` of the nearest codes, of a strip of blocks: the
+//! The scales with the smallest `r^T H r` of the nearest codes, of a batch of blocks: the
 //! definition, and why the search may stop early, are in `reference/hessian.rs`.
 
 use super::scale_grid::Scales;
+use super::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
 use super::sse::{is_better, start};
-use super::strip::{STRIP, Strip, Units};
 use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
-use crate::{Fp4Scheme, ScaleRule};
+use crate::rule::ScaleRule;
+use crate::scheme::Fp4Scheme;
 
-/// A value of every block of a strip.
-pub(super) type Line = [f32; STRIP];
+/// A value of every block of a batch.
+pub(super) type Line = [f32; BATCH];
 
-/// Values of every element of a strip.
+/// Values of every element of a batch.
 pub(super) type Lines<const B: usize> = [Line; B];
 
 /// A search over scales by `r^T H r`, from the smallest that rounds every element to zero down to
 /// where no smaller one can be better.
 pub(super) struct Descent<const B: usize> {
-    pub(super) units: Units,
+    pub(super) normalizations: BlockNormalizations,
     /// The elements in the units of their block.
     scaled: Lines<B>,
     /// Their magnitudes times the bound of their row.
     bounded: Lines<B>,
-    pub(super) code: [u32; STRIP],
+    pub(super) code: [u32; BATCH],
     /// The rule's own scales.
-    pub(super) own: [u32; STRIP],
-    pub(super) active: [bool; STRIP],
+    pub(super) own: [u32; BATCH],
+    pub(super) active: [bool; BATCH],
     pub(super) best: Line,
-    pub(super) best_code: [u32; STRIP],
+    pub(super) best_code: [u32; BATCH],
 }
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// Chooses the scales of the first `n` blocks.
     #[inline(always)]
     pub(super) fn search_hessian<const FORMAT: usize>(
@@ -40,13 +41,14 @@ impl<const B: usize> Strip<B> {
         n: usize,
     ) {
         let mut descent = Descent::new::<FORMAT>(self, hessian, n);
-        let (values, _) = self.scales_of::<FORMAT>(scheme.rule, &descent.own, &descent.units.base);
+        let (values, _) =
+            self.scales_of::<FORMAT>(scheme.rule, &descent.own, &descent.normalizations.base);
         let nearest = descent.nearest(self, scheme.rule, &self.multipliers);
         let costs = cost(&descent.errors(&nearest, &values), hessian);
         descent.best = start::<FORMAT>(&descent.own, &costs);
         while descent.active.contains(&true) {
             let (values, multipliers) =
-                self.scales_of::<FORMAT>(scheme.rule, &descent.code, &descent.units.base);
+                self.scales_of::<FORMAT>(scheme.rule, &descent.code, &descent.normalizations.base);
             let errors = descent.errors(&descent.nearest(self, scheme.rule, &multipliers), &values);
             let possible = descent.possible(&errors, hessian);
             if possible.contains(&true) {
@@ -62,50 +64,50 @@ impl<const B: usize> Strip<B> {
 impl<const B: usize> Descent<B> {
     #[inline(always)]
     pub(super) fn new<const FORMAT: usize>(
-        strip: &Strip<B>,
+        batch: &BlockBatch<B>,
         hessian: BlockHessian<'_>,
         n: usize,
     ) -> Self {
-        let units = strip.units::<FORMAT>(n);
-        let mut scaled = [[0.0; STRIP]; B];
-        let mut bounded = [[0.0; STRIP]; B];
+        let normalizations = batch.normalizations::<FORMAT>(n);
+        let mut scaled = [[0.0; BATCH]; B];
+        let mut bounded = [[0.0; BATCH]; B];
         for k in 0..B {
-            let line = &strip.values()[k * STRIP..][..STRIP];
-            for block in 0..STRIP {
-                scaled[k][block] = line[block] * units.factor[block];
+            let line = &batch.values()[k * BATCH..][..BATCH];
+            for block in 0..BATCH {
+                scaled[k][block] = line[block] * normalizations.factor[block];
                 bounded[k][block] = scaled[k][block].abs() * hessian.bounds[k];
             }
         }
         let code = core::array::from_fn(|block| {
-            let amax = strip.amax[block] * units.factor[block];
-            Scales::<FORMAT>::zeros(units.base[block], amax)
+            let amax = batch.amax[block] * normalizations.factor[block];
+            Scales::<FORMAT>::zeros(normalizations.base[block], amax)
         });
-        let own = strip.scales.map(u32::from);
-        let (active, best) = (units.searchable, [f32::INFINITY; STRIP]);
-        Self { units, scaled, bounded, code, own, active, best, best_code: own }
+        let own = batch.scales.map(u32::from);
+        let (active, best) = (normalizations.searchable, [f32::INFINITY; BATCH]);
+        Self { normalizations, scaled, bounded, code, own, active, best, best_code: own }
     }
 
     /// The E2M1 values nearest to the elements, as the rule rounds them.
     #[inline(always)]
     pub(super) fn nearest(
         &self,
-        strip: &Strip<B>,
+        batch: &BlockBatch<B>,
         rule: ScaleRule,
         multipliers: &Line,
     ) -> Lines<B> {
         if rule.row().normalization.divides() {
-            nearest_by(strip, multipliers, |x, scale| x / scale)
+            nearest_by(batch, multipliers, |x, scale| x / scale)
         } else {
-            nearest_by(strip, multipliers, |x, multiplier| x * multiplier)
+            nearest_by(batch, multipliers, |x, multiplier| x * multiplier)
         }
     }
 
     /// The errors of E2M1 values, in the units of their block.
     #[inline(always)]
     pub(super) fn errors(&self, elements: &Lines<B>, values: &Line) -> Lines<B> {
-        let mut errors = [[0.0; STRIP]; B];
+        let mut errors = [[0.0; BATCH]; B];
         for k in 0..B {
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 errors[k][block] =
                     (-elements[k][block]).mul_add(values[block], self.scaled[k][block]);
             }
@@ -115,10 +117,10 @@ impl<const B: usize> Descent<B> {
 
     /// Which blocks a scale with at least these errors may improve.
     #[inline(always)]
-    pub(super) fn possible(&self, errors: &Lines<B>, hessian: BlockHessian<'_>) -> [bool; STRIP] {
-        let mut largest = [0.0f32; STRIP];
+    pub(super) fn possible(&self, errors: &Lines<B>, hessian: BlockHessian<'_>) -> [bool; BATCH] {
+        let mut largest = [0.0f32; BATCH];
         for (errors, &bound) in errors.iter().zip(hessian.bounds) {
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 largest[block] = largest[block].max(errors[block].abs() * bound);
             }
         }
@@ -129,9 +131,9 @@ impl<const B: usize> Descent<B> {
 
     /// Takes the costs where they are better, and says where.
     #[inline(always)]
-    pub(super) fn keep_better(&mut self, costs: &Line, possible: &[bool; STRIP]) -> [bool; STRIP] {
-        let mut kept = [false; STRIP];
-        for block in 0..STRIP {
+    pub(super) fn keep_better(&mut self, costs: &Line, possible: &[bool; BATCH]) -> [bool; BATCH] {
+        let mut kept = [false; BATCH];
+        for block in 0..BATCH {
             let cost = costs[block];
             let better = possible[block]
                 & is_better(cost, self.best[block], self.best_code[block], self.own[block]);
@@ -146,24 +148,24 @@ impl<const B: usize> Descent<B> {
     #[inline(always)]
     pub(super) fn advance<const FORMAT: usize>(
         &mut self,
-        strip: &Strip<B>,
+        batch: &BlockBatch<B>,
         rule: ScaleRule,
         hessian: BlockHessian<'_>,
     ) {
-        for block in 0..STRIP {
-            let lowest = Scales::<FORMAT>::lowest(self.units.base[block]) as i32;
+        for block in 0..BATCH {
+            let lowest = Scales::<FORMAT>::lowest(self.normalizations.base[block]) as i32;
             self.code[block] = self.code[block].wrapping_sub(1);
             self.active[block] &= self.code[block] as i32 >= lowest;
         }
-        let (values, _) = strip.scales_of::<FORMAT>(rule, &self.code, &self.units.base);
-        let mut clipped = [0.0f32; STRIP];
+        let (values, _) = batch.scales_of::<FORMAT>(rule, &self.code, &self.normalizations.base);
+        let mut clipped = [0.0f32; BATCH];
         for (bounded, &bound) in self.bounded.iter().zip(hessian.bounds) {
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 let least = (-6.0 * bound).mul_add(values[block], bounded[block]);
                 clipped[block] = clipped[block].max(least);
             }
         }
-        for block in 0..STRIP {
+        for block in 0..BATCH {
             self.active[block] &= clipped[block] * clipped[block] <= self.best[block];
         }
     }
@@ -171,13 +173,13 @@ impl<const B: usize> Descent<B> {
 
 #[inline(always)]
 fn nearest_by<const B: usize>(
-    strip: &Strip<B>,
+    batch: &BlockBatch<B>,
     multipliers: &Line,
     normalize: impl Fn(f32, f32) -> f32,
 ) -> Lines<B> {
-    let mut nearest = [[0.0; STRIP]; B];
-    for (nearest, line) in nearest.iter_mut().zip(strip.values().chunks_exact(STRIP)) {
-        for block in 0..STRIP {
+    let mut nearest = [[0.0; BATCH]; B];
+    for (nearest, line) in nearest.iter_mut().zip(batch.values().chunks_exact(BATCH)) {
+        for block in 0..BATCH {
             nearest[block] = nearest_element(normalize(line[block], multipliers[block]));
         }
     }
@@ -187,17 +189,17 @@ fn nearest_by<const B: usize>(
 /// `r^T H r` of every block, in the order of [`BlockHessian::cost`].
 #[inline(always)]
 pub(super) fn cost<const B: usize>(errors: &Lines<B>, hessian: BlockHessian<'_>) -> Line {
-    let mut costs = [0.0; STRIP];
+    let mut costs = [0.0; BATCH];
     for i in 0..B {
         let row = &hessian.values[i * B..][..B];
-        let mut sums = [0.0; STRIP];
+        let mut sums = [0.0; BATCH];
         for j in 0..i {
             let doubled = 2.0 * row[j];
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 sums[block] = doubled.mul_add(errors[j][block], sums[block]);
             }
         }
-        for block in 0..STRIP {
+        for block in 0..BATCH {
             sums[block] = row[i].mul_add(errors[i][block], sums[block]);
             costs[block] = errors[i][block].mul_add(sums[block], costs[block]);
         }

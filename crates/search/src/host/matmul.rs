@@ -7,9 +7,11 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::arch::arch;
-use super::group::{GROUP, PackedRow};
-use super::{HostElement, PackedView, View};
-use crate::SearchError;
+use super::decode::{GROUP, PackedRow};
+use super::dequantize::PackedView;
+use super::element::HostElement;
+use super::view::View;
+use crate::error::SearchError;
 
 /// Packed rows that are decoded, and multiplied by rows of the input, at a time.
 const ROWS: usize = 4;

@@ -1,24 +1,24 @@
 //! The host engine: the bits of the reference quantizer, with SIMD chosen at run time and with
 //! threads, along any axis, without materializing anything but its output.
 //!
-//! Values pass through a strip of 32 blocks that stays in the first-level cache; only how a strip
+//! Values pass through a batch of 32 blocks that stays in the first-level cache; only how a batch
 //! is read and written knows along which axis the blocks run. Each search has a file with the name
 //! of its file in `reference/`.
 //!
 //! | file                      | what it holds                                                    |
 //! |---------------------------|------------------------------------------------------------------|
-//! | `quantize.rs`             | from a tensor to strips, from strips to codes and scales         |
+//! | `quantize.rs`             | from a tensor to batches, from batches to codes and scales         |
 //! | `dequantize.rs`           | back, and the squared error                                      |
 //! | `fake_quantize.rs`        | both in one call                                                 |
-//! | `strip.rs`, `tile.rs`     | the strip, and tiles of 16 of its blocks                         |
+//! | `simd_batch.rs`, `tile_reduce.rs`     | the batch, and tiles of 16 of its blocks                         |
 //! | `amax.rs`                 | amax, and the rule's scales and multipliers                      |
-//! | `choose.rs`               | a strip's search, by the scheme                                  |
+//! | `choose.rs`               | a batch's search, by the scheme                                  |
 //! | `scale_grid.rs`           | the arithmetic of block scales                                   |
 //! | `codes.rs`                | rounding to codes, and decoding them                             |
-//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a strip    |
-//! | `admm.rs`, `joint.rs`, `point.rs` | searches one block at a time                             |
+//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a batch    |
+//! | `admm.rs`, `solution.rs`  | ADMM, one block at a time                                        |
 //! | `gptq.rs`                 | GPTQ, whose errors propagate from block to block                 |
-//! | `matmul.rs`, `group.rs`   | products with packed weights, decoded in groups                  |
+//! | `matmul.rs`, `decode.rs`   | products with packed weights, decoded in groups                  |
 //! | `hadamard.rs`             | the Hadamard transform                                           |
 //! | `arch.rs`                 | which instructions                                               |
 //! | `element.rs`, `view.rs`   | f32, bf16 and f16; along which axis blocks run                   |
@@ -29,34 +29,28 @@ mod arch;
 mod choose;
 mod codes;
 mod coordinate_descent;
+mod decode;
 mod dequantize;
 mod element;
 mod fake_quantize;
 mod four_over_six;
 mod gptq;
-mod group;
 mod hadamard;
 mod hessian;
-mod joint;
 mod matmul;
-mod point;
 mod quantize;
 mod scale_grid;
+mod simd_batch;
+mod solution;
 mod sse;
-mod strip;
-mod tile;
+mod tile_reduce;
 mod view;
 
 pub use amax::{amax, row_amax, tensor_amax};
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
-pub use fake_quantize::{Restore, fake_quantize};
+pub use fake_quantize::{DequantTarget, fake_quantize};
 pub use hadamard::hadamard;
 pub use matmul::matmul;
 pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;
-
-/// Values per parallel task: large enough to amortize a task, small enough to balance two cores.
-const TASK: usize = 1 << 16;
-/// Values per parallel task of a search.
-const SEARCH_TASK: usize = 1 << 14;

@@ -1,15 +1,21 @@
-//! Quantization of a tensor along any axis: which blocks make a strip, and who works on it.
+//! Quantization of a tensor along any axis: which blocks make a batch, and who works on it.
 
+use burn_fp4_formats::{Packed, TensorScale, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::amax::larger;
-use super::arch::arch;
+use super::arch::{SEARCH_TASK, TASK, arch};
 use super::choose::Choose;
-use super::strip::{MAX_BLOCK, Order, STRIP, Strip};
-use super::{HostElement, SEARCH_TASK, TASK, View};
-use crate::{Blocks, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor};
-use burn_fp4_formats::{Packed, TensorScale, check_length};
+use super::element::HostElement;
+use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
+use super::view::View;
+use crate::error::SearchError;
+use crate::importance::Importance;
+use crate::method::ScaleSearch;
+use crate::rounding::Rounding;
+use crate::scheme::{Blocks, Fp4Scheme};
+use crate::tensor_scale::TensorFactor;
 
 /// Quantizes a tensor into packed rows, given the amax of [`amax`](super::amax), and returns its
 /// tensor scale.
@@ -56,8 +62,8 @@ pub fn quantize_by_importance<T: HostElement>(
     if !view.is_empty() {
         // Across the rows of a strided axis a task takes whole cache lines.
         let task = if scheme.search == ScaleSearch::Amax { TASK } else { SEARCH_TASK };
-        let rows = (task / view.axis).max(if view.inner == 1 { 1 } else { 8 * STRIP });
-        let rows = rows.next_multiple_of(STRIP);
+        let rows = (task / view.axis).max(if view.inner == 1 { 1 } else { 8 * BATCH });
+        let rows = rows.next_multiple_of(BATCH);
         codes
             .par_chunks_mut(rows * view.axis / 2)
             .zip(scales.par_chunks_mut(rows * blocks))
@@ -120,12 +126,12 @@ impl<T: HostElement> Rows<'_, T> {
 
     /// Reads a block of `n` packed rows from `row` on, wherever they lie.
     #[inline(always)]
-    fn read<const B: usize>(&self, strip: &mut Strip<B>, row: usize, block: usize, n: usize) {
+    fn read<const B: usize>(&self, batch: &mut BlockBatch<B>, row: usize, block: usize, n: usize) {
         let View { axis, inner, .. } = self.view;
         let (slab, column) = (row / inner, row % inner);
         if inner > 1 && column + n <= inner {
             let slab = &self.values[(slab * axis + block * B) * inner..][..B * inner];
-            return strip.read_columns(slab, inner, column, n);
+            return batch.read_columns(slab, inner, column, n);
         }
         let mut elements = [0.0; MAX_BLOCK];
         for index in 0..n {
@@ -138,7 +144,7 @@ impl<T: HostElement> Rows<'_, T> {
                     *element = self.values[start + k * inner].to_f32();
                 }
             }
-            for (line, &element) in strip.values_mut().chunks_exact_mut(STRIP).zip(&elements) {
+            for (line, &element) in batch.values_mut().chunks_exact_mut(BATCH).zip(&elements) {
                 line[index] = element;
             }
         }
@@ -153,7 +159,7 @@ struct Quantize<'a, T, const B: usize> {
 
 impl<T: HostElement, const B: usize> NullaryFnOnce for Quantize<'_, T, B>
 where
-    Strip<B>: Choose,
+    BlockBatch<B>: Choose,
 {
     type Output = ();
 
@@ -169,34 +175,34 @@ where
 
 impl<T: HostElement, const B: usize> Quantize<'_, T, B>
 where
-    Strip<B>: Choose,
+    BlockBatch<B>: Choose,
 {
-    /// The blocked axis is contiguous: a strip is 32 blocks of one row.
+    /// The blocked axis is contiguous: a batch is 32 blocks of one row.
     #[inline(always)]
     fn along_rows(self) {
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
         let tile_rows = scheme.tile_rows();
-        let mut strip = Strip::<B>::new(Order::Along);
+        let mut batch = BlockBatch::<B>::new(Order::Along);
         let mut tile_amax = vec![0.0; if tile_rows > 1 { blocks } else { 0 }];
         let tiles = self.codes.chunks_mut(tile_rows * view.axis / 2);
         for (tile, (codes, scales)) in
             tiles.zip(self.scales.chunks_mut(tile_rows * blocks)).enumerate()
         {
             let first = first + tile * tile_rows;
-            let read = |strip: &mut Strip<B>, row: usize, start: usize, n: usize| {
+            let read = |batch: &mut BlockBatch<B>, row: usize, start: usize, n: usize| {
                 let at = (first + row) * view.axis + start * B;
-                T::read(&values[at..][..n * B], &mut strip.values_mut()[..n * B]);
+                T::read(&values[at..][..n * B], &mut batch.values_mut()[..n * B]);
             };
             let rows = scales.len() / blocks;
             if tile_rows > 1 {
                 tile_amax.fill(0.0);
                 for row in 0..rows {
-                    for start in (0..blocks).step_by(STRIP) {
-                        let n = STRIP.min(blocks - start);
-                        read(&mut strip, row, start, n);
-                        strip.find_amax();
-                        for (tile, &block) in tile_amax[start..][..n].iter_mut().zip(&strip.amax) {
+                    for start in (0..blocks).step_by(BATCH) {
+                        let n = BATCH.min(blocks - start);
+                        read(&mut batch, row, start, n);
+                        batch.find_amax();
+                        for (tile, &block) in tile_amax[start..][..n].iter_mut().zip(&batch.amax) {
                             *tile = larger(*tile, block);
                         }
                     }
@@ -205,68 +211,68 @@ where
             let lines = codes.chunks_exact_mut(view.axis / 2).zip(scales.chunks_exact_mut(blocks));
             for (row, (codes, scales)) in lines.enumerate() {
                 let factor = self.task.factor(first + row);
-                (0..STRIP).for_each(|block| strip.set_factor(block, factor));
-                for start in (0..blocks).step_by(STRIP) {
-                    let n = STRIP.min(blocks - start);
-                    read(&mut strip, row, start, n);
+                (0..BATCH).for_each(|block| batch.set_factor(block, factor));
+                for start in (0..blocks).step_by(BATCH) {
+                    let n = BATCH.min(blocks - start);
+                    read(&mut batch, row, start, n);
                     if tile_rows > 1 {
-                        strip.amax[..n].copy_from_slice(&tile_amax[start..][..n]);
+                        batch.amax[..n].copy_from_slice(&tile_amax[start..][..n]);
                     } else {
-                        strip.find_amax();
+                        batch.find_amax();
                     }
-                    strip.find_scales(scheme.rule);
+                    batch.find_scales(scheme.rule);
                     if let Rounding::Stochastic(draw) = scheme.rounding {
                         for block in 0..n {
                             let at = (first + row) * view.axis + (start + block) * B;
-                            strip.draw(block, at, draw);
+                            batch.draw(block, at, draw);
                         }
                     }
-                    strip.find_codes(scheme);
-                    scales[start..][..n].copy_from_slice(&strip.scales[..n]);
+                    batch.find_codes(scheme);
+                    scales[start..][..n].copy_from_slice(&batch.scales[..n]);
                     let codes = codes[start * B / 2..][..n * B / 2].chunks_exact_mut(B / 2);
-                    codes.enumerate().for_each(|(block, bytes)| strip.write_codes(block, bytes));
+                    codes.enumerate().for_each(|(block, bytes)| batch.write_codes(block, bytes));
                 }
             }
         }
     }
 
-    /// The blocked axis is strided, or a search compares neighbouring rows: a strip is one block of
+    /// The blocked axis is strided, or a search compares neighbouring rows: a batch is one block of
     /// each of 32 of them.
     #[inline(always)]
     fn across_rows(self) {
         let Rows { view, scheme, importance, first, .. } = self.task;
         let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
-        let mut strip = Strip::<B>::new(Order::Across);
-        // All strips of a block before the next block: neighbours share the lines they read, and a
+        let mut batch = BlockBatch::<B>::new(Order::Across);
+        // All batches of a block before the next block: neighbours share the lines they read, and a
         // task is narrow enough that the lines it writes stay cached until the next block.
         for block in 0..blocks {
             let importance = importance.of_block(block, B);
-            for at in (0..rows).step_by(STRIP) {
-                let n = STRIP.min(rows - at);
+            for at in (0..rows).step_by(BATCH) {
+                let n = BATCH.min(rows - at);
                 for index in 0..n {
-                    strip.set_factor(index, self.task.factor(first + at + index));
+                    batch.set_factor(index, self.task.factor(first + at + index));
                 }
-                self.task.read(&mut strip, first + at, block, n);
-                strip.find_amax();
+                self.task.read(&mut batch, first + at, block, n);
+                batch.find_amax();
                 if scheme.blocks == Blocks::Tile16x16 {
-                    strip.share_amax(n);
+                    batch.share_amax(n);
                 }
                 if let Rounding::Stochastic(draw) = scheme.rounding {
                     for index in 0..n {
-                        strip.draw(index, (first + at + index) * view.axis + block * B, draw);
+                        batch.draw(index, (first + at + index) * view.axis + block * B, draw);
                     }
                 }
                 if scheme.search == ScaleSearch::Amax {
-                    strip.find_scales(scheme.rule);
-                    strip.find_codes(scheme);
+                    batch.find_scales(scheme.rule);
+                    batch.find_codes(scheme);
                 } else {
-                    strip.choose(scheme, importance, n);
+                    batch.choose(scheme, importance, n);
                 }
                 for index in 0..n {
-                    self.scales[(at + index) * blocks + block] = strip.scales[index];
+                    self.scales[(at + index) * blocks + block] = batch.scales[index];
                     let start = ((at + index) * view.axis + block * B) / 2;
-                    strip.write_codes(index, &mut self.codes[start..start + B / 2]);
+                    batch.write_codes(index, &mut self.codes[start..start + B / 2]);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! The arithmetic of block scales on a strip of blocks, in loops that the compiler turns into SIMD.
+//! The arithmetic of block scales on a batch of blocks, in loops that the compiler turns into SIMD.
 //!
 //! A format is a const generic parameter of every function that searches, so that all constants
 //! derived from its row are constants of the compiled loops. What there is to compute is defined in
@@ -7,8 +7,8 @@
 use burn_fp4_formats::{Fp4Format, Minifloat, ScaleGrid};
 
 use crate::scale_grid::{
-    F32_BIAS, F32_MANTISSA_BITS, HALF_IS_AS_GOOD, MARGIN, PowerRounding, Unit, is_zero,
-    power_of_two, power_of_zeros,
+    BlockNormalization, F32_BIAS, F32_MANTISSA_BITS, HALF_IS_AS_GOOD, MARGIN, PowerRounding,
+    is_zero, power_of_two, power_of_zeros,
 };
 
 /// Work that is compiled for each format.
@@ -83,10 +83,10 @@ impl<const FORMAT: usize> Scales<FORMAT> {
     /// The smallest code whose double does not exist.
     const NO_DOUBLE: u32 = Self::MAX_CODE + 1 - Self::FIRST_NORMAL;
 
-    /// The units of a block; see [`Unit`].
+    /// The units of a block; see [`BlockNormalization`].
     #[inline(always)]
-    pub(super) fn unit(amax: f32, encode: f32) -> Unit {
-        Unit::new(Self::GRID, amax, encode)
+    pub(super) fn normalization(amax: f32, encode: f32) -> BlockNormalization {
+        BlockNormalization::new(Self::GRID, amax, encode)
     }
 
     /// Whether a scale is the value 0.
@@ -175,13 +175,13 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         }
     }
 
-    /// See [`Unit::lowest`].
+    /// See [`BlockNormalization::lowest`].
     #[inline(always)]
     pub(super) fn lowest(base: u32) -> u32 {
-        Unit { grid: Self::GRID, factor: 1.0, base, searchable: true }.lowest().into()
+        BlockNormalization { grid: Self::GRID, factor: 1.0, base, searchable: true }.lowest().into()
     }
 
-    /// See [`Unit::zeros`].
+    /// See [`BlockNormalization::zeros`].
     #[inline(always)]
     pub(super) fn zeros(base: u32, amax: f32) -> u32 {
         match Self::GRID {
@@ -281,13 +281,13 @@ mod tests {
         fn check<const FORMAT: usize>() {
             for step in 0..4000 {
                 let amax = 2f32.powf(-12.0 + step as f32 / 150.0);
-                let unit = Scales::<FORMAT>::unit(amax, 1.0);
-                let amax = amax * unit.factor;
-                let zeros = Scales::<FORMAT>::zeros(unit.base, amax);
-                assert_eq!(zeros, u32::from(unit.zeros(amax)), "{amax}");
-                for scale in unit.scales() {
-                    let value = Scales::<FORMAT>::value(scale.into(), unit.base);
-                    assert_eq!(value, unit.value(scale));
+                let normalization = Scales::<FORMAT>::normalization(amax, 1.0);
+                let amax = amax * normalization.factor;
+                let zeros = Scales::<FORMAT>::zeros(normalization.base, amax);
+                assert_eq!(zeros, u32::from(normalization.zeros(amax)), "{amax}");
+                for scale in normalization.scales() {
+                    let value = Scales::<FORMAT>::value(scale.into(), normalization.base);
+                    assert_eq!(value, normalization.value(scale));
                 }
             }
         }

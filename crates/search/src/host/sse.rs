@@ -1,13 +1,13 @@
-//! The scales with the smallest squared error, of a strip of blocks: the definition, and why a
+//! The scales with the smallest squared error, of a batch of blocks: the definition, and why a
 //! window of scales is enough, are in `reference/sse.rs`.
 
 use super::scale_grid::{Scales, Window};
-use super::strip::{STRIP, Strip};
-use super::tile::sum_tiles;
-use crate::Fp4Scheme;
+use super::simd_batch::{BATCH, BlockBatch};
+use super::tile_reduce::sum_tiles;
 use crate::e2m1::nearest_magnitude;
+use crate::scheme::Fp4Scheme;
 
-impl<const B: usize> Strip<B> {
+impl<const B: usize> BlockBatch<B> {
     /// Chooses the scales of the first `n` blocks or of their tiles. `weights` are those of the
     /// elements of a block.
     #[inline(always)]
@@ -18,34 +18,35 @@ impl<const B: usize> Strip<B> {
         n: usize,
     ) {
         let tiles = scheme.tile_rows() > 1;
-        let units = self.units::<FORMAT>(n);
-        let mut weight = [1.0; STRIP];
-        let mut total = [B as f32; STRIP];
+        let normalizations = self.normalizations::<FORMAT>(n);
+        let mut weight = [1.0; BATCH];
+        let mut total = [B as f32; BATCH];
         if let Some(weights) = weights {
             (weight, total) = self.weights_of_largest(weights);
         }
         if tiles {
             share_weights(&mut weight, &mut total, n);
         }
-        let magnitudes = Magnitudes::new(self, &units.factor);
+        let magnitudes = Magnitudes::new(self, &normalizations.factor);
         // Each a line of its own, and masks instead of truth values: the loops below become SIMD.
-        let (mut high, mut low) = ([0; STRIP], [0; STRIP]);
-        let (mut amax, mut code, mut active) = ([0.0; STRIP], [0u32; STRIP], [0u32; STRIP]);
-        for block in 0..STRIP {
+        let (mut high, mut low) = ([0; BATCH], [0; BATCH]);
+        let (mut amax, mut code, mut active) = ([0.0; BATCH], [0u32; BATCH], [0u32; BATCH]);
+        for block in 0..BATCH {
             let crest = crest(weight[block], total[block]);
-            amax[block] = self.amax[block] * units.factor[block];
-            let window = Scales::<FORMAT>::window(units.base[block], amax[block], crest);
+            amax[block] = self.amax[block] * normalizations.factor[block];
+            let window = Scales::<FORMAT>::window(normalizations.base[block], amax[block], crest);
             (high[block], low[block]) = (window.high, window.low);
             code[block] = window.first();
-            active[block] = mask(units.searchable[block] & (code[block] >= window.low));
+            active[block] = mask(normalizations.searchable[block] & (code[block] >= window.low));
         }
         let own = self.scales.map(u32::from);
-        let (mut best, mut best_code) = ([f32::INFINITY; STRIP], own);
+        let (mut best, mut best_code) = ([f32::INFINITY; BATCH], own);
         // The rule's own scale first, then those of the window, by one loop: what is inlined in it
         // is long.
         let (mut tried, mut is_own) = (own, true);
         loop {
-            let (values, multipliers) = self.scales_of::<FORMAT>(scheme.rule, &tried, &units.base);
+            let (values, multipliers) =
+                self.scales_of::<FORMAT>(scheme.rule, &tried, &normalizations.base);
             let mut costs = magnitudes.squared_error(scheme, &values, &multipliers, weights);
             if tiles {
                 sum_tiles(&mut costs, n);
@@ -53,13 +54,13 @@ impl<const B: usize> Strip<B> {
             if is_own {
                 best = start::<FORMAT>(&own, &costs);
             } else {
-                for block in 0..STRIP {
+                for block in 0..BATCH {
                     let better = active[block]
                         & mask(is_better(costs[block], best[block], best_code[block], own[block]));
                     best[block] = if better != 0 { costs[block] } else { best[block] };
                     best_code[block] = if better != 0 { code[block] } else { best_code[block] };
                     let next = Window::next(code[block], high[block]);
-                    let value = Scales::<FORMAT>::value(next, units.base[block]);
+                    let value = Scales::<FORMAT>::value(next, normalizations.base[block]);
                     let clipped = (-6.0f32).mul_add(value, amax[block]).max(0.0);
                     let hopeless = (weight[block] * clipped) * clipped > best[block];
                     // Below 0 codes wrap around.
@@ -78,16 +79,16 @@ impl<const B: usize> Strip<B> {
 
     /// Weight of the element of largest magnitude, the largest if there are several, and their sum.
     #[inline(always)]
-    fn weights_of_largest(&self, weights: &[f32]) -> ([f32; STRIP], [f32; STRIP]) {
-        let mut of_largest = [0.0; STRIP];
-        for (line, &weight) in self.values().chunks_exact(STRIP).zip(weights) {
-            for block in 0..STRIP {
+    fn weights_of_largest(&self, weights: &[f32]) -> ([f32; BATCH], [f32; BATCH]) {
+        let mut of_largest = [0.0; BATCH];
+        for (line, &weight) in self.values().chunks_exact(BATCH).zip(weights) {
+            for block in 0..BATCH {
                 let is_largest = line[block].abs() == self.amax[block];
                 let larger = is_largest & (weight > of_largest[block]);
                 of_largest[block] = if larger { weight } else { of_largest[block] };
             }
         }
-        (of_largest, [weights[..B].iter().sum(); STRIP])
+        (of_largest, [weights[..B].iter().sum(); BATCH])
     }
 }
 
@@ -97,18 +98,18 @@ fn mask(holds: bool) -> u32 {
     u32::from(holds).wrapping_neg()
 }
 
-/// The magnitudes of a strip, and the same in the units of their blocks.
+/// The magnitudes of a batch, and the same in the units of their blocks.
 struct Magnitudes<const B: usize> {
-    own: [[f32; STRIP]; B],
-    scaled: [[f32; STRIP]; B],
+    own: [[f32; BATCH]; B],
+    scaled: [[f32; BATCH]; B],
 }
 
 impl<const B: usize> Magnitudes<B> {
     #[inline(always)]
-    fn new(strip: &Strip<B>, factors: &[f32; STRIP]) -> Self {
-        let mut magnitudes = Self { own: [[0.0; STRIP]; B], scaled: [[0.0; STRIP]; B] };
-        for (k, line) in strip.values().chunks_exact(STRIP).enumerate() {
-            for block in 0..STRIP {
+    fn new(batch: &BlockBatch<B>, factors: &[f32; BATCH]) -> Self {
+        let mut magnitudes = Self { own: [[0.0; BATCH]; B], scaled: [[0.0; BATCH]; B] };
+        for (k, line) in batch.values().chunks_exact(BATCH).enumerate() {
+            for block in 0..BATCH {
                 magnitudes.own[k][block] = line[block].abs();
                 magnitudes.scaled[k][block] = line[block].abs() * factors[block];
             }
@@ -121,10 +122,10 @@ impl<const B: usize> Magnitudes<B> {
     fn squared_error(
         &self,
         scheme: &Fp4Scheme,
-        values: &[f32; STRIP],
-        multipliers: &[f32; STRIP],
+        values: &[f32; BATCH],
+        multipliers: &[f32; BATCH],
         weights: Option<&[f32]>,
-    ) -> [f32; STRIP] {
+    ) -> [f32; BATCH] {
         if scheme.rule.row().normalization.divides() {
             self.sum_errors(values, multipliers, weights, |x, scale| x / scale)
         } else {
@@ -135,15 +136,15 @@ impl<const B: usize> Magnitudes<B> {
     #[inline(always)]
     fn sum_errors(
         &self,
-        values: &[f32; STRIP],
-        multipliers: &[f32; STRIP],
+        values: &[f32; BATCH],
+        multipliers: &[f32; BATCH],
         weights: Option<&[f32]>,
         normalize: impl Fn(f32, f32) -> f32,
-    ) -> [f32; STRIP] {
-        let mut costs = [0.0; STRIP];
+    ) -> [f32; BATCH] {
+        let mut costs = [0.0; BATCH];
         for (k, (own, scaled)) in self.own.iter().zip(&self.scaled).enumerate() {
             let weight = weights.map_or(1.0, |weights| weights[k]);
-            for block in 0..STRIP {
+            for block in 0..BATCH {
                 let nearest = nearest_magnitude(normalize(own[block], multipliers[block]));
                 let error = (-nearest).mul_add(values[block], scaled[block]);
                 costs[block] = (weight * error).mul_add(error, costs[block]);
@@ -162,7 +163,7 @@ pub(super) fn crest(largest: f32, total: f32) -> f32 {
 
 /// The costs of the rules' own scales, infinite where a block has none that counts.
 #[inline(always)]
-pub(super) fn start<const FORMAT: usize>(own: &[u32; STRIP], costs: &[f32; STRIP]) -> [f32; STRIP] {
+pub(super) fn start<const FORMAT: usize>(own: &[u32; BATCH], costs: &[f32; BATCH]) -> [f32; BATCH] {
     core::array::from_fn(|block| {
         let counts = !Scales::<FORMAT>::is_zero(own[block]) & (costs[block] < f32::INFINITY);
         if counts { costs[block] } else { f32::INFINITY }
@@ -178,8 +179,8 @@ pub(super) fn is_better(cost: f32, best: f32, best_code: u32, own: u32) -> bool 
 
 /// Gives every row of a tile the weight of the tile's largest element, and the sum of all weights.
 #[inline(always)]
-fn share_weights(weight: &mut [f32; STRIP], total: &mut [f32; STRIP], n: usize) {
-    for start in (0..STRIP).step_by(16) {
+fn share_weights(weight: &mut [f32; BATCH], total: &mut [f32; BATCH], n: usize) {
+    for start in (0..BATCH).step_by(16) {
         let rows = start..n.clamp(start, start + 16);
         // Of several rows any might hold the largest element: the smallest weight is the safe one.
         let least = weight[rows.clone()].iter().fold(f32::INFINITY, |a, &b| a.min(b));

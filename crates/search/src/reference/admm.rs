@@ -8,7 +8,7 @@
 //! best it has seen.
 
 use super::block::{Block, Choice};
-use super::point::{self, Point, Target, nearest, product};
+use super::solution::{self, BlockProblem, Solution, nearest, product};
 use crate::importance::BlockHessian;
 
 /// Times the scale moves.
@@ -20,7 +20,7 @@ const INNER: usize = 10;
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
         let operator = Operator::<B>::new(hessian.values);
-        point::choose(block, hessian, |target, start| improve(target, &operator, start))
+        solution::choose(block, hessian, |problem, start| improve(problem, &operator, start))
     }
     match hessian.size {
         16 => of_size::<16>(block, hessian),
@@ -32,7 +32,7 @@ pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
 pub(super) fn choose_published(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
         let operator = Operator::<B>::new(hessian.values);
-        point::choose(block, hessian, |target, _| published(target, &operator))
+        solution::choose(block, hessian, |problem, _| published(problem, &operator))
     }
     match hessian.size {
         16 => of_size::<16>(block, hessian),
@@ -100,17 +100,17 @@ fn inverse_plus_identity<const B: usize>(matrix: &[[f32; B]; B]) -> [[f32; B]; B
 /// The last iterate from the rule's scale.
 #[inline(always)]
 pub(crate) fn published<const B: usize>(
-    target: &Target<'_, B>,
+    problem: &BlockProblem<'_, B>,
     operator: &Operator<B>,
-) -> Point<B> {
-    let mut last = Point { scale: target.own, elements: [0.0; B], cost: 0.0 };
+) -> Solution<B> {
+    let mut last = Solution { scale: problem.own, elements: [0.0; B], cost: 0.0 };
     for _ in 0..OUTER {
-        let Some((elements, next)) = steps(target, operator, last.scale) else { break };
+        let Some((elements, next)) = steps(problem, operator, last.scale) else { break };
         last.elements = elements;
         let Some(next) = next else { break };
         last.scale = next;
     }
-    last.cost = target.cost(last.scale, &last.elements);
+    last.cost = problem.cost(last.scale, &last.elements);
     last
 }
 
@@ -118,27 +118,27 @@ pub(crate) fn published<const B: usize>(
 /// their scale alone, so those for a scale are taken once.
 #[inline(always)]
 pub(crate) fn improve<const B: usize>(
-    target: &Target<'_, B>,
+    problem: &BlockProblem<'_, B>,
     operator: &Operator<B>,
-    start: Point<B>,
-) -> Point<B> {
+    start: Solution<B>,
+) -> Solution<B> {
     let mut best = start;
     let mut keep = |scale, elements| {
-        let cost = target.cost(scale, &elements);
+        let cost = problem.cost(scale, &elements);
         if cost < best.cost {
-            best = Point { scale, elements, cost };
+            best = Solution { scale, elements, cost };
         }
     };
     let mut taken = [0u8; 2 * OUTER];
     let mut count = 0;
-    for mut scale in [target.own, start.scale] {
+    for mut scale in [problem.own, start.scale] {
         for _ in 0..OUTER {
             if taken[..count].contains(&scale) {
                 break;
             }
             taken[count] = scale;
             count += 1;
-            let Some((elements, next)) = steps(target, operator, scale) else { break };
+            let Some((elements, next)) = steps(problem, operator, scale) else { break };
             keep(scale, elements);
             let Some(next) = next else { break };
             keep(next, elements);
@@ -152,15 +152,15 @@ pub(crate) fn improve<const B: usize>(
 /// another. Nothing for a scale of 0.
 #[inline(always)]
 fn steps<const B: usize>(
-    target: &Target<'_, B>,
+    problem: &BlockProblem<'_, B>,
     operator: &Operator<B>,
     scale: u8,
 ) -> Option<([f32; B], Option<u8>)> {
-    let value = target.unit.value(scale);
+    let value = problem.normalization.value(scale);
     if value == 0.0 {
         return None;
     }
-    let normalized = target.scaled.map(|x| x / value);
+    let normalized = problem.scaled.map(|x| x / value);
     let wanted = product(operator.scaled.as_flattened(), &normalized);
     let mut elements = nearest(&normalized);
     let mut dual = [0.0; B];
@@ -178,15 +178,15 @@ fn steps<const B: usize>(
             dual[i] = right[i] - elements[i];
         }
     }
-    let weighted = target.product(&elements);
+    let weighted = problem.product(&elements);
     let [mut numerator, mut denominator] = [0.0f32; 2];
     for i in 0..B {
-        numerator = target.scaled[i].mul_add(weighted[i], numerator);
+        numerator = problem.scaled[i].mul_add(weighted[i], numerator);
         denominator = elements[i].mul_add(weighted[i], denominator);
     }
     if !(numerator > 0.0 && denominator > 1e-12) {
         return Some((elements, None));
     }
-    let next = target.unit.nearest(numerator / denominator);
+    let next = problem.normalization.nearest(numerator / denominator);
     Some((elements, (next != scale).then_some(next)))
 }

@@ -1,7 +1,8 @@
 //! The rule's scale, made of the largest magnitude of the block.
 
 use super::block::{Block, Choice};
-use crate::{Fp4Scheme, TensorScaling};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorScaling;
 
 /// The amax that the tensor scale is made from: one value, or one per row.
 ///

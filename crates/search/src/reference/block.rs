@@ -2,8 +2,9 @@
 
 use burn_fp4_formats::E2M1;
 
-use crate::scale_grid::{Unit, is_zero};
-use crate::{Fp4Scheme, TensorFactor};
+use crate::scale_grid::{BlockNormalization, is_zero};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorFactor;
 
 /// A block, or the rows of a tile, of one tensor factor.
 pub(super) struct Block<'a> {
@@ -11,7 +12,7 @@ pub(super) struct Block<'a> {
     pub(super) rows: &'a [&'a [f32]],
     pub(super) tensor: TensorFactor,
     pub(super) amax: f32,
-    pub(super) unit: Unit,
+    pub(super) normalization: BlockNormalization,
 }
 
 /// The scale of a block, and the E2M1 values of its codes where they need not be the nearest.
@@ -34,8 +35,9 @@ impl<'a> Block<'a> {
         tensor: TensorFactor,
         amax: f32,
     ) -> Self {
-        let unit = Unit::new(scheme.format().row().scale_grid(), amax, tensor.encode);
-        Self { scheme, rows, tensor, amax, unit }
+        let normalization =
+            BlockNormalization::new(scheme.format().row().scale_grid(), amax, tensor.encode);
+        Self { scheme, rows, tensor, amax, normalization }
     }
 
     /// The scale that the rule makes of the amax.
@@ -47,8 +49,8 @@ impl<'a> Block<'a> {
     /// the smallest.
     pub(super) fn cheapest(&self, cost: impl Fn(u8) -> f32) -> u8 {
         let mut best = self.start(&cost);
-        if self.unit.searchable {
-            for scale in self.unit.scales() {
+        if self.normalization.searchable {
+            for scale in self.normalization.scales() {
                 let cost = cost(scale);
                 if cost < best.0 {
                     best = (cost, scale);
@@ -62,13 +64,14 @@ impl<'a> Block<'a> {
     /// to search for, if it is 0, or if the cost is NaN.
     pub(super) fn start(&self, cost: impl FnOnce(u8) -> f32) -> (f32, u8) {
         let scale = self.rule_scale();
-        let counts = self.unit.searchable && !is_zero(self.unit.grid, scale.into());
+        let counts =
+            self.normalization.searchable && !is_zero(self.normalization.grid, scale.into());
         (if counts { finite(cost(scale)) } else { f32::INFINITY }, scale)
     }
 
     /// The elements of a row in the units of the block.
     pub(super) fn scaled(&self, row: usize) -> Vec<f32> {
-        self.rows[row].iter().map(|element| element * self.unit.factor).collect()
+        self.rows[row].iter().map(|element| element * self.normalization.factor).collect()
     }
 
     /// The E2M1 values nearest to the elements of a row, as the rule rounds them.
@@ -81,7 +84,7 @@ impl<'a> Block<'a> {
 
     /// The errors of a row, in the units of the block, each rounded once.
     pub(super) fn errors(&self, row: usize, scale: u8, values: &[f32]) -> Vec<f32> {
-        let scale = self.unit.value(scale);
+        let scale = self.normalization.value(scale);
         let scaled = self.scaled(row);
         scaled.iter().zip(values).map(|(x, value)| (-value).mul_add(scale, *x)).collect()
     }

@@ -8,19 +8,21 @@
 use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
-use crate::ScaleSearch;
 use crate::importance::BlockHessian;
+use crate::method::ScaleSearch;
 
 /// The rule's own scale unless another is better, of several such the smallest; none beyond the
 /// first that rounds all elements to zero. Without values if there was nothing to search for.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     let descend = |scale| descend(block, hessian, scale, block.nearest(0, scale));
     let (cost, scale) = block.start(|scale| descend(scale).0);
-    if !block.unit.searchable {
+    if !block.normalization.searchable {
         return Choice::nearest(scale);
     }
     let mut best = (cost, scale, descend(scale).1);
-    for scale in block.unit.lowest()..=block.unit.zeros(block.amax * block.unit.factor) {
+    for scale in block.normalization.lowest()
+        ..=block.normalization.zeros(block.amax * block.normalization.factor)
+    {
         let (cost, values) = descend(scale);
         if cost < best.0 {
             best = (cost, scale, values);
@@ -37,7 +39,7 @@ fn descend(
     nearest: Vec<f32>,
 ) -> (f32, Vec<f32>) {
     let n = hessian.size;
-    let value = block.unit.value(scale);
+    let value = block.normalization.value(scale);
     let reciprocal = 1.0 / value;
     let errors = block.errors(0, scale, &nearest);
     let nearest_cost = hessian.cost(&errors);

@@ -4,8 +4,8 @@
 use burn_fp4_formats::E2M1;
 
 use super::block::{Block, Choice};
-use crate::ErrorMetric;
-use crate::tile::sum_rows;
+use crate::method::ErrorMetric;
+use crate::tile_reduce::sum_rows;
 
 /// The better scale of a block or of the rows of a tile.
 pub(super) fn choose(block: &Block<'_>, metric: ErrorMetric) -> Choice {

@@ -9,7 +9,7 @@
 //! | `hessian.rs`            | the best scale by `r^T H r`                                        |
 //! | `coordinate_descent.rs` | scale and codes, improved one at a time                            |
 //! | `admm.rs`, `joint.rs`   | scale and codes by ADMM, and the best there are                    |
-//! | `block.rs`, `point.rs`  | a block as these see it: elements, units, a scale with its codes   |
+//! | `block.rs`, `solution.rs`  | a block as these see it: elements, units, a scale with its codes   |
 
 pub(crate) mod admm;
 mod amax;
@@ -17,8 +17,7 @@ mod block;
 mod coordinate_descent;
 mod four_over_six;
 mod hessian;
-pub(crate) mod joint;
-pub(crate) mod point;
+pub(crate) mod solution;
 mod sse;
 
 use core::ops::Range;
@@ -28,9 +27,12 @@ use burn_fp4_formats::{E2M1, Packed, check_length};
 pub use amax::amax;
 use block::{Block, Choice};
 
-use crate::{
-    Draw, Fp4Scheme, Importance, Rounding, ScaleSearch, SearchError, TensorFactor, stochastic_code,
-};
+use crate::error::SearchError;
+use crate::importance::Importance;
+use crate::method::ScaleSearch;
+use crate::rounding::{Draw, Rounding, stochastic_code};
+use crate::scheme::Fp4Scheme;
+use crate::tensor_scale::TensorFactor;
 
 /// The codes and scales of a row-major `[rows, cols]` matrix whose blocks run along its rows, by
 /// the reference quantizer.
@@ -158,7 +160,6 @@ impl Matrix<'_> {
             ScaleSearch::CoordinateDescent => {
                 coordinate_descent::choose(block, importance.hessian())
             }
-            ScaleSearch::Joint => joint::choose(block, importance.hessian()),
             ScaleSearch::Admm => admm::choose(block, importance.hessian()),
             ScaleSearch::AdmmPublished => admm::choose_published(block, importance.hessian()),
         }

@@ -16,7 +16,7 @@
 
 use super::block::{Block, Choice};
 use crate::importance::BlockImportance;
-use crate::tile::sum_rows;
+use crate::tile_reduce::sum_rows;
 
 /// The rule's own scale unless another is better, of several such the smallest.
 pub(super) fn choose(block: &Block<'_>, importance: BlockImportance<'_>) -> Choice {

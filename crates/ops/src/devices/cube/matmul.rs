@@ -4,7 +4,7 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_fp4_cubecl::{Capability, PackedHandles, PlannedProduct, Product};
+use burn_fp4_cubecl::{Capability, Matmul, MatmulPlan, PackedHandles};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
 use super::device::{kernel_dtype, output_tensor};
@@ -19,21 +19,20 @@ pub(crate) fn plan(
     layout: &Fp4Layout,
     dtype: DType,
     device: &Capability,
-) -> Option<PlannedProduct> {
+) -> Option<MatmulPlan> {
     let [k, n] = layout.shape[..] else { return None };
     if layout.axis != 0 {
         return None;
     }
     let Fp4Layout { format, block_size, .. } = *layout;
     let dtype = kernel_dtype(dtype);
-    let product = Product { inputs: m, outputs: n, channels: k, format, block_size, dtype };
-    product.plan(device).ok().flatten()
+    Matmul { m, n, k, format, block_size, dtype }.plan(device).ok().flatten()
 }
 
 /// Runs a planned product, as a tensor of a shape. While a graph is captured it also prefetches the
 /// weight of the next product.
 pub(crate) fn run(
-    plan: &PlannedProduct,
+    plan: &MatmulPlan,
     input: CubeTensor,
     weight: Fp4Primitive<CubeBackend>,
     bias: Option<CubeTensor>,
@@ -42,9 +41,9 @@ pub(crate) fn run(
     let input = into_contiguous(input);
     let bias = bias.map(|bias| into_contiguous(bias).handle);
     let weight = handles(weight);
-    let next = prefetch::next_weight(plan.product(), &weight);
+    let next = prefetch::next_weight(plan.matmul(), &weight);
     let output = plan
-        .run_and_read_ahead(&input.client, weight, input.handle.clone(), bias, next)
+        .run(&input.client, weight, input.handle.clone(), bias, next)
         .expect("tensors have the lengths of their shapes");
     queues::submit_launches(&input.device);
     output_tensor(&input, output, shape, input.dtype)

@@ -32,8 +32,8 @@ use burn_fp4_cubecl::{
     Activations, Capability, Dtype, Hessians, PackedHandles, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
-use burn_fp4_search::host::{Restore, View};
-use burn_fp4_search::{Fp4Scheme, GramTiles, Hadamard, ScaleSearch};
+use burn_fp4_search::host::{DequantTarget, View};
+use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, ScaleSearch};
 
 use self::device::{contiguous, has_kernels, kernel_dtype, output_tensor};
 use self::matmul::{handles, scheme_of};
@@ -41,7 +41,7 @@ use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
 use crate::counts::{DENSE, FUSED};
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, amax_shape};
 use crate::primitive::Fp4Primitive;
 use crate::saturated::Saturated;
@@ -183,15 +183,15 @@ impl Fp4Backend for CubeBackend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        curvature: Arc<Curvature>,
+        hessian_factor: Arc<HessianFactor>,
     ) -> Fp4Primitive<Self> {
-        let Some(on_device) = curvature.on_cube() else {
-            return portable::quantize_gptq::<Self>(values, amax, axis, scheme, curvature);
+        let Some(on_device) = hessian_factor.on_cube() else {
+            return portable::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor);
         };
-        let channels = curvature.channels();
+        let channels = hessian_factor.channels();
         let problem =
             Problem { view: View::along(values.meta.shape(), axis), dtype: Dtype::F32, scheme };
-        // Channels first, in the order of the curvature.
+        // Channels first, in the order of the Hessian factor.
         let shape = values.meta.shape().clone();
         let rank = shape.num_dims();
         let axes: Vec<_> = [axis].into_iter().chain((0..rank).filter(|&dim| dim != axis)).collect();
@@ -200,12 +200,12 @@ impl Fp4Backend for CubeBackend {
             values,
             Shape::new([channels, shape.num_elements() / channels.max(1)]),
         );
-        let order = curvature.order().iter().map(|&channel| channel as i32).collect();
+        let order = hessian_factor.order().iter().map(|&channel| channel as i32).collect();
         let order = Self::int_from_data(TensorData::new(order, [channels]), &values.device);
         let values = into_contiguous(Self::float_select(values, 0, order));
         quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
             let values = values.handle.clone();
-            let options = curvature.options();
+            let options = hessian_factor.options();
             quantize_gptq(client, device, values, amax, on_device, options, &problem)
         })
     }
@@ -250,11 +250,11 @@ impl Fp4Backend for CubeBackend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        restore: Restore,
+        target: DequantTarget,
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         if !has_kernels(&values.device) {
-            return portable::fake_quantize::<Self>(values, amax, axis, scheme, restore);
+            return portable::fake_quantize::<Self>(values, amax, axis, scheme, target);
         }
         let values = into_contiguous(values);
         let shape = values.meta.shape().clone();
@@ -268,7 +268,7 @@ impl Fp4Backend for CubeBackend {
             values.handle.clone(),
             amax,
             &problem,
-            restore,
+            target,
         )
         .expect(CHECKED);
         output_tensor(&values, output, shape, values.dtype)
@@ -301,7 +301,7 @@ impl Fp4Backend for CubeBackend {
     fn fp4_add_gram(
         sums: FloatTensor<Self>,
         activations: FloatTensor<Self>,
-        layout: GramTiles,
+        layout: GramLayout,
         first: usize,
     ) -> FloatTensor<Self> {
         if !has_kernels(&sums.device) || sums.dtype != DType::F64 {

@@ -17,7 +17,7 @@
 
 use core::cell::RefCell;
 
-use burn_fp4_cubecl::{NextWeight, PackedHandles, Product};
+use burn_fp4_cubecl::{Matmul, PackedHandles, Prefetch};
 
 thread_local! {
     static NOTES: RefCell<Option<Order<Weight>>> = const { RefCell::new(None) };
@@ -45,16 +45,16 @@ impl Drop for Notes {
 }
 
 /// Notes a product whose weight has another owner, and returns the weight of the product after it.
-pub(super) fn next_weight(product: &Product, weight: &PackedHandles) -> Option<NextWeight> {
+pub(super) fn next_weight(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
-        let own = NextWeight { product: *product, weight: weight.clone() };
+        let own = Prefetch { matmul: *matmul, weight: weight.clone() };
         notes.after(Weight(own)).map(|next| next.0)
     })
 }
 
 #[derive(Clone)]
-struct Weight(NextWeight);
+struct Weight(Prefetch);
 
 impl PartialEq for Weight {
     /// Returns true for the same product with a weight in the same memory.
@@ -63,7 +63,7 @@ impl PartialEq for Weight {
             let codes = &weight.0.weight.codes;
             (codes.memory.descriptor().id.value, codes.offset_start)
         };
-        place(self) == place(other) && self.0.product == other.0.product
+        place(self) == place(other) && self.0.matmul == other.0.matmul
     }
 }
 
@@ -133,13 +133,12 @@ mod tests {
             PackedHandles { codes, scales, tensor_scale, tensor_scales: 1 }
         };
         let (format, dtype) = (Fp4Format::NvFp4, Dtype::Bf16);
-        let product =
-            Product { inputs: 1, outputs: 1, channels: 128, format, block_size: 16, dtype };
-        let next = |weight: &PackedHandles| Some(NextWeight { product, weight: weight.clone() });
+        let matmul = Matmul { m: 1, n: 1, k: 128, format, block_size: 16, dtype };
+        let next = |weight: &PackedHandles| Some(Prefetch { matmul, weight: weight.clone() });
         let (first, second) = (weight(), weight());
         let run = || {
-            let found = [next_weight(&product, &first.clone()), next_weight(&product, &weight())];
-            let last = next_weight(&product, &second.clone());
+            let found = [next_weight(&matmul, &first.clone()), next_weight(&matmul, &weight())];
+            let last = next_weight(&matmul, &second.clone());
             found.into_iter().chain([last]).map(|next| next.map(Weight)).collect::<Vec<_>>()
         };
         assert!(run().iter().all(Option::is_none), "nothing is captured");

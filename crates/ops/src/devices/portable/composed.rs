@@ -3,7 +3,7 @@
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
-use burn_fp4_search::GramTiles;
+use burn_fp4_search::GramLayout;
 
 use super::{dequantize, gram};
 use crate::devices::extension::Fp4Backend;
@@ -33,7 +33,7 @@ pub fn squared_error<B: Fp4Backend>(
 pub fn add_gram<B: Fp4Backend>(
     sums: FloatTensor<B>,
     activations: FloatTensor<B>,
-    layout: GramTiles,
+    layout: GramLayout,
     first: usize,
 ) -> FloatTensor<B> {
     gram::add_gram::<B>(sums, activations, layout, first, B::fp4_deterministic_matmul)

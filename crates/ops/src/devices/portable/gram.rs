@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
-use burn_fp4_search::GramTiles;
+use burn_fp4_search::GramLayout;
 
 /// Activations that are summed in f32 at a time.
 const GRAM_ROWS: usize = 1024;
@@ -15,11 +15,11 @@ const GRAM_ROWS: usize = 1024;
 pub(crate) fn add_gram<B: Backend>(
     sums: FloatTensor<B>,
     activations: FloatTensor<B>,
-    layout: GramTiles,
+    layout: GramLayout,
     first: usize,
     matmul: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
-    const SIDE: usize = GramTiles::SIDE;
+    const SIDE: usize = GramLayout::SIDE;
     let [rows, channels] = activations.shape().dims();
     let tiles = sums.shape()[0];
     if rows * tiles == 0 {

@@ -10,7 +10,7 @@ use burn_fp4_search::host::{View, quantize_packed};
 use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Rounding, ScaleSearch};
 
 use super::floats::{Floats, rows};
-use crate::curvature::Curvature;
+use crate::hessian_factor::HessianFactor;
 use crate::primitive::Fp4Primitive;
 
 const CHECKED: &str = "callers check scheme, shape and importance";
@@ -59,14 +59,14 @@ pub fn quantize_gptq<B: Backend>(
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
-    curvature: Arc<Curvature>,
+    hessian_factor: Arc<HessianFactor>,
 ) -> Fp4Primitive<B> {
     let device = values.device();
     let Floats(matrix) = rows::<B>(values, axis);
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
-    let curvature = curvature.on_host().expect("callers look where it was made");
-    let packed = curvature.quantize(&matrix, count, &scheme, &amax);
+    let hessian_factor = hessian_factor.on_host().expect("callers look where it was made");
+    let packed = hessian_factor.quantize(&matrix, count, &scheme, &amax);
     upload::<B>(packed.expect(CHECKED), &device)
 }
 

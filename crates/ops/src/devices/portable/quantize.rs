@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IntDType};
 use burn_fp4_search::formats::E2M1_VALUES;
-use burn_fp4_search::host::Restore;
+use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Blocks, Fp4Scheme, ScaleSearch};
 
 use super::bits::bits;
@@ -63,7 +63,6 @@ fn quantize_rows<B: Backend>(
         ScaleSearch::Sse
         | ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent
-        | ScaleSearch::Joint
         | ScaleSearch::Admm
         | ScaleSearch::AdmmPublished => unreachable!("{:?} is done on the host", scheme.search),
     };
@@ -103,13 +102,13 @@ pub fn fake_quantize<B: Backend>(
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
-    restore: Restore,
+    target: DequantTarget,
 ) -> FloatTensor<B> {
     let (shape, dtype) = (values.shape().to_vec(), FloatDType::from(values.dtype()));
     if needs_host(&scheme) {
         let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
         let mut packed = quantize_on_host::<B>(values, amax, axis, scheme);
-        if restore == Restore::BlockScaled {
+        if target == DequantTarget::WithoutTensorScale {
             let (shape, device) = (packed.tensor_scale.shape(), packed.tensor_scale.device());
             let one = i64::from(1.0f32.to_bits());
             packed.tensor_scale = B::int_full(shape, one.into(), &device, IntDType::I32);
@@ -118,9 +117,9 @@ pub fn fake_quantize<B: Backend>(
     }
     let quantized = quantize_rows(rows::<B>(values, axis), amax, &scheme);
     let elements = quantized.codes.look_up(&E2M1_VALUES);
-    let tensor_scale = match restore {
-        Restore::Values => quantized.tensor_scale,
-        Restore::BlockScaled => Floats::filled(1.0, &quantized.tensor_scale),
+    let tensor_scale = match target {
+        DequantTarget::Full => quantized.tensor_scale,
+        DequantTarget::WithoutTensorScale => Floats::filled(1.0, &quantized.tensor_scale),
     };
     let restored =
         dequantize::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());

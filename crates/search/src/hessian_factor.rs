@@ -1,0 +1,237 @@
+//! H and the factorization of its inverse that GPTQ needs, made of a Gram matrix once for all
+//! weights that are multiplied by the same activations.
+
+use std::fmt;
+
+use burn_fp4_formats::check_length;
+use rayon::prelude::*;
+
+use crate::error::SearchError;
+use crate::gptq::{BlockOrder, Gptq};
+use crate::gram::{Gram, check_blocks};
+use crate::importance::BlockHessians;
+use crate::matrix::{Matrix, invert_factor, product};
+use crate::method::ScaleSearch;
+use crate::scheme::Fp4Scheme;
+
+impl Gptq {
+    /// Checks the options, and that they go with a scheme.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the
+    /// scheme is inconsistent or has tiles.
+    pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
+        self.check_damping()?;
+        scheme.with_search(SEARCH).validate()
+    }
+
+    /// What all weights that are multiplied by the same activations are quantized by.
+    ///
+    /// # Errors
+    /// As [`damped_hessian`](Self::damped_hessian); [`SearchError::Singular`] if H is singular.
+    pub fn hessian_factor(
+        &self,
+        gram: &Gram,
+        block_size: usize,
+    ) -> Result<HessianFactor, SearchError> {
+        HessianFactor::new(gram, self.damped_hessian(gram, block_size)?)
+    }
+
+    /// The part of the Hessian factor that needs no factorization of the whole of H.
+    ///
+    /// # Errors
+    /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels
+    /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is.
+    pub fn damped_hessian(
+        &self,
+        gram: &Gram,
+        block_size: usize,
+    ) -> Result<DampedHessian, SearchError> {
+        self.check_damping()?;
+        DampedHessian::new(*self, gram, block_size)
+    }
+
+    /// # Errors
+    /// [`SearchError::Damping`] if the damping is negative or not finite.
+    fn check_damping(&self) -> Result<(), SearchError> {
+        if self.damping.is_finite() && self.damping >= 0.0 {
+            return Ok(());
+        }
+        Err(SearchError::Damping { found: self.damping })
+    }
+}
+
+/// How a block is chosen anew, given the errors of all others.
+pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
+
+/// The part of a [`HessianFactor`] that takes little time: all but H as a whole and its factorization.
+/// Made by [`Gptq::damped_hessian`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct DampedHessian {
+    options: Gptq,
+    order: Vec<usize>,
+    added: f64,
+    blocks: BlockHessians,
+    inverses: Vec<f32>,
+}
+
+impl DampedHessian {
+    pub(crate) fn new(options: Gptq, gram: &Gram, block_size: usize) -> Result<Self, SearchError> {
+        check_blocks(gram.channels(), block_size)?;
+        check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
+        let channels = gram.channels();
+        let order = options.order.channels(gram, block_size);
+        // Of what is the same in whatever order activations were summed.
+        let diagonal = gram.diagonal().map(|value| f64::from(value as f32));
+        let mean = diagonal.sum::<f64>() / channels.max(1) as f64;
+        // Of no activations, the identity.
+        let added = if mean > 0.0 { options.damping * mean } else { 1.0 };
+        let blocks = order.iter().enumerate().flat_map(|(at, &channel)| {
+            let members = &order[at / block_size * block_size..][..block_size];
+            members.iter().map(move |&member| {
+                let added = if member == channel { added } else { 0.0 };
+                (gram.known(channel, member) + added) as f32
+            })
+        });
+        let blocks = BlockHessians::new(blocks.collect(), block_size)?;
+        let inverses = blocks
+            .values()
+            .par_chunks_exact(block_size * block_size)
+            .map(|block| inverse_of(block, block_size).ok_or(SearchError::Singular))
+            .collect::<Result<Vec<_>, _>>()?
+            .concat();
+        Ok(Self { options, order, added, blocks, inverses })
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &Gptq {
+        &self.options
+    }
+
+    /// Input channels.
+    pub fn channels(&self) -> usize {
+        self.order.len()
+    }
+
+    /// The channels in the order in which they are rounded; those of a block stay together.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    /// What is added to the diagonal of `X^T X`.
+    pub fn added(&self) -> f64 {
+        self.added
+    }
+
+    /// The blocks on the diagonal of H.
+    pub fn blocks(&self) -> &BlockHessians {
+        &self.blocks
+    }
+
+    /// The inverses of these, `[blocks, block_size, block_size]`.
+    pub fn inverses(&self) -> &[f32] {
+        &self.inverses
+    }
+
+    /// The scheme that blocks are chosen anew by.
+    ///
+    /// # Errors
+    /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
+    pub fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, SearchError> {
+        self.options.validate(scheme)?;
+        check_length("block size", self.blocks.block_size(), scheme.block_size)?;
+        Ok(scheme.with_search(SEARCH))
+    }
+}
+
+/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as
+/// far as that is needed. Made by [`Gptq::hessian_factor`].
+#[derive(Clone, PartialEq)]
+pub struct HessianFactor {
+    damped: DampedHessian,
+    factor: Vec<f32>,
+    hessian: Vec<f32>,
+}
+
+impl fmt::Debug for HessianFactor {
+    /// Without the matrices, which have millions of elements.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HessianFactor")
+            .field("options", self.damped.options())
+            .field("channels", &self.damped.channels())
+            .finish()
+    }
+}
+
+impl HessianFactor {
+    pub(crate) fn new(gram: &Gram, damped: DampedHessian) -> Result<Self, SearchError> {
+        let mut wide = hessian(gram, &damped);
+        let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
+        // Backward in both axes H is `L L^T`; the inverse of L, backward again, is U.
+        wide.reverse();
+        let channels = damped.channels();
+        invert_factor(&mut wide, channels).ok_or(SearchError::Singular)?;
+        let factor: Vec<f32> = wide.par_iter().rev().map(|&value| value as f32).collect();
+        if !factor.par_iter().all(|value| value.is_finite()) {
+            return Err(SearchError::Singular);
+        }
+        Ok(Self { damped, factor, hessian })
+    }
+
+    /// All but the two large matrices.
+    pub fn damped(&self) -> &DampedHessian {
+        &self.damped
+    }
+
+    /// The upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
+    pub fn factor(&self) -> &[f32] {
+        &self.factor
+    }
+
+    /// H, `[channels, channels]`.
+    pub fn hessian(&self) -> &[f32] {
+        &self.hessian
+    }
+}
+
+impl BlockOrder {
+    /// The channels in their new order.
+    fn channels(self, gram: &Gram, block_size: usize) -> Vec<usize> {
+        let diagonal: Vec<_> = gram.diagonal().collect();
+        let activity: Vec<f64> = diagonal.chunks(block_size).map(|x| x.iter().sum()).collect();
+        let mut blocks: Vec<_> = (0..activity.len()).collect();
+        if self == Self::Activity {
+            blocks.sort_by(|&a, &b| activity[b].total_cmp(&activity[a]));
+        }
+        blocks.into_iter().flat_map(|block| block * block_size..(block + 1) * block_size).collect()
+    }
+}
+
+/// H in f64.
+fn hessian(gram: &Gram, damped: &DampedHessian) -> Vec<f64> {
+    let DampedHessian { order, added, blocks, .. } = damped;
+    let (channels, size) = (order.len(), blocks.block_size());
+    let mut hessian = vec![0.0; channels * channels];
+    // By squares, of which what is mirrored is in the cache as well.
+    hessian.par_chunks_mut((size * channels).max(1)).enumerate().for_each(|(block, rows)| {
+        let first = block * size;
+        for cols in (0..channels).step_by(size) {
+            for (at, row) in (first..).zip(rows.chunks_exact_mut(channels)) {
+                let members = order[cols..].iter().zip(&mut row[cols..cols + size]);
+                members.for_each(|(&channel, value)| *value = gram.known(order[at], channel));
+            }
+        }
+        for (at, row) in (first..).zip(rows.chunks_exact_mut(channels)) {
+            row[at] += added;
+        }
+    });
+    hessian
+}
+
+/// The inverse of a positive definite matrix; nothing if it is singular.
+fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
+    let mut root: Vec<f64> = matrix.iter().map(|&value| value.into()).collect();
+    invert_factor(&mut root, n)?;
+    let root = Matrix::row_major(&root, n, n);
+    Some(product(root.transposed(), root).into_iter().map(|value| value as f32).collect())
+}

@@ -1,0 +1,52 @@
+//! Methods that improve one block at a time, by the functions of the reference.
+
+use super::hessian::Lines;
+use super::scale_grid::Scales;
+use super::simd_batch::{BATCH, BlockBatch};
+use crate::importance::BlockHessian;
+use crate::reference::solution::{BlockProblem, Solution};
+
+/// Scales and elements of the blocks of a batch.
+pub(super) type Solutions<const B: usize> = ([u32; BATCH], Lines<B>);
+
+/// A method that improves one block at a time. No closure: a function that is not inlined is
+/// compiled for any processor, where each fused multiply-add is a call.
+pub(super) trait Solver<const B: usize> {
+    /// The point that it ends with, given from where to start.
+    fn solve(&self, problem: &BlockProblem<'_, B>, start: Solution<B>) -> Solution<B>;
+}
+
+impl<const B: usize> BlockBatch<B> {
+    /// The scales and elements that a method ends with, given from where to start.
+    #[inline(always)]
+    pub(super) fn solve_blocks<const FORMAT: usize>(
+        &self,
+        hessian: BlockHessian<'_>,
+        n: usize,
+        (mut scales, mut elements): Solutions<B>,
+        method: &impl Solver<B>,
+    ) -> Solutions<B> {
+        let normalizations = self.normalizations::<FORMAT>(n);
+        for block in (0..n).filter(|&block| normalizations.searchable[block]) {
+            let problem = BlockProblem {
+                normalization: Scales::<FORMAT>::normalization(
+                    self.amax[block],
+                    self.encode[block],
+                ),
+                own: self.scales[block],
+                scaled: core::array::from_fn(|k| {
+                    self.values()[k * BATCH + block] * normalizations.factor[block]
+                }),
+                hessian,
+            };
+            let (scale, start) = (scales[block] as u8, elements.each_ref().map(|line| line[block]));
+            let cost = problem.cost(scale, &start);
+            let solution = method.solve(&problem, Solution { scale, elements: start, cost });
+            scales[block] = solution.scale.into();
+            for (line, element) in elements.iter_mut().zip(solution.elements) {
+                line[block] = element;
+            }
+        }
+        (scales, elements)
+    }
+}

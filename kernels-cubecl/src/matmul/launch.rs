@@ -1,0 +1,107 @@
+//! A planned product is run: the kernel that its plan names, compiled for its dtype.
+
+use cubecl::client::Client;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use super::emulated::EmulatedWgmma;
+use super::operands::{MatmulBlueprint, OperandHandles};
+use super::plan::{Kernel, Matmul, MatmulPlan};
+use super::prefetch::Prefetch;
+#[cfg(feature = "cuda")]
+use super::ptx::PtxWgmma;
+use super::{gemv, mma, small_m, wgmma};
+use crate::memory::check_memory;
+use crate::packed::PackedHandles;
+#[cfg(feature = "cuda")]
+use crate::plan::WgmmaSupport;
+use crate::plan::{Dtype, Refusal};
+
+impl MatmulPlan {
+    /// The product that was planned.
+    pub fn matmul(&self) -> &Matmul {
+        &self.matmul
+    }
+
+    /// `input x weight^T + bias`: sums in f32, multiplied with the tensor scale, rounded once.
+    ///
+    /// The input is `[m, k]`, the bias `[n]` and the output `[m, n]`, all in the dtype of the
+    /// matmul. The client belongs to the device of the plan. `prefetch` is the weight that is read
+    /// next; it changes no bits. Only the kernel for at most 16 rows of the input on compute
+    /// capability 9.0 prefetches.
+    ///
+    /// # Errors
+    /// [`Refusal::Memory`] and [`Refusal::TensorScales`]; nothing is launched then.
+    pub fn run(
+        &self,
+        client: &Client,
+        weight: PackedHandles,
+        input: Handle,
+        bias: Option<Handle>,
+        prefetch: Option<Prefetch>,
+    ) -> Result<Handle, Refusal> {
+        let Self { matmul, device, kernel } = self;
+        let Matmul { m, n, k, block_size, dtype, .. } = *matmul;
+        check_memory("codes", &weight.codes, n * k / 2)?;
+        check_memory("scales", &weight.scales, n * k / block_size)?;
+        weight.check_tensor_scales(n)?;
+        check_memory("input", &input, m * k * dtype.size())?;
+        if let Some(bias) = &bias {
+            check_memory("bias", bias, n * dtype.size())?;
+        }
+        let prefetch = prefetch.filter(|_| self.prefetches());
+        if let Some(next) = &prefetch {
+            next.check()?;
+        }
+        let output = client.empty(m * n * dtype.size());
+        if m * n == 0 {
+            return Ok(output);
+        }
+        let handles = OperandHandles { weight, input, bias, prefetch };
+        let blueprint = MatmulBlueprint::new(matmul, device, &handles);
+        let made = output.clone();
+        match *kernel {
+            Kernel::Gemv(plan) => {
+                let launch = match dtype {
+                    Dtype::F32 => gemv::launch::<f32>,
+                    Dtype::F16 => gemv::launch::<f16>,
+                    Dtype::Bf16 => gemv::launch::<bf16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::SmallM(plan) => {
+                // f32 has no such plan.
+                let launch = match (dtype == Dtype::Bf16, block_size) {
+                    (true, 16) => small_m::launch::<bf16, u32>,
+                    (true, _) => small_m::launch::<bf16, u16>,
+                    (false, 16) => small_m::launch::<f16, u32>,
+                    (false, _) => small_m::launch::<f16, u16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::Wgmma(plan) => {
+                let launch = match (device.wgmma, dtype == Dtype::Bf16) {
+                    #[cfg(feature = "cuda")]
+                    (WgmmaSupport::Ptx, true) => wgmma::launch::<PtxWgmma, bf16>,
+                    #[cfg(feature = "cuda")]
+                    (WgmmaSupport::Ptx, false) => wgmma::launch::<PtxWgmma, f16>,
+                    // Without the feature no device has others.
+                    (_, true) => wgmma::launch::<EmulatedWgmma, bf16>,
+                    (_, false) => wgmma::launch::<EmulatedWgmma, f16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::Mma(plan) => {
+                // f32 has no such plan.
+                let launch = match (dtype == Dtype::Bf16, block_size) {
+                    (true, 16) => mma::launch::<bf16, u16>,
+                    (true, _) => mma::launch::<bf16, u8>,
+                    (false, 16) => mma::launch::<f16, u16>,
+                    (false, _) => mma::launch::<f16, u8>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+        }
+        Ok(output)
+    }
+}

@@ -1,0 +1,19 @@
+//! Matmuls with a packed weight.
+
+mod emulated;
+mod epilogue;
+mod fragment;
+mod gemv;
+mod instructions;
+mod launch;
+mod mma;
+mod operands;
+mod plan;
+mod prefetch;
+#[cfg(feature = "cuda")]
+mod ptx;
+mod small_m;
+mod wgmma;
+
+pub use plan::{Matmul, MatmulPlan};
+pub use prefetch::Prefetch;

@@ -1,0 +1,546 @@
+//! Products with a packed weight: what they are, and how they are computed.
+
+use burn_fp4_search::SearchError;
+use burn_fp4_search::formats::{FormatError, Fp4Format};
+use burn_fp4_search::host::View;
+
+use crate::numeric::scale_grid::f16_holds_products;
+use crate::plan::{Capability, Dtype, Refusal, ThreadTile, UNITS, WgmmaSupport};
+
+/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
+/// `channels` elements.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Matmul {
+    /// Rows of the input.
+    pub m: usize,
+    /// Packed rows of the weight.
+    pub n: usize,
+    /// Elements of each: the contracted axis.
+    pub k: usize,
+    /// Format of the weight.
+    pub format: Fp4Format,
+    /// Elements that share a block scale.
+    pub block_size: usize,
+    /// dtype of input, bias and output.
+    pub dtype: Dtype,
+}
+
+/// A product straight from the codes, and how it is launched on the device that it was planned for:
+/// by [`Matmul::plan`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MatmulPlan {
+    pub(super) matmul: Matmul,
+    pub(super) device: Capability,
+    pub(super) kernel: Kernel,
+}
+
+/// Which kernel a product is computed by, and how it is launched.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kernel {
+    /// By multiplications and additions.
+    Gemv(Gemv),
+    /// By matrix instructions.
+    Mma(Mma),
+    /// By matrix instructions, for few rows of the input.
+    SmallM(SmallM),
+    /// By the matrix instructions of warpgroups.
+    Wgmma(Wgmma),
+}
+
+/// How the kernel of `wgmma.rs` is launched: each cube takes [`WGMMA_TILE_N`] packed rows of the
+/// weight, some rows of the input, and some of the contracted axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Wgmma {
+    /// Cubes.
+    pub cubes: u32,
+    /// Rows of the input of a cube.
+    pub tile_m: u32,
+    /// Rounds of channels that shared memory holds.
+    pub stages: u32,
+    /// Cubes that divide the contracted axis.
+    pub split_k: u32,
+    /// Vectors of shared memory by which the units exchange decoded weights.
+    pub scratch: u32,
+}
+
+/// Packed rows of a cube of `wgmma.rs`.
+pub(super) const WGMMA_TILE_N: usize = 128;
+
+/// A way to launch `wgmma.rs`, for shared memory of 228 KiB a processor.
+struct WgmmaConfig {
+    tile_m: u32,
+    stages: u32,
+    /// Cubes of a processor that a round was measured with, at once.
+    ctas_per_sm: usize,
+    /// Nanoseconds that these take for a round, measured on an H200.
+    k_tile_ns: usize,
+}
+
+const WGMMA_CONFIGS: [WgmmaConfig; 5] = [
+    WgmmaConfig { tile_m: 32, stages: 6, ctas_per_sm: 1, k_tile_ns: 790 },
+    WgmmaConfig { tile_m: 64, stages: 4, ctas_per_sm: 1, k_tile_ns: 880 },
+    WgmmaConfig { tile_m: 64, stages: 3, ctas_per_sm: 2, k_tile_ns: 1600 },
+    WgmmaConfig { tile_m: 128, stages: 5, ctas_per_sm: 1, k_tile_ns: 1100 },
+    WgmmaConfig { tile_m: 256, stages: 3, ctas_per_sm: 1, k_tile_ns: 1750 },
+];
+
+/// Nanoseconds that it takes to launch `reduce_split_k` of `wgmma.rs`.
+const SPLIT_K_REDUCE_LAUNCH_NS: usize = 3000;
+/// Sums that it reads in a nanosecond.
+const SPLIT_K_REDUCE_SUMS_PER_NS: usize = 1000;
+
+/// The most cubes that divide the contracted axis.
+const MAX_SPLIT_K: usize = 8;
+
+/// How the kernel of `small_m.rs` is launched: each cube takes some packed rows of the weight and all
+/// rows of the input. Its planes divide the packed rows and the contracted axis among them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct SmallM {
+    /// Cubes.
+    pub cubes: u32,
+    /// Planes with 16 packed rows of their own.
+    pub n_planes: u32,
+    /// Planes that divide the contracted axis.
+    pub k_planes: u32,
+    /// Rows of the input, rounded up to a power of two.
+    pub tile_m: u32,
+}
+
+impl SmallM {
+    /// Units of a cube.
+    pub(super) const fn units(&self) -> u32 {
+        32 * self.n_planes * self.k_planes
+    }
+
+    /// Packed rows of a cube.
+    pub(super) const fn tile_n(&self) -> u32 {
+        16 * self.n_planes
+    }
+
+    /// Tiles of 8 rows of the input.
+    pub(super) const fn m_tiles(&self) -> u32 {
+        self.m.div_ceil(8)
+    }
+
+    /// Rows of the input that a plane copies to shared memory.
+    pub(super) const fn copies(&self) -> u32 {
+        self.m.div_ceil(self.n_planes)
+    }
+}
+
+/// Channels that a plane of `small_m.rs` takes at a time.
+pub(super) const SMALL_M_K_TILE: usize = 256;
+
+/// Rows of an input that are few, for `small_m.rs`.
+const MAX_SMALL_M: usize = 16;
+
+/// How the kernel of `mma.rs` is launched: each cube takes some packed rows of the weight and some
+/// rows of the input. Its planes divide these among them, and what is left of them the contracted
+/// axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Mma {
+    /// Cubes.
+    pub cubes: u32,
+    /// Tiles of 16 packed rows of a plane.
+    pub n_tiles: u32,
+    /// Tiles of 8 rows of the input of a plane.
+    pub m_tiles: u32,
+    /// Planes with rows of their own.
+    pub n_planes: u32,
+    /// Planes with rows of the input of their own.
+    pub m_planes: u32,
+}
+
+impl Mma {
+    /// Packed rows of a cube.
+    pub(super) const fn tile_n(&self) -> u32 {
+        16 * self.n_tiles * self.n_planes
+    }
+
+    /// Rows of the input of a cube.
+    pub(super) const fn tile_m(&self) -> u32 {
+        8 * self.m_tiles * self.m_planes
+    }
+
+    /// Planes that divide the contracted axis.
+    pub(super) const fn k_planes(&self) -> u32 {
+        PLANES / (self.n_planes * self.m_planes)
+    }
+
+    /// Whether a plane loads its part of the input with the codes it is multiplied with: a tile of
+    /// its own.
+    pub(super) const fn takes_input(&self) -> bool {
+        !self.shares_input() && self.m_tiles == 1
+    }
+
+    /// Whether planes have the same rows of the input, which come through shared memory then.
+    pub(super) const fn shares_input(&self) -> bool {
+        self.n_planes > 1
+    }
+}
+
+/// Planes of a cube.
+pub(super) const PLANES: u32 = UNITS / 32;
+
+/// Channels that a plane takes at a time.
+pub(super) const K_TILE: usize = 128;
+
+/// The ways of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
+const CONFIGS: [Mma; 6] = [
+    config(2, 8, 8, 1),
+    config(1, 8, 4, 1),
+    config(1, 4, 4, 1),
+    config(2, 2, 1, 1),
+    config(2, 1, 1, 1),
+    config(1, 1, 1, 1),
+];
+
+const fn config(n_tiles: u32, m_tiles: u32, n_planes: u32, m_planes: u32) -> Mma {
+    Mma { cubes: 0, n_tiles, m_tiles, n_planes, m_planes }
+}
+
+/// How the kernel of `gemv.rs` is launched: each plane takes some packed rows of the weight and
+/// multiplies them with some rows of the input, all of the contracted axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Gemv {
+    /// Cubes in two dimensions.
+    pub cubes: [u32; 2],
+    /// Units of a plane.
+    pub plane: u32,
+    /// Words of eight codes that a unit loads at a time.
+    pub words: u32,
+    /// Packed rows of a plane.
+    pub plane_n: u32,
+    /// Rows of the input that a plane multiplies them with.
+    pub plane_m: u32,
+    /// How a unit loads the input.
+    pub thread_tile: ThreadTile,
+}
+
+/// Rows of an input up to which it is faster to decode the weight again for every eight of them
+/// than to write it down dense; measured on an H200.
+const MAX_GEMV_M: usize = 24;
+
+impl Matmul {
+    /// The product straight from the codes, by the kernel that is faster on a device; none where it
+    /// is faster still to dequantize the weight and to leave the product to a dense one.
+    ///
+    /// # Errors
+    /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
+    pub fn plan(&self, device: &Capability) -> Result<Option<MatmulPlan>, Refusal> {
+        let wgmma = || match device.wgmma {
+            WgmmaSupport::Ptx => self.wgmma(device),
+            WgmmaSupport::Emulated | WgmmaSupport::None => self.mma(device),
+        };
+        match self.small_m(device).or_else(|_| wgmma()).or_else(|_| self.mma(device)) {
+            Err(Refusal::Instructions { .. }) if self.m > MAX_GEMV_M => Ok(None),
+            Err(Refusal::Instructions { .. }) => self.gemv(device).map(Some),
+            planned => planned.map(Some),
+        }
+    }
+
+    /// The product by matrix instructions, which decode the weight in registers: exact products of
+    /// `element x block scale`, sums in f32, for f16 and bf16.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), and [`Refusal::Instructions`] where they do not fit.
+    pub fn mma(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        let kernel = Kernel::Mma(self.mma_launch(device)?);
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// The product by matrix instructions, of at most 16 rows of the input: see [`mma`](Self::mma).
+    ///
+    /// # Errors
+    /// As [`mma`](Self::mma).
+    pub fn small_m(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        let kernel = Kernel::SmallM(self.small_m_launch(device)?);
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// The product by the matrix instructions of warpgroups: see [`mma`](Self::mma).
+    ///
+    /// # Errors
+    /// As [`mma`](Self::mma).
+    pub fn wgmma(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        let kernel = Kernel::Wgmma(self.wgmma_launch(device)?);
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// The product by multiplications and additions in f32.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn gemv(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        let kernel = Kernel::Gemv(self.gemv_launch(device)?);
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// Whether matrix instructions of a device compute the product exactly enough, and take its
+    /// channels in these steps.
+    fn check_instructions(&self, has_any: bool, k_tile: usize) -> Result<(), Refusal> {
+        self.check()?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        if !has_any {
+            return refuse("the device has none");
+        }
+        match self.dtype {
+            Dtype::F32 => return refuse("they would round f32"),
+            Dtype::F16 if !f16_holds_products(self.format.row().scale_grid()) => {
+                return refuse("f16 has no room for the block scales");
+            }
+            Dtype::F16 | Dtype::Bf16 => {}
+        }
+        if !self.k.is_multiple_of(k_tile) {
+            return refuse("their steps do not divide the channels");
+        }
+        Ok(())
+    }
+
+    fn small_m_launch(&self, device: &Capability) -> Result<SmallM, Refusal> {
+        self.check_instructions(device.mma, SMALL_M_K_TILE)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        let sms = device.cubes / 4;
+        let cubes = |n_planes| self.n.div_ceil(16 * n_planes as usize);
+        let busy = |n_planes, least| cubes(n_planes) >= least as usize;
+        // By measurements on an H200. More packed rows a cube read the input less often.
+        let (n_planes, k_planes) = match self.m {
+            // All cubes at once: of smaller ones there is room for more.
+            0..=4 if busy(1, 2 * sms + 1) => (1, 4),
+            0..=4 => (1, 8),
+            5..=8 if busy(2, sms) => (2, 4),
+            5..=8 => (1, 8),
+            // More cubes than run at once: small ones, whose planes have no sums to add.
+            9..=MAX_SMALL_M if busy(4, 3 * sms) => (4, 1),
+            // One cube a processor, all at once.
+            9..=MAX_SMALL_M if busy(4, sms * 2 / 3) && !busy(4, sms + 1) => (4, 4),
+            9..=MAX_SMALL_M if busy(2, sms * 3 / 4) => (2, 4),
+            9..=MAX_SMALL_M => return refuse("there are too few packed rows for them"),
+            _ => return refuse("there are too many rows of the input for them"),
+        };
+        let tile_m = self.m.next_power_of_two() as u32;
+        match u32::try_from(cubes(n_planes)) {
+            Ok(cubes) if cubes <= device.max_cubes => {
+                Ok(SmallM { cubes, n_planes, k_planes, tile_m })
+            }
+            _ => refuse("there are too many cubes"),
+        }
+    }
+
+    fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
+        self.check_instructions(device.mma, K_TILE)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        let cubes = |config: &Mma| {
+            self.n.div_ceil(config.tile_n() as usize) * self.m.div_ceil(config.tile_m() as usize)
+        };
+        // Three of four processors have something to do, and twice that where it is a single tile
+        // of the input.
+        let enough = |config: &Mma| {
+            device.cubes as usize / 4 * 3 / 4 * if config.takes_input() { 2 } else { 1 }
+        };
+        let most = self.m.next_power_of_two().max(8) as u32;
+        let mut fits = CONFIGS.iter().filter(|config| config.tile_m() <= most);
+        let last = &CONFIGS[CONFIGS.len() - 1];
+        let config = fits.find(|config| cubes(config) >= enough(config)).unwrap_or(last);
+        match u32::try_from(cubes(config)) {
+            Ok(cubes) if cubes <= device.max_cubes => Ok(Mma { cubes, ..*config }),
+            _ => refuse("there are too many cubes"),
+        }
+    }
+
+    fn wgmma_launch(&self, device: &Capability) -> Result<Wgmma, Refusal> {
+        self.check_instructions(device.wgmma != WgmmaSupport::None, K_TILE)?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        if !self.n.is_multiple_of(8) {
+            return refuse("they store eight outputs at a time");
+        }
+        let k_tiles = self.k / K_TILE;
+        let cubes = |config: &WgmmaConfig, split_k| {
+            let groups = self.m.div_ceil(config.tile_m as usize);
+            self.n.div_ceil(WGMMA_TILE_N) * groups * split_k
+        };
+        // The cubes of a processor one after the other, or as many at once as fit.
+        let time = |&(config, split_k): &(&WgmmaConfig, usize)| {
+            let at_once = (device.cubes / 4) as usize * config.ctas_per_sm;
+            let waves = cubes(config, split_k).div_ceil(at_once);
+            let sums = split_k * self.m * self.n;
+            let reduce = SPLIT_K_REDUCE_LAUNCH_NS + sums / SPLIT_K_REDUCE_SUMS_PER_NS;
+            let computed = waves * k_tiles.div_ceil(split_k) * config.k_tile_ns;
+            computed + if split_k > 1 { reduce } else { 0 }
+        };
+        // None of the cubes has nothing to do.
+        let splits = || {
+            (1..=MAX_SPLIT_K)
+                .filter(|&split_k| k_tiles.div_ceil(k_tiles.div_ceil(split_k)) == split_k)
+        };
+        let configs =
+            WGMMA_CONFIGS.iter().flat_map(|config| splits().map(move |split_k| (config, split_k)));
+        let (config, split_k) = configs.min_by_key(time).expect("one cube may take all of k");
+        let &WgmmaConfig { tile_m, stages, .. } = config;
+        let scratch = if device.wgmma == WgmmaSupport::Ptx { 0 } else { UNITS };
+        match u32::try_from(cubes(config, split_k)) {
+            Ok(cubes) if cubes <= device.max_cubes => {
+                Ok(Wgmma { cubes, tile_m, stages, split_k: split_k as u32, scratch })
+            }
+            _ => refuse("there are too many cubes"),
+        }
+    }
+
+    fn gemv_launch(&self, device: &Capability) -> Result<Gemv, Refusal> {
+        self.check()?;
+        let widest = 16 / self.dtype.size() as u32;
+        let plane_m = self.m.next_power_of_two().min(8) as u32;
+        let planes = UNITS / device.plane;
+        // Fewer rows a plane where there are too few to keep the device busy.
+        let plane_n = [4, 2].into_iter().find(|plane_n| {
+            self.n.div_ceil((plane_n * planes) as usize) >= (device.cubes / 4) as usize
+        });
+        let plane_n = plane_n.unwrap_or(1);
+        let groups = self.n.div_ceil((plane_n * planes) as usize);
+        let cubes = (groups * self.m.div_ceil(plane_m as usize)) as u32;
+        let lines = cubes.div_ceil(device.max_cubes).max(1);
+        Ok(Gemv {
+            cubes: [cubes.div_ceil(lines), lines],
+            plane: device.plane,
+            words: if self.k.is_multiple_of(32) { 4 } else { 2 },
+            plane_n,
+            plane_m,
+            thread_tile: ThreadTile {
+                vector: widest,
+                ..ThreadTile::one_row(true, self.dtype, device)
+            },
+        })
+    }
+
+    fn check(&self) -> Result<(), Refusal> {
+        let Self { m, n, k: cols, block_size, .. } = *self;
+        self.format.check_block_size(block_size).map_err(SearchError::from)?;
+        if !cols.is_multiple_of(block_size) {
+            return Err(SearchError::from(FormatError::Indivisible { cols, block_size }).into());
+        }
+        let expected = View::MAX_LEN;
+        for (rows, cols) in [(m, cols), (n, cols), (m, n)] {
+            let found = rows.saturating_mul(cols);
+            if found > expected {
+                return Err(Refusal::TooLarge { found, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::GPU;
+
+    fn matmul(m: usize, n: usize, k: usize) -> Matmul {
+        let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+        Matmul { m, n, k, format, block_size, dtype }
+    }
+
+    fn gemv(m: usize, n: usize, k: usize) -> (Gemv, [u32; 4]) {
+        let gemv = matmul(m, n, k).gemv_launch(&GPU).unwrap();
+        (gemv, [gemv.cubes[0], gemv.words, gemv.plane_n, gemv.plane_m])
+    }
+
+    #[test]
+    fn few_inputs_are_multiplied_straight_from_codes() {
+        assert_eq!(gemv(1, 8192, 8192).1, [256, 4, 4, 1]);
+        let (odd, numbers) = gemv(9, 10, 48);
+        assert_eq!(numbers, [4, 2, 1, 8]);
+        let planned = matmul(9, 10, 48).plan(&GPU).unwrap().expect("few rows");
+        assert_eq!(planned.kernel, Kernel::Gemv(odd));
+        assert_eq!(matmul(65, 8192, 48).plan(&GPU), Ok(None));
+    }
+
+    #[test]
+    fn few_inputs_are_multiplied_by_matrix_instructions() {
+        let of = |m, n| match matmul(m, n, 8192).plan(&GPU).unwrap().expect("few rows").kernel {
+            Kernel::SmallM(small_m) => {
+                Some((small_m.cubes, small_m.n_planes, small_m.k_planes, small_m.tile_m))
+            }
+            _ => None,
+        };
+        assert_eq!(of(1, 8192), Some((512, 1, 4, 1)));
+        assert_eq!(of(1, 4096), Some((256, 1, 8, 1)));
+        assert_eq!(of(1, 20), Some((2, 1, 8, 1)));
+        assert_eq!(of(3, 8192), Some((512, 1, 4, 4)));
+        assert_eq!(of(3, 4096), Some((256, 1, 8, 4)));
+        assert_eq!(of(5, 8192), Some((256, 2, 4, 8)));
+        assert_eq!(of(16, 6144), Some((96, 4, 4, 16)));
+        assert_eq!(of(16, 8192), Some((128, 4, 4, 16)));
+        assert_eq!(of(9, 11008), Some((344, 2, 4, 16)));
+        assert_eq!(of(16, 28672), Some((448, 4, 1, 16)));
+        assert_eq!(of(9, 4096), Some((128, 2, 4, 16)));
+        assert_eq!(of(9, 1024), None);
+        assert_eq!(of(17, 8192), None);
+        let odd = matmul(1, 8192, 384).small_m(&GPU);
+        assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
+    }
+
+    #[test]
+    fn matrix_instructions_keep_the_processors_busy() {
+        let of = |m, n| match matmul(m, n, 8192).mma(&GPU).unwrap().kernel {
+            Kernel::Mma(mma) => (mma.cubes, mma.tile_n(), mma.tile_m(), mma.k_planes()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(of(1, 8192), (256, 32, 8, 8));
+        assert_eq!(of(1, 4096), (256, 16, 8, 8));
+        assert_eq!(of(16, 8192), (256, 32, 16, 8));
+        assert_eq!(of(17, 8192), (128, 64, 32, 2));
+        assert_eq!(of(64, 8192), (128, 64, 64, 2));
+        assert_eq!(of(128, 8192), (256, 64, 64, 2));
+        assert_eq!(of(256, 8192), (128, 256, 64, 1));
+        assert_eq!(of(2048, 8192), (1024, 256, 64, 1));
+        assert_eq!(of(2048, 8), (128, 32, 16, 8));
+    }
+
+    #[test]
+    fn warpgroups_take_what_is_fastest() {
+        let device = Capability { wgmma: WgmmaSupport::Ptx, ..GPU };
+        let of = |m, n, k| match matmul(m, n, k).plan(&device).unwrap().expect("a plan").kernel {
+            Kernel::Wgmma(wgmma) => Some((wgmma.cubes, wgmma.tile_m, wgmma.split_k)),
+            _ => None,
+        };
+        assert_eq!(of(16, 8192, 8192), None);
+        assert_eq!(of(64, 8192, 8192), Some((256, 64, 4)));
+        assert_eq!(of(256, 8192, 8192), Some((128, 256, 2)));
+        assert_eq!(of(2048, 8192, 8192), Some((512, 256, 1)));
+        assert_eq!(of(64, 4096, 4096), Some((128, 64, 4)));
+        assert_eq!(of(100, 8192, 128), Some((128, 64, 1)));
+        // Outputs that are no multiple of eight.
+        assert_eq!(of(100, 8100, 8192), None);
+        let fits = matmul(64, 8, 128);
+        for matmul in [Matmul { n: 12, ..fits }, Matmul { k: 192, ..fits }] {
+            let found = matmul.wgmma(&device);
+            assert!(matches!(found, Err(Refusal::Instructions { .. })), "{found:?}");
+        }
+        assert!(matches!(fits.wgmma(&GPU), Err(Refusal::Instructions { .. })));
+        assert!(fits.wgmma(&Capability { mma: false, ..device }).is_ok());
+    }
+
+    #[test]
+    fn matrix_instructions_are_refused_for_a_reason() {
+        let fits = matmul(1, 8, 128);
+        let refused = [
+            Matmul { dtype: Dtype::F32, ..fits },
+            Matmul { dtype: Dtype::F16, format: Fp4Format::MxFp4, block_size: 32, ..fits },
+            Matmul { k: 64, ..fits },
+        ];
+        for matmul in refused {
+            let found = matmul.mma(&GPU);
+            assert!(matches!(found, Err(Refusal::Instructions { .. })), "{found:?}");
+        }
+        let none = Capability { mma: false, ..GPU };
+        assert!(matches!(fits.mma(&none), Err(Refusal::Instructions { .. })));
+        assert!(fits.mma(&GPU).is_ok());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        assert!(matches!(matmul(1, 8, 24).plan(&GPU), Err(Refusal::Scheme(_))));
+        let large = matmul(1, 1 << 16, 1 << 16).plan(&GPU);
+        assert!(matches!(large, Err(Refusal::TooLarge { .. })));
+    }
+}

@@ -1,0 +1,388 @@
+//! A product with few rows of the input by matrix instructions, straight from the codes.
+//!
+//! The instruction, its lanes and the order of the channels are those of `mma.rs`. Here the input
+//! is small and the weight is all that takes time, so a lane loads codes 32 bytes at a time, a
+//! plane has 16 packed rows of its own, and planes divide the channels among them:
+//!
+//! ```text
+//! a step: 256 channels of a packed row
+//! | part 0: 64 channels     | part 1                  | part 2       | part 3       |
+//! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
+//!
+//! cube: row_planes x depth planes
+//! load codes, scales and input of the first two steps                  (load_step)
+//! ask for the weight of the next product, now or before the last steps  (prefetch_next)
+//! for step in the steps of the channels, `depth` at a time:
+//!     the input goes to shared memory, in the order of decoded codes   (share_input)
+//!     for half of a word of eight codes:                               (multiply)
+//!         weights = codes x scales, in registers
+//!         sums += weights x input, for every eight rows of the input
+//!     load the step after the next                                     (load_step)
+//! add the sums of the planes along the depth, and store them           (store_sums)
+//! ```
+
+use cubecl::client::Client;
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::epilogue::epilogue;
+use super::fragment::{decode_elements, decode_scales};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
+use super::prefetch::prefetch_next;
+use crate::numeric::scale_grid::sum_shift;
+
+/// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
+pub(super) fn launch<F: Float, S: Int>(
+    client: &Client,
+    handles: OperandHandles,
+    output: Handle,
+    matmul: &Matmul,
+    blueprint: MatmulBlueprint,
+    plan: SmallM,
+) {
+    let Matmul { m, n, .. } = *matmul;
+    let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
+    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // stored.
+    unsafe {
+        small_m_kernel::launch_unchecked::<F, S>(
+            client,
+            CubeCount::Static(plan.cubes, 1, 1),
+            CubeDim::new_1d(plan.units()),
+            4,
+            4,
+            operands(handles, matmul, blueprint, widths),
+            BufferArg::from_raw_parts(output, m * n),
+            plan,
+        );
+    }
+}
+
+/// Vectors of eight values of the input in a step.
+const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / 8;
+/// Vectors between the parts of a row of the input in shared memory: one more than they have, so
+/// that the eight lanes of two rows read from different banks.
+const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
+/// Vectors between rows of the input in shared memory.
+const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
+/// Packed rows of a lane: its own among eight, and the one after eight more.
+const ROWS_PER_LANE: u32 = 2;
+/// Steps whose codes are in registers: one is multiplied, those after it are being loaded.
+const PIPELINE_STAGES: u32 = 2;
+
+/// Where a lane is, and the rows it works on.
+#[derive(CubeType, Clone, Copy)]
+struct Lane {
+    /// Its number in its plane.
+    lane: u32,
+    /// Its place among the eight that have rows of their own.
+    quad: u32,
+    /// Its place among the four that share a row.
+    part: u32,
+    /// The number of its plane among those with rows of their own.
+    n_plane: u32,
+    /// The place of its plane among those that divide the contracted axis.
+    k_plane: u32,
+    /// The first packed row of its cube.
+    cube_row: u32,
+    /// The first of its packed rows.
+    row: u32,
+}
+
+/// The lane of this unit.
+#[cube]
+fn lane(#[comptime] plan: SmallM) -> Lane {
+    let plane = UNIT_POS / 32;
+    let n_plane = plane % plan.n_planes;
+    let quad = UNIT_POS % 32 / 4;
+    let cube_row = CUBE_POS as u32 * comptime!(plan.tile_n());
+    Lane {
+        lane: UNIT_POS % 32,
+        quad,
+        part: UNIT_POS % 4,
+        n_plane,
+        k_plane: plane / plan.n_planes,
+        cube_row,
+        row: cube_row + n_plane * 16 + quad,
+    }
+}
+
+/// What a lane has loaded for a step.
+#[derive(CubeType)]
+struct Loaded<W: Size, X: Size> {
+    /// Of both rows, two vectors of codes.
+    codes: Array<Vector<u32, W>>,
+    /// And the scales of their blocks, in a word.
+    scales: Array<u32>,
+    /// The part of the input that the lane copies.
+    input: Array<Vector<u32, X>>,
+}
+
+/// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
+#[cube]
+fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    k_tile: u32,
+    loaded: &mut Loaded<W, X>,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let dims = &operands.dims;
+    let k_tile = min(k_tile, dims.k_tiles - 1);
+    #[unroll]
+    for half in 0..ROWS_PER_LANE {
+        let row = min(lane.row + half * 8, dims.n - 1);
+        let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
+        let to = comptime!(half as usize);
+        loaded.codes[comptime!(2 * to)] = operands.weight.codes[at * 2];
+        loaded.codes[comptime!(2 * to + 1)] = operands.weight.codes[at * 2 + 1];
+        loaded.scales[to] = u32::cast_from(operands.weight.scales[at]);
+    }
+    #[unroll]
+    for copy in 0..comptime!(plan.copies()) {
+        let row = min(copied_row(lane, copy, plan), dims.m - 1);
+        let at = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.lane;
+        loaded.input[copy as usize] = operands.input[at as usize];
+    }
+}
+
+/// The row of the input that a plane copies: planes of the same step divide them.
+#[cube]
+fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u32 {
+    (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
+}
+
+/// See the head of this file.
+#[cube(launch_unchecked)]
+fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    output: &mut [F],
+    #[comptime] plan: SmallM,
+) {
+    let SmallM { k_planes, tile_m, .. } = comptime!(plan);
+    let lane = lane(plan);
+    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = definition.vector_size(MatrixIdent::A);
+    let size!(NB) = definition.vector_size(MatrixIdent::B);
+    let size!(NC) = definition.vector_size(MatrixIdent::Accumulator);
+    let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
+    #[unroll]
+    for _ in 0..comptime!(plan.m_tiles()) {
+        let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
+        zeros[0] = Vector::new(0.0f32);
+        zeros[1] = Vector::new(0.0f32);
+        sums.push(zeros);
+    }
+
+    let buffer = comptime!(k_planes * tile_m * ROW_STRIDE_PADDED);
+    let mut shared =
+        Shared::<[Vector<u32, X>]>::new_slice(comptime!((PIPELINE_STAGES * buffer) as usize));
+    let mut loaded = Sequence::<Loaded<W, X>>::new();
+    #[unroll]
+    for stage in 0..PIPELINE_STAGES {
+        let mut next = Loaded::<W, X> {
+            codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
+            scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
+            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
+        };
+        load_k_tile::<F, S, W, X>(
+            operands,
+            lane.k_plane + stage * k_planes,
+            &mut next,
+            &lane,
+            plan,
+        );
+        loaded.push(next);
+    }
+    prefetch_next(&operands.prefetch, comptime!(false));
+
+    let shares = comptime!(plan.n_planes > 1);
+    let k_tiles = operands.dims.k_tiles;
+    // Planes that wait for each other go round as often.
+    let end = if comptime!(shares) { k_tiles.div_ceil(k_planes) * k_planes } else { k_tiles };
+    let mut first = lane.k_plane;
+    while first < end {
+        // All that is left of its own weight is being loaded.
+        if first + comptime!(PIPELINE_STAGES * k_planes) >= end {
+            prefetch_next(&operands.prefetch, comptime!(true));
+        }
+        // A turn has registers of its own, so that nothing is moved between them.
+        #[unroll]
+        for stage in 0..PIPELINE_STAGES {
+            let k_tile = first + stage * k_planes;
+            let from = stage * buffer + lane.k_plane * comptime!(tile_m * ROW_STRIDE_PADDED);
+            let current = loaded.index(comptime!(stage as usize));
+            share_input::<X>(&mut shared, from, &current.input, &lane, plan);
+            if comptime!(shares) {
+                sync_cube();
+            } else {
+                sync_plane();
+            }
+            if k_tile < k_tiles {
+                multiply::<F, S, W, X, NA, NB, NC>(
+                    operands,
+                    &definition,
+                    current,
+                    from,
+                    &shared,
+                    &mut sums,
+                    &lane,
+                    plan,
+                );
+            }
+            let next = k_tile + comptime!(PIPELINE_STAGES * k_planes);
+            if next < k_tiles {
+                let loaded = loaded.index_mut(comptime!(stage as usize));
+                load_k_tile::<F, S, W, X>(operands, next, loaded, &lane, plan);
+            }
+        }
+        first += comptime!(PIPELINE_STAGES * k_planes);
+    }
+    store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
+}
+
+/// Puts what a lane has copied of the input where the planes read it.
+#[cube]
+fn share_input<X: Size>(
+    shared: &mut [Vector<u32, X>],
+    from: u32,
+    input: &Array<Vector<u32, X>>,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    #[unroll]
+    for copy in 0..comptime!(plan.copies()) {
+        let row = copied_row(lane, copy, plan);
+        let at =
+            from + row * ROW_STRIDE_PADDED + lane.lane / 8 * QUARTER_STRIDE_PADDED + lane.lane % 8;
+        shared[at as usize] = pairs::<X>(input[copy as usize]);
+    }
+}
+
+/// Adds the products of a step to the sums. `from` is where its input begins in shared memory.
+#[cube]
+fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
+    operands: &Operands<F, S, W, X>,
+    definition: &MmaDefinition<F, F, f32>,
+    loaded: &Loaded<W, X>,
+    from: u32,
+    shared: &[Vector<u32, X>],
+    sums: &mut Sequence<Array<Vector<f32, NC>>>,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let blueprint = comptime!(operands.blueprint);
+    let m_tiles = comptime!(plan.m_tiles());
+    let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS_PER_LANE) as usize));
+    // Of both vectors of codes, the words.
+    #[unroll]
+    for word in 0..8u32 {
+        if comptime!(word % 4 == 0) {
+            #[unroll]
+            for row in 0..ROWS_PER_LANE {
+                let shift = comptime!(word / 4 * (256 / blueprint.block_size));
+                let scales = loaded.scales[row as usize] >> shift;
+                decode_scales::<F, NA>(&mut factors, row, scales, blueprint);
+            }
+        }
+        let mut values = Array::<Vector<u32, X>>::new(comptime!(m_tiles as usize));
+        #[unroll]
+        for tile in 0..m_tiles {
+            let row = (lane.quad + comptime!(tile * 8)) % plan.tile_m;
+            let at = (from + row * ROW_STRIDE_PADDED + lane.part * QUARTER_STRIDE_PADDED) as usize;
+            values[tile as usize] = shared[at + comptime!(word as usize)];
+        }
+        #[unroll]
+        for half in 0..2u32 {
+            let mut weights = Array::<Vector<F, NA>>::new(4usize);
+            #[unroll]
+            for register in 0..4u32 {
+                // As an instruction takes them: a pair of both rows, then the next pair.
+                let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
+                let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
+                let packed = packed.extract(comptime!((word % 4) as usize));
+                let decoded =
+                    decode_elements::<F, NA>(packed << comptime!(12 - 4 * pair), blueprint);
+                let factor = factors[comptime!((row * 2 + word % 4 / 2) as usize)];
+                weights[comptime!(register as usize)] = decoded * factor;
+            }
+            #[unroll]
+            for tile in 0..m_tiles {
+                let mut registers = Array::<Vector<F, NB>>::new(2usize);
+                #[unroll]
+                for register in 0..2u32 {
+                    let pair = comptime!((2 * half + register) as usize);
+                    let value = values[tile as usize].extract(pair);
+                    registers[register as usize] = Vector::<F, NB>::reinterpret(value);
+                }
+                definition.execute_inplace(
+                    &weights,
+                    &registers,
+                    sums.index_mut(comptime!(tile as usize)),
+                );
+            }
+        }
+    }
+}
+
+/// Adds the sums of the planes along the depth, and stores them.
+#[cube]
+fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
+    operands: &Operands<F, S, W, X>,
+    output: &mut [F],
+    sums: &Sequence<Array<Vector<f32, NC>>>,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let dims = &operands.dims;
+    let rows = comptime!(plan.tile_n());
+    // The sums of a plane, by rows of the input.
+    let stride = comptime!(rows + 4);
+    let region = comptime!(stride * 8 * plan.m_tiles());
+    let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.k_planes * region) as usize));
+    #[unroll]
+    for tile in 0..comptime!(plan.m_tiles()) {
+        #[unroll]
+        for index in 0..4u32 {
+            let (half, column) = comptime!((index as usize / 2, index as usize % 2));
+            let sum = sums.index(comptime!(tile as usize))[half].extract(column);
+            let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
+            let row = lane.row - lane.cube_row + comptime!(8 * half as u32);
+            if to < dims.m {
+                staged[(lane.k_plane * region + to * stride + row) as usize] = sum;
+            }
+        }
+    }
+    sync_cube();
+    let mut at = UNIT_POS;
+    while at < rows * dims.m {
+        let (in_row, to) = (at % rows, at / rows);
+        let row = lane.cube_row + in_row;
+        if row < dims.n {
+            let mut sum = 0.0f32.runtime();
+            #[unroll]
+            for k_plane in 0..plan.k_planes {
+                sum += staged[(k_plane * region + to * stride + in_row) as usize];
+            }
+            let shift = comptime!(sum_shift(operands.blueprint.grid()));
+            output[(to * dims.n + row) as usize] =
+                epilogue::<F, S, W, X>(operands, sum * shift, row);
+        }
+        at += comptime!(plan.units());
+    }
+}
+
+/// Eight values in the order in which codes are decoded, each with the fourth after it.
+#[cube]
+fn pairs<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
+    let mut pairs = Vector::<u32, X>::empty();
+    #[unroll]
+    for half in 0..2usize {
+        let (low, high) = (values.extract(half), values.extract(comptime!(half + 2)));
+        pairs.insert(comptime!(2 * half), (low & 0xFFFFu32) | (high << 16u32));
+        pairs.insert(comptime!(2 * half + 1), (low >> 16u32) | (high & 0xFFFF_0000u32));
+    }
+    pairs
+}

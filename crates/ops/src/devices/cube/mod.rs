@@ -7,7 +7,7 @@
 //! | `prefetch.rs`      | the weight that a product of a captured graph prefetches               |
 //! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |
 //! | `queues.rs`        | the worker threads of a device                                         |
-//! | `graph.rs`         | passes captured as CUDA graphs                                         |
+//! | `graph/`           | passes captured as CUDA graphs                                         |
 //! | `device.rs`        | devices with kernels; tensors in the form that kernels take            |
 
 mod deterministic;

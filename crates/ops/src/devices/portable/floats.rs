@@ -84,11 +84,11 @@ impl<B: Backend> Floats<B> {
     pub(super) fn or_where(&self, mask: Mask<B>, value: f32) -> Self {
         Self(B::float_mask_fill(self.0.clone(), mask.0, value.into()))
     }
-    /// `other` where the mask is set, else this.
+    /// Takes `other` where the mask is set, else this.
     pub(super) fn or_from(&self, mask: Mask<B>, other: &Self) -> Self {
         Self(B::float_mask_where(self.0.clone(), mask.0, other.0.clone()))
     }
-    /// Maximum along a dimension, which stays with length 1; NaN if a value is, 0 of no values.
+    /// Takes the maximum along a dimension, which keeps length 1: NaN if a value is NaN, 0 if empty.
     pub(super) fn max_dim(&self, dim: usize) -> Self {
         let mut shape = self.shape();
         if shape.contains(&0) {

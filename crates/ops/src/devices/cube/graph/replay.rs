@@ -8,7 +8,7 @@ use burn::backend::fusion::custom::{
     CustomOpIr, HandleContainer, Operation, OperationIr, StreamId, TensorId, TensorIr,
 };
 use burn::backend::fusion::get_client;
-use burn::backend::{BackendGraph, DispatchTensor, ExecutionError, TensorMetadata};
+use burn::backend::{Backend, BackendGraph, DispatchTensor, ExecutionError, TensorMetadata};
 use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};

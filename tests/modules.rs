@@ -10,9 +10,9 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
-    Blocks, Calibration, Candidate, ChosenBy, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
-    Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath,
-    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch, Unused, Why,
+    Blocks, Calibration, Candidate, ChosenBy, DequantizeReason, FakeQuantizeConfig, Fp4Config,
+    Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible,
+    MatmulPath, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, ScaleSearch, Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -816,7 +816,10 @@ fn advice_for_layers_of_burn_can_be_followed() {
         ("layers.0.pwff.linear_inner.weight", "PositionWiseFeedForward"),
     ] {
         let products = report.get(path).unwrap().products().unwrap();
-        assert_eq!(*products, MatmulPath::Dequantized(Why::Inside { layer: layer.to_owned() }));
+        assert_eq!(
+            *products,
+            MatmulPath::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
+        );
         assert!(products.to_string().contains("a module of your own"), "{products}");
     }
     assert!(!report.to_string().contains("Fp4Linear::from"), "{report}");

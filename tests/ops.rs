@@ -9,10 +9,10 @@ use burn::nn::EmbeddingConfig;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
-    BlockHessians, BlockOrder, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor,
-    Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch, TensorScaling, Why, amax,
-    block_hessians, embedding, fake_quantize, gram, matmul, matmul_path, modelopt, portable,
-    quantize, quantize_by_importance, quantize_family, quantize_gptq,
+    BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram,
+    HessianFactor, Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch,
+    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, matmul, matmul_path,
+    modelopt, portable, quantize, quantize_by_importance, quantize_family, quantize_gptq,
     quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
@@ -619,14 +619,22 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
         let matrix = layout(&[64, 32]);
         // This process does not call `init`.
         let (why, remedy) = match name {
-            "flex" | "ndarray" => (Why::Host, "Fp4Linear"),
-            "cpu" | "cuda" => (Why::NotInitialized, "burn_fp4::init()"),
-            _ => (Why::Device, "CUDA"),
+            "flex" | "ndarray" => (DequantizeReason::Host, "Fp4Linear"),
+            "cpu" | "cuda" => (DequantizeReason::NotInitialized, "burn_fp4::init()"),
+            _ => (DequantizeReason::Device, "CUDA"),
         };
         assert_eq!(of(&matrix, DType::F32), why, "{name}");
         assert!(matmul_path(&matrix, DType::F32, &device).to_string().contains(remedy), "{name}");
-        assert_eq!(of(&layout(&[64, 3, 32]), DType::F32), Why::Rank { rank: 3 }, "{name}");
-        assert_eq!(of(&matrix, DType::F64), Why::DType { dtype: DType::F64 }, "{name}");
+        assert_eq!(
+            of(&layout(&[64, 3, 32]), DType::F32),
+            DequantizeReason::Rank { rank: 3 },
+            "{name}"
+        );
+        assert_eq!(
+            of(&matrix, DType::F64),
+            DequantizeReason::DType { dtype: DType::F64 },
+            "{name}"
+        );
     }
 }
 

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
-use burn_fp4_ops::{Fp4Scheme, LaunchState};
+use burn_fp4_ops::{Fp4Scheme, GraphState};
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -459,7 +459,7 @@ fn tensors_of_other_threads_are_gathered() {
             [matrix.clone(), matrix.transpose(), row.expand([8, 32])]
         });
         let weights = views.iter().chain([&most]).map(|tensor| tensor.clone().into_dispatch());
-        let state = LaunchState::new(device, weights.collect(), vec![]);
+        let state = GraphState::new(device, weights.collect(), vec![]);
         let mut state = state.expect("it has streams");
         assert!(state.is_mixed(), "{name}");
         let mut gathered = |tensor: &Tensor<2>| {

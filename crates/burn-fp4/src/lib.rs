@@ -48,7 +48,7 @@ pub use burn_fp4_modules::{
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
-    BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout, Fp4Scheme, Fp4Tensor,
-    Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding, Saturated, ScaleRule,
-    ScaleSearch, TensorScaling, TrainRecipe, Why, search,
+    BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding,
+    Saturated, ScaleRule, ScaleSearch, TensorScaling, TrainRecipe, search,
 };

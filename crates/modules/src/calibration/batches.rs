@@ -6,7 +6,7 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{FetchedGram, GramSum, OpsError, Rerun, check_addable};
+use burn_fp4_ops::{FetchedGram, GramSum, Interpreter, OpsError, check_addable};
 use burn_ir::TensorId;
 
 use crate::error::Fp4Error;
@@ -108,9 +108,9 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     }
 
     /// The values that recordings share, on each of the devices, by number.
-    pub(crate) fn constants(&self) -> Result<Vec<Rerun>, OpsError> {
-        let on = |(device, _): &(Device, M)| -> Result<Rerun, OpsError> {
-            let mut constants = Rerun::on(device)?;
+    pub(crate) fn constants(&self) -> Result<Vec<Interpreter>, OpsError> {
+        let on = |(device, _): &(Device, M)| -> Result<Interpreter, OpsError> {
+            let mut constants = Interpreter::on(device)?;
             for (number, data) in self.values.shared() {
                 constants.insert_data(TensorId::new(number as u64), data.clone());
             }
@@ -123,7 +123,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     pub(crate) fn start<'r>(
         &self,
         chunk: &'r [Recording],
-        constants: &mut [Rerun],
+        constants: &mut [Interpreter],
     ) -> Result<Vec<Pass<'r>>, Fp4Error> {
         let devices = (0..self.replicas.len()).cycle();
         let passes = chunk.iter().zip(devices).map(|(recording, at)| {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::Rerun;
+use burn_fp4_ops::Interpreter;
 use burn_ir::{TensorId, TensorIr};
 
 use crate::error::Fp4Error;
@@ -18,7 +18,7 @@ use super::values::Values;
 /// A forward pass under way.
 pub(crate) struct Pass<'a> {
     pub(crate) recording: &'a Recording,
-    pub(crate) rerun: Rerun,
+    pub(crate) rerun: Interpreter,
     next: usize,
 }
 
@@ -29,10 +29,11 @@ impl<'a> Pass<'a> {
         model: &M,
         recording: &'a Recording,
         values: &Values,
-        constants: &mut Rerun,
+        constants: &mut Interpreter,
     ) -> Result<Self, Fp4Error> {
         let parameters = &recording.parameters;
-        let mut insert = InsertParameters { parameters, rerun: Rerun::on(device)?, error: None };
+        let mut insert =
+            InsertParameters { parameters, rerun: Interpreter::on(device)?, error: None };
         visit_parameters(model, &mut insert);
         if let Some(error) = insert.error {
             return Err(error);
@@ -95,7 +96,7 @@ impl<'a> Pass<'a> {
 /// Gives the operations the parameters of a module.
 struct InsertParameters<'a> {
     parameters: &'a BTreeMap<String, RecordedParameter>,
-    rerun: Rerun,
+    rerun: Interpreter,
     error: Option<Fp4Error>,
 }
 

@@ -8,7 +8,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, NonFinite, OpsError, Rerun,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
     ScaleSearch, TensorScaling, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
     quantize_with_hessian_factor,
 };
@@ -32,7 +32,7 @@ pub(crate) trait AnyWeight: Send {
     fn elements(&self) -> usize;
 
     /// Gives recorded operations this value of a tensor.
-    fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError>;
+    fn insert(&self, rerun: &mut Interpreter, id: TensorId) -> Result<(), OpsError>;
 
     fn pack<'a>(
         &self,
@@ -67,7 +67,7 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.shape().num_elements()
     }
 
-    fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError> {
+    fn insert(&self, rerun: &mut Interpreter, id: TensorId) -> Result<(), OpsError> {
         rerun.insert(id, self.clone())
     }
 

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use burn::backend::DispatchTensor;
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{LaunchState, Launches, OpsError, is_host, records_launches};
+use burn_fp4_ops::{CapturedGraph, GraphState, OpsError, captures_graphs, is_host};
 
 use self::tensors::Signature;
 use self::weights::{gathered, weights};
@@ -135,12 +135,12 @@ type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
 /// The state, as long as nothing is recorded, or where recordings have it.
 enum Held<S> {
     Tensors(S),
-    Recorded { state: LaunchState, lengths: Vec<usize> },
+    Recorded { state: GraphState, lengths: Vec<usize> },
 }
 
 struct Recording {
     inputs: Signature,
-    launches: Launches,
+    graph: CapturedGraph,
     /// Of the outputs.
     lengths: Vec<usize>,
 }
@@ -229,7 +229,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     /// An error of the device that comes while a replay runs is found where its outputs are read.
     pub fn run(&mut self, inputs: I) -> Result<O, ReplayError> {
         let inputs = ReplayParts::of(inputs);
-        let device = inputs.device().filter(records_launches);
+        let device = inputs.device().filter(captures_graphs);
         self.is_graph = device.is_some();
         match device {
             Some(device) => self.replay(&device, inputs),
@@ -380,7 +380,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             return Err(ReplayError::Lost);
         };
         let recording = self.recordings.last().expect("found or recorded");
-        let outputs = recording.launches.run(state, tensors)?;
+        let outputs = recording.graph.replay(state, tensors)?;
         Ok(ReplayParts::new(outputs, &recording.lengths).into())
     }
 
@@ -397,7 +397,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         };
         let (model, forward) = (&self.model, &self.forward);
         let (of_outputs, other_state) = (OnceLock::new(), OnceLock::new());
-        let launches = Launches::record(state, tensors, &|state, inputs| {
+        let graph = CapturedGraph::capture(state, tensors, &|state, inputs| {
             let state = ReplayParts::new(state, of_state);
             let before = state.signature();
             let inputs = ReplayParts::new(inputs, lengths).into();
@@ -409,14 +409,14 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             of_outputs.get_or_init(|| outputs.lengths());
             (state.into_tensors(), outputs.into_tensors())
         });
-        if launches.is_err() && !state.is_empty() {
+        if graph.is_err() && !state.is_empty() {
             self.recordings.clear();
         }
         if let Some(error) = other_state.into_inner() {
             return Err(error);
         }
         let lengths = of_outputs.into_inner().unwrap_or_default();
-        Ok(Recording { inputs, launches: launches?, lengths })
+        Ok(Recording { inputs, graph: graph?, lengths })
     }
 
     /// Puts the state where recordings have it.
@@ -432,7 +432,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         // What follows may fail, or panic where a lazy parameter does.
         let again = ReplayParts::new(tensors.clone(), &lengths).into();
         self.state = Some(Held::Tensors(again));
-        let mut state = LaunchState::new(device, weights(&self.model), tensors)?;
+        let mut state = GraphState::new(device, weights(&self.model), tensors)?;
         if state.is_mixed() {
             self.model = gathered(&self.model, &mut state)?;
         }

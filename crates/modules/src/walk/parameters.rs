@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param, ParamId, Reparameterization};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
-use burn_fp4_ops::{MatmulPath, Why};
+use burn_fp4_ops::{DequantizeReason, MatmulPath};
 
 use crate::fake_quant_weight::{FakeQuantSettings, FakeQuantWeight};
 use crate::packed_weight::PackedWeight;
@@ -79,13 +79,17 @@ impl Parameter {
         use MatmulPath::Dequantized;
 
         match (self.container.as_str(), axis, by_burn) {
-            ("Fp4Linear", 0, Dequantized(Why::Host)) => MatmulPath::FromCodes,
-            ("Fp4Embedding", 1, Dequantized(Why::Host | Why::NotInitialized)) => {
-                MatmulPath::Lookups
-            }
-            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(Why::Axis { axis }),
-            ("Linear", _, Dequantized(Why::Host)) if HOLDERS.contains(&self.parent.as_str()) => {
-                Dequantized(Why::Inside { layer: self.parent.clone() })
+            ("Fp4Linear", 0, Dequantized(DequantizeReason::Host)) => MatmulPath::FromCodes,
+            (
+                "Fp4Embedding",
+                1,
+                Dequantized(DequantizeReason::Host | DequantizeReason::NotInitialized),
+            ) => MatmulPath::Lookups,
+            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(DequantizeReason::Axis { axis }),
+            ("Linear", _, Dequantized(DequantizeReason::Host))
+                if HOLDERS.contains(&self.parent.as_str()) =>
+            {
+                Dequantized(DequantizeReason::Inside { layer: self.parent.clone() })
             }
             _ => by_burn.clone(),
         }

@@ -1,44 +1,46 @@
-//! [`Rerun`]: recorded operations, run one at a time.
+//! [`Interpreter`]: recorded operations, run one at a time.
 
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 
+use crate::devices::backend_interpreter::BackendInterpreter;
 use crate::devices::interpreter;
-use crate::devices::interpreter::Interpret;
 use crate::error::OpsError;
 
-/// Runs recorded operations on a device, one at a time: between two of them any tensor can be
-/// read, or replaced by another. Nothing is fused, and sums use fixed, not autotuned,
-/// kernels: the results are the same in every run, on any device of a kind. Of convolutions, and of
-/// attention that is one operation, Burn may choose another kernel.
+/// Runs recorded operations on a device, one at a time. In between, any tensor can be read or
+/// replaced.
 ///
-/// Operations are those of a [`CapturedGraph`](burn::backend::capture::CapturedGraph).
+/// Nothing is fused, and sums use fixed, not autotuned, kernels. So the results are the same in
+/// every run, on any device of a kind. The exceptions are convolutions and attention as one
+/// operation, for which Burn may choose another kernel.
+///
+/// [`Device::capture`] records the operations.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
-/// use burn_fp4_ops::Rerun;
+/// use burn_fp4_ops::Interpreter;
 ///
 /// let recorder = Device::capture();
 /// let recorded = recorder.capture_scope(|scope| {
 ///     let _product = Tensor::<2>::from_floats([[1.0, -2.0]], &recorder) * 3.0;
 ///     scope.complete([], [])
 /// });
-/// let (recorded, mut rerun) = (recorded.unwrap(), Rerun::on(&Device::flex())?);
-/// recorded.values.into_iter().for_each(|(id, values)| rerun.insert_data(id, values));
-/// recorded.graph.operations.iter().for_each(|operation| rerun.run(operation));
+/// let (recorded, mut interpreter) = (recorded.unwrap(), Interpreter::on(&Device::flex())?);
+/// recorded.values.into_iter().for_each(|(id, values)| interpreter.insert_data(id, values));
+/// recorded.graph.operations.iter().for_each(|operation| interpreter.run(operation));
 /// let product = recorded.graph.operations.iter().flat_map(|made| made.outputs()).last().unwrap();
-/// assert_eq!(rerun.matrix(product).into_data(), TensorData::from([[3f32, -6.0]]));
+/// assert_eq!(interpreter.matrix(product).into_data(), TensorData::from([[3f32, -6.0]]));
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 #[derive(Debug)]
-pub struct Rerun {
-    interpreter: Box<dyn Interpret>,
+pub struct Interpreter {
+    interpreter: Box<dyn BackendInterpreter>,
     #[cfg(feature = "cube")]
     device: Device,
 }
 
-impl Rerun {
-    /// On a device, of which the operations are not to be differentiated.
+impl Interpreter {
+    /// Makes an interpreter for a device. It does not differentiate the operations.
     ///
     /// # Errors
     /// [`OpsError::Device`] if the device cannot run recorded operations.
@@ -52,12 +54,12 @@ impl Rerun {
         })
     }
 
-    /// Gives a tensor of the operations its values.
+    /// Sets the values of a tensor of the operations.
     pub fn insert_data(&mut self, id: TensorId, data: TensorData) {
         self.interpreter.insert_data(id, data);
     }
 
-    /// Gives a tensor of the operations its values, in place of those that it has.
+    /// Sets a tensor of the operations, in place of its former values.
     ///
     /// # Errors
     /// [`OpsError::Device`] if the tensor is on another device.
@@ -71,11 +73,11 @@ impl Rerun {
             .map_err(OpsError::Device)
     }
 
-    /// Gives a tensor of the operations the values that another one has in a rerun on the same
-    /// device, in the same memory.
+    /// Sets a tensor of the operations to a tensor of another interpreter on the same device,
+    /// without a copy.
     ///
     /// # Errors
-    /// [`OpsError::Device`] if the other rerun is on a device of another kind.
+    /// [`OpsError::Device`] if the other interpreter is on a device of another kind.
     pub fn share(
         &mut self,
         id: TensorId,
@@ -87,20 +89,20 @@ impl Rerun {
         self.interpreter.insert(id, values).map_err(OpsError::Device)
     }
 
-    /// Runs an operation. Its inputs have to be there, as values or as outputs of other operations.
+    /// Runs an operation. Its inputs have to be set, or computed by earlier operations.
     pub fn run(&mut self, operation: &OperationIr) {
         self.interpreter.run(operation);
-        // Otherwise it is fused with others, and what is rounded between them depends on how.
+        // Fused with others, it would round differently.
         #[cfg(feature = "cube")]
-        crate::fused::drain(&self.device);
+        crate::devices::cube::queues::flush(&self.device);
     }
 
-    /// Forgets a tensor, if it is still there.
+    /// Drops a tensor, if it still exists.
     pub fn forget(&mut self, tensor: &TensorIr) {
         self.interpreter.run(&OperationIr::Drop(tensor.clone()));
     }
 
-    /// A float tensor `[.., channels]` that has been computed, as `[rows, channels]`.
+    /// Reads a computed float tensor `[.., channels]` as a matrix `[rows, channels]`.
     pub fn matrix(&mut self, tensor: &TensorIr) -> Tensor<2> {
         let tensor = TensorIr { status: TensorStatus::ReadOnly, ..tensor.clone() };
         Tensor::from_dispatch(self.interpreter.matrix(&tensor))

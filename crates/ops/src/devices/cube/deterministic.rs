@@ -1,5 +1,5 @@
-//! Products and sums by fixed, not autotuned, kernels: what they give is identical in every run and
-//! on any number of equal GPUs.
+//! Products and sums with fixed, not autotuned, kernels: the results are identical in every run,
+//! and on any number of equal GPUs.
 
 use burn_backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::kernel::matmul::init_matmul_output;
@@ -15,7 +15,7 @@ use cubek::matmul::strategy::Strategy;
 use cubek::reduce::components::instructions::ReduceOperationConfig;
 use cubek::std::InputBinding;
 
-/// See [`fp4_untuned_matmul`](crate::Fp4Backend::fp4_untuned_matmul).
+/// Implements [`fp4_deterministic_matmul`](crate::Fp4Backend::fp4_deterministic_matmul).
 pub(super) fn matmul(left: CubeTensor, right: CubeTensor) -> CubeTensor {
     let output = init_matmul_output(&left, &right, left.dtype);
     if output.meta.shape().num_elements() == 0 {
@@ -30,7 +30,7 @@ pub(super) fn matmul(left: CubeTensor, right: CubeTensor) -> CubeTensor {
         launch_ref(strategy, &left.client, operand(&left), operand(&right), to, &mut dtypes)
     };
     let by_planes = SimpleArgs { multi_rows: true, tile_matmul: TileMatmulKind::Mma };
-    // What is fast on GPUs; what most devices with matrix instructions have; what needs none.
+    // Fast on GPUs; on most devices with matrix instructions; without matrix instructions.
     let strategies = [
         MultiLevel::SimpleCyclicMma(BlueprintStrategy::Inferred(by_planes)),
         MultiLevel::SimpleCyclicCmma(Default::default()),
@@ -38,12 +38,12 @@ pub(super) fn matmul(left: CubeTensor, right: CubeTensor) -> CubeTensor {
     ];
     let ran = strategies.into_iter().any(|strategy| run(&strategy.into()).is_ok());
     if !ran {
-        run(&MultiLevel::Naive.into()).expect("it takes any matrices");
+        run(&MultiLevel::Naive.into()).expect("the naive kernel takes any matrices");
     }
     output
 }
 
-/// See [`fp4_untuned_sum`](crate::Fp4Backend::fp4_untuned_sum).
+/// Implements [`fp4_deterministic_sum`](crate::Fp4Backend::fp4_deterministic_sum).
 pub(super) fn sum(values: CubeTensor, axis: usize, mean: bool) -> CubeTensor {
     let operation = if mean { ReduceOperationConfig::Mean } else { ReduceOperationConfig::Sum };
     reduce_dim(values, None, axis, KernelReduceStrategy::Unspecified, operation)

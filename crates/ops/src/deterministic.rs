@@ -1,9 +1,9 @@
-//! Recorded products, sums and normalizations by fixed, not autotuned, kernels, so that statistics
-//! are identical in every run and for any number of equal GPUs.
+//! Recorded products, sums and normalizations with fixed, not autotuned, kernels. Statistics are
+//! then identical in every run, and for any number of equal GPUs.
 //!
 //! Autotuning may choose another kernel in another run, or on another device of the same kind.
-//! Kernels differ in the order of their sums, so that the inputs of layers, and then the codes of
-//! their weights, would be different from run to run.
+//! Kernels differ in the order of their sums, so the inputs of layers, and with them the codes of
+//! weights, would differ from run to run.
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -16,8 +16,8 @@ use burn_router::TensorInterpreter;
 
 use crate::devices::extension::Fp4Backend;
 
-/// Runs a product, a sum, a mean or a normalization by fixed kernels, and says whether it is one of
-/// these: convolutions and attention as one operation are not.
+/// Runs a product, a sum, a mean or a normalization with fixed kernels. Returns false for any other
+/// operation, such as a convolution or attention as one operation.
 pub(crate) fn run<B: BackendIr + Fp4Backend>(
     interpreter: &mut TensorInterpreter<B>,
     operation: &OperationIr,
@@ -52,7 +52,7 @@ pub(crate) fn run<B: BackendIr + Fp4Backend>(
             };
             let sum = axes
                 .into_iter()
-                .fold(take(input), |values, axis| B::fp4_untuned_sum(values, axis, mean));
+                .fold(take(input), |values, axis| B::fp4_deterministic_sum(values, axis, mean));
             (B::float_reshape(sum, out.shape.clone()), out)
         }
         _ => return false,
@@ -61,12 +61,12 @@ pub(crate) fn run<B: BackendIr + Fp4Backend>(
     true
 }
 
-/// Its axes, the last first.
+/// Returns the axes of a tensor, the last first.
 fn all(tensor: &TensorIr) -> Vec<usize> {
     (0..tensor.shape.num_dims()).rev().collect()
 }
 
-/// `x weight + bias`.
+/// Computes `x weight + bias`.
 fn linear<B: Fp4Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -80,7 +80,7 @@ fn linear<B: Fp4Backend>(
     }
 }
 
-/// `left x right`, as one product if there is one right side.
+/// Multiplies, as one product if `right` is a single matrix.
 fn matmul<B: Fp4Backend>(
     left: FloatTensor<B>,
     right: FloatTensor<B>,
@@ -88,22 +88,22 @@ fn matmul<B: Fp4Backend>(
 ) -> FloatTensor<B> {
     let [.., inner, outputs] = right.shape()[..] else { unreachable!("matrices have two axes") };
     if right.shape().num_elements() > inner * outputs {
-        return B::fp4_untuned_matmul(left, right);
+        return B::fp4_deterministic_matmul(left, right);
     }
     let rows = shape.num_elements() / outputs.max(1);
     let left = B::float_reshape(left, Shape::new([rows, inner]));
     let right = B::float_reshape(right, Shape::new([inner, outputs]));
-    B::float_reshape(B::fp4_untuned_matmul(left, right), shape.clone())
+    B::float_reshape(B::fp4_deterministic_matmul(left, right), shape.clone())
 }
 
-/// A vector in a shape that has it along the last axis.
+/// Reshapes a vector to lie along the last axis.
 fn along_last<B: Fp4Backend>(vector: FloatTensor<B>, rank: usize) -> FloatTensor<B> {
     let mut shape = vec![1; rank];
     shape[rank - 1] = vector.shape().num_elements();
     B::float_reshape(vector, shape.into())
 }
 
-/// Along the last axis: `(x - mean) / sqrt(variance + epsilon) gamma + beta`.
+/// Computes `(x - mean) / sqrt(variance + epsilon) gamma + beta` along the last axis.
 fn layer_norm<B: Fp4Backend>(
     x: FloatTensor<B>,
     gamma: FloatTensor<B>,
@@ -112,10 +112,10 @@ fn layer_norm<B: Fp4Backend>(
 ) -> FloatTensor<B> {
     let rank = x.shape().num_dims();
     let axis = rank - 1;
-    let mean = B::fp4_untuned_sum(x.clone(), axis, true);
+    let mean = B::fp4_deterministic_sum(x.clone(), axis, true);
     let centered = B::float_sub(x, mean);
     let squares = B::float_mul(centered.clone(), centered.clone());
-    let variance = B::fp4_untuned_sum(squares, axis, true);
+    let variance = B::fp4_deterministic_sum(squares, axis, true);
     let deviation = B::float_sqrt(B::float_add_scalar(variance, epsilon.into()));
     let scaled = B::float_mul(B::float_div(centered, deviation), along_last::<B>(gamma, rank));
     match beta {

@@ -1,4 +1,4 @@
-//! Runs recorded operations on a backend, whichever it is.
+//! [`BackendInterpreter`]: recorded operations on any backend.
 
 use core::fmt::Debug;
 
@@ -8,23 +8,23 @@ use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
 use super::extension::Fp4Backend;
-use crate::untuned;
+use crate::deterministic;
 
-/// An interpreter of recorded operations.
-pub(crate) trait Interpret: Debug {
-    /// Gives a tensor its values.
+/// Runs recorded operations on a backend. The trait hides which.
+pub(crate) trait BackendInterpreter: Debug {
+    /// Sets the values of a tensor.
     fn insert_data(&mut self, id: TensorId, data: TensorData);
-    /// Gives a tensor its values; an error says what is wrong with these.
+    /// Sets a tensor. The error is the reason why it cannot.
     fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
-    /// Runs an operation, by fixed kernels where it is one that sums.
+    /// Runs an operation, with a fixed kernel if it sums.
     fn run(&mut self, operation: &OperationIr);
-    /// A tensor that has been computed.
+    /// Returns a computed tensor.
     fn tensor(&mut self, tensor: &TensorIr) -> DispatchTensor;
-    /// A float tensor `[.., channels]` that has been computed, as `[rows, channels]`.
+    /// Returns a computed float tensor `[.., channels]` as a matrix `[rows, channels]`.
     fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
 }
 
-impl<B: BackendIr + Fp4Backend> Interpret for TensorInterpreter<B>
+impl<B: BackendIr + Fp4Backend> BackendInterpreter for TensorInterpreter<B>
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
@@ -44,7 +44,7 @@ where
     }
 
     fn run(&mut self, operation: &OperationIr) {
-        if !untuned::run(self, operation) {
+        if !deterministic::run(self, operation) {
             self.register_op(operation.clone());
         }
     }
@@ -66,7 +66,7 @@ where
                 let matrix = B::float_reshape(tensor, Shape::new([rows, channels]));
                 DispatchTensor::from_backend(BackendTensor::Float(matrix))
             }
-            _ => unreachable!("asked for by the dtype of a float"),
+            _ => unreachable!("callers check that it is a float"),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Memory of a dense weight, kept for the next one.
+//! Scratch memory: the memory of a dense weight is kept for the next one.
 //!
 //! A host that dequantizes a weight for every product would otherwise get fresh pages from the
-//! system each time, and touching these costs more than writing the values.
+//! system each time. Touching these costs more than writing the values.
 
 use core::mem::MaybeUninit;
 use std::sync::{Mutex, PoisonError};
@@ -10,27 +10,27 @@ use burn_fp4_search::host::HostElement;
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
-/// Memory that no tensor uses: of one, the largest so far.
+/// Free memory: that of one tensor, the largest so far.
 static FREE: Mutex<Vec<f32>> = Mutex::new(Vec::new());
 
-/// Memory of this many values, with anything in it, for `fill` to overwrite.
+/// Makes bytes for `len` values. `fill` overwrites the memory, which holds old values.
 pub(crate) fn filled<T: HostElement + Pod>(len: usize, fill: impl FnOnce(&mut [T])) -> Bytes {
     let words = (len * size_of::<T>()).div_ceil(size_of::<f32>());
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
-    // A small tensor leaves it for those that it pays for.
+    // A small tensor leaves it for a larger one, which gains more.
     let fits = (words..=4 * words).contains(&free.len());
     let mut memory = if fits { core::mem::take(&mut *free) } else { vec![0.0; words] };
     drop(free);
     fill(&mut bytemuck::cast_slice_mut(&mut memory)[..len]);
-    // SAFETY: all of the memory is initialized, and there is at least as much.
-    unsafe { Bytes::from_controller(Box::new(Reused { words: memory }), len * size_of::<T>()) }
+    // SAFETY: the memory is initialized, and holds at least `len` values.
+    unsafe { Bytes::from_controller(Box::new(Scratch { words: memory }), len * size_of::<T>()) }
 }
 
-struct Reused {
+struct Scratch {
     words: Vec<f32>,
 }
 
-impl Drop for Reused {
+impl Drop for Scratch {
     fn drop(&mut self) {
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         if self.words.len() > free.len() {
@@ -39,7 +39,7 @@ impl Drop for Reused {
     }
 }
 
-impl AllocationController for Reused {
+impl AllocationController for Scratch {
     fn alloc_align(&self) -> usize {
         align_of::<f32>()
     }

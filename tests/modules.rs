@@ -536,7 +536,7 @@ fn reports_serialize_and_display() {
         assert!(table.contains(&parameter.path), "{table}");
     }
     assert!(table.contains("NVFP4, blocks of 16, rule te, amax, along axis 0"), "{table}");
-    assert!(table.contains("`.container(\"Embedding\", 1)` adds one"), "{table}");
+    assert!(table.contains("`.container(\"Embedding\", 1)` adds it"), "{table}");
     assert!(table.contains(" kB of 20.5 kB ("), "{table}"); // 5120 values
 
     assert!(report.relative_error() > 0.01 && report.relative_error() < 0.2);

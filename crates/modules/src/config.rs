@@ -196,6 +196,13 @@ impl Fp4Config {
     pub const CONTAINERS: [(&str, usize); 4] =
         [("Linear", 0), ("Fp4Linear", 0), ("Fp4TrainLinear", 0), ("Fp4Embedding", 1)];
 
+    /// Returns the axis that the blocks of a container's weights run along, if Burn or this crate
+    /// has the container. Rows of an embedding are looked up whole.
+    pub(crate) fn axis_of_container(name: &str) -> Option<usize> {
+        let mut known = Self::CONTAINERS.into_iter().chain([("Embedding", 1)]);
+        known.find(|(known, _)| *known == name).map(|(_, axis)| axis)
+    }
+
     /// The weights of every `Linear`, in NVFP4 as TransformerEngine does it.
     pub fn nvfp4() -> Self {
         Self::new(Fp4Scheme::nvfp4())

@@ -122,6 +122,24 @@ impl PackedWeight {
             .expect("a packed weight keeps the shape it was made with")
     }
 
+    /// Returns the matrix of the last two axes that has this number over the leading ones.
+    pub(crate) fn matrix(&self, slice: usize) -> Fp4Tensor<2> {
+        let leading = self.layout.shape.len() - 2;
+        if leading == 0 {
+            return self.tensor();
+        }
+        let shape = self.layout.shape[leading..].to_vec();
+        let layout = Fp4Layout { shape, axis: self.layout.axis - leading, ..self.layout.clone() };
+        let rows = slice * layout.rows()..(slice + 1) * layout.rows();
+        let part = |of: &Param<Tensor<2, Int>>| of.val().slice([rows.clone()]);
+        let tensor_scale = match self.tensor_scale.dims() {
+            [1] => self.tensor_scale.val(),
+            _ => self.tensor_scale.val().slice([rows.clone()]),
+        };
+        Fp4Tensor::from_parts_unread(part(&self.codes), part(&self.scales), tensor_scale, layout)
+            .expect("a packed weight keeps the shape it was made with")
+    }
+
     /// Format, shape and axis.
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout

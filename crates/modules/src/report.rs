@@ -4,7 +4,7 @@ use core::fmt;
 
 use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Format, Fp4Scheme, Products};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 /// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
 /// float parameter of a module.
@@ -76,12 +76,11 @@ pub enum Outcome {
         axis: usize,
         /// The group of parameters whose tensor scale it shares.
         shares_scale_with: Option<String>,
-        /// Sum of squared differences between the values before and now, as `val()` gives them:
-        /// infinite if one is infinite in its dtype, which JSON says by null.
-        #[serde(deserialize_with = "infinite_if_null")]
-        squared_error: f64,
-        /// Sum of squares of the values before.
-        energy: f64,
+        /// Error of the values that `val()` returns; infinite if one is infinite in its dtype.
+        weight_error: SquaredError,
+        /// Error of the outputs of its layer for the calibrated inputs, if the configuration has
+        /// whole Gram matrices of them.
+        output_error: Option<SquaredError>,
         /// Whether products run straight from its codes.
         products: Products,
     },
@@ -93,11 +92,8 @@ pub enum Outcome {
         block_size: usize,
         /// Axis that its blocks run along.
         axis: usize,
-        /// Sum of squared differences between the values before and now, if the values before were
-        /// looked at.
-        squared_error: Option<f64>,
-        /// Sum of squares of the values before, if they were looked at.
-        energy: Option<f64>,
+        /// Error of the values that `val()` returns, if the dense values were read.
+        weight_error: Option<SquaredError>,
         /// Whether products run straight from its codes.
         products: Products,
     },
@@ -124,6 +120,53 @@ pub enum Outcome {
         /// Why.
         reason: Reason,
     },
+}
+
+/// Sums of squares: of the differences that quantization made, and of the original values.
+///
+/// JSON has no infinite numbers; it has null in their place.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct SquaredError {
+    /// Sum of the squared differences.
+    #[serde(with = "infinite_as_null")]
+    pub error: f64,
+    /// Sum of the squared original values.
+    #[serde(with = "infinite_as_null")]
+    pub energy: f64,
+}
+
+impl SquaredError {
+    /// Makes the two of the sums `[error, energy]`. A difference of infinite values is infinite.
+    pub(crate) fn new([error, energy]: [f64; 2]) -> Self {
+        Self { error: if error.is_nan() { f64::INFINITY } else { error }, energy }
+    }
+
+    /// Returns `sqrt(error / energy)`; 0 without any error.
+    pub fn relative(&self) -> f64 {
+        // Rounding may leave less than 0 of a sum.
+        if self.error <= 0.0 { 0.0 } else { (self.error / self.energy).sqrt() }
+    }
+
+    /// Adds up errors of several weights; nothing without any.
+    fn sum(errors: impl Iterator<Item = Self>) -> Option<Self> {
+        errors.reduce(|sum, one| Self {
+            error: sum.error + one.error,
+            energy: sum.energy + one.energy,
+        })
+    }
+}
+
+mod infinite_as_null {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        value.is_finite().then_some(value).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
+        Ok(Option::deserialize(value)?.unwrap_or(f64::INFINITY))
+    }
 }
 
 /// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
@@ -251,10 +294,16 @@ impl ParameterReport {
         bits(self.bytes_after, self.values())
     }
 
-    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was
-    /// kept, or if the dense values were not looked at.
+    /// Returns `|quantized - dense| / |dense|`, Euclidean: 0 for an all-zero weight, nothing for a
+    /// parameter that is not packed or whose dense values were not read.
     pub fn relative_error(&self) -> Option<f64> {
-        self.squares().map(|(error, energy)| relative(error, energy))
+        self.weight_error().map(|error| error.relative())
+    }
+
+    /// Returns `|X (quantized - dense)| / |X dense|` for the calibrated inputs X, Euclidean: how
+    /// far the outputs of the layer are off. Nothing without whole Gram matrices of these inputs.
+    pub fn relative_output_error(&self) -> Option<f64> {
+        self.output_error().map(|error| error.relative())
     }
 
     /// Whether products run straight from the codes; nothing if it is not packed.
@@ -265,26 +314,24 @@ impl ParameterReport {
         }
     }
 
-    /// Sums of squared errors and of squared values, if known.
-    fn squares(&self) -> Option<(f64, f64)> {
+    fn weight_error(&self) -> Option<SquaredError> {
         match self.outcome {
-            Outcome::Quantized { squared_error, energy, .. } => Some((squared_error, energy)),
-            Outcome::Given { squared_error, energy, .. } => Some((squared_error?, energy?)),
+            Outcome::Quantized { weight_error, .. } => Some(weight_error),
+            Outcome::Given { weight_error, .. } => weight_error,
+            _ => None,
+        }
+    }
+
+    pub(crate) fn output_error(&self) -> Option<SquaredError> {
+        match self.outcome {
+            Outcome::Quantized { output_error, .. } => output_error,
             _ => None,
         }
     }
 }
 
-fn infinite_if_null<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(value)?.unwrap_or(f64::INFINITY))
-}
-
 fn bits(bytes: usize, values: usize) -> f64 {
     if values == 0 { 0.0 } else { 8.0 * bytes as f64 / values as f64 }
-}
-
-fn relative(squared_error: f64, energy: f64) -> f64 {
-    if squared_error == 0.0 { 0.0 } else { (squared_error / energy).sqrt() }
 }
 
 impl Fp4Report {
@@ -324,11 +371,15 @@ impl Fp4Report {
 
     /// Relative error over all quantized values whose dense ones are known.
     pub fn relative_error(&self) -> f64 {
-        let squares = self.parameters.iter().filter_map(ParameterReport::squares);
-        let (error, energy) = squares.fold((0.0, 0.0), |sums: (f64, f64), (error, energy)| {
-            (sums.0 + error, sums.1 + energy)
-        });
-        relative(error, energy)
+        let errors = self.parameters.iter().filter_map(ParameterReport::weight_error);
+        SquaredError::sum(errors).map_or(0.0, |error| error.relative())
+    }
+
+    /// Relative error over the outputs of all layers whose calibrated inputs are known; nothing
+    /// without any.
+    pub fn relative_output_error(&self) -> Option<f64> {
+        let errors = self.parameters.iter().filter_map(ParameterReport::output_error);
+        SquaredError::sum(errors).map(|error| error.relative())
     }
 
     /// Whether products with every packed weight run straight from its codes, for any number of

@@ -246,8 +246,9 @@ impl<const D: usize> Fp4Tensor<D> {
     /// on the device: [`squared_sums`](crate::squared_sums) makes the two of what is read back. A
     /// value that is infinite in the dtype of `values` is infinitely far away.
     ///
-    /// The kernels of Cube devices square in f32, whatever the magnitude: values below 1e-18 are
-    /// lost there, and of values above 1e18 the sums are infinite.
+    /// Values may have any magnitude. The kernels of Cube devices (CUDA, CubeCL's CPU runtime) are
+    /// an exception: they square and add up in f32, so that differences below 1e-19 count as 0, and
+    /// the sums are infinite for a tensor whose Euclidean norm is above 1.8e19.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};

@@ -32,7 +32,8 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     batches: impl IntoIterator<Item = I>,
     mut forward: impl FnMut(&M, I) -> O,
 ) -> Result<Fp4Report, Fp4Error> {
-    let selection = select(module, config)?;
+    let mut selection = select(module, config)?;
+    selection.check_calibration_used(config)?;
     let measured = measure(module, &selection, true)?;
     if !selection.needs_inputs() {
         return pack(module, &selection, Source { measured, ..Source::default() });
@@ -123,7 +124,7 @@ impl<'a> LayerByLayer<'a> {
             let task = Task { plan, amax: self.measured.amax(at), inputs: None };
             let weight = caught(|| self.dense[path].pack(&task, &mut CurvatureCache::default()));
             let quantized = weight.map_err(|problem| Fp4Error::at(path, problem))?;
-            replaced.extend(self.rounded(at, &quantized.0));
+            replaced.extend(self.rounded(at, &quantized.packed));
             self.packed.insert(at, quantized);
         }
         Ok(replaced)
@@ -146,7 +147,7 @@ impl<'a> LayerByLayer<'a> {
         let results = quantize_each(jobs.collect(), devices)?;
         let mut replaced = Vec::new();
         for ((at, ..), quantized) in complete.iter().zip(results) {
-            replaced.extend(self.rounded(*at, &quantized.0));
+            replaced.extend(self.rounded(*at, &quantized.packed));
             self.packed.insert(*at, quantized);
         }
         Ok(replaced)

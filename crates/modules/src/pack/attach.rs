@@ -216,9 +216,9 @@ impl<'a> AttachQuantized<'a> {
             let task = Task { plan, amax: self.measured.amax(at), inputs };
             self.quantize(path, first, (&dense, task))?;
         }
-        let (packed, choice) = self.packed[&first].clone();
+        let Quantized { packed, choice, output_sums } = self.packed[&first].clone();
         let tensor = packed.tensor::<D>();
-        self.results.add(path, &tensor, dense.dtype(), Some(dense))?;
+        self.results.add(path, &tensor, dense.dtype(), Some((dense, output_sums)))?;
         self.choices.insert(path.to_owned(), choice);
         Ok(packed)
     }

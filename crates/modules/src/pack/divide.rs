@@ -31,10 +31,11 @@ pub(crate) fn divided<M: Module>(
     if devices.len() < 2 || inputs.is_empty() {
         return Ok(BTreeMap::new());
     }
-    // Of tied weights the first.
+    // Tied weights are quantized once.
     let wanted: BTreeMap<&str, (usize, &WeightPlan)> = selection
         .plans()
-        .filter(|(at, ..)| measured.tied_to(*at) == *at && inputs.contains_key(at))
+        .filter(|(at, _, plan)| measured.tied_to(*at) == *at && plan.asked.needs_inputs())
+        .filter(|(at, ..)| inputs.contains_key(at))
         .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
         .collect();
     let dense = dense_weights(module, |path| wanted.contains_key(path));
@@ -100,9 +101,7 @@ pub(crate) fn quantize_each(
     let results: Result<Vec<_>, _> = results.into_iter().collect();
     let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
     moved(&all, || {
-        let home =
-            |((weight, choice), home): (Quantized, &Device)| (weight.to_device(home), choice);
-        quantized.into_values().zip(&homes).map(home).collect()
+        quantized.into_values().zip(&homes).map(|(one, home)| one.to_device(home)).collect()
     })
 }
 

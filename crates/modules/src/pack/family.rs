@@ -6,6 +6,7 @@ use std::ptr;
 
 use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
 
+use super::output_error::output_sums;
 use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, quantize_without_inputs};
 
 /// Divides weights among families, in the order of their first members: those that GPTQ quantizes
@@ -40,9 +41,19 @@ pub(crate) fn pack_family<'a>(
     family: &[(&dyn AnyWeight, Task<'a>)],
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
-    if let [(alone, task)] = family {
-        return Ok(vec![alone.pack(task, curvatures)?]);
-    }
+    let mut quantized = match family {
+        [(alone, task)] => vec![alone.pack(task, curvatures)?],
+        _ => quantize_side_by_side(family, curvatures)?,
+    };
+    let sums = output_sums(family, &quantized, &mut curvatures.grams)?;
+    quantized.iter_mut().zip(sums).for_each(|(one, sums)| one.output_sums = sums);
+    Ok(quantized)
+}
+
+fn quantize_side_by_side<'a>(
+    family: &[(&dyn AnyWeight, Task<'a>)],
+    curvatures: &mut CurvatureCache<'a>,
+) -> Result<Vec<Quantized>, OpsError> {
     let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
     let mut packed = vec![Vec::new(); family.len()];
     for slice in 0..slices {
@@ -51,7 +62,10 @@ pub(crate) fn pack_family<'a>(
     }
     let weights = family.iter().zip(packed);
     weights
-        .map(|((weight, task), slices)| Ok((weight.stacked(&slices, task)?, task.choice())))
+        .map(|((weight, task), slices)| {
+            let packed = weight.stacked(&slices, task)?;
+            Ok(Quantized { packed, choice: task.choice(), output_sums: None })
+        })
         .collect()
 }
 
@@ -77,7 +91,7 @@ fn quantize_slice<'a>(
 }
 
 /// The axis that blocks run along in the matrices of the last two axes, if in these.
-fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
+pub(super) fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
     layout.axis.checked_sub(layout.shape.len().checked_sub(2)?)
 }
 

@@ -171,7 +171,7 @@ where
         if weight.device != packed.device() {
             return refuse("device", &weight.device, &packed.device());
         }
-        let dense = weight.read.get().then(|| param.base().without_autodiff());
+        let dense = weight.read.get().then(|| (param.base().without_autodiff(), None));
         let added = self.given.add(path, &packed.tensor::<D>(), dtype, dense);
         added.map_err(|problem| Fp4Error::at(path, problem))?;
         Ok(Some((placeholder, packed)))

@@ -80,7 +80,7 @@ pub(crate) fn inputs_by_weight<'a>(
             return Err(unknown());
         }
         let Decision::Quantize(plan) = decision else { continue };
-        if plan.layout.axis != axis || !plan.asked.needs_inputs() {
+        if plan.layout.axis != axis {
             continue;
         }
         let slices = plan.slices();

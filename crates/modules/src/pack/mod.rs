@@ -12,6 +12,7 @@
 //! | `divide.rs`      | weights divided among devices                                        |
 //! | `attach.rs`      | packed weights attached where dense ones were, one after the other   |
 //! | `outcome.rs`     | what is reported of packed weights                                   |
+//! | `output_error.rs` | squared errors of the outputs of layers                            |
 //! | `edit.rs`        | packed weights of a module: found, edited, alone of all attachments  |
 //! | `placeholder.rs` | what a packed parameter stores in the place of its values            |
 //! | `compact.rs`     | placeholders without their zeros                                     |
@@ -25,6 +26,7 @@ pub(crate) mod given;
 pub(crate) mod inputs;
 pub(crate) mod measure;
 pub(crate) mod outcome;
+pub(crate) mod output_error;
 pub(crate) mod placeholder;
 pub(crate) mod quantize;
 pub(crate) mod record;

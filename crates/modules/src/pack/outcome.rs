@@ -6,19 +6,21 @@ use burn::tensor::{DType, Tensor};
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Fp4Tensor, OpsError, Products, products, squared_sums};
 
 use crate::error::Fp4Error;
-use crate::report::{Outcome, ParameterReport};
+use crate::report::{Outcome, ParameterReport, SquaredError};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Parameter;
 use crate::walk::plan::WeightPlan;
 
+use super::output_error::read_output_sums;
 use super::weight::Choice;
 
 /// Facts about packed weights by path, of which the squared errors are still on their devices.
 #[derive(Default)]
 pub(crate) struct PackedWeights {
     facts: BTreeMap<String, PackedFacts>,
-    /// Squared error and energy, as devices give them.
-    squares: Vec<(String, Tensor<1>)>,
+    /// Sums of squares as devices give them: `[6]` over the values, and behind these `[3]` over the
+    /// outputs, if inputs are known.
+    sums: Vec<(String, Tensor<1>)>,
 }
 
 /// What is reported of a packed weight.
@@ -30,13 +32,14 @@ pub(crate) struct PackedFacts {
     bytes: usize,
     /// Whether Burn's layers multiply straight from its codes.
     products: Products,
-    /// Squared error and energy, if the dense values were looked at and the two are read back.
-    squares: Option<[f64; 2]>,
+    /// Known if the dense values were read, and once the sums are read back.
+    weight_error: Option<SquaredError>,
+    output_error: Option<SquaredError>,
 }
 
 impl PackedWeights {
-    /// Adds a weight whose `val()` returns a dtype; its error is that of its `dense` values, if
-    /// these are to be looked at.
+    /// Adds a weight whose `val()` returns a dtype. Its errors are measured if there are `dense`
+    /// values, with the sums over its outputs, if there are any.
     ///
     /// # Errors
     /// [`OpsError`] if the dense values are not those of such a weight.
@@ -45,14 +48,22 @@ impl PackedWeights {
         path: &str,
         packed: &Fp4Tensor<D>,
         dtype: DType,
-        dense: Option<Tensor<D>>,
+        dense: Option<(Tensor<D>, Option<Tensor<1>>)>,
     ) -> Result<(), OpsError> {
-        if let Some(dense) = dense {
-            self.squares.push((path.to_owned(), packed.squared_error(dense)?));
+        if let Some((dense, output_sums)) = dense {
+            let sums = [packed.squared_error(dense)?].into_iter().chain(output_sums);
+            self.sums.push((path.to_owned(), Tensor::cat(sums.collect(), 0)));
         }
         let layout = packed.layout().clone();
         let products = products(&layout, dtype, &packed.device());
-        let facts = PackedFacts { layout, dtype, bytes: packed.bytes(), products, squares: None };
+        let facts = PackedFacts {
+            layout,
+            dtype,
+            bytes: packed.bytes(),
+            products,
+            weight_error: None,
+            output_error: None,
+        };
         self.facts.insert(path.to_owned(), facts);
         Ok(())
     }
@@ -66,15 +77,17 @@ impl PackedWeights {
         self.facts.keys().cloned().collect()
     }
 
-    /// Reads the squared errors back.
+    /// Reads the sums back, in one transfer per device.
     ///
     /// # Errors
     /// [`Fp4Error::Device`].
     pub(crate) fn read(self) -> Result<BTreeMap<String, PackedFacts>, Fp4Error> {
-        let Self { mut facts, squares } = self;
-        for (path, squares) in read_vectors(squares)? {
-            if let Some(facts) = facts.get_mut(&path) {
-                facts.squares = squared_sums(&squares);
+        let Self { mut facts, sums } = self;
+        for (path, sums) in read_vectors(sums)? {
+            if let Some((facts, (values, outputs))) = facts.get_mut(&path).zip(sums.split_at_checked(6))
+            {
+                facts.weight_error = squared_sums(values).map(SquaredError::new);
+                facts.output_error = read_output_sums(outputs).map(SquaredError::new);
             }
         }
         Ok(facts)
@@ -90,7 +103,6 @@ impl PackedFacts {
         scheme: Fp4Scheme,
         choice: &Choice,
     ) -> ParameterReport {
-        let [squared_error, energy] = self.squares.expect("compared with its dense values");
         let outcome = Outcome::Quantized {
             scheme,
             asked: plan.asked,
@@ -98,8 +110,8 @@ impl PackedFacts {
             fallback: choice.fallback.clone(),
             axis: self.layout.axis,
             shares_scale_with: plan.shares.clone(),
-            squared_error,
-            energy,
+            weight_error: self.weight_error.expect("compared with its dense values"),
+            output_error: self.output_error,
             products: parameter.products(&self.products, self.layout.axis),
         };
         self.report(parameter, outcome)
@@ -113,8 +125,7 @@ impl PackedFacts {
             format,
             block_size,
             axis,
-            squared_error: self.squares.map(|[error, _]| error),
-            energy: self.squares.map(|[_, energy]| energy),
+            weight_error: self.weight_error,
             products: parameter.products(&self.products, axis),
         };
         let known = parameter.clone().with_values(&self.layout.shape, self.dtype);

@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
     Curvature, Fp4Scheme, Fp4Tensor, Gptq, Gram, Importance, NonFinite, OpsError, Rerun,
-    ScaleSearch, TensorScaling, quantize, quantize_by_curvature, quantize_by_importance,
+    ScaleSearch, TensorScaling, amax, quantize, quantize_by_curvature, quantize_by_importance,
     quantize_with_best_tensor_scale,
 };
 use burn_ir::TensorId;
@@ -20,6 +20,7 @@ use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::WeightPlan;
 
 use super::inputs::Inputs;
+use super::output_error::GramCache;
 
 /// A dense weight of any rank.
 pub(crate) trait AnyWeight: Send {
@@ -30,6 +31,9 @@ pub(crate) trait AnyWeight: Send {
     fn clone_box(&self) -> Box<dyn AnyWeight>;
 
     fn elements(&self) -> usize;
+
+    /// Returns the largest magnitude, `[1]` in f32 on its device.
+    fn amax(&self) -> Result<Tensor<1>, OpsError>;
 
     /// Gives recorded operations this value of a tensor.
     fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError>;
@@ -67,6 +71,10 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.shape().num_elements()
     }
 
+    fn amax(&self) -> Result<Tensor<1>, OpsError> {
+        amax(self.clone())
+    }
+
     fn insert(&self, rerun: &mut Rerun, id: TensorId) -> Result<(), OpsError> {
         rerun.insert(id, self.clone())
     }
@@ -78,7 +86,7 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     ) -> Result<Quantized, OpsError> {
         let choice = task.choice();
         let packed = quantize_weight(self, task, &choice, curvatures)?;
-        Ok((PackedWeight::from(packed), choice))
+        Ok(Quantized { packed: PackedWeight::from(packed), choice, output_sums: None })
     }
 
     fn matrix(&self, slice: usize) -> Tensor<2> {
@@ -136,8 +144,24 @@ pub(crate) struct Task<'a> {
     pub(crate) inputs: Option<&'a Inputs<'a>>,
 }
 
-/// A weight, and the method that it was quantized by.
-pub(crate) type Quantized = (PackedWeight, Choice);
+/// A quantized weight.
+#[derive(Clone)]
+pub(crate) struct Quantized {
+    pub(crate) packed: PackedWeight,
+    pub(crate) choice: Choice,
+    /// Made by [`output_sums`](super::output_error::output_sums).
+    pub(crate) output_sums: Option<Tensor<1>>,
+}
+
+impl Quantized {
+    pub(crate) fn to_device(self, device: &Device) -> Self {
+        Self {
+            packed: self.packed.to_device(device),
+            output_sums: self.output_sums.map(|sums| sums.to_device(device)),
+            ..self
+        }
+    }
+}
 
 /// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
@@ -291,6 +315,7 @@ fn stacked<const D: usize>(
 /// may share one, and so may weights that are no family, as along other axes.
 #[derive(Default)]
 pub(crate) struct CurvatureCache<'a> {
+    pub(super) grams: GramCache<'a>,
     last: Option<(&'a Gram, Arc<Curvature>)>,
 }
 
@@ -311,8 +336,8 @@ impl<'a> CurvatureCache<'a> {
         {
             return Ok(curvature.clone());
         }
-        // Its memory first: it may be large.
-        self.last = None;
+        // Freed before the next one is made: they may be large.
+        *self = Self::default();
         let curvature = Arc::new(Curvature::new(gram, options, block_size, &device)?);
         self.last = Some((gram, curvature.clone()));
         Ok(curvature)

@@ -104,6 +104,13 @@ const MOST: usize = 16;
 /// moment when a recording begins, can make both fail. To be safe from either, record first, by a
 /// run for each combination of shapes, and serve then.
 ///
+/// **CUDA graphs of your own.** That exemption sets the stream capture mode of the thread to relaxed
+/// (`cuThreadExchangeStreamCaptureMode`) from its first use of a packed weight on, in any layer, and
+/// it stays so: the driver has no call that lasts for one result. During a capture of your own, the
+/// driver then no longer refuses calls of this thread that a capture does not record, such as those
+/// that allocate or wait. To have them refused, set the mode to global by the same call after the
+/// thread has used its first packed weight, and back to relaxed before the next replay records.
+///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a
 /// `BatchNorm` have one.

@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Budget, Fp4Config, Unused};
 use crate::error::Fp4Error;
-use crate::pack::quantize::quantize;
+use crate::pack::quantize::quantize_selected;
 use crate::report::Fp4Report;
-use crate::statistics::Calibration;
+use crate::walk::select::select;
 
 use super::candidate::Candidate;
 use super::knapsack::{Item, choose};
@@ -69,12 +69,8 @@ pub(crate) fn quantize_within<M: Module>(
     if found.dense_bytes().is_some_and(|dense| dense <= found.most_bytes(budget)) {
         return Err(Fp4Error::Sensitivity("all weights fit the budget as they are"));
     }
-    let mut config = choice.config;
-    // The errors needed it; a method that does not would call it unused.
-    if !config.chosen_by(&config.scheme).needs_inputs() {
-        config.calibration = Calibration::new();
-    }
-    quantize(module, &config)
+    let config = choice.config;
+    quantize_selected(module, &select(module, &config)?, &config.calibration)
 }
 
 impl BudgetChoice {

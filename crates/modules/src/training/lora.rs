@@ -174,7 +174,7 @@ fn merge_packed(
         let WeightPlan { layout, scheme, asked, .. } = &plan;
         let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
         let tensor = tensor.map_err(named)?;
-        merged.facts.add(path, &tensor, dtype, Some(dense)).map_err(named)?;
+        merged.facts.add(path, &tensor, dtype, Some((dense, None))).map_err(named)?;
         packed.insert(path.clone(), PackedWeight::from(tensor));
         merged.plans.insert(path.clone(), plan);
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::DType;
-use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::search::{ChosenBy, Method};
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Indivisible, Unused};
@@ -61,6 +61,25 @@ impl Selection {
     /// Whether statistics of inputs decide about the codes of a weight.
     pub(crate) fn needs_inputs(&self) -> bool {
         self.plans().any(|(_, _, plan)| plan.asked.needs_inputs())
+    }
+
+    /// Checks that a method uses the calibration of the configuration, if it has one.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Unused`], unless the configuration makes it a line of the report.
+    pub(crate) fn check_calibration_used(&mut self, config: &Fp4Config) -> Result<(), Fp4Error> {
+        if config.calibration.iter().next().is_none() || self.needs_inputs() {
+            return Ok(());
+        }
+        let users = Method::ALL.into_iter().filter(|method| method.row().calibrated);
+        let users: Vec<_> = users.map(|method| format!("`{method}`")).collect();
+        let users = users.join(", ");
+        let line = format!("calibration: no method asked for uses it, as {users} do");
+        match config.unused {
+            Unused::Error => return Err(Fp4Error::Unused(vec![line])),
+            Unused::Report => self.unused.push(line),
+        }
+        Ok(())
     }
 
     /// # Errors

@@ -130,7 +130,9 @@ pub(super) fn relax_launching(device: &CubeDevice) -> Result<(), String> {
     }
 }
 
-/// Lets this thread wait for results while another one records.
+/// Lets this thread wait for results while another one records, from now on: it waits in calls of
+/// Burn that nothing here stands around, so the mode cannot be given back. The documentation of
+/// `Replay` tells users who capture graphs themselves.
 #[cfg(feature = "cuda")]
 pub(crate) fn relax_this_thread(device: &CubeDevice) {
     thread_local! {

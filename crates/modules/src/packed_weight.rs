@@ -157,7 +157,8 @@ impl PackedWeight {
         elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * tensor_scales
     }
 
-    /// What is trained over the codes; see [`lora_fp4`](crate::Fp4Module::lora_fp4).
+    /// Returns the adapter that is trained over the codes; see
+    /// [`lora_fp4`](crate::Fp4Module::lora_fp4).
     pub fn adapter(&self) -> Option<&LoraAdapter> {
         self.adapter.as_ref()
     }
@@ -329,11 +330,11 @@ fn with_dtype<const D: usize>(param: Param<Tensor<D, Int>>, dtype: DType) -> Par
     if param.dtype() == dtype { param } else { param.map(|tensor| tensor.cast(dtype)) }
 }
 
-/// What is done to a packed weight.
+/// A change of a packed weight.
 pub(crate) type Edit = Box<dyn FnOnce(PackedWeight) -> PackedWeight>;
 
 thread_local! {
-    /// What is done to the packed weight that this thread maps next. Burn hands mappers the
+    /// The change of the packed weight that this thread maps next. Burn hands mappers the
     /// parameters of an attachment, but not the attachment, and puts it back after them.
     static EDIT: RefCell<Option<Edit>> = const { RefCell::new(None) };
 }

@@ -20,7 +20,8 @@ impl fmt::Display for Fp4Report {
                 table(header, rows.collect(), 3)
             }
             None => {
-                let rows = rows.map(|[path, shape, outcome, error, _]| [path, shape, outcome, error]);
+                let rows =
+                    rows.map(|[path, shape, outcome, error, _]| [path, shape, outcome, error]);
                 table(["parameter", "shape", "outcome", "error %"], rows.collect(), 3)
             }
         };
@@ -71,9 +72,8 @@ fn end_of(name: &str, width: usize) -> String {
 
 /// Returns the cells of a parameter, with an empty one for an error that is not known.
 fn row(parameter: &ParameterReport) -> [String; 5] {
-    let percent = |error: Option<f64>| {
-        error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error))
-    };
+    let percent =
+        |error: Option<f64>| error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
     [
         parameter.path.clone(),
         format!("{:?}", parameter.shape),
@@ -91,7 +91,7 @@ fn name(format: Fp4Format) -> String {
 fn outcome(parameter: &ParameterReport) -> String {
     match &parameter.outcome {
         Outcome::Quantized { scheme, .. } => name(scheme.format()),
-        Outcome::Given { format, .. } => format!("{}, given", name(*format)),
+        Outcome::Provided { format, .. } => format!("{}, provided", name(*format)),
         Outcome::FakeQuantized { scheme, .. } => format!("{}, trained", name(scheme.format())),
         Outcome::Adapted { .. } => "adapter".to_owned(),
         Outcome::Merged => "dense, merged".to_owned(),
@@ -124,8 +124,8 @@ fn details(parameter: &ParameterReport) -> Option<String> {
                 scheme.rule,
             )
         }
-        Outcome::Given { format, block_size, axis, .. } => {
-            format!("{}, blocks of {block_size}, as given, along axis {axis}", name(*format))
+        Outcome::Provided { format, block_size, axis, .. } => {
+            format!("{}, blocks of {block_size}, as provided, along axis {axis}", name(*format))
         }
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };

@@ -7,11 +7,11 @@ use std::ptr;
 use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
 
 use super::output_error::output_sums;
-use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, quantize_without_inputs};
+use super::weight::{AnyWeight, CurvatureCache, Quantized, WeightTask, quantize_without_inputs};
 
 /// Divides weights among families, in the order of their first members: those that GPTQ quantizes
 /// by the same inputs. Any other weight is alone.
-pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
+pub(crate) fn families(tasks: &[WeightTask<'_>]) -> Vec<Vec<usize>> {
     let mut families: Vec<Vec<usize>> = Vec::new();
     // By the first of their Gram matrices.
     let mut known: BTreeMap<*const Gram, Vec<usize>> = BTreeMap::new();
@@ -38,7 +38,7 @@ pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
 /// # Errors
 /// [`OpsError`], of any of them: callers report it for the first.
 pub(crate) fn pack_family<'a>(
-    family: &[(&dyn AnyWeight, Task<'a>)],
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
     let mut quantized = match family {
@@ -51,7 +51,7 @@ pub(crate) fn pack_family<'a>(
 }
 
 fn quantize_side_by_side<'a>(
-    family: &[(&dyn AnyWeight, Task<'a>)],
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
     let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
@@ -71,11 +71,11 @@ fn quantize_side_by_side<'a>(
 
 /// Quantizes one matrix of each of several weights.
 fn quantize_slice<'a>(
-    family: &[(&dyn AnyWeight, Task<'a>)],
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
     slice: usize,
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
-    let (weight, Task { plan, inputs, .. }) = &family[0];
+    let (weight, WeightTask { plan, inputs, .. }) = &family[0];
     let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
     let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
     match (plan.asked.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
@@ -96,17 +96,18 @@ pub(super) fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
 }
 
 /// The first Gram matrix of a weight that GPTQ quantizes matrix by matrix.
-fn first_gram<'a>(task: &Task<'a>) -> Option<&'a Gram> {
+fn first_gram<'a>(task: &WeightTask<'a>) -> Option<&'a Gram> {
     axis_of_matrices(&task.plan.layout)?;
     task.choice().chosen_by.gptq()?;
     task.inputs?.grams().next()
 }
 
-/// Whether two such weights are of one family.
-fn joins(one: &Task<'_>, other: &Task<'_>) -> bool {
-    let of =
-        |task: &Task<'_>, slice| task.inputs.and_then(|inputs| inputs.of(slice)).map(ptr::from_ref);
-    let known = |task: &Task<'_>| {
+/// Returns true if two such weights are of one family.
+fn joins(one: &WeightTask<'_>, other: &WeightTask<'_>) -> bool {
+    let of = |task: &WeightTask<'_>, slice| {
+        task.inputs.and_then(|inputs| inputs.of(slice)).map(ptr::from_ref)
+    };
+    let known = |task: &WeightTask<'_>| {
         let plan = task.plan;
         (task.choice(), plan.slices(), axis_of_matrices(&plan.layout), plan.scheme.block_size)
     };
@@ -155,7 +156,11 @@ mod tests {
         let which = [Some(0), Some(1), Some(0), Some(0), Some(0), Some(0), None];
         let tasks = plans.iter().zip(which);
         let tasks: Vec<_> = tasks
-            .map(|(plan, at)| Task { plan, amax: None, inputs: at.map(|at: usize| &inputs[at]) })
+            .map(|(plan, at)| WeightTask {
+                plan,
+                amax: None,
+                inputs: at.map(|at: usize| &inputs[at]),
+            })
             .collect();
         let expected: [&[usize]; 5] = [&[0, 2, 5], &[1], &[3], &[4], &[6]];
         assert_eq!(families(&tasks), expected);

@@ -47,7 +47,7 @@ impl<'a> Inputs<'a> {
         (gram.tokens() > 0).then_some(gram)
     }
 
-    /// Those there are.
+    /// Returns the Gram matrices of all slices that have one.
     pub(crate) fn grams(&self) -> impl Iterator<Item = &Gram> {
         self.slices.iter().flatten().map(|gram| &**gram)
     }

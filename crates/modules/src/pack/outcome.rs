@@ -1,4 +1,4 @@
-//! What is reported of packed weights: measured where they are, and read back at once.
+//! Report entries for packed weights: errors are measured on their devices and read back at once.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::walk::parameters::Parameter;
 use crate::walk::plan::WeightPlan;
 
 use super::output_error::read_output_sums;
-use super::weight::Choice;
+use super::weight::MethodUsed;
 
 /// Facts about packed weights by path, of which the squared errors are still on their devices.
 #[derive(Default)]
@@ -23,14 +23,14 @@ pub(crate) struct PackedWeights {
     sums: Vec<(String, Tensor<1>)>,
 }
 
-/// What is reported of a packed weight.
+/// Facts of a report entry for a packed weight.
 pub(crate) struct PackedFacts {
     layout: Fp4Layout,
-    /// That `val()` returns.
+    /// The dtype that `val()` returns.
     dtype: DType,
     /// Bytes of codes and scales.
     bytes: usize,
-    /// Whether Burn's layers multiply straight from its codes.
+    /// How Burn's layers multiply by it.
     products: Products,
     /// Known if the dense values were read, and once the sums are read back.
     weight_error: Option<SquaredError>,
@@ -42,7 +42,7 @@ impl PackedWeights {
     /// values, with the sums over its outputs, if there are any.
     ///
     /// # Errors
-    /// [`OpsError`] if the dense values are not those of such a weight.
+    /// [`OpsError`] if the dense values do not have its shape and a dtype that is quantized.
     pub(crate) fn add<const D: usize>(
         &mut self,
         path: &str,
@@ -84,7 +84,8 @@ impl PackedWeights {
     pub(crate) fn read(self) -> Result<BTreeMap<String, PackedFacts>, Fp4Error> {
         let Self { mut facts, sums } = self;
         for (path, sums) in read_vectors(sums)? {
-            if let Some((facts, (values, outputs))) = facts.get_mut(&path).zip(sums.split_at_checked(6))
+            if let Some((facts, (values, outputs))) =
+                facts.get_mut(&path).zip(sums.split_at_checked(6))
             {
                 facts.weight_error = squared_sums(values).map(SquaredError::new);
                 facts.output_error = read_output_sums(outputs).map(SquaredError::new);
@@ -95,13 +96,13 @@ impl PackedWeights {
 }
 
 impl PackedFacts {
-    /// What is reported of a weight that was quantized by a plan.
+    /// Returns the report entry for a weight that was quantized by a plan.
     pub(crate) fn quantized(
         &self,
         parameter: &Parameter,
         plan: &WeightPlan,
         scheme: Fp4Scheme,
-        choice: &Choice,
+        choice: &MethodUsed,
     ) -> ParameterReport {
         let outcome = Outcome::Quantized {
             scheme,
@@ -117,11 +118,11 @@ impl PackedFacts {
         self.report(parameter, outcome)
     }
 
-    /// What is reported of a weight whose codes were handed over. A parameter that was not
+    /// Returns the report entry for a weight with provided codes. A parameter that was not
     /// initialized has the shape and dtype of these.
-    pub(crate) fn given(&self, parameter: &Parameter) -> ParameterReport {
+    pub(crate) fn provided(&self, parameter: &Parameter) -> ParameterReport {
         let Fp4Layout { format, block_size, axis, .. } = self.layout;
-        let outcome = Outcome::Given {
+        let outcome = Outcome::Provided {
             format,
             block_size,
             axis,

@@ -5,7 +5,7 @@ use burn_fp4_ops::{Gram, OpsError};
 use rayon::prelude::*;
 
 use super::family::axis_of_matrices;
-use super::weight::{AnyWeight, Quantized, Task};
+use super::weight::{AnyWeight, Quantized, WeightTask};
 
 /// Sums up, for each weight with whole Gram matrices of its inputs, a unit and in squares of it
 /// `tr(E^T H E)` and `tr(W^T H W)`: `[3]` in f32 on the device of the weight. W are its values, E
@@ -17,7 +17,7 @@ use super::weight::{AnyWeight, Quantized, Task};
 /// # Errors
 /// [`OpsError`] for a dtype that is not quantized.
 pub(crate) fn output_sums<'a>(
-    weights: &[(&dyn AnyWeight, Task<'a>)],
+    weights: &[(&dyn AnyWeight, WeightTask<'a>)],
     quantized: &[Quantized],
     grams: &mut GramCache<'a>,
 ) -> Result<Vec<Option<Tensor<1>>>, OpsError> {
@@ -57,8 +57,8 @@ pub(crate) fn read_output_sums(sums: &[f32]) -> Option<[f64; 2]> {
 }
 
 /// Returns the axis of a weight's matrices that inputs are along, and the Gram matrices by slice;
-/// nothing unless those of all slices are whole and inputs other than zeros were seen.
-fn known_inputs<'a>(task: &Task<'a>) -> Option<(usize, Vec<(usize, &'a Gram)>)> {
+/// nothing unless all slices have a whole one and inputs other than zeros were seen.
+fn known_inputs<'a>(task: &WeightTask<'a>) -> Option<(usize, Vec<(usize, &'a Gram)>)> {
     let (axis, inputs) = (axis_of_matrices(&task.plan.layout)?, task.inputs?);
     let whole = inputs.grams().filter(|gram| gram.is_whole()).count();
     let slices = 0..task.plan.slices();

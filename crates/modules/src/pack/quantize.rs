@@ -9,11 +9,11 @@ use crate::statistics::Calibration;
 use crate::walk::plan::Selection;
 use crate::walk::select::select;
 
-use super::attach::{Source, pack};
-use super::divide::divided;
 use super::inputs::inputs_by_weight;
+use super::install::{PackSource, pack};
 use super::measure::measure;
-use super::weight::Task;
+use super::schedule::run_on_devices;
+use super::weight::WeightTask;
 
 /// Checks everything, then [packs](pack).
 pub(crate) fn quantize<M: Module>(
@@ -36,12 +36,12 @@ pub(crate) fn quantize_selected<M: Module>(
     let inputs = inputs_by_weight(selection, &measured, calibration)?;
     let usable = |at: usize, plan| {
         let inputs = inputs.get(&measured.tied_to(at));
-        Task { plan, amax: None, inputs }.choice().chosen_by.needs_inputs()
+        WeightTask { plan, amax: None, inputs }.choice().chosen_by.needs_inputs()
     };
     selection.check_calibrated(usable)?;
     let devices = calibration.devices();
-    let packed = divided(module, selection, devices, &inputs, &measured)?;
-    pack(module, selection, Source { measured, inputs, packed, dense: None })
+    let packed = run_on_devices(module, selection, devices, &inputs, &measured)?;
+    pack(module, selection, PackSource { measured, inputs, packed, dense: None })
 }
 
 #[cfg(test)]

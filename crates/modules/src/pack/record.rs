@@ -83,7 +83,7 @@ struct Entry {
     adapter: Option<Adapter>,
 }
 
-/// What is trained over a packed weight.
+/// The adapter over a packed weight.
 struct Adapter {
     /// The part of the path that says the scale.
     name: String,
@@ -116,7 +116,7 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     let dense: Vec<_> =
         attached.keys().filter(|path| !entries.contains_key(*path)).cloned().collect();
     if !dense.is_empty() {
-        return Err(problem("it has dense weights where those of the module are packed", dense));
+        return Err(problem("it has dense weights where the module has packed ones", dense));
     }
     let others = entries.iter().filter(|(path, entry)| {
         attached.get(*path).is_some_and(|packed| packed.names() != entry.names())

@@ -40,7 +40,7 @@ pub(crate) trait AnyWeight: Send {
 
     fn pack<'a>(
         &self,
-        task: &Task<'a>,
+        task: &WeightTask<'a>,
         curvatures: &mut CurvatureCache<'a>,
     ) -> Result<Quantized, OpsError>;
 
@@ -48,7 +48,11 @@ pub(crate) trait AnyWeight: Send {
     fn matrix(&self, slice: usize) -> Tensor<2>;
 
     /// Puts its matrices together, with one tensor scale for all of them or one per row.
-    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError>;
+    fn stacked(
+        &self,
+        slices: &[Fp4Tensor<2>],
+        task: &WeightTask<'_>,
+    ) -> Result<PackedWeight, OpsError>;
 
     /// The values of codes and scales, in the dtype of this weight.
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight>;
@@ -81,7 +85,7 @@ impl<const D: usize> AnyWeight for Tensor<D> {
 
     fn pack<'a>(
         &self,
-        task: &Task<'a>,
+        task: &WeightTask<'a>,
         curvatures: &mut CurvatureCache<'a>,
     ) -> Result<Quantized, OpsError> {
         let choice = task.choice();
@@ -102,7 +106,11 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.clone().slice(ranges).reshape([rows, cols])
     }
 
-    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError> {
+    fn stacked(
+        &self,
+        slices: &[Fp4Tensor<2>],
+        task: &WeightTask<'_>,
+    ) -> Result<PackedWeight, OpsError> {
         Ok(PackedWeight::from(stacked::<D>(slices, task)?))
     }
 
@@ -137,9 +145,9 @@ pub(crate) fn dense_weights<M: Module>(
 
 /// A weight to be quantized.
 #[derive(Clone, Copy)]
-pub(crate) struct Task<'a> {
+pub(crate) struct WeightTask<'a> {
     pub(crate) plan: &'a WeightPlan,
-    /// That its tensor scale is made from, if it was measured.
+    /// The amax that its tensor scale is made from, if it was measured.
     pub(crate) amax: Option<f32>,
     pub(crate) inputs: Option<&'a Inputs<'a>>,
 }
@@ -148,7 +156,7 @@ pub(crate) struct Task<'a> {
 #[derive(Clone)]
 pub(crate) struct Quantized {
     pub(crate) packed: PackedWeight,
-    pub(crate) choice: Choice,
+    pub(crate) choice: MethodUsed,
     /// Made by [`output_sums`](super::output_error::output_sums).
     pub(crate) output_sums: Option<Tensor<1>>,
 }
@@ -165,12 +173,12 @@ impl Quantized {
 
 /// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Choice {
+pub(crate) struct MethodUsed {
     pub(crate) chosen_by: ChosenBy,
     pub(crate) fallback: Option<Fallback>,
 }
 
-impl Task<'_> {
+impl WeightTask<'_> {
     /// The scheme, with the amax that is known already unless the method looks for a better one.
     pub(super) fn scheme(&self) -> Fp4Scheme {
         // The weight was found finite, or was not to be looked at.
@@ -183,14 +191,14 @@ impl Task<'_> {
     }
 
     /// As asked, where there are the statistics that it takes.
-    pub(crate) fn choice(&self) -> Choice {
+    pub(crate) fn choice(&self) -> MethodUsed {
         let asked = self.plan.asked;
-        let all = |fallback| Choice {
+        let all = |fallback| MethodUsed {
             chosen_by: ChosenBy::Search(ScaleSearch::Sse),
             fallback: Some(fallback),
         };
         if !asked.needs_inputs() {
-            return Choice { chosen_by: asked, fallback: None };
+            return MethodUsed { chosen_by: asked, fallback: None };
         }
         let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
@@ -210,14 +218,14 @@ impl Task<'_> {
         }
         let fallback =
             (!without.is_empty()).then_some(Fallback::Slices { without_inputs: without });
-        Choice { chosen_by: asked, fallback }
+        MethodUsed { chosen_by: asked, fallback }
     }
 }
 
 fn quantize_weight<'a, const D: usize>(
     dense: &Tensor<D>,
-    task: &Task<'a>,
-    choice: &Choice,
+    task: &WeightTask<'a>,
+    choice: &MethodUsed,
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
@@ -245,7 +253,7 @@ fn quantize_whole<'a, const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    choice: &Choice,
+    choice: &MethodUsed,
     gram: Option<&'a Gram>,
     curvatures: &mut CurvatureCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
@@ -297,7 +305,7 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
 /// Puts the slices of a weight together, with one tensor scale for all of them or one per row.
 fn stacked<const D: usize>(
     slices: &[Fp4Tensor<2>],
-    task: &Task<'_>,
+    task: &WeightTask<'_>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let codes = slices.iter().map(Fp4Tensor::codes).collect();
     let scales = slices.iter().map(Fp4Tensor::scales).collect();
@@ -306,7 +314,7 @@ fn stacked<const D: usize>(
         TensorScaling::Row => Tensor::cat(tensor_scales, 0),
         _ => tensor_scales[0].clone(),
     };
-    // A copy even of one: those of a family are parts of one memory, which each would keep alive.
+    // A copy even of one: the members of a family are parts of one memory, which each would keep.
     let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }

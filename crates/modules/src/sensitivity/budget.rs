@@ -38,8 +38,9 @@ const TENSOR_SCALE: usize = 4;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetChoice {
-    /// What quantizes a module like this. Saved, it lacks the calibration. If all weights stay
-    /// dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4) refuses.
+    /// Configuration that quantizes a module like this. Saved, it lacks the calibration. If all
+    /// weights stay dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4)
+    /// refuses.
     pub config: Fp4Config,
     /// By group of the [`Sensitivity`], what was chosen.
     pub candidates: Vec<CandidateSensitivity>,
@@ -59,7 +60,7 @@ pub(crate) fn quantize_within<M: Module>(
     budget: Budget,
 ) -> Result<Fp4Report, Fp4Error> {
     if !config.overrides.is_empty() {
-        let problem = "a budget chooses the formats: those of `with` would be lost";
+        let problem = "a budget chooses the formats; remove the schemes set using `with`";
         return Err(Fp4Error::Sensitivity(problem));
     }
     let config = Fp4Config { budget: None, ..config.clone() };

@@ -1,4 +1,4 @@
-//! What every candidate costs every group of weights.
+//! Measures the errors of every candidate for every group of weights.
 //!
 //! A candidate is tried by quantizing a copy of the module, which shares the dense values with it:
 //! its codes are those that [`quantize_fp4`](crate::Fp4Module::quantize_fp4) gives.
@@ -25,12 +25,12 @@ use crate::walk::select::{check_method, select};
 use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 
-/// What was found, and what it was found from.
+/// The sensitivities, and the weights that they were measured on.
 #[cfg_attr(
     not(feature = "autodiff"),
     expect(dead_code, reason = "only the measurement of the loss reads more than the report")
 )]
-pub(crate) struct Measured {
+pub(crate) struct Measurement {
     pub(crate) sensitivity: Sensitivity,
     pub(super) weights: Weights,
     /// By candidate the packed weights, by path; none of dense ones, and none if not asked for.
@@ -62,7 +62,7 @@ pub(crate) fn measure<M: Module>(
     config: &Fp4Config,
     candidates: &[Candidate],
     keep: bool,
-) -> Result<Measured, Fp4Error> {
+) -> Result<Measurement, Fp4Error> {
     if candidates.is_empty() {
         return Err(Fp4Error::Sensitivity("no candidates"));
     }
@@ -110,7 +110,7 @@ pub(crate) fn measure<M: Module>(
         }
     });
     let sensitivity = Sensitivity { groups: groups.collect(), config: config.clone() };
-    Ok(Measured { sensitivity, weights, packed })
+    Ok(Measurement { sensitivity, weights, packed })
 }
 
 /// The schemes of the candidates, with the search of the method; none of dense ones, and of those
@@ -236,8 +236,8 @@ fn together(errors: &[&Errors], candidate: Candidate) -> CandidateSensitivity {
     }
 }
 
-/// Returns the errors of the packed weights that were selected, those of outputs as a report tells
-/// them. One transfer per device.
+/// Returns the errors of the packed weights that were selected. The errors of outputs come from the
+/// report, all others in one transfer per device.
 fn errors(
     packed: &BTreeMap<String, PackedWeight>,
     dense: &BTreeMap<String, Dense>,

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::Module;
-use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Unused};

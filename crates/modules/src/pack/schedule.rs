@@ -17,11 +17,11 @@ use crate::walk::plan::{Selection, WeightPlan};
 use super::family::{families, pack_family};
 use super::inputs::Inputs;
 use super::measure::Measured;
-use super::weight::{AnyWeight, CurvatureCache, Quantized, Task, dense_weights};
+use super::weight::{AnyWeight, CurvatureCache, Quantized, WeightTask, dense_weights};
 
 /// Quantizes the weights that have statistics of their inputs on the devices that these were found
 /// on, one on each in turn, if these are several; by weight.
-pub(crate) fn divided<M: Module>(
+pub(crate) fn run_on_devices<M: Module>(
     module: &M,
     selection: &Selection,
     devices: &[Device],
@@ -43,7 +43,7 @@ pub(crate) fn divided<M: Module>(
         .iter()
         .map(|(path, dense)| {
             let (at, plan) = wanted[path.as_str()];
-            let task = Task { plan, amax: measured.amax(at), inputs: inputs.get(&at) };
+            let task = WeightTask { plan, amax: measured.amax(at), inputs: inputs.get(&at) };
             (at, Job { path, task, dense: dense.clone_box() })
         })
         .collect();
@@ -60,7 +60,7 @@ pub(crate) fn divided<M: Module>(
 /// A weight to be quantized by statistics of its inputs.
 pub(crate) struct Job<'a> {
     pub(crate) path: &'a str,
-    pub(crate) task: Task<'a>,
+    pub(crate) task: WeightTask<'a>,
     pub(crate) dense: Box<dyn AnyWeight>,
 }
 

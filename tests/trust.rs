@@ -37,7 +37,7 @@ fn outcome<'a>(report: &'a Fp4Report, path: &str) -> &'a Outcome {
 
 fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a MatmulPath {
     match outcome(report, path) {
-        Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => products,
+        Outcome::Quantized { products, .. } | Outcome::Provided { products, .. } => products,
         other => panic!("`{path}`: {other:?}"),
     }
 }
@@ -206,17 +206,15 @@ fn codes_of_ones_own_are_attached_path_by_path() {
         let expected = ops::quantize(dense.second.weight.val(), 0, &Fp4Scheme::nvfp4()).unwrap();
         assert_eq!(floats(net.second.weight.val()), floats(expected.dequantize()), "{name}");
         let sums = sums(expected.squared_error(dense.second.weight.val()).unwrap());
-        let Outcome::Given { format, block_size, axis, squared_error, energy, .. } =
+        let Outcome::Provided { format, block_size, axis, weight_error, .. } =
             outcome(&report, "second.weight")
         else {
             panic!("{report}")
         };
         assert_eq!((*format, *block_size, *axis), (expected.format(), 16, 0), "{name}");
-        let near = |found: &Option<f64>, expected: f64| {
-            let found = found.expect("the values were looked at");
-            (found - expected).abs() <= 1e-5 * expected
-        };
-        assert!(near(squared_error, sums[0]) && near(energy, sums[1]), "{name}: {report}");
+        let found = weight_error.expect("the values were read");
+        let near = |found: f64, expected: f64| (found - expected).abs() <= 1e-5 * expected;
+        assert!(near(found.error, sums[0]) && near(found.energy, sums[1]), "{name}: {report}");
         assert_eq!(report.quantized().count(), 1, "{name}");
         assert!(matches!(outcome(&report, "first.weight"), Outcome::Kept { .. }), "{name}");
         // They travel as any other.
@@ -244,7 +242,10 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
             Ok(Some(packed.into()))
         })
         .unwrap_err();
-    assert!(matches!(&error, Fp4Error::Given { path, .. } if path == "second.weight"), "{error:?}");
+    assert!(
+        matches!(&error, Fp4Error::Provided { path, .. } if path == "second.weight"),
+        "{error:?}"
+    );
     assert!(!is_packed(&net.first) && !is_packed(&net.second));
     assert_eq!(weights(&net), expected);
 

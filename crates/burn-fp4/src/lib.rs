@@ -42,8 +42,8 @@ pub use burn_fp4_modules::{
     Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
     PackedWeight, ParameterReport, Reason, Recipe, RecipeError, RecipeFormat, RecipeScheme,
-    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, Unused,
-    WriteReport, checkpoints, ops,
+    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError,
+    Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

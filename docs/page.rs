@@ -205,7 +205,7 @@ mod tests {
             [Source](b/README.md#a-t).\n<!-- end -->\nlast 1 us\n";
         assert_eq!(made, expected);
         assert_eq!(fill("p.md", &made, &tables(), Some("b/README.md")).expect("a page"), made);
-        assert_eq!(outside(&made), [(1, "# P"), (8, "last 1 us")]);
+        assert_eq!(outside(&made), [(1, "# P"), (9, "last 1 us")]);
     }
 
     #[test]

@@ -1,29 +1,29 @@
-//! What is in the tree is what the figures give, and no page types a figure by itself.
+//! The pages in the tree equal the generated ones, and no page contains a typed figure.
 
 use std::fs;
 
-use docs::{made, outside, root};
+use docs::{generated, root, written};
 
-/// What stands behind a number that was measured.
+/// Units that follow measured numbers.
 const UNITS: [&str; 9] = ["us", "ms", "s", "seconds", "GB", "GB/s", "MB", "%", "times"];
 
-/// How long the README may be, in bytes.
+/// Maximum length of the README, in bytes.
 const README: usize = 8 * 1024;
 
 fn pages() -> Vec<(String, String)> {
-    let made = made().expect("figures, and pages with tables that exist");
-    let pages: Vec<_> = made.into_iter().filter(|(path, _)| path.ends_with(".md")).collect();
+    let files = generated().expect("figures, and pages with tables that exist");
+    let pages: Vec<_> = files.into_iter().filter(|(path, _)| path.ends_with(".md")).collect();
     assert!(pages.len() > 5, "found {} pages", pages.len());
     pages
 }
 
 #[test]
-fn tables_and_plots_are_what_the_figures_give() {
-    let made = made().expect("figures, and pages with tables that exist");
-    assert!(made.iter().any(|(path, _)| path.ends_with(".svg")));
-    for (path, expected) in made {
+fn the_files_in_the_tree_are_the_generated_ones() {
+    let files = generated().expect("figures, and pages with tables that exist");
+    assert!(files.iter().any(|(path, _)| path.ends_with(".svg")));
+    for (path, expected) in files {
         let found = fs::read_to_string(root().join(&path)).unwrap_or_default();
-        assert!(found == expected, "{path}: not what its figures give: run `cargo run -p docs`");
+        assert!(found == expected, "{path}: differs from its figures; run `cargo run -p docs`");
     }
 }
 
@@ -38,7 +38,7 @@ fn every_table_of_figures_has_its_record() {
     }
 }
 
-/// Numbers of a line that were measured: in a cell of their own, or before a unit.
+/// Finds the measured numbers of a line: in a cell of their own, or before a unit.
 fn figures(line: &str) -> Vec<&str> {
     if line.trim_start().starts_with('|') {
         return line.split('|').map(str::trim).filter(|cell| is_number(cell)).collect();
@@ -54,7 +54,7 @@ fn is_number(word: &str) -> bool {
 }
 
 #[test]
-fn figures_that_were_measured_are_recognized() {
+fn measured_figures_are_recognized() {
     assert_eq!(figures("takes 67 us, or (0.5 ms)."), ["67", "(0.5"]);
     assert_eq!(figures("| `a` | 1.50 | +2 | 4 bits |"), ["1.50", "+2"]);
     assert_eq!(figures("blocks of 16, 4.5 bits, 2 GiB, rank 3 or more"), [""; 0]);
@@ -63,11 +63,11 @@ fn figures_that_were_measured_are_recognized() {
 #[test]
 fn no_page_types_a_figure() {
     for (path, text) in pages() {
-        for (line, written) in outside(&text) {
-            let found = figures(written);
+        for (number, line) in written(&text) {
+            let found = figures(line);
             assert!(
                 found.is_empty(),
-                "{path}:{line}: {found:?} was typed: put it into docs/benchmarks, with its machine"
+                "{path}:{number}: {found:?} was typed; put it into docs/benchmarks, with its machine"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! The pictures: times over rows of input, and errors by method.
+//! Plots: times over rows of input, and errors by method.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -13,19 +13,19 @@ const HEIGHT: u32 = 400;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// A part of a picture.
+/// A panel of a plot.
 enum Panel {
-    /// Rows of a table as lines, over columns whose names are numbers; both axes by powers of two.
+    /// Rows as lines, over columns with numbers as names. Both axes are logarithmic.
     Lines { x: &'static str, rows: &'static [&'static str] },
-    /// Columns of a table as groups of bars, one for each row that is named.
+    /// Columns as groups of bars, one group for each row.
     Bars { rows: &'static [&'static str], columns: &'static [&'static str] },
 }
 
-/// The file of a picture, and title, table and form of every panel.
-type Picture = (&'static str, &'static [(&'static str, &'static str, Panel)]);
+/// File of a plot, and title, table and kind of each panel.
+type Plot = (&'static str, &'static [(&'static str, &'static str, Panel)]);
 
-/// The pictures. The names of rows and columns are those in the file of figures.
-const PICTURES: &[Picture] = &[(
+/// All plots. Rows and columns have their names in the file of figures.
+const PLOTS: &[Plot] = &[(
     "overview.svg",
     &[
         (
@@ -44,12 +44,12 @@ const PICTURES: &[Picture] = &[(
     ],
 )];
 
-/// Every picture, by the name of its file.
+/// Draws every plot. Returns the names of the files and their SVG.
 ///
 /// # Errors
-/// [`DocsError::Table`] for figures that are not there, [`DocsError::File`] if it cannot be drawn.
-pub(crate) fn pictures(tables: &[Table]) -> Result<Vec<(String, String)>, DocsError> {
-    PICTURES
+/// [`DocsError::Table`] if a figure is missing, [`DocsError::File`] if a plot cannot be drawn.
+pub(crate) fn plots(tables: &[Table]) -> Result<Vec<(String, String)>, DocsError> {
+    PLOTS
         .iter()
         .map(|(name, panels)| {
             let mut svg = String::new();
@@ -76,7 +76,7 @@ fn draw(svg: &mut String, panels: &[(&str, &str, Panel)], tables: &[Table]) -> R
     all.present().map_err(|problem| problem.to_string())
 }
 
-/// Grey for what is compared with, orange; they can be told apart in print.
+/// Grey for the baseline, orange for the result; distinct in black and white print.
 const COLOURS: [RGBColor; 2] = [RGBColor(120, 120, 120), RGBColor(214, 96, 30)];
 
 fn lines(

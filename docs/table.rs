@@ -1,4 +1,4 @@
-//! [`Table`]: figures with where they come from, and what Markdown makes of them.
+//! [`Table`]: figures with their source, and their table in Markdown.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,21 +11,21 @@ use crate::page::DocsError;
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(untagged)]
 pub enum Cell {
-    /// Not measured, or without a meaning.
+    /// Empty cell.
     Nothing(()),
-    /// A figure.
+    /// Figure.
     Number(serde_json::Number),
-    /// A name, or a figure that is no plain number.
+    /// Name, or a figure that is not a plain number.
     Words(String),
 }
 
-/// What another run measured than the one that the table names.
+/// Figures that come from another run than the rest of the table.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OtherRun {
     /// Names of rows or columns.
     pub of: Vec<String>,
-    /// Its date and commit, and what was different.
+    /// Date and commit of the other run, and its differences.
     pub run: String,
 }
 
@@ -33,41 +33,41 @@ pub struct OtherRun {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Table {
-    /// The name of the file, without `.json`.
+    /// Name of the file, without `.json`.
     #[serde(skip)]
     pub id: String,
-    /// A heading.
+    /// Heading of the record.
     pub title: String,
-    /// What was measured.
+    /// Measured quantity.
     pub what: String,
-    /// On what.
+    /// Machine of the run.
     pub machine: String,
-    /// When the figures were recorded, `2026-11-21`.
+    /// Date of the run, as in `2026-11-21`.
     pub date: String,
-    /// The commit that recorded them.
+    /// Commit of the run.
     pub commit: String,
-    /// What prints them.
+    /// Command that prints the figures.
     pub command: String,
     /// Digits after the point, for columns in which numbers end in zeros.
     #[serde(default)]
     pub decimals: BTreeMap<String, usize>,
     /// Names of the columns, with units.
     pub columns: Vec<String>,
-    /// The first cell of each is its name.
+    /// Rows; the first cell of each is its name.
     pub rows: Vec<Vec<Cell>>,
-    /// Rows and columns that are not of that date and commit.
+    /// Rows and columns of other runs.
     #[serde(default)]
     pub other_runs: Vec<OtherRun>,
-    /// What else has to be known.
+    /// Notes for the reader.
     pub notes: Vec<String>,
 }
 
 impl Table {
-    /// The table of a file.
+    /// Parses a file of figures.
     ///
     /// # Errors
-    /// [`DocsError::Table`] for JSON of another form, for rows, dates or columns that are none, and
-    /// for other runs of what is not in the table.
+    /// [`DocsError::Table`] if the JSON has another form, a row, a date or a column is malformed, or
+    /// `other_runs` names a row or column that does not exist.
     pub fn read(id: &str, json: &str) -> Result<Self, DocsError> {
         let problem = |problem: String| DocsError::Table { id: id.to_owned(), problem };
         let mut table: Self = serde_json::from_str(json).map_err(|e| problem(e.to_string()))?;
@@ -83,13 +83,13 @@ impl Table {
             }
         }
         if let Some(name) = table.decimals.keys().find(|name| !table.columns.contains(name)) {
-            return Err(problem(format!("`decimals` names no column `{name}`")));
+            return Err(problem(format!("`decimals`: column `{name}` does not exist")));
         }
         let mut named = table.other_runs.iter().flat_map(|other| &other.of);
         let is_unknown =
             |name: &&String| table.row(name).is_none() && !table.columns.contains(name);
         if let Some(name) = named.find(is_unknown) {
-            return Err(problem(format!("`other_runs` names no row and no column `{name}`")));
+            return Err(problem(format!("`other_runs`: `{name}` is not a row or a column")));
         }
         let date = table.date.split('-').map(str::len).collect::<Vec<_>>();
         if date != [4, 2, 2] || !table.date.chars().all(|c| c == '-' || c.is_ascii_digit()) {
@@ -98,7 +98,7 @@ impl Table {
         Ok(table)
     }
 
-    /// The figure of a row in a column, if it is a plain number.
+    /// Returns the figure of a row in a column, if it is a number.
     pub fn figure(&self, row: &str, column: &str) -> Option<f64> {
         let column = self.columns.iter().position(|name| name == column)?;
         match &self.row(row)?[column] {
@@ -112,10 +112,10 @@ impl Table {
         self.rows.iter().find(is).map(Vec::as_slice)
     }
 
-    /// The table in Markdown; of some rows if they are named.
+    /// Formats the table in Markdown: the named rows, or all rows if none are named.
     ///
     /// # Errors
-    /// [`DocsError::Table`] for a row that does not exist.
+    /// [`DocsError::Table`] if a row does not exist.
     pub fn markdown(&self, rows: &[&str]) -> Result<String, DocsError> {
         let mut text = line(self.columns.iter().map(String::as_str));
         text += &line(self.columns.iter().map(|_| "---"));
@@ -148,14 +148,14 @@ impl Table {
         }
     }
 
-    /// Machine, date, commit and command, in a line of Markdown.
+    /// Formats machine, date, commit and command, in a line of Markdown.
     pub fn source(&self) -> String {
         let Self { machine, date, commit, command, .. } = self;
         format!("{}; {date}, commit {commit}; `{command}`", capital(machine))
     }
 
-    /// What other runs measured of the rows named, or of all if none are: a sentence for each run,
-    /// behind a space.
+    /// Formats a sentence for each other run that measured one of these rows, or any row if none are
+    /// named. Each sentence follows a space.
     pub fn others(&self, rows: &[&str]) -> String {
         let mut text = String::new();
         for OtherRun { of, run } in &self.other_runs {
@@ -164,14 +164,14 @@ impl Table {
             };
             let shown: Vec<_> = of.iter().map(String::as_str).filter(is_shown).collect();
             if !shown.is_empty() {
-                // The run comes last: a line that began with `1.`, of "axis 1.", would be a list.
+                // The run comes last: a line that starts with `1.`, as from "axis 1.", is a list.
                 let _ = write!(text, " Of another run: {} ({run}).", shown.join("; "));
             }
         }
         text
     }
 
-    /// Heading, table, source and notes.
+    /// Formats the record: heading, table, source and notes.
     pub fn record(&self) -> String {
         let mut text = format!("## {}\n\n{}\n\n", self.title, wrapped(&self.what, ""));
         text += &self.markdown(&[]).unwrap_or_default();
@@ -196,14 +196,14 @@ fn line<'a>(cells: impl Iterator<Item = &'a str>) -> String {
 fn capital(text: &str) -> String {
     let mut letters = text.chars();
     match letters.next() {
-        // `flex`: code stays as it is.
+        // A backtick, as in `flex`, stays.
         Some(first) => first.to_uppercase().chain(letters).collect(),
         None => String::new(),
     }
 }
 
-/// Broken into lines of at most 100 characters, the second and later ones behind `indent`; a piece
-/// of code stays whole.
+/// Wraps a text at 100 characters and indents every line but the first. Code in backticks is not
+/// broken.
 pub(crate) fn wrapped(text: &str, indent: &str) -> String {
     let mut lines = vec![String::new()];
     let mut in_code = false;
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_its_figures_with_their_digits() {
+    fn figures_keep_their_decimals() {
         let table = Table::read("t", &json(r#"[["a", 1.5, 3], ["b", 2, null]]"#)).expect("a table");
         let all = "| name | us | n |\n| --- | --- | --- |\n| a | 1.50 | 3 |\n| b | 2.00 |  |\n";
         assert_eq!(table.markdown(&[]).expect("rows"), all);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_table_is_an_error() {
+    fn a_malformed_table_is_an_error() {
         for rows in [r#"[["a", 1.5]]"#, r#"[[1, 2, 3]]"#, r#"{}"#] {
             assert!(Table::read("t", &json(rows)).is_err(), "{rows}");
         }

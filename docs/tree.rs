@@ -1,4 +1,4 @@
-//! All pages and pictures, as the figures have them be.
+//! All generated pages and plots.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,21 +7,21 @@ use crate::page::{DocsError, fill};
 use crate::plot;
 use crate::table::Table;
 
-/// The folder of the figures.
+/// Folder of the figures.
 const FIGURES: &str = "docs/benchmarks";
 
-/// Pages, and folders of pages, with tables.
+/// Pages with tables, and folders of such pages.
 pub const PAGES: [&str; 4] = ["README.md", "docs/benchmarks", "docs", "crates/burn-fp4/src/guide"];
 
-/// The root of the project.
+/// Returns the root of the project.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Every file of figures, by name.
+/// Reads every file of figures, sorted by name.
 ///
 /// # Errors
-/// [`DocsError::Table`] for one that is none, [`DocsError::File`].
+/// [`DocsError::Table`] for a malformed file, [`DocsError::File`] for one that cannot be read.
 pub fn tables() -> Result<Vec<Table>, DocsError> {
     let read = |path: String| {
         let id = path.rsplit('/').next().and_then(|name| name.strip_suffix(".json"));
@@ -30,36 +30,36 @@ pub fn tables() -> Result<Vec<Table>, DocsError> {
     listed(FIGURES, ".json")?.into_iter().map(read).collect()
 }
 
-/// Paths from the root of the project of all pages and pictures, and what has to be in them.
+/// Generates all pages and plots. Returns their paths from the root of the project, and their texts.
 ///
 /// # Errors
-/// [`DocsError`] naming the figures, the page and line, or the file.
-pub fn made() -> Result<Vec<(String, String)>, DocsError> {
+/// [`DocsError`] with the file of figures, the page and line, or the file.
+pub fn generated() -> Result<Vec<(String, String)>, DocsError> {
     let tables = tables()?;
-    let mut made = Vec::new();
+    let mut generated = Vec::new();
     for place in PAGES {
         let pages = match place.ends_with(".md") {
             true => vec![place.to_owned()],
             false => listed(place, ".md")?,
         };
         for page in pages {
-            // The guide is documentation of a crate, without a folder beside it.
-            let home = match place {
+            // The guide is rustdoc of a crate: it cannot link to a file of the repository.
+            let records = match place {
                 "README.md" => Some("docs/benchmarks/README.md"),
                 "docs" => Some("benchmarks/README.md"),
                 _ => None,
             };
-            let text = fill(&page, &text(&page)?, &tables, home)?;
-            made.push((page, text));
+            let text = fill(&page, &text(&page)?, &tables, records)?;
+            generated.push((page, text));
         }
     }
-    for (name, picture) in plot::pictures(&tables)? {
-        made.push((format!("{FIGURES}/{name}"), picture));
+    for (name, plot) in plot::plots(&tables)? {
+        generated.push((format!("{FIGURES}/{name}"), plot));
     }
-    Ok(made)
+    Ok(generated)
 }
 
-/// The files in a folder that end so, by name.
+/// Lists the files of a folder with an ending, sorted by name.
 fn listed(folder: &str, ending: &str) -> Result<Vec<String>, DocsError> {
     let problem = |problem: std::io::Error| DocsError::File {
         path: folder.to_owned(),

@@ -208,7 +208,7 @@ fn grams_are_those_of_inputs_that_a_copy_keeps() {
             let shape = [2, length as usize];
             Tensor::<2, Int>::from_data(TensorData::new(tokens, shape), &device)
         };
-        // Of different lengths.
+        // Batches of different lengths.
         let batches = vec![tokens(5), tokens(9)];
         check(&format!("{name} transformer"), &block, batches, &["tokens.weight"]);
 
@@ -646,7 +646,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
             let (on_one, expected) = quantized(&elsewhere);
             let (on_two, found) = quantized(&calibration);
             assert_eq!(on_two.devices(), on_one.devices(), "{name}");
-            // Those of the second device come from engines whose GPTQ sums up in another order.
+            // GPTQ of the second device adds up in another order: only outputs are compared.
             assert_eq!(codes(&on_two.layers[0]), codes(&on_one.layers[0]), "{name}");
             assert_eq!(codes(&on_two.head), codes(&on_one.head), "{name}");
             for (found, expected) in found.into_iter().zip(expected) {

@@ -31,7 +31,7 @@ fn paths_of_adapters(report: &Fp4Report) -> Vec<&str> {
     report.adapted().map(|parameter| parameter.path.as_str()).collect()
 }
 
-/// Of rank 4, scaled by 2.
+/// Adapters of rank 4, scaled by 2.
 fn lora() -> Lora {
     Lora::new(4, 8.0)
 }

@@ -89,7 +89,7 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
             floats(net.layers[1].bias.as_ref().unwrap().val()),
             floats(dense.layers[1].bias.as_ref().unwrap().val())
         );
-        // What `val()` gives is what quantizing the tensor gives.
+        // `val()` equals the quantized tensor.
         let weight = burn_fp4::ops::quantize(dense.layers[2].weight.val(), 0, &Fp4Scheme::nvfp4());
         assert_eq!(floats(net.layers[2].weight.val()), floats(weight.unwrap().dequantize()));
         assert_eq!(net.layers[2].weight.val().dtype(), DType::F32);
@@ -175,7 +175,7 @@ fn siblings_share_a_tensor_scale() {
         assert_eq!(scale(&mha.query), scale(&mha.value));
         assert_ne!(scale(&mha.query), scale(&mha.output));
     }
-    // Of values that nobody checks, only those that share a scale are looked at first.
+    // Unchecked values are read up front only if they share a tensor scale.
     let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
     let follow = Fp4Config::new(follow).share_scale(["query", "key", "value"]);
     unchecked.quantize_fp4(&follow).unwrap();
@@ -443,7 +443,7 @@ fn quantizing_again_leaves_packed_weights_alone() {
     let message = error.to_string();
     assert!(message.starts_with("every selected weight is quantized already; "), "{message}");
     assert_eq!(message.lines().count(), 1 + 5, "{message}");
-    // What is misspelt is another matter.
+    // A misspelt pattern is an error.
     let error = net.quantize_fp4(&Fp4Config::mxfp4().include("haed.*")).unwrap_err();
     assert!(matches!(error, Fp4Error::NothingSelected(_)), "{error}");
 }
@@ -916,7 +916,7 @@ fn values_that_become_infinite_in_their_dtype_are_said() {
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<burn_fp4::Fp4Report>(&json).unwrap(), report);
     }
-    // Of 16 tensor scales the finite ones are tried.
+    // Only finite tensor scales of the 16 are tried.
     let mut layer = with_weights(vec![3.4e38; 32 * 4], [32, 4], DType::F32, &device);
     let config = Fp4Config::nvfp4().method(burn_fp4::Method::SseTensorScale);
     let report = layer.quantize_fp4(&config).unwrap();

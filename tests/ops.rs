@@ -212,7 +212,7 @@ fn the_memory_of_a_dequantized_weight_is_used_again() {
     let other = second.dequantize();
     assert_bits("first", &floats(dense.clone()), &expected);
     assert_bits("second", &floats(other.clone()), &others);
-    // What is written into a dense weight does not come back.
+    // Writing into a dense weight must not write into the memory that is reused.
     drop((dense.clone() * 2.0, dense + 1.0, other));
     let address = |data: &TensorData| data.as_bytes().as_ptr();
     let once = first.dequantize().into_data();

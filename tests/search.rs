@@ -102,7 +102,7 @@ fn squared_error(block: &[f32], scale: f64, weights: impl Fn(usize) -> f64) -> f
     block.iter().enumerate().map(error).sum()
 }
 
-/// What a packed block costs, in f64.
+/// Computes the errors of a packed block, in f64.
 fn errors_of(packed: &Packed, values: &[f32], row: usize, block: usize) -> Vec<f64> {
     let size = packed.block_size;
     let tensor_scale = f64::from(packed.tensor_scale.of_row(row));
@@ -268,7 +268,7 @@ fn searches_by_hessian_equal_or_beat_brute_force_over_scales() {
     assert!(searched > 10_000);
 }
 
-/// Whether elements are such round numbers that scales put them between two codes.
+/// Returns true if elements are round numbers, which scales can put halfway between two codes.
 fn has_ties(elements: &[f32]) -> bool {
     elements.iter().all(|x| (x * 8.0).fract() == 0.0)
 }

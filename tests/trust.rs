@@ -147,7 +147,7 @@ fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
                 assert!(linear.weight.val().is_require_grad(), "{name} {path}");
             }
         }
-        // What is left can be quantized still.
+        // The rest can still be quantized.
         let report = net.quantize_fp4(&gptq(0.01)).unwrap();
         assert_eq!(report.quantized().count(), 2 - packed.len(), "{name}");
 
@@ -231,7 +231,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
     let expected = weights(&net);
     let error = net
         .pack_fp4(|weight| {
-            // Those of the first fit, those of the second are of a transposed weight.
+            // Codes of the first weight fit; codes of the second are transposed.
             let packed = match (weight.path(), weight.tensor::<2>()) {
                 ("first.weight", Some(values)) => ops::quantize(values, 0, &Fp4Scheme::nvfp4())?,
                 ("second.weight", Some(values)) => {
@@ -249,7 +249,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
     assert!(!is_packed(&net.first) && !is_packed(&net.second));
     assert_eq!(weights(&net), expected);
 
-    // What the closure itself refuses.
+    // An error of the closure itself.
     let error = net
         .pack_fp4(|weight| match weight.path() {
             "second.weight" => Err(OpsError::NonFinite { found: f32::NAN }.into()),
@@ -338,7 +338,7 @@ fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_repor
         ("Lienar", Fp4Config::nvfp4().container("Lienar", 1)),
         ("third.*", Fp4Config::nvfp4().with("third.*", Fp4Scheme::mxfp4())),
         ("query", Fp4Config::nvfp4().share_scale(["query", "key"])),
-        // Of the siblings there is one.
+        // Only one of the siblings exists.
         ("fisrt", Fp4Config::nvfp4().share_scale(["fisrt", "second"])),
         ("calibration", Fp4Config::nvfp4().with_calibration(&calibration)),
     ] {

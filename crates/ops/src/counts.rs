@@ -1,15 +1,16 @@
-//! How often products and lookups ran straight from the codes.
+//! Counters of products and lookups, straight from the codes or dense.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// How often products with packed weights and lookups of their rows ran, since the program started.
+/// Counts of products with packed weights and of lookups of their rows, since the program started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FusedProducts {
     /// Products straight from the codes.
     pub fused: u64,
     /// Lookups of rows straight from the codes.
     pub lookups: u64,
-    /// Dequantized first: a dense product is faster, a plan refused, or the device has no kernels.
+    /// Products and lookups of a dequantized weight, because a dense product is faster, a plan
+    /// refused, or the device has no kernels.
     pub dense: u64,
 }
 
@@ -17,7 +18,7 @@ pub(crate) static FUSED: AtomicU64 = AtomicU64::new(0);
 pub(crate) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
 pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 
-/// How often products with packed weights and lookups of their rows ran, since the program started.
+/// Returns the counts of products with packed weights and of lookups since the program started.
 ///
 /// ```
 /// use burn_fp4_ops::{FusedProducts, fused_products};

@@ -1,4 +1,4 @@
-//! [`OpsError`]: why an operation on tensors cannot be done.
+//! [`OpsError`]: errors of operations on tensors.
 
 use core::any::Any;
 
@@ -6,26 +6,26 @@ use burn::tensor::{DType, Device};
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::FormatError;
 
-/// Why an operation on tensors cannot be done.
+/// Error of an operation on tensors.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpsError {
     /// The scheme is inconsistent, or does not fit the tensor.
     #[error(transparent)]
     Search(#[from] SearchError),
-    /// Codes and scales that are not a quantized tensor.
+    /// Codes and scales are not valid.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// The tensor has no such axis.
-    #[error("axis {axis} of a tensor of rank {rank}")]
+    #[error("axis {axis}: the tensor has {rank} axes; choose one of them")]
     Axis {
-        /// Axis asked for.
+        /// The axis.
         axis: usize,
         /// Rank of the tensor.
         rank: usize,
     },
     /// Blocks do not divide the axis that they run along.
-    #[error("axis {axis} has {length} values, which blocks of {block_size} do not divide")]
+    #[error("axis {axis}: its {length} values are not a multiple of the block size {block_size}")]
     Indivisible {
         /// The axis.
         axis: usize,
@@ -34,10 +34,10 @@ pub enum OpsError {
         /// Values of a block.
         block_size: usize,
     },
-    /// Rows are looked up where blocks do not run along them.
+    /// Rows cannot be looked up, because blocks do not run along them.
     #[error(
-        "rows are looked up in a matrix whose blocks run along axis 1, not along axis {axis} of a \
-         tensor of rank {rank}: quantize it along axis 1"
+        "rows: a lookup needs a matrix with blocks along axis 1, but the tensor has rank {rank} \
+         and blocks along axis {axis}; quantize it along axis 1"
     )]
     Rows {
         /// Axis that the blocks run along.
@@ -45,16 +45,16 @@ pub enum OpsError {
         /// Rank of the tensor.
         rank: usize,
     },
-    /// More values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
-    #[error("a tensor of {found} values: at most {expected} are quantized as one")]
+    /// A tensor has more values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
+    #[error("a tensor has {found} values, but at most {expected} are quantized as one; split it")]
     TooLarge {
         /// Values of the tensor.
         found: usize,
-        /// Largest number supported.
+        /// Largest number.
         expected: usize,
     },
     /// Only f32, f16 and bf16 are quantized.
-    #[error("expected values of f32, f16 or bf16, found {found:?}")]
+    #[error("values: expected f32, f16 or bf16, found {found:?}")]
     DType {
         /// dtype of the tensor.
         found: DType,
@@ -68,10 +68,11 @@ pub enum OpsError {
         /// The amax.
         found: f32,
     },
-    /// The contracted axes of a product differ, or the weight is blocked along the other one.
+    /// The contracted axes of a product differ, or the weight is blocked along the other axis.
     #[error(
-        "cannot multiply an input with {input} values in its last axis by a weight with {weight} \
-         in its first, blocked along axis {axis}: both must be K, and blocks run along axis 0"
+        "product: the last axis of the input has {input} values, the first axis of the weight \
+         {weight}, and its blocks run along axis {axis}; make both lengths equal, with blocks \
+         along axis 0"
     )]
     Contraction {
         /// Last dimension of the input.
@@ -81,20 +82,20 @@ pub enum OpsError {
         /// Axis that the weight is blocked along.
         axis: usize,
     },
-    /// A part of a training recipe is quantized in a way that its products cannot use.
+    /// A training recipe has a scheme that its products cannot use.
     #[error("recipe: {part}: {reason}")]
     Recipe {
         /// Weights, activations or gradients.
         part: &'static str,
-        /// Why it does not fit.
+        /// The reason.
         reason: &'static str,
     },
     /// Two operands have different dtypes.
-    #[error("{what}: expected {expected:?} as the other operand, found {found:?}")]
+    #[error("{what}: expected {expected:?}, as the other operand, found {found:?}; cast one")]
     Operands {
-        /// Which operand.
+        /// The operand.
         what: &'static str,
-        /// dtype of the other.
+        /// dtype of the other operand.
         expected: DType,
         /// Its own.
         found: DType,
@@ -102,29 +103,29 @@ pub enum OpsError {
     /// A shape does not fit the others.
     #[error("{what}: expected shape {expected:?}, found {found:?}")]
     Shape {
-        /// Which tensor.
+        /// The tensor.
         what: &'static str,
-        /// Shape that fits.
+        /// Expected shape.
         expected: Vec<usize>,
         /// Shape found.
         found: Vec<usize>,
     },
-    /// A part of a quantized tensor has another dtype than it is stored in.
+    /// A part of a quantized tensor has a wrong dtype.
     #[error("{what}: expected dtype {expected:?}, found {found:?}")]
     PartDType {
-        /// Which part.
+        /// The part.
         what: &'static str,
-        /// dtype that it is stored in.
+        /// Expected dtype.
         expected: DType,
         /// Its own.
         found: DType,
     },
-    /// Something is on another device than what it goes with.
-    #[error("{what}: expected on {expected:?}, found on {found:?}")]
+    /// A tensor is on another device than the tensors it is used with.
+    #[error("{what}: expected on {expected:?}, found on {found:?}; move it")]
     PartDevice {
-        /// What it is.
+        /// The tensor.
         what: &'static str,
-        /// Device of what it goes with.
+        /// Expected device.
         expected: Box<Device>,
         /// Its own.
         found: Box<Device>,
@@ -132,10 +133,10 @@ pub enum OpsError {
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]
     Registration(String),
-    /// The launches of a pass cannot be recorded.
-    #[error("cannot record what a pass launches: {0}")]
+    /// A pass cannot be captured as a graph.
+    #[error("graph: the pass cannot be captured: {0}")]
     Recording(String),
-    /// A device failed, or devices cannot sum over each other.
+    /// A device failed, or devices cannot add up their sums.
     #[error("device: {0}")]
     Device(String),
 }
@@ -146,7 +147,7 @@ impl OpsError {
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 #[doc(hidden)]
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let message = panic.downcast_ref::<String>().map(String::as_str);

@@ -1,4 +1,4 @@
-//! GPTQ: rounding errors are compensated by the weights that are still to be rounded.
+//! GPTQ: compensates rounding errors with the weights that are still to be rounded.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ use crate::layout::{Fp4Layout, check_dtype};
 use crate::quantize::checked_amax;
 use crate::tensor::Fp4Tensor;
 
-/// [`quantize`](crate::quantize) by [`Gptq`]: every rounding error is compensated by the weights
-/// that are still to be rounded. The search of the scheme is not used.
+/// Quantizes with [`Gptq`]: compensates each rounding error with the weights that are still to be
+/// rounded. Ignores the search of the scheme.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -26,15 +26,15 @@ use crate::tensor::Fp4Tensor;
 /// let weight = Tensor::<2>::from_floats(weight, &Device::flex());
 /// let gram = gram(Tensor::<2>::ones([8, 32], &Device::flex()))?;
 /// let packed = quantize_gptq(weight, 0, &Fp4Scheme::mxfp4(), &Gptq::TEXTBOOK, &gram)?;
-/// // All inputs are the same, so that the sum counts: 27.7, and 21.5 of nearest elements.
+/// // All inputs are the same, so only the sum matters: 27.7. Nearest elements sum to 21.5.
 /// let sum = packed.dequantize().sum().into_scalar::<f32>();
 /// assert!((sum - 27.7).abs() < 1.0, "{sum}");
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 ///
 /// # Errors
-/// As [`quantize_with_hessian_factor`], with [`OpsError::NonFinite`] whatever the scheme says of
-/// it; [`OpsError::Search`] if the Gram matrix is singular and not damped.
+/// As [`quantize_with_hessian_factor`], with [`OpsError::NonFinite`] whatever the scheme says;
+/// [`OpsError::Search`] if the Gram matrix is singular and not damped.
 pub fn quantize_gptq<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -50,11 +50,11 @@ pub fn quantize_gptq<const D: usize>(
     quantize_with_hessian_factor(values, axis, &scheme, &Arc::new(hessian_factor))
 }
 
-/// [`quantize_gptq`] of one of several tensors that are multiplied by the same activations.
+/// [`quantize_gptq`] for one of several tensors that are multiplied by the same activations.
 ///
-/// It runs where the Hessian factor was made. On a device nothing is read back unless the scheme
-/// rejects values that are not finite: one that does not is for values that are finite for sure, of
-/// others the codes mean nothing. On the host such values are an error in any case.
+/// Runs where the Hessian factor was computed. A device reads nothing back unless the scheme
+/// rejects values that are not finite. Without that check the codes of such values mean nothing.
+/// The host always rejects them.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -67,7 +67,7 @@ pub fn quantize_gptq<const D: usize>(
 /// for (value, nearest) in [(1.4, 1.5f32), (2.6, 3.0)] {
 ///     let weight = Tensor::<2>::full([32, 1], value, &device);
 ///     let packed = quantize_with_hessian_factor(weight, 0, &Fp4Scheme::mxfp4(), &hessian_factor)?;
-///     // Inputs are never together, so that no error can make up for another.
+///     // The inputs are uncorrelated, so errors cannot compensate each other.
 ///     assert_eq!(packed.dequantize().into_data(), TensorData::from([[nearest]; 32]));
 /// }
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
@@ -86,13 +86,15 @@ pub fn quantize_with_hessian_factor<const D: usize>(
     Ok(Checked::new(values, axis, scheme, hessian_factor)?.quantize(hessian_factor))
 }
 
-/// [`quantize_with_hessian_factor`] of several matrices that are multiplied by the same
-/// activations, such as query, key and value, each by a scheme of its own: the same codes, and on a
-/// device with kernels in less time. There most steps wait for the one before, however few the rows, so
-/// that neighbours of one dtype are quantized as one if their schemes differ in the tensor scale
-/// alone, up to 2^27 values together. One with a given multiplier is quantized by itself.
+/// [`quantize_with_hessian_factor`] for several matrices that are multiplied by the same
+/// activations, such as query, key and value, each with a scheme of its own. The codes are the
+/// same, and a device with kernels needs less time.
 ///
-/// What is returned may be parts of one memory: whoever keeps one of the tensors keeps all of it.
+/// There most steps wait for the step before, however few the rows. So neighbours of one dtype are
+/// quantized as one, up to 2^27 values, if their schemes differ only in the tensor scale. A matrix
+/// with a given multiplier is quantized alone.
+///
+/// The results may share memory, which is free only after all of them are dropped.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -115,7 +117,7 @@ pub fn quantize_with_hessian_factor<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`quantize_with_hessian_factor`], of the first matrix that has one.
+/// As [`quantize_with_hessian_factor`], for the first matrix that fails.
 pub fn quantize_family(
     family: Vec<(Tensor<2>, Fp4Scheme)>,
     axis: usize,
@@ -124,7 +126,7 @@ pub fn quantize_family(
     let mut stacks: Vec<Vec<Checked<2>>> = Vec::new();
     for (values, scheme) in family {
         let next = Checked::new(values, axis, &scheme, hessian_factor)?;
-        // Hosts take one row after the other, and gain nothing.
+        // Hosts take one row after the other: a stack gains nothing.
         let on_device = hessian_factor.on_host().is_none();
         match stacks.last_mut().filter(|stack| on_device && next.fits(stack)) {
             Some(stack) => stack.push(next),
@@ -135,15 +137,15 @@ pub fn quantize_family(
     Ok(packed.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
 }
 
-/// Values that are quantized as one at most: more keep a device busy anyway. Each takes about 24
+/// Most values that are quantized as one. More keep a device busy anyway, and each takes about 24
 /// bytes of its memory meanwhile.
 const MOST_STACKED: usize = 1 << 27;
 
-/// A tensor and how it is quantized, all of it checked.
+/// A tensor with its scheme, checked.
 struct Checked<const D: usize> {
     values: Tensor<D>,
     layout: Fp4Layout,
-    /// By which blocks are chosen anew.
+    /// Chooses blocks anew.
     scheme: Fp4Scheme,
     /// One for every tensor scale.
     amax: Tensor<1>,
@@ -191,8 +193,8 @@ impl<const D: usize> Checked<D> {
         self.layout.shape.iter().product()
     }
 
-    /// Whether it can be quantized as one with others, which can be: rows have a tensor scale each,
-    /// or none, but no given multiplier.
+    /// Returns true if it can be quantized as one with a stack: the rows have a tensor scale each,
+    /// or none, but not a given multiplier.
     fn fits(&self, stack: &[Self]) -> bool {
         let first = &stack[0];
         let given = |one: &Self| matches!(one.scheme.tensor_scale, TensorScaling::Multiplier(_));
@@ -207,7 +209,7 @@ impl<const D: usize> Checked<D> {
     }
 }
 
-/// Quantizes matrices that fit each other as one, the packed rows of each behind those of the last.
+/// Quantizes matrices that fit each other as one, by concatenating their packed rows.
 fn quantize_stack(
     stack: Vec<Checked<2>>,
     hessian_factor: &Arc<HessianFactor>,

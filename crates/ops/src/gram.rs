@@ -1,4 +1,4 @@
-//! Statistics of the inputs of layers: sums of products, and how many inputs there were.
+//! Statistics of the inputs of layers: sums of products, and counts of inputs.
 
 use std::borrow::Cow;
 
@@ -16,7 +16,7 @@ use crate::importance::read;
 use crate::layout::check_dtype;
 use crate::quantize;
 
-/// `X^T X` of activations `[.., channels]`; see [`GramSum`].
+/// Computes `X^T X` of activations `[.., channels]`; see [`GramSum`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -37,7 +37,8 @@ pub fn gram<const D: usize>(activations: Tensor<D>) -> Result<Gram, OpsError> {
     sum.finish()
 }
 
-/// `X^T X` of activations `[.., channels]` within every block of channels; see [`GramSum`].
+/// Computes `X^T X` of activations `[.., channels]` within each block of channels; see
+/// [`GramSum`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -60,11 +61,12 @@ pub fn block_hessians<const D: usize>(
     Ok(sum.finish()?.blocks(block_size)?)
 }
 
-/// `X^T X` summed over batches of activations, and their largest magnitude. On hosts in f64; on
-/// other devices in place, products of 1024 activations in f32 and their sum in f64 where the
-/// device has it. Sums of several devices are added by Burn's all-reduce. The products do not
-/// depend on the device, and in f64 the order hardly matters: rounded to f32, the sums are the same
-/// however batches were divided.
+/// Sum of `X^T X` over batches of activations, with their largest magnitude.
+///
+/// Hosts sum in f64. Other devices sum in place: products of 1024 activations in f32, and their sum
+/// in f64 if the device has it. Burn's all-reduce adds the sums of several devices. The products do
+/// not depend on the device, and in f64 the order hardly matters, so the sums rounded to f32 are
+/// the same however batches are divided.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -81,30 +83,30 @@ pub fn block_hessians<const D: usize>(
 /// ```
 #[derive(Debug)]
 pub struct GramSum {
-    /// Of what was on hosts.
+    /// Sum of the activations on hosts.
     host: Gram,
-    /// Of what was on other devices.
+    /// Sums of the activations on other devices.
     devices: Vec<DeviceSum>,
-    /// How many activations were there.
+    /// Number of activations on other devices.
     rows: usize,
 }
 
 impl GramSum {
-    /// Of the whole matrix and no activations yet.
+    /// Begins a sum for the whole matrix.
     #[must_use]
     pub fn new(channels: usize) -> Self {
         Self { host: Gram::new(channels), devices: Vec::new(), rows: 0 }
     }
 
-    /// Of the blocks along its diagonal and no activations yet.
+    /// Begins a sum for the blocks along the diagonal.
     ///
     /// # Errors
-    /// [`OpsError::Search`] if they do not divide the channels.
+    /// [`OpsError::Search`] if the blocks do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, OpsError> {
         Ok(Self { host: Gram::in_blocks(channels, block_size)?, devices: Vec::new(), rows: 0 })
     }
 
-    /// Adds activations `[.., channels]`. On a device nothing is read back.
+    /// Adds activations `[.., channels]`. Reads nothing back from a device.
     ///
     /// # Errors
     /// [`OpsError::DType`] unless f32, f16 or bf16, [`OpsError::Format`] for another number of
@@ -134,12 +136,12 @@ impl GramSum {
         self.fetch()?.gather()
     }
 
-    /// Reads the sum back as devices lay it out. Then these are done with it, while the host has to
-    /// gather it.
+    /// Reads the sum back in the layout of the devices, which are free afterwards. The host still
+    /// has to [gather](FetchedGram::gather) it.
     ///
     /// # Errors
-    /// [`OpsError::Device`] if a device fails, or if there are several that [cannot add
-    /// up](check_addable) what they have.
+    /// [`OpsError::Device`] if a device fails, or if several devices [cannot add up](check_addable)
+    /// their sums.
     pub fn fetch(self) -> Result<FetchedGram, OpsError> {
         let Self { host, devices, rows } = self;
         let (mut amax, mut tokens) = (0.0f32, 0);
@@ -153,14 +155,13 @@ impl GramSum {
     }
 }
 
-/// What a [`GramSum`] came to, where devices have written it.
+/// A finished [`GramSum`], in the layout of the devices.
 #[derive(Debug)]
 pub struct FetchedGram {
-    /// Of what was on hosts.
+    /// Sum of the activations on hosts.
     host: Gram,
-    /// How the rest is laid out.
     layout: GramLayout,
-    /// Its tiles, part after part, if there are any.
+    /// Tiles of the sum of other devices, part after part.
     parts: Vec<TensorData>,
     rows: usize,
     tokens: usize,
@@ -168,7 +169,7 @@ pub struct FetchedGram {
 }
 
 impl FetchedGram {
-    /// As a matrix, or the blocks along its diagonal.
+    /// Converts it to a matrix, or the blocks along the diagonal.
     ///
     /// # Errors
     /// [`OpsError::Search`] if a value was not finite.
@@ -212,20 +213,20 @@ fn elements(part: &TensorData) -> Result<Sums<'_>, DataError> {
     }
 }
 
-/// What one device sums up.
+/// Sum of the activations on one device.
 #[derive(Debug)]
 struct DeviceSum {
     layout: GramLayout,
-    /// Its tiles `[tiles, SIDE, SIDE]`, part after part.
+    /// Tiles `[tiles, SIDE, SIDE]`, part after part.
     parts: Vec<Tensor<3>>,
-    /// `[1]`: the largest magnitude of what was summed.
+    /// Largest magnitude `[1]` of the activations.
     amax: Tensor<1>,
-    /// `[1]`: how many of its rows are not all zero.
+    /// Number `[1]` of rows that are not all zero.
     tokens: Tensor<1, Int>,
 }
 
 impl DeviceSum {
-    /// Of nothing yet, in parts of so many tiles.
+    /// Begins a sum in parts of `part` tiles.
     fn new(layout: GramLayout, part: usize, device: &Device) -> Self {
         let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
         let parts = (0..layout.count()).step_by(part).map(|first| {
@@ -241,7 +242,7 @@ impl DeviceSum {
         self.amax.device()
     }
 
-    /// Adds activations `[rows, channels]`, as many rows at a time as a kernel takes.
+    /// Adds activations `[rows, channels]`, at most [`View::MAX_LEN`] values at a time.
     fn add(&mut self, x: Tensor<2>) -> Result<(), OpsError> {
         let [rows, channels] = x.dims();
         let most = (View::MAX_LEN / channels.max(1)).max(1);
@@ -270,7 +271,7 @@ impl DeviceSum {
     }
 }
 
-/// The sum of what different devices have, part after part.
+/// Adds up the sums of several devices, part after part.
 fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     let devices: Vec<_> = sums.iter().map(DeviceSum::device).collect();
     check_addable(&devices)?;
@@ -281,7 +282,7 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
         if devices.len() == 1 {
             return of_devices.next();
         }
-        // All have to take part before any can be waited for.
+        // An all-reduce waits for all devices: start it on each before waiting for any.
         let sums: Vec<_> = of_devices
             .map(|part| all_reduce(part, ReduceOperation::Sum, devices.clone()))
             .collect();
@@ -289,16 +290,16 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
     };
     let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
         let data = part.try_into_data().map_err(OpsError::device)?;
-        // Burn reads when data is accessed, through memory that the thread which does so has
-        // pinned: gathering is by threads that have none.
+        // Burn reads at the first access, through memory pinned by the accessing thread. The
+        // threads that gather have none.
         elements(&data).map_err(OpsError::device)?;
         Ok(data)
     };
     (0..count).filter_map(added).map(read).collect()
 }
 
-/// Checks that tensors of several devices can be summed: on hosts always, otherwise by
-/// NCCL, which connects those of CUDA.
+/// Checks that tensors of several devices can be summed. Hosts always can; of other devices only
+/// CUDA's can, with NCCL.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -308,12 +309,12 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
 /// ```
 ///
 /// # Errors
-/// [`OpsError::Device`] if it cannot.
+/// [`OpsError::Device`] if they cannot.
 pub fn check_addable(devices: &[Device]) -> Result<(), OpsError> {
     let others: Vec<_> = devices.iter().filter(|device| !is_host(device)).collect();
     match others.iter().find(|device| !has_collectives(device)) {
         Some(device) if others.len() > 1 => Err(OpsError::Device(format!(
-            "{device:?} cannot add up tensors with other devices: that takes CUDA and its library \
+            "{device:?} cannot add up tensors of several devices; use one device, or CUDA with \
              NCCL"
         ))),
         _ => Ok(()),
@@ -330,16 +331,16 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
-/// Tiles that are reduced and read at a time: 128 MiB.
+/// Tiles that are reduced and read at a time, 128 MiB.
 const PART: usize = 1024;
 
-/// Activations as a matrix, with its rows and channels.
+/// Reshapes activations to a matrix `[rows, channels]`.
 fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, usize), OpsError> {
     check_dtype(&activations)?;
     let channels = activations.dims()[D - 1];
     let rows = activations.shape().num_elements() / channels.max(1);
     let matrix = match rows * channels {
-        // In Burn's `reshape` 0 is the length that an axis has already.
+        // In Burn's `reshape` a 0 keeps the length of an axis.
         0 => Tensor::zeros([rows, channels], (&activations.device().inner(), activations.dtype())),
         _ => activations.without_autodiff().reshape([rows, channels]),
     };
@@ -375,7 +376,7 @@ mod tests {
             let host = GramSum::in_blocks(channels, block_size).unwrap().host;
             let fetched = FetchedGram { host, layout, parts, rows: 7, tokens, amax };
             let found = fetched.gather().unwrap();
-            // Of so short numbers no bit is lost.
+            // The values are short: their sums are exact.
             assert_eq!(found, exact);
         }
     }

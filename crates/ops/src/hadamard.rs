@@ -1,4 +1,4 @@
-//! The Hadamard transform of a tensor, and back.
+//! The Hadamard transform of a tensor, and its inverse.
 
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
@@ -35,7 +35,7 @@ pub fn hadamard<const D: usize>(
     transform(values, axis, hadamard, false)
 }
 
-/// The inverse of [`hadamard`], but for rounding.
+/// Inverts [`hadamard`], except for rounding.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -50,7 +50,7 @@ pub fn hadamard<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As there.
+/// As [`hadamard`].
 pub fn inverse_hadamard<const D: usize>(
     values: Tensor<D>,
     axis: usize,

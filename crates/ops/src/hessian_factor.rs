@@ -1,4 +1,4 @@
-//! [`HessianFactor`]: a Gram matrix factorized for GPTQ, on the device of the weights.
+//! [`HessianFactor`]: GPTQ's factorization of a Gram matrix, on the device of the weights.
 
 use std::fmt;
 
@@ -11,15 +11,15 @@ use burn_fp4_search::{DampedHessian, Fp4Scheme, Gptq, Gram, HessianFactor as Hos
 use crate::devices::cube::device::with_kernels;
 use crate::error::OpsError;
 
-/// The Cholesky factor of an inverse damped Hessian, computed once for all weights of a device that
-/// are multiplied by the same activations: on the device if that has kernels, otherwise on the host,
-/// on all its cores.
+/// GPTQ's factorization of a damped Gram matrix, shared by all weights of a device that are
+/// multiplied by the same activations. Computed on the device if it has kernels, otherwise on all
+/// cores of the host.
 pub struct HessianFactor {
     device: Device,
     place: Place,
 }
 
-/// Where it is.
+/// Memory of the factorization.
 enum Place {
     Host(HostHessianFactor),
     #[cfg(feature = "cube")]
@@ -27,7 +27,7 @@ enum Place {
 }
 
 impl fmt::Debug for HessianFactor {
-    /// Without the matrices, which have millions of elements.
+    /// Leaves out the matrices, which have millions of elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HessianFactor")
             .field("options", self.options())
@@ -68,7 +68,7 @@ impl HessianFactor {
         #[cfg(feature = "cube")]
         if let Some(cube) = with_kernels(&device) {
             let damped = options.damped_hessian(gram, block_size)?;
-            // What its kernels refuse is left to the host.
+            // The host factorizes matrices that the kernels refuse.
             if let Some(hessian_factor) = on_cube(&cube, gram, &damped)? {
                 return Ok(Self { device, place: Place::Cube(Box::new((damped, hessian_factor))) });
             }
@@ -84,38 +84,38 @@ impl HessianFactor {
         }
     }
 
-    /// The options it was made with.
+    /// Returns the options it was made with.
     pub fn options(&self) -> &Gptq {
         self.damped().options()
     }
 
-    /// Input channels.
+    /// Returns the number of input channels.
     pub fn channels(&self) -> usize {
         self.damped().channels()
     }
 
-    /// Elements of a block.
+    /// Returns the block size.
     pub fn block_size(&self) -> usize {
         self.damped().blocks().block_size()
     }
 
-    /// Where the weights are that it is for.
+    /// Returns the device of its weights.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The scheme that blocks are chosen anew by.
+    /// Returns the scheme that chooses blocks anew.
     pub(crate) fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, OpsError> {
         Ok(self.damped().scheme(scheme)?)
     }
 
-    /// The channels in the order in which they are rounded.
+    /// Returns the channels in the order in which they are rounded.
     #[cfg(feature = "cube")]
     pub(crate) fn order(&self) -> &[usize] {
         self.damped().order()
     }
 
-    /// If it was made on the host.
+    /// Returns the factorization if the host made it.
     pub(crate) fn on_host(&self) -> Option<&HostHessianFactor> {
         match &self.place {
             Place::Host(hessian_factor) => Some(hessian_factor),
@@ -124,7 +124,7 @@ impl HessianFactor {
         }
     }
 
-    /// If it was made on its device.
+    /// Returns the factorization if the device made it.
     #[cfg(feature = "cube")]
     pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::HessianFactorHandles> {
         match &self.place {
@@ -134,7 +134,7 @@ impl HessianFactor {
     }
 }
 
-/// Made on a Cube device, unless its kernels refuse.
+/// Factorizes on a Cube device; none if its kernels refuse the matrix.
 #[cfg(feature = "cube")]
 fn on_cube(
     device: &burn_cubecl::CubeDevice,

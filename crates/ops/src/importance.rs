@@ -1,4 +1,4 @@
-//! Quantization by the activations that a weight is multiplied by, and by the best tensor scale.
+//! Quantization for given activations, and with the best tensor scale.
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -11,11 +11,12 @@ use crate::quantize::{self, checked_amax, quantize_with_amax};
 use crate::squares::squared_sums;
 use crate::tensor::Fp4Tensor;
 
-/// [`quantize`](crate::quantize) for errors that do not all cost the same: by channel for
-/// [`Method::SSE`](crate::Method::SSE), by block for the searches that need activations.
+/// [`quantize`](crate::quantize) with costs of errors: a weight for each channel for
+/// [`Method::SSE`](crate::Method::SSE), a Hessian for each block for the searches that
+/// need activations.
 ///
 /// ADMM ([`Admm`](crate::Method::ADMM), [`AdmmPublished`](crate::Method::Admm(Admm::Published)))
-/// runs on the host, wherever the tensor is; the others run on its device, if that has kernels.
+/// runs on the host, wherever the tensor is. The others run on its device, if it has kernels.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -33,8 +34,7 @@ use crate::tensor::Fp4Tensor;
 ///
 /// # Errors
 /// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of
-/// importance, or if it is for another number of channels; [`OpsError::TooLarge`] for too many
-/// Hessians.
+/// importance, or the number of channels differs; [`OpsError::TooLarge`] for too many Hessians.
 pub fn quantize_by_importance<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -73,9 +73,8 @@ pub fn quantize_by_importance<const D: usize>(
     Ok(Fp4Tensor::from_primitive(packed, layout))
 }
 
-/// [`quantize`](crate::quantize) with the tensor scale, of
-/// [those worth trying](burn_fp4_search::tensor_scale_candidates), that leaves the smallest squared
-/// error.
+/// [`quantize`](crate::quantize) with the tensor scale that leaves the smallest squared error,
+/// among [a few candidates](burn_fp4_search::tensor_scale_candidates).
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -93,8 +92,8 @@ pub fn quantize_by_importance<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme has no tensor scale to
-/// choose.
+/// As [`quantize`](crate::quantize), and [`OpsError::Search`] if the scheme does not leave the
+/// tensor scale open.
 pub fn quantize_with_best_tensor_scale<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -124,7 +123,7 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
     quantize::quantize(values, axis, &with(amax))
 }
 
-/// The values on the host, in f32.
+/// Reads values back, in f32.
 pub(crate) fn read<const D: usize>(tensor: Tensor<D>) -> Result<Vec<f32>, OpsError> {
     let data = tensor.cast(DType::F32).try_into_data().map_err(OpsError::device)?;
     data.try_into_vec().map_err(OpsError::device)

@@ -1,4 +1,4 @@
-//! [`Fp4Layout`]: shapes, blocked axis and format of a quantized tensor; which tensors have one.
+//! [`Fp4Layout`]: format, shape and blocked axis of a quantized tensor.
 
 use burn::tensor::{DType, Shape, Tensor};
 use burn_fp4_search::Fp4Scheme;
@@ -7,7 +7,7 @@ use burn_fp4_search::host::View;
 
 use crate::error::OpsError;
 
-/// What a quantized tensor is, apart from its bits. All shapes are computed here.
+/// Format, shape and blocked axis of a quantized tensor. Shapes of its parts follow from it.
 ///
 /// ```
 /// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
@@ -22,9 +22,9 @@ use crate::error::OpsError;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Fp4Layout {
-    /// What the bits mean.
+    /// Format of codes and scales.
     pub format: Fp4Format,
-    /// Elements that share a block scale.
+    /// Number of elements that share a block scale.
     pub block_size: usize,
     /// Shape of the dense tensor.
     pub shape: Vec<usize>,
@@ -33,7 +33,7 @@ pub struct Fp4Layout {
 }
 
 impl Fp4Layout {
-    /// The layout of a tensor of this shape quantized along an axis.
+    /// Makes the layout of a tensor of this shape that is quantized along an axis.
     ///
     /// # Errors
     /// [`OpsError::Search`] if the scheme is inconsistent; [`OpsError::Axis`],
@@ -46,7 +46,7 @@ impl Fp4Layout {
         Ok(layout)
     }
 
-    /// Format, block size and axis in one number; see [`from_tag`](Self::from_tag).
+    /// Encodes format, block size and axis as one number; see [`from_tag`](Self::from_tag).
     #[cfg(feature = "cube")]
     pub(crate) fn tag(&self) -> u64 {
         let format = Fp4Format::ALL.iter().position(|format| *format == self.format);
@@ -54,7 +54,7 @@ impl Fp4Layout {
         format | (self.block_size as u64) << 8 | (self.axis as u64) << 32
     }
 
-    /// The layout of a shape that a [`tag`](Self::tag) tells.
+    /// Decodes the layout of a shape from its [`tag`](Self::tag).
     #[cfg(feature = "cube")]
     pub(crate) fn from_tag(tag: u64, shape: Vec<usize>) -> Option<Self> {
         let format = *Fp4Format::ALL.get((tag & 0xFF) as usize)?;
@@ -72,18 +72,19 @@ impl Fp4Layout {
         check_divided(&self.shape, self.axis, self.block_size)
     }
 
-    /// The layout of a matrix as that of its transpose: packed rows keep their place, the axis
-    /// changes its name.
+    /// Returns the layout of the transpose of a matrix: packed rows stay in place, and the axis is
+    /// renamed.
     pub(crate) fn transposed(&self) -> Self {
         let mut shape = self.shape.clone();
         shape.reverse();
         Self { shape, axis: 1 - self.axis, ..*self }
     }
 
-    /// The layout of so many rows of a matrix.
+    /// Returns the layout of some rows of a matrix.
     ///
     /// # Errors
-    /// [`OpsError::Rows`] unless it is one whose blocks run along its rows, [`OpsError::TooLarge`].
+    /// [`OpsError::Rows`] unless it is a matrix whose blocks run along its rows,
+    /// [`OpsError::TooLarge`].
     pub(crate) fn of_rows(&self, rows: usize) -> Result<Self, OpsError> {
         let (&[_, cols], 1) = (&self.shape[..], self.axis) else {
             return Err(OpsError::Rows { axis: self.axis, rank: self.shape.len() });
@@ -93,29 +94,31 @@ impl Fp4Layout {
         Ok(of_rows)
     }
 
-    /// How the axis lies in the dense tensor.
+    /// Returns the view of the dense tensor along the axis.
     pub fn view(&self) -> View {
         View::along(&self.shape, self.axis)
     }
 
-    /// Rows of the packed matrix: the product of all dimensions but the blocked one.
+    /// Returns the rows of the packed matrix, the product of all dimensions but the blocked one.
     pub fn rows(&self) -> usize {
         self.view().packed_rows()
     }
 
-    /// Shape of the codes: `[rows, axis / 2]`.
+    /// Returns the shape of the codes, `[rows, axis / 2]`.
     pub fn codes_shape(&self) -> [usize; 2] {
         [self.rows(), self.shape[self.axis] / 2]
     }
 
-    /// Shape of the block scales: `[rows, axis / block_size]`.
+    /// Returns the shape of the block scales, `[rows, axis / block_size]`.
     pub fn scales_shape(&self) -> [usize; 2] {
         [self.rows(), self.shape[self.axis] / self.block_size]
     }
 }
 
+/// Checks that values are f32, f16 or bf16.
+///
 /// # Errors
-/// [`OpsError::DType`] unless f32, f16 or bf16.
+/// [`OpsError::DType`] if they are not.
 pub(crate) fn check_dtype<const D: usize>(values: &Tensor<D>) -> Result<(), OpsError> {
     match values.dtype() {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
@@ -142,22 +145,24 @@ pub(crate) fn check_divided(
     }
 }
 
+/// Checks that a tensor has at most [`View::MAX_LEN`] values.
+///
 /// # Errors
-/// [`OpsError::TooLarge`] beyond [`View::MAX_LEN`].
+/// [`OpsError::TooLarge`] if it has more.
 pub(crate) fn check_len(shape: &[usize]) -> Result<(), OpsError> {
     let expected = View::MAX_LEN;
-    // Of a shape that was read, the product need not fit, nor that of some of its dimensions.
+    // A shape from a file may overflow, also as a product of some dimensions.
     let found = shape.iter().fold(1, |len: usize, &dim| len.saturating_mul(dim.max(1)));
     if found > expected { Err(OpsError::TooLarge { found, expected }) } else { Ok(()) }
 }
 
-/// Shape of the amax of a tensor, or of each of its packed rows along an axis.
+/// Returns the shape of the amax of a tensor, or of each of its packed rows along an axis.
 #[cfg(feature = "cube")]
 pub(crate) fn amax_shape(values: &Shape, axis: usize, by_row: bool) -> Shape {
     Shape::new([if by_row { View::along(values, axis).packed_rows() } else { 1 }])
 }
 
-/// Shape of a product `[.., m, k] x [.., k, n]`, of which the leading axes are the same or 1.
+/// Returns the shape of a product `[.., m, k] x [.., k, n]`, whose leading axes are equal or 1.
 #[cfg(feature = "cube")]
 pub(crate) fn product_shape(left: &Shape, right: &Shape) -> Shape {
     let mut shape = left.to_vec();
@@ -169,7 +174,7 @@ pub(crate) fn product_shape(left: &Shape, right: &Shape) -> Shape {
     shape.into()
 }
 
-/// Shape of a sum along an axis.
+/// Returns the shape of a sum along an axis.
 #[cfg(feature = "cube")]
 pub(crate) fn reduced_shape(values: &Shape, axis: usize) -> Shape {
     let mut shape = values.to_vec();

@@ -12,60 +12,57 @@
 //! # Ok::<(), burn_fp4_ops::OpsError>(())
 //! ```
 //!
-//! | file            | what it holds                                                            |
-//! |-----------------|--------------------------------------------------------------------------|
-//! | `lib.rs`        | the names a user has; [`init`]                                           |
-//! | `quantize.rs`   | [`quantize()`] and [`amax`]                                              |
-//! | `matmul.rs`     | [`matmul()`] and [`embedding`]: products and lookups from the codes      |
-//! | `hadamard.rs`   | [`hadamard()`]: the transform and its inverse                            |
-//! | `tensor.rs`     | [`Fp4Tensor`]: codes and scales of a tensor                              |
-//! | `layout.rs`     | [`Fp4Layout`]: logical shape, blocked axis and format                    |
-//! | `primitive.rs`  | [`Fp4Primitive`]: codes and scales as a backend sees them                |
-//! | `importance.rs` | quantization by the activations that a weight is multiplied by           |
-//! | `gram.rs`       | [`GramSum`]: statistics of these activations                             |
-//! | `gptq.rs`       | quantization that compensates rounding errors                            |
-//! | `hessian_factor.rs` | [`HessianFactor`]: a Gram matrix factorized for GPTQ, on its device   |
-//! | `squares.rs`    | [`squared_sums`]: sums of squares of values of any magnitude             |
-//! | `saturated.rs`  | [`Saturated`]: the gradient of elements beyond the largest code          |
-//! | `matmul_path.rs`| [`MatmulPath`]: whether a weight is multiplied straight from its codes   |
-//! | `pass.rs`       | [`Pass`]: a forward pass as devices record it                            |
-//! | `counts.rs`     | `FusedProducts`: how often products ran straight from the codes          |
-//! | `launches.rs`   | [`Launches`]: a pass that a device has recorded, run again as one        |
-//! | `rerun.rs`      | [`Rerun`]: recorded operations, one at a time                            |
-//! | `untuned.rs`    | recorded products and sums by fixed, not autotuned, kernels              |
-//! | `modelopt.rs`   | ModelOpt's functions on tensors                                          |
-//! | `error.rs`      | [`OpsError`]: why an operation cannot be done                            |
-//! | `devices/`      | [`Fp4Backend`]: what a backend has to do, and how each device does it    |
-//! | `fused/`        | unmodified layers straight from the codes, on Cube devices               |
-//! | `train/`        | fake quantization, and products of quantized values with their gradients |
+//! | file                | contents                                                            |
+//! |---------------------|---------------------------------------------------------------------|
+//! | `lib.rs`            | the public names; [`init`]                                          |
+//! | `quantize.rs`       | [`quantize()`] and [`amax`]                                         |
+//! | `matmul.rs`         | [`matmul()`], [`linear`] and [`embedding`], straight from the codes |
+//! | `hadamard.rs`       | [`hadamard()`] and its inverse                                      |
+//! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
+//! | `layout.rs`         | [`Fp4Layout`]: format, shape and blocked axis                       |
+//! | `primitive.rs`      | [`Fp4Primitive`]: codes and scales as tensors of a backend          |
+//! | `importance.rs`     | quantization for given activations                                  |
+//! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
+//! | `gptq.rs`           | GPTQ, which compensates rounding errors                             |
+//! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization of a Gram matrix            |
+//! | `squares.rs`        | [`squared_sums`]: sums of squares of values of any magnitude        |
+//! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
+//! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
+//! | `counts.rs`         | `FusedProducts`: counters of products and lookups                   |
+//! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
+//! | `deterministic.rs`  | recorded products and sums with fixed, not autotuned, kernels       |
+//! | `modelopt.rs`       | ModelOpt's functions on tensors                                     |
+//! | `error.rs`          | [`OpsError`]: errors of operations on tensors                       |
+//! | `devices/`          | [`Fp4Backend`]: the operations of a backend, for each device        |
+//! | `fusion/`           | fusion of unmodified layers on Cube devices                         |
+//! | `train/`            | fake quantization, and products of quantized values with gradients  |
 
 #![warn(missing_debug_implementations)]
 
 #[cfg(feature = "cube")]
 mod counts;
+mod deterministic;
 mod devices;
 mod error;
 #[cfg(feature = "cube")]
-mod fused;
+mod fusion;
 mod gptq;
 mod gram;
 mod hadamard;
 mod hessian_factor;
+mod hessian_factor;
 mod importance;
-mod launches;
+mod interpret;
 mod layout;
 mod matmul;
 mod matmul_path;
 pub mod modelopt;
-mod pass;
 mod primitive;
 mod quantize;
-mod rerun;
 mod saturated;
 mod squares;
 mod tensor;
 mod train;
-mod untuned;
 
 use burn::tensor::Device;
 
@@ -78,9 +75,13 @@ pub use burn_fp4_search::{
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
+#[cfg(feature = "cube")]
+pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
 pub use devices::extension::Fp4Backend;
+#[cfg(not(feature = "cube"))]
+pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};
 pub use hessian_factor::HessianFactor;
-// Public for the project's tests, which run it on devices that have code of their own.
+// Public for the project's tests, which run it on devices with their own code.
 #[doc(hidden)]
 pub use devices::portable;
 pub use devices::{is_host, repeats_values};
@@ -91,14 +92,12 @@ pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
-pub use launches::{LaunchState, Launches, records_launches};
+pub use interpret::Interpreter;
 pub use layout::Fp4Layout;
 pub use matmul::{embedding, linear, matmul};
-pub use matmul_path::{MatmulPath, Why, matmul_path};
-pub use pass::Pass;
+pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
 pub use primitive::Fp4Primitive;
 pub use quantize::{amax, quantize};
-pub use rerun::Rerun;
 pub use saturated::Saturated;
 pub use squares::squared_sums;
 pub use tensor::Fp4Tensor;
@@ -108,10 +107,10 @@ pub use train::fake_quantize::{
 pub use train::recipe::TrainRecipe;
 pub use train::train_product::train_product;
 
-/// Has layers with packed weights multiply, and look rows up, straight from the codes on Cube
-/// devices (CUDA, CubeCL's CPU runtime), from now on. To be called at the start of a program; to
-/// call it again changes nothing, and without such devices it does nothing. [`matmul_path`] says what
-/// becomes of a weight.
+/// Enables fused FP4 products and lookups on CUDA and CubeCL's CPU runtime.
+///
+/// Call it once at startup, before the first operation on such a device. Further calls do nothing,
+/// and it has no effect on other devices. Use [`matmul_path`] to see which path a weight takes.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -124,20 +123,20 @@ pub use train::train_product::train_product;
 /// ```
 ///
 /// # Errors
-/// [`OpsError::Registration`] after the first operation on a Cube device: its operations are being
-/// fused then, without these products.
+/// [`OpsError::Registration`] after the first operation on a Cube device, which is too late to add
+/// a fuser.
 pub fn init() -> Result<(), OpsError> {
     #[cfg(feature = "cube")]
-    fused::init()?;
+    fusion::init()?;
     Ok(())
 }
 
-/// Whether layers with packed weights on this device can multiply straight from the codes; see
-/// [`init`], and [`matmul_path`] for a weight.
+/// Returns true if layers with packed weights on this device can multiply straight from the codes.
+/// See [`init`], and [`matmul_path`] for a single weight.
 #[must_use]
 pub fn multiplies_codes(device: &Device) -> bool {
     #[cfg(feature = "cube")]
-    return fused::is_active(device);
+    return fusion::is_active(device);
     #[cfg(not(feature = "cube"))]
     {
         let _ = device;

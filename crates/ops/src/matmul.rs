@@ -8,12 +8,11 @@ use crate::error::OpsError;
 use crate::layout::check_dtype;
 use crate::tensor::Fp4Tensor;
 
-/// `input x weight` for an input `[.., K]` and a weight `[K, N]` quantized along its first axis.
+/// Multiplies an input `[.., K]` by a weight `[K, N]` quantized along its first axis.
 ///
-/// A weight `[N, K]` quantized along its last axis is used through
-/// [`transpose`](Fp4Tensor::transpose), which moves nothing. `flex`, `ndarray` and Cube devices
-/// with kernels multiply straight from the codes. On an autodiff device the gradient of the input
-/// flows.
+/// For a weight `[N, K]` quantized along its last axis, pass its
+/// [`transpose`](Fp4Tensor::transpose), which copies nothing. `flex`, `ndarray` and Cube devices
+/// with kernels multiply straight from the codes. On an autodiff device the input has a gradient.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -37,7 +36,8 @@ pub fn matmul<const D: usize>(
     linear(input, weight, None)
 }
 
-/// [`matmul`] plus a bias `[N]`, in one operation if it has the dtype of the input.
+/// [`matmul`] plus a bias `[N]`, as one operation. A bias of another dtype is cast to that of the
+/// input.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -69,52 +69,45 @@ pub fn linear<const D: usize>(
         let (expected, found) = (vec![outputs], bias.dims().to_vec());
         return Err(OpsError::Shape { what: "bias", expected, found });
     }
+    let dtype = input.dtype();
+    let bias = bias.map(|bias| if bias.dtype() == dtype { bias } else { bias.cast(dtype) });
     let rows: usize = shape[..D - 1].iter().product();
     if rows == 0 || found == 0 {
         let product = product_of_nothing(input, outputs);
         return Ok(match bias {
-            Some(bias) => product.clone() + bias.cast(product.dtype()).unsqueeze(),
+            Some(bias) => product + bias.unsqueeze(),
             None => product,
         });
     }
     let input = input.reshape([rows, found]);
     #[cfg(feature = "cube")]
     let device = weight.device();
-    let (dtype, input) = (input.dtype(), input.into_dispatch());
+    let input = input.into_dispatch();
     let (weight, layout) = weight.clone().into_primitive();
-    let (bias, other_bias) = match bias {
-        Some(bias) if bias.dtype() == dtype => (Some(bias.into_dispatch()), None),
-        other => (None, other),
-    };
     let product = match bias {
-        Some(bias) => Dispatch::fp4_linear(input, weight, bias, layout),
+        Some(bias) => Dispatch::fp4_linear(input, weight, bias.into_dispatch(), layout),
         None => Dispatch::fp4_matmul(input, weight, layout),
     };
     #[cfg(feature = "cube")]
-    crate::fused::run_now(&device);
-    let product = Tensor::<2>::from_dispatch(product);
-    let product = match other_bias {
-        Some(bias) => product + bias.unsqueeze(),
-        None => product,
-    };
-    Ok(product.reshape(shape))
+    crate::devices::cube::queues::submit_operations(&device);
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
 }
 
-/// The product of an input without values: zeros, if any. Burn's `reshape` cannot make a matrix of
-/// it, as 0 there is the length that an axis has already.
+/// Multiplies an input without values; the result is zeros. Burn's `reshape` cannot make a matrix
+/// of such an input, as a 0 there keeps the length of an axis.
 pub(crate) fn product_of_nothing<const D: usize>(input: Tensor<D>, outputs: usize) -> Tensor<D> {
     let mut shape = input.dims();
     let channels = core::mem::replace(&mut shape[D - 1], outputs);
     match channels {
         0 => Tensor::zeros(shape, (&input.device(), input.dtype())),
-        // Part of the graph of the input: a loss of it has a backward pass.
+        // Made from the input, so that a loss has a backward pass.
         _ => input.sum_dim(D - 1).repeat_dim(D - 1, outputs),
     }
 }
 
-/// The rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`, as
-/// Burn's [`embedding`](burn::tensor::module::embedding) of the dequantized weight, bit for bit.
-/// Only these rows are decoded; the values are not part of an autodiff graph.
+/// Looks up rows of a weight `[rows, cols]` at indices `[batch, length]`: `[batch, length, cols]`,
+/// bit for bit Burn's [`embedding`](burn::tensor::module::embedding) of the dequantized weight.
+/// Decodes only these rows. The values are not part of an autodiff graph.
 ///
 /// ```
 /// use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};

@@ -1,4 +1,4 @@
-//! [`MatmulPath`]: whether layers multiply by a packed weight straight from its codes, or why not.
+//! [`MatmulPath`]: how layers multiply by a packed weight.
 
 use core::fmt;
 
@@ -6,48 +6,48 @@ use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cube")]
-use crate::devices::cube::device::{kernel_dtype, with_kernels};
+use crate::devices::cube::device::with_kernels;
 #[cfg(feature = "cube")]
-use crate::devices::cube::product;
+use crate::devices::cube::matmul;
 use crate::devices::is_host;
 #[cfg(feature = "cube")]
-use crate::fused::is_active;
+use crate::fusion::is_active;
 use crate::layout::Fp4Layout;
 
-/// Whether layers multiply by a packed weight straight from its codes.
+/// Path of a layer's products with a packed weight: straight from the codes, or dequantized.
 ///
-/// Displayed, it says why not, and what to do about it.
+/// `Display` names the reason for a dequantized path, and a remedy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum MatmulPath {
-    /// From the codes, however many rows the input has.
+    /// From the codes, for any number of rows of the input.
     FromCodes,
-    /// From the codes for inputs of few rows; of more a dense product is faster.
+    /// From the codes for few rows of the input; for more rows a dense product is faster.
     FewRows {
-        /// The most rows of an input that is multiplied straight from the codes.
+        /// Most rows that are multiplied straight from the codes.
         rows: usize,
     },
-    /// Rows that are looked up are decoded alone, and products with the transpose run from the
-    /// codes; a product with the weight itself dequantizes it.
+    /// Lookups decode only the rows they read, and products with the transpose run from the codes.
+    /// A product with the weight itself dequantizes it.
     Rows {
-        /// The most rows of an input whose product with the transpose does so, if there is a limit.
+        /// Most rows of the input whose product with the transpose does so, if there is a limit.
         most: Option<usize>,
     },
-    /// Rows that are looked up are decoded alone, products dequantize the weight.
+    /// Lookups decode only the rows they read; products dequantize the weight.
     Lookups,
     /// The weight is dequantized for every product.
-    Dequantized(Why),
+    Dequantized(DequantizeReason),
 }
 
-/// Why a weight is dequantized for every product.
+/// Reason why a weight is dequantized for every product.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Why {
-    /// The device is the host, where Burn's layers have no other way.
+pub enum DequantizeReason {
+    /// The device is the host, where Burn's layers cannot do otherwise.
     Host,
-    /// The device is the host, and the layer is part of a layer of Burn.
+    /// The device is the host, and the layer is part of one of Burn's layers.
     Inside {
         /// The outer layer, such as `MultiHeadAttention`.
         layer: String,
@@ -61,17 +61,17 @@ pub enum Why {
         /// The axis.
         axis: usize,
     },
-    /// Only matrices are multiplied from their codes.
+    /// The weight is not a matrix.
     Rank {
         /// Rank of the weight.
         rank: usize,
     },
-    /// The layer computes in a dtype that the kernels do not have.
+    /// Kernels do not have the dtype that the layer computes in.
     DType {
         /// The dtype.
         dtype: DType,
     },
-    /// No kernel takes a weight of this shape.
+    /// Kernels do not take a weight of this shape.
     Shape {
         /// The shape.
         shape: Vec<usize>,
@@ -84,77 +84,72 @@ impl fmt::Display for MatmulPath {
             Self::FromCodes => write!(f, "from the codes"),
             Self::FewRows { rows } => write!(
                 f,
-                "from the codes up to {rows} rows of input, dequantized for more: there is no such \
-                 limit with matrix instructions of a GPU, in bf16 (NVFP4 in f16 too), where 128 \
-                 divides the input channels"
+                "from the codes up to {rows} rows of input, dequantized for more; for any number \
+                 of rows use a GPU with matrix instructions, bf16 (or f16 for NVFP4), and input \
+                 channels divisible by 128"
             ),
             Self::Rows { most } => {
-                write!(f, "rows are looked up from the codes, products with the transpose are ")?;
-                match most {
-                    Some(rows) => write!(f, "from the codes up to {rows} rows of input")?,
-                    None => write!(f, "from the codes")?,
+                write!(f, "lookups and products with the transpose from the codes")?;
+                if let Some(rows) = most {
+                    write!(f, ", the latter up to {rows} rows of input")?;
                 }
                 write!(f, "; for products with the weight itself pack it along axis 0")
             }
             Self::Lookups => write!(
                 f,
-                "rows are looked up from the codes, products dequantize the weight: on Cube \
-                 devices burn_fp4::init() has them run from the codes too"
+                "lookups from the codes, products dequantize the weight; on Cube devices call \
+                 burn_fp4::init() to run products from the codes too"
             ),
             Self::Dequantized(why) => write!(f, "dequantized for every product; {why}"),
         }
     }
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for DequantizeReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => write!(
                 f,
-                "on the CPU use `Fp4Linear::from(linear)` or `Fp4Embedding::from(embedding)` in \
-                 its place"
+                "on the CPU convert the layer with `Fp4Linear::from` or `Fp4Embedding::from`"
             ),
             Self::Inside { layer } => write!(
                 f,
-                "on the CPU Burn's `{layer}` has no other way, a module of your own with \
-                 `Fp4Linear` has"
+                "on the CPU Burn's `{layer}` cannot multiply from the codes; write the module with \
+                 `Fp4Linear`"
             ),
-            Self::Device => write!(
-                f,
-                "the device has no kernels for it: those of CUDA and of CubeCL's CPU runtime have"
-            ),
+            Self::Device => {
+                write!(f, "the device has no kernels for it; use CUDA or CubeCL's CPU runtime")
+            }
             Self::NotInitialized => {
                 write!(f, "call burn_fp4::init() at the start of the program")
             }
             Self::Axis { axis } => write!(
                 f,
-                "rows are looked up from the codes of a table packed along axis 1, not {axis}"
+                "lookups need a table packed along axis 1, but it is packed along axis {axis}"
             ),
             Self::Rank { rank } => {
-                write!(
-                    f,
-                    "its rank is {rank}: make it matrices, which are multiplied from the codes"
-                )
+                write!(f, "its rank is {rank}; split it into matrices")
             }
             Self::DType { dtype } => {
                 let found = dtype.name();
-                write!(f, "its layer computes in {found}: cast the module to f32, f16 or bf16")
+                write!(f, "its layer computes in {found}; cast the module to f32, f16 or bf16")
             }
-            Self::Shape { shape } => write!(f, "no kernel takes its shape {shape:?}: divide it"),
+            Self::Shape { shape } => write!(f, "no kernel takes its shape {shape:?}; split it"),
         }
     }
 }
 
-/// How Burn's layers that compute in this dtype multiply by a weight of this layout on a device; on
-/// hosts, [`matmul`](crate::matmul) and [`embedding`](crate::embedding) do so from the codes.
+/// Returns how Burn's layers that compute in this dtype multiply by a weight of this layout. On
+/// hosts, where they dequantize it, [`matmul`](crate::matmul) and [`embedding`](crate::embedding)
+/// run from the codes.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
-/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, MatmulPath, Why, matmul_path};
+/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, MatmulPath, DequantizeReason, products};
 ///
 /// let layout = Fp4Layout::new(&[64, 32].into(), 0, &Fp4Scheme::nvfp4())?;
 /// let found = matmul_path(&layout, DType::F32, &Device::flex());
-/// assert_eq!(found, MatmulPath::Dequantized(Why::Host));
+/// assert_eq!(found, MatmulPath::Dequantized(DequantizeReason::Host));
 /// assert!(found.to_string().contains("Fp4Linear")); // what to do about it
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
@@ -162,40 +157,38 @@ impl fmt::Display for Why {
 pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulPath {
     let rank = layout.shape.len();
     if rank != 2 {
-        return MatmulPath::Dequantized(Why::Rank { rank });
+        return MatmulPath::Dequantized(DequantizeReason::Rank { rank });
     }
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-        return MatmulPath::Dequantized(Why::DType { dtype });
+        return MatmulPath::Dequantized(DequantizeReason::DType { dtype });
     }
     if is_host(device) {
-        return MatmulPath::Dequantized(Why::Host);
+        return MatmulPath::Dequantized(DequantizeReason::Host);
     }
     #[cfg(feature = "cube")]
     if let Some(cube) = with_kernels(device) {
         return match is_active(device) {
             true => planned(layout, dtype, &cube),
-            false => MatmulPath::Dequantized(Why::NotInitialized),
+            false => MatmulPath::Dequantized(DequantizeReason::NotInitialized),
         };
     }
-    MatmulPath::Dequantized(Why::Device)
+    MatmulPath::Dequantized(DequantizeReason::Device)
 }
 
-/// What the plans of kernels say.
+/// Asks the plans of the kernels.
 #[cfg(feature = "cube")]
 fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> MatmulPath {
-    // More rows than any plan tells apart, few enough for every weight.
+    // Plans are the same for all larger inputs, and no weight is too large for this one.
     const MANY: usize = 1024;
     let capability = burn_fp4_cubecl::Capability::of(&device.client());
-    let dtype = kernel_dtype(dtype);
     let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
-    let from_codes =
-        |rows: &usize| product::planned(*rows, &contracted, dtype, &capability).is_some();
+    let from_codes = |rows: &usize| matmul::plan(*rows, &contracted, dtype, &capability).is_some();
     let most = match from_codes(&MANY) {
         true => None,
         false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),
     };
     match most {
-        Some(0) => MatmulPath::Dequantized(Why::Shape { shape: layout.shape.clone() }),
+        Some(0) => MatmulPath::Dequantized(DequantizeReason::Shape { shape: layout.shape.clone() }),
         most if layout.axis == 1 => MatmulPath::Rows { most },
         Some(rows) => MatmulPath::FewRows { rows },
         None => MatmulPath::FromCodes,

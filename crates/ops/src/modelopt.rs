@@ -1,4 +1,4 @@
-//! ModelOpt's functions on tensors of any device, under their names and with their arithmetic; see
+//! ModelOpt's functions on tensors, with their names and arithmetic; see
 //! [`search::modelopt`](burn_fp4_search::modelopt).
 //!
 //! They run on the host: each reads its inputs back.
@@ -8,7 +8,7 @@ use burn_fp4_search::modelopt;
 
 use crate::error::OpsError;
 
-/// The scale of every block in f32, in the shape of `amax`.
+/// Computes the scale of every block in f32, in the shape of `amax`.
 ///
 /// `largest_scale` (ModelOpt's `fp8_max_for_normalization`) is 448, or 256 for Four Over Six.
 ///
@@ -38,8 +38,8 @@ pub fn compute_fp4_scales<const D: usize>(
     Ok(Tensor::from_data(TensorData::new(scales, shape), (&device, DType::F32)))
 }
 
-/// The values `[.., 2 x K]` of packed codes u8 `[.., K]`, given the scales
-/// `[.., 2 x K / block_size]` of any float dtype.
+/// Dequantizes packed codes u8 `[.., K]` to `[.., 2 x K]`, given scales `[.., 2 x K / block_size]`
+/// of any float dtype.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
@@ -72,8 +72,8 @@ pub fn fp4_dequantize<const D: usize>(
     Ok(values.cast(dtype))
 }
 
-/// Rounds every value to the FP4 grid of its block; one amax per block, in any shape, whose count
-/// decides the block size.
+/// Rounds every value to the FP4 grid of its block. `amax` has one value per block, in any shape;
+/// their number decides the block size.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};

@@ -1,6 +1,6 @@
-//! [`Fp4Primitive`]: the triple of codes, block scales and tensor scale as a backend sees it.
+//! [`Fp4Primitive`]: codes, block scales and tensor scale as tensors of a backend.
 
-// With fusion, `ExtensionType` makes types beside it that have none.
+// With fusion, `ExtensionType` generates types without `Debug`.
 #![cfg_attr(feature = "cube", allow(missing_debug_implementations))]
 
 #[cfg(feature = "cube")]
@@ -22,7 +22,7 @@ use crate::hessian_factor::HessianFactor;
 #[cfg(feature = "cube")]
 use crate::layout::Fp4Layout;
 
-/// A quantized tensor as a backend sees it.
+/// A quantized tensor as tensors of a backend.
 #[derive(Debug, Clone, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "cube"))]
 pub struct Fp4Primitive<B: Backend> {
@@ -30,14 +30,13 @@ pub struct Fp4Primitive<B: Backend> {
     pub codes: IntTensor<B>,
     /// u8, `[rows, axis / block_size]`.
     pub scales: IntTensor<B>,
-    /// The bits of the f32 tensor scale in i32, `[1]` or `[rows]`: as integers, so that nothing
-    /// that casts or trains the floats of a module can touch them.
+    /// The bits of the f32 tensor scale in i32, `[1]` or `[rows]`. As integers they are safe from
+    /// code that casts or trains the floats of a module.
     pub tensor_scale: IntTensor<B>,
 }
 
 impl<B: Backend> Fp4Primitive<B> {
-    /// A matrix in host memory as tensors, each made of its data in a dtype by `upload`; the data
-    /// has that dtype.
+    /// Uploads a matrix in host memory. `upload` gets the data of a tensor, and its dtype.
     pub(crate) fn from_packed(
         packed: Packed,
         upload: impl Fn(TensorData, IntDType) -> IntTensor<B>,
@@ -54,7 +53,7 @@ impl<B: Backend> Fp4Primitive<B> {
     }
 }
 
-/// Shapes and dtypes of a quantized tensor, known before it is computed.
+/// Returns shapes and dtypes of a quantized tensor before it is computed.
 #[cfg(feature = "cube")]
 pub(crate) fn packed_metadata(
     values: &TensorSpec,
@@ -70,7 +69,8 @@ pub(crate) fn packed_metadata(
     }
 }
 
-/// The same for [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance).
+/// [`packed_metadata`] for
+/// [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance).
 #[cfg(feature = "cube")]
 pub(crate) fn packed_by_importance_metadata(
     values: &TensorSpec,
@@ -83,7 +83,7 @@ pub(crate) fn packed_by_importance_metadata(
     packed_metadata(values, amax, axis, scheme)
 }
 
-/// The same for [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq).
+/// [`packed_metadata`] for [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq).
 #[cfg(feature = "cube")]
 pub(crate) fn packed_by_gptq_metadata(
     values: &TensorSpec,

@@ -1,4 +1,4 @@
-//! Quantization of a tensor, and its amax, on any device.
+//! Quantization of a tensor, and its amax.
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
@@ -11,7 +11,7 @@ use crate::tensor::Fp4Tensor;
 
 /// Quantizes a tensor along an axis.
 ///
-/// The values may be f32, f16 or bf16. They are not part of an autodiff graph afterwards.
+/// The values may be f32, f16 or bf16. The result is not part of an autodiff graph.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -46,7 +46,7 @@ pub fn quantize<const D: usize>(
     Ok(quantize_with_amax(values, layout, scheme, amax))
 }
 
-/// [`quantize`] with everything checked and the amax at hand.
+/// [`quantize`] with a known amax, without checks.
 pub(crate) fn quantize_with_amax<const D: usize>(
     values: Tensor<D>,
     layout: Fp4Layout,
@@ -58,7 +58,7 @@ pub(crate) fn quantize_with_amax<const D: usize>(
     Fp4Tensor::from_primitive(packed, layout)
 }
 
-/// The largest magnitude of a tensor in f32, shape `[1]`; NaN if one of the values is.
+/// Computes the largest magnitude of a tensor in f32, `[1]`; NaN if a value is NaN.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -79,17 +79,17 @@ pub fn amax<const D: usize>(values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
     Ok(Tensor::from_dispatch(Dispatch::fp4_amax(values, 0, false)))
 }
 
-/// The amax that the tensor scale of a scheme is made from, on the device.
+/// Computes the amax for the tensor scale of a scheme, on the device.
 ///
 /// # Errors
-/// [`OpsError::NonFinite`] if the scheme rejects NaN and infinity and there is one.
+/// [`OpsError::NonFinite`] if the scheme rejects NaN and infinity and a value is one.
 pub(crate) fn checked_amax<const D: usize>(
     values: &Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Tensor<1>, OpsError> {
     #[cfg(feature = "cube")]
-    crate::fused::read_beside_recordings(&values.device());
+    crate::devices::cube::queues::relax_this_thread(&values.device());
     let by_row = scheme.tensor_scale == TensorScaling::Row && scheme.rule.row().tensor_scale;
     let measure = |by_row| {
         let values = values.clone().into_dispatch();
@@ -115,10 +115,10 @@ pub(crate) fn checked_amax<const D: usize>(
     })
 }
 
-/// The layout of values that are quantized without activations.
+/// Checks values that are quantized without activations, and returns their layout.
 ///
 /// # Errors
-/// As [`quantize`], but for values that are not finite.
+/// As [`quantize`], except for values that are not finite.
 pub(crate) fn check_uniform<const D: usize>(
     values: &Tensor<D>,
     axis: usize,

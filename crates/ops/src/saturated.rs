@@ -1,15 +1,14 @@
-//! [`Saturated`]: which gradient an element beyond the largest code has.
+//! [`Saturated`]: the gradient of elements beyond the largest code.
 
 use serde::{Deserialize, Serialize};
 
-/// The gradient of an element beyond the largest code of its block, which fake quantization cuts
-/// off.
+/// Gradient of an element beyond the largest code of its block, which fake quantization clips.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Saturated {
-    /// That of its quantized value, as for any other.
+    /// The gradient of its quantized value, as for any other element.
     #[default]
     PassThrough,
-    /// Zero: to change the element changes nothing.
+    /// Zero, since a small change of the element changes nothing.
     Zero,
 }

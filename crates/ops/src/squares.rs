@@ -1,39 +1,40 @@
-//! Sums of squares in f32 of values of any magnitude: one sum for each of three ranges.
+//! Sums of squares in f32 for values of any magnitude, one sum for each of three ranges. Kernels of
+//! Cube devices fill the middle one alone; [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error)
+//! says what that costs.
 //!
-//! The square of an f32 value below 1e-19 or above 1e19 is no f32 number. So values are multiplied
-//! by a power of two before they are squared, another one in each range (Blue, "A Portable Fortran
-//! Program to Find the Euclidean Norm of a Vector", 1978); the total is an f64 number.
+//! The square of an f32 value below 1e-19 or above 1e19 is not an f32 number. So each range has a
+//! power of two that its values are multiplied by before they are squared (Blue, "A Portable
+//! Fortran Program to Find the Euclidean Norm of a Vector", 1978). The total is an f64 number.
 
 use burn_fp4_search::formats::power_of_two;
 
-/// Magnitudes that are multiplied by the same factor before they are squared: those below `end`
-/// that are in no range before.
+/// Magnitudes below `end` and not in an earlier range, with the factor before they are squared.
 pub(crate) struct Range {
     pub(crate) end: f32,
     pub(crate) factor: f32,
 }
 
-/// The ranges, from the smallest magnitudes on: no sum of fewer than 2^32 squares overflows.
+/// Ranges from the smallest magnitudes on. Sums of fewer than 2^32 squares do not overflow.
 pub(crate) const RANGES: [Range; 3] = [
     Range { end: power_of_two(-50), factor: power_of_two(90) },
     Range { end: power_of_two(45), factor: 1.0 },
     Range { end: f32::INFINITY, factor: power_of_two(-90) },
 ];
 
-/// A sum of squares in f64 as the sums of all ranges.
+/// Converts a sum of squares in f64 to the sums of all ranges.
 pub(crate) fn ranges_of(sum: f64) -> [f32; 3] {
     let root = sum.sqrt();
     let is_within = |range: &Range| root < f64::from(range.end);
-    // NaN and infinity are in none.
+    // NaN and infinity are in the last.
     let at = RANGES.iter().position(is_within).unwrap_or(RANGES.len() - 1);
     let mut sums = [0.0; 3];
     sums[at] = (sum * f64::from(RANGES[at].factor).powi(2)) as f32;
     sums
 }
 
-/// The sum of squared differences, and that of the squares of the values, from the `[6]` that
-/// [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error) leaves on the device; nothing of
-/// any other number of sums.
+/// Computes the sum of squared differences and the sum of the values' squares from the `[6]` of
+/// [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error). Returns `None` for another number
+/// of sums.
 #[must_use]
 pub fn squared_sums(sums: &[f32]) -> Option<[f64; 2]> {
     let total = |sums: &[f32]| -> f64 {

@@ -37,12 +37,11 @@ pub struct Fp4Tensor<const D: usize> {
 }
 
 impl<const D: usize> Fp4Tensor<D> {
-    /// Puts together what [`codes`](Self::codes), [`scales`](Self::scales) and
-    /// [`tensor_scale_bits`](Self::tensor_scale_bits) return, as read from a file or made
-    /// elsewhere.
+    /// Builds a tensor from [`codes`](Self::codes), [`scales`](Self::scales) and
+    /// [`tensor_scale_bits`](Self::tensor_scale_bits), such as parts read from a file.
     ///
-    /// Both kinds of scales are read back, in one transfer: any code is a number, but not any
-    /// scale.
+    /// Reads both kinds of scales back in one transfer to check them. Codes need no check: each is
+    /// a number.
     ///
     /// ```
     /// use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -72,8 +71,8 @@ impl<const D: usize> Fp4Tensor<D> {
         Ok(tensor)
     }
 
-    /// [`from_parts`](Self::from_parts) of parts whose bits were checked before: nothing is read
-    /// back. A NaN among its scales would go into every product.
+    /// [`from_parts`](Self::from_parts) for parts whose bits are known to be valid: nothing is read
+    /// back. A NaN among the scales would end up in every product.
     ///
     /// ```
     /// use burn::tensor::{DType, Device, Tensor};
@@ -90,9 +89,9 @@ impl<const D: usize> Fp4Tensor<D> {
     /// ```
     ///
     /// # Errors
-    /// [`OpsError::PartDType`], [`OpsError::Shape`] or [`OpsError::PartDevice`] naming the part
-    /// that does not have the dtype or the shape that the layout asks for, or is not where the
-    /// codes are; as [`Fp4Layout::validate`] for the layout itself.
+    /// [`OpsError::PartDType`] or [`OpsError::Shape`] if a part does not match the layout,
+    /// [`OpsError::PartDevice`] if it is not on the device of the codes; as [`Fp4Layout::validate`]
+    /// for the layout.
     pub fn from_parts_unread(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -103,7 +102,7 @@ impl<const D: usize> Fp4Tensor<D> {
         check_shape("shape", &[D], &[layout.shape.len()])?;
         let device = codes.device();
         #[cfg(feature = "cube")]
-        crate::fused::read_beside_recordings(&device);
+        crate::devices::cube::queues::relax_this_thread(&device);
         check_part("codes", &codes, DType::U8, &layout.codes_shape(), &device)?;
         check_part("block scales", &scales, DType::U8, &layout.scales_shape(), &device)?;
         let count = if tensor_scale.dims() == [1] { 1 } else { layout.rows() };
@@ -111,9 +110,11 @@ impl<const D: usize> Fp4Tensor<D> {
         Ok(Self { codes, scales, tensor_scale, layout })
     }
 
+    /// Reads the scales back and checks them.
+    ///
     /// # Errors
-    /// [`OpsError::Format`] if a scale is not one of the format, [`OpsError::Device`] if the device
-    /// fails.
+    /// [`OpsError::Format`] if a scale is not valid in the format, [`OpsError::Device`] if the
+    /// device fails.
     fn check_scales(&self) -> Result<(), OpsError> {
         let read = Transaction::default()
             .register(self.scales.clone())
@@ -148,59 +149,60 @@ impl<const D: usize> Fp4Tensor<D> {
         (packed, layout)
     }
 
-    /// The codes, u8 `[rows, axis / 2]`: two per byte, the even one in the low nibble.
+    /// Returns the codes, u8 `[rows, axis / 2]`: two per byte, the even one in the low nibble.
     pub fn codes(&self) -> Tensor<2, Int> {
         self.codes.clone()
     }
 
-    /// The block scales, u8 `[rows, axis / block_size]`: codes of what the format says.
+    /// Returns the block scales, u8 `[rows, axis / block_size]`, encoded as the format says.
     pub fn scales(&self) -> Tensor<2, Int> {
         self.scales.clone()
     }
 
-    /// The bits of the f32 tensor scale in i32, `[1]` or `[rows]`.
+    /// Returns the bits of the f32 tensor scale in i32, `[1]` or `[rows]`.
     pub fn tensor_scale_bits(&self) -> Tensor<1, Int> {
         self.tensor_scale.clone()
     }
 
-    /// Format, shape and axis.
+    /// Returns format, shape and axis.
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout
     }
 
-    /// What the bits mean.
+    /// Returns the format of codes and scales.
     pub fn format(&self) -> Fp4Format {
         self.layout.format
     }
 
-    /// Axis that the blocks run along.
+    /// Returns the axis that the blocks run along.
     pub fn axis(&self) -> usize {
         self.layout.axis
     }
 
-    /// Shape of the dense tensor.
+    /// Returns the shape of the dense tensor.
     pub fn dims(&self) -> [usize; D] {
         core::array::from_fn(|axis| self.layout.shape[axis])
     }
 
-    /// Where the tensor is.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> Device {
         self.codes.device()
     }
 
-    /// Bytes of codes, block scales and tensor scale.
+    /// Returns the bytes of codes, block scales and tensor scale.
     pub fn bytes(&self) -> usize {
         let elements = |dims: [usize; 2]| dims[0] * dims[1];
         elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * self.tensor_scale.dims()[0]
     }
 
-    /// The values in f32: bit for bit the oracle's, `(element x block scale) x tensor scale`.
+    /// Dequantizes to f32, `(element x block scale) x tensor scale`: bit for bit the oracle's
+    /// values.
     #[must_use]
     pub fn dequantize(&self) -> Tensor<D> {
         self.dequantize_to(FloatDType::F32)
     }
 
-    /// The values, computed in f32 and rounded once to a dtype.
+    /// Dequantizes to a dtype: computed in f32 and rounded once.
     ///
     /// ```
     /// use burn::tensor::{Device, FloatDType, Tensor, TensorData, f16};
@@ -210,7 +212,7 @@ impl<const D: usize> Fp4Tensor<D> {
     /// let packed = quantize(weight, 0, &Fp4Scheme::mxfp4())?;
     /// let expected = TensorData::from([f16::from_f32(1.5); 32]);
     /// assert_eq!(packed.dequantize_to(FloatDType::F16).into_data(), expected);
-    /// assert_eq!(packed.into_dense(FloatDType::F16).into_data(), expected); // needed no more
+    /// assert_eq!(packed.into_dense(FloatDType::F16).into_data(), expected); // the last use
     /// # Ok::<(), burn_fp4_ops::OpsError>(())
     /// ```
     #[must_use]
@@ -218,15 +220,19 @@ impl<const D: usize> Fp4Tensor<D> {
         self.clone().into_dense(dtype)
     }
 
-    /// [`dequantize_to`](Self::dequantize_to) of a tensor that is needed for nothing else.
+    /// [`dequantize_to`](Self::dequantize_to) for the last use of a tensor.
     ///
-    /// On a Cube device dequantization and a product become one if nothing stands between in the
-    /// stream of operations, and to free a tensor that another thread made is an operation.
+    /// A Cube device fuses dequantization and a product only if no operation comes in between.
+    /// Freeing a tensor that another thread made is an operation.
     #[must_use]
     pub fn into_dense(self, dtype: FloatDType) -> Tensor<D> {
-        self.drain_stream();
+        // Dequantization and the product that reads it have to follow each other in the stream.
+        #[cfg(feature = "cube")]
+        if crate::fusion::is_active(&self.device()) {
+            crate::devices::cube::queues::flush(&self.device());
+        }
         let (packed, layout) = self.into_primitive();
-        // Engines write the dtypes they read; any other is made from f32.
+        // Engines write the dtypes they read; any other is cast from f32.
         let written = match dtype {
             FloatDType::F16 | FloatDType::BF16 => dtype,
             _ => FloatDType::F32,
@@ -235,19 +241,13 @@ impl<const D: usize> Fp4Tensor<D> {
         if values.dtype() == dtype.into() { values } else { values.cast(dtype) }
     }
 
-    /// Launches the operations that wait in the stream of the device, so that dequantization and
-    /// the product that reads it follow each other there, as the fuser needs them.
-    pub(crate) fn drain_stream(&self) {
-        #[cfg(feature = "cube")]
-        crate::fused::drain_if_active(&self.codes.device());
-    }
-
-    /// The sum of squared differences from `values`, and the sum of their squares, as `[6]` in f32
-    /// on the device: [`squared_sums`](crate::squared_sums) makes the two of what is read back. A
-    /// value that is infinite in the dtype of `values` is infinitely far away.
+    /// Sums the squared differences from `values`, and the squares of `values`, as `[6]` in f32 on
+    /// the device. Read it back and call [`squared_sums`](crate::squared_sums) for the two sums. A
+    /// value that is infinite in the dtype of `values` makes the first sum infinite.
     ///
-    /// The kernels of Cube devices square in f32, whatever the magnitude: values below 1e-18 are
-    /// lost there, and of values above 1e18 the sums are infinite.
+    /// Values may have any magnitude. The kernels of Cube devices (CUDA, CubeCL's CPU runtime) are
+    /// an exception: they square and add up in f32, so that differences below 1e-19 count as 0, and
+    /// the sums of a tensor whose Euclidean norm is above 1.8e19 are infinite.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};
@@ -272,7 +272,7 @@ impl<const D: usize> Fp4Tensor<D> {
         Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(values, packed, layout)))
     }
 
-    /// The tensor on another device, bits unchanged.
+    /// Moves the tensor to another device, bits unchanged.
     pub fn to_device(self, device: &Device) -> Self {
         Self {
             codes: self.codes.to_device(device),
@@ -282,7 +282,7 @@ impl<const D: usize> Fp4Tensor<D> {
         }
     }
 
-    /// Reads the bits back to the host.
+    /// Reads the tensor back to the host.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor, TensorData};
@@ -322,10 +322,10 @@ impl<const D: usize> Fp4Tensor<D> {
         })
     }
 
-    /// Puts a packed matrix on a device as the tensor of a shape blocked along an axis.
+    /// Uploads a packed matrix as a tensor of a shape, blocked along an axis.
     ///
     /// # Errors
-    /// [`OpsError::Format`] if the matrix is not valid, [`OpsError::Shape`] if it is not that of
+    /// [`OpsError::Format`] if the matrix is not valid, [`OpsError::Shape`] if it does not match
     /// the shape; as [`Fp4Layout::validate`] for shape and axis.
     pub fn from_packed(
         packed: Packed,
@@ -351,9 +351,8 @@ impl<const D: usize> Fp4Tensor<D> {
 }
 
 impl Fp4Tensor<2> {
-    /// The rows at these indices `[n]`, of a tensor whose blocks run along axis 1: `[n, cols]`,
-    /// packed. No other row is read, and none decoded. An index out of range does what it does in
-    /// Burn's `select`.
+    /// Selects the rows at indices `[n]`, packed `[n, cols]`. Blocks have to run along axis 1.
+    /// Reads no other row, and decodes none. An index out of range behaves as in Burn's `select`.
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -382,7 +381,7 @@ impl Fp4Tensor<2> {
         })
     }
 
-    /// The layout of the rows at indices of any rank.
+    /// Returns the layout of the rows at indices of any rank.
     ///
     /// # Errors
     /// As [`select_rows`](Self::select_rows).
@@ -399,7 +398,7 @@ impl Fp4Tensor<2> {
         Ok(layout)
     }
 
-    /// The transpose. Nothing moves: the packed rows keep their place, the axis changes its name.
+    /// Transposes without a copy: the packed rows stay in place, and the axis is renamed.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor, TensorData};
@@ -417,13 +416,15 @@ impl Fp4Tensor<2> {
     }
 }
 
-/// f32 values of their bits in i32.
+/// Converts the bits of f32 values, in i32, to the values.
 fn from_bits(bits: &TensorData) -> Vec<f32> {
     bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()
 }
 
+/// Checks a shape.
+///
 /// # Errors
-/// [`OpsError::Shape`] if a shape is another than expected.
+/// [`OpsError::Shape`] if it differs from the expected one.
 fn check_shape(what: &'static str, expected: &[usize], found: &[usize]) -> Result<(), OpsError> {
     if expected == found {
         return Ok(());
@@ -432,8 +433,10 @@ fn check_shape(what: &'static str, expected: &[usize], found: &[usize]) -> Resul
     Err(OpsError::Shape { what, expected, found })
 }
 
+/// Checks dtype, shape and device of a part.
+///
 /// # Errors
-/// Those of [`Fp4Tensor::from_parts_unread`] for one part.
+/// As [`Fp4Tensor::from_parts_unread`].
 fn check_part<const R: usize>(
     what: &'static str,
     part: &Tensor<R, Int>,

@@ -14,19 +14,19 @@ use std::sync::OnceLock;
 use burn::backend::DispatchTensor;
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{LaunchState, Launches, OpsError, is_host, records_launches};
+use burn_fp4_ops::{CapturedGraph, GraphState, OpsError, captures_graphs, is_host};
 
 use self::tensors::Signature;
 use self::weights::{gathered, weights};
 
 pub use self::tensors::{ReplayParts, ReplayTensors};
 
-/// Recordings that are kept, if nothing else was [said](Replay::with_most_recordings).
+/// Recordings that are kept, unless [set otherwise](Replay::with_most_recordings).
 const MOST: usize = 16;
 
 /// The forward pass of a model, recorded for the shapes of its inputs by a device that can (CUDA),
 /// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
-/// the pass is run as it is, with the same results; [`is_graph`](Self::is_graph) says which. On
+/// the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which. On
 /// hosts a thread of rayon's pool runs it, so that operations need not wake one up each.
 ///
 /// ```
@@ -49,7 +49,7 @@ const MOST: usize = 16;
 ///
 /// **What is recorded.** What the pass does for inputs of these shapes and dtypes: one recording
 /// for each, of which the 16 used last are kept. Before it records, it runs the pass four times.
-/// Inputs are copied in and outputs copied out, so that whatever was handed out stays as it is.
+/// Inputs are copied in and outputs copied out, so that tensors that were handed out do not change.
 /// Numbers that the pass draws or computes on the host are recorded too: every replay has the same.
 ///
 /// **What it reads.** Inputs, state, and the model, which the replay owns, so that nothing that
@@ -104,6 +104,13 @@ const MOST: usize = 16;
 /// moment when a recording begins, can make both fail. To be safe from either, record first, by a
 /// run for each combination of shapes, and serve then.
 ///
+/// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
+/// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the
+/// thread captures a graph of its own, the driver then no longer refuses calls that a capture
+/// cannot record, such as allocations. To have them refused, call that function after the first
+/// use, with the mode global or thread-local, and with relaxed again before a replay of another
+/// thread records.
+///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a
 /// `BatchNorm` have one.
@@ -112,7 +119,7 @@ pub struct Replay<M, I, O, S = ()> {
     /// `None` if a pass panicked with it.
     state: Option<Held<S>>,
     forward: Forward<M, S, I, O>,
-    /// Those used last at the end.
+    /// In the order of their last use.
     recordings: Vec<Recording>,
     most: usize,
     is_graph: bool,
@@ -135,13 +142,13 @@ type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
 /// The state, as long as nothing is recorded, or where recordings have it.
 enum Held<S> {
     Tensors(S),
-    Recorded { state: LaunchState, lengths: Vec<usize> },
+    Recorded { state: GraphState, lengths: Vec<usize> },
 }
 
 struct Recording {
     inputs: Signature,
-    launches: Launches,
-    /// Of the outputs.
+    graph: CapturedGraph,
+    /// Tensors in each output.
     lengths: Vec<usize>,
 }
 
@@ -159,7 +166,7 @@ pub enum ReplayError {
          have to be parameters"
     )]
     Recording {
-        /// What the device says.
+        /// The message of the device.
         reason: String,
     },
     /// The pass gives a state of other shapes or dtypes than it is given.
@@ -184,7 +191,7 @@ impl From<OpsError> for ReplayError {
 }
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
-    /// Of a pass without state.
+    /// Makes a replay of a pass without state.
     pub fn new(model: M, forward: fn(&M, I) -> O) -> Self
     where
         M: 'static,
@@ -197,7 +204,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
 }
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Replay<M, I, O, S> {
-    /// Of a pass that hands a state from each run to the next.
+    /// Makes a replay of a pass that hands a state from each run to the next.
     pub fn with_state(model: M, state: S, forward: fn(&M, S, I) -> (S, O)) -> Self
     where
         M: 'static,
@@ -229,7 +236,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     /// An error of the device that comes while a replay runs is found where its outputs are read.
     pub fn run(&mut self, inputs: I) -> Result<O, ReplayError> {
         let inputs = ReplayParts::of(inputs);
-        let device = inputs.device().filter(records_launches);
+        let device = inputs.device().filter(captures_graphs);
         self.is_graph = device.is_some();
         match device {
             Some(device) => self.replay(&device, inputs),
@@ -237,8 +244,8 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         }
     }
 
-    /// Whether the latest run replayed, or recorded, a graph of the device, rather than running the
-    /// pass as it is.
+    /// Returns true if the latest run replayed or recorded a graph of the device. Otherwise it ran
+    /// the pass itself.
     pub fn is_graph(&self) -> bool {
         self.is_graph
     }
@@ -334,7 +341,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         self.state = Some(Held::Tensors(state));
     }
 
-    /// Runs the pass as it is: on hosts by a thread of the pool that its operations share. From any
+    /// Runs the pass itself: on hosts by a thread of the pool that its operations share. From any
     /// other thread each operation would wait until one of the pool has woken up and ended it.
     fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
         self.recordings.clear();
@@ -380,7 +387,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             return Err(ReplayError::Lost);
         };
         let recording = self.recordings.last().expect("found or recorded");
-        let outputs = recording.launches.run(state, tensors)?;
+        let outputs = recording.graph.replay(state, tensors)?;
         Ok(ReplayParts::new(outputs, &recording.lengths).into())
     }
 
@@ -397,7 +404,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         };
         let (model, forward) = (&self.model, &self.forward);
         let (of_outputs, other_state) = (OnceLock::new(), OnceLock::new());
-        let launches = Launches::record(state, tensors, &|state, inputs| {
+        let graph = CapturedGraph::capture(state, tensors, &|state, inputs| {
             let state = ReplayParts::new(state, of_state);
             let before = state.signature();
             let inputs = ReplayParts::new(inputs, lengths).into();
@@ -409,14 +416,14 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             of_outputs.get_or_init(|| outputs.lengths());
             (state.into_tensors(), outputs.into_tensors())
         });
-        if launches.is_err() && !state.is_empty() {
+        if graph.is_err() && !state.is_empty() {
             self.recordings.clear();
         }
         if let Some(error) = other_state.into_inner() {
             return Err(error);
         }
         let lengths = of_outputs.into_inner().unwrap_or_default();
-        Ok(Recording { inputs, launches: launches?, lengths })
+        Ok(Recording { inputs, graph: graph?, lengths })
     }
 
     /// Puts the state where recordings have it.
@@ -432,7 +439,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         // What follows may fail, or panic where a lazy parameter does.
         let again = ReplayParts::new(tensors.clone(), &lengths).into();
         self.state = Some(Held::Tensors(again));
-        let mut state = LaunchState::new(device, weights(&self.model), tensors)?;
+        let mut state = GraphState::new(device, weights(&self.model), tensors)?;
         if state.is_mixed() {
             self.model = gathered(&self.model, &mut state)?;
         }

@@ -4,7 +4,7 @@ use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParameterValue};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor};
-use burn_fp4_ops::{LaunchState, OpsError};
+use burn_fp4_ops::{GraphState, OpsError};
 
 /// The parameters of a model as they are stored: codes and scales of what is packed.
 pub(crate) fn weights(model: &impl Module) -> Vec<DispatchTensor> {
@@ -37,7 +37,7 @@ impl ModuleVisitor for Stored {
 ///
 /// # Errors
 /// [`OpsError::Device`], [`OpsError::Recording`].
-pub(crate) fn gathered<M: Module>(model: &M, state: &mut LaunchState) -> Result<M, OpsError> {
+pub(crate) fn gathered<M: Module>(model: &M, state: &mut GraphState) -> Result<M, OpsError> {
     let mut gather = Gather { state, error: None };
     let model = model.clone().map(&mut gather);
     match gather.error {
@@ -47,12 +47,12 @@ pub(crate) fn gathered<M: Module>(model: &M, state: &mut LaunchState) -> Result<
 }
 
 struct Gather<'a> {
-    state: &'a mut LaunchState,
+    state: &'a mut GraphState,
     error: Option<OpsError>,
 }
 
 impl Gather<'_> {
-    /// A parameter that is where it should be stays as it is, mappers and all.
+    /// A parameter that is where it should be is kept, with its mappers.
     fn param<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: ParameterValue,

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param, ParamId, Reparameterization};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
-use burn_fp4_ops::{MatmulPath, Why};
+use burn_fp4_ops::{DequantizeReason, MatmulPath};
 
 use crate::fake_quant_weight::{FakeQuantSettings, FakeQuantWeight};
 use crate::packed_weight::PackedWeight;
@@ -25,7 +25,7 @@ pub(crate) struct Parameter {
     pub(crate) list: Option<(String, usize)>,
     /// Name of what is attached to it.
     pub(crate) reparameterization: Option<String>,
-    /// Whether it belongs to something attached to another parameter.
+    /// Set if it belongs to something attached to another parameter.
     pub(crate) inside_reparameterization: bool,
     /// How it is fake-quantized.
     pub(crate) fake_quantized: Option<FakeQuantSettings>,
@@ -48,7 +48,7 @@ impl Parameter {
         self.dtype.unwrap_or(DType::F32)
     }
 
-    /// Bytes that it takes as it is.
+    /// Returns the bytes that it takes now.
     pub(crate) fn bytes_now(&self) -> usize {
         match self.packed_bytes {
             0 => self.bytes(),
@@ -73,25 +73,29 @@ impl Parameter {
         })
     }
 
-    /// What becomes of products and lookups once it is packed along an axis: layers of this crate
-    /// do what those of Burn cannot, and embeddings look up rows.
+    /// Returns how products and lookups run once it is packed along an axis. Layers of this crate
+    /// multiply where layers of Burn cannot, and embeddings look up rows.
     pub(crate) fn products(&self, by_burn: &MatmulPath, axis: usize) -> MatmulPath {
         use MatmulPath::Dequantized;
 
         match (self.container.as_str(), axis, by_burn) {
-            ("Fp4Linear", 0, Dequantized(Why::Host)) => MatmulPath::FromCodes,
-            ("Fp4Embedding", 1, Dequantized(Why::Host | Why::NotInitialized)) => {
-                MatmulPath::Lookups
-            }
-            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(Why::Axis { axis }),
-            ("Linear", _, Dequantized(Why::Host)) if HOLDERS.contains(&self.parent.as_str()) => {
-                Dequantized(Why::Inside { layer: self.parent.clone() })
+            ("Fp4Linear", 0, Dequantized(DequantizeReason::Host)) => MatmulPath::FromCodes,
+            (
+                "Fp4Embedding",
+                1,
+                Dequantized(DequantizeReason::Host | DequantizeReason::NotInitialized),
+            ) => MatmulPath::Lookups,
+            ("Embedding" | "Fp4Embedding", 0, _) => Dequantized(DequantizeReason::Axis { axis }),
+            ("Linear", _, Dequantized(DequantizeReason::Host))
+                if HOLDERS.contains(&self.parent.as_str()) =>
+            {
+                Dequantized(DequantizeReason::Inside { layer: self.parent.clone() })
             }
             _ => by_burn.clone(),
         }
     }
 
-    /// What is reported of it.
+    /// Returns its report entry.
     pub(crate) fn report(&self, outcome: Outcome, bytes_after: usize) -> ParameterReport {
         ParameterReport {
             path: self.path.clone(),
@@ -105,7 +109,7 @@ impl Parameter {
     }
 }
 
-/// What a parameter holds.
+/// The kind of values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Float,
@@ -118,7 +122,7 @@ pub(crate) enum Kind {
 pub(crate) struct StoredParameter {
     pub(crate) path: String,
     pub(crate) kind: Kind,
-    /// That of the stored value, or of the one that it is to be initialized with.
+    /// Shape of the stored value, or of the one that it will be initialized with.
     pub(crate) shape: Vec<usize>,
     pub(crate) device: Device,
 }

@@ -1,5 +1,5 @@
-//! Gradients: they pass straight through fake quantization, back through the Hadamard transform,
-//! and through a product as its recipe says; nothing else here has one.
+//! Gradients of fake quantization (straight through), the Hadamard transform (its inverse), and
+//! products. The other operations have none.
 
 use std::sync::Arc;
 
@@ -22,21 +22,21 @@ use crate::saturated::Saturated;
 use crate::train::recipe::TrainRecipe;
 use crate::train::{gradient, saturation};
 
-/// The same integers, seen by the inner backend.
+/// Converts to the inner backend; the integers are the same.
 fn inner<B: Fp4Backend, C: CheckpointStrategy>(
     packed: Fp4Primitive<Autodiff<B, C>>,
 ) -> Fp4Primitive<B> {
     Fp4Primitive { codes: packed.codes, scales: packed.scales, tensor_scale: packed.tensor_scale }
 }
 
-/// The same integers, seen by the backend with gradients.
+/// Converts to the backend with gradients; the integers are the same.
 fn outer<B: Fp4Backend, C: CheckpointStrategy>(
     packed: Fp4Primitive<B>,
 ) -> Fp4Primitive<Autodiff<B, C>> {
     Fp4Primitive { codes: packed.codes, scales: packed.scales, tensor_scale: packed.tensor_scale }
 }
 
-/// The gradient of the input of a product with a packed weight.
+/// Gradient of the input of a product with a packed weight.
 #[derive(Debug)]
 struct ByTransposed;
 
@@ -57,7 +57,7 @@ impl<B: Fp4Backend> Backward<B, 1> for ByTransposed {
     }
 }
 
-/// What the gradients of saturating elements and of the amax are made from.
+/// Inputs kept for the gradients of saturating elements and of the amax.
 #[derive(Debug, Clone)]
 struct Forward<B: Fp4Backend> {
     values: FloatTensor<B>,
@@ -67,7 +67,7 @@ struct Forward<B: Fp4Backend> {
     saturated: Saturated,
 }
 
-/// The gradients of the values and of the amax of fake quantization.
+/// Gradients of the values and of the amax of fake quantization.
 #[derive(Debug)]
 struct StraightThrough;
 
@@ -102,7 +102,7 @@ impl<B: Fp4Backend> Backward<B, 2> for StraightThrough {
     }
 }
 
-/// The gradient of an orthogonal transform, which is its inverse.
+/// Gradient of an orthogonal transform, which is its inverse.
 #[derive(Debug)]
 struct Orthogonal;
 
@@ -122,7 +122,7 @@ impl<B: Fp4Backend> Backward<B, 1> for Orthogonal {
     }
 }
 
-/// The gradients of a product whose operands are quantized.
+/// Gradients of a product whose operands are quantized.
 #[derive(Debug)]
 struct Product;
 
@@ -297,12 +297,19 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         Self::from_inner(B::fp4_add_gram(sums, activations, layout, first))
     }
 
-    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
-        Self::from_inner(B::fp4_untuned_matmul(left.into_primitive(), right.into_primitive()))
+    fn fp4_deterministic_matmul(
+        left: FloatTensor<Self>,
+        right: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_deterministic_matmul(left.into_primitive(), right.into_primitive()))
     }
 
-    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
-        Self::from_inner(B::fp4_untuned_sum(values.into_primitive(), axis, mean))
+    fn fp4_deterministic_sum(
+        values: FloatTensor<Self>,
+        axis: usize,
+        mean: bool,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_deterministic_sum(values.into_primitive(), axis, mean))
     }
 
     fn fp4_squared_error(

@@ -1,8 +1,8 @@
-//! [`Fp4Backend`]: what a backend does for FP4, and what it does if it has no code of its own.
+//! [`Fp4Backend`]: the FP4 operations of a backend, with defaults made of tensor operations.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
-// Without any device the dispatch that the macro writes uses nothing.
+// Without any device the macro's dispatch uses none of the arguments.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(unused_variables)
@@ -31,13 +31,13 @@ use crate::saturated::Saturated;
 use crate::train::product::{Quantizer, forward};
 use crate::train::recipe::TrainRecipe;
 
-/// What a backend has to do. Without code of its own it does so by tensor operations.
+/// FP4 operations of a backend. The defaults use tensor operations.
 ///
-/// The list in the attribute is that of the devices: one line for each. Who has another backend
-/// implements it for that, with an empty body or with code for some functions, and calls these: the
-/// functions on tensors only reach backends that a [`Device`](burn::tensor::Device) stands for.
+/// The attribute lists the devices. For another backend, implement the trait, with an empty body or
+/// with code for some functions, and call its functions directly: those on tensors reach only
+/// backends that have a [`Device`](burn::tensor::Device).
 ///
-/// Callers have checked shapes, scheme and dtype (f32, f16 or bf16).
+/// Callers check shapes, scheme and dtype (f32, f16 or bf16).
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -46,13 +46,14 @@ use crate::train::recipe::TrainRecipe;
     Autodiff: cfg(feature = "autodiff")
 )]
 pub trait Fp4Backend: Backend {
-    /// Largest magnitude in f32: `[1]`, or one per packed row `[rows]`. NaN if a value is.
+    /// Computes the largest magnitude in f32, `[1]`, or one per packed row, `[rows]`. NaN if a
+    /// value is NaN.
     #[fusion(dtype = DType::F32, shape = amax_shape(values, *axis, *by_row))]
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         quantize::amax::<Self>(values, axis, by_row)
     }
 
-    /// Codes and scales, given the amax `[1]` or `[rows]` that the tensor scale is made from.
+    /// Quantizes, given the amax `[1]` or `[rows]` of the tensor scale.
     #[fusion(meta = packed_metadata)]
     fn fp4_quantize(
         values: FloatTensor<Self>,
@@ -63,10 +64,9 @@ pub trait Fp4Backend: Backend {
         quantize::quantize::<Self>(values, amax, axis, scheme)
     }
 
-    /// Codes and scales for errors that do not all cost the same: `importance` are the weights of
-    /// channels, `[axis]`, or the Hessians of blocks, one after the other, as the search of the
-    /// scheme needs them, and `bounds` those of
-    /// [`BlockHessians`](burn_fp4_search::BlockHessians), all f32.
+    /// Quantizes with costs of errors. `importance` holds weights of channels, `[axis]`, or
+    /// Hessians of blocks, one after the other, as the scheme's search needs; `bounds` are the
+    /// bounds of [`BlockHessians`](burn_fp4_search::BlockHessians). All are f32.
     #[fusion(meta = packed_by_importance_metadata)]
     fn fp4_quantize_by_importance(
         values: FloatTensor<Self>,
@@ -79,9 +79,9 @@ pub trait Fp4Backend: Backend {
         on_host::quantize_by_importance::<Self>(values, amax, importance, bounds, axis, scheme)
     }
 
-    /// Codes and scales by GPTQ, for finite values and a scheme from
-    /// [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme). The Hessian factor is on
-    /// the host or on this device.
+    /// Quantizes with GPTQ. The scheme comes from
+    /// [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme), the Hessian factor from
+    /// the host or from this device, and the values are finite.
     #[fusion(meta = packed_by_gptq_metadata)]
     fn fp4_quantize_gptq(
         values: FloatTensor<Self>,
@@ -93,19 +93,19 @@ pub trait Fp4Backend: Backend {
         on_host::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor)
     }
 
-    /// The values of codes and scales, computed in f32 and rounded once to the dtype.
+    /// Dequantizes: computed in f32 and rounded once to the dtype.
     #[fusion(dtype = DType::from(*dtype), shape = Shape::from(layout.shape.clone()))]
     fn fp4_dequantize(
         #[extension_type] packed: Fp4Primitive<Self>,
-        // What a fuser has to know of it.
+        // The fuser reads it.
         #[fusion(scalar = layout.tag())] layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         dequantize::dequantize::<Self>(packed, layout, dtype)
     }
 
-    /// `input x weight`, in the dtype of the input `[M, K]`, for a weight `[K, N]` packed along its
-    /// first axis.
+    /// Multiplies an input `[M, K]` by a weight `[K, N]` packed along its first axis, in the dtype
+    /// of the input.
     #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
     fn fp4_matmul(
         input: FloatTensor<Self>,
@@ -127,8 +127,7 @@ pub trait Fp4Backend: Backend {
         add_bias::<Self>(Self::fp4_matmul(input, weight, layout), bias)
     }
 
-    /// What dequantization makes of quantization, in the dtype of the input. `saturated` is for
-    /// gradients.
+    /// Quantizes and dequantizes, in the dtype of the input. `saturated` is for gradients.
     #[fusion(dtype = values, shape = values)]
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
@@ -142,7 +141,8 @@ pub trait Fp4Backend: Backend {
         quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
     }
 
-    /// Every 16 neighbours along an axis transformed, or back, in the dtype of the input.
+    /// Applies the Hadamard transform to every 16 neighbours along an axis, or its inverse, in the
+    /// dtype of the input.
     #[fusion(dtype = values, shape = values)]
     fn fp4_hadamard(
         values: FloatTensor<Self>,
@@ -153,8 +153,8 @@ pub trait Fp4Backend: Backend {
         hadamard::hadamard::<Self>(values, axis, hadamard, inverse)
     }
 
-    /// `input x weight`, `[M, K]` and `[K, N]`, of the same dtype, both quantized as a recipe says.
-    /// `draw` is for gradients.
+    /// Multiplies `[M, K]` by `[K, N]`, of the same dtype, both quantized by a recipe. `draw` is
+    /// for gradients.
     #[fusion(default)]
     fn fp4_train_product(
         input: FloatTensor<Self>,
@@ -168,7 +168,7 @@ pub trait Fp4Backend: Backend {
     }
 
     /// Adds `X^T X` of activations `[rows, channels]` to tiles `[tiles, SIDE, SIDE]` of a layout,
-    /// from the `first` on, in an order that is the same on every device of a kind.
+    /// from tile `first` on. The order of the sums is the same on every device of a kind.
     #[fusion(dtype = sums, shape = sums)]
     fn fp4_add_gram(
         sums: FloatTensor<Self>,
@@ -176,30 +176,38 @@ pub trait Fp4Backend: Backend {
         layout: GramLayout,
         first: usize,
     ) -> FloatTensor<Self> {
-        gram::add_gram::<Self>(sums, activations, layout, first, Self::fp4_untuned_matmul)
+        gram::add_gram::<Self>(sums, activations, layout, first, Self::fp4_deterministic_matmul)
     }
 
-    /// `left x right` by a fixed, not autotuned, kernel, which depends on nothing but the problem:
-    /// autotuning may choose another one, which sums in another order.
+    /// Multiplies with a fixed kernel that depends only on the problem. Autotuning may choose
+    /// another one, which sums in another order.
     #[fusion(dtype = left, shape = product_shape(left, right))]
-    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn fp4_deterministic_matmul(
+        left: FloatTensor<Self>,
+        right: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
         Self::float_matmul(left, right)
     }
 
-    /// The sum along an axis, which stays with length 1, or the mean, by a fixed kernel.
+    /// Sums along an axis, or takes the mean, with a fixed kernel. The axis keeps length 1.
     #[fusion(dtype = values, shape = reduced_shape(values, *axis))]
-    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
+    fn fp4_deterministic_sum(
+        values: FloatTensor<Self>,
+        axis: usize,
+        mean: bool,
+    ) -> FloatTensor<Self> {
         if mean { Self::float_mean_dim(values, axis) } else { Self::float_sum_dim(values, axis) }
     }
 
-    /// `[6]` in f32, of which `squared_sums` makes two: the sum of squared differences between a
-    /// tensor and its packed form in the dtype of the tensor, and the sum of its squares.
+    /// Sums the squared differences between a tensor and its packed form, in the dtype of the
+    /// tensor, and the squares of the tensor: `[6]` in f32, for
+    /// [`squared_sums`](crate::squared_sums).
     #[fusion(dtype = DType::F32, shape = Shape::new([6]))]
     fn fp4_squared_error(
         values: FloatTensor<Self>,
         #[extension_type] packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        dequantize::squared_error::<Self>(values, packed, layout, Self::fp4_untuned_sum)
+        dequantize::squared_error::<Self>(values, packed, layout, Self::fp4_deterministic_sum)
     }
 }

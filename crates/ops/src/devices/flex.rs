@@ -1,4 +1,4 @@
-//! Burn's `flex` device: its memory, in place.
+//! Burn's `flex` device.
 
 use burn::backend::Flex;
 use burn::tensor::{DType, FloatDType, TensorData, bf16, f16};
@@ -6,76 +6,65 @@ use burn_flex::FlexTensor;
 use burn_fp4_search::host::{HostElement, PackedView, View};
 use bytemuck::Pod;
 
-use super::host::{self, Values};
-use super::host_device::HostDevice;
-use super::reuse;
+use super::host::{HostDevice, Values, dequantize};
+use super::scratch;
 use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+
+const CHECKED: &str = "contiguous, with the dtype that callers check";
 
 impl HostDevice for Flex {
-    fn with_values<R>(tensor: FlexTensor, use_values: impl FnOnce(Values<'_>, &[usize]) -> R) -> R {
-        let tensor = tensor.to_contiguous();
-        use_values(values(&tensor), tensor.layout().shape())
+    fn contiguous(values: FlexTensor) -> FlexTensor {
+        values.to_contiguous()
     }
 
-    /// A transposed matrix is used as it is; anything else that is strided is copied.
-    fn with_view<R>(
-        tensor: FlexTensor,
-        axis: usize,
-        use_values: impl FnOnce(Values<'_>, View) -> R,
-    ) -> R {
-        if tensor.is_contiguous() {
-            return use_values(values(&tensor), View::along(tensor.layout().shape(), axis));
+    fn contiguous_bytes(bytes: FlexTensor) -> FlexTensor {
+        bytes.to_contiguous()
+    }
+
+    /// Does not copy a transposed matrix, unlike any other strided tensor.
+    fn contiguous_along(values: FlexTensor, axis: usize) -> (FlexTensor, View) {
+        let view = View::along(values.layout().shape(), axis);
+        if values.is_contiguous() {
+            return (values, view);
         }
-        if tensor.layout().shape().num_dims() == 2 {
-            let transposed = tensor.transpose(0, 1);
+        if values.layout().shape().num_dims() == 2 {
+            let transposed = values.transpose(0, 1);
             if transposed.is_contiguous() {
                 let view = View::along(transposed.layout().shape(), 1 - axis);
-                return use_values(values(&transposed), view);
+                return (transposed, view);
             }
         }
-        Self::with_values(tensor, |values, shape| use_values(values, View::along(shape, axis)))
+        (values.to_contiguous(), view)
     }
 
-    fn with_parts<R>(
-        packed: Fp4Primitive<Self>,
-        use_parts: impl FnOnce(&[u8], &[u8], &[i32]) -> R,
-    ) -> R {
-        let [codes, scales, tensor_scale] =
-            [packed.codes, packed.scales, packed.tensor_scale].map(|part| part.to_contiguous());
-        use_parts(
-            codes.as_slice().expect("codes are u8"),
-            scales.as_slice().expect("block scales are u8"),
-            tensor_scale.as_slice().expect("the tensor scale is kept as i32"),
-        )
+    fn values(contiguous: &FlexTensor) -> Values<'_> {
+        match contiguous.dtype() {
+            DType::F16 => Values::F16(contiguous.as_slice().expect(CHECKED)),
+            DType::BF16 => Values::Bf16(contiguous.as_slice().expect(CHECKED)),
+            _ => Values::F32(contiguous.as_slice().expect(CHECKED)),
+        }
     }
 
-    /// In memory that an earlier one has left.
-    fn dense(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
-        fn written<T: HostElement + Pod>(
+    fn bytes(contiguous: &FlexTensor) -> &[u8] {
+        contiguous.as_slice().expect(CHECKED)
+    }
+
+    /// Writes to the memory of an earlier dense weight.
+    fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
+        fn to<T: HostElement + Pod>(
             packed: PackedView<'_>,
             layout: &Fp4Layout,
             dtype: FloatDType,
         ) -> TensorData {
-            let values = reuse::filled(layout.view().len(), |values: &mut [T]| {
-                host::dequantize(packed, layout, values);
+            let values = scratch::filled(layout.view().len(), |values: &mut [T]| {
+                dequantize(packed, layout, values);
             });
             TensorData::from_bytes(values, layout.shape.clone(), dtype.into())
         }
         match dtype {
-            FloatDType::F16 => written::<f16>(packed, layout, dtype),
-            FloatDType::BF16 => written::<bf16>(packed, layout, dtype),
-            _ => written::<f32>(packed, layout, FloatDType::F32),
+            FloatDType::F16 => to::<f16>(packed, layout, dtype),
+            FloatDType::BF16 => to::<bf16>(packed, layout, dtype),
+            _ => to::<f32>(packed, layout, FloatDType::F32),
         }
-    }
-}
-
-/// The values of a contiguous tensor.
-fn values(tensor: &FlexTensor) -> Values<'_> {
-    const CHECKED: &str = "made contiguous, of a dtype that callers check";
-    match tensor.dtype() {
-        DType::F16 => Values::F16(tensor.as_slice().expect(CHECKED)),
-        DType::BF16 => Values::Bf16(tensor.as_slice().expect(CHECKED)),
-        _ => Values::F32(tensor.as_slice().expect(CHECKED)),
     }
 }

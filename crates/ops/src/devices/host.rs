@@ -1,16 +1,49 @@
-//! The host engine on the values of tensors, the same for every device whose memory is the host's
-//! and for what other devices read back.
+//! [`HostDevice`]: the host engine on the tensors of any device in host memory.
 
-use burn::tensor::{Element, TensorData, bf16, f16};
-use burn_fp4_search::formats::Packed;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{Element, FloatDType, TensorData, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{BlockHessians, Fp4Scheme, Hadamard, HessianFactor, Importance};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
 
+use super::extension::Fp4Backend;
+use super::portable::on_host::{OwnedImportance, read};
 use crate::layout::Fp4Layout;
+use crate::primitive::Fp4Primitive;
+use crate::saturated::Saturated;
 use crate::squares::ranges_of;
 
-/// The values of a float tensor in contiguous host memory.
+/// A device whose tensors are in host memory.
+pub(crate) trait HostDevice: Backend {
+    /// Puts values into row-major order.
+    fn contiguous(values: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Puts bytes into row-major order.
+    fn contiguous_bytes(bytes: IntTensor<Self>) -> IntTensor<Self>;
+
+    /// Puts values into contiguous memory, in any order, and returns the view along an axis.
+    fn contiguous_along(values: FloatTensor<Self>, axis: usize) -> (FloatTensor<Self>, View) {
+        let values = Self::contiguous(values);
+        let view = View::along(&values.shape(), axis);
+        (values, view)
+    }
+
+    /// Borrows the values of a contiguous tensor.
+    fn values(contiguous: &FloatTensor<Self>) -> Values<'_>;
+
+    /// Borrows the bytes of a contiguous tensor.
+    fn bytes(contiguous: &IntTensor<Self>) -> &[u8];
+
+    /// Dequantizes to a dtype, or to f32 if the device has no other.
+    fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, _dtype: FloatDType) -> TensorData {
+        filled(&layout.shape, |values: &mut [f32]| dequantize(packed, layout, values))
+    }
+}
+
+/// Values of a float tensor in host memory.
 #[derive(Clone, Copy)]
+// Only `flex` has all of them.
+#[cfg_attr(not(feature = "flex"), allow(dead_code))]
 pub(crate) enum Values<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
@@ -30,115 +63,152 @@ macro_rules! each_dtype {
 
 const CHECKED: &str = "callers check scheme, shape and dtype";
 
-/// The largest magnitude `[1]`, or one for each packed row `[rows]`, in f32.
-pub(crate) fn amax(values: Values<'_>, view: View, by_row: bool) -> TensorData {
-    vector(each_dtype!(values, values => match by_row {
-        true => host::row_amax(values, view),
-        false => vec![host::tensor_amax(values)],
-    }))
+/// A packed tensor in contiguous host memory.
+struct HostPacked<B: HostDevice> {
+    codes: IntTensor<B>,
+    scales: IntTensor<B>,
+    tensor_scale: Vec<f32>,
 }
 
-/// Codes and scales, given the amax `[1]` or `[rows]`.
-pub(crate) fn quantize(
-    values: Values<'_>,
-    view: View,
-    amax: &[f32],
-    scheme: &Fp4Scheme,
-    importance: Importance<'_>,
-) -> Packed {
-    each_dtype!(values, values => quantize_slice(values, view, amax, scheme, importance))
-}
+impl<B: HostDevice> HostPacked<B> {
+    fn new(packed: Fp4Primitive<B>) -> Self {
+        let bits = burn::tensor::read_sync(B::int_into_data(packed.tensor_scale));
+        let bits = bits.expect("memory of the host can be read");
+        Self {
+            codes: B::contiguous_bytes(packed.codes),
+            scales: B::contiguous_bytes(packed.scales),
+            tensor_scale: bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect(),
+        }
+    }
 
-/// [`quantize`] of values of one dtype, for which alone the engine is compiled.
-pub(crate) fn quantize_slice<T: HostElement>(
-    values: &[T],
-    view: View,
-    amax: &[f32],
-    scheme: &Fp4Scheme,
-    importance: Importance<'_>,
-) -> Packed {
-    host::quantize_packed(values, view, scheme, amax, importance).expect(CHECKED)
-}
-
-/// Codes and scales by GPTQ of a matrix whose rows run along the blocked axis.
-pub(crate) fn quantize_gptq(
-    values: &[f32],
-    rows: usize,
-    amax: &[f32],
-    scheme: &Fp4Scheme,
-    hessian_factor: &HessianFactor,
-) -> Packed {
-    hessian_factor.quantize(values, rows, scheme, amax).expect(CHECKED)
-}
-
-/// Calls `use_importance` with what the importance of an extension's operation means.
-pub(crate) fn with_importance<R>(
-    values: &[f32],
-    scheme: &Fp4Scheme,
-    use_importance: impl FnOnce(Importance<'_>) -> R,
-) -> R {
-    if scheme.method.needs_hessians() {
-        let hessians = BlockHessians::new(values.to_vec(), scheme.block_size).expect(CHECKED);
-        use_importance(Importance::Blocks(&hessians))
-    } else {
-        use_importance(Importance::Channels(values))
+    fn view(&self, layout: &Fp4Layout) -> PackedView<'_> {
+        PackedView {
+            format: layout.format,
+            block_size: layout.block_size,
+            codes: B::bytes(&self.codes),
+            scales: B::bytes(&self.scales),
+            tensor_scale: &self.tensor_scale,
+        }
     }
 }
 
-/// What dequantization makes of quantization, in the dtype of the values.
-pub(crate) fn fake_quantize(
-    values: Values<'_>,
-    shape: &[usize],
+fn quantize<B: HostDevice>(
+    values: FloatTensor<B>,
+    amax: FloatTensor<B>,
     axis: usize,
-    amax: &[f32],
     scheme: &Fp4Scheme,
-    target: DequantTarget,
-) -> TensorData {
-    let view = View::along(shape, axis);
-    each_dtype!(values, values => made_of(values, shape, |values, output| {
-        host::fake_quantize(values, view, scheme, amax, target, output).expect(CHECKED);
-    }))
+    importance: Importance<'_>,
+) -> Fp4Primitive<B> {
+    let (device, amax) = (values.device(), read::<B>(amax));
+    let (values, view) = B::contiguous_along(values, axis);
+    let packed = each_dtype!(B::values(&values), values => {
+        host::quantize_packed(values, view, scheme, &amax, importance).expect(CHECKED)
+    });
+    Fp4Primitive::from_packed(packed, |data, _its_own_dtype| B::int_from_data(data, &device))
 }
 
-/// Every 16 neighbours along an axis transformed, or back, in the dtype of the values.
-pub(crate) fn hadamard(
-    values: Values<'_>,
-    shape: &[usize],
-    axis: usize,
-    hadamard: Hadamard,
-    inverse: bool,
-) -> TensorData {
-    let view = View::along(shape, axis);
-    each_dtype!(values, values => made_of(values, shape, |values, output| {
-        host::hadamard(values, view, hadamard, inverse, output).expect(CHECKED);
-    }))
+impl<B: HostDevice> Fp4Backend for B {
+    fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
+        let device = values.device();
+        let (values, view) = B::contiguous_along(values, axis);
+        let amax = each_dtype!(B::values(&values), values => match by_row {
+            true => host::row_amax(values, view),
+            false => vec![host::tensor_amax(values)],
+        });
+        B::float_from_data(vector(amax), &device)
+    }
+
+    fn fp4_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        quantize::<B>(values, amax, axis, &scheme, Importance::Uniform)
+    }
+
+    fn fp4_quantize_by_importance(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        importance: FloatTensor<Self>,
+        _the_host_finds_its_own_bounds: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+    ) -> Fp4Primitive<Self> {
+        let importance = OwnedImportance::new(read::<B>(importance), &scheme);
+        quantize::<B>(values, amax, axis, &scheme, importance.borrow())
+    }
+
+    fn fp4_dequantize(
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let device = packed.codes.device();
+        let packed = HostPacked::new(packed);
+        B::float_from_data(B::dense_data(packed.view(&layout), &layout, dtype), &device)
+    }
+
+    fn fp4_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let (device, m) = (input.device(), input.shape()[0]);
+        let [k, n] = layout.shape[..] else { unreachable!("callers check the rank") };
+        let (input, weight) = (B::contiguous(input), HostPacked::<B>::new(weight));
+        let output = each_dtype!(B::values(&input), input => filled(&[m, n], |output| {
+            host::matmul(input, weight.view(&layout), [n, k], output).expect(CHECKED);
+        }));
+        B::float_from_data(output, &device)
+    }
+
+    fn fp4_fake_quantize(
+        values: FloatTensor<Self>,
+        amax: FloatTensor<Self>,
+        axis: usize,
+        scheme: Fp4Scheme,
+        target: DequantTarget,
+        _for_gradients: Saturated,
+    ) -> FloatTensor<Self> {
+        let (device, shape, amax) = (values.device(), values.shape(), read::<B>(amax));
+        let (values, view) = (B::contiguous(values), View::along(&shape, axis));
+        let output = each_dtype!(B::values(&values), values => filled(&shape, |output| {
+            host::fake_quantize(values, view, &scheme, &amax, target, output).expect(CHECKED);
+        }));
+        B::float_from_data(output, &device)
+    }
+
+    fn fp4_hadamard(
+        values: FloatTensor<Self>,
+        axis: usize,
+        hadamard: Hadamard,
+        inverse: bool,
+    ) -> FloatTensor<Self> {
+        let (device, shape) = (values.device(), values.shape());
+        let (values, view) = (B::contiguous(values), View::along(&shape, axis));
+        let output = each_dtype!(B::values(&values), values => filled(&shape, |output| {
+            host::hadamard(values, view, hadamard, inverse, output).expect(CHECKED);
+        }));
+        B::float_from_data(output, &device)
+    }
+
+    fn fp4_squared_error(
+        values: FloatTensor<Self>,
+        packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let device = values.device();
+        let (values, packed) = (B::contiguous(values), HostPacked::<B>::new(packed));
+        let sums = each_dtype!(B::values(&values), values => {
+            host::squared_error(values, packed.view(&layout), layout.view()).expect(CHECKED)
+        });
+        B::float_from_data(vector(sums.map(ranges_of).concat()), &device)
+    }
 }
 
-/// `input x weight`, in the dtype of an input `[rows, K]`.
-pub(crate) fn matmul(
-    input: Values<'_>,
-    rows: usize,
-    weight: PackedView<'_>,
-    layout: &Fp4Layout,
-) -> TensorData {
-    let [channels, outputs] = layout.shape[..] else { unreachable!("callers check the rank") };
-    each_dtype!(input, input => made_of(input, &[rows, outputs], |input, output| {
-        host::matmul(input, weight, [outputs, channels], output).expect(CHECKED);
-    }))
-}
-
-/// `[6]`; see [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error).
-pub(crate) fn squared_error(
-    values: Values<'_>,
-    packed: PackedView<'_>,
-    layout: &Fp4Layout,
-) -> TensorData {
-    let sums = each_dtype!(values, values => host::squared_error(values, packed, layout.view()));
-    vector(sums.expect(CHECKED).map(ranges_of).concat())
-}
-
-/// Writes the values of codes and scales in row-major order.
-pub(crate) fn dequantize<T: HostElement>(
+/// Dequantizes in row-major order.
+pub(super) fn dequantize<T: HostElement>(
     packed: PackedView<'_>,
     layout: &Fp4Layout,
     output: &mut [T],
@@ -146,37 +216,14 @@ pub(crate) fn dequantize<T: HostElement>(
     host::dequantize(packed, layout.view(), output).expect(CHECKED);
 }
 
-/// Calls `use_packed` with the slices of a packed tensor.
-pub(crate) fn with_packed<R>(
-    codes: &[u8],
-    scales: &[u8],
-    tensor_scale: &[i32],
-    layout: &Fp4Layout,
-    use_packed: impl FnOnce(PackedView<'_>) -> R,
-) -> R {
-    let tensor_scale: Vec<_> =
-        tensor_scale.iter().map(|bits| f32::from_bits(*bits as u32)).collect();
-    use_packed(PackedView {
-        format: layout.format,
-        block_size: layout.block_size,
-        codes,
-        scales,
-        tensor_scale: &tensor_scale,
-    })
+/// Makes values of a shape.
+fn filled<T: HostElement + Element>(shape: &[usize], fill: impl FnOnce(&mut [T])) -> TensorData {
+    let mut values = vec![T::default(); shape.iter().product()];
+    fill(&mut values);
+    TensorData::new(values, shape.to_vec())
 }
 
-/// Values of a shape in the dtype of those that they are made of.
-fn made_of<T: HostElement + Element>(
-    values: &[T],
-    shape: &[usize],
-    fill: impl FnOnce(&[T], &mut [T]),
-) -> TensorData {
-    let mut output = vec![T::default(); shape.iter().product()];
-    fill(values, &mut output);
-    TensorData::new(output, shape.to_vec())
-}
-
-/// f32 values as tensor data of shape `[len]`.
+/// Makes a vector `[len]`.
 fn vector(values: Vec<f32>) -> TensorData {
     let len = values.len();
     TensorData::new(values, [len])

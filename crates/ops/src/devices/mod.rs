@@ -1,22 +1,22 @@
-//! The devices: what a backend has to do, and a file for each that does it in its own way.
+//! Devices: the operations of a backend, and a file for each device with code of its own.
 //!
-//! | file             | what it holds                                                            |
-//! |------------------|--------------------------------------------------------------------------|
-//! | `extension.rs`   | what a backend has to do, and the list of those that do                  |
-//! | `host.rs`        | the host engine on the values of tensors                                 |
-//! | `host_device.rs` | the same for every device in host memory: `flex.rs`, `ndarray.rs`        |
-//! | `reuse.rs`       | memory of a dequantized weight, kept for the next one                    |
-//! | `cube/`          | the kernels on CUDA and CubeCL's CPU runtime                             |
-//! | `portable/`      | the same bits from tensor operations, for any other device               |
-//! | `autodiff.rs`    | gradients                                                                |
-//! | `interpreter.rs` | recorded operations, on any of them                                      |
+//! | file                     | contents                                                          |
+//! |--------------------------|-------------------------------------------------------------------|
+//! | `extension.rs`           | [`Fp4Backend`](crate::Fp4Backend), and the list of devices        |
+//! | `host.rs`                | the host engine, for `flex.rs` and `ndarray.rs`                   |
+//! | `scratch.rs`             | memory of a dequantized weight, kept for the next one             |
+//! | `cube/`                  | kernels on CUDA and CubeCL's CPU runtime, graphs on CUDA          |
+//! | `no_graph.rs`            | graphs in a build without Cube devices                            |
+//! | `portable/`              | the same bits from tensor operations, for any other device        |
+//! | `autodiff.rs`            | gradients                                                         |
+//! | `backend_interpreter.rs` | recorded operations, on any of them                               |
 //!
 //! A device in host memory is a file that implements `HostDevice`, a line in the attribute of
 //! [`Fp4Backend`](crate::Fp4Backend), and an arm of `row` in this file.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
-// Without any device there is nothing to interpret on.
+// Without any device there is no interpreter.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(dead_code, unreachable_code, unused_imports)
@@ -24,41 +24,40 @@
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+pub(crate) mod backend_interpreter;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 pub(crate) mod extension;
 #[cfg(feature = "flex")]
 mod flex;
-// Without `flex`, which has every dtype, not all of it is used.
-#[cfg_attr(not(feature = "flex"), allow(dead_code))]
-pub(crate) mod host;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
-mod host_device;
-pub(crate) mod interpreter;
+mod host;
 #[cfg(feature = "ndarray")]
 mod ndarray;
+#[cfg(not(feature = "cube"))]
+pub(crate) mod no_graph;
 pub mod portable;
 #[cfg(feature = "flex")]
-mod reuse;
+mod scratch;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 use burn_router::TensorInterpreter;
 
-use self::interpreter::Interpret;
+use self::backend_interpreter::BackendInterpreter;
 use crate::error::OpsError;
 
-/// The facts of a device.
+/// Facts of a device.
 struct DeviceRow {
-    /// Whether its tensors are in host memory.
+    /// True if its tensors are in host memory.
     is_host: bool,
-    /// Whether a tensor can show one value in any shape, without a copy for every element.
+    /// True if a tensor can repeat one value in any shape without copies.
     repeats_values: bool,
-    /// Makes what runs recorded operations.
-    interpreter: Box<dyn FnOnce() -> Box<dyn Interpret>>,
+    /// Makes the interpreter of recorded operations.
+    interpreter: Box<dyn FnOnce() -> Box<dyn BackendInterpreter>>,
 }
 
-/// The facts of a device that this build has code for: an arm for each.
+/// Returns the facts of a device, if this build has code for it.
 fn row(device: &Device) -> Option<DeviceRow> {
     match device.clone().inner().as_dispatch() {
         #[cfg(feature = "flex")]
@@ -99,19 +98,19 @@ pub fn is_host(device: &Device) -> bool {
     row(device).is_some_and(|row| row.is_host)
 }
 
-/// Whether tensors of a device can show one value in any shape, without a copy for every element.
+/// Returns true if tensors of a device can repeat one value in any shape without copies.
 #[must_use]
 pub fn repeats_values(device: &Device) -> bool {
     row(device).is_none_or(|row| row.repeats_values)
 }
 
-/// Runs recorded operations on a device.
+/// Makes an interpreter of recorded operations on a device.
 ///
 /// # Errors
 /// [`OpsError::Device`] if the device cannot run recorded operations.
-pub(crate) fn interpreter(device: &Device) -> Result<Box<dyn Interpret>, OpsError> {
+pub(crate) fn interpreter(device: &Device) -> Result<Box<dyn BackendInterpreter>, OpsError> {
     match row(device) {
         Some(row) => Ok((row.interpreter)()),
-        None => Err(OpsError::Device(format!("{device:?} does not replay operations"))),
+        None => Err(OpsError::Device(format!("{device:?} cannot run recorded operations"))),
     }
 }

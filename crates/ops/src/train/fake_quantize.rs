@@ -1,4 +1,4 @@
-//! Fake quantization: what a tensor is after quantization, in its own dtype.
+//! Fake quantization: quantizes and dequantizes a tensor, in its own dtype.
 
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
@@ -10,8 +10,8 @@ use crate::error::OpsError;
 use crate::quantize::{check_uniform, checked_amax};
 use crate::saturated::Saturated;
 
-/// Rounds every value to what [`quantize`](crate::quantize) and
-/// [`dequantize`](crate::Fp4Tensor::dequantize) make of it, in the dtype of the input.
+/// Rounds every value as [`quantize`](crate::quantize) and
+/// [`dequantize`](crate::Fp4Tensor::dequantize) do, in the dtype of the input.
 ///
 /// On an autodiff device the gradient passes straight through.
 ///
@@ -35,13 +35,13 @@ pub fn fake_quantize<const D: usize>(
     by_own_amax(values, axis, scheme, scheme.non_finite, Saturated::PassThrough)
 }
 
-/// [`fake_quantize`] with the amax given that the tensor scale is made from, f32 `[1]`: as a
-/// calibrated activation has it, or a scale that is learned.
+/// [`fake_quantize`] with a given amax, f32 `[1]`, for the tensor scale. It may come from
+/// calibration, or be learned.
 ///
-/// Nothing is read back, and NaN and infinity give what the references give. On an autodiff device
-/// the gradient of the values passes straight through, unless they saturate and `saturated` says
-/// otherwise; that of the amax is the one of learned step sizes (Esser et al., ICLR 2020) with
-/// codes and block scales as they are.
+/// Nothing is read back; NaN and infinity give the results of the references. On an autodiff device
+/// the gradient of the values passes straight through, or is zero where they saturate if
+/// `saturated` says so. The gradient of the amax is that of learned step sizes (Esser et al., ICLR
+/// 2020), with codes and block scales fixed.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -58,8 +58,8 @@ pub fn fake_quantize<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the scheme has no tensor scale or says
-/// itself what it is made from; [`OpsError::Shape`] if the amax is not one value.
+/// As [`quantize`](crate::quantize); [`OpsError::Search`] if the scheme has no tensor scale, or
+/// fixes it; [`OpsError::Shape`] if the amax is not one value.
 pub fn fake_quantize_with_amax<const D: usize>(
     values: Tensor<D>,
     amax: Tensor<1>,
@@ -69,14 +69,14 @@ pub fn fake_quantize_with_amax<const D: usize>(
 ) -> Result<Tensor<D>, OpsError> {
     check_uniform(&values, axis, scheme)?;
     let refuse = |reason| {
-        let (rule, choice) = (scheme.rule, "an amax beside the scheme");
+        let (rule, choice) = (scheme.rule, "a given amax");
         Err(SearchError::Scheme { rule, choice, reason }.into())
     };
     if !scheme.rule.row().tensor_scale {
         return refuse("it has no tensor scale");
     }
     if scheme.tensor_scale != TensorScaling::Tensor {
-        return refuse("the scheme says otherwise what its tensor scale is made from");
+        return refuse("the scheme fixes its tensor scale");
     }
     let (expected, found) = (vec![1], amax.dims().to_vec());
     if expected != found {
@@ -85,8 +85,8 @@ pub fn fake_quantize_with_amax<const D: usize>(
     Ok(fake_quantize_unchecked(values, amax, axis, scheme, saturated))
 }
 
-/// [`fake_quantize`] for a loop that trains: nothing is read back, and NaN and infinity give what
-/// the references give. Elements that saturate have the gradient that `saturated` says.
+/// [`fake_quantize`] for a training loop: nothing is read back, and NaN and infinity give the
+/// results of the references. `saturated` chooses the gradient of elements that saturate.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -103,7 +103,7 @@ pub fn fake_quantize_with_amax<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`quantize`](crate::quantize), but for values that are not finite.
+/// As [`quantize`](crate::quantize), except for values that are not finite.
 pub fn fake_quantize_for_training<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -113,7 +113,7 @@ pub fn fake_quantize_for_training<const D: usize>(
     by_own_amax(values, axis, scheme, NonFinite::FollowReference, saturated)
 }
 
-/// With the amax of the values; `non_finite` says what happens to NaN and infinity among them.
+/// Fake-quantizes with the amax of the values; `non_finite` decides about NaN and infinity.
 fn by_own_amax<const D: usize>(
     values: Tensor<D>,
     axis: usize,

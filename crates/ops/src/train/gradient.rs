@@ -1,4 +1,4 @@
-//! The gradients of a product of quantized operands, which are such products themselves.
+//! Gradients of a product of quantized operands, which are products of quantized operands too.
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -8,11 +8,11 @@ use super::product::{Factor, Quantizer, pad, product};
 use super::recipe::TrainRecipe;
 use crate::devices::extension::Fp4Backend;
 
-/// Which numbers are drawn for a gradient on its way to the input, and to the weight.
+/// Streams of random numbers for the gradient on its way to the input, and to the weight.
 const TO_INPUT: u64 = 0;
 const TO_WEIGHT: u64 = 1;
 
-/// How gradients are quantized, by random numbers of a draw if the recipe says so.
+/// Returns the scheme of gradients, with stochastic rounding if the recipe says so.
 fn gradients(recipe: &TrainRecipe, draw: Draw) -> Option<Fp4Scheme> {
     let rounding = match recipe.stochastic_rounding {
         true => Rounding::Stochastic(draw),
@@ -34,7 +34,7 @@ fn transposed<B: Fp4Backend>(factor: Factor<B>) -> Factor<B> {
     Factor { values: B::float_swap_dims(factor.values, 0, 1), ..factor }
 }
 
-/// `g w^T`.
+/// Computes `g w^T`.
 pub(crate) fn input_gradient<B: Fp4Backend>(
     grad: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -46,7 +46,7 @@ pub(crate) fn input_gradient<B: Fp4Backend>(
     product(grad, transposed(operand::<B>(weight, 1, recipe.weights)), dtype)
 }
 
-/// `x^T g`.
+/// Computes `x^T g`.
 pub(crate) fn weight_gradient<B: Fp4Backend>(
     grad: FloatTensor<B>,
     input: FloatTensor<B>,
@@ -55,7 +55,7 @@ pub(crate) fn weight_gradient<B: Fp4Backend>(
 ) -> FloatTensor<B> {
     let dtype = grad.dtype();
     let gradients = gradients(recipe, draw.stream(TO_WEIGHT));
-    // Of matrices that are multiplied as they are, the product would be the same but for rounding.
+    // If neither operand is quantized, the transform would only add rounding errors.
     let quantizes = recipe.activations.is_some() || gradients.is_some();
     let transform = |values: FloatTensor<B>| match recipe.hadamard {
         Some(hadamard) if quantizes => {

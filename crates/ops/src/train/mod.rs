@@ -1,4 +1,4 @@
-//! Training: products of quantized operands with their gradients, and fake quantization.
+//! Training: products of quantized operands, their gradients, and fake quantization.
 
 pub(crate) mod fake_quantize;
 #[cfg(feature = "autodiff")]

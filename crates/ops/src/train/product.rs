@@ -9,7 +9,7 @@ use burn_fp4_search::{Fp4Scheme, TensorScaling};
 use super::recipe::TrainRecipe;
 use crate::saturated::Saturated;
 
-/// How a device quantizes an operand.
+/// A device's functions that quantize an operand.
 pub(crate) struct Quantizer<B: Backend> {
     /// Its [`fp4_amax`](crate::Fp4Backend::fp4_amax).
     pub(crate) amax: Amax<B>,
@@ -27,7 +27,7 @@ type FakeQuantize<B> = fn(
     Saturated,
 ) -> FloatTensor<B>;
 
-/// `x w`.
+/// Computes `x w`.
 pub(crate) fn forward<B: Backend>(
     input: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -41,16 +41,16 @@ pub(crate) fn forward<B: Backend>(
 
 /// An operand of a product.
 pub(super) struct Factor<B: Backend> {
-    /// In f32; if quantized, `element x block scale`.
+    /// Values in f32; of a quantized operand `element x block scale`.
     pub(super) values: FloatTensor<B>,
-    /// Numerator, f32 `[1]`, and denominator of what the product is multiplied by.
+    /// Numerator, f32 `[1]`, and denominator of the factor of the product.
     pub(super) tensor_scale: Option<(FloatTensor<B>, f32)>,
-    /// Along the contracted axis there are a multiple of it.
+    /// Divides the contracted axis.
     pub(super) block_size: usize,
 }
 
 impl<B: Backend> Factor<B> {
-    /// Quantized along an axis, if by a scheme.
+    /// Quantizes values along an axis, if there is a scheme.
     pub(super) fn new(
         values: FloatTensor<B>,
         axis: usize,
@@ -84,7 +84,7 @@ impl<B: Backend> Factor<B> {
     }
 }
 
-/// `[M, K]` times `[K, N]`, rounded once to a dtype.
+/// Multiplies `[M, K]` by `[K, N]`, rounded once to a dtype.
 pub(super) fn product<B: Backend>(
     left: Factor<B>,
     right: Factor<B>,
@@ -105,7 +105,7 @@ pub(super) fn product<B: Backend>(
     B::float_cast(output, dtype.into())
 }
 
-/// Appends zeros to an axis of a matrix until its length is a multiple.
+/// Pads an axis of a matrix with zeros to a multiple of a length.
 pub(super) fn pad<B: Backend>(
     values: FloatTensor<B>,
     axis: usize,

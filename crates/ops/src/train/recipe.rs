@@ -1,12 +1,12 @@
-//! [`TrainRecipe`]: what is quantized in the three products of a linear layer that is trained.
+//! [`TrainRecipe`]: quantization of the three products of a linear layer in training.
 
 use burn_fp4_search::{Blocks, Draw, Fp4Scheme, Hadamard, Rounding, TensorScaling};
 use serde::{Deserialize, Serialize};
 
 use crate::error::OpsError;
 
-/// What is quantized in the three products of a linear layer, and how. The default is NVIDIA's
-/// recipe for pretraining in NVFP4 (arXiv 2509.25149; TransformerEngine's `NVFP4BlockScaling`).
+/// Quantization of the three products of a linear layer in training. The default is NVIDIA's recipe
+/// for pretraining in NVFP4 (arXiv 2509.25149; TransformerEngine's `NVFP4BlockScaling`).
 ///
 /// With an input `x [M, K]`, a weight `w [K, N]` and the gradient `g [M, N]` of the output:
 ///
@@ -16,15 +16,14 @@ use crate::error::OpsError;
 /// | gradient of x, `g w^T` | N          | gradients drawn, weights                    |
 /// | gradient of w, `x^T g` | M          | activations and gradients drawn, transformed |
 ///
-/// What is not quantized is multiplied as it is. Operands are `element x block scale`, products are
-/// summed up in f32 and multiplied by both tensor scales at the end. Where blocks do not divide a
-/// contracted axis, zeros are appended.
+/// Quantized operands are `element x block scale`. Products are summed up in f32 and multiplied by
+/// both tensor scales at the end. If blocks do not divide a contracted axis, zeros are appended.
 ///
 /// ```
 /// use burn_fp4_ops::{Fp4Scheme, OpsError, TensorScaling, TrainRecipe};
 ///
 /// let recipe = TrainRecipe::NVFP4;
-/// // Of 12 layers the last is not quantized.
+/// // The last of 12 layers is not quantized.
 /// assert_eq!(recipe.for_layer(10, 12, 1), recipe);
 /// assert_eq!(recipe.for_layer(11, 12, 1), TrainRecipe::HIGH_PRECISION);
 /// let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
@@ -34,15 +33,16 @@ use crate::error::OpsError;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainRecipe {
-    /// Weights: NVFP4 in tiles of 16 x 16, so that they mean the same forward and backward.
+    /// Scheme of weights. The default is NVFP4 in tiles of 16 x 16, so that the transpose quantizes
+    /// the same.
     pub weights: Option<Fp4Scheme>,
-    /// Activations: NVFP4 in runs of 16.
+    /// Scheme of activations. The default is NVFP4 in blocks of 16.
     pub activations: Option<Fp4Scheme>,
-    /// Gradients: NVFP4 in runs of 16.
+    /// Scheme of gradients. The default is NVFP4 in blocks of 16.
     pub gradients: Option<Fp4Scheme>,
-    /// Whether the codes of gradients are drawn at random, [`Rounding::Stochastic`].
+    /// Rounds gradients stochastically, [`Rounding::Stochastic`].
     pub stochastic_rounding: bool,
-    /// How both operands of the weight's gradient are transformed before they are quantized.
+    /// Transform of both operands of the weight's gradient before quantization.
     pub hadamard: Option<Hadamard>,
 }
 
@@ -53,7 +53,7 @@ impl Default for TrainRecipe {
 }
 
 impl TrainRecipe {
-    /// NVIDIA's.
+    /// NVIDIA's recipe.
     pub const NVFP4: Self = Self {
         weights: Some(Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16)),
         activations: Some(Fp4Scheme::nvfp4()),
@@ -62,7 +62,7 @@ impl TrainRecipe {
         hadamard: Some(Hadamard::TRANSFORMER_ENGINE),
     };
 
-    /// Nothing quantized, as the last layers of a model should be.
+    /// Quantizes nothing, as recommended for the last layers of a model.
     pub const HIGH_PRECISION: Self = Self {
         weights: None,
         activations: None,
@@ -71,8 +71,8 @@ impl TrainRecipe {
         hadamard: None,
     };
 
-    /// The recipe for one of a list of layers: [`HIGH_PRECISION`](Self::HIGH_PRECISION) for the
-    /// last `keep_last`, this one for the others.
+    /// Returns the recipe for one of a list of layers: [`HIGH_PRECISION`](Self::HIGH_PRECISION) for
+    /// the last `keep_last`, this one for the others.
     #[must_use]
     pub const fn for_layer(self, layer: usize, layers: usize, keep_last: usize) -> Self {
         if layer + keep_last < layers { self } else { Self::HIGH_PRECISION }
@@ -81,8 +81,8 @@ impl TrainRecipe {
     /// Checks that the schemes are consistent.
     ///
     /// # Errors
-    /// [`OpsError::Search`]; [`OpsError::Recipe`] naming the part that has more than one tensor
-    /// scale, needs activations, or is drawn although the recipe, not the scheme, says what is.
+    /// [`OpsError::Search`]; [`OpsError::Recipe`] for a part that has more than one tensor scale, a
+    /// search by activations, or stochastic rounding, which the recipe sets.
     pub fn validate(&self) -> Result<(), OpsError> {
         let parts = [
             ("weights", self.weights),
@@ -94,13 +94,17 @@ impl TrainRecipe {
             scheme.validate()?;
             let refuse = |reason| Err(OpsError::Recipe { part, reason });
             if scheme.tensor_scale == TensorScaling::Row {
-                return refuse("a product has one tensor scale for each operand");
+                return refuse("it has a tensor scale for each row; use one for the tensor");
             }
             if scheme.method.needs_hessians() {
-                return refuse("a search by activations is too slow for every step");
+                return refuse(
+                    "its search needs activations, which is too slow in training; use another",
+                );
             }
             if scheme.rounding != Rounding::Nearest {
-                return refuse("`stochastic_rounding` says what is drawn");
+                return refuse(
+                    "its scheme rounds stochastically; set `stochastic_rounding` instead",
+                );
             }
         }
         if let (true, Some(gradients)) = (self.stochastic_rounding, self.gradients) {

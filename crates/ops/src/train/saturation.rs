@@ -1,4 +1,4 @@
-//! The gradients of fake quantization that depend on which elements lie beyond the largest code.
+//! Gradients of fake quantization that depend on the elements beyond the largest code.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{TensorMetadata, get_or_init_device_settings};
@@ -12,7 +12,7 @@ use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
 use crate::saturated::Saturated;
 
-/// Which elements are larger in magnitude than 6 times the scale of their block.
+/// Marks elements with a magnitude above 6 times the scale of their block.
 pub(crate) fn beyond<B: Fp4Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -30,9 +30,9 @@ pub(crate) fn beyond<B: Fp4Backend>(
     B::float_greater(magnitudes, largest, dtype)
 }
 
-/// The gradient of the amax that a tensor scale is made from, by the rule of learned step sizes
-/// (Esser et al., "Learned step size quantization", ICLR 2020): codes and block scales stay, and
-/// the rounding error of an element that does not saturate moves with the element.
+/// Computes the gradient of the amax of a tensor scale, as in Esser et al., "Learned step size
+/// quantization", ICLR 2020. Codes and block scales stay, and the rounding error of an element that
+/// does not saturate moves with the element.
 pub(crate) fn amax_gradient<B: Fp4Backend>(
     grad: FloatTensor<B>,
     values: FloatTensor<B>,

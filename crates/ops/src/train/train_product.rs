@@ -1,4 +1,4 @@
-//! A product for a layer that is trained, of any rank.
+//! [`train_product`]: the product of a layer in training.
 
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
@@ -10,11 +10,10 @@ use crate::error::OpsError;
 use crate::layout::{check_dtype, check_len};
 use crate::matmul::product_of_nothing;
 
-/// `input x weight` for an input `[.., K]` and a weight `[K, N]`, with the operands of this product
-/// and, on an autodiff device, of those for both gradients quantized as a recipe says; see
-/// [`TrainRecipe`].
+/// Multiplies an input `[.., K]` by a weight `[K, N]`, with operands quantized by a
+/// [`TrainRecipe`]. On an autodiff device it also quantizes the operands of both gradients.
 ///
-/// Gradients are rounded by random numbers of this draw: another one for every layer and step.
+/// The draw seeds the stochastic rounding of gradients. Use another one for each layer and step.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -34,7 +33,7 @@ use crate::matmul::product_of_nothing;
 /// # Errors
 /// [`OpsError::Recipe`] or [`OpsError::Search`] for an inconsistent recipe,
 /// [`OpsError::Contraction`] if K differs, [`OpsError::DType`] unless f32, f16 or bf16,
-/// [`OpsError::Operands`] if both have not the same, [`OpsError::TooLarge`] as
+/// [`OpsError::Operands`] if their dtypes differ, [`OpsError::TooLarge`] as
 /// [`quantize`](crate::quantize).
 pub fn train_product<const D: usize>(
     input: Tensor<D>,
@@ -57,7 +56,7 @@ pub fn train_product<const D: usize>(
     let rows = shape[..D - 1].iter().product();
     shape[D - 1] = outputs;
     for shape in [[rows, channels], [channels, outputs], [rows, outputs]] {
-        // Padded to whole blocks.
+        // Operands are padded to whole blocks.
         check_len(&shape.map(|dim: usize| dim.next_multiple_of(32)))?;
     }
     if rows == 0 || channels == 0 {

@@ -1,4 +1,4 @@
-//! Cube devices: which have kernels, and tensors as these take them.
+//! Cube devices with kernels, and tensors in the form that kernels take.
 
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::CubeDevice;
@@ -8,23 +8,28 @@ use burn_fp4_cubecl::Dtype;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_search::host::View;
 
-/// Whether the kernels give the reference's bits on a device.
+/// Returns true if the device runs kernels with the reference's bits.
 ///
-/// Drivers behind wgpu may reassociate sums and flush subnormals; there tensor operations do the
-/// work, one rounding each.
+/// Drivers behind wgpu may reassociate sums and flush subnormals. There tensor operations do the
+/// work, which round once each.
 pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
     matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
 }
 
-/// The Cube device that is behind a device, if that has kernels.
-pub(crate) fn with_kernels(device: &Device) -> Option<CubeDevice> {
+/// Returns the Cube device behind a device.
+pub(crate) fn cube_device(device: &Device) -> Option<CubeDevice> {
     match device.clone().inner().as_dispatch() {
-        burn::backend::DispatchDevice::Cube(device) if has_kernels(device) => Some(device.clone()),
+        burn::backend::DispatchDevice::Cube(device) => Some(device.clone()),
         _ => None,
     }
 }
 
-/// The dtype of values in a kernel; callers have checked that it is one of these.
+/// Returns the Cube device behind a device, if it has kernels.
+pub(crate) fn with_kernels(device: &Device) -> Option<CubeDevice> {
+    cube_device(device).filter(has_kernels)
+}
+
+/// Returns the dtype that kernels use for values of a dtype; callers have checked it.
 pub(crate) fn kernel_dtype(dtype: DType) -> Dtype {
     match dtype {
         DType::F16 => Dtype::F16,
@@ -33,9 +38,9 @@ pub(crate) fn kernel_dtype(dtype: DType) -> Dtype {
     }
 }
 
-/// The values in contiguous memory, and how the axis lies in them.
+/// Returns the values in contiguous memory, with the view along an axis.
 ///
-/// A transposed matrix is used as it is; anything else that is strided is copied.
+/// A transposed matrix is not copied; any other strided tensor is.
 pub(super) fn contiguous(values: CubeTensor, axis: usize) -> (CubeTensor, View) {
     let shape = values.meta.shape().clone();
     let transposed = shape.num_dims() == 2
@@ -48,7 +53,12 @@ pub(super) fn contiguous(values: CubeTensor, axis: usize) -> (CubeTensor, View) 
     (into_contiguous(values), View::along(&shape, axis))
 }
 
-/// A result next to the tensor it was made from.
-pub(crate) fn beside(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+/// Makes a tensor of a kernel's output, on the client and device of an input.
+pub(crate) fn output_tensor(
+    like: &CubeTensor,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor {
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }

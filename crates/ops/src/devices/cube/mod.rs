@@ -1,13 +1,21 @@
-//! Burn's Cube devices: the kernels on CUDA and on CubeCL's CPU runtime, tensor operations on
-//! others.
+//! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime, tensor operations on others.
+//!
+//! | file               | contents                                                               |
+//! |--------------------|------------------------------------------------------------------------|
+//! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
+//! | `matmul.rs`        | products straight from the codes                                       |
+//! | `prefetch.rs`      | the weight that a product of a captured graph prefetches               |
+//! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |
+//! | `queues.rs`        | the worker threads of a device                                         |
+//! | `graph/`           | passes captured as CUDA graphs                                         |
+//! | `device.rs`        | devices with kernels; tensors in the form that kernels take            |
 
+mod deterministic;
 pub(crate) mod device;
 pub(crate) mod graph;
-pub(crate) mod lane;
-pub(crate) mod packed;
-pub(crate) mod prefetch;
-pub(crate) mod product;
-mod untuned;
+pub(crate) mod matmul;
+mod prefetch;
+pub(crate) mod queues;
 
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
@@ -21,16 +29,14 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, MatmulPlan, PackedHandles, Problem, Refusal,
+    Activations, Capability, Dtype, Hessians, PackedHandles, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{beside, contiguous, has_kernels, kernel_dtype};
-use self::lane::launch_now;
-use self::packed::{handles, scheme_of};
-use self::product::planned;
+use self::device::{contiguous, has_kernels, kernel_dtype, output_tensor};
+use self::matmul::{handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
@@ -42,7 +48,7 @@ use crate::saturated::Saturated;
 
 const CHECKED: &str = "callers check scheme and layout";
 
-/// Codes and scales by one of the kernels that make them.
+/// Quantizes with a kernel.
 fn quantize(
     values: CubeTensor,
     amax: CubeTensor,
@@ -64,7 +70,7 @@ fn quantize(
     })
 }
 
-/// What a kernel makes of a tensor of some shape, beside another one.
+/// Quantizes a tensor of a shape with a kernel, on the client and device of another tensor.
 fn quantize_on(
     like: &CubeTensor,
     amax: CubeTensor,
@@ -79,37 +85,33 @@ fn quantize_on(
     let device = Capability::of(&like.client);
     let packed = launch(&like.client, &device, amax.handle).expect(CHECKED);
     Fp4Primitive {
-        codes: beside(like, packed.codes, layout.codes_shape().into(), DType::U8),
-        scales: beside(like, packed.scales, layout.scales_shape().into(), DType::U8),
-        tensor_scale: beside(like, packed.tensor_scale, tensor_scales, DType::I32),
+        codes: output_tensor(like, packed.codes, layout.codes_shape().into(), DType::U8),
+        scales: output_tensor(like, packed.scales, layout.scales_shape().into(), DType::U8),
+        tensor_scale: output_tensor(like, packed.tensor_scale, tensor_scales, DType::I32),
     }
 }
 
-/// The product of an input `[rows, channels]` straight from the codes, unless it is not to run so.
-fn planned_beside(input: &CubeTensor, layout: &Fp4Layout) -> Option<MatmulPlan> {
-    let device = Capability::of(&input.client);
-    let plan = has_kernels(&input.device)
-        .then(|| planned(input.meta.shape()[0], layout, kernel_dtype(input.dtype), &device))
-        .flatten();
-    let counter = if plan.is_some() { &FUSED } else { &DENSE };
-    counter.fetch_add(1, Ordering::Relaxed);
-    plan
-}
-
+/// Multiplies straight from the codes if there is a plan, otherwise by the dense weight.
 fn multiply(
-    plan: &MatmulPlan,
     input: CubeTensor,
     weight: Fp4Primitive<CubeBackend>,
     bias: Option<CubeTensor>,
-    layout: &Fp4Layout,
+    layout: Fp4Layout,
 ) -> CubeTensor {
-    let input = into_contiguous(input);
-    let bias = bias.map(|bias| into_contiguous(bias).handle);
-    let weight = handles(weight);
-    let output = prefetch::run(plan, &input.client, weight, input.handle.clone(), bias);
-    launch_now(&input.device);
-    let shape = Shape::new([input.meta.shape()[0], layout.shape[1]]);
-    beside(&input, output.expect(CHECKED), shape, input.dtype)
+    let [m, n] = [input.meta.shape()[0], layout.shape[1]];
+    let plan = has_kernels(&input.device)
+        .then(|| matmul::plan(m, &layout, input.dtype, &Capability::of(&input.client)))
+        .flatten();
+    if let Some(plan) = plan {
+        FUSED.fetch_add(1, Ordering::Relaxed);
+        return matmul::run(&plan, input, weight, bias, Shape::new([m, n]));
+    }
+    DENSE.fetch_add(1, Ordering::Relaxed);
+    let product = portable::matmul::<CubeBackend>(input, weight, layout);
+    match bias {
+        Some(bias) => add_bias::<CubeBackend>(product, bias),
+        None => product,
+    }
 }
 
 impl Fp4Backend for CubeBackend {
@@ -130,7 +132,7 @@ impl Fp4Backend for CubeBackend {
             by_row,
         )
         .expect(CHECKED);
-        beside(&values, amax, shape, DType::F32)
+        output_tensor(&values, amax, shape, DType::F32)
     }
 
     fn fp4_quantize(
@@ -187,7 +189,7 @@ impl Fp4Backend for CubeBackend {
         let channels = hessian_factor.channels();
         let problem =
             Problem { view: View::along(values.meta.shape(), axis), dtype: Dtype::F32, scheme };
-        // Channel by channel, in the order of the Hessian factor.
+        // Channels first, in the order of the Hessian factor.
         let shape = values.meta.shape().clone();
         let rank = shape.num_dims();
         let axes: Vec<_> = [axis].into_iter().chain((0..rank).filter(|&dim| dim != axis)).collect();
@@ -221,7 +223,7 @@ impl Fp4Backend for CubeBackend {
             Problem { view: layout.view(), dtype: kernel_dtype(dtype), scheme: scheme_of(&layout) };
         let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)
             .expect(CHECKED);
-        beside(&like, values, layout.shape.into(), dtype)
+        output_tensor(&like, values, layout.shape.into(), dtype)
     }
 
     fn fp4_matmul(
@@ -229,10 +231,7 @@ impl Fp4Backend for CubeBackend {
         weight: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        match planned_beside(&input, &layout) {
-            Some(plan) => multiply(&plan, input, weight, None, &layout),
-            None => portable::matmul::<Self>(input, weight, layout),
-        }
+        multiply(input, weight, None, layout)
     }
 
     fn fp4_linear(
@@ -241,10 +240,7 @@ impl Fp4Backend for CubeBackend {
         bias: FloatTensor<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        match planned_beside(&input, &layout) {
-            Some(plan) => multiply(&plan, input, weight, Some(bias), &layout),
-            None => add_bias::<Self>(portable::matmul::<Self>(input, weight, layout), bias),
-        }
+        multiply(input, weight, Some(bias), layout)
     }
 
     fn fp4_fake_quantize(
@@ -273,7 +269,7 @@ impl Fp4Backend for CubeBackend {
             target,
         )
         .expect(CHECKED);
-        beside(&values, output, shape, values.dtype)
+        output_tensor(&values, output, shape, values.dtype)
     }
 
     fn fp4_hadamard(
@@ -297,7 +293,7 @@ impl Fp4Backend for CubeBackend {
             inverse,
         )
         .expect(CHECKED);
-        beside(&values, output, shape, values.dtype)
+        output_tensor(&values, output, shape, values.dtype)
     }
 
     fn fp4_add_gram(
@@ -324,12 +320,19 @@ impl Fp4Backend for CubeBackend {
         sums
     }
 
-    fn fp4_untuned_matmul(left: FloatTensor<Self>, right: FloatTensor<Self>) -> FloatTensor<Self> {
-        untuned::matmul(left, right)
+    fn fp4_deterministic_matmul(
+        left: FloatTensor<Self>,
+        right: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        deterministic::matmul(left, right)
     }
 
-    fn fp4_untuned_sum(values: FloatTensor<Self>, axis: usize, mean: bool) -> FloatTensor<Self> {
-        untuned::sum(values, axis, mean)
+    fn fp4_deterministic_sum(
+        values: FloatTensor<Self>,
+        axis: usize,
+        mean: bool,
+    ) -> FloatTensor<Self> {
+        deterministic::sum(values, axis, mean)
     }
 
     fn fp4_squared_error(
@@ -355,8 +358,8 @@ impl Fp4Backend for CubeBackend {
             &problem,
         )
         .expect(CHECKED);
-        let sums = beside(&values, partial.sums, Shape::new([2, partial.count]), DType::F32);
-        // The kernel multiplies no range by a factor: its sums are those of the middle one.
+        let sums = output_tensor(&values, partial.sums, Shape::new([2, partial.count]), DType::F32);
+        // The kernel squares without a factor, as the middle range does.
         let none = || Self::float_zeros(Shape::new([2, 1]), &values.device, FloatDType::F32);
         let sums = vec![none(), Self::float_sum_dim(sums, 1), none()];
         Self::float_reshape(Self::float_cat(sums, 1), Shape::new([6]))

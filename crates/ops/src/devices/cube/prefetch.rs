@@ -1,32 +1,29 @@
-//! Which weight a product reads ahead in a recording: that of the product after it.
+//! The weight that a product of a captured graph prefetches: that of the product after it.
 //!
-//! A pass is run a few times before it is recorded, and always in the same order. So the products
-//! of every run are noted, and each one of the next run finds in the notes what is multiplied after
-//! it; the last one finds the first, for the same pass is usually run again. From the first product
-//! on that is another than the noted one, the rest of a run reads nothing ahead.
+//! A pass runs a few times before it is captured, always in the same order. So each run is noted,
+//! and a product finds in the notes of the run before which product comes next. The last one finds
+//! the first, since the same pass usually runs again. From the first product that differs from the
+//! notes on, the rest of a run prefetches nothing.
 //!
-//! A wrong guess costs time alone: what is read ahead changes no result. But its memory has to be
-//! there in every run of the recording. CubeCL keeps all memory that it gave to the launches of a
-//! recording for as long as the recording lives, and to be read ahead is to be given to a launch.
-//! Until then the notes keep it. They are only of weights that others own too, as a model does: a
-//! run that found memory taken which the run before had freed would take other memory, and in a
-//! recording it cannot.
+//! A wrong guess costs only time, since a prefetch changes no result. But the memory has to be
+//! there in every replay. CubeCL keeps all memory that the launches of a graph were given for as
+//! long as the graph lives, and a prefetched weight is given to a launch; until then the notes keep
+//! it. They hold only weights with another owner, such as a model. Otherwise a run would find
+//! memory taken that the run before had freed, and would take other memory, which a capture cannot.
 //!
-//! All of it happens on the thread that runs the stream of operations, which the runs before the
-//! recording and the recording itself have to themselves; so the notes are its own. There are none
-//! while nothing is being recorded.
+//! Everything here happens on the thread that runs the stream of operations, which the runs and the
+//! capture have to themselves, so the notes are local to the thread. There are none while nothing
+//! is being captured.
 
 use core::cell::RefCell;
 
-use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::{Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal};
+use burn_fp4_cubecl::{Matmul, PackedHandles, Prefetch};
 
 thread_local! {
     static NOTES: RefCell<Option<Order<Weight>>> = const { RefCell::new(None) };
 }
 
-/// Products of this thread are noted for as long as it lives.
+/// Notes the products of this thread for as long as it lives.
 pub(super) struct Notes(());
 
 impl Notes {
@@ -35,7 +32,7 @@ impl Notes {
         Self(())
     }
 
-    /// What follows is another run of the pass.
+    /// Begins the next run of the pass.
     pub(super) fn next_run(&self) {
         NOTES.with_borrow_mut(|notes| notes.iter_mut().for_each(Order::next_run));
     }
@@ -47,20 +44,8 @@ impl Drop for Notes {
     }
 }
 
-/// Runs a product, which reads the next one's weight ahead if the notes tell.
-pub(crate) fn run(
-    plan: &MatmulPlan,
-    client: &Client,
-    weight: PackedHandles,
-    input: Handle,
-    bias: Option<Handle>,
-) -> Result<Handle, Refusal> {
-    let next = note(plan.matmul(), &weight);
-    plan.run(client, weight, input, bias, next)
-}
-
-/// Notes a product with a weight that others own too, and finds the weight of the one after it.
-fn note(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
+/// Notes a product whose weight has another owner, and returns the weight of the product after it.
+pub(super) fn next_weight(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
         let own = Prefetch { matmul: *matmul, weight: weight.clone() };
@@ -72,7 +57,7 @@ fn note(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
 struct Weight(Prefetch);
 
 impl PartialEq for Weight {
-    /// Whether it is the same product with the same memory.
+    /// Returns true for the same product with a weight in the same memory.
     fn eq(&self, other: &Self) -> bool {
         let place = |weight: &Self| {
             let codes = &weight.0.weight.codes;
@@ -82,11 +67,11 @@ impl PartialEq for Weight {
     }
 }
 
-/// What came one after the other in a run, and in the run before.
+/// Order of the items of a run, compared with the run before.
 struct Order<T> {
     before: Vec<T>,
     now: Vec<T>,
-    /// Whether they are the same so far.
+    /// Set while the two runs agree.
     same: bool,
 }
 
@@ -102,7 +87,7 @@ impl<T: Clone + PartialEq> Order<T> {
         self.same = true;
     }
 
-    /// Notes an item, and finds the one that came after it in the run before.
+    /// Notes an item, and returns the one that came after it in the run before.
     fn after(&mut self, item: T) -> Option<T> {
         let at = self.now.len();
         self.same &= self.before.get(at) == Some(&item);
@@ -152,18 +137,18 @@ mod tests {
         let next = |weight: &PackedHandles| Some(Prefetch { matmul, weight: weight.clone() });
         let (first, second) = (weight(), weight());
         let run = || {
-            let found = [note(&matmul, &first.clone()), note(&matmul, &weight())];
-            let last = note(&matmul, &second.clone());
+            let found = [next_weight(&matmul, &first.clone()), next_weight(&matmul, &weight())];
+            let last = next_weight(&matmul, &second.clone());
             found.into_iter().chain([last]).map(|next| next.map(Weight)).collect::<Vec<_>>()
         };
-        assert!(run().iter().all(Option::is_none), "nothing is recorded");
+        assert!(run().iter().all(Option::is_none), "nothing is captured");
         let notes = Notes::begin();
         notes.next_run();
         assert!(run().iter().all(Option::is_none), "the first run");
         notes.next_run();
         assert!(run() == [next(&second).map(Weight), None, next(&first).map(Weight)]);
         drop(notes);
-        assert!(run().iter().all(Option::is_none), "the recording is over");
+        assert!(run().iter().all(Option::is_none), "the capture is over");
     }
 
     #[test]

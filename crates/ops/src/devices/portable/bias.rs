@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::Shape;
 
-/// A product `[M, N]` plus a bias `[N]`.
+/// Adds a bias `[N]` to a product `[M, N]`.
 pub(crate) fn add_bias<B: Backend>(
     product: FloatTensor<B>,
     bias: FloatTensor<B>,

@@ -1,4 +1,4 @@
-//! f32 values as their bits in i32, and back, by arithmetic.
+//! Bits of f32 values in i32, and back, by arithmetic.
 
 use burn::backend::Backend;
 use burn::backend::tensor::IntTensor;
@@ -7,7 +7,7 @@ use burn_fp4_search::formats::power_of_two;
 
 use super::floats::Floats;
 
-/// The bits of non-negative f32 values, in i32.
+/// Converts non-negative f32 values to their bits in i32.
 pub(super) fn bits<B: Backend>(values: &Floats<B>) -> IntTensor<B> {
     let nans = values.is_nan();
     let values = values.or_where(values.is_nan(), 0.0);
@@ -27,7 +27,7 @@ pub(super) fn bits<B: Backend>(values: &Floats<B>) -> IntTensor<B> {
     B::int_mask_fill(bits, nans.0, i64::from(f32::NAN.to_bits()).into())
 }
 
-/// The f32 values of bits in i32, not negative.
+/// Converts bits in i32 to non-negative f32 values.
 pub(super) fn from_bits<B: Backend>(bits: IntTensor<B>) -> Floats<B> {
     let field = B::bitwise_right_shift_scalar(bits.clone(), 23i64.into());
     let mantissa = B::bitwise_and_scalar(bits, i64::from((1 << 23) - 1).into());

@@ -1,4 +1,4 @@
-//! The scale of a block from its amax, by the rule of the scheme.
+//! Block scales from the amaxes of blocks, by the rule of a scheme.
 
 use burn::backend::Backend;
 use burn_fp4_search::formats::E2M1;
@@ -8,7 +8,7 @@ use super::floats::Floats;
 use super::scale_grid::{round_to_float, round_to_power_of_two, values};
 use super::tensor_scale::TensorFactors;
 
-/// Codes and values of the scales for block amaxes `[rows, blocks]`.
+/// Computes codes and values of the scales for block amaxes `[rows, blocks]`.
 pub(super) fn block_scales<B: Backend>(
     amax: &Floats<B>,
     factors: &TensorFactors<B>,

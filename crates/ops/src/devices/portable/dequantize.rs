@@ -1,4 +1,4 @@
-//! The values of codes and scales by tensor operations, and how far they are from others.
+//! Dequantization by tensor operations, and squared errors.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
@@ -13,7 +13,7 @@ use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
 use crate::squares::{RANGES, Range};
 
-/// See [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).
+/// [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) by tensor operations.
 pub fn dequantize<B: Backend>(
     packed: Fp4Primitive<B>,
     layout: Fp4Layout,
@@ -38,7 +38,7 @@ fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> F
     restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format)
 }
 
-/// `(element x block scale) x tensor scale`, `[rows, cols]`.
+/// Computes `(element x block scale) x tensor scale`, `[rows, cols]`.
 pub(super) fn restore<B: Backend>(
     elements: &Floats<B>,
     scales: &Floats<B>,
@@ -51,8 +51,8 @@ pub(super) fn restore<B: Backend>(
     elements.mul(&scales).mul(&tensor_scale).reshape(&[rows, blocks * block_size])
 }
 
-/// See [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error), with the
-/// [`fp4_untuned_sum`](crate::Fp4Backend::fp4_untuned_sum) of the device, so that reports show the
+/// [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error) with the device's
+/// [`fp4_deterministic_sum`](crate::Fp4Backend::fp4_deterministic_sum), so that reports are the
 /// same in every run.
 pub(crate) fn squared_error<B: Backend>(
     values: FloatTensor<B>,

@@ -1,4 +1,4 @@
-//! Elements: divided by the scale of their block, and rounded to E2M1.
+//! Elements: division by the scale of their block, and rounding to E2M1.
 
 use burn::backend::Backend;
 use burn_fp4_search::formats::{E2M1, E2M1_VALUES};
@@ -7,7 +7,7 @@ use burn_fp4_search::{Fp4Scheme, Normalization, ScaleRule, TensorFactor};
 use super::floats::Floats;
 use super::tensor_scale::{TensorFactors, saturate};
 
-/// Elements divided by their scale, `[rows, blocks, block_size]`.
+/// Divides elements by their scale, `[rows, blocks, block_size]`.
 pub(super) fn normalize<B: Backend>(
     values: &Floats<B>,
     codes: &Floats<B>,
@@ -36,7 +36,7 @@ pub(super) fn normalize<B: Backend>(
     }
 }
 
-/// The E2M1 codes nearest to normalized elements.
+/// Rounds normalized elements to the nearest E2M1 codes.
 pub(super) fn round_to_e2m1<B: Backend>(normalized: &Floats<B>, scheme: &Fp4Scheme) -> Floats<B> {
     let magnitude = normalized.abs();
     let beyond_midpoint = |code: usize| {

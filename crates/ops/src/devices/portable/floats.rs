@@ -1,4 +1,4 @@
-//! Float tensors and masks of any backend, with the operations used here, and matrices of rows
+//! Float tensors and masks of any backend, with the operations of this folder, and matrices of rows
 //! along the blocked axis.
 
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
@@ -43,7 +43,7 @@ impl<B: Backend> Floats<B> {
     pub(super) fn div(&self, other: &Self) -> Self {
         Self(B::float_div(self.0.clone(), other.0.clone()))
     }
-    /// A scalar as a tensor: backends may multiply by the reciprocal of a scalar divisor.
+    /// Divides by a tensor: backends may multiply by the reciprocal of a scalar divisor.
     pub(super) fn div_by(&self, divisor: f32) -> Self {
         self.div(&Self::constant(divisor, self))
     }
@@ -80,15 +80,15 @@ impl<B: Backend> Floats<B> {
         let dtype = get_or_init_device_settings::<B>(&self.0.device()).bool_dtype;
         Mask(B::float_is_nan(self.0.clone(), dtype))
     }
-    /// `value` where the mask is set, else this.
+    /// Takes `value` where the mask is set, else this.
     pub(super) fn or_where(&self, mask: Mask<B>, value: f32) -> Self {
         Self(B::float_mask_fill(self.0.clone(), mask.0, value.into()))
     }
-    /// `other` where the mask is set, else this.
+    /// Takes `other` where the mask is set, else this.
     pub(super) fn or_from(&self, mask: Mask<B>, other: &Self) -> Self {
         Self(B::float_mask_where(self.0.clone(), mask.0, other.0.clone()))
     }
-    /// Maximum along a dimension, which stays with length 1; NaN if a value is, 0 of no values.
+    /// Takes the maximum along a dimension, which keeps length 1: NaN if a value is NaN, 0 if empty.
     pub(super) fn max_dim(&self, dim: usize) -> Self {
         let mut shape = self.shape();
         if shape.contains(&0) {
@@ -100,7 +100,7 @@ impl<B: Backend> Floats<B> {
         let largest = Self(B::float_max_dim(self.or_where(self.is_nan(), 0.0).0, dim));
         largest.or_where(nans.above(0.0), f32::NAN)
     }
-    /// `[start, end)` of a dimension.
+    /// Slices `[start, end)` of a dimension.
     pub(super) fn slice(&self, dim: usize, start: usize, end: usize) -> Self {
         let shape = self.shape();
         let slices: Vec<_> = (0..shape.len())
@@ -114,7 +114,7 @@ impl<B: Backend> Floats<B> {
     pub(super) fn to_int(&self, dtype: IntDType) -> IntTensor<B> {
         B::float_into_int(self.0.clone(), dtype)
     }
-    /// `table[index]`, for integral floats from 0 on.
+    /// Looks up `table[index]`, for indices stored as floats.
     pub(super) fn look_up(&self, table: &[f32]) -> Self {
         let device = self.0.device();
         let count = self.shape().iter().product();
@@ -126,13 +126,13 @@ impl<B: Backend> Floats<B> {
 }
 
 impl<B: Backend> Mask<B> {
-    /// 1 where set, else 0.
+    /// Converts to 1 where set, else 0.
     pub(super) fn as_float(&self) -> Floats<B> {
         Floats(B::bool_into_float(self.0.clone(), FloatDType::F32))
     }
 }
 
-/// The values in f32 with the axis moved last: `[rows, axis]`.
+/// Moves the axis last, and casts to f32: `[rows, axis]`.
 pub(super) fn rows<B: Backend>(values: FloatTensor<B>, axis: usize) -> Floats<B> {
     let shape = values.shape();
     let rank = shape.num_dims();
@@ -143,7 +143,7 @@ pub(super) fn rows<B: Backend>(values: FloatTensor<B>, axis: usize) -> Floats<B>
     Floats(moved).reshape(&[rows, cols])
 }
 
-/// The opposite of [`rows`], rounded to a dtype.
+/// Inverts [`rows`], rounded to a dtype.
 pub(super) fn from_rows<B: Backend>(
     rows: Floats<B>,
     shape: &[usize],

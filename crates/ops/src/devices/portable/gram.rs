@@ -7,11 +7,11 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 use burn_fp4_search::GramLayout;
 
-/// Activations whose products are summed in f32.
+/// Activations that are summed in f32 at a time.
 const GRAM_ROWS: usize = 1024;
 
-/// See [`fp4_add_gram`](crate::Fp4Backend::fp4_add_gram): a column of tiles after the other, with
-/// the [`fp4_untuned_matmul`](crate::Fp4Backend::fp4_untuned_matmul) of the device.
+/// [`fp4_add_gram`](crate::Fp4Backend::fp4_add_gram), one column of tiles at a time, with the
+/// device's [`fp4_deterministic_matmul`](crate::Fp4Backend::fp4_deterministic_matmul).
 pub(crate) fn add_gram<B: Backend>(
     sums: FloatTensor<B>,
     activations: FloatTensor<B>,

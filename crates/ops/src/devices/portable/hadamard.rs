@@ -6,8 +6,8 @@ use burn::tensor::{FloatDType, Shape, Slice, TensorData};
 use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::View;
 
-/// See [`fp4_hadamard`](crate::Fp4Backend::fp4_hadamard). Products with a quarter are exact, so
-/// that it does not matter that they are not fused with the additions.
+/// [`fp4_hadamard`](crate::Fp4Backend::fp4_hadamard) by tensor operations. Products with a quarter
+/// are exact, so fusing them with the additions would change nothing.
 pub fn hadamard<B: Backend>(
     values: FloatTensor<B>,
     axis: usize,

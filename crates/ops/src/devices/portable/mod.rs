@@ -1,10 +1,10 @@
-//! The bits of the reference quantizer from tensor operations alone, for devices without code of
-//! their own, and as a second opinion on those that have it.
+//! The bits of the reference quantizer from tensor operations, for devices without code of their
+//! own. Tests compare it with the others.
 //!
-//! Only comparisons, selections and single-rounded f32 arithmetic are used, so a backend whose f32
-//! arithmetic is IEEE's gets every bit right. It needs several times the memory of the input.
-//! Searches that sum by fused multiply-adds, from [`Method::Sse(_)`](crate::Method::Sse(_)) on,
-//! and stochastic rounding read the values back and run on the host.
+//! It uses only comparisons, selections and single-rounded f32 arithmetic, so every backend with
+//! IEEE f32 arithmetic gets every bit right. It needs several times the memory of the input.
+//! Searches with fused multiply-adds, from [`Method::Sse(_)`](crate::Method::Sse(_)) on, and
+//! stochastic rounding read the values back and run on the host.
 
 pub(crate) mod bias;
 mod bits;

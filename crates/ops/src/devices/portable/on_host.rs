@@ -1,4 +1,4 @@
-//! What tensor operations cannot do: values are read back, and the host engine quantizes them.
+//! Quantization that tensor operations cannot do: reads values back for the host engine.
 
 use std::sync::Arc;
 
@@ -6,22 +6,23 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, read_sync};
 use burn_fp4_search::formats::Packed;
-use burn_fp4_search::host::View;
-use burn_fp4_search::{Fp4Scheme, Importance, Method, Rounding};
+use burn_fp4_search::host::{View, quantize_packed};
+use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
-use crate::devices::host;
 use crate::hessian_factor::HessianFactor;
 use crate::primitive::Fp4Primitive;
 
-/// Whether a scheme needs what tensor operations lack: a fused multiply-add, or random numbers from
-/// a counter.
+const CHECKED: &str = "callers check scheme, shape and importance";
+
+/// Returns true if a scheme needs a fused multiply-add or random numbers from a counter, which
+/// tensor operations lack.
 pub(super) fn needs_host(scheme: &Fp4Scheme) -> bool {
     !matches!(scheme.method, Method::Amax | Method::FourOverSix { .. })
         || scheme.rounding != Rounding::Nearest
 }
 
-/// Reads the values back and leaves the search to the host engine.
+/// Quantizes with the host engine.
 pub(super) fn quantize_on_host<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -31,11 +32,11 @@ pub(super) fn quantize_on_host<B: Backend>(
     let device = values.device();
     let view = View::along(&values.shape(), axis);
     let (values, amax) = (read::<B>(values), read::<B>(amax));
-    let packed = host::quantize_slice(&values, view, &amax, &scheme, Importance::Uniform);
-    upload::<B>(packed, &device)
+    let packed = quantize_packed(&values, view, &scheme, &amax, Importance::Uniform);
+    upload::<B>(packed.expect(CHECKED), &device)
 }
 
-/// See [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance): on the host.
+/// [`fp4_quantize_by_importance`](crate::Fp4Backend::fp4_quantize_by_importance), on the host.
 pub fn quantize_by_importance<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -47,13 +48,12 @@ pub fn quantize_by_importance<B: Backend>(
     let device = values.device();
     let view = View::along(&values.shape(), axis);
     let [values, amax, importance] = [values, amax, importance].map(read::<B>);
-    let packed = host::with_importance(&importance, &scheme, |importance| {
-        host::quantize_slice(&values, view, &amax, &scheme, importance)
-    });
-    upload::<B>(packed, &device)
+    let importance = OwnedImportance::new(importance, &scheme);
+    let packed = quantize_packed(&values, view, &scheme, &amax, importance.borrow());
+    upload::<B>(packed.expect(CHECKED), &device)
 }
 
-/// See [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq): on the host.
+/// [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq), on the host.
 pub fn quantize_gptq<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -66,10 +66,35 @@ pub fn quantize_gptq<B: Backend>(
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
     let hessian_factor = hessian_factor.on_host().expect("callers look where it was made");
-    upload::<B>(host::quantize_gptq(&matrix, count, &amax, &scheme, hessian_factor), &device)
+    let packed = hessian_factor.quantize(&matrix, count, &scheme, &amax);
+    upload::<B>(packed.expect(CHECKED), &device)
 }
 
-fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {
+/// The importance that an operation was given as a tensor.
+pub(crate) enum OwnedImportance {
+    Channels(Vec<f32>),
+    Blocks(BlockHessians),
+}
+
+impl OwnedImportance {
+    pub(crate) fn new(values: Vec<f32>, scheme: &Fp4Scheme) -> Self {
+        if scheme.search.needs_hessians() {
+            Self::Blocks(BlockHessians::new(values, scheme.block_size).expect(CHECKED))
+        } else {
+            Self::Channels(values)
+        }
+    }
+
+    pub(crate) fn borrow(&self) -> Importance<'_> {
+        match self {
+            Self::Channels(weights) => Importance::Channels(weights),
+            Self::Blocks(hessians) => Importance::Blocks(hessians),
+        }
+    }
+}
+
+/// Reads values back, in f32.
+pub(crate) fn read<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {
     let data = read_sync(B::float_into_data(B::float_cast(tensor, FloatDType::F32)));
     let data = data.expect("the device hands back its data");
     data.try_into_vec::<f32>().expect("just cast to f32")

@@ -19,7 +19,7 @@ use super::tiles::share_amax;
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
 
-/// Largest magnitude in f32: `[1]`, or `[rows]`.
+/// [`fp4_amax`](crate::Fp4Backend::fp4_amax) by tensor operations.
 pub fn amax<B: Backend>(values: FloatTensor<B>, axis: usize, by_row: bool) -> FloatTensor<B> {
     let magnitudes = rows::<B>(values, axis).abs();
     let [rows, cols] = magnitudes.shape()[..] else { unreachable!("rows makes a matrix") };
@@ -30,7 +30,7 @@ pub fn amax<B: Backend>(values: FloatTensor<B>, axis: usize, by_row: bool) -> Fl
     }
 }
 
-/// Everything [`quantize`] and [`fake_quantize`] need.
+/// Codes and scales as floats, for [`quantize`] and [`fake_quantize`].
 struct Quantized<B: Backend> {
     /// Element codes, `[rows, blocks, block_size]`.
     codes: Floats<B>,
@@ -40,7 +40,7 @@ struct Quantized<B: Backend> {
     tensor_scale: Floats<B>,
 }
 
-/// Codes and scales of a matrix `[rows, cols]`.
+/// Quantizes a matrix `[rows, cols]`.
 fn quantize_rows<B: Backend>(
     values: Floats<B>,
     amax: FloatTensor<B>,
@@ -72,7 +72,7 @@ fn quantize_rows<B: Backend>(
     }
 }
 
-/// Codes and scales; see [`fp4_quantize`](crate::Fp4Backend::fp4_quantize).
+/// [`fp4_quantize`](crate::Fp4Backend::fp4_quantize) by tensor operations.
 pub fn quantize<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -94,7 +94,7 @@ pub fn quantize<B: Backend>(
     }
 }
 
-/// See [`fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize).
+/// [`fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize) by tensor operations.
 pub fn fake_quantize<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,

@@ -1,4 +1,4 @@
-//! Block scales on the grid of a format, by tensor operations: all is derived from its row.
+//! Block scales on the grid of a format, derived from its row.
 
 use burn::backend::Backend;
 use burn_fp4_search::PowerRounding;
@@ -7,7 +7,7 @@ use burn_fp4_search::scale_grid::{ELEMENT_BINADE, F32_BIAS, SIXTH};
 
 use super::floats::Floats;
 
-/// The value of every scale code of a format.
+/// Returns the value of every scale code of a format.
 pub(super) fn values(format: Fp4Format) -> Vec<f32> {
     let grid = match format.row().scale_grid() {
         ScaleGrid::Float(grid) | ScaleGrid::PowersOfTwo(grid) => grid,
@@ -15,7 +15,7 @@ pub(super) fn values(format: Fp4Format) -> Vec<f32> {
     (0..=255).map(|code| grid.decode(code)).collect()
 }
 
-/// The codes and values of a float grid nearest to non-negative values, ties to the even code.
+/// Rounds non-negative values to a float grid, ties to the even code: codes and values.
 pub(super) fn round_to_float<B: Backend>(
     exact: &Floats<B>,
     grid: &Minifloat,
@@ -39,14 +39,14 @@ pub(super) fn round_to_float<B: Backend>(
     (code, steps.mul(&step))
 }
 
-/// The codes of a grid of powers of two from block amaxes; see
+/// Rounds block amaxes to the codes of a grid of powers of two; see
 /// [`ScaleRule::block_scale`](burn_fp4_search::ScaleRule::block_scale).
 pub(super) fn round_to_power_of_two<B: Backend>(
     amax: &Floats<B>,
     rounding: PowerRounding,
     grid: &Minifloat,
 ) -> Floats<B> {
-    // Whether the scale is found from a sixth of the amax, or from the exponent of the amax.
+    // One rule rounds a sixth of the amax, the others the exponent of the amax.
     let measured = match rounding {
         PowerRounding::RoundUp => amax.times(SIXTH),
         PowerRounding::Floor | PowerRounding::Even | PowerRounding::Ceil => amax.clone(),

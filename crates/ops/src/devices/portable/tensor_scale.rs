@@ -1,19 +1,18 @@
-//! The tensor scale as the two factors that rules use.
+//! Tensor scales, as the two factors that rules use.
 
 use burn::backend::Backend;
 use burn_fp4_search::{Fp4Scheme, TensorFactor, TensorScaling};
 
 use super::floats::Floats;
 
-/// The two factors of the tensor scale, and its amax, `[1, 1]` or `[rows, 1]`; see
-/// [`TensorFactor`].
+/// Factors of the tensor scale, and its amax, `[1, 1]` or `[rows, 1]`; see [`TensorFactor`].
 pub(super) struct TensorFactors<B: Backend> {
     pub(super) amax: Floats<B>,
     pub(super) encode: Floats<B>,
     pub(super) decode: Floats<B>,
 }
 
-/// The factors for the amax of a tensor `[1, 1]`, or of its rows `[rows, 1]`.
+/// Computes the factors for the amax of a tensor `[1, 1]`, or of its rows `[rows, 1]`.
 pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> TensorFactors<B> {
     let fixed = match scheme.tensor_scale {
         _ if !scheme.rule.row().tensor_scale => Some(TensorFactor::ONE),
@@ -38,7 +37,7 @@ pub(super) fn factors<B: Backend>(amax: Floats<B>, scheme: &Fp4Scheme) -> Tensor
     TensorFactors { decode: one.div(&encode), amax, encode }
 }
 
-/// `min(value, FLT_MAX)` that keeps NaN.
+/// Computes `min(value, FLT_MAX)`, but keeps NaN.
 pub(super) fn saturate<B: Backend>(values: &Floats<B>) -> Floats<B> {
     values.or_where(values.above(f32::MAX), f32::MAX)
 }

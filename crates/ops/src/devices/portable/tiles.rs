@@ -1,4 +1,4 @@
-//! Tiles: what 16 neighbouring rows share.
+//! Tiles: maxima and sums over 16 neighbouring rows.
 
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape};
@@ -8,13 +8,12 @@ use super::floats::Floats;
 /// Rows of a tile.
 const ROWS: usize = 16;
 
-/// The largest amax among each 16 neighbouring rows, in every one of them.
+/// Gives every row the largest amax among its 16 neighbours.
 pub(super) fn share_amax<B: Backend>(amax: &Floats<B>) -> Floats<B> {
     in_every_row(by_tile(amax).max_dim(1), amax)
 }
 
-/// The sum over each 16 neighbouring rows as a tree, in every one of them: the order decides the
-/// last bit.
+/// Gives every row the sum over its 16 neighbours, as a tree: the order decides the last bit.
 pub(super) fn share_sum<B: Backend>(sums: &Floats<B>) -> Floats<B> {
     let mut tree = by_tile(sums);
     for half in [8, 4, 2, 1] {
@@ -23,7 +22,7 @@ pub(super) fn share_sum<B: Backend>(sums: &Floats<B>) -> Floats<B> {
     in_every_row(tree, sums)
 }
 
-/// `[rows, blocks]` as `[rows / 16, 16, blocks]`, padded with zeros.
+/// Reshapes `[rows, blocks]` to `[rows / 16, 16, blocks]`, padded with zeros.
 fn by_tile<B: Backend>(matrix: &Floats<B>) -> Floats<B> {
     let [rows, blocks] = matrix.shape()[..] else { unreachable!("a matrix") };
     let padded = rows.next_multiple_of(ROWS);
@@ -35,7 +34,7 @@ fn by_tile<B: Backend>(matrix: &Floats<B>) -> Floats<B> {
     Floats(B::float_cat(parts, 0)).reshape(&[padded / ROWS, ROWS, blocks])
 }
 
-/// `[rows / 16, 1, blocks]` in the shape of a matrix `[rows, blocks]`.
+/// Repeats `[rows / 16, 1, blocks]` to the shape of a matrix `[rows, blocks]`.
 fn in_every_row<B: Backend>(tiles: Floats<B>, like: &Floats<B>) -> Floats<B> {
     let [rows, blocks] = like.shape()[..] else { unreachable!("a matrix") };
     let repeated = Floats(B::float_repeat_dim(tiles.0, 1, ROWS));

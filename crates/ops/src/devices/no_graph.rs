@@ -1,0 +1,91 @@
+//! Graphs in a build without Cube devices: no device captures any.
+
+use burn::backend::DispatchTensor;
+use burn::tensor::Device;
+
+use crate::error::OpsError;
+
+/// Returns true if a device captures graphs: the first CUDA device, after [`init`](crate::init),
+/// in a build with the feature `cuda`.
+#[must_use]
+pub fn captures_graphs(_device: &Device) -> bool {
+    false
+}
+
+/// Tensors that replays of a [`CapturedGraph`] carry from one to the next. Exists only in builds
+/// with the feature `cuda`.
+#[derive(Debug)]
+pub enum GraphState {}
+
+impl GraphState {
+    /// Copies tensors to the device, for passes that read these weights.
+    ///
+    /// # Errors
+    /// [`OpsError::Recording`], in this build.
+    pub fn new(
+        device: &Device,
+        _weights: Vec<DispatchTensor>,
+        _tensors: Vec<DispatchTensor>,
+    ) -> Result<Self, OpsError> {
+        Err(OpsError::Recording(format!("{device:?} has no graphs; use a CUDA device")))
+    }
+
+    /// Returns true if some weights are in memory of another stream than the one that captures.
+    pub fn is_mixed(&self) -> bool {
+        match *self {}
+    }
+
+    /// Copies a tensor to memory of the stream that captures.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn gather(&mut self, _tensor: DispatchTensor) -> Result<Option<DispatchTensor>, OpsError> {
+        match *self {}
+    }
+
+    /// Returns true if there are no tensors.
+    pub fn is_empty(&self) -> bool {
+        match *self {}
+    }
+
+    /// Copies the tensors as they are after all replays so far.
+    pub fn read(&mut self) -> Vec<DispatchTensor> {
+        match *self {}
+    }
+}
+
+/// A forward pass captured as a graph of the device, which launches it as one. Exists only in
+/// builds with the feature `cuda`.
+#[derive(Debug)]
+pub enum CapturedGraph {}
+
+impl CapturedGraph {
+    /// Captures a pass for inputs of these shapes and dtypes.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn capture(
+        state: &mut GraphState,
+        _inputs: Vec<DispatchTensor>,
+        _pass: &Pass<'_>,
+    ) -> Result<Self, OpsError> {
+        match *state {}
+    }
+
+    /// Replays the graph on inputs.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn replay(
+        &self,
+        _state: &mut GraphState,
+        _inputs: Vec<DispatchTensor>,
+    ) -> Result<Vec<DispatchTensor>, OpsError> {
+        match *self {}
+    }
+}
+
+/// Maps the state and the inputs to the next state and the outputs.
+type Pass<'a> = dyn Fn(Tensors, Tensors) -> (Tensors, Tensors) + Sync + 'a;
+
+type Tensors = Vec<DispatchTensor>;

@@ -1,0 +1,111 @@
+//! Fusion of unmodified layers on Cube devices: products and lookups straight from the codes.
+//!
+//! On a Cube device operations wait in a stream before they run. A layer with a packed weight puts
+//! two there that belong together, [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) and the
+//! reader of its output. The fuser finds them.
+//!
+//! - A product becomes one kernel, together with the reshapes in between, a transpose of the
+//!   weight, and a bias that is added.
+//! - An adapter that is added to the weight, `scale a b`, becomes two thin products, which are
+//!   added to the output.
+//! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
+//!
+//! If a plan refuses the product, or a dense product is faster, the operations run one by one.
+//!
+//! | file         | contents                                                                     |
+//! |--------------|------------------------------------------------------------------------------|
+//! | `mod.rs`     | the fuser, and its registration                                              |
+//! | `pattern.rs` | the operations that are fused                                                |
+//! | `run.rs`     | the fused product or lookup                                                  |
+
+mod pattern;
+mod run;
+
+use std::sync::OnceLock;
+
+use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
+use burn::backend::ir::OperationIr;
+use burn::tensor::Device;
+use burn_cubecl::CubeDevice;
+use burn_cubecl::fusion::{
+    CubeFuser, CubeOptimization, OptimizationProvider, RegistryError, register,
+};
+
+use self::pattern::Pattern;
+use self::run::FusedProduct;
+use crate::devices::cube::device::{has_kernels, with_kernels};
+use crate::devices::cube::queues;
+use crate::error::OpsError;
+
+static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
+
+/// Registers the fuser; see [`init`](crate::init).
+pub(crate) fn init() -> Result<(), OpsError> {
+    REGISTERED
+        .get_or_init(|| register(Provider).inspect(|()| queues::register()))
+        .clone()
+        .map_err(|error| OpsError::Registration(error.to_string()))
+}
+
+/// Returns true if products with packed weights on this device run straight from the codes.
+pub(crate) fn is_active(device: &Device) -> bool {
+    with_kernels(device).is_some() && matches!(REGISTERED.get(), Some(Ok(())))
+}
+
+/// Makes a fuser for each device.
+struct Provider;
+
+impl OptimizationProvider for Provider {
+    type Operation = FusedProduct;
+
+    fn fuser(&self, device: &CubeDevice) -> CubeFuser {
+        // Without kernels it stays closed.
+        let off = !has_kernels(device);
+        let device = device.clone();
+        CubeFuser::new(Fuser { device, off, closed: off, pattern: Pattern::default() })
+    }
+}
+
+/// Matches the pattern with a device's operations, one at a time.
+#[derive(Clone)]
+struct Fuser {
+    device: CubeDevice,
+    off: bool,
+    closed: bool,
+    pattern: Pattern,
+}
+
+impl OperationFuser<CubeOptimization> for Fuser {
+    fn fuse(&mut self, operation: &OperationIr) {
+        if !self.closed {
+            self.closed = !self.pattern.accept(operation) || self.pattern.is_complete();
+        }
+    }
+
+    fn finish(&mut self) -> CubeOptimization {
+        CubeOptimization::new(FusedProduct::new(self.device.clone(), self.pattern.clone()))
+    }
+
+    fn reset(&mut self) {
+        self.closed = self.off;
+        self.pattern = Pattern::default();
+    }
+
+    fn status(&self) -> FuserStatus {
+        if self.closed { FuserStatus::Closed } else { FuserStatus::Open }
+    }
+
+    fn properties(&self) -> FuserProperties {
+        let ready = self.pattern.reader.is_some();
+        // Higher than any score of Burn's own fusers for the reader and its followers.
+        FuserProperties { score: if ready { 1 << 20 } else { 0 }, ready }
+    }
+
+    fn len(&self) -> usize {
+        self.pattern.len
+    }
+
+    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
+        Box::new(self.clone())
+    }
+}

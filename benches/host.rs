@@ -3,7 +3,7 @@
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule};
+use burn_fp4_search::{Admm, BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule};
 use clap::Parser;
 
 /// Speed of the host engine, next to a copy of the same input.

@@ -84,7 +84,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let scheme = if arguments.mxfp4 { Fp4Scheme::mxfp4() } else { Fp4Scheme::nvfp4() };
     let method = |search| Fp4Config::new(scheme.with_method(search));
     // 32 768 inputs for at most 256 channels: little damping is needed.
-    let gptq = || Fp4Config::new(scheme).gptq(Gptq { damping: 0.05, ..Gptq::default() });
+    let gptq =
+        || Fp4Config::new(scheme).method(Method::Gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT }));
     let mut rows = vec![row("dense", &dense, &dense, &text, &device, 0.0, 0.0)];
     for (variant, config, calibration) in [
         ("rule of the format", method(Method::Amax), Calibrated::Not),

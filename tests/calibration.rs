@@ -267,7 +267,7 @@ fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
         }
         let gptq = Gptq::default();
         let chosen = |axis| {
-            let config = Fp4Config::nvfp4().gptq(gptq).container("Embedding", axis);
+            let config = Fp4Config::nvfp4().method(Method::Gptq(gptq)).container("Embedding", axis);
             let mut quantized = words.clone();
             let calibrated = config.with_calibration(&calibration);
             let report = quantized.quantize_fp4(&calibrated).unwrap();
@@ -280,10 +280,10 @@ fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
                 |of: &dyn Fn((&f32, &f32)) -> f32| exact.iter().zip(&found).map(of).sum::<f32>();
             let (error, size) = (sum(&|(a, b)| (a - b).powi(2)), sum(&|(a, _)| a.powi(2)));
             assert!(error > 0.0 && error < 0.1 * size, "{name} axis {axis}: {error} of {size}");
-            let Outcome::Quantized { chosen_by, .. } = report.parameters[0].outcome else {
+            let Outcome::Quantized { scheme, .. } = report.parameters[0].outcome else {
                 panic!("{report}")
             };
-            (chosen_by, floats(quantized.tokens.weight.val()))
+            (scheme.method, floats(quantized.tokens.weight.val()))
         };
         let (by, weight) = chosen(1);
         assert_eq!(by, Method::Gptq(gptq), "{name}");
@@ -328,7 +328,7 @@ fn running_statistics_stay_where_they_are() {
         assert_eq!(net.norm.running_mean.value().device(), device, "{name}");
         assert_eq!(floats(net.norm.running_mean.value_sync()), floats(mean), "{name}");
         let mut quantized = net.clone();
-        let config = Fp4Config::nvfp4().gptq(Gptq::default());
+        let config = Fp4Config::nvfp4().method(Method::GPTQ);
         let run = |model: &Normalized, x| model.run(x, None);
         let options = CalibrationOptions::default();
         quantized.quantize_fp4_sequential(&config, options, batches.clone(), run).unwrap();
@@ -449,7 +449,7 @@ fn codes_by_gptq(options: CalibrationOptions<'_>) -> Vec<u8> {
     let device = Device::flex();
     let mut model = Mlp::new(&device);
     let batches: Vec<_> = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
-    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    let config = Fp4Config::nvfp4().method(Method::GPTQ);
     let forward = |model: &Mlp, x| model.forward(x);
     model.quantize_fp4_sequential(&config, options, batches, forward).unwrap();
     [&model.layers[0], &model.layers[1], &model.head].into_iter().flat_map(codes).collect()
@@ -548,7 +548,7 @@ fn a_cache_is_of_one_calibration() {
         model.quantize_fp4_sequential(config, options, batches(), forward).unwrap();
         codes(&model.head)
     };
-    let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
     for config in [gptq.clone(), gptq.exclude("layers.0.*")] {
         assert_eq!(sequential(&config, true), sequential(&config, false));
     }
@@ -566,9 +566,9 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
     let device = Device::flex();
     let batches = || (0..3).map(|seed| random(seed, [40, 32], &device)).collect::<Vec<_>>();
     for config in [
-        Fp4Config::nvfp4().gptq(Gptq::default()),
+        Fp4Config::nvfp4().method(Method::GPTQ),
         Fp4Config::new(Fp4Scheme::mxfp4().with_method(Method::CoordinateDescent)),
-        Fp4Config::nvfp4().gptq(Gptq::default()).exclude("layers.1.*"),
+        Fp4Config::nvfp4().method(Method::GPTQ).exclude("layers.1.*"),
     ] {
         let dense = Mlp::new(&device);
         let mut model = dense.clone();
@@ -581,7 +581,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
             )
             .unwrap();
         // Searches by Hessian keep blocks of the Gram matrices alone.
-        let is_whole = config.chosen_by(&config.scheme).gptq().is_some();
+        let is_whole = config.scheme.method.gptq().is_some();
         assert_eq!(report.relative_output_error().is_some(), is_whole, "{report}");
         let skips = !config.exclude.is_empty();
         assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
@@ -610,10 +610,10 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
         assert_eq!(floats(model.forward(batches().remove(0))), {
             floats(by_hand.forward(batches().remove(0)))
         });
-        let Outcome::Quantized { chosen_by, .. } = &report.parameters[0].outcome else {
+        let Outcome::Quantized { scheme, .. } = &report.parameters[0].outcome else {
             panic!("{report}")
         };
-        assert_ne!(*chosen_by, Method::SSE);
+        assert_ne!(scheme.method, Method::SSE);
     }
 }
 
@@ -635,7 +635,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
         for (path, axis, _, gram) in calibration.iter() {
             elsewhere.insert(path, axis, gram.clone());
         }
-        for config in [Fp4Config::nvfp4().gptq(Gptq::default()), hessian.clone()] {
+        for config in [Fp4Config::nvfp4().method(Method::GPTQ), hessian.clone()] {
             let quantized = |calibration: &Calibration| {
                 let mut model = dense.clone();
                 let config = config.with_calibration(calibration);
@@ -673,7 +673,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
 fn statistics_are_those_that_a_config_asks_for() {
     let forward = |model: &Mlp, x| model.forward(x);
     let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_method(Method::Hessian));
-    let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
     for (name, device, _) in devices() {
         let model = Mlp::new(&device);
         let batches = [random(1, [50, 32], &device), random(2, [50, 32], &device)];
@@ -697,7 +697,7 @@ fn statistics_are_those_that_a_config_asks_for() {
         let chosen = |config: &Fp4Config, calibration: &Calibration| {
             let report = model.clone().quantize_fp4(&config.with_calibration(calibration)).unwrap();
             match report.parameters[0].outcome {
-                Outcome::Quantized { chosen_by, .. } => chosen_by,
+                Outcome::Quantized { scheme, .. } => scheme.method,
                 _ => panic!("{report}"),
             }
         };
@@ -717,10 +717,10 @@ fn statistics_are_those_that_a_config_asks_for() {
         let report = model.clone().quantize_fp4(&gptq.with_calibration(&some)).unwrap();
         assert!(report.to_string().contains("calibrated for another method"), "{report}");
         let head = report.parameters.iter().find(|parameter| parameter.path == "head.weight");
-        let Outcome::Quantized { chosen_by, fallback: None, .. } = head.unwrap().outcome else {
+        let Outcome::Quantized { scheme, fallback: None, .. } = head.unwrap().outcome else {
             panic!("{report}")
         };
-        assert_eq!(chosen_by, Method::Gptq(Gptq::default()), "{name}");
+        assert_eq!(scheme.method, Method::Gptq(Gptq::default()), "{name}");
     }
 }
 
@@ -733,7 +733,7 @@ fn tied_weights_are_quantized_after_their_last_use() {
     let mut expected = tied.clone();
     let run = |model: &Tied, x| model.run(x, None);
     let calibration = Calibration::of(&tied).run(batches.clone(), run).unwrap();
-    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    let config = Fp4Config::nvfp4().method(Method::GPTQ);
     expected.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
     tied.quantize_fp4_sequential(&config, CalibrationOptions::default(), batches, run).unwrap();
     assert_eq!(codes(&tied.layer), codes(&expected.layer));
@@ -757,7 +757,7 @@ fn a_resumed_sequential_run_is_that_which_was_not_interrupted() {
         if cache {
             options = options.cache(&directory);
         }
-        let config = Fp4Config::nvfp4().gptq(Gptq::default());
+        let config = Fp4Config::nvfp4().method(Method::GPTQ);
         let run = |model: &Tied, x| model.run(x, None);
         let done = catch_unwind(AssertUnwindSafe(|| {
             model.quantize_fp4_sequential(&config, options, batches, run).unwrap();
@@ -779,14 +779,14 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
     let dense = floats(layer.weight.val());
     let mut tied = Tied { same: layer.clone(), layer };
     let batches: Vec<_> = (0..2).map(|seed| random(seed, [2, 30, 32], &device)).collect();
-    let config = Fp4Config::nvfp4().gptq(Gptq::default()).exclude("same.*");
+    let config = Fp4Config::nvfp4().method(Method::GPTQ).exclude("same.*");
     let run = |model: &Tied, x| model.run(x, None);
     let options = CalibrationOptions::default();
     let report = tied.quantize_fp4_sequential(&config, options, batches, run).unwrap();
-    let Outcome::Quantized { chosen_by, .. } = &report.parameters[0].outcome else {
+    let Outcome::Quantized { scheme, .. } = &report.parameters[0].outcome else {
         panic!("{report}")
     };
-    assert_eq!(*chosen_by, Method::Gptq(Gptq::default()));
+    assert_eq!(scheme.method, Method::Gptq(Gptq::default()));
     assert_eq!(floats(tied.same.weight.val()), dense);
 }
 
@@ -831,7 +831,7 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
         let calibration = Calibration::of(&dense).run(batch(), forward).unwrap();
         let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
         for scheme in [Fp4Scheme::nvfp4(), by_row, Fp4Scheme::mxfp4()] {
-            let config = Fp4Config::new(scheme).gptq(gptq);
+            let config = Fp4Config::new(scheme).method(Method::Gptq(gptq));
             let mut at_once = dense.clone();
             at_once.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();
             let mut in_turn = dense.clone();

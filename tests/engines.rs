@@ -63,12 +63,10 @@ fn schemes() -> Vec<Fp4Scheme> {
 
 /// The searches that are for every rule and need nothing but the weight.
 fn searches() -> impl Iterator<Item = Method> {
-    let alone = Method::ALL.into_iter().map(Method::row).filter_map(|row| match row.chosen_by {
-        Method::Search(search) if row.needs == Needs::Nothing => Some((search, row.formats)),
-        _ => None,
-    });
-    let for_all = alone.filter(|(_, formats)| formats.len() == Fp4Format::ALL.len());
-    for_all.map(|(search, _)| search).filter(|search| *search != Method::Amax)
+    let rows = Method::NAMED
+        .into_iter()
+        .filter(|row| row.needs == Needs::Nothing && row.formats.len() == Fp4Format::ALL.len());
+    rows.map(|row| row.method).filter(|method| *method != Method::Amax)
 }
 
 #[test]

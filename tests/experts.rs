@@ -18,7 +18,7 @@ const DOWN: &str = "experts.down";
 
 /// The experts by GPTQ; the router stays dense, so that images keep their experts.
 fn by_gptq() -> Fp4Config {
-    by(Method::Amax).gptq(Gptq::default())
+    by(Method::Amax).method(Method::GPTQ)
 }
 
 fn by(search: Method) -> Fp4Config {
@@ -66,8 +66,8 @@ fn outcome<'a>(
 ) -> (&'a Method, &'a Method, Option<&'a Fallback>) {
     let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
     match &parameter.unwrap_or_else(|| panic!("no `{path}` in {report}")).outcome {
-        Outcome::Quantized { asked, chosen_by, fallback, .. } => {
-            (asked, chosen_by, fallback.as_ref())
+        Outcome::Quantized { asked, scheme, fallback, .. } => {
+            (asked, &scheme.method, fallback.as_ref())
         }
         other => panic!("`{path}`: {other:?}"),
     }
@@ -206,7 +206,7 @@ fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
         };
         let calibration = Calibration::of(&dense).run([batch], run).unwrap();
         let mut model = dense.clone();
-        let config = Fp4Config::nvfp4().gptq(gptq).container("Gated", 1);
+        let config = Fp4Config::nvfp4().method(Method::Gptq(gptq)).container("Gated", 1);
         let config = config.unused(Unused::Report).with_calibration(&calibration);
         let report = model.quantize_fp4(&config).unwrap();
         let layers = dense.layers().into_iter().zip(model.layers());
@@ -299,7 +299,7 @@ fn experts_are_quantized_in_turn() {
             };
             let (found, expected) = (values(&in_turn), values(&at_once));
             assert_eq!(found.0, expected.0, "{name}");
-            if config.chosen_by(&config.scheme).gptq().is_some() {
+            if config.scheme.method.gptq().is_some() {
                 assert_ne!(found.1, expected.1, "{name}");
             }
         }

@@ -112,7 +112,7 @@ fn methods_with_inputs() -> Vec<(&'static str, Fp4Config)> {
     vec![
         ("hessian", by(Method::Hessian)),
         ("coordinate descent", by(Method::CoordinateDescent)),
-        ("gptq", Fp4Config::nvfp4().gptq(Gptq::default())),
+        ("gptq", Fp4Config::nvfp4().method(Method::GPTQ)),
     ]
 }
 
@@ -159,7 +159,7 @@ fn a_hundred_blocks_of_one_id_are_calibrated_each_by_its_own_inputs() {
             found.quantize_fp4(&config).unwrap();
             expected.quantize_fp4(&config).unwrap();
             assert_each_has_its_own(&format!("{name} {method}"), &found, &expected);
-            if let Some(options) = config.chosen_by(&config.scheme).gptq() {
+            if let Some(options) = config.scheme.method.gptq() {
                 let last = blocks(name) - 1;
                 let gram = calibration.get(&format!("blocks.{last}.weight"), 0).unwrap();
                 let weight = dense.weight(last);
@@ -257,12 +257,12 @@ fn ties_that_hold_are_one_packing_and_those_that_do_not_are_two() {
             calibration.add(&format!("blocks.{at}.weight"), 0, inputs).unwrap();
         }
         let gptq = Gptq::default();
-        let config = Fp4Config::nvfp4().gptq(gptq).with_calibration(&calibration);
+        let config = Fp4Config::nvfp4().method(Method::Gptq(gptq)).with_calibration(&calibration);
         let mut stack = dense;
         let report = stack.quantize_fp4(&config).unwrap();
         for parameter in report.quantized() {
-            let Outcome::Quantized { chosen_by, .. } = &parameter.outcome else { unreachable!() };
-            assert_eq!(*chosen_by, Method::Gptq(gptq), "{name} {}", parameter.path);
+            let Outcome::Quantized { scheme, .. } = &parameter.outcome else { unreachable!() };
+            assert_eq!(scheme.method, Method::Gptq(gptq), "{name} {}", parameter.path);
         }
         let gram = |at: usize| calibration.get(&format!("blocks.{at}.weight"), 0).unwrap().clone();
         let mut both = gram(0);
@@ -406,7 +406,8 @@ fn a_module_that_maps_in_another_order_than_it_visits_is_quantized_by_path() {
         calibration.add("a.weight", 0, inputs(3)).unwrap();
         calibration.add("b.weight", 0, inputs(4)).unwrap();
         let gptq = Gptq::default();
-        let with_inputs = Fp4Config::nvfp4().gptq(gptq).with_calibration(&calibration);
+        let with_inputs =
+            Fp4Config::nvfp4().method(Method::Gptq(gptq)).with_calibration(&calibration);
         for config in [Fp4Config::nvfp4(), with_inputs] {
             let mut net = dense.clone();
             let report = net.quantize_fp4(&config).unwrap();
@@ -415,7 +416,7 @@ fn a_module_that_maps_in_another_order_than_it_visits_is_quantized_by_path() {
                 [("a.weight", &net.a, &dense.a), ("b.weight", &net.b, &dense.b)]
             {
                 let values = dense.weight.val();
-                let expected = match config.chosen_by(&config.scheme).gptq() {
+                let expected = match config.scheme.method.gptq() {
                     None => ops::quantize(values, 0, &config.scheme),
                     Some(options) => {
                         let gram = calibration.get(path, 0).unwrap();

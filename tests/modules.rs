@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
     Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath, Method,
-    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Unused,
+    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -477,12 +477,12 @@ fn tied_weights_stay_tied() {
         |seed| Tensor::<2>::from_data(TensorData::new(normals(seed, 96 * 32), [96, 32]), &device);
     let mut calibration = Calibration::new();
     calibration.add("1.weight", 0, inputs(1)).unwrap();
-    let config = Fp4Config::nvfp4().gptq(Gptq::default());
+    let config = Fp4Config::nvfp4().method(Method::GPTQ);
     let mut one = vec![linear.clone(), linear.clone()];
     let report = one.quantize_fp4(&config.with_calibration(&calibration)).unwrap();
     for parameter in report.quantized() {
-        let Outcome::Quantized { chosen_by, .. } = parameter.outcome else { unreachable!() };
-        assert_eq!(chosen_by, Method::Gptq(Gptq::default()), "{}", parameter.path);
+        let Outcome::Quantized { scheme, .. } = parameter.outcome else { unreachable!() };
+        assert_eq!(scheme.method, Method::Gptq(Gptq::default()), "{}", parameter.path);
     }
     calibration.add("0.weight", 0, inputs(2)).unwrap();
     let mut both = vec![linear.clone(), linear.clone()];
@@ -572,12 +572,12 @@ fn what_is_known_of_inputs_decides_about_codes() {
         };
         let (sse, _) = output_error(&hessian(Method::SSE));
         let (by_hessian, report) = output_error(&hessian(Method::CoordinateDescent));
-        let (by_gptq, gptq_report) = output_error(&base.clone().gptq(Gptq::default()));
+        let (by_gptq, gptq_report) = output_error(&base.clone().method(Method::GPTQ));
         assert!(by_hessian < sse && by_gptq < by_hessian, "{name}: {sse} {by_hessian} {by_gptq}");
         let chosen = |report: &burn_fp4::Fp4Report, path: &str| {
             let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
             match &parameter.expect("a parameter").outcome {
-                Outcome::Quantized { chosen_by, .. } => *chosen_by,
+                Outcome::Quantized { scheme, .. } => scheme.method,
                 kept => panic!("{kept:?}"),
             }
         };
@@ -591,7 +591,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
 
         let mut wrong = Calibration::new();
         wrong.add("layers.0.weight", 0, Tensor::<2>::ones([3, 16], &device)).unwrap();
-        let wrongly = base.clone().gptq(Gptq::default()).with_calibration(&wrong);
+        let wrongly = base.clone().method(Method::GPTQ).with_calibration(&wrong);
         let error = build().quantize_fp4(&wrongly).unwrap_err();
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let error =
@@ -599,7 +599,7 @@ fn what_is_known_of_inputs_decides_about_codes() {
         assert!(error.to_string().contains("`layers.0.weight`"), "{error}");
         let mut unknown = Calibration::new();
         unknown.add("layers.9.weight", 0, Tensor::<2>::ones([3, 32], &device)).unwrap();
-        let unknown = base.clone().gptq(Gptq::default()).with_calibration(&unknown);
+        let unknown = base.clone().method(Method::GPTQ).with_calibration(&unknown);
         let error = build().quantize_fp4(&unknown).unwrap_err();
         assert!(matches!(&error, Fp4Error::Calibration { path, .. } if path == "layers.9.weight"));
     }
@@ -622,7 +622,7 @@ fn reports_show_the_error_of_outputs_where_inputs_are_known() {
         let output_error = |report: &burn_fp4::Fp4Report| {
             report.get("layers.0.weight").unwrap().relative_output_error().unwrap()
         };
-        let (net, report) = quantized(base.clone().method(burn_fp4::Method::Gptq));
+        let (net, report) = quantized(base.clone().method(burn_fp4::Method::GPTQ));
         let product = |weight: Tensor<2>| inputs.clone().reshape([-1, 32]).matmul(weight);
         let exact = product(dense.layers[0].weight.val());
         let norm = |of: Tensor<2>| f64::from(floats(of.powf_scalar(2.0).sum().sqrt())[0]);
@@ -660,17 +660,17 @@ fn options_of_gptq_are_checked_before_anything_changes() {
         error.to_string()
     };
     let damped = |damping| Gptq { damping, ..Gptq::default() };
-    let error = refused(&dense, Fp4Config::nvfp4().gptq(damped(-1.0)));
+    let error = refused(&dense, Fp4Config::nvfp4().method(Method::Gptq(damped(-1.0))));
     assert!(error.contains("damping"), "{error}");
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
-    refused(&dense, Fp4Config::new(tiles).gptq(Gptq::default()));
+    refused(&dense, Fp4Config::new(tiles).method(Method::GPTQ));
 
     // GPTQ is not defined for infinity, so the scheme cannot allow it either.
     let mut infinite = dense.clone();
     let values = infinite.layers[2].weight.val().slice_fill([0..1, 0..1], f32::INFINITY);
     infinite.layers[2].weight = Param::from_tensor(values);
     let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
-    let error = refused(&infinite, Fp4Config::new(follow).gptq(Gptq::default()));
+    let error = refused(&infinite, Fp4Config::new(follow).method(Method::GPTQ));
     assert!(error.contains("`layers.2.weight`"), "{error}");
 }
 

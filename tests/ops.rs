@@ -12,7 +12,7 @@ use burn_fp4_ops::{
     BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram,
     HessianFactor, Importance, MatmulPath, Method, NonFinite, OpsError, ScaleRule, TensorScaling,
     amax, block_hessians, embedding, fake_quantize, gram, linear, matmul, matmul_path, modelopt,
-    portable, products, quantize, quantize_by_importance, quantize_family, quantize_gptq,
+    portable, quantize, quantize_by_importance, quantize_family, quantize_gptq,
     quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};

@@ -3,7 +3,7 @@
 use burn_fp4_formats::{E2M1, Fp4Format, Packed, ScaleGrid};
 use burn_fp4_search::host::{self, View};
 use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, Fp4Scheme, Gptq, Gram, Importance, Method, ScaleRule,
+    Admm, BlockHessians, BlockOrder, Blocks, Fp4Scheme, Gptq, Gram, Importance, Method, ScaleRule,
     SearchError, TensorScaling, quantize_by_importance,
 };
 use tests::compare::assert_same;

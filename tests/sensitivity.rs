@@ -6,7 +6,7 @@ use burn::tensor::{Device, Distribution, Tensor};
 use burn_fp4::ops::{Fp4Scheme, gram};
 use burn_fp4::{
     Budget, Calibration, Candidate, CandidateSensitivity, Fp4Config, Fp4Error, Fp4Module,
-    Indivisible, Method, Outcome, PackedWeight, Unused,
+    Indivisible, Method, Outcome, PackedWeight, Sse, Unused,
 };
 
 const CANDIDATES: [Candidate; 4] = [
@@ -382,8 +382,8 @@ fn candidates_that_a_method_is_not_defined_for_are_left_out() {
         let report = report.unwrap_or_else(|error| panic!("{method}: {error}"));
         assert_eq!(report.quantized().count(), 3, "{method}: {report}");
         for parameter in report.quantized() {
-            let Outcome::Quantized { chosen_by, .. } = &parameter.outcome else { unreachable!() };
-            assert_eq!(chosen_by.method(), method, "{}", parameter.path);
+            let Outcome::Quantized { scheme, .. } = &parameter.outcome else { unreachable!() };
+            assert_eq!(scheme.method, method, "{}", parameter.path);
         }
     }
     // If none in FP4 is left, there is nothing to measure.

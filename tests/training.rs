@@ -7,7 +7,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4::{
     ActivationRange, Blocks, Calibration, Draw, E4m3Range, ErrorMetric, FakeQuantWeight,
-    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Gptq, Method, OpsError, Outcome,
+    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Method, OpsError, Outcome,
     PackedWeight, Reason, Rounding, Saturated, TensorScaling, ops,
 };
 use burn_fp4_formats::{Packed, TensorScale};
@@ -339,7 +339,7 @@ fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
     for config in [
         with(Fp4Scheme::nvfp4().with_method(Method::Hessian)),
         with(Fp4Scheme::nvfp4().with_rounding(drawn)),
-        Fp4Config::nvfp4().gptq(Gptq::default()),
+        Fp4Config::nvfp4().method(Method::GPTQ),
         Fp4Config::nvfp4().share_scale(["first", "second"]),
         Fp4Config::nvfp4().with_calibration(&calibration),
         Fp4Config::mxfp4().learn_tensor_scale(),

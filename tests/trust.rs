@@ -124,7 +124,7 @@ fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
         calibration.add("second.weight", 0, Tensor::<2>::ones([4, 48], &device)).unwrap();
         let gptq = |damping| {
             let options = Gptq { damping, ..Gptq::default() };
-            Fp4Config::nvfp4().gptq(options).with_calibration(&calibration)
+            Fp4Config::nvfp4().method(Method::Gptq(options)).with_calibration(&calibration)
         };
         let mut net = dense.clone();
         let packed = match net.quantize_fp4(&gptq(0.0)).unwrap_err() {
@@ -169,7 +169,7 @@ fn a_failed_sequential_quantization_leaves_the_module_as_it_was() {
     let mut net = two_layers(&device);
     let expected = weights(&net);
     let undamped = Gptq { damping: 0.0, ..Gptq::default() };
-    let config = Fp4Config::nvfp4().gptq(undamped);
+    let config = Fp4Config::nvfp4().method(Method::Gptq(undamped));
     let options = CalibrationOptions::default();
     let batches = [Tensor::<2>::ones([4, 32], &device)];
     let run = |net: &Net, x| net.forward(x);
@@ -291,7 +291,7 @@ fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
     let dense = two_layers(&device);
     let by = |search| Fp4Config::new(Fp4Scheme::nvfp4().with_method(search));
     for (method, config) in [
-        ("gptq", Fp4Config::nvfp4().gptq(Gptq::default())),
+        ("gptq", Fp4Config::nvfp4().method(Method::GPTQ)),
         ("hessian", by(Method::Hessian)),
         ("coordinate", by(Method::CoordinateDescent)),
     ] {
@@ -311,11 +311,11 @@ fn the_report_says_what_was_asked_for_what_was_done_and_why() {
         let mut calibration = Calibration::new();
         calibration.add("first.weight", 0, random(7, [96, 32], &device)).unwrap();
         let gptq = Method::Gptq(Gptq::default());
-        let config = Fp4Config::nvfp4().gptq(Gptq::default()).with_calibration(&calibration);
+        let config = Fp4Config::nvfp4().method(Method::GPTQ).with_calibration(&calibration);
         let report = net.quantize_fp4(&config).unwrap();
         let of = |path| match outcome(&report, path) {
-            Outcome::Quantized { asked, chosen_by, fallback, .. } => {
-                (*asked, *chosen_by, fallback.clone())
+            Outcome::Quantized { asked, scheme, fallback, .. } => {
+                (*asked, scheme.method, fallback.clone())
             }
             other => panic!("{other:?}"),
         };
@@ -430,7 +430,7 @@ fn infinite_inputs_of_a_layer_that_stays_dense_do_not_matter() {
         let dense = seeded(Overflow { body: linear(), scores: linear() }, 2);
         let x = || [random(3, [64, 32], &device)];
         let run = |net: &Overflow, x| net.forward(x);
-        let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+        let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
         for config in [gptq.clone().exclude("scores.*"), gptq.clone().keep_last(1)] {
             let options = CalibrationOptions::default().for_config(&config);
             let calibration = Calibration::of(&dense).options(options).run(x(), run).unwrap();

@@ -163,7 +163,7 @@ fn measure_on(
     row("calibrate", start);
 
     let hessian = Fp4Scheme::nvfp4().with_method(Method::Hessian);
-    let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
+    let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
     let mut quantized = model.clone();
     for (name, config) in [("hessian", Fp4Config::new(hessian)), ("gptq", gptq)] {
         let start = Instant::now();

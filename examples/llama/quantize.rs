@@ -48,8 +48,7 @@ pub struct CalibrationWindows {
 
 /// Parses the name of a method; the help lists all of them.
 pub fn methods() -> impl TypedValueParser<Value = Method> {
-    let rows = Method::ALL.map(Method::row);
-    let names = rows.map(|row| PossibleValue::new(row.name).help(row.summary));
+    let names = Method::NAMED.map(|row| PossibleValue::new(row.name).help(row.summary));
     PossibleValuesParser::new(names).try_map(|name| name.parse::<Method>())
 }
 
@@ -69,7 +68,9 @@ impl QuantizeOptions {
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Fp4Config {
         let config = fp4_config(model, self.format, self.method);
         match (self.method.gptq(), self.damping) {
-            (Some(options), Some(damping)) => config.gptq(Gptq { damping, ..options }),
+            (Some(options), Some(damping)) => {
+                config.method(Method::Gptq(Gptq { damping, ..options }))
+            }
             _ => config,
         }
     }
@@ -86,8 +87,9 @@ impl QuantizeOptions {
         tokens: &Tokens,
         device: &Device,
     ) -> Result<Fp4Report> {
-        let mut schemes = config.overrides.iter().map(|one| &one.scheme).chain([&config.scheme]);
-        if !schemes.any(|scheme| config.chosen_by(scheme).needs_inputs()) {
+        let changed = config.overrides.iter().map(|one| one.change.of(&config.scheme));
+        let mut schemes = changed.chain([config.scheme]);
+        if !schemes.any(|scheme| scheme.method.needs_inputs()) {
             return Ok(model.quantize_fp4(config)?);
         }
         if self.sequential {

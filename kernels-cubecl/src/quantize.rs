@@ -36,7 +36,7 @@ pub fn quantize(
 }
 
 /// [`quantize`] with errors weighted by input channel. `weights` are f32, one for every element
-/// along the axis, not negative. The search is [`Sse`](burn_fp4_search::Method).
+/// along the axis, not negative. The method is [`Sse`](Method::Sse).
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -52,9 +52,9 @@ pub fn quantize_weighted(
     problem.check_values(&values)?;
     problem.check_amax(&amax)?;
     if let Some(weights) = &weights {
-        if problem.scheme.method != Method::SSE {
+        if !matches!(problem.scheme.method, Method::Sse(_)) {
             let (operation, found) = (Operation::Quantize, problem.scheme.method);
-            return Err(Refusal::Search { operation, found });
+            return Err(Refusal::Method { operation, found });
         }
         check_memory("weights", weights, 4 * problem.view.axis)?;
     }

@@ -36,18 +36,18 @@ pub mod prelude;
 
 pub use burn_fp4_modules::{
     ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,
-    CalibrationProgress, Candidate, CandidateSensitivity, Checkpoint, CheckpointError,
+    CalibrationProgress, Candidate, CandidateSensitivity, Change, Checkpoint, CheckpointError,
     CheckpointMap, Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig,
     Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Report,
     Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint, LoadReport, Loaded, LoadedFrom,
     LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight, ParameterReport, Reason,
-    Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights, Replay, ReplayError,
-    ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport, checkpoints, ops,
+    Recipe, RecipeError, RecipeFormat, RecipeWeights, Replay, ReplayError, ReplayParts,
+    ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
-    BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout,
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, Method, NonFinite, OpsError, Rounding,
-    Saturated, ScaleRule, TensorScaling, TrainRecipe, search,
+    Admm, BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding,
+    Saturated, ScaleRule, Sse, TensorScaling, TrainRecipe, search,
 };

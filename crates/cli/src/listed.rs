@@ -11,8 +11,7 @@ pub(crate) fn listed(head: &str, rows: &[(&str, String)]) -> String {
 
 /// Every method; a star is at those that need to know of the inputs of layers.
 pub(crate) fn methods(head: &str) -> String {
-    let rows = Method::ALL.map(|method| {
-        let row = method.row();
+    let rows = Method::NAMED.map(|row| {
         let star = if row.calibrated { " *" } else { "" };
         (row.name, format!("{}{star}", row.summary))
     });

@@ -10,7 +10,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, Calibration, Candidate, CheckpointMap, Fp4Config, Fp4Error, Fp4Format, Fp4Module,
-    Method, Recipe, ScaleRule, Unused,
+    Method, Recipe, ScaleRule, Sse, Unused,
 };
 use llama::{CalibrationWindows, Folder, Llama, Tokens, fp4_config};
 use model::{Packed, packed, packed_in, run, succeeds};

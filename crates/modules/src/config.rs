@@ -1,7 +1,8 @@
 //! Which parameters of a module are quantized, and how.
 
-use burn_fp4_ops::search::{ChosenBy, Method};
-use burn_fp4_ops::{Fp4Scheme, Gptq, Saturated, ScaleSearch};
+use burn_fp4_ops::search::Method;
+use burn_fp4_ops::search::formats::Fp4Format;
+use burn_fp4_ops::{Fp4Scheme, Saturated, ScaleRule};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
@@ -31,28 +32,57 @@ pub enum Unused {
     Report,
 }
 
-/// The part of a method that is not the search of a scheme: the variants of [`ChosenBy`] that are
-/// more.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum BeyondBlocks {
-    #[default]
-    Nothing,
-    /// Where the search of a scheme is [`ScaleSearch::Sse`].
-    SseTensorScale,
-    /// Where the search of a scheme is [`ScaleSearch::Sse`].
-    SseWeighted,
-    /// In the place of the searches of all schemes.
-    Gptq(Gptq),
-}
-
 /// A scheme for some of the weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Override {
     /// Pattern of the paths of these weights.
     pub pattern: String,
-    /// How they are quantized.
-    pub scheme: Fp4Scheme,
+    /// Difference from the scheme of the other weights.
+    pub change: Change,
+}
+
+/// Difference of an [`Override`] from the scheme of a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Change {
+    /// Another format, with its own rule and block size. The method stays.
+    Format(Fp4Format),
+    /// Another method. Format, rule and blocks stay.
+    Method(Method),
+    /// Another scheme, with its own method.
+    Scheme(Fp4Scheme),
+}
+
+impl Change {
+    /// Returns the scheme of weights with this change from `base`.
+    pub fn of(self, base: &Fp4Scheme) -> Fp4Scheme {
+        match self {
+            Self::Format(format) if format == base.format() => *base,
+            Self::Format(format) => Fp4Scheme::of(ScaleRule::of_format(format))
+                .with_method(base.method)
+                .with_non_finite(base.non_finite),
+            Self::Method(method) => base.with_method(method),
+            Self::Scheme(scheme) => scheme,
+        }
+    }
+}
+
+impl From<Fp4Format> for Change {
+    fn from(format: Fp4Format) -> Self {
+        Self::Format(format)
+    }
+}
+
+impl From<Method> for Change {
+    fn from(method: Method) -> Self {
+        Self::Method(method)
+    }
+}
+
+impl From<Fp4Scheme> for Change {
+    fn from(scheme: Fp4Scheme) -> Self {
+        Self::Scheme(scheme)
+    }
 }
 
 /// A container type whose weights are quantized.
@@ -151,9 +181,6 @@ pub struct Fp4Config {
     pub indivisible: Indivisible,
     /// Handling of a part of this configuration that nothing uses.
     pub unused: Unused,
-    /// Set by [`method`](Self::method) and [`gptq`](Self::gptq), told by
-    /// [`chosen_by`](Self::chosen_by).
-    pub(crate) beyond_blocks: BeyondBlocks,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
@@ -208,7 +235,6 @@ impl Fp4Config {
             share_scale: Vec::new(),
             indivisible: Indivisible::Error,
             unused: Unused::Error,
-            beyond_blocks: BeyondBlocks::Nothing,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
             calibration: Calibration::new(),
@@ -223,71 +249,28 @@ impl Fp4Config {
         Self { calibration: calibration.clone(), ..self.clone() }
     }
 
-    /// Chooses scales and codes by a method: sets the search of the scheme and what goes beyond it,
-    /// and nothing else. The rule and the blocks of the scheme stay, and so do schemes of
-    /// [overrides](Self::with), which have searches of their own, but GPTQ takes the place of all
-    /// of them. [`chosen_by`](Self::chosen_by) tells.
+    /// Sets the method of all weights but those of [overrides](Self::with) with a method of their
+    /// own. The rule and the blocks of the scheme stay.
     ///
     /// Methods that are [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated) need statistics
     /// of inputs: [`with_calibration`](Self::with_calibration), or
-    /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential). A method that does
-    /// not go with the scheme is an error once a module is quantized:
-    /// [`Fp4Error::Scheme`](crate::Fp4Error::Scheme).
+    /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential). Weights have to be
+    /// finite for GPTQ, whatever the scheme says. A method that does not go with the scheme is an
+    /// error once a module is quantized: [`Fp4Error::Scheme`](crate::Fp4Error::Scheme).
     ///
     /// ```
-    /// use burn_fp4_modules::{Fp4Config, Method};
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::{Gptq, search::Sse}};
     ///
-    /// let config = Fp4Config::nvfp4().method(Method::SseTensorScale);
+    /// let config = Fp4Config::nvfp4().method(Method::Sse(Sse::TensorScale));
     /// let by_name = Fp4Config::nvfp4().method("sse-tensor-scale".parse()?);
     /// assert_eq!(config, by_name);
+    /// let damped = Method::Gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT });
+    /// assert_eq!(Fp4Config::nvfp4().method(damped).scheme.method, damped);
     /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
     /// ```
     pub fn method(mut self, method: Method) -> Self {
-        let chosen_by = ChosenBy::from(method);
-        self.scheme.search = chosen_by.search();
-        self.beyond_blocks = match chosen_by {
-            ChosenBy::Search(_) => BeyondBlocks::Nothing,
-            ChosenBy::SseTensorScale => BeyondBlocks::SseTensorScale,
-            ChosenBy::SseWeighted => BeyondBlocks::SseWeighted,
-            ChosenBy::Gptq(options) => BeyondBlocks::Gptq(options),
-        };
+        self.scheme = self.scheme.with_method(method);
         self
-    }
-
-    /// The options of [`Method::Gptq`] and [`Method::GptqTextbook`]: quantizes calibrated weights
-    /// ([`with_calibration`](Self::with_calibration)) by GPTQ with these, whatever search the
-    /// scheme has. Weights have to be finite then, whatever the scheme says.
-    ///
-    /// ```
-    /// use burn_fp4_modules::{Fp4Config, Method, ops::Gptq};
-    ///
-    /// let config = Fp4Config::nvfp4().gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT });
-    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::Gptq);
-    /// ```
-    pub fn gptq(mut self, options: Gptq) -> Self {
-        self.beyond_blocks = BeyondBlocks::Gptq(options);
-        self
-    }
-
-    /// How the scales and codes of weights with a scheme are chosen: by GPTQ if this says so,
-    /// otherwise by the search of the scheme, and by what [`method`](Self::method) makes of
-    /// [`Sse`](burn_fp4_ops::ScaleSearch::Sse).
-    ///
-    /// ```
-    /// use burn_fp4_modules::{Fp4Config, Method, ops::Fp4Scheme};
-    ///
-    /// let config = Fp4Config::nvfp4().method(Method::SseWeighted);
-    /// assert_eq!(config.chosen_by(&config.scheme).method(), Method::SseWeighted);
-    /// let of_some = Fp4Scheme::mxfp4(); // an override, with a search of its own
-    /// assert_eq!(config.chosen_by(&of_some).method(), Method::Amax);
-    /// ```
-    pub fn chosen_by(&self, scheme: &Fp4Scheme) -> ChosenBy {
-        match (self.beyond_blocks, scheme.search) {
-            (BeyondBlocks::Gptq(options), _) => ChosenBy::Gptq(options),
-            (BeyondBlocks::SseTensorScale, ScaleSearch::Sse) => ChosenBy::SseTensorScale,
-            (BeyondBlocks::SseWeighted, ScaleSearch::Sse) => ChosenBy::SseWeighted,
-            (_, search) => ChosenBy::Search(search),
-        }
     }
 
     /// Sets the gradient of elements that saturate under fake quantization.
@@ -378,10 +361,22 @@ impl Fp4Config {
         self
     }
 
-    /// Quantizes the selected weights that a pattern fits by another scheme. Where several patterns
-    /// fit, the last one counts.
-    pub fn with(mut self, pattern: impl Into<String>, scheme: Fp4Scheme) -> Self {
-        self.overrides.push(Override { pattern: pattern.into(), scheme });
+    /// Quantizes the selected weights that a pattern fits with another format, method or scheme. If
+    /// several patterns fit, the last one wins.
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Fp4Config, Method, ops::search::formats::Fp4Format};
+    ///
+    /// let config = Fp4Config::nvfp4()
+    ///     .method(Method::GPTQ)
+    ///     .with("**.down.*", Fp4Format::MxFp4) // with GPTQ too
+    ///     .with("**.head.*", Method::SSE); // in NVFP4 too
+    /// let [down, head] = [0, 1].map(|at| config.overrides[at].change.of(&config.scheme));
+    /// assert_eq!((down.format(), down.method), (Fp4Format::MxFp4, Method::GPTQ));
+    /// assert_eq!((head.format(), head.method), (Fp4Format::NvFp4, Method::SSE));
+    /// ```
+    pub fn with(mut self, pattern: impl Into<String>, change: impl Into<Change>) -> Self {
+        self.overrides.push(Override { pattern: pattern.into(), change: change.into() });
         self
     }
 
@@ -403,38 +398,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_method_sets_all_that_it_says_and_nothing_else() {
-        let base = Fp4Config::nvfp4().exclude("head.*").method(Method::SseWeighted);
-        for method in Method::ALL {
-            let config = base.clone().method(method);
-            assert_eq!(config.chosen_by(&config.scheme), ChosenBy::from(method));
-            let rest = Fp4Config { beyond_blocks: base.beyond_blocks, ..config };
-            let rest = Fp4Config { scheme: rest.scheme.with_search(ScaleSearch::Sse), ..rest };
-            assert_eq!(rest, base);
-        }
-    }
-
-    #[test]
-    fn a_method_is_for_schemes_with_its_search_and_gptq_for_all() {
-        let by = |config: &Fp4Config, search| {
-            config.chosen_by(&Fp4Scheme::nvfp4().with_search(search)).method()
-        };
-        let weighted = Fp4Config::nvfp4().method(Method::SseWeighted);
-        let gptq = Fp4Config::nvfp4().gptq(Gptq::TEXTBOOK);
-        for search in Method::ALL.map(|method| method.row().chosen_by.search()) {
-            let expected = match search {
-                ScaleSearch::Sse => Method::SseWeighted,
-                search => search.method(),
-            };
-            assert_eq!(by(&weighted, search), expected);
-            assert_eq!(by(&gptq, search), Method::GptqTextbook);
-        }
-    }
-
-    #[test]
     fn configurations_come_back_from_json() {
-        for method in Method::ALL {
-            let config = Fp4Config::nvfp4().method(method);
+        for row in Method::NAMED {
+            let config = Fp4Config::nvfp4().method(row.method).with("a", row.method);
             let json = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap(), config, "{json}");
         }

@@ -62,16 +62,14 @@ pub use budget::Budget;
 pub use burn_fp4_checkpoints as checkpoints;
 pub use burn_fp4_checkpoints::{Checkpoint, CheckpointError, WriteReport};
 pub use burn_fp4_ops as ops;
-pub use burn_fp4_ops::search::{
-    Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
-};
+pub use burn_fp4_ops::search::{Method, Recipe, RecipeError, RecipeFormat, RecipeWeights};
 pub use calibration::calibrate::Calibrate;
 pub use calibration::options::{CalibrationOptions, CalibrationProgress};
 pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Container, Fp4Config, Indivisible, Override, Unused};
+pub use config::{Change, Container, Fp4Config, Indivisible, Override, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;

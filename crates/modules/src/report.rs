@@ -64,13 +64,11 @@ pub struct ParameterReport {
 pub enum Outcome {
     /// It is packed now.
     Quantized {
-        /// Format, rule and blocks.
+        /// Format, rule, blocks and the method that chose scales and codes.
         scheme: Fp4Scheme,
-        /// How scales and codes were to be chosen.
+        /// The method asked for.
         asked: Method,
-        /// How they were.
-        chosen_by: Method,
-        /// Why that is not what was asked for, for all of the weight or for some slices of it.
+        /// Why the method is not the one asked for, for all of the weight or for some slices of it.
         fallback: Option<Fallback>,
         /// Axis that its blocks run along.
         axis: usize,

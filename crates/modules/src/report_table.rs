@@ -113,15 +113,16 @@ fn outcome(parameter: &ParameterReport) -> String {
 /// Says what the table has no room for, in the same words for parameters with the same outcome.
 fn details(parameter: &ParameterReport) -> Option<String> {
     Some(match &parameter.outcome {
-        Outcome::Quantized { scheme, asked, chosen_by, fallback, axis, .. } => {
+        Outcome::Quantized { scheme, asked, fallback, axis, .. } => {
             let fallback = fallback
                 .as_ref()
                 .map_or(String::new(), |reason| format!(" instead of {asked} ({reason})"));
             format!(
-                "{}, blocks of {}, rule {}, {chosen_by}{fallback}, along axis {axis}",
+                "{}, blocks of {}, rule {}, {}{fallback}, along axis {axis}",
                 name(scheme.format()),
                 scheme.block_size,
                 scheme.rule,
+                scheme.method,
             )
         }
         Outcome::Provided { format, block_size, axis, .. } => {

@@ -30,7 +30,7 @@ use crate::error::Fp4Error;
 ///
 /// let forward = |model: &Linear, batch| model.forward(batch);
 /// let calibration = Calibration::of(&model).run(batches, forward)?;
-/// let config = Fp4Config::nvfp4().gptq(Gptq::default()).with_calibration(&calibration);
+/// let config = Fp4Config::nvfp4().method(Method::GPTQ).with_calibration(&calibration);
 /// let report = model.quantize_fp4(&config)?;
 /// # assert!(report.to_string().contains("gptq"));
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())

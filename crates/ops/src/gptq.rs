@@ -42,7 +42,7 @@ pub fn quantize_gptq<const D: usize>(
     options: &Gptq,
     gram: &Gram,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    options.validate(scheme)?;
+    scheme.with_method((*options).into()).validate()?;
     Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_length("channels of the Gram matrix", values.dims()[axis], gram.channels())?;
     let hessian_factor = HessianFactor::new(gram, options, scheme.block_size, &values.device())?;

@@ -2,7 +2,7 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
-use burn_fp4_search::{Fp4Scheme, Importance, TensorScaling, tensor_scale_candidates};
+use burn_fp4_search::{Fp4Scheme, Importance, tensor_scale_candidates};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
@@ -104,7 +104,7 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
     if !amax.is_finite() {
         return Err(OpsError::NonFinite { found: amax });
     }
-    let with = |amax| scheme.with_tensor_scale(TensorScaling::Amax(amax));
+    let with = |amax| scheme.with_chosen_amax(amax);
     let candidates: Vec<_> = tensor_scale_candidates(amax).collect();
     let errors = candidates.iter().map(|&amax| {
         let packed = quantize::quantize(values.clone(), axis, &with(amax))?;

@@ -50,7 +50,6 @@ mod gptq;
 mod gram;
 mod hadamard;
 mod hessian_factor;
-mod hessian_factor;
 mod importance;
 mod interpret;
 mod layout;
@@ -70,8 +69,8 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, TensorScaling,
+    Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
+    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse, TensorScaling,
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};

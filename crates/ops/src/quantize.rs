@@ -30,8 +30,9 @@ use crate::tensor::Fp4Tensor;
 /// - [`OpsError::DType`]: another dtype.
 /// - [`OpsError::TooLarge`]: 2^32 - 2^24 values or more.
 /// - [`OpsError::Indivisible`]: blocks do not divide the axis.
-/// - [`OpsError::Search`]: the scheme is inconsistent, or its search needs activations
-///   ([`quantize_by_importance`](crate::quantize_by_importance)).
+/// - [`OpsError::Search`]: the scheme is inconsistent, or its method needs activations
+///   ([`quantize_by_importance`](crate::quantize_by_importance)) or chooses the tensor scale
+///   ([`quantize_with_best_tensor_scale`](crate::quantize_with_best_tensor_scale)).
 /// - [`OpsError::NonFinite`]: a NaN or an infinity, unless the scheme says
 ///   [`FollowReference`](NonFinite::FollowReference).
 /// - [`OpsError::Device`]: the device failed to hand back the amax.

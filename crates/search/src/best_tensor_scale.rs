@@ -13,9 +13,7 @@ use rayon::prelude::*;
 use crate::error::SearchError;
 use crate::host::{self, HostElement, PackedView, View};
 use crate::importance::{BlockImportance, Importance};
-use crate::method::Method;
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorScaling;
 
 /// Number of tensor scales to try.
 const TENSOR_SCALES: usize = 16;
@@ -43,11 +41,10 @@ pub fn quantize_with_best_tensor_scale<T: HostElement>(
     importance: Importance<'_>,
 ) -> Result<Packed, SearchError> {
     scheme.check_tensor_scale()?;
-    let scheme = &scheme.with_method(Method::SSE);
     let amax = host::amax(values, view, scheme)[0];
     let mut best: Option<(f64, Packed)> = None;
     for amax in tensor_scale_candidates(amax) {
-        let scheme = scheme.with_tensor_scale(TensorScaling::Amax(amax));
+        let scheme = scheme.with_chosen_amax(amax);
         let packed = host::quantize_packed(values, view, &scheme, &[amax], importance)?;
         let cost = total_cost(values, view, &packed, importance)?;
         if best.as_ref().is_none_or(|(least, _)| cost < *least) {

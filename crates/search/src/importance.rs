@@ -45,7 +45,7 @@ impl<'a> Importance<'a> {
         let (method, block_size) = (scheme.method, scheme.block_size);
         if method == Method::Sse(Sse::TensorScale) {
             let choice = "method `sse-tensor-scale`";
-            let reason = "blocks are quantized with a tensor scale that is chosen before";
+            let reason = "it chooses the tensor scale; call `quantize_with_best_tensor_scale`";
             return Err(SearchError::Scheme { rule: scheme.rule, choice, reason });
         }
         let found = match self {

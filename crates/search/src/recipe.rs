@@ -366,7 +366,7 @@ mod tests {
             ),
             (
                 "rule = \"torch-recipe\"\nmethod = \"four-over-six\"",
-                "weights `a`: Method::FourOverSix",
+                "weights `a`: Method::FOUR_OVER_SIX",
             ),
         ] {
             let found = wrong(&format!("names = [\"a\"]\n{text}"));

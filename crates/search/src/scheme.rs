@@ -131,6 +131,16 @@ impl Fp4Scheme {
         self
     }
 
+    /// Sets the amax that the tensor scale is made from, which a method has chosen: what is left to
+    /// choose are block scales and codes.
+    pub const fn with_chosen_amax(self, amax: f32) -> Self {
+        let scheme = self.with_tensor_scale(TensorScaling::Amax(amax));
+        match self.method {
+            Method::Sse(Sse::TensorScale) => scheme.with_method(Method::SSE),
+            _ => scheme,
+        }
+    }
+
     /// Sets a tensor scale of 1 if the format has one, for files that have no place for another.
     pub const fn without_tensor_scale(self) -> Self {
         match self.rule.row().tensor_scale {

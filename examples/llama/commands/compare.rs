@@ -133,7 +133,7 @@ impl Comparison<'_> {
     /// Returns the configuration of GPTQ, with the damping of the options.
     fn gptq(&self, format: Fp4Format) -> Fp4Config {
         let config = fp4_config(self.dense, format, Method::GPTQ);
-        config.gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT })
+        config.method(Method::Gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT }))
     }
 
     /// Measures the model quantized with a configuration.

@@ -7,7 +7,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, BudgetChoice, Candidate, CandidateSensitivity, Fp4Config, Fp4Format, Fp4Module, Method,
-    Sensitivity,
+    Sensitivity, Sse,
 };
 use examples::table::{figure, table};
 use llama::{

@@ -7,7 +7,7 @@ use burn_fp4_search::{Fp4Scheme, Method, Rounding, ScaleRule, TensorScaling};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Blueprint {
     pub(crate) rule: ScaleRule,
-    pub(crate) search: Method,
+    pub(crate) method: Method,
     /// True if codes are rounded stochastically.
     pub(crate) stochastic: bool,
     pub(crate) block_size: u32,
@@ -34,7 +34,7 @@ impl Blueprint {
         let has_tensor_scale = scheme.rule.row().tensor_scale;
         Self {
             rule: scheme.rule,
-            search: scheme.method,
+            method: scheme.method,
             stochastic: scheme.rounding != Rounding::Nearest,
             block_size: scheme.block_size as u32,
             weighted,

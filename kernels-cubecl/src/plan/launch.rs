@@ -1,7 +1,7 @@
 //! [`plan`]: the launch of an operation.
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Method};
+use burn_fp4_search::{Admm, Blocks, Method};
 use cubecl::prelude::CubeCount;
 
 use super::capability::{Capability, UNITS};
@@ -72,10 +72,10 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
             Method::Hessian | Method::CoordinateDescent => by_hessian,
             Method::Amax | Method::FourOverSix { .. } | Method::Sse(_) => !by_hessian,
             // These have no kernel: the host runs them.
-            Method::ADMM | Method::Admm(Admm::Published) => false,
+            Method::Admm(_) | Method::Gptq(_) => false,
         };
         if !fits {
-            return Err(Refusal::Search { operation, found: scheme.method });
+            return Err(Refusal::Method { operation, found: scheme.method });
         }
     }
     let expected = View::MAX_LEN;
@@ -338,7 +338,7 @@ mod tests {
         };
         assert_eq!(of(Fp4Scheme::mxfp4(), &GPU), (TileSharing::Halves, 12));
         assert_eq!(of(Fp4Scheme::mxfp4(), &CPU), (TileSharing::None, 6));
-        let sse = Fp4Scheme::mxfp4().with_method(Method::Sse(_));
+        let sse = Fp4Scheme::mxfp4().with_method(Method::SSE);
         assert_eq!(of(sse, &GPU), (TileSharing::None, 6));
         assert_eq!(of(Fp4Scheme::nvfp4(), &GPU), (TileSharing::None, 12));
     }
@@ -368,9 +368,9 @@ mod tests {
         let cubes = 625 * 4;
         let launch = of(Method::Hessian, View::rows(40_000, 64)).unwrap();
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
-        for search in [Method::ADMM, Method::Admm(Admm::Published), Method::Sse(_)] {
+        for search in [Method::ADMM, Method::Admm(Admm::Published), Method::SSE] {
             let refused = of(search, View::rows(300, 64));
-            assert!(matches!(refused, Err(Refusal::Search { .. })), "{search:?}: {refused:?}");
+            assert!(matches!(refused, Err(Refusal::Method { .. })), "{search:?}: {refused:?}");
         }
         // Few values, but more than 2^32 elements of Hessians.
         let refused = of(Method::Hessian, View::rows(1, 1 << 28));

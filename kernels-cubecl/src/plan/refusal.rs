@@ -11,12 +11,12 @@ pub enum Refusal {
     /// The scheme is inconsistent, or its blocks do not divide the axis.
     #[error(transparent)]
     Scheme(#[from] SearchError),
-    /// No kernel of the operation runs this search.
-    #[error("there is no kernel for Method::{found:?} in {operation:?}")]
-    Search {
+    /// No kernel of the operation runs this method.
+    #[error("there is no kernel for method `{found}` in {operation:?}")]
+    Method {
         /// The operation.
         operation: Operation,
-        /// The search of the scheme.
+        /// The method of the scheme.
         found: Method,
     },
     /// No matrix instruction computes the matmul.

@@ -31,10 +31,9 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
         }
         Method::Sse(_) => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
         // These need Hessians and have another operation: no plan leads here.
-        Method::Hessian
-        | Method::CoordinateDescent
-        | Method::ADMM
-        | Method::Admm(Admm::Published) => comptime!(unreachable!()),
+        Method::Hessian | Method::CoordinateDescent | Method::Admm(_) | Method::Gptq(_) => {
+            comptime!(unreachable!())
+        }
     }
     scales
 }

@@ -1,5 +1,5 @@
 //! The better of two scales, which map amax to element 6 or to element 4; see
-//! [`Method::FourOverSix`](burn_fp4_search::Method).
+//! [`Method::FOUR_OVER_SIX`](burn_fp4_search::Method).
 
 use burn_fp4_search::{ErrorMetric, Method, ScaleRule};
 use cubecl::prelude::*;

@@ -58,11 +58,11 @@ impl Crate {
         let edges = self.modules.iter().map(|(own, module)| {
             let mut edges = BTreeMap::<usize, Names>::new();
             for path in &module.paths {
-                if let Some(Target::Item(owner)) = self.resolve(own, path, 0) {
-                    if owner != *own {
-                        let item = path.last().expect("a name").clone();
-                        edges.entry(number(&owner).expect("a module")).or_default().push(item);
-                    }
+                if let Some(Target::Item(owner)) = self.resolve(own, path, 0)
+                    && owner != *own
+                {
+                    let item = path.last().expect("a name").clone();
+                    edges.entry(number(&owner).expect("a module")).or_default().push(item);
                 }
             }
             edges

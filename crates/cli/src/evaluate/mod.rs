@@ -142,7 +142,8 @@ impl Arguments {
     fn tasks(&self) -> Result<Vec<Task>, CliError> {
         let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
         let wanted = |method: &Method| !by_name || self.methods.contains(&Choice::One(*method));
-        let methods: Vec<_> = Method::ALL.into_iter().filter(wanted).collect();
+        let named = Method::NAMED.into_iter().map(|row| row.method);
+        let methods: Vec<_> = named.filter(wanted).collect();
         let mut tasks = Vec::new();
         let mut refused = Vec::new();
         for &format in &self.formats {
@@ -173,8 +174,8 @@ impl Arguments {
             refused.iter().for_each(note);
         }
         if !self.damping.is_empty() && tasks.iter().all(|task| task.damping.is_none()) {
-            let gptq = Method::ALL.into_iter().filter(|method| method.gptq().is_some());
-            let names: Vec<_> = gptq.map(|method| method.row().name).collect();
+            let gptq = Method::NAMED.into_iter().filter(|row| row.method.gptq().is_some());
+            let names: Vec<_> = gptq.map(|row| row.name).collect();
             let names = names.join(" and ");
             note(format!("--damping is for {names}, and neither is evaluated"));
         }
@@ -242,13 +243,13 @@ fn measure(
     };
     let start = Instant::now();
     let Matrix { values, rows, cols, .. } = weight;
-    let chosen_by = match (damping, method.gptq()) {
+    let tuned = match (damping, method.gptq()) {
         (Some(damping), Some(options)) => Gptq { damping, ..options }.into(),
         _ => method,
     };
     let statistics = gram.map_or(Statistics::None, Statistics::Gram);
     let (view, scheme) = (View::rows(*rows, *cols), method.scheme(format, block));
-    let packed = chosen_by.quantize_view(values, view, &scheme, statistics);
+    let packed = tuned.quantize_view(values, view, &scheme, statistics);
     let packed = packed.map_err(named("weight"))?;
     let seconds = start.elapsed().as_secs_f64();
     let seconds = if method.row().calibrated { seconds + gram_seconds } else { seconds };

@@ -2,7 +2,7 @@
 
 use burn_fp4_checkpoints::selection::{Decision, Selection};
 use burn_fp4_checkpoints::{Model, Piece, Planned, Reader};
-use burn_fp4_search::{Method, RecipeScheme};
+use burn_fp4_search::{Fp4Scheme, Method};
 
 use super::group::{Group, native};
 use super::statistics::StatisticsFile;
@@ -12,7 +12,7 @@ pub(super) struct Job {
     /// The weights, by their place in the model.
     pub(super) weights: Vec<usize>,
     /// How they are quantized. None: they are copied.
-    pub(super) how: Option<RecipeScheme>,
+    pub(super) how: Option<Fp4Scheme>,
     /// Bytes to read.
     pub(super) bytes: u64,
     /// Bytes of memory: of one that is copied piece by piece, those of a piece.
@@ -26,7 +26,7 @@ pub(super) fn jobs(
     model: &Model<'_>,
     selection: &Selection,
     planned: &Planned<'_>,
-    schemes: &[RecipeScheme],
+    schemes: &[Fp4Scheme],
     statistics: Option<&StatisticsFile>,
 ) -> Vec<Job> {
     let after = planned.bytes();

@@ -12,7 +12,7 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::formats::{Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{HostElement, View};
-use burn_fp4_search::{Fp4Scheme, Importance, RecipeScheme, SearchError, Statistics};
+use burn_fp4_search::{Fp4Scheme, Importance, SearchError, Statistics};
 
 use super::device::Device;
 use crate::error::CliError;
@@ -84,13 +84,9 @@ impl Kernels {
     ///
     /// # Errors
     /// [`CliError::Device`], which names the weight.
-    pub(super) fn check(
-        &self,
-        how: &RecipeScheme,
-        weight: &str,
-        view: View,
-    ) -> Result<(), CliError> {
-        let RecipeScheme { method, scheme } = *how;
+    pub(super) fn check(&self, how: &Fp4Scheme, weight: &str, view: View) -> Result<(), CliError> {
+        let scheme = *how;
+        let method = scheme.method;
         let refused = |problem| Err(CliError::Device { device: self.device.name(), problem });
         let on_host =
             || refused(format!("method `{method}` runs on the CPU only; leave --device out"));
@@ -100,7 +96,7 @@ impl Kernels {
         let problem = Problem { view, dtype: Dtype::F32, scheme };
         match plan(operation(&scheme), &problem, &self.capability) {
             Ok(_) => Ok(()),
-            Err(Refusal::Search { .. }) => on_host(),
+            Err(Refusal::Method { .. }) => on_host(),
             Err(refusal) => refused(format!("`{weight}`: {refusal}")),
         }
     }

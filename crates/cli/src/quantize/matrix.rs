@@ -6,7 +6,7 @@ use std::path::Path;
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, PackedView, squared_error};
-use burn_fp4_search::{Needs, RecipeScheme, SearchError, Statistics, squared_output_error};
+use burn_fp4_search::{Fp4Scheme, Needs, SearchError, Statistics, squared_output_error};
 
 use super::engine::Engine;
 use super::group::{Group, native};
@@ -113,7 +113,7 @@ impl Quantizer<'_> {
         model: &Model<'_>,
         outline: &Model<'_>,
         group: &[usize],
-        how: &RecipeScheme,
+        how: &Fp4Scheme,
         floats: Floats,
     ) -> Result<Vec<Quantized>, CliError> {
         let whole = Group::of(model, group);
@@ -141,13 +141,13 @@ impl Quantizer<'_> {
     fn on_host<T: HostElement>(
         &self,
         group: &Group<'_>,
-        how: &RecipeScheme,
+        how: &Fp4Scheme,
         values: &[T],
     ) -> Result<Measured, CliError> {
         let len = group.view.len();
         self.slices(group, how, |at, given| {
             let values = &values[at * len..][..len];
-            let quantized = how.method.quantize_view(values, group.view, &how.scheme, given);
+            let quantized = how.method.quantize_view(values, group.view, how, given);
             let measured = quantized.and_then(|packed| measured(group, how, values, packed, given));
             measured.map_err(|source| self.blame(source, group, at * len, values))
         })
@@ -158,13 +158,13 @@ impl Quantizer<'_> {
         &self,
         kernels: &Kernels,
         group: &Group<'_>,
-        how: &RecipeScheme,
+        how: &Fp4Scheme,
         values: Vec<T>,
     ) -> Result<Measured, CliError> {
         let len = group.view.len();
         let uploaded = kernels.upload(values);
         self.slices(group, how, |at, given| {
-            let quantized = kernels.quantize(&uploaded, at, group.view, &how.scheme, given);
+            let quantized = kernels.quantize(&uploaded, at, group.view, how, given);
             let values = || &uploaded.values()[at * len..][..len];
             let measured =
                 quantized.and_then(|packed| Ok(measured(group, how, values(), packed, given)?));
@@ -181,7 +181,7 @@ impl Quantizer<'_> {
     fn slices(
         &self,
         group: &Group<'_>,
-        how: &RecipeScheme,
+        how: &Fp4Scheme,
         quantize: impl Fn(usize, Statistics<'_>) -> Result<(Packed, Vec<Squares>), CliError>,
     ) -> Result<Measured, CliError> {
         let name = &group.members[0].name;
@@ -250,7 +250,7 @@ type Measured = (Vec<Packed>, Vec<Squares>);
 /// matrices, and so minimizes them, is worth it.
 fn measured<T: HostElement>(
     group: &Group<'_>,
-    how: &RecipeScheme,
+    how: &Fp4Scheme,
     values: &[T],
     packed: Packed,
     given: Statistics<'_>,

@@ -37,7 +37,7 @@ use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Model, Output, Reader, Start, Weight, WriteOptions,
 };
-use burn_fp4_search::{Method, RecipeScheme};
+use burn_fp4_search::{Fp4Scheme, Method};
 
 use crate::accuracy::{Errors, SquaresAt};
 use crate::checkpoint::{GGUF, Input, model, not_copied, target};
@@ -291,12 +291,12 @@ fn write(
 fn check_statistics(
     model: &Model<'_>,
     selection: &Selection,
-    schemes: &[RecipeScheme],
+    schemes: &[Fp4Scheme],
     statistics: Option<&StatisticsFile>,
 ) -> Result<(), CliError> {
     let groups = selection.groups.iter().zip(schemes);
     let calibrated = groups.filter(|(_, how)| how.method.row().calibrated);
-    let weights = |(group, how): (&Vec<usize>, &RecipeScheme)| {
+    let weights = |(group, how): (&Vec<usize>, &Fp4Scheme)| {
         let method = how.method;
         let of = |&at: &usize| (&model.weights[at], method);
         group.iter().map(of).collect::<Vec<_>>()

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
@@ -36,7 +36,7 @@ pub(super) struct Options {
     // The help lists the methods.
     #[arg(
         long,
-        value_parser = one_of::<Method>(Method::ALL.map(|method| method.row().name)),
+        value_parser = one_of::<Method>(Method::NAMED.map(|row| row.name)),
         hide_possible_values = true,
         help = METHOD,
         long_help = methods(METHOD),
@@ -138,9 +138,9 @@ pub(super) struct ResolvedOptions {
     pub(super) recipe: Recipe,
     pub(super) choice: Choice,
     /// How weights are quantized that no exception is about.
-    base: RecipeScheme,
+    base: Fp4Scheme,
     /// By exception how its weights are quantized. None: they are kept.
-    exceptions: Vec<Option<RecipeScheme>>,
+    exceptions: Vec<Option<Fp4Scheme>>,
 }
 
 impl ResolvedOptions {
@@ -195,8 +195,8 @@ impl ResolvedOptions {
             }
             .to_owned()
         });
-        let becomes = |how: &RecipeScheme| (how.scheme.format(), how.scheme.block_size);
-        let exception = |(weights, how): (&RecipeWeights, &Option<RecipeScheme>)| Exception {
+        let becomes = |how: &Fp4Scheme| (how.format(), how.block_size);
+        let exception = |(weights, how): (&RecipeWeights, &Option<Fp4Scheme>)| Exception {
             names: weights.names.clone(),
             becomes: how.as_ref().map(becomes),
         };
@@ -225,7 +225,7 @@ impl ResolvedOptions {
         &self,
         model: &Model<'_>,
         selection: &Selection,
-    ) -> Result<Vec<RecipeScheme>, CliError> {
+    ) -> Result<Vec<Fp4Scheme>, CliError> {
         let of = |at: usize| {
             let exception = selection.exceptions[at].and_then(|at| self.exceptions[at]);
             exception.unwrap_or(self.base)
@@ -241,7 +241,7 @@ impl ResolvedOptions {
                 true => of(first),
                 false => of(first).without_tensor_scale(),
             };
-            how.scheme.validate().map_err(|error| CliError::Choice(error.to_string()))?;
+            how.validate().map_err(|error| CliError::Choice(error.to_string()))?;
             Ok(how)
         };
         selection.groups.iter().map(group).collect()
@@ -280,7 +280,7 @@ impl ResolvedOptions {
     pub(super) fn notes(
         &self,
         model: &Model<'_>,
-        schemes: &[RecipeScheme],
+        schemes: &[Fp4Scheme],
     ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
@@ -296,7 +296,7 @@ impl ResolvedOptions {
         if self.choice.dialect == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
         }
-        let formats = schemes.iter().map(|how| (how.scheme.format(), how.scheme.block_size));
+        let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         notes.extend(readers::notes(&self.choice.dialect, formats)?);
         Ok(notes)
     }

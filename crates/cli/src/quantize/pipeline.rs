@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Weight};
-use burn_fp4_search::RecipeScheme;
+use burn_fp4_search::Fp4Scheme;
 use indicatif::ProgressBar;
 
 use super::ahead::Ahead;
@@ -36,7 +36,7 @@ pub(super) struct Work<'w, 'c> {
 /// A job that is read, and will be quantized.
 struct Loaded<'w> {
     job: &'w Job,
-    how: RecipeScheme,
+    how: Fp4Scheme,
     floats: Floats,
     taken: Taken<'w>,
 }

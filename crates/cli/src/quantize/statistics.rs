@@ -78,8 +78,8 @@ impl StatisticsFile {
         };
         if self.imatrix && needs_gram {
             let path = self.path.display();
-            let fits = |method: &Method| method.row().needs == Needs::SecondMoments;
-            let others = Method::ALL.into_iter().filter(fits).map(|method| format!("`{method}`"));
+            let fits = Method::NAMED.into_iter().filter(|row| row.needs == Needs::SecondMoments);
+            let others = fits.map(|row| format!("`{}`", row.name));
             let others = others.collect::<Vec<_>>().join(" or ");
             let what = format!(
                 "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X; \

@@ -99,7 +99,7 @@ impl<'a> CalibrationOptions<'a> {
     /// The size of the blocks of which Gram matrices consist, unless they are whole.
     pub(crate) fn blocks(&self) -> Option<usize> {
         let config = self.config.as_ref().filter(|config| config.overrides.is_empty())?;
-        let only = match config.chosen_by(&config.scheme).needs() {
+        let only = match config.scheme.method.needs() {
             Needs::SecondMoments | Needs::BlockHessians => true,
             Needs::Nothing | Needs::Gram => false,
         };

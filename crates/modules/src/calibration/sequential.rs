@@ -39,7 +39,7 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
         return pack(module, &selection, PackSource { measured, ..PackSource::default() });
     }
     let options = options.for_config(config);
-    let asking = selection.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+    let asking = selection.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
     let wanted = asking.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis));
     let wanted = Some(wanted.collect());
     let batches = RecordedBatches::new(module, batches, &options.devices, wanted, &mut forward)?;
@@ -111,7 +111,7 @@ impl<'a> LayerByLayer<'a> {
     /// about its codes.
     fn weight_of(&self, weight: &WeightUse) -> Option<(usize, &'a WeightPlan)> {
         let &(at, plan) = self.plans.get(weight.path.as_str())?;
-        let asks = plan.asked.needs_inputs() && plan.layout.axis == weight.axis;
+        let asks = plan.scheme.method.needs_inputs() && plan.layout.axis == weight.axis;
         asks.then_some((at, plan))
     }
 

@@ -11,9 +11,7 @@ use burn::module::Module;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Decision, Exception, Preset, Selection};
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
-use burn_fp4_ops::search::{
-    Method, Recipe, RecipeError, RecipeFormat, RecipeScheme, RecipeWeights,
-};
+use burn_fp4_ops::search::{Recipe, RecipeError, RecipeFormat, RecipeWeights};
 
 use crate::config::{Container, Fp4Config};
 use crate::error::Fp4Error;
@@ -73,8 +71,8 @@ impl Fp4Report {
     /// Returns the recipe that [`save_recipe`](Self::save_recipe) writes.
     ///
     /// # Errors
-    /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule
-    /// and a block size, options of a method, blocks along another axis than in files, codes that
+    /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule,
+    /// a block size and a method, blocks along another axis than in files, codes that
     /// were handed over or packed before, and tensor scales that are shared by others than the
     /// layers that inference engines run as one. [`Fp4Error::Mismatch`], [`Fp4Error::Rename`],
     /// [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
@@ -85,7 +83,7 @@ impl Fp4Report {
         let known: Vec<Known<'_>> = parameters.iter().map(|one| Known::of_report(one)).collect();
         let files = Files::new(&known, map)?;
         let mut schemes = Vec::with_capacity(files.of.len());
-        let mut lists: Vec<(RecipeScheme, Vec<String>)> = Vec::new();
+        let mut lists: Vec<(Fp4Scheme, Vec<String>)> = Vec::new();
         for (weight, of) in files.model.weights.iter().zip(&files.of) {
             let scheme = to_recipe(parameters[of[0]], map)?;
             for &other in &of[1..] {
@@ -109,12 +107,12 @@ impl Fp4Report {
             format: Some(RecipeFormat::Dense),
             ..RecipeWeights::default()
         };
-        let list = |(how, names): (RecipeScheme, Vec<String>)| RecipeWeights {
+        let list = |(how, names): (Fp4Scheme, Vec<String>)| RecipeWeights {
             names,
-            format: Some(RecipeFormat::Fp4(how.scheme.format())),
-            block_size: Some(how.scheme.block_size),
+            format: Some(RecipeFormat::Fp4(how.format())),
+            block_size: Some(how.block_size),
             method: Some(how.method),
-            rule: Some(how.scheme.rule),
+            rule: Some(how.rule),
         };
         let recipe = Recipe {
             only: all(),
@@ -141,10 +139,8 @@ impl Fp4Config {
     /// [`Fp4Error::Recipe`] for choices that do not go together, and for the preset `miles`, which
     /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
     /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
-    /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: methods that are for all
-    /// weights together with others, also where these are what some weights got for want of
-    /// statistics before the recipe was saved; tensor scales shared by parameters that are no
-    /// siblings. For the map as [`Fp4Report::recipe`].
+    /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: tensor scales shared by
+    /// parameters that are not siblings. For the map as [`Fp4Report::recipe`].
     pub fn of_recipe<M: Module>(
         recipe: &Recipe,
         module: &M,
@@ -157,7 +153,7 @@ impl Fp4Config {
         let decided = Decided::new(recipe, &files)?;
         decided.selection.check_not_empty(&files.model)?;
         // One for each parameter that a tensor is made of.
-        let mut schemes: BTreeMap<usize, Option<RecipeScheme>> = BTreeMap::new();
+        let mut schemes: BTreeMap<usize, Option<Fp4Scheme>> = BTreeMap::new();
         for (tensor, of) in files.of.iter().enumerate() {
             let scheme = decided.scheme(tensor);
             for &at in of {
@@ -168,10 +164,10 @@ impl Fp4Config {
             }
         }
         let chosen = schemes.iter().filter_map(|(&at, scheme)| Some((&parameters[at], (*scheme)?)));
-        let chosen: Vec<(&Parameter, RecipeScheme)> = chosen.collect();
-        let mut config = with_containers(with_method(decided.base, &chosen)?, &chosen, map)?;
+        let chosen: Vec<(&Parameter, Fp4Scheme)> = chosen.collect();
+        let mut config = with_containers(Fp4Config::new(decided.base), &chosen, map)?;
         for (Parameter { path, .. }, how) in &chosen {
-            config = config.include(path).with(path, how.scheme);
+            config = config.include(path).with(path, *how);
         }
         for group in decided.selection.groups.iter().filter(|group| group.len() > 1) {
             let paths: Vec<_> = group.iter().map(|&at| known[files.of[at][0]].path).collect();
@@ -309,8 +305,8 @@ fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
 /// The decisions of a recipe about tensors.
 struct Decided {
     selection: Selection,
-    base: RecipeScheme,
-    exceptions: Vec<Option<RecipeScheme>>,
+    base: Fp4Scheme,
+    exceptions: Vec<Option<Fp4Scheme>>,
 }
 
 impl Decided {
@@ -324,8 +320,8 @@ impl Decided {
             return Err(RecipeError::Preset(problem).into());
         }
         let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
-        let becomes = |how: &RecipeScheme| (how.scheme.format(), how.scheme.block_size);
-        let exception = |(weights, how): (&RecipeWeights, &Option<RecipeScheme>)| Exception {
+        let becomes = |how: &Fp4Scheme| (how.format(), how.block_size);
+        let exception = |(weights, how): (&RecipeWeights, &Option<Fp4Scheme>)| Exception {
             names: weights.names.clone(),
             becomes: how.as_ref().map(becomes),
         };
@@ -345,7 +341,7 @@ impl Decided {
     }
 
     /// How a tensor is quantized. None: it is kept.
-    fn scheme(&self, tensor: usize) -> Option<RecipeScheme> {
+    fn scheme(&self, tensor: usize) -> Option<Fp4Scheme> {
         match self.selection.decisions[tensor] {
             Decision::Keep(_) => None,
             Decision::Quantize(_) => {
@@ -370,10 +366,10 @@ fn impossible(path: &str, problem: &str) -> Fp4Error {
 }
 
 /// Returns how a recipe says that a parameter was quantized; none for one that was kept.
-fn to_recipe(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeScheme>, Fp4Error> {
+fn to_recipe(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<Fp4Scheme>, Fp4Error> {
     let cannot = |what: &str| Err(not_representable(&one.path, what));
-    let (scheme, chosen_by, axis) = match &one.outcome {
-        Outcome::Quantized { scheme, chosen_by, axis, .. } => (scheme, chosen_by, *axis),
+    let (scheme, axis) = match &one.outcome {
+        Outcome::Quantized { scheme, axis, .. } => (scheme, *axis),
         Outcome::Kept { reason: Reason::AlreadyQuantized } => {
             return cannot("how it was quantized before");
         }
@@ -387,16 +383,12 @@ fn to_recipe(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<Recipe
     if placement.axis != axis || !placement.has_matrices() {
         return cannot("that blocks run along another axis than in files");
     }
-    let method = chosen_by.method();
-    if method != *chosen_by {
-        return cannot("other options of a method than its own");
-    }
     let own = Fp4Scheme::of(scheme.rule).with_block_size(scheme.block_size);
-    let own = own.with_method(chosen_by.search());
-    if scheme.with_method(own.search) != own {
-        return cannot("more of a scheme than its rule and block size");
+    let own = own.with_method(scheme.method);
+    if *scheme != own {
+        return cannot("more of a scheme than its rule, block size and method");
     }
-    Ok(Some(RecipeScheme { method, scheme: own }))
+    Ok(Some(own))
 }
 
 /// The group of parameters whose tensor scale it shares.
@@ -412,7 +404,7 @@ fn check(
     recipe: &Recipe,
     files: &Files,
     parameters: &[&ParameterReport],
-    schemes: &[Option<RecipeScheme>],
+    schemes: &[Option<Fp4Scheme>],
 ) -> Result<(), Fp4Error> {
     let decided = Decided::new(recipe, files)?;
     let mut sharing: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
@@ -428,7 +420,7 @@ fn check(
                 let problem = format!("`fp4 quantize` would keep it: {reason}");
                 return Err(impossible(&one.path, &problem));
             }
-            (Decision::Quantize(group), Some(how)) if how.scheme.format().row().tensor_scale => {
+            (Decision::Quantize(group), Some(how)) if how.format().row().tensor_scale => {
                 let alone = vec![tensor];
                 let expected = scale_group(one).map_or(&alone, |group| &sharing[group]);
                 if decided.selection.groups[*group] != *expected {
@@ -443,34 +435,10 @@ fn check(
     Ok(())
 }
 
-/// Returns a configuration with the method of all weights, or one with which each can have its own.
-fn with_method(
-    base: RecipeScheme,
-    chosen: &[(&Parameter, RecipeScheme)],
-) -> Result<Fp4Config, Fp4Error> {
-    let with = |method: Method| Fp4Config::new(base.scheme).method(method);
-    let other = |config: &Fp4Config| {
-        let by = |how: &RecipeScheme| config.chosen_by(&how.scheme).method();
-        chosen.iter().find(|(_, how)| by(how) != how.method)
-    };
-    let methods: BTreeSet<Method> = chosen.iter().map(|(_, how)| how.method).collect();
-    let mut configs = [base.method].into_iter().chain(methods).map(with);
-    match (configs.find(|config| other(config).is_none()), other(&with(base.method))) {
-        (Some(config), _) => Ok(config),
-        (None, found) => {
-            let (path, method) =
-                found.map_or(("", base.method), |(one, how)| (one.path.as_str(), how.method));
-            let problem =
-                format!("a configuration cannot combine the method `{method}` with other methods");
-            Err(impossible(path, &problem))
-        }
-    }
-}
-
 /// The configuration with the containers of parameters, along the axes of their blocks in files.
 fn with_containers(
     mut config: Fp4Config,
-    chosen: &[(&Parameter, RecipeScheme)],
+    chosen: &[(&Parameter, Fp4Scheme)],
     map: &CheckpointMap,
 ) -> Result<Fp4Config, Fp4Error> {
     let mut axes: BTreeMap<&str, usize> = BTreeMap::new();

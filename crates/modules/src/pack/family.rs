@@ -45,16 +45,16 @@ pub(crate) fn pack_family<'a>(
 ) -> Result<Vec<Quantized>, OpsError> {
     let mut quantized = match family {
         [(alone, task)] => vec![alone.pack(task, hessian_factors)?],
-        _ => quantize_side_by_side(family, curvatures)?,
+        _ => quantize_side_by_side(family, hessian_factors)?,
     };
-    let sums = output_sums(family, &quantized, &mut curvatures.grams)?;
+    let sums = output_sums(family, &quantized, &mut hessian_factors.grams)?;
     quantized.iter_mut().zip(sums).for_each(|(one, sums)| one.output_sums = sums);
     Ok(quantized)
 }
 
 fn quantize_side_by_side<'a>(
     family: &[(&dyn AnyWeight, WeightTask<'a>)],
-    curvatures: &mut HessianFactorCache<'a>,
+    hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
     let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
     let mut packed = vec![Vec::new(); family.len()];
@@ -80,14 +80,14 @@ fn quantize_slice<'a>(
     let (weight, WeightTask { plan, inputs, .. }) = &family[0];
     let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
     let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
-    match (plan.asked.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
+    match (plan.scheme.method.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
         (Some(options), Some(gram)) => {
             let (size, device) = (plan.scheme.block_size, weight.device());
             let hessian_factor = hessian_factors.of(gram, &options, size, &device)?;
             quantize_family(matrices.collect(), axis, &hessian_factor)
         }
         _ => matrices
-            .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme, plan.asked))
+            .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme))
             .collect(),
     }
 }
@@ -100,7 +100,7 @@ pub(super) fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
 /// The first Gram matrix of a weight that GPTQ quantizes matrix by matrix.
 fn first_gram<'a>(task: &WeightTask<'a>) -> Option<&'a Gram> {
     axis_of_matrices(&task.plan.layout)?;
-    task.choice().chosen_by.gptq()?;
+    task.choice().method.gptq()?;
     task.inputs?.grams().next()
 }
 
@@ -128,9 +128,9 @@ mod tests {
     use crate::pack::inputs::Inputs;
     use crate::walk::plan::WeightPlan;
 
-    fn plan(outputs: usize, scheme: &Fp4Scheme, asked: Method) -> WeightPlan {
+    fn plan(outputs: usize, scheme: &Fp4Scheme, method: Method) -> WeightPlan {
         let layout = Fp4Layout::new(&[32, outputs].into(), 0, scheme).unwrap();
-        WeightPlan { layout, shares: None, scheme: *scheme, asked }
+        WeightPlan { layout, shares: None, scheme: scheme.with_method(method) }
     }
 
     #[test]

@@ -268,7 +268,7 @@ fn report(
         }
         Decision::Quantize(plan) => {
             let choice = &choices[&parameter.path];
-            let scheme = plan.scheme.with_method(choice.chosen_by.search());
+            let scheme = plan.scheme.with_method(choice.method);
             facts[&parameter.path].quantized(parameter, plan, scheme, choice)
         }
     });

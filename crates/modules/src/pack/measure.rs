@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
-use burn_fp4_ops::search::Method;
+use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
 
 use crate::error::Fp4Error;
@@ -64,7 +64,7 @@ pub(crate) fn measure<M: Module>(
 ) -> Result<Measured, Fp4Error> {
     let rejects = |plan: &WeightPlan| {
         // No reference says what these make of a value that is not finite.
-        let finite = matches!(plan.asked, Method::Gptq(_) | Method::Sse(Sse::TensorScale));
+        let finite = matches!(plan.scheme.method, Method::Gptq(_) | Method::Sse(Sse::TensorScale));
         reject || finite || plan.scheme.non_finite == NonFinite::Reject
     };
     let plans: BTreeMap<usize, &WeightPlan> =
@@ -162,7 +162,7 @@ fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
             let same = |known: &&mut Vec<usize>| {
                 let (a, b) = (plans[&known[0]], plans[&at]);
                 let alone = a.shares.is_none() == b.shares.is_none();
-                alone && a.layout == b.layout && a.scheme == b.scheme && a.asked == b.asked
+                alone && a.layout == b.layout && a.scheme == b.scheme
             };
             match alike.iter_mut().find(same) {
                 Some(known) => known.push(at),

@@ -108,8 +108,7 @@ impl PackedFacts {
     ) -> ParameterReport {
         let outcome = Outcome::Quantized {
             scheme,
-            asked: plan.asked,
-            chosen_by: choice.chosen_by,
+            asked: plan.scheme.method,
             fallback: choice.fallback.clone(),
             axis: self.layout.axis,
             shares_scale_with: plan.shares.clone(),

@@ -36,7 +36,7 @@ pub(crate) fn quantize_selected<M: Module>(
     let inputs = inputs_by_weight(selection, &measured, calibration)?;
     let usable = |at: usize, plan| {
         let inputs = inputs.get(&measured.tied_to(at));
-        WeightTask { plan, amax: None, inputs }.choice().chosen_by.needs_inputs()
+        WeightTask { plan, amax: None, inputs }.choice().method.needs_inputs()
     };
     selection.check_calibrated(usable)?;
     let devices = calibration.devices();
@@ -48,7 +48,7 @@ pub(crate) fn quantize_selected<M: Module>(
 mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{Device, Distribution, Tensor};
-    use burn_fp4_ops::search::Method;
+    use burn_fp4_ops::search::{Method, Sse};
     use burn_fp4_ops::{
         Fp4Scheme, Fp4Tensor, Importance, Method, gram, quantize_by_importance,
         quantize_with_best_tensor_scale,
@@ -62,12 +62,12 @@ mod tests {
     fn quantized(layer: &Linear, config: &Fp4Config) -> (Fp4Tensor<2>, Method) {
         let mut layer = layer.clone();
         let report = quantize(&mut layer, config).unwrap();
-        let Outcome::Quantized { asked, chosen_by, .. } = report.parameters[0].outcome else {
+        let Outcome::Quantized { asked, scheme, .. } = report.parameters[0].outcome else {
             panic!("a packed weight")
         };
-        assert_eq!(asked, chosen_by);
+        assert_eq!(asked, scheme.method);
         let packed = layer.weight.reparameterization::<PackedWeight>().expect("packed");
-        (packed.tensor(), chosen_by)
+        (packed.tensor(), asked)
     }
 
     fn assert_same(found: &Fp4Tensor<2>, expected: &Fp4Tensor<2>) {

@@ -34,7 +34,7 @@ pub(crate) fn run_on_devices<M: Module>(
     // Tied weights are quantized once.
     let wanted: BTreeMap<&str, (usize, &WeightPlan)> = selection
         .plans()
-        .filter(|(at, _, plan)| measured.tied_to(*at) == *at && plan.asked.needs_inputs())
+        .filter(|(at, _, plan)| measured.tied_to(*at) == *at && plan.scheme.method.needs_inputs())
         .filter(|(at, ..)| inputs.contains_key(at))
         .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
         .collect();
@@ -101,7 +101,7 @@ pub(crate) fn quantize_each(
     let results: Result<Vec<_>, _> = results.into_iter().collect();
     let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
     moved(&all, || {
-        quantized.into_values().zip(&homes).map(|(one, home)| one.to_device(home)).collect()
+        quantized.into_values().zip(&homes).map(|(one, home)| one.moved_to(home)).collect()
     })
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::search::{Method, Needs};
+use burn_fp4_ops::search::{Method, Needs, Sse};
 use burn_fp4_ops::{
     Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
     TensorScaling, amax, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
@@ -162,7 +162,7 @@ pub(crate) struct Quantized {
 }
 
 impl Quantized {
-    pub(crate) fn to_device(self, device: &Device) -> Self {
+    pub(crate) fn moved_to(self, device: &Device) -> Self {
         Self {
             packed: self.packed.to_device(device),
             output_sums: self.output_sums.map(|sums| sums.to_device(device)),
@@ -174,7 +174,7 @@ impl Quantized {
 /// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct MethodUsed {
-    pub(crate) chosen_by: Method,
+    pub(crate) method: Method,
     pub(crate) fallback: Option<Fallback>,
 }
 
@@ -184,7 +184,7 @@ impl WeightTask<'_> {
         // The weight was found finite, or was not to be looked at.
         let scheme = self.plan.scheme.with_non_finite(NonFinite::FollowReference);
         match self.amax {
-            _ if self.plan.asked == Method::Sse(Sse::TensorScale) => scheme,
+            _ if self.plan.scheme.method == Method::Sse(Sse::TensorScale) => scheme,
             Some(amax) if amax.is_finite() => scheme.with_tensor_scale(TensorScaling::Amax(amax)),
             _ => scheme,
         }
@@ -192,10 +192,10 @@ impl WeightTask<'_> {
 
     /// As asked, where there are the statistics that it takes.
     pub(crate) fn choice(&self) -> MethodUsed {
-        let asked = self.plan.asked;
-        let all = |fallback| MethodUsed { chosen_by: Method::SSE, fallback: Some(fallback) };
+        let asked = self.plan.scheme.method;
+        let all = |fallback| MethodUsed { method: Method::SSE, fallback: Some(fallback) };
         if !asked.needs_inputs() {
-            return MethodUsed { chosen_by: asked, fallback: None };
+            return MethodUsed { method: asked, fallback: None };
         }
         let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
@@ -215,7 +215,7 @@ impl WeightTask<'_> {
         }
         let fallback =
             (!without.is_empty()).then_some(Fallback::Slices { without_inputs: without });
-        MethodUsed { chosen_by: asked, fallback }
+        MethodUsed { method: asked, fallback }
     }
 }
 
@@ -227,7 +227,7 @@ fn quantize_weight<'a, const D: usize>(
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
     let slices = task.plan.slices();
-    let inputs = task.inputs.filter(|_| choice.chosen_by.needs_inputs());
+    let inputs = task.inputs.filter(|_| choice.method.needs_inputs());
     let Some(inputs) = inputs.filter(|_| slices > 1) else {
         let gram = inputs.and_then(|inputs| inputs.of(0));
         return quantize_whole(dense.clone(), layout.axis, &scheme, choice, gram, hessian_factors);
@@ -254,7 +254,8 @@ fn quantize_whole<'a, const D: usize>(
     gram: Option<&'a Gram>,
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    match (choice.chosen_by, gram) {
+    let scheme = &scheme.with_method(choice.method);
+    match (choice.method, gram) {
         (Method::Gptq(options), Some(gram)) => {
             let device = dense.device();
             let hessian_factor = hessian_factors.of(gram, &options, scheme.block_size, &device)?;
@@ -262,15 +263,13 @@ fn quantize_whole<'a, const D: usize>(
         }
         (Method::Sse(Sse::Weighted), Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
-            let scheme = scheme.with_method(Method::SSE);
-            quantize_by_importance(dense, axis, &scheme, Importance::Channels(&weights))
+            quantize_by_importance(dense, axis, scheme, Importance::Channels(&weights))
         }
-        (Method::Search(search), Some(gram)) if search.needs_hessians() => {
+        (method, Some(gram)) if method.needs_hessians() => {
             let hessians = gram.blocks(scheme.block_size)?;
-            let scheme = scheme.with_method(search);
-            quantize_by_importance(dense, axis, &scheme, Importance::Blocks(&hessians))
+            quantize_by_importance(dense, axis, scheme, Importance::Blocks(&hessians))
         }
-        (chosen_by, _) => quantize_without_inputs(dense, axis, scheme, chosen_by),
+        _ => quantize_without_inputs(dense, axis, scheme),
     }
 }
 
@@ -283,19 +282,11 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    chosen_by: Method,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    match chosen_by {
-        Method::Sse(Sse::TensorScale) => {
-            let scheme = scheme.with_method(Method::SSE);
-            quantize_with_best_tensor_scale(dense, axis, &scheme)
-        }
-        Method::Search(search) if !search.needs_hessians() => {
-            quantize(dense, axis, &scheme.with_method(search))
-        }
-        Method::Search(_) | Method::Sse(Sse::Weighted) | Method::Gptq(_) => {
-            quantize(dense, axis, &scheme.with_method(Method::SSE))
-        }
+    match scheme.method {
+        Method::Sse(Sse::TensorScale) => quantize_with_best_tensor_scale(dense, axis, scheme),
+        method if method.needs_inputs() => quantize(dense, axis, &scheme.with_method(Method::SSE)),
+        _ => quantize(dense, axis, scheme),
     }
 }
 

@@ -370,8 +370,8 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         let known = self.recordings.iter().position(|known| known.inputs == signature);
         let tensors = match known {
             Some(known) => {
-                let known = self.recordings.remove(known);
-                self.recordings.push(known);
+                // The one used last is dropped last.
+                self.recordings[known..].rotate_left(1);
                 inputs.into_tensors()
             }
             None => {

@@ -20,7 +20,7 @@ use crate::report::{Fp4Report, SquaredError};
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::{Selection, WeightPlan};
-use crate::walk::select::{check_method, select};
+use crate::walk::select::select;
 
 use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
@@ -130,14 +130,14 @@ fn schemes(
             own.validate().map_err(OpsError::from)?;
         }
         let scheme = candidate.scheme(config);
-        let checked = scheme.map(|scheme| check_method(&scheme, config).map(|()| scheme));
+        let checked = scheme.map(|scheme| scheme.validate().map(|()| scheme));
         schemes.push(checked.transpose().unwrap_or_else(|error| {
             refused.get_or_insert(error);
             None
         }));
     }
     match refused {
-        Some(error) if schemes.iter().all(Option::is_none) => Err(error),
+        Some(error) if schemes.iter().all(Option::is_none) => Err(OpsError::from(error).into()),
         _ => Ok(schemes),
     }
 }

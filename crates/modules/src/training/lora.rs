@@ -112,7 +112,7 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
         }
         Some(facts) => {
             let plan = &plans[&parameter.path];
-            let choice = MethodUsed { chosen_by: plan.asked, fallback: None };
+            let choice = MethodUsed { method: plan.scheme.method, fallback: None };
             facts.quantized(parameter, plan, plan.scheme, &choice)
         }
     });
@@ -164,15 +164,15 @@ fn merge_packed(
     let mut merged = Merged::default();
     for (parameter, plan) in adapted.iter().zip(plans) {
         let path = &parameter.path;
-        if plan.asked.needs_inputs() {
+        if plan.scheme.method.needs_inputs() {
             let paths = adapted.iter().map(|one| one.path.clone()).collect();
-            return Err(Fp4Error::Uncalibrated { method: plan.asked.to_string(), paths });
+            return Err(Fp4Error::Uncalibrated { method: plan.scheme.method.to_string(), paths });
         }
         let named = |problem| Fp4Error::at(path, problem);
         let dtype = parameter.stored_dtype();
         let dense = merged_values(&packed[path], dtype.into());
-        let WeightPlan { layout, scheme, asked, .. } = &plan;
-        let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
+        let WeightPlan { layout, scheme, .. } = &plan;
+        let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme);
         let tensor = tensor.map_err(named)?;
         merged.facts.add(path, &tensor, dtype, Some((dense, None))).map_err(named)?;
         packed.insert(path.clone(), PackedWeight::from(tensor));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, Param, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Tensor};
-use burn_fp4_ops::search::Method;
+use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 
 use crate::config::Fp4Config;
@@ -57,7 +57,7 @@ pub(crate) fn fake_quantize<M: Module>(
 /// [`Fp4Error::FakeQuantization`] naming what only makes sense once.
 fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
-    if config.chosen_by(&config.scheme).gptq().is_some() {
+    if config.scheme.method.gptq().is_some() {
         return refuse("GPTQ", "it needs activations, which change as the model trains");
     }
     if config.calibration.iter().next().is_some() {
@@ -74,10 +74,10 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
     let scheme: &Fp4Scheme = &plan.scheme;
-    if plan.asked == Method::Sse(Sse::TensorScale) {
+    if plan.scheme.method == Method::Sse(Sse::TensorScale) {
         return refuse("a search for the tensor scale", "every step would search again");
     }
-    if plan.asked.needs_inputs() {
+    if plan.scheme.method.needs_inputs() {
         return refuse(
             "the scale search",
             "it needs activations, which change as the model trains",
@@ -141,8 +141,7 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
             (Some(FakeQuantSettings { scheme, axis, .. }), _) => {
                 let layout = Fp4Layout::new(&parameter.shape.clone().into(), *axis, scheme);
                 let layout = layout.map_err(|problem| Fp4Error::at(&parameter.path, problem))?;
-                let asked = Method::Search(scheme.method);
-                Decision::Quantize(WeightPlan { layout, shares: None, scheme: *scheme, asked })
+                Decision::Quantize(WeightPlan { layout, shares: None, scheme: *scheme })
             }
             (None, Some(name)) => {
                 return Err(Fp4Error::Attached { path: parameter.path, name: name.clone() });

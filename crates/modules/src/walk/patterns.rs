@@ -53,7 +53,7 @@ impl Patterns {
     /// By what a parameter is quantized if it is selected.
     pub(crate) fn scheme(&self, path: &str, config: &Fp4Config) -> Fp4Scheme {
         let last = self.overrides_of(path).into_iter().max();
-        last.map_or(config.scheme, |at| config.overrides[at].scheme)
+        last.map_or(config.scheme, |at| config.overrides[at].change.of(&config.scheme))
     }
 
     /// Lines about the patterns that fit no parameter, and the overrides that fit no selected one.

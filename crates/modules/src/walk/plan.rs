@@ -26,8 +26,6 @@ pub(crate) struct WeightPlan {
     /// The group of parameters whose tensor scale it shares.
     pub(crate) shares: Option<String>,
     pub(crate) scheme: Fp4Scheme,
-    /// How its scales and codes are to be chosen.
-    pub(crate) asked: Method,
 }
 
 impl WeightPlan {
@@ -60,7 +58,7 @@ impl Selection {
 
     /// Returns true if statistics of inputs decide about the codes of a weight.
     pub(crate) fn needs_inputs(&self) -> bool {
-        self.plans().any(|(_, _, plan)| plan.asked.needs_inputs())
+        self.plans().any(|(_, _, plan)| plan.scheme.method.needs_inputs())
     }
 
     /// Checks that a method uses the calibration of the configuration, if it has one.
@@ -71,8 +69,8 @@ impl Selection {
         if config.calibration.iter().next().is_none() || self.needs_inputs() {
             return Ok(());
         }
-        let users = Method::ALL.into_iter().filter(|method| method.row().calibrated);
-        let users: Vec<_> = users.map(|method| format!("`{method}`")).collect();
+        let users = Method::NAMED.into_iter().filter(|row| row.calibrated);
+        let users: Vec<_> = users.map(|row| format!("`{}`", row.name)).collect();
         let users = users.join(", ");
         let line = format!("calibration: no method asked for uses it, as {users} do");
         match config.unused {
@@ -89,10 +87,10 @@ impl Selection {
         &'a self,
         has: impl Fn(usize, &'a WeightPlan) -> bool,
     ) -> Result<(), Fp4Error> {
-        let asking = || self.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+        let asking = || self.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
         match asking().next() {
             Some((_, _, plan)) if !asking().any(|(at, _, plan)| has(at, plan)) => {
-                let method = plan.asked.to_string();
+                let method = plan.scheme.method.to_string();
                 let paths = asking().map(|(_, parameter, _)| parameter.path.clone()).collect();
                 Err(Fp4Error::Uncalibrated { method, paths })
             }
@@ -118,7 +116,7 @@ pub(crate) fn plan_selected(
             rank: shape.len(),
         });
     }
-    match plan_along(parameter, container.axis, scheme, config) {
+    match plan_along(parameter, container.axis, scheme) {
         Ok(plan) => Ok(Ok(plan)),
         Err(OpsError::Indivisible { axis, length, block_size })
             if config.indivisible == Indivisible::Skip =>
@@ -144,7 +142,7 @@ pub(crate) fn plans_as<'a>(
         used.extend(patterns.overrides_of(&parameter.path));
         let scheme = patterns.scheme(&parameter.path, config);
         scheme.validate().map_err(OpsError::from)?;
-        let plan = plan_along(parameter, axis, &scheme, config);
+        let plan = plan_along(parameter, axis, &scheme);
         plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);
     }
     let unused = config.overrides.iter().enumerate().filter(|(at, _)| !used.contains(at));
@@ -164,7 +162,6 @@ fn plan_along(
     parameter: &Parameter,
     axis: usize,
     scheme: &Fp4Scheme,
-    config: &Fp4Config,
 ) -> Result<WeightPlan, OpsError> {
     if let Some(found) = parameter.dtype
         && !matches!(found, DType::F32 | DType::F16 | DType::BF16)
@@ -172,5 +169,5 @@ fn plan_along(
         return Err(OpsError::DType { found });
     }
     let layout = Fp4Layout::new(&parameter.shape.clone().into(), axis, scheme)?;
-    Ok(WeightPlan { layout, shares: None, scheme: *scheme, asked: config.chosen_by(scheme) })
+    Ok(WeightPlan { layout, shares: None, scheme: *scheme })
 }

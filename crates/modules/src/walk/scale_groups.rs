@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use burn_fp4_ops::search::Method;
+use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
 
 use crate::config::Fp4Config;
@@ -74,7 +74,7 @@ pub(crate) fn shared_scales(
             if schemes[at].tensor_scale != TensorScaling::Tensor {
                 return refuse("its scheme has one per row or a given one");
             }
-            if config.chosen_by(&schemes[at]) == Method::Sse(Sse::TensorScale) {
+            if schemes[at].method == Method::Sse(Sse::TensorScale) {
                 return refuse("its method, sse-tensor-scale, chooses one for every weight");
             }
             if schemes[at] != schemes[members[0]] {

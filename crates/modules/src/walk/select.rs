@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::Module;
-use burn_fp4_ops::{Fp4Scheme, OpsError};
+use burn_fp4_ops::OpsError;
 
 use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
@@ -29,7 +29,7 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     let schemes: Vec<_> =
         parameters.iter().map(|parameter| patterns.scheme(&parameter.path, config)).collect();
     for (scheme, _) in schemes.iter().zip(&reasons).filter(|(_, reason)| reason.is_none()) {
-        check_method(scheme, config)?;
+        scheme.validate().map_err(OpsError::from)?;
     }
     let groups = shared_scales(&parameters, &reasons, &schemes, config)?;
     let mut unused = patterns.unused(&parameters, &reasons, config);
@@ -61,13 +61,6 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     Ok(selection)
 }
 
-/// # Errors
-/// [`Fp4Error::Scheme`] if a scheme is inconsistent, or does not go with the method.
-pub(crate) fn check_method(scheme: &Fp4Scheme, config: &Fp4Config) -> Result<(), Fp4Error> {
-    let validated = scheme.validate().and_then(|()| config.chosen_by(scheme).validate(scheme));
-    Ok(validated.map_err(OpsError::from)?)
-}
-
 /// Paths of the parameters that a configuration selects and whose codes depend on their inputs,
 /// with the axis that is contracted.
 ///
@@ -78,7 +71,7 @@ pub(crate) fn planned_axes<M: Module>(
     config: &Fp4Config,
 ) -> Result<BTreeSet<(String, usize)>, Fp4Error> {
     let selection = select(module, config)?;
-    let plans = selection.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
+    let plans = selection.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
     Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
 }
 

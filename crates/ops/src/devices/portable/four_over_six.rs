@@ -11,7 +11,7 @@ use super::scale_grid::round_to_float;
 use super::tensor_scale::TensorFactors;
 use super::tiles::share_sum;
 
-/// Chooses the better of two candidate scales; see [`Method::FourOverSix`].
+/// Chooses the better of two candidate scales; see [`Method::FOUR_OVER_SIX`].
 pub(super) fn four_over_six<B: Backend>(
     values: &Floats<B>,
     amax: &Floats<B>,

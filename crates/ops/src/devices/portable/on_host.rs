@@ -78,7 +78,7 @@ pub(crate) enum OwnedImportance {
 
 impl OwnedImportance {
     pub(crate) fn new(values: Vec<f32>, scheme: &Fp4Scheme) -> Self {
-        if scheme.search.needs_hessians() {
+        if scheme.method.needs_hessians() {
             Self::Blocks(BlockHessians::new(values, scheme.block_size).expect(CHECKED))
         } else {
             Self::Channels(values)

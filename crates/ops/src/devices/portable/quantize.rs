@@ -61,8 +61,8 @@ fn quantize_rows<B: Backend>(
         Method::Sse(_)
         | Method::Hessian
         | Method::CoordinateDescent
-        | Method::ADMM
-        | Method::Admm(Admm::Published) => unreachable!("{:?} is done on the host", scheme.method),
+        | Method::Admm(_)
+        | Method::Gptq(_) => unreachable!("{:?} is done on the host", scheme.method),
     };
     let normalized = normalize(&values, &codes, &scales, &factors, scheme);
     Quantized {

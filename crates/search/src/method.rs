@@ -145,7 +145,7 @@ rows! {
         Sse => MethodRow::new("sse", Search(ScaleSearch::Sse), Needs::Nothing,
             "the scale with the smallest squared error of all"),
         SseTensorScale => MethodRow::new("sse-tensor-scale", SseTensorScale, Needs::Nothing,
-            "the same with the best of 16 tensor scales").only_nvfp4(),
+            "sse with the best of 16 tensor scales").only_nvfp4(),
         SseWeighted => MethodRow::new("sse-weighted", SseWeighted, Needs::SecondMoments,
             "sse, errors weighted by their channel's activity"),
         Hessian => MethodRow::new("hessian", Search(ScaleSearch::Hessian), Needs::BlockHessians,

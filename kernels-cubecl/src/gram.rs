@@ -92,7 +92,7 @@ impl Sum<'_> {
     fn mma<F: Float>(&self, left: &Handle, right: &Handle) {
         let Self { client, rows, sums, layout, tiles } = self;
         let vectors = layout.channels() / 8;
-        // SAFETY: the lengths are those of activations and tiles; values beyond the activations
+        // SAFETY: the lengths match activations and tiles; values beyond the activations
         // count as 0.
         unsafe {
             mma_kernel::launch_unchecked::<F>(

@@ -59,7 +59,7 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 32, input: 8, k_tile: K_TILE };
-    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
+    // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         mma_kernel::launch_unchecked::<F, S>(

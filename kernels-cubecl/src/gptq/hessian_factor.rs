@@ -51,7 +51,7 @@ pub struct HessianFactorHandles {
     definite: Handle,
 }
 
-/// Factorizes H on the device, in f64, given a Gram matrix that is summed in f32 as on devices.
+/// Factorizes H on the device, in f64, from a Gram matrix that is rounded to f32.
 ///
 /// # Errors
 /// [`Refusal`], also if the damping belongs to another Gram matrix, or to one that is kept in

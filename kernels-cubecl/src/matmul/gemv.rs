@@ -52,6 +52,7 @@ pub(super) fn launch<F: Float>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn gemv_kernel<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u8, W, X>,
     output: &mut [F],

@@ -1,4 +1,4 @@
-//! What the benchmarks share: inputs, medians, and the table they print.
+//! Shared parts of the benchmarks: inputs, medians, and the table of results.
 
 use std::time::Instant;
 
@@ -8,9 +8,9 @@ use serde::Serialize;
 /// One measured operation.
 #[derive(Debug, Clone, Serialize)]
 pub struct Row {
-    /// What was done.
+    /// Measured operation.
     pub operation: String,
-    /// To how many values.
+    /// Number of values.
     pub values: usize,
     /// Median time of a run, in microseconds.
     pub microseconds: f64,

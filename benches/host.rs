@@ -26,7 +26,7 @@ struct Arguments {
     /// Print an array of objects instead of a table.
     #[arg(long)]
     json: bool,
-    /// What `cargo bench` passes.
+    /// Option that `cargo bench` passes.
     #[arg(long, hide = true)]
     bench: bool,
 }

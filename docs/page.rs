@@ -4,15 +4,20 @@
 //! <!-- table: methods; `amax`; `gptq` -->    some rows of docs/benchmarks/methods.json, or all
 //! | method | ..
 //! <!-- end -->
+//! 4.25<!-- = methods; `gptq`; NVFP4, `3.up` --> %    a cell, rounded to the digits of the page
 //! <!-- records -->                         every table with its source and notes
 //! <!-- end -->
 //! ```
 
-use crate::table::{Table, wrapped};
+use std::fmt::Write;
+
+use crate::table::Table;
 
 const BEGIN: &str = "<!-- ";
 const CLOSE: &str = " -->";
 const END: &str = "<!-- end -->";
+/// Begins a comment that names the cell of the number before it.
+const CELL: &str = "<!-- = ";
 
 /// Why a table, a page or a picture cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -61,11 +66,11 @@ fn asked(line: &str) -> Option<Asked<'_>> {
     Some(Asked::Table { id, rows: parts.collect() })
 }
 
-/// A page with all tables that its comments ask for; what was between the comments does not matter.
+/// A page with all tables and figures that its comments ask for, whatever was there before.
 /// `home` is the way from the page to that of all figures, for a link.
 ///
 /// # Errors
-/// [`DocsError::Page`] for a comment without an end, or a table that does not exist.
+/// [`DocsError::Page`] for a comment without an end, or a table or figure that does not exist.
 pub fn fill(
     page: &str,
     text: &str,
@@ -76,12 +81,15 @@ pub fn fill(
     let mut in_code = false;
     let mut lines = text.lines().enumerate();
     while let Some((index, line)) = lines.next() {
-        made += line;
-        made += "\n";
-        in_code ^= is_fence(line);
-        let Some(asked) = asked(line).filter(|_| !in_code) else { continue };
         let error =
             |problem: String| DocsError::Page { page: page.to_owned(), line: index + 1, problem };
+        in_code ^= is_fence(line);
+        match in_code {
+            true => made += line,
+            false => made += &with_figures(line, tables).map_err(&error)?,
+        }
+        made += "\n";
+        let Some(asked) = asked(line).filter(|_| !in_code) else { continue };
         if !lines.by_ref().any(|(_, line)| line.trim() == END) {
             return Err(error(format!("expected `{END}` behind it")));
         }
@@ -89,14 +97,11 @@ pub fn fill(
             Asked::Table { id, rows } => {
                 let table = tables.iter().find(|table| table.id == id);
                 let table = table.ok_or_else(|| error(format!("no table `{id}`")))?;
-                let link = |home| format!(" ([more]({home}#{}))", anchor(&table.title));
-                let link = home.map_or(String::new(), link);
-                let source = format!("{}{link}.{}", table.source(), table.others(&rows));
-                // A page without a link to the record says itself what was measured.
-                if home.is_none() {
-                    made += &format!("{}\n\n", wrapped(&table.what, ""));
+                made += &table.markdown(&rows)?;
+                if let Some(home) = home {
+                    let anchor = anchor(&table.title);
+                    made += &format!("\n[Source]({home}#{anchor}).\n");
                 }
-                made += &format!("{}\n{}\n", table.markdown(&rows)?, wrapped(&source, ""));
             }
             Asked::Records => {
                 let records: Vec<_> = tables.iter().map(Table::record).collect();
@@ -109,7 +114,49 @@ pub fn fill(
     Ok(made)
 }
 
-/// Whether a line begins or ends a block of code.
+/// A line whose figures are those of the cells that its comments name.
+fn with_figures(line: &str, tables: &[Table]) -> Result<String, String> {
+    let mut made = String::new();
+    let mut rest = line;
+    while let Some((before, after)) = rest.split_once(CELL) {
+        let (cell, after) = after.split_once(CLOSE).ok_or("expected ` -->` in the same line")?;
+        let (text, number) = split_number(before);
+        if number.is_empty() {
+            return Err(format!("expected a number before the comment that names `{cell}`"));
+        }
+        let digits = number.split_once('.').map_or(0, |(_, digits)| digits.len());
+        let figure = figure(cell, tables).ok_or_else(|| format!("no figure `{cell}`"))?;
+        let _ = write!(made, "{text}{figure:.digits$}{CELL}{cell}{CLOSE}");
+        rest = after;
+    }
+    Ok(made + rest)
+}
+
+/// The figure that a comment names: `table; row; column`.
+fn figure(cell: &str, tables: &[Table]) -> Option<f64> {
+    let (id, cell) = cell.split_once("; ")?;
+    let (row, column) = cell.split_once("; ")?;
+    tables.iter().find(|table| table.id == id)?.figure(row, column)
+}
+
+/// A text without the number that it ends with, and the number.
+fn split_number(text: &str) -> (&str, &str) {
+    let before = text.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+    text.split_at(before.len())
+}
+
+/// A line without its figures that are made, and the comments that name their cells.
+pub fn without_figures(line: &str) -> String {
+    let mut written = String::new();
+    let mut rest = line;
+    while let Some((before, after)) = rest.split_once(CELL) {
+        written += split_number(before).0;
+        rest = after.split_once(CLOSE).map_or("", |(_, after)| after);
+    }
+    written + rest
+}
+
+/// Returns true if a line begins or ends a block of code.
 fn is_fence(line: &str) -> bool {
     line.trim_start().starts_with("```")
 }
@@ -155,11 +202,20 @@ mod tests {
         let page = "# P\n<!-- table: t; b -->\nold 7\n<!-- end -->\nlast 1 us\n";
         let made = fill("p.md", page, &tables(), Some("b/README.md")).expect("a page");
         let expected = "# P\n<!-- table: t; b -->\n| name | us |\n| --- | --- |\n| b | 2 |\n\n\
-            A machine; 2026-01-02, commit abc; `cargo x` ([more](b/README.md#a-t)).\n\
-            <!-- end -->\nlast 1 us\n";
+            [Source](b/README.md#a-t).\n<!-- end -->\nlast 1 us\n";
         assert_eq!(made, expected);
         assert_eq!(fill("p.md", &made, &tables(), Some("b/README.md")).expect("a page"), made);
         assert_eq!(outside(&made), [(1, "# P"), (9, "last 1 us")]);
+    }
+
+    #[test]
+    fn a_figure_in_a_sentence_is_its_cell_with_the_digits_of_the_page() {
+        let page =
+            "**7.00<!-- = t; a; us --> us**, 9<!-- = t; b; us -->\n```\n7<!-- = t -->\n```\n";
+        let made = fill("p.md", page, &tables(), None).expect("a page");
+        let expected = page.replace("7.00<", "1.00<").replace("9<", "2<");
+        assert_eq!(made, expected);
+        assert_eq!(without_figures("**1.00<!-- = t; a; us --> us**, 9 s"), "** us**, 9 s");
     }
 
     #[test]
@@ -180,7 +236,9 @@ mod tests {
 
     #[test]
     fn comments_that_ask_for_nothing_there_is_are_errors() {
-        for page in ["<!-- table: u -->\n<!-- end -->\n", "\n<!-- table: t -->\n"] {
+        let tables_of_none = ["<!-- table: u -->\n<!-- end -->\n", "\n<!-- table: t -->\n"];
+        let figures_of_none = ["1<!-- = t; c; us -->", "1 <!-- = t; a; us -->", "1<!-- = t; a; us"];
+        for page in tables_of_none.into_iter().chain(figures_of_none) {
             assert!(fill("p.md", page, &tables(), None).is_err(), "{page}");
         }
     }

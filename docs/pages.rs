@@ -2,13 +2,13 @@
 
 use std::fs;
 
-use docs::{made, outside, root};
+use docs::{made, outside, root, without_figures};
 
-/// What stands behind a number that was measured.
+/// Units of numbers that were measured.
 const UNITS: [&str; 9] = ["us", "ms", "s", "seconds", "GB", "GB/s", "MB", "%", "times"];
 
-/// How long the README may be, in bytes.
-const README: usize = 8 * 1024;
+/// The most bytes of the README, and of a page of the guide.
+const LENGTH: usize = 8 * 1024;
 
 fn pages() -> Vec<(String, String)> {
     let made = made().expect("figures, and pages with tables that exist");
@@ -38,7 +38,7 @@ fn every_table_of_figures_has_its_record() {
     }
 }
 
-/// Numbers of a line that were measured: in a cell of their own, or before a unit.
+/// Finds the numbers of a line that were measured: in a cell of their own, or before a unit.
 fn figures(line: &str) -> Vec<&str> {
     if line.trim_start().starts_with('|') {
         return line.split('|').map(str::trim).filter(|cell| is_number(cell)).collect();
@@ -64,7 +64,8 @@ fn figures_that_were_measured_are_recognized() {
 fn no_page_types_a_figure() {
     for (path, text) in pages() {
         for (line, written) in outside(&text) {
-            let found = figures(written);
+            let written = without_figures(written);
+            let found = figures(&written);
             assert!(
                 found.is_empty(),
                 "{path}:{line}: {found:?} was typed: put it into docs/benchmarks, with its machine"
@@ -74,7 +75,9 @@ fn no_page_types_a_figure() {
 }
 
 #[test]
-fn the_readme_is_short() {
-    let text = fs::read_to_string(root().join("README.md")).expect("the README");
-    assert!(text.len() <= README, "README.md has {} bytes of at most {README}", text.len());
+fn pages_are_short() {
+    let is_short = |path: &str| path == "README.md" || path.contains("/guide/");
+    for (path, text) in pages().into_iter().filter(|(path, _)| is_short(path)) {
+        assert!(text.len() <= LENGTH, "{path} has {} bytes of at most {LENGTH}", text.len());
+    }
 }

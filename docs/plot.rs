@@ -1,206 +1,130 @@
-//! The pictures: times over rows of input, and errors by method.
+//! The picture of the README, in a light and a dark variant: bars of the figures of a table.
 
-use plotters::coord::Shift;
-use plotters::prelude::*;
+use std::fmt::Write;
 
 use crate::page::DocsError;
 use crate::table::Table;
 
-/// Width of a panel, in pixels.
-const WIDTH: u32 = 560;
-/// Height of a panel, in pixels.
-const HEIGHT: u32 = 400;
+const WIDTH: usize = 760;
+/// Distance of bars, and of the panels from the title above.
+const STEP: usize = 30;
+const TOP: usize = 62;
+/// Width of the names of bars, and of the longest bar.
+const NAMES: usize = 128;
+const LONGEST: f64 = 176.0;
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-
-/// A part of a picture.
-enum Panel {
-    /// Rows of a table as lines, over columns whose names are numbers; both axes by powers of two.
-    Lines { x: &'static str, rows: &'static [&'static str] },
-    /// Columns of a table as groups of bars, one for each row that is named.
-    Bars { rows: &'static [&'static str], columns: &'static [&'static str] },
+/// A quantity of both pictures, with a bar for each cell.
+struct Panel {
+    title: &'static str,
+    /// Digits after the point.
+    digits: usize,
+    bars: &'static [Bar],
 }
 
-/// The file of a picture, and title, table and form of every panel.
-type Picture = (&'static str, &'static [(&'static str, &'static str, Panel)]);
+/// A cell of the table. The name decides about its color.
+struct Bar {
+    name: &'static str,
+    row: &'static str,
+    column: &'static str,
+}
 
-/// The pictures. The names of rows and columns are those in the file of figures.
-const PICTURES: &[Picture] = &[(
-    "overview.svg",
-    &[
-        (
-            "A layer of 8192 x 8192 on an H200: time, us",
-            "gpu-layer",
-            Panel::Lines { x: "rows of input", rows: &["bf16 (Burn), us", "NVFP4, us"] },
-        ),
-        (
-            "Error of the outputs of a layer of MiniLM, %",
-            "methods",
-            Panel::Bars {
-                rows: &["`amax`", "`four-over-six`", "`sse`", "`hessian`", "`gptq`"],
-                columns: &["NVFP4, `3.up`", "MXFP4, `3.up`"],
-            },
-        ),
-    ],
-)];
+const TABLE: &str = "gpu-language-model";
+const TITLE: &str = "An 8B decoder, one sequence, on an NVIDIA H200";
+const PANELS: [Panel; 2] = [
+    Panel {
+        title: "Tokens a second",
+        digits: 0,
+        bars: &[
+            bar("bf16", "a token, bf16", "tokens a second"),
+            bar("NVFP4", "a token, NVFP4", "tokens a second"),
+        ],
+    },
+    Panel {
+        title: "Gigabytes",
+        digits: 1,
+        bars: &[
+            bar("bf16, file", "a token, bf16", "file, GB"),
+            bar("NVFP4, file", "a token, NVFP4", "file, GB"),
+            bar("bf16, GPU", "a token, bf16", "GPU, GB"),
+            bar("NVFP4, GPU", "a token, NVFP4", "GPU, GB"),
+        ],
+    },
+];
 
-/// Every picture, by the name of its file.
+const fn bar(name: &'static str, row: &'static str, column: &'static str) -> Bar {
+    Bar { name, row, column }
+}
+
+/// Colors of text, of what is compared with, and of NVFP4: those of GitHub's pages, without a
+/// background.
+struct Colors {
+    text: &'static str,
+    dense: &'static str,
+    packed: &'static str,
+}
+
+const VARIANTS: [(&str, Colors); 2] = [
+    ("speed.svg", Colors { text: "#1f2328", dense: "#8c959f", packed: "#bc4c00" }),
+    ("speed-dark.svg", Colors { text: "#e6edf3", dense: "#6e7681", packed: "#f0883e" }),
+];
+
+/// Every picture, with the name of its file.
 ///
 /// # Errors
-/// [`DocsError::Table`] for figures that are not there, [`DocsError::File`] if it cannot be drawn.
+/// [`DocsError::File`] for figures that are not there.
 pub(crate) fn pictures(tables: &[Table]) -> Result<Vec<(String, String)>, DocsError> {
-    PICTURES
+    VARIANTS
         .iter()
-        .map(|(name, panels)| {
-            let mut svg = String::new();
-            draw(&mut svg, panels, tables)
-                .map_err(|problem| DocsError::File { path: (*name).to_owned(), problem })?;
-            Ok(((*name).to_owned(), svg))
-        })
+        .map(|(name, colors)| Ok(((*name).to_owned(), draw(name, colors, tables)?)))
         .collect()
 }
 
-fn draw(svg: &mut String, panels: &[(&str, &str, Panel)], tables: &[Table]) -> Result<(), String> {
-    let size = (WIDTH * panels.len() as u32, HEIGHT);
-    let all = SVGBackend::with_string(svg, size).into_drawing_area();
-    all.fill(&WHITE).map_err(|problem| problem.to_string())?;
-    for (area, (title, id, panel)) in all.split_evenly((1, panels.len())).iter().zip(panels) {
-        let table = tables.iter().find(|table| table.id == *id);
-        let table = table.ok_or_else(|| format!("no table `{id}`"))?;
-        let drawn = match panel {
-            Panel::Lines { x, rows } => lines(area, title, table, x, rows),
-            Panel::Bars { rows, columns } => bars(area, title, table, rows, columns),
-        };
-        drawn.map_err(|problem| format!("{id}: {problem}"))?;
+fn draw(path: &str, colors: &Colors, tables: &[Table]) -> Result<String, DocsError> {
+    let most = PANELS.iter().map(|panel| panel.bars.len()).max().unwrap_or_default();
+    let height = TOP + 30 + most * STEP;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
+         viewBox=\"0 0 {WIDTH} {height}\" fill=\"{}\" font-size=\"15\" \
+         font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\">\n",
+        colors.text
+    );
+    let _ =
+        writeln!(svg, "<text x=\"0\" y=\"22\" font-size=\"17\" font-weight=\"600\">{TITLE}</text>");
+    for (index, panel) in PANELS.iter().enumerate() {
+        let (left, digits) = (index * WIDTH / PANELS.len(), panel.digits);
+        let _ = writeln!(
+            svg,
+            "<text x=\"{left}\" y=\"{TOP}\" font-weight=\"600\">{}</text>",
+            panel.title
+        );
+        let figures = panel.bars.iter().map(|bar| figure(path, bar, tables));
+        let figures = figures.collect::<Result<Vec<_>, _>>()?;
+        let highest = figures.iter().copied().fold(0.0, f64::max);
+        for (place, (bar, figure)) in panel.bars.iter().zip(figures).enumerate() {
+            let packed = bar.name.starts_with("NVFP4");
+            let color = if packed { colors.packed } else { colors.dense };
+            let weight = if packed { " font-weight=\"600\"" } else { "" };
+            let y = TOP + 16 + place * STEP;
+            let (start, width) = (left + NAMES, (LONGEST * figure / highest).round());
+            let (base, end) = (y + 16, start as f64 + width + 8.0);
+            let _ = write!(
+                svg,
+                "<text x=\"{left}\" y=\"{base}\">{}</text>\n\
+                 <rect x=\"{start}\" y=\"{y}\" width=\"{width}\" height=\"22\" rx=\"3\" \
+                 fill=\"{color}\"/>\n\
+                 <text x=\"{end}\" y=\"{base}\"{weight}>{figure:.digits$}</text>\n",
+                bar.name
+            );
+        }
     }
-    all.present().map_err(|problem| problem.to_string())
+    Ok(svg + "</svg>\n")
 }
 
-/// Grey for what is compared with, orange; they can be told apart in print.
-const COLOURS: [RGBColor; 2] = [RGBColor(120, 120, 120), RGBColor(214, 96, 30)];
-
-fn lines(
-    area: &Area<'_>,
-    title: &str,
-    table: &Table,
-    x: &str,
-    rows: &[&str],
-) -> Result<(), Box<dyn std::error::Error>> {
-    let columns: Vec<_> = table.columns.iter().skip(1).collect();
-    let mut curves = Vec::new();
-    for row in rows {
-        let mut points = Vec::new();
-        for column in &columns {
-            if let Some(figure) = table.figure(row, column) {
-                points.push((column.parse::<f64>()?.log2(), figure.log2()));
-            }
-        }
-        if points.is_empty() {
-            return Err(format!("no figures in row `{row}`").into());
-        }
-        curves.push((row, points));
-    }
-    let all = || curves.iter().flat_map(|(_, points)| points);
-    let ends = |values: Vec<f64>| {
-        let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
-        let highest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        lowest.floor()..highest.ceil()
-    };
-    let xs = ends(all().map(|point| point.0).collect());
-    let ys = ends(all().map(|point| point.1).collect());
-    let labels = |range: &std::ops::Range<f64>| (range.end - range.start) as usize + 1;
-    let (x_labels, y_labels) = (labels(&xs), labels(&ys));
-    let mut chart = ChartBuilder::on(area)
-        .caption(title, ("sans-serif", 20))
-        .margin(14)
-        .x_label_area_size(40)
-        .y_label_area_size(48)
-        .build_cartesian_2d(xs, ys)?;
-    let power = |value: &f64| format!("{}", value.exp2().round());
-    chart
-        .configure_mesh()
-        .x_labels(x_labels)
-        .y_labels(y_labels)
-        .x_label_formatter(&power)
-        .y_label_formatter(&power)
-        .light_line_style(TRANSPARENT)
-        .label_style(("sans-serif", 16))
-        .x_desc(x)
-        .draw()?;
-    for ((name, points), colour) in curves.into_iter().zip(COLOURS) {
-        let style = colour.stroke_width(3);
-        chart
-            .draw_series(LineSeries::new(points, style).point_size(4))?
-            .label(name.split(',').next().unwrap_or(name))
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
-    }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
-        .background_style(WHITE)
-        .label_font(("sans-serif", 18))
-        .draw()?;
-    Ok(())
-}
-
-fn bars(
-    area: &Area<'_>,
-    title: &str,
-    table: &Table,
-    rows: &[&str],
-    columns: &[&str],
-) -> Result<(), Box<dyn std::error::Error>> {
-    let figures: Vec<Vec<_>> =
-        rows.iter().map(|row| columns.iter().map(|c| table.figure(row, c)).collect()).collect();
-    let highest = figures.iter().flatten().flatten().copied().fold(0.0, f64::max);
-    if figures.iter().any(|row| row.iter().all(Option::is_none)) {
-        return Err("a row has no figures in these columns".into());
-    }
-    let (groups, width) = (rows.len() as f64, 0.8 / columns.len() as f64);
-    let mut chart = ChartBuilder::on(area)
-        .caption(title, ("sans-serif", 20))
-        .margin(14)
-        .x_label_area_size(40)
-        .y_label_area_size(48)
-        .build_cartesian_2d(0.0..groups, 0.0..1.25 * highest)?;
-    let name = |x: &f64| {
-        let group = x - 0.5;
-        let exact = (group - group.round()).abs() < 1e-6 && group > -0.5;
-        let row = rows.get(group.round() as usize).filter(|_| exact);
-        row.map_or(String::new(), |row| row.replace('`', ""))
-    };
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .x_labels(2 * rows.len() + 1)
-        .x_label_formatter(&name)
-        .light_line_style(TRANSPARENT)
-        .label_style(("sans-serif", 16))
-        .draw()?;
-    for (index, (column, colour)) in columns.iter().zip([COLOURS[1], COLOURS[0]]).enumerate() {
-        let of_column = figures.iter().enumerate().filter_map(|(group, row)| {
-            let left = group as f64 + 0.1 + width * index as f64;
-            Some((left, row[index]?))
-        });
-        let of_column: Vec<_> = of_column.collect();
-        let rectangle = |(left, figure): &(f64, f64)| {
-            Rectangle::new([(*left, 0.0), (left + width - 0.02, *figure)], colour.filled())
-        };
-        chart
-            .draw_series(of_column.iter().map(rectangle))?
-            .label(column.split(',').next().unwrap_or(column))
-            .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
-        let value = |(left, figure): &(f64, f64)| {
-            let place = (left + 0.02, figure + 0.045 * highest);
-            Text::new(format!("{figure:.1}"), place, ("sans-serif", 15))
-        };
-        chart.draw_series(of_column.iter().map(value))?;
-    }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE)
-        .label_font(("sans-serif", 18))
-        .draw()?;
-    Ok(())
+fn figure(path: &str, bar: &Bar, tables: &[Table]) -> Result<f64, DocsError> {
+    let Bar { row, column, .. } = bar;
+    let found = tables.iter().find(|table| table.id == TABLE);
+    found.and_then(|found| found.figure(row, column)).ok_or_else(|| DocsError::File {
+        path: path.to_owned(),
+        problem: format!("{TABLE}.json has no figure `{row}`, `{column}`"),
+    })
 }

@@ -19,7 +19,7 @@ pub enum Cell {
     Words(String),
 }
 
-/// What another run measured than the one that the table names.
+/// Rows and columns that another run measured.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OtherRun {
@@ -149,24 +149,17 @@ impl Table {
     }
 
     /// Machine, date, commit and command, in a line of Markdown.
-    pub fn source(&self) -> String {
+    fn source(&self) -> String {
         let Self { machine, date, commit, command, .. } = self;
         format!("{}; {date}, commit {commit}; `{command}`", capital(machine))
     }
 
-    /// What other runs measured of the rows named, or of all if none are: a sentence for each run,
-    /// behind a space.
-    pub fn others(&self, rows: &[&str]) -> String {
+    /// Rows and columns that other runs measured: a sentence for each run, behind a space.
+    fn others(&self) -> String {
         let mut text = String::new();
         for OtherRun { of, run } in &self.other_runs {
-            let is_shown = |name: &&str| {
-                rows.is_empty() || rows.contains(name) || self.columns.iter().any(|c| c == name)
-            };
-            let shown: Vec<_> = of.iter().map(String::as_str).filter(is_shown).collect();
-            if !shown.is_empty() {
-                // The run comes last: a line that began with `1.`, of "axis 1.", would be a list.
-                let _ = write!(text, " Of another run: {} ({run}).", shown.join("; "));
-            }
+            // The run comes last: a line that began with `1.`, of "axis 1.", would be a list.
+            let _ = write!(text, " Of another run: {} ({run}).", of.join("; "));
         }
         text
     }
@@ -175,7 +168,7 @@ impl Table {
     pub fn record(&self) -> String {
         let mut text = format!("## {}\n\n{}\n\n", self.title, wrapped(&self.what, ""));
         text += &self.markdown(&[]).unwrap_or_default();
-        let source = format!("{}.{}", self.source(), self.others(&[]));
+        let source = format!("{}.{}", self.source(), self.others());
         let _ = writeln!(text, "\n{}", wrapped(&source, ""));
         for note in &self.notes {
             let _ = writeln!(text, "\n- {}", wrapped(note, "  "));
@@ -202,9 +195,9 @@ fn capital(text: &str) -> String {
     }
 }
 
-/// Broken into lines of at most 100 characters, the second and later ones behind `indent`; a piece
-/// of code stays whole.
-pub(crate) fn wrapped(text: &str, indent: &str) -> String {
+/// Breaks a text into lines of at most 100 characters, the second and later ones behind `indent`; a
+/// piece of code stays whole.
+fn wrapped(text: &str, indent: &str) -> String {
     let mut lines = vec![String::new()];
     let mut in_code = false;
     let mut words: Vec<String> = Vec::new();
@@ -254,8 +247,6 @@ mod tests {
     fn rows_and_columns_of_another_run_are_named() {
         let rows = r#"[["a", 1, 2], ["b", 3, 4]], "other_runs": [{"of": ["b", "n"], "run": "r"}]"#;
         let table = Table::read("t", &json(rows)).expect("a table");
-        assert_eq!(table.others(&[]), " Of another run: b; n (r).");
-        assert_eq!(table.others(&["a"]), " Of another run: n (r).");
         assert!(table.record().contains("`x`. Of another run: b; n (r).\n"));
         assert!(Table::read("t", &json(&rows.replace(r#""b", "n""#, r#""c""#))).is_err());
     }

@@ -1,4 +1,4 @@
-//! All pages and pictures, as the figures have them be.
+//! All pages and pictures that the figures give.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,10 +43,10 @@ pub fn made() -> Result<Vec<(String, String)>, DocsError> {
             false => listed(place, ".md")?,
         };
         for page in pages {
-            // The guide is documentation of a crate, without a folder beside it.
             let home = match place {
                 "README.md" => Some("docs/benchmarks/README.md"),
                 "docs" => Some("benchmarks/README.md"),
+                "crates/burn-fp4/src/guide" => Some("../../../../docs/benchmarks/README.md"),
                 _ => None,
             };
             let text = fill(&page, &text(&page)?, &tables, home)?;

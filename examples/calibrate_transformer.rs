@@ -1,8 +1,9 @@
-//! Trains a transformer of Burn's own modules on a text, quantizes it by methods that use the
-//! inputs of its layers, and shows what each costs in accuracy, time and memory:
+//! Trains a transformer of Burn's own modules on a text, quantizes it with calibrated methods, and
+//! compares their accuracy, time and memory:
 //! `cargo run --release --example calibrate_transformer`.
 
 use std::cell::Cell;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -13,19 +14,19 @@ use burn_fp4::{
 };
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
-use comfy_table::{CellAlignment, Table, presets};
 use examples::OnDevice;
-use examples::encoder::Reader;
+use examples::encoder::CharEncoder;
 use examples::progress;
 use examples::random::Random;
-use examples::text::{Predicts, Size, Text};
+use examples::table::table;
+use examples::text::{CharModel, Size, Text};
 use peak_alloc::PeakAlloc;
 use serde::Serialize;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// Trains a transformer on a text and quantizes it by methods that use the inputs of its layers.
+/// Trains a transformer on a text and quantizes it with calibrated methods.
 #[derive(Parser)]
 struct Arguments {
     /// Burn device to train and quantize on.
@@ -49,30 +50,33 @@ struct Arguments {
     json: bool,
 }
 
-/// What a variant of the model costs.
+/// Accuracy and cost of a variant of the model.
 #[derive(Serialize)]
 struct Row {
     variant: &'static str,
-    /// Share of characters of the validation part that are predicted.
+    /// Share of validation characters predicted correctly.
     accuracy_percent: f64,
-    /// Mean loss of a character there, in nats.
+    /// Mean loss of a validation character, in nats.
     loss: f64,
-    /// Of the scores there, next to those of the dense model.
+    /// Relative error of the validation logits, against the dense model.
     output_error_percent: f64,
-    /// To calibrate and quantize.
+    /// Time to calibrate and quantize.
     seconds: f64,
-    /// Of the host, beyond what the dense model took before.
+    /// Peak memory of the host to calibrate and quantize, beyond the memory in use before.
     peak_memory_mb: f64,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    examples::exit_code(run(&Arguments::parse()))
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device();
     device.seed(1);
     let text = Text::genesis()?;
     let bar = progress::bar(arguments.steps);
-    let size = Size { blocks: 4, width: 64, heads: 4 };
-    let model = Reader::new(&text, size, &device.clone().autodiff());
+    let size = Size { layers: 4, hidden_size: 64, heads: 4 };
+    let model = CharEncoder::new(&text, size, &device.clone().autodiff());
     let model = model.train_on(&text, arguments.steps, 1, &device, |_, loss| {
         bar.set_message(format!("training, loss {loss:.3}"));
         bar.inc(1);
@@ -80,16 +84,16 @@ fn main() -> Result<()> {
     let dense = model.valid();
 
     let scheme = if arguments.mxfp4 { Fp4Scheme::mxfp4() } else { Fp4Scheme::nvfp4() };
-    let by = |search| Fp4Config::new(scheme.with_search(search));
-    // 32 768 inputs determine the statistics of at most 256 channels well enough.
+    let method = |search| Fp4Config::new(scheme.with_search(search));
+    // 32 768 inputs for at most 256 channels: little damping is needed.
     let gptq = || Fp4Config::new(scheme).gptq(Gptq { damping: 0.05, ..Gptq::default() });
     let mut rows = vec![row("dense", &dense, &dense, &text, &device, 0.0, 0.0)];
     for (variant, config, calibration) in [
-        ("rule of the format", by(ScaleSearch::Amax), Calibrated::Not),
-        ("sse", by(ScaleSearch::Sse), Calibrated::Not),
-        ("hessian", by(ScaleSearch::Hessian), Calibrated::AtOnce),
-        ("coordinate descent", by(ScaleSearch::CoordinateDescent), Calibrated::AtOnce),
-        ("gptq", gptq(), Calibrated::AtOnce),
+        ("rule of the format", method(ScaleSearch::Amax), Calibrated::Not),
+        ("sse", method(ScaleSearch::Sse), Calibrated::Not),
+        ("hessian", method(ScaleSearch::Hessian), Calibrated::Once),
+        ("coordinate descent", method(ScaleSearch::CoordinateDescent), Calibrated::Once),
+        ("gptq", gptq(), Calibrated::Once),
         ("gptq, sequential", gptq(), Calibrated::Sequentially),
     ] {
         bar.set_message(variant);
@@ -97,23 +101,23 @@ fn main() -> Result<()> {
         let batches: Vec<_> = (0..arguments.batches)
             .map(|_| text.batch(16, &mut random, &device)[0].clone())
             .collect();
-        let told = Cell::new(0);
+        let last = Cell::new(0);
         let options = CalibrationOptions::default().on_progress(|progress| {
-            if told.replace(progress.done) == 0 {
+            if last.replace(progress.done) == 0 {
                 bar.reset();
                 bar.set_length(progress.total as u64);
                 bar.set_message(format!("{variant}, inputs of layers"));
             }
             bar.set_position(progress.done as u64);
         });
-        let forward = |model: &Reader, windows: Tensor<2, Int>| model.scores(windows);
+        let forward = |model: &CharEncoder, windows: Tensor<2, Int>| model.logits(windows);
         let before = MEMORY.current_usage_as_mb();
         MEMORY.reset_peak_usage();
         let start = Instant::now();
         let mut model = dense.clone();
         match calibration {
             Calibrated::Not => model.quantize_fp4(&config)?,
-            Calibrated::AtOnce => {
+            Calibrated::Once => {
                 let known = Calibration::of(&model).options(options).run(batches, forward)?;
                 model.quantize_fp4(&config.with_calibration(&known))?
             }
@@ -134,36 +138,36 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// When a variant is calibrated.
+/// Calibration of a variant.
 enum Calibrated {
     Not,
-    AtOnce,
+    Once,
     Sequentially,
 }
 
 fn row(
     variant: &'static str,
-    model: &Reader,
-    dense: &Reader,
+    model: &CharEncoder,
+    dense: &CharEncoder,
     text: &Text,
     device: &Device,
     seconds: f64,
     peak_memory_mb: f64,
 ) -> Row {
-    let (mut right, mut count, mut error, mut energy) = (0.0, 0, 0.0, 0.0);
+    let (mut correct, mut count, mut error, mut energy) = (0.0, 0, 0.0, 0.0);
     let sum = |values: Tensor<3>| values.powf_scalar(2.0).sum().into_scalar::<f64>();
     for [windows, next] in text.validation(device) {
         let [n, context] = windows.dims();
-        let (found, expected) = (model.scores(windows.clone()), dense.scores(windows));
-        let predicted = found.clone().argmax(2).reshape([n, context]);
-        right += predicted.equal(next).int().sum().cast(DType::I64).into_scalar::<i64>() as f64;
+        let (logits, dense_logits) = (model.logits(windows.clone()), dense.logits(windows));
+        let predicted = logits.clone().argmax(2).reshape([n, context]);
+        correct += predicted.equal(next).int().sum().cast(DType::I64).into_scalar::<i64>() as f64;
         count += n * context;
-        error += sum(found - expected.clone());
-        energy += sum(expected);
+        error += sum(logits - dense_logits.clone());
+        energy += sum(dense_logits);
     }
     Row {
         variant,
-        accuracy_percent: 100.0 * right / count as f64,
+        accuracy_percent: 100.0 * correct / count as f64,
         loss: model.validate(text, device),
         output_error_percent: 100.0 * (error / energy).sqrt(),
         seconds,
@@ -172,29 +176,16 @@ fn row(
 }
 
 fn print(rows: &[Row]) {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-        "variant",
-        "accuracy, %",
-        "loss, nats",
-        "output error, %",
-        "seconds",
-        "peak memory, MB",
-    ]);
-    for row in rows {
-        table.add_row([
+    let header = ["variant", "accuracy, %", "loss, nats", "error, %", "seconds", "peak, MB"];
+    let cells = rows.iter().map(|row| {
+        [
             row.variant.to_owned(),
             format!("{:.2}", row.accuracy_percent),
             format!("{:.4}", row.loss),
             format!("{:.2}", row.output_error_percent),
             format!("{:.2}", row.seconds),
             format!("{:.0}", row.peak_memory_mb),
-        ]);
-    }
-    for column in 1..6 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    println!("{table}");
+        ]
+    });
+    println!("{}", table(header, 1, cells));
 }

@@ -1,26 +1,26 @@
-//! The choice of a device on the command line.
+//! The `--device` option.
 
 use burn::tensor::Device;
 use clap::ValueEnum;
 
-/// The Burn devices that the examples run on.
+/// Burn devices that the examples run on.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum OnDevice {
-    /// Burn's own, on the host.
+    /// Burn's CPU backend.
     Flex,
-    /// Burn's older one, on the host.
+    /// Burn's older CPU backend.
     #[cfg(feature = "ndarray")]
     Ndarray,
     /// The first NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda,
-    /// CubeCL's runtime for hosts.
+    /// CubeCL's CPU runtime.
     #[cfg(feature = "cpu")]
     Cpu,
 }
 
 impl OnDevice {
-    /// The device.
+    /// Returns the device.
     pub fn device(self) -> Device {
         match self {
             Self::Flex => Device::flex(),

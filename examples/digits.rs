@@ -1,4 +1,4 @@
-//! Handwritten digits, and a small network that reads them: what the examples quantize.
+//! Handwritten digits, and a small classifier of them.
 
 use anyhow::{Context, ensure};
 use burn::module::Module;
@@ -20,10 +20,10 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// The embedded data, split: every fifth image is for testing.
+    /// Reads the embedded data and splits it: every fifth image is for testing.
     ///
     /// # Errors
-    /// If the embedded file is not what it should be.
+    /// The embedded file is malformed.
     pub fn train_and_test() -> anyhow::Result<(Self, Self)> {
         let empty = || Self { pixels: Vec::new(), labels: Vec::new() };
         let (mut train, mut test) = (empty(), empty());
@@ -43,17 +43,17 @@ impl Digits {
         Ok((train, test))
     }
 
-    /// Number of images.
+    /// Returns the number of images.
     pub fn len(&self) -> usize {
         self.labels.len()
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no images.
     pub fn is_empty(&self) -> bool {
         self.labels.is_empty()
     }
 
-    /// The images at these indices, `[n, 64]`, and their labels.
+    /// Returns the images at these indices, `[n, 64]`, and their labels.
     pub fn batch(&self, indices: &[usize], device: &Device) -> (Tensor<2>, Tensor<1, Int>) {
         let pixels: Vec<_> = indices
             .iter()
@@ -66,13 +66,13 @@ impl Digits {
     }
 }
 
-/// How much of the accuracy that quantization after training loses is recovered by quantization in
-/// training, in percent; none where quantization after training loses nothing.
+/// Computes how much of the accuracy lost to quantization after training is recovered with
+/// quantization in training, in percent. None if quantization after training loses nothing.
 pub fn recovered_percent(dense: f64, after: f64, aware: f64) -> Option<f64> {
     (after < dense).then(|| 100.0 * (aware - after) / (dense - after))
 }
 
-/// Three linear layers: an ordinary Burn module that knows nothing of FP4.
+/// Three linear layers: an ordinary Burn module that does not know of FP4.
 #[derive(Module, Debug)]
 pub struct Classifier {
     input: Linear,
@@ -82,7 +82,7 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// An untrained network with two hidden layers of these widths.
+    /// Creates an untrained network with two hidden layers of these widths.
     pub fn new(device: &Device, [first, second]: [usize; 2]) -> Self {
         Self {
             input: LinearConfig::new(PIXELS, first).init(device),
@@ -92,23 +92,23 @@ impl Classifier {
         }
     }
 
-    /// Scores of the ten digits, `[n, 10]`, for images `[n, 64]`.
+    /// Returns the logits `[n, 10]` of images `[n, 64]`.
     pub fn forward(&self, images: Tensor<2>) -> Tensor<2> {
         let hidden = self.relu.forward(self.input.forward(images));
         let hidden = self.relu.forward(self.hidden.forward(hidden));
         self.output.forward(hidden)
     }
 
-    /// Share of images read correctly.
+    /// Computes the share of images classified correctly.
     pub fn accuracy(&self, digits: &Digits, device: &Device) -> f64 {
         let all: Vec<_> = (0..digits.len()).collect();
         let (images, labels) = digits.batch(&all, device);
-        let read = self.forward(images).argmax(1).reshape([all.len()]);
-        let correct = read.equal(labels).int().sum().into_scalar::<i64>();
+        let predicted = self.forward(images).argmax(1).reshape([all.len()]);
+        let correct = predicted.equal(labels).int().sum().into_scalar::<i64>();
         correct as f64 / all.len() as f64
     }
 
-    /// Trains by Adam in an order that depends on a seed, calling `progress` with the loss after
+    /// Trains with Adam, in an order that depends on the seed. Calls `progress` with the loss after
     /// each epoch.
     pub fn train_on(
         mut self,
@@ -146,7 +146,7 @@ mod tests {
     use super::recovered_percent;
 
     #[test]
-    fn nothing_can_be_recovered_where_nothing_is_lost() {
+    fn the_recovered_share_is_none_if_nothing_was_lost() {
         assert_eq!(recovered_percent(96.0, 92.0, 95.0), Some(75.0));
         assert_eq!(recovered_percent(96.0, 92.0, 97.0), Some(125.0));
         assert_eq!(recovered_percent(96.0, 96.0, 95.0), None);

@@ -1,4 +1,4 @@
-//! A transformer of Burn's own modules, none of which knows of FP4.
+//! A character model of Burn's own modules, none of which knows of FP4.
 
 use burn::module::Module;
 use burn::nn::transformer::{
@@ -7,42 +7,42 @@ use burn::nn::transformer::{
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
-use crate::text::{CONTEXT, Predicts, Size, Text};
+use crate::text::{CONTEXT, CharModel, Size, Text};
 
-/// A classifier that predicts the next character.
+/// Burn's transformer encoder under a causal mask, as a model of the next character.
 #[derive(Module, Debug)]
-pub struct Reader {
+pub struct CharEncoder {
     characters: Embedding,
     positions: Embedding,
     encoder: TransformerEncoder,
-    head: Linear,
+    lm_head: Linear,
 }
 
-impl Reader {
-    /// An untrained model.
+impl CharEncoder {
+    /// Creates an untrained model.
     pub fn new(text: &Text, size: Size, device: &Device) -> Self {
-        let Size { blocks, width, heads } = size;
+        let Size { layers, hidden_size, heads } = size;
         Self {
-            characters: EmbeddingConfig::new(text.characters, width).init(device),
-            positions: EmbeddingConfig::new(CONTEXT, width).init(device),
-            encoder: TransformerEncoderConfig::new(width, 4 * width, heads, blocks)
+            characters: EmbeddingConfig::new(text.vocab_size, hidden_size).init(device),
+            positions: EmbeddingConfig::new(CONTEXT, hidden_size).init(device),
+            encoder: TransformerEncoderConfig::new(hidden_size, 4 * hidden_size, heads, layers)
                 .with_norm_first(true)
                 .with_dropout(0.0)
                 .init(device),
-            head: LinearConfig::new(width, text.characters).init(device),
+            lm_head: LinearConfig::new(hidden_size, text.vocab_size).init(device),
         }
     }
 }
 
-impl Predicts for Reader {
-    fn scores(&self, windows: Tensor<2, Int>) -> Tensor<3> {
+impl CharModel for CharEncoder {
+    fn logits(&self, windows: Tensor<2, Int>) -> Tensor<3> {
         let device = windows.device();
         let [n, context] = windows.dims();
         let positions = Tensor::<1, Int>::arange(0..context as i64, &device).unsqueeze();
-        let future = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
+        let causal_mask = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
         let hidden = self.characters.forward(windows) + self.positions.forward(positions);
         let input = TransformerEncoderInput::new(hidden)
-            .mask_attn(future.unsqueeze::<3>().expand([n, context, context]));
-        self.head.forward(self.encoder.forward(input))
+            .mask_attn(causal_mask.unsqueeze::<3>().expand([n, context, context]));
+        self.lm_head.forward(self.encoder.forward(input))
     }
 }

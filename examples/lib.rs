@@ -1,13 +1,16 @@
-//! What the examples quantize and train: data, and ordinary Burn modules that know nothing of FP4
-//! but for the linear layers of the character transformer; and how they show what they do.
+//! Shared parts of the examples: data, models, and output. The models are ordinary Burn modules;
+//! only the linear layers of the character transformer know of FP4.
 
 mod device;
 pub mod digits;
 pub mod encoder;
+mod exit;
 pub mod plot;
 pub mod progress;
 pub mod random;
+pub mod table;
 pub mod text;
 pub mod training;
 
 pub use device::OnDevice;
+pub use exit::exit_code;

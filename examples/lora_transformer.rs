@@ -1,19 +1,21 @@
 //! Trains a transformer on the first half of a book, quantizes it to NVFP4, and fine-tunes it on
-//! the other half by LoRA, over the dense weights and over the codes:
+//! the second half with LoRA, over dense and over quantized weights:
 //! `cargo run --release --example lora_transformer`.
+
+use std::process::ExitCode;
 
 use anyhow::Result;
 use burn::module::{Lora, Module, ModuleVisitor, Param, ParamGroup};
 use burn::tensor::{Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module};
 use clap::Parser;
-use comfy_table::{CellAlignment, Table, presets};
-use examples::encoder::Reader;
-use examples::text::{Predicts, Size, Text};
+use examples::encoder::CharEncoder;
+use examples::table::table;
+use examples::text::{CharModel, Size, Text};
 use examples::{OnDevice, progress};
 use serde::Serialize;
 
-/// Fine-tunes a transformer by LoRA, over dense weights and over NVFP4 codes.
+/// Fine-tunes a transformer with LoRA, over dense and over NVFP4 weights.
 #[derive(Parser)]
 struct Arguments {
     /// Burn device to train on.
@@ -27,44 +29,47 @@ struct Arguments {
     json: bool,
 }
 
-/// What became of one kind of base weights.
+/// Result of fine-tuning over one kind of base weights.
 #[derive(Serialize)]
 struct Row {
     base: &'static str,
-    /// Mean loss of a character of the validation part of the second half, in nats, before.
+    /// Mean loss of a validation character of the second half before fine-tuning, in nats.
     loss_before: f64,
-    /// The same after fine-tuning.
+    /// Mean loss after fine-tuning, in nats.
     loss: f64,
-    /// Loss after fine-tuning, over that of the dense model.
+    /// Loss after fine-tuning, relative to the dense weights.
     ratio: f64,
-    /// Of the base weights that are adapted, before fine-tuning.
+    /// Bytes of the adapted base weights before fine-tuning.
     bytes_before: usize,
-    /// The same after it.
+    /// Bytes of the adapted base weights after fine-tuning.
     bytes_after: usize,
-    /// Whether fine-tuning left every bit of codes and scales as it was.
+    /// True if fine-tuning changed no bit of codes and scales.
     #[serde(skip_serializing_if = "Option::is_none")]
     codes_unchanged: Option<bool>,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    examples::exit_code(run(&Arguments::parse()))
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device();
     device.seed(1);
     let text = Text::genesis()?;
     let [first, second] = text.halves();
-    let size = Size { blocks: 4, width: 64, heads: 4 };
+    let size = Size { layers: 4, hidden_size: 64, heads: 4 };
     let bar = progress::bar(3 * arguments.steps);
-    let train = |model: Reader, text: &Text, what: &str| {
+    let train = |model: CharEncoder, text: &Text, stage: &str| {
         model.train_on(text, arguments.steps, 1, &device, |_, loss| {
-            bar.set_message(format!("{what}, loss {loss:.3}"));
+            bar.set_message(format!("{stage}, loss {loss:.3}"));
             bar.inc(1);
         })
     };
-    let loss = |model: &Reader| model.valid().validate(&second, &device);
-    let model = Reader::new(&first, size, &device.clone().autodiff());
+    let loss = |model: &CharEncoder| model.valid().validate(&second, &device);
+    let model = CharEncoder::new(&first, size, &device.clone().autodiff());
     let model = train(model, &first, "training");
 
-    let linear_layers = ParamGroup::from_any_predicates(vec!["encoder", "head"]);
+    let linear_layers = ParamGroup::from_any_predicates(vec!["encoder", "lm_head"]);
     let lora = Lora::new(8, 16.0).set_param_group(linear_layers);
 
     let mut packed = model.clone();
@@ -108,7 +113,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The codes and scales of all packed weights.
+/// Codes and scales of all packed weights.
 #[derive(Default, PartialEq)]
 struct Codes {
     values: Vec<Vec<i64>>,
@@ -116,7 +121,7 @@ struct Codes {
 }
 
 impl Codes {
-    fn of(model: &Reader) -> Self {
+    fn of(model: &CharEncoder) -> Self {
         let mut codes = Self::default();
         model.visit(&mut codes);
         codes
@@ -132,35 +137,24 @@ impl ModuleVisitor for Codes {
 }
 
 fn print(rows: &[Row]) {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-        "base weights",
-        "loss before, nats",
-        "loss, nats",
-        "over dense",
-        "bytes before",
-        "bytes after",
-        "codes unchanged",
-    ]);
-    for row in rows {
-        table.add_row([
+    let header = ["base weights", "loss before", "loss after", "kB before", "kB after", "codes"];
+    let kilobytes = |bytes: usize| format!("{:.1}", bytes as f64 / 1e3);
+    let cells = rows.iter().map(|row| {
+        [
             row.base.to_owned(),
             format!("{:.4}", row.loss_before),
             format!("{:.4}", row.loss),
-            format!("{:.4}", row.ratio),
-            row.bytes_before.to_string(),
-            row.bytes_after.to_string(),
+            kilobytes(row.bytes_before),
+            kilobytes(row.bytes_after),
             match row.codes_unchanged {
-                Some(true) => "bit for bit".to_owned(),
-                Some(false) => "no".to_owned(),
+                Some(true) => "unchanged".to_owned(),
+                Some(false) => "changed".to_owned(),
                 None => "-".to_owned(),
             },
-        ]);
+        ]
+    });
+    println!("{}", table(header, 1, cells));
+    for row in &rows[1..] {
+        println!("{}: {:.4} times the loss of dense base weights", row.base, row.ratio);
     }
-    for column in 1..6 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    println!("{table}");
 }

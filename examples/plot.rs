@@ -1,4 +1,4 @@
-//! Curves in one chart, as an SVG file.
+//! Curves in an SVG chart.
 
 use std::error::Error;
 use std::ops::Range;
@@ -11,27 +11,27 @@ use plotters::prelude::*;
 pub struct Curve<'a> {
     /// Its name in the legend.
     pub name: &'a str,
-    /// Steps and the values there.
+    /// Steps and their values.
     pub points: &'a [(usize, f64)],
 }
 
-/// Why curves cannot be drawn.
+/// Reason that curves cannot be drawn.
 #[derive(Debug, thiserror::Error)]
 pub enum PlotError {
-    /// There is no point.
+    /// No curve has a point.
     #[error(
-        "{path}: nothing to draw: expected a point, found none in {curves} curves",
+        "{path}: {curves} curves without a point; draw a curve of at least one",
         path = .path.display()
     )]
     Nothing {
         /// The file.
         path: PathBuf,
-        /// How many curves were given.
+        /// Number of curves.
         curves: usize,
     },
     /// A value is NaN or infinite.
     #[error(
-        "{path}: curve `{curve}`, step {step}: expected a finite value, found {found}",
+        "{path}: curve `{curve}`, step {step}: {found} is not finite",
         path = .path.display()
     )]
     NotFinite {
@@ -39,7 +39,7 @@ pub enum PlotError {
         path: PathBuf,
         /// Name of the curve.
         curve: String,
-        /// Where the value is.
+        /// Step of the value.
         step: usize,
         /// The value.
         found: f64,
@@ -49,7 +49,7 @@ pub enum PlotError {
     Draw {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// Message of the library or the system.
         problem: String,
     },
 }
@@ -61,7 +61,7 @@ const LEGEND: u32 = 240;
 /// Height of both.
 const HEIGHT: u32 = 540;
 
-/// Draws curves over steps; `unit` is what their values are. A curve of one point is a dot.
+/// Draws curves over steps; `unit` labels their values. A curve of one point is a dot.
 ///
 /// # Errors
 /// [`PlotError::Nothing`] if no curve has a point, [`PlotError::NotFinite`] naming the first value
@@ -82,8 +82,8 @@ pub fn draw(path: &Path, title: &str, unit: &str, curves: &[Curve<'_>]) -> Resul
         .map_err(|problem| PlotError::Draw { path: path.to_owned(), problem: problem.to_string() })
 }
 
-/// The range of finite values with a margin: neither empty nor infinite. Of an infinite axis
-/// plotters computes marks without end.
+/// Computes the range of finite values with a margin: never empty or infinite. On an infinite axis
+/// plotters never stops computing marks.
 fn axis(values: impl Iterator<Item = f64>) -> Range<f64> {
     let none = (f64::INFINITY, f64::NEG_INFINITY);
     let (lowest, highest) =
@@ -128,7 +128,7 @@ fn chart(
 mod tests {
     use super::*;
 
-    /// What is drawn, in a file of its own for each test.
+    /// Draws into a file of its own for each test, and returns the SVG.
     fn drawn(test: &str, curves: &[Curve<'_>]) -> Result<String, PlotError> {
         let file = format!("burn-fp4-plot-{test}-{}.svg", std::process::id());
         let path = std::env::temp_dir().join(file);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plot_of_nothing_is_an_error() {
+    fn a_plot_without_points_is_an_error() {
         let none = drawn("none", &[]);
         assert!(matches!(none, Err(PlotError::Nothing { curves: 0, .. })), "{none:?}");
         let empty = drawn("empty", &[Curve { name: "nvfp4", points: &[] }; 2]);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plot_of_equal_values_ends() {
+    fn a_plot_of_equal_values_is_drawn() {
         for value in [0.0, 2.5, 1e-300, 1e30] {
             let points = [(0, value), (10, value)];
             let svg = drawn("equal", &[Curve { name: "nvfp4", points: &points }]);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_legend_is_to_the_right_of_every_curve() {
+    fn the_legend_does_not_cover_a_curve() {
         let points = [(0, 3.0), (10, 2.0), (20, 1.0)];
         let svg = drawn("legend", &[Curve { name: "nvfp4", points: &points }]);
         let svg = svg.expect("a picture");

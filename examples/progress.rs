@@ -1,12 +1,12 @@
-//! How far long work is, also where there is no terminal.
+//! Progress of long work, with and without a terminal.
 
 use std::thread;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle, WeakProgressBar};
 
-/// A bar on a terminal; elsewhere, where indicatif shows nothing, a line on stderr every ten
-/// seconds.
+/// Shows a bar on a terminal. Elsewhere indicatif shows nothing: a line is printed to stderr every
+/// ten seconds.
 pub fn bar(length: usize) -> ProgressBar {
     let style = ProgressStyle::with_template("{wide_bar} {pos}/{len}, {msg}, {eta} left");
     let bar = ProgressBar::new(length as u64).with_style(style.expect("a template"));
@@ -17,7 +17,7 @@ pub fn bar(length: usize) -> ProgressBar {
     bar
 }
 
-/// Prints how far the work is until it is finished.
+/// Prints the progress until the work is finished.
 fn print_lines(bar: &WeakProgressBar) {
     loop {
         thread::sleep(Duration::from_secs(10));

@@ -1,5 +1,7 @@
-//! Trains a small network on handwritten digits, quantizes it in place by several rules, and shows
-//! what each costs and saves: `cargo run --release --example quantize_model`.
+//! Trains a small network on handwritten digits, quantizes it in place with each scale rule, and
+//! compares their accuracy and size: `cargo run --release --example quantize_model`.
+
+use std::process::ExitCode;
 
 use anyhow::Result;
 use burn::module::Module;
@@ -7,13 +9,13 @@ use burn_fp4::{
     Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, ScaleRule, ScaleSearch,
 };
 use clap::Parser;
-use comfy_table::{CellAlignment, Table, presets};
 use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
 use examples::progress;
+use examples::table::table;
 use serde::Serialize;
 
-/// Trains a small network on handwritten digits and quantizes it to FP4 by several rules.
+/// Trains a small network on handwritten digits and quantizes it to FP4 with each scale rule.
 #[derive(Parser)]
 struct Arguments {
     /// Burn device to train and quantize on.
@@ -22,7 +24,7 @@ struct Arguments {
     /// Passes over the training images.
     #[arg(long, default_value_t = 30)]
     epochs: usize,
-    /// Print what was done to every parameter, for the default rule.
+    /// Print the report of every parameter for the default rule.
     #[arg(long, conflicts_with = "json")]
     report: bool,
     /// Print an array of objects instead of a table.
@@ -30,22 +32,25 @@ struct Arguments {
     json: bool,
 }
 
-/// What a variant of the model costs and saves.
+/// Accuracy and size of a variant of the model.
 #[derive(Serialize)]
 struct Row {
     variant: String,
-    /// Share of test images read correctly.
+    /// Share of test images classified correctly.
     accuracy: f64,
-    /// Of the quantized weights, relative.
+    /// Relative error of the quantized weights.
     weight_error_percent: f64,
-    /// Of the quantized weights, as stored.
+    /// Stored bits per quantized weight.
     bits_per_weight: f64,
-    /// Of all parameters, as stored.
+    /// Stored bytes of all parameters.
     bytes: usize,
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    examples::exit_code(run(&Arguments::parse()))
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device();
     device.seed(7);
     let (train, test) = Digits::train_and_test()?;
@@ -85,7 +90,8 @@ fn main() -> Result<()> {
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
     } else {
-        print_table(&rows, train.len(), test.len());
+        print(&rows);
+        println!("trained on {} images, measured on {} others", train.len(), test.len());
     }
     Ok(())
 }
@@ -100,7 +106,7 @@ fn variants() -> Vec<(&'static str, Fp4Scheme)> {
         ("nvfp4 te, 16x16 tiles", tiles),
         ("nvfp4 te, blocks of 32", nvfp4.with_block_size(32)),
         ("nvfp4 te-division", nvfp4.with_rule(ScaleRule::TeDivision)),
-        ("nvfp4 gist", nvfp4.with_rule(ScaleRule::TorchRecipe)),
+        ("nvfp4 torch-recipe", nvfp4.with_rule(ScaleRule::TorchRecipe)),
         ("nvfp4 no-tensor-scale", nvfp4.with_rule(ScaleRule::NoTensorScale)),
         ("mxfp4 floor", Fp4Scheme::mxfp4()),
         ("mxfp4 even", Fp4Scheme::of(ScaleRule::Even)),
@@ -110,28 +116,16 @@ fn variants() -> Vec<(&'static str, Fp4Scheme)> {
     ]
 }
 
-fn print_table(rows: &[Row], train: usize, test: usize) {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-        "variant",
-        "accuracy %",
-        "weight error %",
-        "bits / weight",
-        "bytes",
-    ]);
-    for row in rows {
-        table.add_row([
+fn print(rows: &[Row]) {
+    let header = ["variant", "accuracy, %", "error, %", "bits/weight", "bytes"];
+    let cells = rows.iter().map(|row| {
+        [
             row.variant.clone(),
             format!("{:.2}", 100.0 * row.accuracy),
             format!("{:.3}", row.weight_error_percent),
             format!("{:.3}", row.bits_per_weight),
             row.bytes.to_string(),
-        ]);
-    }
-    for column in 1..5 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    println!("{table}\ntrained on {train} images, accuracy on {test} others");
+        ]
+    });
+    println!("{}", table(header, 1, cells));
 }

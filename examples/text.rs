@@ -1,4 +1,4 @@
-//! A book, character by character, and a small transformer that continues it.
+//! A book as characters, and a small transformer that models it.
 
 use anyhow::ensure;
 use burn::module::Module;
@@ -12,59 +12,60 @@ use burn_fp4::{Fp4TrainLinear, TrainRecipe};
 use crate::random::Random;
 use crate::training::{Schedule, train};
 
-/// Characters that the transformer sees at once.
+/// Characters of a window.
 pub const CONTEXT: usize = 64;
 
-/// A text as numbers, the last tenth of it for validation.
+/// A text as character ids, the last tenth of it for validation.
 #[derive(Debug, Clone)]
 pub struct Text {
     train: Vec<i32>,
     valid: Vec<i32>,
-    /// Different characters.
-    pub characters: usize,
+    /// Number of different characters.
+    pub vocab_size: usize,
 }
 
 impl Text {
-    /// The embedded book.
+    /// Reads the embedded book.
     ///
     /// # Errors
-    /// If it is shorter than what is needed to train and validate.
+    /// The book is too short to train and validate.
     pub fn genesis() -> anyhow::Result<Self> {
         let book = include_str!("data/genesis.txt");
         let mut alphabet: Vec<char> = book.chars().collect();
         alphabet.sort_unstable();
         alphabet.dedup();
-        let number = |character| alphabet.binary_search(&character).map(|at| at as i32);
-        let numbers: Vec<_> = book.chars().filter_map(|character| number(character).ok()).collect();
-        ensure!(numbers.len() > 40 * CONTEXT, "the text has {} characters", numbers.len());
-        Ok(Self::of(&numbers, alphabet.len()))
+        let id = |character| alphabet.binary_search(&character).map(|at| at as i32);
+        let ids: Vec<_> = book.chars().filter_map(|character| id(character).ok()).collect();
+        ensure!(ids.len() > 40 * CONTEXT, "the text has {} characters", ids.len());
+        Ok(Self::of(&ids, alphabet.len()))
     }
 
-    /// The two halves of the text, each with its last tenth for validation.
+    /// Returns the two halves of the text, each with its last tenth for validation.
     pub fn halves(&self) -> [Self; 2] {
         let whole = [&self.train[..], &self.valid[..]].concat();
         let (first, second) = whole.split_at(whole.len() / 2);
-        [first, second].map(|half| Self::of(half, self.characters))
+        [first, second].map(|half| Self::of(half, self.vocab_size))
     }
 
-    fn of(numbers: &[i32], characters: usize) -> Self {
-        let (train, valid) = numbers.split_at(numbers.len() / 10 * 9);
-        Self { train: train.to_vec(), valid: valid.to_vec(), characters }
+    fn of(ids: &[i32], vocab_size: usize) -> Self {
+        let (train, valid) = ids.split_at(ids.len() / 10 * 9);
+        Self { train: train.to_vec(), valid: valid.to_vec(), vocab_size }
     }
 
-    /// Windows `[n, CONTEXT]` of a part of the text, and what follows each of their characters.
+    /// Returns windows `[n, CONTEXT]` of a part of the text, and the next character of each
+    /// character.
     fn windows(part: &[i32], starts: &[usize], device: &Device) -> [Tensor<2, Int>; 2] {
         [0, 1].map(|shift| {
-            let characters: Vec<_> = starts
+            let ids: Vec<_> = starts
                 .iter()
                 .flat_map(|start| &part[start + shift..][..CONTEXT])
                 .copied()
                 .collect();
-            Tensor::from_data(TensorData::new(characters, [starts.len(), CONTEXT]), device)
+            Tensor::from_data(TensorData::new(ids, [starts.len(), CONTEXT]), device)
         })
     }
 
-    /// The validation part, window after window.
+    /// Iterates over batches of the windows of the validation part.
     pub fn validation(&self, device: &Device) -> impl Iterator<Item = [Tensor<2, Int>; 2]> {
         let starts: Vec<_> = (0..self.valid.len() - CONTEXT).step_by(CONTEXT).collect();
         let batches: Vec<_> = starts.chunks(32).map(<[usize]>::to_vec).collect();
@@ -72,7 +73,7 @@ impl Text {
         batches.into_iter().map(batch)
     }
 
-    /// A random batch of the training part.
+    /// Draws a batch of windows of the training part.
     pub fn batch(&self, size: usize, random: &mut Random, device: &Device) -> [Tensor<2, Int>; 2] {
         let last = self.train.len() - CONTEXT;
         let starts: Vec<_> = (0..size).map(|_| random.below(last)).collect();
@@ -80,20 +81,20 @@ impl Text {
     }
 }
 
-/// What predicts the next character of every character in a window.
-pub trait Predicts: Module {
-    /// Scores of the next characters, `[n, CONTEXT, characters]`, for windows `[n, CONTEXT]`.
-    fn scores(&self, windows: Tensor<2, Int>) -> Tensor<3>;
+/// A model that predicts the next character of each character in a window.
+pub trait CharModel: Module {
+    /// Returns the logits `[n, CONTEXT, vocab_size]` of windows `[n, CONTEXT]`.
+    fn logits(&self, windows: Tensor<2, Int>) -> Tensor<3>;
 
-    /// Mean cross-entropy of a character, in nats.
+    /// Computes the mean cross-entropy of a character, in nats.
     fn loss(&self, [windows, next]: [Tensor<2, Int>; 2]) -> Tensor<1> {
-        let scores = self.scores(windows);
-        let [n, context, characters] = scores.dims();
-        let loss = CrossEntropyLossConfig::new().init(&scores.device());
-        loss.forward(scores.reshape([n * context, characters]), next.reshape([n * context]))
+        let logits = self.logits(windows);
+        let [n, context, vocab_size] = logits.dims();
+        let loss = CrossEntropyLossConfig::new().init(&logits.device());
+        loss.forward(logits.reshape([n * context, vocab_size]), next.reshape([n * context]))
     }
 
-    /// Mean loss of a character over the validation part, in nats.
+    /// Computes the mean loss of a character over the validation part, in nats.
     fn validate(&self, text: &Text, device: &Device) -> f64 {
         let (mut sum, mut count) = (0.0, 0);
         for [windows, next] in text.validation(device) {
@@ -104,7 +105,7 @@ pub trait Predicts: Module {
         sum / count as f64
     }
 
-    /// Trains by AdamW with a cosine schedule; calls `progress` with the step and its loss.
+    /// Trains with AdamW and a cosine schedule; calls `progress` with the step and its loss.
     fn train_on(
         self,
         text: &Text,
@@ -125,43 +126,43 @@ pub trait Predicts: Module {
 /// Size of a [`CharTransformer`].
 #[derive(Debug, Clone, Copy)]
 pub struct Size {
-    /// Blocks of attention and a hidden layer.
-    pub blocks: usize,
-    /// Channels.
-    pub width: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Channels of the residual stream.
+    pub hidden_size: usize,
     /// Attention heads.
     pub heads: usize,
 }
 
-/// A decoder whose linear layers are trained by a recipe.
+/// A decoder whose linear layers train in FP4 with a recipe.
 #[derive(Module, Debug)]
 pub struct CharTransformer {
     characters: Embedding,
     positions: Embedding,
-    blocks: Vec<Block>,
+    layers: Vec<DecoderLayer>,
     norm: LayerNorm,
-    head: Linear,
+    lm_head: Linear,
 }
 
 #[derive(Module, Debug)]
-struct Block {
+struct DecoderLayer {
     attention_norm: LayerNorm,
     query: Fp4TrainLinear,
     key: Fp4TrainLinear,
     value: Fp4TrainLinear,
     output: Fp4TrainLinear,
-    hidden_norm: LayerNorm,
+    mlp_norm: LayerNorm,
     up: Fp4TrainLinear,
     down: Fp4TrainLinear,
     heads: usize,
 }
 
 impl CharTransformer {
-    /// A transformer that has learned nothing yet. The last `keep_last` blocks are in high
-    /// precision, and what predicts the next character always is.
+    /// Creates a transformer with random weights. The last `keep_last` layers and the `lm_head` are
+    /// in high precision.
     ///
     /// # Errors
-    /// If the recipe is inconsistent.
+    /// The recipe is inconsistent.
     pub fn new(
         text: &Text,
         size: Size,
@@ -170,69 +171,70 @@ impl CharTransformer {
         seed: u64,
         device: &Device,
     ) -> anyhow::Result<Self> {
-        let Size { blocks, width, heads } = size;
-        let block = |block: usize| {
-            let recipe = recipe.for_layer(block, blocks, keep_last);
-            let linear = |layer: u64, inputs, outputs| {
-                let linear = LinearConfig::new(inputs, outputs).init(device);
-                Fp4TrainLinear::new(linear, recipe, seed << 32 | (block as u64) << 8 | layer)
+        let Size { layers, hidden_size, heads } = size;
+        let layer = |layer: usize| {
+            let recipe = recipe.for_layer(layer, layers, keep_last);
+            let linear = |index: u64, in_features, out_features| {
+                let linear = LinearConfig::new(in_features, out_features).init(device);
+                Fp4TrainLinear::new(linear, recipe, seed << 32 | (layer as u64) << 8 | index)
             };
-            anyhow::Ok(Block {
-                attention_norm: LayerNormConfig::new(width).init(device),
-                query: linear(0, width, width)?,
-                key: linear(1, width, width)?,
-                value: linear(2, width, width)?,
-                output: linear(3, width, width)?,
-                hidden_norm: LayerNormConfig::new(width).init(device),
-                up: linear(4, width, 4 * width)?,
-                down: linear(5, 4 * width, width)?,
+            anyhow::Ok(DecoderLayer {
+                attention_norm: LayerNormConfig::new(hidden_size).init(device),
+                query: linear(0, hidden_size, hidden_size)?,
+                key: linear(1, hidden_size, hidden_size)?,
+                value: linear(2, hidden_size, hidden_size)?,
+                output: linear(3, hidden_size, hidden_size)?,
+                mlp_norm: LayerNormConfig::new(hidden_size).init(device),
+                up: linear(4, hidden_size, 4 * hidden_size)?,
+                down: linear(5, 4 * hidden_size, hidden_size)?,
                 heads,
             })
         };
         Ok(Self {
-            characters: EmbeddingConfig::new(text.characters, width).init(device),
-            positions: EmbeddingConfig::new(CONTEXT, width).init(device),
-            blocks: (0..blocks).map(block).collect::<anyhow::Result<_>>()?,
-            norm: LayerNormConfig::new(width).init(device),
-            head: LinearConfig::new(width, text.characters).init(device),
+            characters: EmbeddingConfig::new(text.vocab_size, hidden_size).init(device),
+            positions: EmbeddingConfig::new(CONTEXT, hidden_size).init(device),
+            layers: (0..layers).map(layer).collect::<anyhow::Result<_>>()?,
+            norm: LayerNormConfig::new(hidden_size).init(device),
+            lm_head: LinearConfig::new(hidden_size, text.vocab_size).init(device),
         })
     }
 
-    /// Scores of the next characters, `[n, CONTEXT, characters]`, for windows `[n, CONTEXT]`.
+    /// Returns the logits `[n, CONTEXT, vocab_size]` of windows `[n, CONTEXT]`.
     pub fn forward(&self, windows: Tensor<2, Int>) -> Tensor<3> {
         let device = windows.device();
         let [_, context] = windows.dims();
         let positions = Tensor::<1, Int>::arange(0..context as i64, &device).unsqueeze();
-        let future = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
+        let causal_mask = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
         let mut hidden = self.characters.forward(windows) + self.positions.forward(positions);
-        for block in &self.blocks {
-            hidden = block.forward(hidden, future.clone());
+        for layer in &self.layers {
+            hidden = layer.forward(hidden, causal_mask.clone());
         }
-        self.head.forward(self.norm.forward(hidden))
+        self.lm_head.forward(self.norm.forward(hidden))
     }
 }
 
-impl Predicts for CharTransformer {
-    fn scores(&self, windows: Tensor<2, Int>) -> Tensor<3> {
+impl CharModel for CharTransformer {
+    fn logits(&self, windows: Tensor<2, Int>) -> Tensor<3> {
         self.forward(windows)
     }
 }
 
-impl Block {
-    fn forward(&self, input: Tensor<3>, future: Tensor<2, Bool>) -> Tensor<3> {
+impl DecoderLayer {
+    fn forward(&self, input: Tensor<3>, causal_mask: Tensor<2, Bool>) -> Tensor<3> {
         let normed = self.attention_norm.forward(input.clone());
-        let [n, context, width] = normed.dims();
-        let depth = width / self.heads;
+        let [n, context, hidden_size] = normed.dims();
+        let head_dim = hidden_size / self.heads;
         let split =
-            |values: Tensor<3>| values.reshape([n, context, self.heads, depth]).swap_dims(1, 2);
+            |values: Tensor<3>| values.reshape([n, context, self.heads, head_dim]).swap_dims(1, 2);
         let query = split(self.query.forward(normed.clone()));
         let key = split(self.key.forward(normed.clone()));
         let value = split(self.value.forward(normed));
-        let scores = query.matmul(key.swap_dims(2, 3)) / (depth as f64).sqrt();
-        let scores = scores.mask_fill(future.unsqueeze(), f32::NEG_INFINITY);
-        let read = softmax(scores, 3).matmul(value).swap_dims(1, 2);
-        let hidden = input + self.output.forward(read.reshape([n, context, width]));
-        let normed = self.hidden_norm.forward(hidden.clone());
+        let attn_weights = query.matmul(key.swap_dims(2, 3)) / (head_dim as f64).sqrt();
+        let attn_weights = attn_weights.mask_fill(causal_mask.unsqueeze(), f32::NEG_INFINITY);
+        let attended = softmax(attn_weights, 3).matmul(value).swap_dims(1, 2);
+        let attended = attended.reshape([n, context, hidden_size]);
+        let hidden = input + self.output.forward(attended);
+        let normed = self.mlp_norm.forward(hidden.clone());
         hidden + self.down.forward(gelu(self.up.forward(normed)))
     }
 }

@@ -1,8 +1,9 @@
-//! Trains with FP4: a classifier of digits whose weights are fake-quantized after dense training,
-//! and a character transformer by NVIDIA's recipe for pretraining: `cargo run --release --example
+//! Trains with FP4: a classifier of digits, fake-quantized after dense training, and a character
+//! transformer with NVIDIA's pretraining recipe: `cargo run --release --example
 //! train_fp4`.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::Result;
 use burn::module::Module;
@@ -10,38 +11,38 @@ use burn::tensor::Device;
 use burn_fp4::{Fp4Config, Fp4Module, TrainRecipe};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
-use comfy_table::{CellAlignment, Table, presets};
 use examples::digits::{Classifier, Digits, recovered_percent};
 use examples::plot::Curve;
-use examples::text::{CharTransformer, Predicts, Size, Text};
+use examples::table::{figure, table};
+use examples::text::{CharModel, CharTransformer, Size, Text};
 use examples::{OnDevice, plot, progress};
 use serde::Serialize;
 
-/// Steps of the transformer whose losses make one point of its curve.
+/// Steps that are averaged into one point of the training curve.
 const POINT: usize = 10;
 
-/// Trains with FP4, and compares with dense training.
+/// Trains with FP4 and compares with dense training.
 #[derive(Parser)]
 struct Arguments {
-    /// What to train.
+    /// Task to train.
     #[arg(long, value_enum, default_value_t = Task::All)]
     task: Task,
     /// Burn device to train on.
     #[arg(long, value_enum, default_value_t = OnDevice::Flex)]
     device: OnDevice,
-    /// Runs of everything, each from another seed.
+    /// Number of runs, each with a seed of its own.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
-    /// Passes over the digits, dense; fake-quantized afterwards half as many.
+    /// Epochs of dense training on digits; fake-quantized training takes half as many.
     #[arg(long, default_value_t = 30)]
     epochs: usize,
-    /// Batches of text.
+    /// Batches of text to train on.
     #[arg(long, default_value_t = 400)]
     steps: usize,
-    /// Blocks of the transformer that stay in high precision, at its end.
+    /// Last layers of the transformer that stay in high precision.
     #[arg(long, default_value_t = 1)]
     keep_last: usize,
-    /// Draw the losses of the transformer into an SVG file, after everything is printed.
+    /// Draw the training losses of the transformer into an SVG file.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     /// Print an array of objects instead of tables.
@@ -56,14 +57,14 @@ enum Task {
     All,
 }
 
-/// What became of one way to train, over all seeds.
+/// Results of one way to train, over all seeds.
 #[derive(Serialize)]
 struct Row {
     task: &'static str,
     variant: &'static str,
-    /// Accuracy in percent, or validation loss in nats, of each seed.
+    /// Accuracy in percent, or validation loss in nats, for each seed.
     results: Vec<f64>,
-    /// Training loss, a mean over [`POINT`] steps, of the first seed.
+    /// Training loss of the first seed: means over [`POINT`] steps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     curve: Vec<(usize, f64)>,
 }
@@ -73,7 +74,7 @@ impl Row {
         self.results.iter().sum::<f64>() / self.results.len() as f64
     }
 
-    /// Standard deviation over seeds; none of a single one.
+    /// Computes the standard deviation over seeds. None for a single seed.
     fn spread(&self) -> Option<f64> {
         let mean = self.mean();
         let squares: f64 = self.results.iter().map(|result| (result - mean).powi(2)).sum();
@@ -82,19 +83,22 @@ impl Row {
     }
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+fn main() -> ExitCode {
+    examples::exit_code(run(&Arguments::parse()))
+}
+
+fn run(arguments: &Arguments) -> Result<()> {
     if arguments.plot.is_some() && (arguments.task == Task::Digits || arguments.steps < POINT) {
-        let needs = format!("--plot needs --task text or all, and --steps of {POINT} or more");
+        let needs = format!("--plot: pass --task text or all, and --steps of {POINT} or more");
         Arguments::command().error(ErrorKind::ArgumentConflict, needs).exit();
     }
     let device = arguments.device.device();
     let mut rows = Vec::new();
     if arguments.task != Task::Text {
-        rows.extend(digits(&arguments, &device)?);
+        rows.extend(digits(arguments, &device)?);
     }
     if arguments.task != Task::Digits {
-        rows.extend(text(&arguments, &device)?);
+        rows.extend(text(arguments, &device)?);
     }
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
@@ -113,7 +117,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Dense training, quantization after it, and fake-quantized training after it.
+/// Compares dense training, quantization after it, and fake-quantized training after it.
 fn digits(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
     let (train, test) = Digits::train_and_test()?;
     let row = |variant| Row { task: "digits", variant, results: vec![], curve: vec![] };
@@ -152,15 +156,15 @@ fn digits(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
 
 fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
     let text = Text::genesis()?;
-    let size = Size { blocks: 4, width: 64, heads: 4 };
-    let keep_last = arguments.keep_last.min(size.blocks);
+    let size = Size { layers: 4, hidden_size: 64, heads: 4 };
+    let keep_last = arguments.keep_last.min(size.layers);
     let recipe = TrainRecipe::NVFP4;
     let variants = [
         ("dense f32", TrainRecipe::HIGH_PRECISION, false),
         ("nvfp4 weights in training", TrainRecipe::HIGH_PRECISION, true),
         ("nvfp4 recipe", recipe, false),
-        ("nvfp4 recipe, not drawn", TrainRecipe { stochastic_rounding: false, ..recipe }, false),
-        ("nvfp4 recipe, not transformed", TrainRecipe { hadamard: None, ..recipe }, false),
+        ("nvfp4 recipe, nearest", TrainRecipe { stochastic_rounding: false, ..recipe }, false),
+        ("nvfp4 recipe, no hadamard", TrainRecipe { hadamard: None, ..recipe }, false),
     ];
     let bar = progress::bar(variants.len() * arguments.seeds as usize * arguments.steps);
     let mut rows = Vec::new();
@@ -170,11 +174,11 @@ fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
             device.seed(seed);
             let training = device.clone().autodiff();
             let mut model = CharTransformer::new(&text, size, recipe, keep_last, seed, &training)?;
-            // With every block in high precision there is nothing to quantize.
-            if aware && keep_last < size.blocks {
+            // With every layer in high precision there is nothing to quantize.
+            if aware && keep_last < size.layers {
                 let mut config = Fp4Config::nvfp4();
-                let quantized = 0..size.blocks - keep_last;
-                config.include.extend(quantized.map(|block| format!("blocks.{block}.**")));
+                let quantized = 0..size.layers - keep_last;
+                config.include.extend(quantized.map(|layer| format!("layers.{layer}.**")));
                 model.fake_quantize_fp4(&config)?;
             }
             let mut recent = Vec::new();
@@ -198,49 +202,31 @@ fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
 fn print(rows: &[Row]) {
     for rows in rows.chunk_by(|a, b| a.task == b.task) {
         let text = rows[0].task == "text";
-        let unit = if text { "validation loss, nats" } else { "accuracy, %" };
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED).set_header([
-            rows[0].task,
-            unit,
-            "spread",
-            "against dense",
-            "each seed",
-        ]);
+        let unit = if text { "loss, nats" } else { "accuracy, %" };
         let dense = rows[0].mean();
-        for row in rows {
-            let against = match text {
+        let cells = rows.iter().map(|row| {
+            let against_dense = match text {
                 true => format!("{:+.2} %", 100.0 * (row.mean() / dense - 1.0)),
                 false => format!("{:+.2}", row.mean() - dense),
             };
-            let each: Vec<_> = row.results.iter().map(|result| format!("{result:.3}")).collect();
-            table.add_row([
-                row.variant.to_owned(),
-                format!("{:.3}", row.mean()),
-                row.spread().map_or_else(|| "-".to_owned(), |spread| format!("{spread:.3}")),
-                against,
-                each.join(" "),
-            ]);
-        }
-        for column in 1..4 {
-            if let Some(column) = table.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        println!("{table}");
+            let mean = format!("{:.3}", row.mean());
+            [row.variant.to_owned(), mean, figure(row.spread(), 3), against_dense]
+        });
+        println!("{}", table([rows[0].task, unit, "spread", "against dense"], 1, cells));
         if let [dense, _, after, aware] = rows
             && !text
         {
             match recovered_percent(dense.mean(), after.mean(), aware.mean()) {
-                Some(percent) => println!("{percent:.0} % of what quantization loses is recovered"),
-                None => println!("quantization loses nothing that could be recovered"),
+                Some(percent) => println!("training recovers {percent:.0} % of the lost accuracy"),
+                None => println!("quantization loses no accuracy"),
             }
         }
         for row in rows.iter().filter(|row| !row.curve.is_empty()) {
-            let every = row.curve.len().div_ceil(8);
+            let every = row.curve.len().div_ceil(5);
             let points: Vec<_> = row.curve.iter().rev().step_by(every).collect();
             let points = points.iter().rev().map(|(step, loss)| format!("{}: {loss:.3}", step + 1));
-            println!("  {}: {}", row.variant, points.collect::<Vec<_>>().join(", "));
+            println!("training loss of {}, by step", row.variant);
+            println!("  {}", points.collect::<Vec<_>>().join(", "));
         }
     }
 }

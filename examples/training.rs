@@ -1,23 +1,21 @@
-//! Training by AdamW.
+//! Training with AdamW.
 
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
 
-/// How long, and how fast: the learning rate rises to its largest in a few steps, and falls to 0 as
-/// a cosine does.
+/// Cosine schedule of the learning rate, with a linear warm-up.
 #[derive(Debug, Clone, Copy)]
 pub struct Schedule {
-    /// Batches.
+    /// Number of batches.
     pub steps: usize,
     /// The largest learning rate.
     pub learning_rate: f64,
-    /// Steps in which the learning rate rises.
+    /// Steps of the warm-up.
     pub warm_up: usize,
 }
 
-/// Trains a model by the loss of one batch after another; calls `progress` with the step and its
-/// loss.
+/// Trains a model with one step for each loss; calls `progress` with the step and its loss.
 pub fn train<M: Module>(
     mut model: M,
     optimizer: &AdamWConfig,
@@ -30,9 +28,9 @@ pub fn train<M: Module>(
         let loss = loss(&model);
         progress(step, loss.clone().into_scalar());
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        let way = step as f64 / schedule.steps as f64;
-        let rate = 0.5 * (1.0 + (core::f64::consts::PI * way).cos());
-        let rate = rate * ((step + 1) as f64 / schedule.warm_up as f64).min(1.0);
+        let done = step as f64 / schedule.steps as f64;
+        let cosine = 0.5 * (1.0 + (core::f64::consts::PI * done).cos());
+        let rate = cosine * ((step + 1) as f64 / schedule.warm_up as f64).min(1.0);
         model = optimizer.step(schedule.learning_rate * rate, model, gradients);
     }
     model

@@ -82,7 +82,7 @@ fn tied_codes_are_in_memory_once() {
     let packed = ROWS * WIDTH * 9 / 16;
     println!("tied: packed {packed} bytes, peak {peak}, after {after}");
     assert!(after >= packed, "the premise");
-    // What is checked of the scales is read back.
+    // The quarter is for scales: checking them reads them back.
     assert!(peak <= packed + packed / 4, "peak {peak} of {packed}");
     assert!(tied.1.weight.reparameterization::<PackedWeight>().is_some());
 }

@@ -891,7 +891,7 @@ fn saved_files_are_cut_at_a_size_and_published_whole() {
     load(&path, &mut loaded, &map);
     assert_eq!(bits(loaded.forward(tokens(&device))), bits(saved.forward(tokens(&device))));
 
-    // What is there is not replaced, and what cannot be written leaves nothing.
+    // An existing folder is not replaced, and a failed save leaves nothing.
     let before = files(&path);
     assert!(matches!(
         saved.save_fp4(&path, "modelopt", &map),
@@ -904,7 +904,7 @@ fn saved_files_are_cut_at_a_size_and_published_whole() {
     assert_eq!(left, ["model"]);
 }
 
-/// What is no float: positions and a mask.
+/// Parameters that are not floats.
 #[derive(Module, Debug)]
 struct Buffers {
     positions: Param<Tensor<1, Int>>,
@@ -1249,7 +1249,7 @@ fn types_of_ggml_are_loaded_as_floats() {
     let path = folder("ggml").join("x.gguf");
     let device = Device::flex();
     let mut random = Random::new(8);
-    // Of experts and of one layer, in Q8_0; the other layer is of a type that is not decoded.
+    // Experts and one layer in Q8_0; the other layer has a type that is not decoded.
     let mut records = |name: &str, id: u32, shape: &[usize]| {
         let dtype = DataType::of_ggml(id).expect("a type");
         let bytes = dtype.bytes(shape).expect("whole records");

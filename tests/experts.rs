@@ -198,7 +198,7 @@ fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
     for (name, device, _) in devices() {
         let weight = |seed, outputs| Param::from_tensor(random(seed, [3, 32, outputs], &device));
         let dense = Gated { gate: weight(1, 24), up: weight(2, 7) };
-        // Of an expert without inputs the errors cost nothing.
+        // Errors of an expert without inputs cost nothing.
         let seen = Tensor::<3>::from_floats([[[1.0]], [[0.0]], [[1.0]]], &device);
         let batch = random(3, [3, 100, 32], &device) * seen;
         let run = |model: &Gated, x: Tensor<3>| {

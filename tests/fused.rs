@@ -39,7 +39,7 @@ fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
 }
 
-/// What became of products while something ran.
+/// Counts the fused products of a closure.
 fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
     let before = fused_products();
     let result = run();

@@ -77,7 +77,7 @@ fn transformer_engine_variants() {
 }
 
 #[test]
-fn gist() {
+fn torch_recipe() {
     let golden = Golden::read("gist");
     let mut tally = Tally::default();
     for case in golden.cases("x") {

@@ -553,8 +553,8 @@ fn products_straight_from_the_codes() {
     }
 }
 
-/// What is around the instructions of warpgroups, with plain operations in their place. Each
-/// multiplication waits for all units twice, which is slow on hosts: few shapes.
+/// Runs the wgmma kernel with emulated instructions. Each multiplication waits for all threads
+/// twice, which is slow on a CPU: few shapes.
 #[test]
 fn products_of_warpgroups_by_plain_operations() {
     let mut device = Device::new();
@@ -749,7 +749,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     }
 }
 
-/// What a GPU stages in shared memory, where it is slow but works as well.
+/// Runs the transposes through shared memory that only GPUs need.
 #[test]
 fn staged_exchanges_move_every_block_to_its_place() {
     let mut device = Device::new();
@@ -765,7 +765,7 @@ fn staged_exchanges_move_every_block_to_its_place() {
     }
 }
 
-/// What the units of a cube read of a block of 32 in shared memory. Inputs of one channel are all
+/// Runs the search with Hessians of blocks of 32 in shared memory. Inputs of one channel are all
 /// zeros: nothing stops the search early there, and its element has no best value.
 #[test]
 fn staged_hessians_give_the_bits_of_the_host() {

@@ -11,13 +11,13 @@ use burn_fp4::{
     CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport,
 };
 use llama::{
-    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, Recipe, Sampling, Tokens, Windows,
-    generate, perplexity,
+    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeOptions, Sampling, Tokens,
+    Windows, generate, perplexity,
 };
 use safetensors::SafeTensors;
 use tests::tensors::floats;
 
-/// `transformers` 5.23 made it: tests/interop/llama.py.
+/// Made with `transformers` 5.23: tests/interop/llama.py.
 static GOLDEN: &[u8] = include_bytes!("golden/llama.safetensors");
 
 const BOOK: &str = include_str!("../examples/data/genesis.txt");
@@ -46,7 +46,7 @@ fn load<L: Projection>(folder: &Folder) -> Llama<L> {
     folder.load(&Device::flex()).unwrap_or_else(|error| panic!("{error:?}")).0
 }
 
-/// A path where nothing is.
+/// Returns a path that does not exist.
 fn out(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("llama").join(name);
     if path.exists() {
@@ -56,7 +56,7 @@ fn out(name: &str) -> PathBuf {
     path
 }
 
-/// The largest difference of two lists.
+/// Computes the largest difference of two lists.
 fn distance(left: &[f32], right: &[f32]) -> f32 {
     assert_eq!(left.len(), right.len());
     left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max)
@@ -71,7 +71,7 @@ fn greedy<L: Projection>(folder: &Folder, model: &Llama<L>) -> Vec<u32> {
 }
 
 #[test]
-fn dense_logits_are_those_of_transformers() {
+fn dense_logits_match_transformers() {
     for name in ["genesis", "llama3", "qwen2", "qwen3"] {
         let (folder, device) = (folder(name), Device::flex());
         let tokens = Tensor::<2, Int>::from_data(golden(&format!("{name}.tokens")), &device);
@@ -86,18 +86,19 @@ fn dense_logits_are_those_of_transformers() {
 }
 
 #[test]
-fn the_cache_changes_nothing_and_200_tokens_are_those_of_transformers() {
+fn cached_logits_match_and_200_greedy_tokens_match_transformers() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let model = load::<Linear>(&folder);
     let tokens = Tensor::<2, Int>::from_data(golden("genesis.tokens"), &device);
     let [batch, count] = tokens.dims();
     let whole = model.forward(tokens.clone());
-    let mut cache = model.cache(batch, count + 3);
-    // Tokens by themselves, and some at a time.
+    let mut kv_cache = model.kv_cache(batch, count + 3);
+    // One token at a time, and several.
     for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
         let part;
         let positions = Tensor::arange(start as i64..(start + length) as i64, &device);
-        (cache, part) = model.next(cache, (tokens.clone().narrow(1, start, length), positions));
+        (kv_cache, part) =
+            model.forward_cached(kv_cache, (tokens.clone().narrow(1, start, length), positions));
         let expected = whole.clone().narrow(1, start + length - 1, 1).squeeze_dim::<2>(1);
         let most = distance(&floats(part), &floats(expected));
         assert!(most < 2e-5, "from {start}: {most}");
@@ -106,7 +107,7 @@ fn the_cache_changes_nothing_and_200_tokens_are_those_of_transformers() {
 }
 
 #[test]
-fn perplexity_is_that_of_transformers() {
+fn perplexity_matches_transformers() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let model = load::<Linear>(&folder);
     let tokenizer = folder.tokenizer().expect("a tokenizer");
@@ -130,7 +131,7 @@ fn perplexity_is_that_of_transformers() {
     }
 }
 
-/// Codes and block scales of a model, by the paths of its weights.
+/// Collects codes and block scales by the path of the weight.
 fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
     let saved = model.checkpoint_fp4(&CheckpointMap::new()).expect("a checkpoint");
     let packed = saved.weights.into_iter().filter_map(|weight| match weight.value {
@@ -140,13 +141,13 @@ fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
     packed.collect()
 }
 
-/// As `fp4 quantize` does it without options.
+/// Quantizes a model as `fp4 quantize` does without options.
 fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
     let mut model = load::<Linear>(folder);
     let config = llama::fp4_config(&model, format, Method::Sse);
     let report = model.quantize_fp4(&config).expect("quantized");
     assert_eq!(report.quantized().count(), 28);
-    // Engines multiply by q, k and v as one, and by gate and up.
+    // Engines fuse q, k and v, and gate and up: these share a tensor scale.
     let shared = report.parameters.iter().filter(|one| {
         matches!(&one.outcome, Outcome::Quantized { shares_scale_with: Some(_), .. })
     });
@@ -155,7 +156,7 @@ fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
 }
 
 #[test]
-fn saved_in_two_dialects_it_has_the_same_codes_and_says_what_transformers_says() {
+fn two_dialects_keep_the_codes_and_the_greedy_tokens_of_transformers() {
     let folder = folder("genesis");
     for format in Fp4Format::ALL {
         let model = quantized(&folder, format);
@@ -176,16 +177,16 @@ fn saved_in_two_dialects_it_has_the_same_codes_and_says_what_transformers_says()
 }
 
 #[test]
-fn it_is_calibrated_at_once_and_layer_by_layer() {
+fn gptq_calibrates_once_or_layer_by_layer() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::Gptq);
-        let recipe = Recipe { format, method, sequential, damping, calibration };
+        let options = QuantizeOptions { format, method, sequential, damping, calibration };
         let mut model = load::<Linear>(&folder);
-        let config = recipe.config(&model);
-        let report = recipe.apply(&mut model, &config, &tokens, &device).expect("quantized");
+        let config = options.config(&model);
+        let report = options.apply(&mut model, &config, &tokens, &device).expect("quantized");
         assert_eq!(report.quantized().count(), 28);
         let fell = |one: &ParameterReport| match &one.outcome {
             Outcome::Quantized { fallback, .. } => fallback.is_some(),
@@ -196,7 +197,7 @@ fn it_is_calibrated_at_once_and_layer_by_layer() {
 }
 
 #[test]
-fn it_is_calibrated_for_what_a_recipe_says_of_some_weights() {
+fn a_method_of_a_recipe_table_is_calibrated_for() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let file = burn_fp4::Recipe::parse(
@@ -210,11 +211,11 @@ fn it_is_calibrated_for_what_a_recipe_says_of_some_weights() {
     );
     let mut model = load::<Linear>(&folder);
     let config = Fp4Config::of_recipe(&file.expect("a recipe"), &model, &llama::names());
-    // Its format and method are for models without a file.
+    // Format and method of the options do not count: the configuration comes from the file.
     let (format, method) = (Fp4Format::NvFp4, Method::Sse);
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
-    let recipe = Recipe { format, method, sequential: false, damping: None, calibration };
-    let report = recipe.apply(&mut model, &config.expect("a configuration"), &tokens, &device);
+    let options = QuantizeOptions { format, method, sequential: false, damping: None, calibration };
+    let report = options.apply(&mut model, &config.expect("a configuration"), &tokens, &device);
     let report = report.expect("quantized");
     assert_eq!(report.quantized().count(), 28);
     for one in report.quantized() {
@@ -230,7 +231,7 @@ fn it_is_calibrated_for_what_a_recipe_says_of_some_weights() {
 }
 
 #[test]
-fn what_is_drawn_depends_on_the_seed_alone() {
+fn sampling_depends_on_the_seed_alone() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let model = load::<Linear>(&folder);
     let prompt = ids("genesis.prompt");
@@ -252,7 +253,7 @@ fn what_is_drawn_depends_on_the_seed_alone() {
 }
 
 #[test]
-fn tokens_of_the_model_are_bytes() {
+fn the_byte_tokenizer_encodes_bytes() {
     let tokenizer = folder("genesis").tokenizer().expect("a tokenizer");
     let text = "In the beginning\n\tGod 42 \u{1} é 漢 \u{1F600}  ";
     let ids: Vec<u32> = text.bytes().map(u32::from).collect();
@@ -261,7 +262,7 @@ fn tokens_of_the_model_are_bytes() {
 }
 
 #[test]
-fn a_config_of_something_else_is_an_error() {
+fn an_unsupported_config_is_an_error() {
     let text = std::fs::read_to_string(
         Path::new(env!("CARGO_MANIFEST_DIR")).join("models/genesis/config.json"),
     );

@@ -31,7 +31,7 @@ fn paths_of_adapters(report: &Fp4Report) -> Vec<&str> {
     report.adapted().map(|parameter| parameter.path.as_str()).collect()
 }
 
-/// Of rank 4, scaled by 2.
+/// Adapters of rank 4, scaled by 2.
 fn lora() -> Lora {
     Lora::new(4, 8.0)
 }
@@ -236,6 +236,34 @@ fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
 }
 
 #[test]
+fn only_factors_of_a_parameter_are_called_an_adapter() {
+    #[derive(Module, Debug)]
+    struct Named {
+        linear: Linear,
+        lora: Vec<Linear>,
+    }
+    #[derive(Module, Debug)]
+    struct Fewer {
+        linear: Linear,
+    }
+    let device = Device::flex();
+    let linear = || LinearConfig::new(32, 32).with_bias(false).init(&device);
+    let problem = |record| {
+        let mut fewer = Fewer { linear: linear() };
+        match fewer.load_fp4_record(record).unwrap_err() {
+            Fp4Error::Record { problem, .. } => problem,
+            error => panic!("{error}"),
+        }
+    };
+    let named = Named { linear: linear(), lora: vec![linear()] };
+    assert_eq!(problem(named.into_record()), "the record has tensors that the module lacks");
+    let mut adapted = Fewer { linear: linear() };
+    adapted.lora_fp4(&lora()).unwrap();
+    let problem = problem(adapted.into_record());
+    assert!(problem.contains("call `lora_fp4` on the module before loading"), "{problem}");
+}
+
+#[test]
 fn adapters_that_were_loaded_go_on_training() {
     let device = Device::flex().autodiff();
     let (net, _) = train(adapted(&device), 5);
@@ -281,12 +309,13 @@ fn merging_quantizes_what_the_adapters_made_of_the_weights() {
             let expected = ops::quantize(dense.clone(), 0, &Fp4Scheme::nvfp4()).unwrap();
             assert_eq!(floats(linear.weight.val()), floats(expected.dequantize()), "{name}");
             // The error of merging is that of quantizing the merged weight.
-            let Outcome::Quantized { squared_error, energy, .. } = parameter.outcome else {
+            let Outcome::Quantized { weight_error, .. } = parameter.outcome else {
                 panic!("{parameter:?}")
             };
             let sums = sums(expected.squared_error(dense).unwrap());
             let near = |found: f64, expected: f64| (found - expected).abs() <= 1e-5 * expected;
-            assert!(squared_error > 0.0 && near(squared_error, sums[0]), "{name}: {sums:?}");
+            let (error, energy) = (weight_error.error, weight_error.energy);
+            assert!(error > 0.0 && near(error, sums[0]), "{name}: {sums:?}");
             assert!(near(energy, sums[1]), "{name}: {energy} {sums:?}");
         }
         assert_eq!(trained(&net).len(), 4, "{name}: no adapter is left");

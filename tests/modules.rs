@@ -17,7 +17,7 @@ use burn_fp4::{
 use tests::engines::devices;
 use tests::inputs::normals;
 use tests::modules::seeded;
-use tests::tensors::floats;
+use tests::tensors::{floats, random};
 
 #[derive(Module, Debug)]
 struct Net {
@@ -89,7 +89,7 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
             floats(net.layers[1].bias.as_ref().unwrap().val()),
             floats(dense.layers[1].bias.as_ref().unwrap().val())
         );
-        // What `val()` gives is what quantizing the tensor gives.
+        // `val()` equals the quantized tensor.
         let weight = burn_fp4::ops::quantize(dense.layers[2].weight.val(), 0, &Fp4Scheme::nvfp4());
         assert_eq!(floats(net.layers[2].weight.val()), floats(weight.unwrap().dequantize()));
         assert_eq!(net.layers[2].weight.val().dtype(), DType::F32);
@@ -175,7 +175,7 @@ fn siblings_share_a_tensor_scale() {
         assert_eq!(scale(&mha.query), scale(&mha.value));
         assert_ne!(scale(&mha.query), scale(&mha.output));
     }
-    // Of values that nobody checks, only those that share a scale are looked at first.
+    // Unchecked values are read up front only if they share a tensor scale.
     let follow = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
     let follow = Fp4Config::new(follow).share_scale(["query", "key", "value"]);
     unchecked.quantize_fp4(&follow).unwrap();
@@ -443,7 +443,7 @@ fn quantizing_again_leaves_packed_weights_alone() {
     let message = error.to_string();
     assert!(message.starts_with("every selected weight is quantized already; "), "{message}");
     assert_eq!(message.lines().count(), 1 + 5, "{message}");
-    // What is misspelt is another matter.
+    // A misspelt pattern is an error.
     let error = net.quantize_fp4(&Fp4Config::mxfp4().include("haed.*")).unwrap_err();
     assert!(matches!(error, Fp4Error::NothingSelected(_)), "{error}");
 }
@@ -536,7 +536,7 @@ fn reports_serialize_and_display() {
         assert!(table.contains(&parameter.path), "{table}");
     }
     assert!(table.contains("NVFP4, blocks of 16, rule te, amax, along axis 0"), "{table}");
-    assert!(table.contains("`.container(\"Embedding\", 1)` adds one"), "{table}");
+    assert!(table.contains("`.container(\"Embedding\", 1)` adds it"), "{table}");
     assert!(table.contains(" kB of 20.5 kB ("), "{table}"); // 5120 values
 
     assert!(report.relative_error() > 0.01 && report.relative_error() < 0.2);
@@ -602,6 +602,47 @@ fn what_is_known_of_inputs_decides_about_codes() {
         let unknown = base.clone().gptq(Gptq::default()).with_calibration(&unknown);
         let error = build().quantize_fp4(&unknown).unwrap_err();
         assert!(matches!(&error, Fp4Error::Calibration { path, .. } if path == "layers.9.weight"));
+    }
+}
+
+#[test]
+fn reports_show_the_error_of_outputs_where_inputs_are_known() {
+    for (name, device, _) in devices() {
+        let dense = Net::new(&device);
+        let inputs = dense.embedding.forward(tokens(&device));
+        let mut calibration = Calibration::new();
+        calibration.add("layers.0.weight", 0, inputs.clone()).unwrap();
+        let base = Fp4Config::nvfp4().include("layers.0.weight").include("layers.1.weight");
+        let quantized = |config: Fp4Config| {
+            let mut net = dense.clone();
+            let config = config.with_calibration(&calibration).unused(Unused::Report);
+            let report = net.quantize_fp4(&config).unwrap();
+            (net, report)
+        };
+        let output_error = |report: &burn_fp4::Fp4Report| {
+            report.get("layers.0.weight").unwrap().relative_output_error().unwrap()
+        };
+        let (net, report) = quantized(base.clone().method(burn_fp4::Method::Gptq));
+        let product = |weight: Tensor<2>| inputs.clone().reshape([-1, 32]).matmul(weight);
+        let exact = product(dense.layers[0].weight.val());
+        let norm = |of: Tensor<2>| f64::from(floats(of.powf_scalar(2.0).sum().sqrt())[0]);
+        let error = norm(product(net.layers[0].weight.val()) - exact.clone());
+        let (found, expected) = (output_error(&report), error / norm(exact));
+        assert!((found - expected).abs() <= 1e-3 * expected, "{name}: {found} {expected}");
+        assert_eq!(report.relative_output_error(), Some(found), "{name}");
+        assert_eq!(report.get("layers.1.weight").unwrap().relative_output_error(), None);
+
+        // Methods that do not need inputs are compared by the same measure.
+        let (_, plain) = quantized(base.clone());
+        assert!(found < output_error(&plain), "{name}: {found} {plain}");
+
+        let table = report.to_string();
+        let figure = format!("{:.3}", 100.0 * found);
+        assert!(table.contains("weight % ┆ output %"), "{table}");
+        assert!(table.contains(&format!("{figure} │")), "{table}");
+        assert!(table.contains(&format!(", of outputs {figure} %")), "{table}");
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<burn_fp4::Fp4Report>(&json).unwrap(), report);
     }
 }
 
@@ -792,10 +833,16 @@ fn tables_of_long_names_fit_a_terminal() {
         })
         .collect();
     let names = ["query_projection_of_the_decoder", "key_projection_of_the_decoder"];
-    let calibration = Calibration::new();
+    let mut calibration = Calibration::new();
+    for path in ["0.query_projection_of_the_decoder", "1.key_projection_of_the_decoder"] {
+        let inputs = random(3, [80, 64], &device);
+        calibration.add(&format!("{path}.weight"), 0, inputs).unwrap();
+    }
     let config = Fp4Config::nvfp4().share_scale(names).with_calibration(&calibration);
+    let config = config.unused(Unused::Report);
     let sensitivity = layers.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap().to_string();
     let report = layers.quantize_fp4(&config).unwrap().to_string();
+    assert!(report.contains("output %"), "{report}");
     for table in [&sensitivity, &report] {
         let lines: Vec<_> = table.lines().filter(|line| line.contains(['│', '─', '═'])).collect();
         assert!(lines.len() > 8, "{table}");
@@ -869,7 +916,7 @@ fn values_that_become_infinite_in_their_dtype_are_said() {
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<burn_fp4::Fp4Report>(&json).unwrap(), report);
     }
-    // Of 16 tensor scales the finite ones are tried.
+    // Only finite tensor scales of the 16 are tried.
     let mut layer = with_weights(vec![3.4e38; 32 * 4], [32, 4], DType::F32, &device);
     let config = Fp4Config::nvfp4().method(burn_fp4::Method::SseTensorScale);
     let report = layer.quantize_fp4(&config).unwrap();

@@ -11,9 +11,9 @@ use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram,
     HessianFactor, Importance, MatmulPath, NonFinite, OpsError, ScaleRule, ScaleSearch,
-    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, matmul, matmul_path,
-    modelopt, portable, quantize, quantize_by_importance, quantize_family, quantize_gptq,
-    quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
+    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, linear, matmul,
+    matmul_path, modelopt, portable, products, quantize, quantize_by_importance, quantize_family,
+    quantize_gptq, quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -212,7 +212,7 @@ fn the_memory_of_a_dequantized_weight_is_used_again() {
     let other = second.dequantize();
     assert_bits("first", &floats(dense.clone()), &expected);
     assert_bits("second", &floats(other.clone()), &others);
-    // What is written into a dense weight does not come back.
+    // Writing into a dense weight must not write into the memory that is reused.
     drop((dense.clone() * 2.0, dense + 1.0, other));
     let address = |data: &TensorData| data.as_bytes().as_ptr();
     let once = first.dequantize().into_data();
@@ -1003,4 +1003,17 @@ fn importance_that_does_not_fit_is_an_error() {
     assert!(matches!(block_hessians(x, 48), Err(OpsError::Search(SearchError::Format(_)))));
     let mxfp4 = quantize_with_best_tensor_scale(tensor, 0, &Fp4Scheme::mxfp4());
     assert!(matches!(mxfp4, Err(OpsError::Search(SearchError::Scheme { .. }))));
+}
+
+#[test]
+fn a_bias_of_another_dtype_is_cast_to_that_of_the_input() {
+    let device = Device::flex();
+    let weight = quantize(values([32, 4], &device, DType::F32), 0, &Fp4Scheme::mxfp4()).unwrap();
+    let bias = values([4], &device, DType::F16);
+    for rows in [0, 3] {
+        let input = values([rows, 32], &device, DType::F32);
+        let output = linear(input.clone(), &weight, Some(bias.clone())).unwrap();
+        let expected = linear(input, &weight, Some(bias.clone().cast(FloatDType::F32))).unwrap();
+        assert_eq!(output.into_data(), expected.into_data(), "{rows} rows");
+    }
 }

@@ -25,7 +25,7 @@ use xxhash_rust::xxh3::Xxh3;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// What may be allocated beyond twice a file: parsers reserve up to 1 MiB for each list from its
+/// Allowed allocations beyond twice the file: parsers reserve up to 1 MiB for each list from its
 /// declared length, before they read it.
 const SLACK: usize = 4 << 20;
 
@@ -55,7 +55,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left of a test that failed is of no use.
+        // A failed test may leave files: an error here does not matter.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

@@ -96,7 +96,7 @@ fn decode(net: &Net, cache: Cache, token: Tensor<2, Int>) -> (Cache, Vec<Tensor<
     (Cache { keys, values, length: length + 1 }, vec![attended, scores])
 }
 
-/// Those whose layers compute in f32, after [`burn_fp4::init`].
+/// Runs a test on each device, in f32, after [`burn_fp4::init`].
 fn each_device(test: impl Fn(&str, &Device)) {
     burn_fp4::init().expect("before any operation");
     for (name, device, dtypes) in devices() {
@@ -124,8 +124,8 @@ fn a_replay_is_a_forward_pass() {
     });
 }
 
-/// Of few rows, the products of a recording read the weight of the next one ahead, the last one
-/// that of the first, if the GPU can.
+/// Captured products of few rows prefetch the weight of the next product, if the GPU can. The last
+/// one prefetches the first weight.
 #[test]
 fn a_stack_of_layers_is_replayed() {
     const WIDTHS: [usize; 6] = [256, 512, 256, 1024, 768, 256];
@@ -205,7 +205,7 @@ fn a_cache_is_written_in_place() {
     });
 }
 
-/// What is not written in place, or changes places, is carried from run to run as well.
+/// State that is not updated in place, or is swapped, is carried from run to run too.
 #[test]
 fn a_state_may_be_anything() {
     fn step(
@@ -254,7 +254,7 @@ fn shapes_share_a_state() {
     });
 }
 
-/// What was there before, also as an output and as a part or a view of one.
+/// The old state may be an output itself, or a part or a view of one.
 #[test]
 fn an_old_state_may_be_an_output() {
     type Outputs = (Tensor<2>, Tensor<2>, Tensor<2>, Tensor<2>);
@@ -308,7 +308,7 @@ fn a_changed_model_is_recorded_anew() {
         let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
         let x = random(1, [2, CHANNELS], device);
         let before = floats(replay.run(x.clone()).expect("recordable"));
-        // What becomes of a clone does not matter.
+        // A change of a clone does not matter.
         let mut other = net.clone();
         other.first.weight = other.first.weight.map(|weight| weight.mul_scalar(2.0));
         drop((net, other));

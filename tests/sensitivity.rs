@@ -1,4 +1,4 @@
-//! What candidates cost weights, against what quantizing shows; choices under a budget.
+//! Sensitivity: predicted errors of candidates against measured ones, and choices in a budget.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, Relu};

@@ -354,7 +354,7 @@ fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
     let error = infinite.fake_quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
     assert!(error.to_string().contains("`second.weight`"), "{error}");
 
-    // What has something attached is left alone, and converted only if it is alone.
+    // A packed weight is left alone; a model that has one is converted only part by part.
     let mut mixed = net.clone();
     mixed.quantize_fp4(&Fp4Config::nvfp4().include("first.*")).unwrap();
     let report = mixed.fake_quantize_fp4(&Fp4Config::nvfp4()).unwrap();

@@ -37,7 +37,7 @@ fn outcome<'a>(report: &'a Fp4Report, path: &str) -> &'a Outcome {
 
 fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a MatmulPath {
     match outcome(report, path) {
-        Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => products,
+        Outcome::Quantized { products, .. } | Outcome::Provided { products, .. } => products,
         other => panic!("`{path}`: {other:?}"),
     }
 }
@@ -147,7 +147,7 @@ fn a_failed_quantization_leaves_the_module_as_it_was_or_names_what_is_packed() {
                 assert!(linear.weight.val().is_require_grad(), "{name} {path}");
             }
         }
-        // What is left can be quantized still.
+        // The rest can still be quantized.
         let report = net.quantize_fp4(&gptq(0.01)).unwrap();
         assert_eq!(report.quantized().count(), 2 - packed.len(), "{name}");
 
@@ -206,17 +206,15 @@ fn codes_of_ones_own_are_attached_path_by_path() {
         let expected = ops::quantize(dense.second.weight.val(), 0, &Fp4Scheme::nvfp4()).unwrap();
         assert_eq!(floats(net.second.weight.val()), floats(expected.dequantize()), "{name}");
         let sums = sums(expected.squared_error(dense.second.weight.val()).unwrap());
-        let Outcome::Given { format, block_size, axis, squared_error, energy, .. } =
+        let Outcome::Provided { format, block_size, axis, weight_error, .. } =
             outcome(&report, "second.weight")
         else {
             panic!("{report}")
         };
         assert_eq!((*format, *block_size, *axis), (expected.format(), 16, 0), "{name}");
-        let near = |found: &Option<f64>, expected: f64| {
-            let found = found.expect("the values were looked at");
-            (found - expected).abs() <= 1e-5 * expected
-        };
-        assert!(near(squared_error, sums[0]) && near(energy, sums[1]), "{name}: {report}");
+        let found = weight_error.expect("the values were read");
+        let near = |found: f64, expected: f64| (found - expected).abs() <= 1e-5 * expected;
+        assert!(near(found.error, sums[0]) && near(found.energy, sums[1]), "{name}: {report}");
         assert_eq!(report.quantized().count(), 1, "{name}");
         assert!(matches!(outcome(&report, "first.weight"), Outcome::Kept { .. }), "{name}");
         // They travel as any other.
@@ -233,7 +231,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
     let expected = weights(&net);
     let error = net
         .pack_fp4(|weight| {
-            // Those of the first fit, those of the second are of a transposed weight.
+            // Codes of the first weight fit; codes of the second are transposed.
             let packed = match (weight.path(), weight.tensor::<2>()) {
                 ("first.weight", Some(values)) => ops::quantize(values, 0, &Fp4Scheme::nvfp4())?,
                 ("second.weight", Some(values)) => {
@@ -244,11 +242,14 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
             Ok(Some(packed.into()))
         })
         .unwrap_err();
-    assert!(matches!(&error, Fp4Error::Given { path, .. } if path == "second.weight"), "{error:?}");
+    assert!(
+        matches!(&error, Fp4Error::Provided { path, .. } if path == "second.weight"),
+        "{error:?}"
+    );
     assert!(!is_packed(&net.first) && !is_packed(&net.second));
     assert_eq!(weights(&net), expected);
 
-    // What the closure itself refuses.
+    // An error of the closure itself.
     let error = net
         .pack_fp4(|weight| match weight.path() {
             "second.weight" => Err(OpsError::NonFinite { found: f32::NAN }.into()),
@@ -337,7 +338,7 @@ fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_repor
         ("Lienar", Fp4Config::nvfp4().container("Lienar", 1)),
         ("third.*", Fp4Config::nvfp4().with("third.*", Fp4Scheme::mxfp4())),
         ("query", Fp4Config::nvfp4().share_scale(["query", "key"])),
-        // Of the siblings there is one.
+        // Only one of the siblings exists.
         ("fisrt", Fp4Config::nvfp4().share_scale(["fisrt", "second"])),
         ("calibration", Fp4Config::nvfp4().with_calibration(&calibration)),
     ] {

@@ -1,6 +1,5 @@
-//! A decoder of Burn's own layers in the shapes of an 8B model, with attention and a cache of keys
-//! and values: one token, chosen on the device and read, launched and replayed, in bf16 and
-//! quantized in place.
+//! A decode step of an 8B model of Burn's own layers, with attention and a KV cache. The next token
+//! is chosen on the device. Launched and replayed, in bf16 and quantized in place.
 
 use benches::Row;
 use burn::module::{Module, ModuleMapper, Param};
@@ -13,195 +12,208 @@ use crate::Arguments;
 use crate::figures::Figures;
 use crate::model::wall;
 
-const BLOCKS: usize = 32;
+const LAYERS: usize = 32;
 const HIDDEN: usize = 4096;
-const INNER: usize = 14336;
+const INTERMEDIATE: usize = 14336;
 const HEADS: usize = 32;
-/// Heads of keys and values.
-const GROUPS: usize = 8;
-const HEAD: usize = HIDDEN / HEADS;
-/// Heads of queries, then of keys, then of values.
-const ALL: usize = HEADS + 2 * GROUPS;
-/// Queries that share a head of keys; it divides `ALL`.
-const SHARING: usize = HEADS / GROUPS;
-const WORDS: usize = 128_256;
+/// Key and value heads.
+const KV_HEADS: usize = 8;
+const HEAD_DIM: usize = HIDDEN / HEADS;
+/// Heads of the fused QKV projection: queries, keys, values.
+const QKV_HEADS: usize = HEADS + 2 * KV_HEADS;
+/// Query heads that share a key head; divides `QKV_HEADS`.
+const QUERIES_PER_KV_HEAD: usize = HEADS / KV_HEADS;
+const VOCAB: usize = 128_256;
 
 #[derive(Module, Debug)]
-struct Block {
-    before_attention: RmsNorm,
-    /// Queries, keys and values, as engines have them: one product.
-    heads: Linear,
-    output: Linear,
-    before_mlp: RmsNorm,
-    /// Gate, then up: one product too.
-    inner: Linear,
-    down: Linear,
+struct DecoderLayer {
+    input_layernorm: RmsNorm,
+    /// Fused projection of queries, keys and values.
+    qkv_proj: Linear,
+    o_proj: Linear,
+    post_attention_layernorm: RmsNorm,
+    /// Fused projection of gate and up.
+    gate_up_proj: Linear,
+    down_proj: Linear,
 }
 
 #[derive(Module, Debug)]
 struct Decoder {
-    words: Embedding,
-    blocks: Vec<Block>,
+    embed_tokens: Embedding,
+    layers: Vec<DecoderLayer>,
     norm: RmsNorm,
-    head: Linear,
+    lm_head: Linear,
 }
 
-/// With the cosines and sines of every position, `[context, HEAD]`.
+/// A decoder with the cosines and sines of every position, `[context, HEAD_DIM]`.
 #[derive(Module, Debug)]
 struct Model {
     decoder: Decoder,
-    cosines: Tensor<2>,
-    sines: Tensor<2>,
-    /// The channel that each channel of a head is rotated with, `[HEAD]`.
+    cos: Tensor<2>,
+    sin: Tensor<2>,
+    /// Index of the channel that each channel of a head is paired with, `[HEAD_DIM]`.
     partners: Tensor<1, Int>,
 }
 
-/// Keys, then values, of every block, `[batch, 2 * GROUPS, context, HEAD]`.
-type Cache = Vec<Tensor<4>>;
+/// Keys, then values, of each layer, `[batch, 2 * KV_HEADS, context, HEAD_DIM]`.
+type KvCache = Vec<Tensor<4>>;
 
-/// Tokens `[batch, 1]`, and where they are, `[1]`.
+/// Tokens `[batch, 1]` and their position `[1]`.
 type Inputs = (Tensor<2, Int>, Tensor<1, Int>);
 
-/// Of a token, and the one chosen.
-type Scores = (Tensor<3>, Tensor<3, Int>);
+/// Logits `[batch, 1, VOCAB]`, and the next token of each sequence.
+type Outputs = (Tensor<3>, Tensor<3, Int>);
 
-impl Block {
+impl DecoderLayer {
     fn new(device: &Device) -> Self {
         let linear =
             |inputs, outputs| LinearConfig::new(inputs, outputs).with_bias(false).init(device);
         let norm = || RmsNormConfig::new(HIDDEN).init(device);
         in_bf16(Self {
-            before_attention: norm(),
-            heads: linear(HIDDEN, ALL * HEAD),
-            output: linear(HIDDEN, HIDDEN),
-            before_mlp: norm(),
-            inner: linear(HIDDEN, 2 * INNER),
-            down: linear(INNER, HIDDEN),
+            input_layernorm: norm(),
+            qkv_proj: linear(HIDDEN, QKV_HEADS * HEAD_DIM),
+            o_proj: linear(HIDDEN, HIDDEN),
+            post_attention_layernorm: norm(),
+            gate_up_proj: linear(HIDDEN, 2 * INTERMEDIATE),
+            down_proj: linear(INTERMEDIATE, HIDDEN),
         })
     }
 
-    fn forward(&self, x: Tensor<3>, cache: Tensor<4>, token: &Token) -> (Tensor<3>, Tensor<4>) {
+    fn forward(
+        &self,
+        x: Tensor<3>,
+        cache: Tensor<4>,
+        position: &Position,
+    ) -> (Tensor<3>, Tensor<4>) {
         let [batch, ..] = x.dims();
-        let normed = self.before_attention.forward(x.clone());
-        let heads = token.rotate(self.heads.forward(normed));
-        let written = heads.clone().narrow(1, HEADS, 2 * GROUPS);
-        let position = token.position.clone();
-        let cache = cache.select_assign(2, position, written, IndexingUpdateOp::Assign);
-        let [keys, values] = [0, GROUPS].map(|first| cache.clone().narrow(1, first, GROUPS));
-        // The queries that share keys are rows of one product.
-        let query = heads.reshape([batch, ALL / SHARING, SHARING, HEAD]).narrow(1, 0, GROUPS);
-        let [.., context] = token.later.dims();
-        let scores = query.matmul(keys.transpose()).reshape([batch, HEADS, 1, context]);
-        // Before the scale, which is then fused with the softmax, and the product tuned alone.
-        let later = token.later.clone().expand(scores.shape());
-        let scores = scores.mul_scalar((HEAD as f64).powf(-0.5));
-        let weights = softmax(scores.mask_fill(later, f32::NEG_INFINITY), 3);
-        let weights = weights.reshape([batch, GROUPS, SHARING, context]);
-        let attended = weights.matmul(values).reshape([batch, 1, HIDDEN]);
-        let x = x + self.output.forward(attended);
-        let inner = self.inner.forward(self.before_mlp.forward(x.clone()));
-        let (gate, up) = (inner.clone().narrow(2, 0, INNER), inner.narrow(2, INNER, INNER));
-        (x + self.down.forward(silu(gate) * up), cache)
+        let normed = self.input_layernorm.forward(x.clone());
+        let heads = position.rotate(self.qkv_proj.forward(normed));
+        let written = heads.clone().narrow(1, HEADS, 2 * KV_HEADS);
+        let index = position.index.clone();
+        let cache = cache.select_assign(2, index, written, IndexingUpdateOp::Assign);
+        let [keys, values] = [0, KV_HEADS].map(|first| cache.clone().narrow(1, first, KV_HEADS));
+        // Queries that share a key head are rows of one product.
+        let query = heads
+            .reshape([batch, QKV_HEADS / QUERIES_PER_KV_HEAD, QUERIES_PER_KV_HEAD, HEAD_DIM])
+            .narrow(1, 0, KV_HEADS);
+        let [.., context] = position.causal_mask.dims();
+        let attn_weights = query.matmul(keys.transpose()).reshape([batch, HEADS, 1, context]);
+        // Expanded before the scale: the scale is then fused with the softmax, and the product is
+        // tuned alone.
+        let causal_mask = position.causal_mask.clone().expand(attn_weights.shape());
+        let attn_weights = attn_weights.mul_scalar((HEAD_DIM as f64).powf(-0.5));
+        let attn_weights = softmax(attn_weights.mask_fill(causal_mask, f32::NEG_INFINITY), 3);
+        let attn_weights = attn_weights.reshape([batch, KV_HEADS, QUERIES_PER_KV_HEAD, context]);
+        let attended = attn_weights.matmul(values).reshape([batch, 1, HIDDEN]);
+        let x = x + self.o_proj.forward(attended);
+        let gate_up = self.gate_up_proj.forward(self.post_attention_layernorm.forward(x.clone()));
+        let (gate, up) = (
+            gate_up.clone().narrow(2, 0, INTERMEDIATE),
+            gate_up.narrow(2, INTERMEDIATE, INTERMEDIATE),
+        );
+        (x + self.down_proj.forward(silu(gate) * up), cache)
     }
 }
 
-/// What all blocks need of a token.
-struct Token {
-    position: Tensor<1, Int>,
-    /// Of every head, `[1, ALL, 1, HEAD]`: values are not rotated.
-    cosines: Tensor<4>,
-    sines: Tensor<4>,
+/// Inputs of a decode step that all layers share.
+struct Position {
+    index: Tensor<1, Int>,
+    /// Cosine for each channel of each head, `[1, QKV_HEADS, 1, HEAD_DIM]`; 1 for values.
+    cos: Tensor<4>,
+    sin: Tensor<4>,
     partners: Tensor<1, Int>,
-    /// Which positions are behind it, `[1, 1, 1, context]`.
-    later: Tensor<4, Bool>,
+    /// True for later positions, `[1, 1, 1, context]`.
+    causal_mask: Tensor<4, Bool>,
 }
 
-impl Token {
-    /// Heads `[batch, 1, ALL * HEAD]` as `[batch, ALL, 1, HEAD]`, queries and keys rotated.
+impl Position {
+    /// Splits heads `[batch, 1, QKV_HEADS * HEAD_DIM]` into `[batch, QKV_HEADS, 1, HEAD_DIM]`, and
+    /// rotates queries and keys.
     fn rotate(&self, heads: Tensor<3>) -> Tensor<4> {
         let [batch, ..] = heads.dims();
         // Two tensors in the same memory: Burn fuses `select` with what follows only if nothing
         // else there reads the tensor that it selects from.
         let [heads, partners] =
-            [heads.clone(), heads].map(|heads| heads.reshape([batch, ALL, 1, HEAD]));
+            [heads.clone(), heads].map(|heads| heads.reshape([batch, QKV_HEADS, 1, HEAD_DIM]));
         let partners = partners.select(3, self.partners.clone());
-        heads * self.cosines.clone() + partners * self.sines.clone()
+        heads * self.cos.clone() + partners * self.sin.clone()
     }
 }
 
 impl Model {
-    /// Made and packed block by block.
+    /// Creates a model layer by layer; each is packed before the next is created.
     fn new(config: Option<&Fp4Config>, context: usize, device: &Device) -> (Self, [usize; 2]) {
         let mut bytes = [0, 0];
         let mut pack = |report: burn_fp4::Fp4Report| {
             bytes = [bytes[0] + report.bytes_before(), bytes[1] + report.bytes_after()];
         };
-        let blocks = (0..BLOCKS).map(|_| {
-            let mut block = Block::new(device);
+        let layers = (0..LAYERS).map(|_| {
+            let mut layer = DecoderLayer::new(device);
             if let Some(config) = config {
-                pack(block.quantize_fp4(config).expect("a valid block"));
+                pack(layer.quantize_fp4(config).expect("a valid layer"));
             }
             device.sync().expect("the device answers");
-            block
+            layer
         });
-        let blocks = blocks.collect();
-        let mut head = in_bf16(LinearConfig::new(HIDDEN, WORDS).with_bias(false).init(device));
+        let layers = layers.collect();
+        let mut lm_head = in_bf16(LinearConfig::new(HIDDEN, VOCAB).with_bias(false).init(device));
         if let Some(config) = config {
-            pack(head.quantize_fp4(config).expect("a valid layer"));
+            pack(lm_head.quantize_fp4(config).expect("a valid layer"));
         }
-        let words = in_bf16(EmbeddingConfig::new(WORDS, HIDDEN).init(device));
+        let embed_tokens = in_bf16(EmbeddingConfig::new(VOCAB, HIDDEN).init(device));
         let norm = in_bf16(RmsNormConfig::new(HIDDEN).init(device));
         let angles = |at: usize| {
-            (0..HEAD).map(move |i| {
-                at as f64 * 500_000f64.powf(-((i % (HEAD / 2)) as f64) / (HEAD / 2) as f64)
+            (0..HEAD_DIM).map(move |i| {
+                at as f64 * 500_000f64.powf(-((i % (HEAD_DIM / 2)) as f64) / (HEAD_DIM / 2) as f64)
             })
         };
         let table = |value: &dyn Fn(usize, f64) -> f64| {
             let values: Vec<f32> = (0..context)
                 .flat_map(|at| angles(at).enumerate().map(|(i, angle)| value(i, angle) as f32))
                 .collect();
-            let values = TensorData::new(values, [context, HEAD]);
+            let values = TensorData::new(values, [context, HEAD_DIM]);
             Tensor::<2>::from_data(values, device).cast(DType::BF16)
         };
-        let cosines = table(&|_, angle| angle.cos());
-        let sines = table(&|i, angle| if i < HEAD / 2 { -angle.sin() } else { angle.sin() });
-        let partners: Vec<_> = (0..HEAD).map(|i| ((i + HEAD / 2) % HEAD) as i32).collect();
-        let partners = Tensor::from_data(TensorData::new(partners, [HEAD]), device);
-        let decoder = Decoder { words, blocks, norm, head };
-        (Self { decoder, cosines, sines, partners }, bytes)
+        let cos = table(&|_, angle| angle.cos());
+        let sin = table(&|i, angle| if i < HEAD_DIM / 2 { -angle.sin() } else { angle.sin() });
+        let partners: Vec<_> =
+            (0..HEAD_DIM).map(|i| ((i + HEAD_DIM / 2) % HEAD_DIM) as i32).collect();
+        let partners = Tensor::from_data(TensorData::new(partners, [HEAD_DIM]), device);
+        let decoder = Decoder { embed_tokens, layers, norm, lm_head };
+        (Self { decoder, cos, sin, partners }, bytes)
     }
 
-    /// The scores of all words, `[batch, 1, WORDS]`, and the best of each.
-    fn step(&self, cache: Cache, (words, position): Inputs) -> (Cache, Scores) {
-        let [context, _] = self.cosines.dims();
+    /// Runs a decode step.
+    fn step(&self, cache: KvCache, (tokens, position): Inputs) -> (KvCache, Outputs) {
+        let [context, _] = self.cos.dims();
         let device = position.device();
         let row = |table: &Tensor<2>, of_values: Tensor<4>| {
-            let row = table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD]);
-            Tensor::cat(vec![row.expand([1, HEADS + GROUPS, 1, HEAD]), of_values], 1)
+            let row = table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD_DIM]);
+            Tensor::cat(vec![row.expand([1, HEADS + KV_HEADS, 1, HEAD_DIM]), of_values], 1)
         };
-        let (values, place) = ([1, GROUPS, 1, HEAD], (&device, DType::BF16));
+        let (values, place) = ([1, KV_HEADS, 1, HEAD_DIM], (&device, DType::BF16));
         let positions = Tensor::<1, Int>::arange(0..context as i64, &device);
-        let later = positions.greater(position.clone().expand([context]));
-        let token = Token {
-            cosines: row(&self.cosines, Tensor::ones(values, place)),
-            sines: row(&self.sines, Tensor::zeros(values, place)),
+        let causal_mask = positions.greater(position.clone().expand([context]));
+        let position = Position {
+            cos: row(&self.cos, Tensor::ones(values, place)),
+            sin: row(&self.sin, Tensor::zeros(values, place)),
             partners: self.partners.clone(),
-            later: later.reshape([1, 1, 1, context]),
-            position,
+            causal_mask: causal_mask.reshape([1, 1, 1, context]),
+            index: position,
         };
-        let mut x = self.decoder.words.forward(words);
-        let mut next = Vec::with_capacity(BLOCKS);
-        for (block, cache) in self.decoder.blocks.iter().zip(cache) {
-            let (output, cache) = block.forward(x, cache, &token);
+        let mut x = self.decoder.embed_tokens.forward(tokens);
+        let mut next = Vec::with_capacity(LAYERS);
+        for (layer, cache) in self.decoder.layers.iter().zip(cache) {
+            let (output, cache) = layer.forward(x, cache, &position);
             x = output;
             next.push(cache);
         }
-        let scores = self.decoder.head.forward(self.decoder.norm.forward(x));
-        (next, (scores.clone(), scores.argmax(2)))
+        let logits = self.decoder.lm_head.forward(self.decoder.norm.forward(x));
+        (next, (logits.clone(), logits.argmax(2)))
     }
 }
 
-/// Adds a token for contexts and batches, launched and replayed.
+/// Measures a decode step for several contexts and batches, launched and replayed.
 pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let mut copy = 0.0;
@@ -222,8 +234,8 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
         );
         for (context, batch) in [(128, 1), (4096, 1), (128, 16), (4096, 16)] {
             let model = Model {
-                cosines: model.cosines.clone().narrow(0, 0, context),
-                sines: model.sines.clone().narrow(0, 0, context),
+                cos: model.cos.clone().narrow(0, 0, context),
+                sin: model.sin.clone().narrow(0, 0, context),
                 ..model.clone()
             };
             let [launched, replayed] = token(arguments, &device, model, context, batch, name);
@@ -242,7 +254,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     }
 }
 
-/// Seconds for one token, launched and replayed.
+/// Measures the seconds of a decode step, launched and replayed.
 fn token(
     arguments: &Arguments,
     device: &Device,
@@ -252,34 +264,34 @@ fn token(
     name: &str,
 ) -> [f64; 2] {
     let zeros = || {
-        let shape = [batch, 2 * GROUPS, context, HEAD];
+        let shape = [batch, 2 * KV_HEADS, context, HEAD_DIM];
         Tensor::<4>::zeros(shape, device).cast(DType::BF16)
     };
-    let empty = || -> Cache { (0..BLOCKS).map(|_| zeros()).collect() };
+    let empty = || -> KvCache { (0..LAYERS).map(|_| zeros()).collect() };
     let inputs = |at: usize| -> Inputs {
-        let words = (0..batch).map(|i| ((at * 7919 + i * 104_729) % WORDS) as i32).collect();
-        let words = TensorData::new::<i32, _>(words, [batch, 1]);
-        (Tensor::from_data(words, device), Tensor::from_ints([at as i32], device))
+        let tokens = (0..batch).map(|i| ((at * 7919 + i * 104_729) % VOCAB) as i32).collect();
+        let tokens = TensorData::new::<i32, _>(tokens, [batch, 1]);
+        (Tensor::from_data(tokens, device), Tensor::from_ints([at as i32], device))
     };
     let mut cache = Some(empty());
-    let mut logits = Vec::new();
+    let mut expected = Vec::new();
     for at in 0..3 {
-        let (next, (scores, _)) = model.step(cache.take().expect("given back"), inputs(at));
+        let (next, (logits, _)) = model.step(cache.take().expect("given back"), inputs(at));
         cache = Some(next);
-        logits.push(scores.into_data());
+        expected.push(logits.into_data());
     }
     let last = inputs(context - 1);
     let launched = wall(arguments, device, || {
-        let (next, (_, best)) = model.step(cache.take().expect("given back"), last.clone());
+        let (next, (_, token)) = model.step(cache.take().expect("given back"), last.clone());
         cache = Some(next);
-        drop(best.into_data());
+        drop(token.into_data());
     });
     drop(cache);
     let mut replay = Replay::with_state(model, empty(), Model::step);
     let mut equal = true;
-    for (at, expected) in logits.iter().enumerate() {
-        let (scores, _) = replay.run(inputs(at)).expect("recordable");
-        equal &= scores.into_data() == *expected;
+    for (at, expected) in expected.iter().enumerate() {
+        let (logits, _) = replay.run(inputs(at)).expect("recordable");
+        equal &= logits.into_data() == *expected;
     }
     assert!(equal, "{name}, context {context}, batch {batch}: replay differs from forward");
     let replayed = wall(arguments, device, || {

@@ -76,7 +76,7 @@ impl Bench<'_> {
         format!("{name}, {} x {}", self.shape[0], self.shape[1])
     }
 
-    /// Whether an operation is asked for.
+    /// Returns true if the filter matches an operation.
     fn wanted(&self, name: &str) -> bool {
         let name = self.full_name(name);
         self.arguments.filter.as_ref().is_none_or(|part| name.contains(part))

@@ -19,7 +19,7 @@ struct Net {
     layers: Vec<Linear>,
 }
 
-/// What the rows so far were, `[CONTEXT, SIDE]`.
+/// Rows of all steps so far, `[CONTEXT, SIDE]`.
 type Cache = Tensor<2>;
 
 fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache, Tensor<2>) {
@@ -39,7 +39,7 @@ pub(crate) fn soak(replays: usize) {
     let layers = (0..6).map(|_| {
         let mut layer = LinearConfig::new(SIDE, SIDE).init(&device);
         layer.weight = layer.weight.map(|weight| weight.cast(DType::BF16));
-        // Of this thread, whichever quantizes the weights.
+        // The bias belongs to this thread's stream, whichever thread quantizes the weights.
         layer.bias = layer.bias.map(|bias| bias.map(|bias| bias.cast(DType::BF16)));
         layer
     });

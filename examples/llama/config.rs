@@ -1,53 +1,53 @@
-//! What `config.json` says of a model.
+//! `config.json`: the shape of a model.
 
 use anyhow::{Result, bail, ensure};
 use serde::Deserialize;
 
-/// Decoders of the same parts.
+/// Architectures that [`Llama`](super::Llama) computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelType {
-    /// Meta's.
+    /// Meta's Llama.
     Llama,
-    /// Mistral's, where every token sees all before it.
+    /// Mistral without a sliding window.
     Mistral,
-    /// Queries, keys and values have a bias.
+    /// Qwen2: queries, keys and values have a bias.
     Qwen2,
-    /// Queries and keys are normalized, head by head.
+    /// Qwen3: queries and keys are normalized per head.
     Qwen3,
 }
 
-/// The fields of `config.json` that decide what a model computes, with the defaults of
+/// Fields of `config.json` that decide what a model computes, with the defaults of
 /// `transformers`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct LlamaConfig {
-    /// Which of the relatives it is.
+    /// Architecture of the model.
     pub model_type: ModelType,
-    /// Different tokens.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Channels.
+    /// Channels of the residual stream.
     pub hidden_size: usize,
-    /// Channels inside the gated layers.
+    /// Channels inside an MLP.
     pub intermediate_size: usize,
-    /// Decoder blocks.
+    /// Number of decoder layers.
     pub num_hidden_layers: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Heads of keys and values; without, as many as of queries.
+    /// Number of key and value heads; defaults to the number of query heads.
     num_key_value_heads: Option<usize>,
-    /// Channels of a head; without, the heads share all channels.
+    /// Channels of a head; defaults to `hidden_size / num_attention_heads`.
     head_dim: Option<usize>,
-    /// What is added to mean squares before their root.
+    /// Epsilon of every RMSNorm.
     #[serde(default = "default_epsilon")]
     pub rms_norm_eps: f64,
-    /// Tokens that it was made for.
+    /// Longest context that the model was trained for.
     pub max_position_embeddings: usize,
-    /// Whether the embedding, transposed, is the output layer.
+    /// Use the embedding as the `lm_head`.
     #[serde(default)]
     pub tie_word_embeddings: bool,
     #[serde(default)]
     attention_bias: bool,
-    /// Whether the gated layers have biases.
+    /// Give the linear layers of the MLPs biases.
     #[serde(default)]
     pub mlp_bias: bool,
     #[serde(default = "default_activation")]
@@ -59,19 +59,19 @@ pub struct LlamaConfig {
     #[serde(default)]
     layer_types: Vec<String>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<Rope>,
-    /// Both of these, as `transformers` 5 has them.
-    rope_parameters: Option<Rope>,
-    /// Tokens that end a text.
+    rope_scaling: Option<RopeParameters>,
+    /// `rope_theta` and `rope_scaling` in one object, as `transformers` 5 writes them.
+    rope_parameters: Option<RopeParameters>,
+    /// End-of-sequence tokens.
     eos_token_id: Option<OneOrMany>,
-    /// The dtype of the weights that were not quantized.
+    /// Dtype of the weights that are not quantized.
     #[serde(alias = "torch_dtype")]
     pub dtype: Option<String>,
 }
 
-/// How positions become angles.
+/// Parameters of the rotary position embeddings.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
-struct Rope {
+struct RopeParameters {
     rope_theta: Option<f64>,
     #[serde(alias = "type")]
     rope_type: Option<String>,
@@ -100,35 +100,37 @@ impl LlamaConfig {
     /// Reads and checks the text of a `config.json`.
     ///
     /// # Errors
-    /// What is not there, and what this model does not compute.
+    /// A field is missing, or asks for something that [`Llama`](super::Llama) does not compute.
     pub fn parse(text: &[u8]) -> Result<Self> {
         let config: Self = serde_json::from_slice(text)?;
-        let (heads, shared) = (config.num_attention_heads, config.key_value_heads());
-        let even = shared > 0 && heads.is_multiple_of(shared);
-        ensure!(even, "{heads} heads of queries cannot share {shared} of keys and values");
-        let depth = config.head_depth();
-        ensure!(depth.is_multiple_of(2), "head_dim {depth}: expected an even number");
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads());
+        ensure!(
+            kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            "num_attention_heads: {heads} is not a multiple of num_key_value_heads, {kv_heads}"
+        );
+        let head_dim = config.head_dim();
+        ensure!(head_dim.is_multiple_of(2), "head_dim: expected an even number, found {head_dim}");
         let activation = &config.hidden_act;
-        ensure!(activation == "silu", "hidden_act `{activation}`: expected `silu`");
-        // Qwen2 names a window that is only used if another field says so.
-        let windows = config.use_sliding_window.unwrap_or(config.sliding_window.is_some());
-        let all = config.layer_types.iter().all(|kind| kind == "full_attention");
-        ensure!(all && !windows, "attention within a sliding window is not computed here");
-        config.frequencies()?;
+        ensure!(activation == "silu", "hidden_act: expected `silu`, found `{activation}`");
+        // Qwen2 writes `sliding_window` even where `use_sliding_window` is false.
+        let sliding = config.use_sliding_window.unwrap_or(config.sliding_window.is_some());
+        let full = config.layer_types.iter().all(|kind| kind == "full_attention");
+        ensure!(full && !sliding, "sliding window attention is not supported");
+        config.inv_freq()?;
         Ok(config)
     }
 
-    /// Heads of keys and values.
-    pub fn key_value_heads(&self) -> usize {
+    /// Returns the number of key and value heads.
+    pub fn num_key_value_heads(&self) -> usize {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// Channels of a head.
-    pub fn head_depth(&self) -> usize {
+    /// Returns the number of channels of a head.
+    pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
     }
 
-    /// Whether queries, keys and values have a bias, and whether their output has.
+    /// Returns whether `q_proj`, `k_proj` and `v_proj` have a bias, and whether `o_proj` has.
     pub fn attention_biases(&self) -> [bool; 2] {
         match self.model_type {
             ModelType::Qwen2 => [true, false],
@@ -136,58 +138,58 @@ impl LlamaConfig {
         }
     }
 
-    /// Whether queries and keys are normalized.
-    pub fn normalizes_heads(&self) -> bool {
+    /// Returns true if queries and keys are normalized per head.
+    pub fn has_qk_norm(&self) -> bool {
         self.model_type == ModelType::Qwen3
     }
 
-    /// Whether a token ends a text.
-    pub fn ends(&self, token: u32) -> bool {
+    /// Returns true for an end-of-sequence token.
+    pub fn is_eos(&self, token: u32) -> bool {
         match &self.eos_token_id {
             None => false,
-            Some(OneOrMany::One(end)) => *end == token,
-            Some(OneOrMany::Many(ends)) => ends.contains(&token),
+            Some(OneOrMany::One(eos)) => *eos == token,
+            Some(OneOrMany::Many(eos)) => eos.contains(&token),
         }
     }
 
-    /// The angle, in radians, by which each pair of channels turns from one token to the next.
+    /// Computes the rotation of each pair of channels from one position to the next, in radians.
     ///
     /// # Errors
-    /// A kind of scaling that is unknown here, or of which a number is missing.
-    pub fn frequencies(&self) -> Result<Vec<f32>> {
-        let none = Rope::default();
+    /// The `rope_type` is unknown, or one of its parameters is missing.
+    pub fn inv_freq(&self) -> Result<Vec<f32>> {
+        let none = RopeParameters::default();
         let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref()).unwrap_or(&none);
         let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
-        let depth = self.head_depth();
-        let exponents = (0..depth / 2).map(|pair| 2.0 * pair as f64 / depth as f64);
-        let plain = exponents.map(|exponent| 1.0 / theta.powf(exponent));
-        let number = |name: &str, value: Option<f64>| match value {
+        let head_dim = self.head_dim();
+        let exponents = (0..head_dim / 2).map(|pair| 2.0 * pair as f64 / head_dim as f64);
+        let unscaled = exponents.map(|exponent| 1.0 / theta.powf(exponent));
+        let required = |name: &str, value: Option<f64>| match value {
             Some(value) => Ok(value),
-            None => bail!("scaling of rotations: `{name}` is missing"),
+            None => bail!("RoPE scaling: `{name}` is missing"),
         };
         let scaled: Vec<f64> = match rope.rope_type.as_deref().unwrap_or("default") {
-            "default" => plain.collect(),
+            "default" => unscaled.collect(),
             "linear" => {
-                let factor = number("factor", rope.factor)?;
-                plain.map(|frequency| frequency / factor).collect()
+                let factor = required("factor", rope.factor)?;
+                unscaled.map(|inv_freq| inv_freq / factor).collect()
             }
             "llama3" => {
-                let factor = number("factor", rope.factor)?;
-                let low = number("low_freq_factor", rope.low_freq_factor)?;
-                let high = number("high_freq_factor", rope.high_freq_factor)?;
-                let length = rope.original_max_position_embeddings;
-                let length = number("original_max_position_embeddings", length)?;
-                let scaled = |frequency: f64| {
-                    // How often the pair turns within the length it was trained for: often, it
-                    // keeps its frequency; seldom, it is slowed; in between, in between.
-                    let turns = length * frequency / core::f64::consts::TAU;
-                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
-                    kept * frequency + (1.0 - kept) * frequency / factor
+                let factor = required("factor", rope.factor)?;
+                let low = required("low_freq_factor", rope.low_freq_factor)?;
+                let high = required("high_freq_factor", rope.high_freq_factor)?;
+                let context = rope.original_max_position_embeddings;
+                let context = required("original_max_position_embeddings", context)?;
+                let scaled = |inv_freq: f64| {
+                    // High frequencies stay, low ones are divided by the factor, and those between
+                    // are interpolated.
+                    let rotations = context * inv_freq / core::f64::consts::TAU;
+                    let smooth = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
+                    smooth * inv_freq + (1.0 - smooth) * inv_freq / factor
                 };
-                plain.map(scaled).collect()
+                unscaled.map(scaled).collect()
             }
-            other => bail!("rope_type `{other}`: expected default, linear or llama3"),
+            other => bail!("rope_type: expected default, linear or llama3, found `{other}`"),
         };
-        Ok(scaled.into_iter().map(|frequency| frequency as f32).collect())
+        Ok(scaled.into_iter().map(|inv_freq| inv_freq as f32).collect())
     }
 }

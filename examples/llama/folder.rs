@@ -1,4 +1,4 @@
-//! The folders of Hugging Face, in and out.
+//! Hugging Face folders: config, tokenizer and weights.
 
 use std::fs;
 use std::path::Path;
@@ -17,63 +17,63 @@ use super::config::LlamaConfig;
 use super::model::{Llama, Projection};
 use super::tokens::byte_tokenizer;
 
-/// A folder with `config.json`, weights (dense, FP8, or in any dialect of FP4) and
-/// `tokenizer.json`.
+/// A folder with `config.json`, `tokenizer.json` and weights: dense, FP8, or FP4 in any dialect.
 pub struct Folder {
-    /// What the model computes.
+    /// The parsed `config.json`.
     pub config: LlamaConfig,
     checkpoint: Checkpoint,
 }
 
 impl Folder {
-    /// Opens a folder. No weight is read.
+    /// Opens a folder without reading weights.
     ///
     /// # Errors
-    /// A file that is not there or cannot be read, and a model that is unknown here.
+    /// A file is missing or cannot be read, or the architecture is not supported.
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join("config.json");
-        let named = || file.display().to_string();
-        let config = LlamaConfig::parse(&fs::read(&file).with_context(named)?);
-        Ok(Self { config: config.with_context(named)?, checkpoint: Checkpoint::open(path)? })
+        let name = || file.display().to_string();
+        let text = fs::read(&file).with_context(name)?;
+        let config = LlamaConfig::parse(&text).with_context(name)?;
+        Ok(Self { config, checkpoint: Checkpoint::open(path)? })
     }
 
-    /// Texts to tokens and back.
+    /// Reads `tokenizer.json`.
     ///
     /// # Errors
-    /// A file that is not there or cannot be read.
+    /// The file is missing or cannot be read.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
         let path = self.checkpoint.container().root().join("tokenizer.json");
         let tokenizer = Tokenizer::from_file(&path).map_err(|error| anyhow!(error));
         tokenizer.with_context(|| path.display().to_string())
     }
 
-    /// The model, and where each of its weights came from.
+    /// Loads the model; the report names the source of each weight.
     ///
     /// # Errors
-    /// Weights that do not fit the config, or that it does not know.
+    /// A weight does not fit the config, or the model has no such weight.
     pub fn load<L: Projection>(&self, device: &Device) -> Result<(Llama<L>, LoadReport)> {
         let mut model = Llama::new(&self.config, device)?;
-        // Opened for this alone: what was read of its files stays mapped for as long as it is open.
+        // Pages that were read stay mapped while a checkpoint is open: this one is closed at once.
         let checkpoint = Checkpoint::open(self.checkpoint.container().root())?;
         let report = checkpoint.load_into(&mut model, &names().allow_unused())?;
-        // What follows from the config, or from another tensor.
-        let follows = |unused: &&Mismatch| match unused {
+        // `inv_freq` follows from the config, and a tied `lm_head` from the embedding.
+        let redundant = |unused: &&Mismatch| match unused {
             Mismatch::Unused { tensor, .. } => {
                 tensor.ends_with("rotary_emb.inv_freq")
                     || (tensor == "lm_head.weight" && self.config.tie_word_embeddings)
             }
             _ => false,
         };
-        if let Some(unused) = report.unused.iter().find(|unused| !follows(unused)) {
+        if let Some(unused) = report.unused.iter().find(|unused| !redundant(unused)) {
             bail!("{unused}");
         }
         Ok((model, report))
     }
 
-    /// Saves a model that was loaded from here in a dialect, with everything else in the folder.
+    /// Saves a model that was loaded from this folder in a dialect, and copies the other files.
     ///
     /// # Errors
-    /// A path that exists, and a dialect that cannot hold the model.
+    /// The path exists, or the dialect cannot hold the model.
     pub fn save<M: Module>(&self, model: &M, out: &Path, dialect: &str) -> Result<WriteReport> {
         let container = self.checkpoint.container();
         let sidecars = container.sidecars().to_vec();
@@ -83,10 +83,10 @@ impl Folder {
     }
 }
 
-/// Makes the folder of a new model whose tokens are bytes, with this `config.json`.
+/// Creates the folder of a new model whose tokens are bytes.
 ///
 /// # Errors
-/// A path that exists, and what the file system refuses.
+/// The path exists, or a file cannot be written.
 pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteReport> {
     let dtype = LlamaConfig::parse(config.as_bytes())?.dtype;
     let config = Some(Json::parse(config.as_bytes())?);
@@ -107,8 +107,8 @@ pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteRep
     Ok(report)
 }
 
-/// Tensors are named as `transformers` does, where a module around the decoder has the output
-/// layer.
+/// Returns the map from tensor names of `transformers` to parameter paths: `transformers` puts the
+/// decoder, but not the `lm_head`, into a `model`.
 pub fn names() -> CheckpointMap {
     CheckpointMap::new()
         .rename(r"^model\.", "")
@@ -119,7 +119,7 @@ fn write(model: Model<'_>, out: &Path, dialect: &str) -> Result<WriteReport> {
     Ok(model.write(out, dialect, &WriteOptions::default())?)
 }
 
-/// The weights of a model, with those that are not quantized in the dtype of its config.
+/// Collects the weights of a model, dense ones in the dtype of its config.
 fn narrowed<M: Module>(model: &M, dtype: Option<&str>) -> Result<Model<'static>> {
     let mut saved = model.checkpoint_fp4(&names())?;
     if dtype == Some("bfloat16") {

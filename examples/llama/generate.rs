@@ -1,4 +1,4 @@
-//! Texts continued.
+//! Generation: the prompt in one forward pass, then one token of each sequence at a time.
 
 use std::time::Instant;
 
@@ -8,155 +8,155 @@ use burn_fp4::Replay;
 use serde::Serialize;
 
 use super::config::LlamaConfig;
-use super::model::{Cache, Llama, Projection};
+use super::model::{KvCache, Llama, Projection};
+use super::sampling::Sampling;
 use super::tokens::tensor;
 use examples::random::Random;
 
-/// How the next token is chosen.
-#[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Sampling {
-    /// What scores are divided by before a token is drawn; 0: the best is taken, the first of
-    /// equals.
-    #[arg(long, default_value_t = 0.0)]
-    pub temperature: f64,
-    /// Draw among so many of the best only.
-    #[arg(long)]
-    pub top_k: Option<usize>,
-    /// Seed of what is drawn; of each further sequence, the number after.
-    #[arg(long, default_value_t = 1)]
-    pub seed: u64,
-    /// How often the prompt is continued, all at once.
-    #[arg(long, default_value_t = 1)]
-    pub sequences: usize,
-}
-
-/// What was generated, and how fast.
+/// Generated tokens, and the time they took.
 #[derive(Debug, Clone, Serialize)]
 pub struct Generated {
-    /// The tokens that follow the prompt, of each sequence.
+    /// Tokens after the prompt, for each sequence.
     pub sequences: Vec<Vec<u32>>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// To read the prompt and choose the first token.
+    /// Time to the first token: the forward pass of the prompt.
     pub prompt_seconds: f64,
-    /// To choose the second token, which is when a device records that has graphs.
+    /// Time from the first token to the second. On a device with graphs, it captures one.
     pub second_token_seconds: f64,
-    /// From each further token to the next, of all sequences at once.
+    /// Mean time of a decode step after the second token, of all sequences at once.
     pub seconds_per_token: Option<f64>,
-    /// Of all sequences, after the second.
+    /// Decoded tokens per second after the second token, of all sequences together.
     pub tokens_per_second: Option<f64>,
-    /// Whether they were replayed as a graph of the device.
+    /// True if decode steps were replays of a captured graph.
     pub replayed: bool,
 }
 
-/// Of each sequence the best token, or the scores of all where one is drawn.
-type Found = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
+/// For each sequence the token with the largest logit, or all logits where one is sampled.
+type StepOutput = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
 
-/// A pass, and what the next token is chosen from.
-fn next<L: Projection, const DRAWN: bool>(
+/// Runs the model on the next tokens and their positions.
+fn step<L: Projection, const SAMPLED: bool>(
     model: &Llama<L>,
-    cache: Cache,
-    read: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (Cache, Found) {
-    let (cache, scores) = model.next(cache, read);
-    let found = match DRAWN {
-        true => (None, Some(scores)),
-        false => (Some(scores.argmax(1)), None),
+    kv_cache: KvCache,
+    next: (Tensor<2, Int>, Tensor<1, Int>),
+) -> (KvCache, StepOutput) {
+    let (kv_cache, logits) = model.forward_cached(kv_cache, next);
+    let output = match SAMPLED {
+        true => (None, Some(logits)),
+        false => (Some(logits.argmax(1)), None),
     };
-    (cache, found)
+    (kv_cache, output)
 }
 
-/// Continues a prompt by so many tokens, or until one of them ends the text, in so many sequences
-/// at once.
+/// Generates up to `max_new_tokens` tokens after a prompt, fewer if every sequence ends before.
 ///
 /// # Errors
-/// If the prompt is empty, or there would be more tokens than the model has positions; and what a
-/// device says.
+/// The prompt is empty, no tokens are asked for, or they do not fit the positions of the model;
+/// and errors of the device.
 pub fn generate<L: Projection>(
     model: &Llama<L>,
     config: &LlamaConfig,
     prompt: &[u32],
-    count: usize,
+    max_new_tokens: usize,
     sampling: Sampling,
     device: &Device,
 ) -> Result<Generated> {
-    ensure!(!prompt.is_empty(), "the prompt has no tokens");
-    ensure!(count > 0 && sampling.sequences > 0, "no tokens are asked for");
-    let (asked, positions) = (prompt.len() + count, config.max_position_embeddings);
-    ensure!(asked <= positions, "{asked} tokens: the model has {positions} positions");
-    let mut randoms: Vec<_> =
-        (0..sampling.sequences as u64).map(|i| Random::new(sampling.seed + i)).collect();
-    let mut sequences = vec![Vec::new(); sampling.sequences];
-    let ended = |tokens: &Vec<u32>| tokens.last().is_some_and(|&last| config.ends(last));
-    let mut choose = |sequences: &mut [Vec<u32>], (best, scores): Found| -> Result<()> {
-        let best = best.map(Tensor::try_into_data).transpose()?;
-        let mut chosen: Vec<u32> = best.iter().flat_map(|best| best.iter::<u32>()).collect();
-        if let Some(scores) = scores {
-            let [_, words] = scores.dims();
-            let scores: Vec<f32> = scores.cast(DType::F32).try_into_data()?.iter().collect();
-            let each = scores.chunks_exact(words).zip(&mut randoms);
-            chosen = each.map(|(scores, random)| sampling.draw(scores, random)).collect();
-        }
-        let all = sequences.iter_mut().zip(chosen);
-        for (tokens, token) in all.filter(|(tokens, _)| !ended(tokens)) {
-            tokens.push(token);
-        }
-        Ok(())
-    };
-    let pass = if sampling.temperature > 0.0 { next::<L, true> } else { next::<L, false> };
+    ensure!(!prompt.is_empty(), "the prompt has no tokens; pass a longer --prompt");
+    ensure!(
+        max_new_tokens > 0 && sampling.sequences > 0,
+        "nothing to generate; pass --tokens and --sequences of 1 or more"
+    );
+    let (length, positions) = (prompt.len() + max_new_tokens, config.max_position_embeddings);
+    ensure!(
+        length <= positions,
+        "prompt and --tokens: {length} tokens, but the model has {positions} positions; \
+         lower --tokens"
+    );
+    let mut sequences = Sequences::new(config, sampling);
+    let step = if sampling.temperature > 0.0 { step::<L, true> } else { step::<L, false> };
 
     let start = Instant::now();
-    let cache = model.cache(sampling.sequences, asked);
+    let kv_cache = model.kv_cache(sampling.sequences, length);
     let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
-    let read = Tensor::arange(0..prompt.len() as i64, device);
-    let (cache, found) = pass(model, cache, (tokens, read));
-    choose(&mut sequences, found)?;
+    let positions = Tensor::arange(0..prompt.len() as i64, device);
+    let (kv_cache, output) = step(model, kv_cache, (tokens, positions));
+    sequences.push(output)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
-    // One token of each sequence at a time, launched as one where the device can.
-    let mut replay = Replay::with_state(model.clone(), cache, pass);
-    let written = |sequences: &[Vec<u32>]| sequences.iter().map(Vec::len).sum::<usize>();
-    let (mut passes, mut start, mut before) = (0, Instant::now(), 0);
+    let mut replay = Replay::with_state(model.clone(), kv_cache, step);
+    let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
-    while passes + 1 < count && !sequences.iter().all(ended) {
-        let last: Vec<u32> = sequences.iter().filter_map(|tokens| tokens.last().copied()).collect();
-        let position = Tensor::from_ints([(prompt.len() + passes) as i32], device);
-        choose(&mut sequences, replay.run((tensor(&last, 1, device), position))?)?;
-        passes += 1;
-        if passes == 1 {
+    while steps + 1 < max_new_tokens && !sequences.all_ended() {
+        let last = tensor(&sequences.last_tokens(), 1, device);
+        let position = Tensor::from_ints([(prompt.len() + steps) as i32], device);
+        sequences.push(replay.run((last, position))?)?;
+        steps += 1;
+        if steps == 1 {
             second_token_seconds = start.elapsed().as_secs_f64();
-            (start, before) = (Instant::now(), written(&sequences));
+            (start, tokens_before) = (Instant::now(), sequences.count());
         }
     }
-    let (seconds, others) = (start.elapsed().as_secs_f64(), passes.saturating_sub(1));
-    let further = written(&sequences) - before;
+    let (seconds, timed_steps) = (start.elapsed().as_secs_f64(), steps.saturating_sub(1));
+    let timed_tokens = sequences.count() - tokens_before;
     Ok(Generated {
-        sequences,
+        sequences: sequences.tokens,
         prompt_tokens: prompt.len(),
         prompt_seconds,
         second_token_seconds,
-        seconds_per_token: (others > 0).then(|| seconds / others as f64),
-        tokens_per_second: (others > 0).then(|| further as f64 / seconds),
+        seconds_per_token: (timed_steps > 0).then(|| seconds / timed_steps as f64),
+        tokens_per_second: (timed_steps > 0).then(|| timed_tokens as f64 / seconds),
         replayed: replay.is_graph(),
     })
 }
 
-impl Sampling {
-    /// A token, by the scores of all of them.
-    fn draw(&self, scores: &[f32], random: &mut Random) -> u32 {
-        let mut order: Vec<u32> = (0..scores.len() as u32).collect();
-        let score = |token: u32| scores[token as usize];
-        order.sort_by(|&left, &right| score(right).total_cmp(&score(left)));
-        order.truncate(self.top_k.unwrap_or(scores.len()).max(1));
-        let best = score(order[0]);
-        let weight = |token: u32| (f64::from(score(token) - best) / self.temperature).exp();
-        let all: f64 = order.iter().map(|&token| weight(token)).sum();
-        const STEPS: usize = 1 << 53;
-        let mut left = all * random.below(STEPS) as f64 / STEPS as f64;
-        let drawn = order.iter().find(|&&token| {
-            left -= weight(token);
-            left < 0.0
-        });
-        *drawn.unwrap_or(&order[0])
+/// Sequences that are generated together.
+struct Sequences<'a> {
+    config: &'a LlamaConfig,
+    sampling: Sampling,
+    randoms: Vec<Random>,
+    tokens: Vec<Vec<u32>>,
+}
+
+impl<'a> Sequences<'a> {
+    fn new(config: &'a LlamaConfig, sampling: Sampling) -> Self {
+        let seeds = (0..sampling.sequences as u64).map(|index| sampling.seed + index);
+        let randoms = seeds.map(Random::new).collect();
+        Self { config, sampling, randoms, tokens: vec![Vec::new(); sampling.sequences] }
     }
+
+    /// Appends the next token of each sequence that has not ended.
+    fn push(&mut self, (greedy, logits): StepOutput) -> Result<()> {
+        let greedy = greedy.map(Tensor::try_into_data).transpose()?;
+        let mut next: Vec<u32> = greedy.iter().flat_map(|tokens| tokens.iter::<u32>()).collect();
+        if let Some(logits) = logits {
+            let [_, vocab_size] = logits.dims();
+            let logits: Vec<f32> = logits.cast(DType::F32).try_into_data()?.iter().collect();
+            let rows = logits.chunks_exact(vocab_size).zip(&mut self.randoms);
+            next = rows.map(|(logits, random)| self.sampling.sample(logits, random)).collect();
+        }
+        for (tokens, token) in self.tokens.iter_mut().zip(next) {
+            if !ended(self.config, tokens) {
+                tokens.push(token);
+            }
+        }
+        Ok(())
+    }
+
+    fn all_ended(&self) -> bool {
+        self.tokens.iter().all(|tokens| ended(self.config, tokens))
+    }
+
+    fn last_tokens(&self) -> Vec<u32> {
+        self.tokens.iter().filter_map(|tokens| tokens.last().copied()).collect()
+    }
+
+    /// Counts the tokens of all sequences.
+    fn count(&self) -> usize {
+        self.tokens.iter().map(Vec::len).sum()
+    }
+}
+
+fn ended(config: &LlamaConfig, tokens: &[u32]) -> bool {
+    tokens.last().is_some_and(|&last| config.is_eos(last))
 }

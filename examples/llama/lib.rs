@@ -1,18 +1,19 @@
-//! Llama and its relatives, as an ordinary Burn model that knows nothing of FP4: read from the
-//! folders of Hugging Face, trained, measured, quantized and run.
+//! Llama, Mistral, Qwen2 and Qwen3 as an ordinary Burn model that does not know of FP4. Loads
+//! Hugging Face folders; trains, measures, quantizes and runs the model.
 //!
-//! | file            | what it holds                                                            |
-//! |-----------------|--------------------------------------------------------------------------|
-//! | `config.rs`     | [`LlamaConfig`]: `config.json`                                           |
-//! | `rotation.rs`   | rotary position embeddings                                               |
-//! | `model.rs`      | [`Llama`], and its cache of keys and values                              |
-//! | `folder.rs`     | [`Folder`]: a model, its tokenizer and its config, opened and saved      |
-//! | `tokens.rs`     | [`Tokens`]: a text as a model reads it; a tokenizer of bytes             |
-//! | `generate.rs`   | [`generate`]: a text continued                                           |
-//! | `perplexity.rs` | [`perplexity`]: how well a text is predicted                             |
-//! | `train.rs`      | training, and distillation behind fake quantization                      |
-//! | `sensitivity.rs` | what FP4 costs each layer, predicted and measured                       |
-//! | `quantize.rs`   | [`Recipe`]: a format and a method, applied to a model                    |
+//! | file             | what it holds                                                   |
+//! |------------------|-----------------------------------------------------------------|
+//! | `config.rs`      | [`LlamaConfig`]: `config.json`                                  |
+//! | `rope.rs`        | rotary position embeddings                                      |
+//! | `model.rs`       | [`Llama`] and its [`KvCache`]                                   |
+//! | `folder.rs`      | [`Folder`]: config, tokenizer and weights, opened and saved     |
+//! | `tokens.rs`      | [`Tokens`]: the tokens of a text; a tokenizer of bytes          |
+//! | `sampling.rs`    | [`Sampling`]: the choice of the next token                      |
+//! | `generate.rs`    | [`generate`]: prompt and decode steps                           |
+//! | `perplexity.rs`  | [`perplexity`] over overlapping windows                         |
+//! | `train.rs`       | [`train`] and [`distill`]                                       |
+//! | `sensitivity.rs` | [`sensitivity`]: loss of each layer in each format              |
+//! | `quantize.rs`    | [`QuantizeOptions`]: format, method and calibration of a model  |
 
 mod config;
 mod folder;
@@ -20,17 +21,19 @@ mod generate;
 mod model;
 mod perplexity;
 mod quantize;
-mod rotation;
+mod rope;
+mod sampling;
 mod sensitivity;
 mod tokens;
 mod train;
 
 pub use config::{LlamaConfig, ModelType};
 pub use folder::{Folder, create, names};
-pub use generate::{Generated, Sampling, generate};
-pub use model::{Cache, Llama, Projection};
+pub use generate::{Generated, generate};
+pub use model::{KvCache, Llama, Projection};
 pub use perplexity::{Perplexity, Windows, perplexity};
-pub use quantize::{CalibrationWindows, Recipe, fp4_config, methods};
+pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods};
+pub use sampling::Sampling;
 pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};
 pub use tokens::{Tokens, byte_tokenizer};
 pub use train::{Batches, distill, train};

@@ -1,7 +1,9 @@
-//! A language model from its folder to its first FP4 token: trains, runs, measures, quantizes and
-//! distills Llama and its relatives. `cargo run --release --bin llama -- --help`.
+//! `llama`: trains, runs, measures, quantizes and distills Llama, Mistral and Qwen.
+//! `cargo run --release --bin llama -- --help`.
 
 mod commands;
+
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -10,8 +12,7 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// Llama and its relatives (Mistral, Qwen2, Qwen3) from the folders of Hugging Face, in floats and
-/// in FP4.
+/// Runs, quantizes and trains Llama, Mistral, Qwen2 and Qwen3 from Hugging Face folders.
 #[derive(Parser)]
 struct Arguments {
     #[command(subcommand)]
@@ -29,11 +30,14 @@ enum Command {
     Sensitivity(commands::sensitivity::Arguments),
 }
 
-fn main() -> Result<()> {
-    let arguments = Arguments::parse();
-    // Before any operation on a GPU: layers read codes there from now on.
+fn main() -> ExitCode {
+    examples::exit_code(run(Arguments::parse().command))
+}
+
+fn run(command: Command) -> Result<()> {
+    // Has to come before the first operation on a GPU: enables fused FP4 kernels.
     burn_fp4::init()?;
-    match arguments.command {
+    match command {
         Command::Train(arguments) => commands::train::run(&arguments),
         Command::Generate(arguments) => commands::generate::run(&arguments),
         Command::Perplexity(arguments) => commands::perplexity::run(&arguments),
@@ -44,7 +48,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// The most that the host's allocator had given out at a time, in MB.
+/// Returns the peak memory of the host so far, in MB.
 fn peak_memory_mb() -> f64 {
     f64::from(MEMORY.peak_usage_as_mb())
 }

@@ -1,4 +1,4 @@
-//! A decoder of Burn's own modules, with the names that `transformers` gives its parts.
+//! The decoder, of Burn's own modules, with the parameter names of `transformers`.
 
 use anyhow::Result;
 use burn::module::{Module, ModuleDisplay};
@@ -10,12 +10,13 @@ use burn_fp4::{
 };
 
 use super::config::LlamaConfig;
-use super::rotation::{Rotation, Turn};
+use super::rope::{PositionEmbeddings, RotaryEmbedding};
 
-/// A linear layer: Burn's, or one of the same parameters that is fast on hosts once it is
-/// quantized.
+/// A linear layer: Burn's `Linear`, or `Fp4Linear`, which is fast on hosts once it is quantized.
+/// Both have the same parameters.
 pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
-    /// The outputs `[batch, tokens, out]` of inputs `[batch, tokens, in]`.
+    /// Returns the outputs `[batch, tokens, out_features]` of inputs `[batch, tokens,
+    /// in_features]`.
     fn project(&self, input: Tensor<3>) -> Tensor<3>;
 }
 
@@ -31,26 +32,26 @@ impl Projection for Fp4Linear {
     }
 }
 
-/// A decoder.
+/// A Llama model with its `lm_head`.
 #[derive(Module, Debug)]
 pub struct Llama<L: Module> {
     embed_tokens: Fp4Embedding,
-    layers: Vec<Block<L>>,
+    layers: Vec<DecoderLayer<L>>,
     norm: RmsNorm,
-    /// None: the embedding, transposed.
+    /// None if the embedding is tied: it is the `lm_head` too.
     lm_head: Option<L>,
-    rotation: Rotation,
+    rotary_emb: RotaryEmbedding,
 }
 
 #[derive(Module, Debug)]
-struct Block<L: Module> {
+struct DecoderLayer<L: Module> {
     input_layernorm: RmsNorm,
     self_attn: Attention<L>,
     post_attention_layernorm: RmsNorm,
     mlp: Mlp<L>,
 }
 
-/// Heads of queries, of which several share a head of keys and values.
+/// Grouped-query attention.
 #[derive(Module, Debug)]
 struct Attention<L: Module> {
     q_proj: L,
@@ -59,9 +60,9 @@ struct Attention<L: Module> {
     o_proj: L,
     q_norm: Option<RmsNorm>,
     k_norm: Option<RmsNorm>,
-    heads: usize,
-    key_value_heads: usize,
-    depth: usize,
+    num_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
 }
 
 #[derive(Module, Debug)]
@@ -71,116 +72,121 @@ struct Mlp<L: Module> {
     down_proj: L,
 }
 
-/// The keys and values of each block, `[batch, heads, positions, depth]`: of the tokens that a
-/// model has seen, where they are, and room for those to come.
-pub type Cache = Vec<KeysAndValues>;
+/// The KV cache: keys and values of each layer.
+pub type KvCache = Vec<LayerCache>;
 
-type KeysAndValues = [Tensor<4>; 2];
+/// Keys and values `[batch, num_key_value_heads, capacity, head_dim]`, by position.
+type LayerCache = [Tensor<4>; 2];
 
-/// Some tokens, as attention needs them.
-struct Tokens {
+/// Inputs of a forward pass that all layers share.
+struct Positions {
     positions: Tensor<1, Int>,
-    turn: Turn,
-    /// Which keys are of tokens after them, `[1, 1, tokens, keys]`.
-    later: Tensor<4, Bool>,
+    embeddings: PositionEmbeddings,
+    /// True where a key is at a later position than a query, `[1, 1, tokens, keys]`.
+    causal_mask: Tensor<4, Bool>,
 }
 
 impl<L: Projection> Llama<L> {
-    /// A model that has learned nothing yet.
+    /// Creates a model with random weights.
     ///
     /// # Errors
-    /// If the config scales rotations in a way that is unknown here.
+    /// The config asks for a RoPE scaling that is unknown.
     pub fn new(config: &LlamaConfig, device: &Device) -> Result<Self> {
-        let width = config.hidden_size;
-        let norm = |width| RmsNormConfig::new(width).with_epsilon(config.rms_norm_eps).init(device);
-        let block = |_| Block {
-            input_layernorm: norm(width),
+        let hidden_size = config.hidden_size;
+        let norm =
+            || RmsNormConfig::new(hidden_size).with_epsilon(config.rms_norm_eps).init(device);
+        let layer = |_| DecoderLayer {
+            input_layernorm: norm(),
             self_attn: Attention::new(config, device),
-            post_attention_layernorm: norm(width),
+            post_attention_layernorm: norm(),
             mlp: Mlp::new(config, device),
         };
-        let vocabulary = config.vocab_size;
-        let embedding = EmbeddingConfig::new(vocabulary, width).with_initializer(INITIALIZER);
-        let head = || layer(width, vocabulary, false, device);
-        let frequencies = config.frequencies()?;
+        let embedding =
+            EmbeddingConfig::new(config.vocab_size, hidden_size).with_initializer(INITIALIZER);
+        let lm_head = || linear(hidden_size, config.vocab_size, false, device);
+        let (inv_freq, positions) = (config.inv_freq()?, config.max_position_embeddings);
         Ok(Self {
             embed_tokens: embedding.init(device).into(),
-            layers: (0..config.num_hidden_layers).map(block).collect(),
-            norm: norm(width),
-            lm_head: (!config.tie_word_embeddings).then(head),
-            rotation: Rotation::new(&frequencies, config.max_position_embeddings, device),
+            layers: (0..config.num_hidden_layers).map(layer).collect(),
+            norm: norm(),
+            lm_head: (!config.tie_word_embeddings).then(lm_head),
+            rotary_emb: RotaryEmbedding::new(&inv_freq, positions, device),
         })
     }
 
-    /// Scores of the next token `[batch, tokens, vocabulary]`, for tokens `[batch, tokens]`.
+    /// Returns the logits `[batch, tokens, vocab_size]` of tokens `[batch, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [_, count] = tokens.dims();
-        let at = self.tokens(Tensor::arange(0..count as i64, &tokens.device()), count);
+        let positions = Tensor::arange(0..count as i64, &tokens.device());
+        let positions = self.positions(positions, count);
         let mut hidden = self.embed_tokens.forward(tokens);
-        for block in &self.layers {
-            (hidden, _) = block.forward(hidden, None, &at);
+        for layer in &self.layers {
+            (hidden, _) = layer.forward(hidden, None, &positions);
         }
-        self.scores(self.norm.forward(hidden))
+        self.logits(self.norm.forward(hidden))
     }
 
-    /// The scores of the token that follows the last of these: `[batch, vocabulary]`, for tokens
-    /// `[batch, tokens]` and their positions in the cache, `[tokens]`. The form of
-    /// [`Replay`](burn_fp4::Replay), with the cache as its state.
-    pub fn next(
+    /// Writes tokens `[batch, tokens]` at positions `[tokens]` into the KV cache, and returns the
+    /// logits of the last one, `[batch, vocab_size]`.
+    ///
+    /// The signature is that of [`Replay`](burn_fp4::Replay), with the KV cache as its state.
+    pub fn forward_cached(
         &self,
-        cache: Cache,
+        kv_cache: KvCache,
         (tokens, positions): (Tensor<2, Int>, Tensor<1, Int>),
-    ) -> (Cache, Tensor<2>) {
+    ) -> (KvCache, Tensor<2>) {
         let [_, count] = tokens.dims();
-        let capacity = cache.first().map_or(count, |[keys, _]| keys.dims()[2]);
-        let at = self.tokens(positions, capacity);
+        let capacity = kv_cache.first().map_or(count, |[keys, _]| keys.dims()[2]);
+        let positions = self.positions(positions, capacity);
         let mut hidden = self.embed_tokens.forward(tokens);
-        let mut written = Cache::with_capacity(cache.len());
-        for (block, known) in self.layers.iter().zip(cache) {
-            let known_and_new;
-            (hidden, known_and_new) = block.forward(hidden, Some(known), &at);
-            written.push(known_and_new);
+        let mut updated = KvCache::with_capacity(kv_cache.len());
+        for (layer, cache) in self.layers.iter().zip(kv_cache) {
+            let cache_after;
+            (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions);
+            updated.push(cache_after);
         }
         let last = self.norm.forward(hidden.narrow(1, count - 1, 1));
-        (written, self.scores(last).squeeze_dim(1))
+        (updated, self.logits(last).squeeze_dim(1))
     }
 
-    /// A cache with room for so many tokens of each sequence of a batch.
-    pub fn cache(&self, batch: usize, tokens: usize) -> Cache {
+    /// Allocates a KV cache with room for `capacity` tokens of each sequence of a batch.
+    pub fn kv_cache(&self, batch: usize, capacity: usize) -> KvCache {
         let weight = self.embed_tokens.weight.base();
-        let place = (&weight.device(), weight.dtype());
-        let of = |block: &Block<L>| {
-            let Attention { key_value_heads, depth, .. } = block.self_attn;
-            let zeros = || Tensor::zeros([batch, key_value_heads, tokens, depth], place);
-            [zeros(), zeros()]
+        let options = (&weight.device(), weight.dtype());
+        let layer_cache = |layer: &DecoderLayer<L>| {
+            let Attention { num_key_value_heads, head_dim, .. } = layer.self_attn;
+            let shape = [batch, num_key_value_heads, capacity, head_dim];
+            [Tensor::zeros(shape, options), Tensor::zeros(shape, options)]
         };
-        self.layers.iter().map(of).collect()
+        self.layers.iter().map(layer_cache).collect()
     }
 
-    /// Tokens at these positions, among keys of so many.
-    fn tokens(&self, positions: Tensor<1, Int>, keys: usize) -> Tokens {
+    /// Prepares RoPE and the causal mask for queries at these positions and `keys` keys.
+    fn positions(&self, positions: Tensor<1, Int>, keys: usize) -> Positions {
         let [count] = positions.dims();
-        let all = Tensor::<1, Int>::arange(0..keys as i64, &positions.device());
-        let all = all.unsqueeze_dim::<2>(0).expand([count, keys]);
-        let later = all.greater(positions.clone().unsqueeze_dim::<2>(1).expand([count, keys]));
-        let turn = self.rotation.at(&positions, self.embed_tokens.weight.base().dtype());
-        Tokens { positions, turn, later: later.unsqueeze() }
+        let keys_at = Tensor::<1, Int>::arange(0..keys as i64, &positions.device());
+        let keys_at = keys_at.unsqueeze_dim::<2>(0).expand([count, keys]);
+        let queries_at = positions.clone().unsqueeze_dim::<2>(1).expand([count, keys]);
+        let causal_mask = keys_at.greater(queries_at).unsqueeze();
+        let dtype = self.embed_tokens.weight.base().dtype();
+        let embeddings = self.rotary_emb.at(&positions, dtype);
+        Positions { positions, embeddings, causal_mask }
     }
 
-    fn scores(&self, hidden: Tensor<3>) -> Tensor<3> {
+    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
         match &self.lm_head {
-            Some(head) => head.project(hidden),
+            Some(lm_head) => lm_head.project(hidden),
             None => self.embed_tokens.project(hidden),
         }
     }
 
-    /// Quantizes the embedding for both of its uses if the output layer is tied to it, and returns
-    /// whether it is.
+    /// Quantizes a tied embedding, for both of its uses. Returns false if the model has an
+    /// `lm_head` of its own.
     ///
     /// # Errors
-    /// Vectors that the blocks of the format do not divide, or that are not finite.
+    /// The blocks of the format do not divide the vectors, or a value is not finite.
     pub fn quantize_tied_embedding(&mut self, format: Fp4Format) -> Result<bool> {
-        if self.has_head() {
+        if self.has_lm_head() {
             return Ok(false);
         }
         let scheme = Fp4Scheme::of(ScaleRule::of_format(format));
@@ -188,113 +194,124 @@ impl<L: Projection> Llama<L> {
         Ok(true)
     }
 
-    /// Whether the output layer has weights of its own.
-    pub fn has_head(&self) -> bool {
+    /// Returns true if the `lm_head` has weights of its own.
+    pub fn has_lm_head(&self) -> bool {
         self.lm_head.is_some()
     }
 }
 
-/// As `transformers` initializes them.
+/// The `initializer_range` of `transformers`.
 const INITIALIZER: Initializer = Initializer::Normal { mean: 0.0, std: 0.02 };
 
-fn layer<L: Projection>(inputs: usize, outputs: usize, bias: bool, device: &Device) -> L {
-    let config = LinearConfig::new(inputs, outputs).with_bias(bias);
+fn linear<L: Projection>(
+    in_features: usize,
+    out_features: usize,
+    bias: bool,
+    device: &Device,
+) -> L {
+    let config = LinearConfig::new(in_features, out_features).with_bias(bias);
     L::from(config.with_initializer(INITIALIZER).init(device))
 }
 
-impl<L: Projection> Block<L> {
+impl<L: Projection> DecoderLayer<L> {
     fn forward(
         &self,
         hidden: Tensor<3>,
-        known: Option<KeysAndValues>,
-        tokens: &Tokens,
-    ) -> (Tensor<3>, KeysAndValues) {
+        cache: Option<LayerCache>,
+        positions: &Positions,
+    ) -> (Tensor<3>, LayerCache) {
         let input = self.input_layernorm.forward(hidden.clone());
-        let (read, written) = self.self_attn.forward(input, known, tokens);
-        let hidden = hidden + read;
+        let (attended, cache) = self.self_attn.forward(input, cache, positions);
+        let hidden = hidden + attended;
         let input = self.post_attention_layernorm.forward(hidden.clone());
-        (hidden + self.mlp.forward(input), written)
+        (hidden + self.mlp.forward(input), cache)
     }
 }
 
 impl<L: Projection> Attention<L> {
     fn new(config: &LlamaConfig, device: &Device) -> Self {
-        let (width, depth) = (config.hidden_size, config.head_depth());
-        let (heads, key_value_heads) = (config.num_attention_heads, config.key_value_heads());
+        let (hidden_size, head_dim) = (config.hidden_size, config.head_dim());
+        let num_heads = config.num_attention_heads;
+        let num_key_value_heads = config.num_key_value_heads();
+        let (q_size, kv_size) = (num_heads * head_dim, num_key_value_heads * head_dim);
         let [bias, output_bias] = config.attention_biases();
-        let norm = || RmsNormConfig::new(depth).with_epsilon(config.rms_norm_eps).init(device);
+        let norm = || RmsNormConfig::new(head_dim).with_epsilon(config.rms_norm_eps).init(device);
         Self {
-            q_proj: layer(width, heads * depth, bias, device),
-            k_proj: layer(width, key_value_heads * depth, bias, device),
-            v_proj: layer(width, key_value_heads * depth, bias, device),
-            o_proj: layer(heads * depth, width, output_bias, device),
-            q_norm: config.normalizes_heads().then(norm),
-            k_norm: config.normalizes_heads().then(norm),
-            heads,
-            key_value_heads,
-            depth,
+            q_proj: linear(hidden_size, q_size, bias, device),
+            k_proj: linear(hidden_size, kv_size, bias, device),
+            v_proj: linear(hidden_size, kv_size, bias, device),
+            o_proj: linear(q_size, hidden_size, output_bias, device),
+            q_norm: config.has_qk_norm().then(norm),
+            k_norm: config.has_qk_norm().then(norm),
+            num_heads,
+            num_key_value_heads,
+            head_dim,
         }
     }
 
-    /// What the tokens read, and the keys and values of all: those that are known, if there are,
-    /// with those of the tokens at their positions.
+    /// Returns the attention output, and the keys and values it attended to: the cache updated at
+    /// the positions, or only the new ones without a cache.
     fn forward(
         &self,
         input: Tensor<3>,
-        known: Option<KeysAndValues>,
-        tokens: &Tokens,
-    ) -> (Tensor<3>, KeysAndValues) {
+        cache: Option<LayerCache>,
+        positions: &Positions,
+    ) -> (Tensor<3>, LayerCache) {
+        let Self { num_heads, num_key_value_heads, head_dim, .. } = *self;
         let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
-            let heads = values.reshape([batch, count, heads, self.depth]);
+            let heads = values.reshape([batch, count, heads, head_dim]);
             norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads))
         };
-        let queries = split(self.q_proj.project(input.clone()), self.heads, &self.q_norm);
-        let keys = split(self.k_proj.project(input.clone()), self.key_value_heads, &self.k_norm);
-        let values = split(self.v_proj.project(input), self.key_value_heads, &None);
+        let queries = split(self.q_proj.project(input.clone()), num_heads, &self.q_norm);
+        let keys = split(self.k_proj.project(input.clone()), num_key_value_heads, &self.k_norm);
+        let values = split(self.v_proj.project(input), num_key_value_heads, &None);
         let values = values.swap_dims(1, 2);
-        let [queries, keys] = tokens.turn.turn([queries, keys]);
-        let [keys, values] = match known {
+        let [queries, keys] = positions.embeddings.rotate([queries, keys]);
+        let [keys, values] = match cache {
             None => [keys, values],
-            Some([known_keys, known_values]) => {
-                let write = |known: Tensor<4>, new| {
-                    let positions = tokens.positions.clone();
-                    known.select_assign(2, positions, new, IndexingUpdateOp::Assign)
+            Some([cached_keys, cached_values]) => {
+                let update = |cached: Tensor<4>, new| {
+                    let positions = positions.positions.clone();
+                    cached.select_assign(2, positions, new, IndexingUpdateOp::Assign)
                 };
-                [write(known_keys, keys), write(known_values, values)]
+                [update(cached_keys, keys), update(cached_values, values)]
             }
         };
 
-        // The queries that share keys and values are rows of one product.
-        let rows = self.heads / self.key_value_heads * count;
-        let queries = queries.reshape([batch, self.key_value_heads, rows, self.depth]);
-        let scores = queries.matmul(keys.clone().swap_dims(2, 3));
-        let [_, _, _, all] = scores.dims();
-        let scores = scores.reshape([batch, self.heads, count, all]);
-        let (dtype, later) = (scores.dtype(), tokens.later.clone().expand(scores.shape()));
-        // Behind the views, where it is fused with the softmax.
-        let scores = scores.div_scalar((self.depth as f64).sqrt());
-        let scores = scores.mask_fill(later, f32::NEG_INFINITY);
-        let read = softmax(scores.cast(DType::F32), 3).cast(dtype);
-        let read = read.reshape([batch, self.key_value_heads, rows, all]);
-        let output = read.matmul(values.clone()).reshape([batch, self.heads, count, self.depth]);
-        let output = output.swap_dims(1, 2).reshape([batch, count, self.heads * self.depth]);
+        // Queries that share a key head are rows of one product: keys are not repeated.
+        let rows = num_heads / num_key_value_heads * count;
+        let queries = queries.reshape([batch, num_key_value_heads, rows, head_dim]);
+        let attn_weights = queries.matmul(keys.clone().swap_dims(2, 3));
+        let [_, _, _, key_count] = attn_weights.dims();
+        let attn_weights = attn_weights.reshape([batch, num_heads, count, key_count]);
+        let dtype = attn_weights.dtype();
+        let causal_mask = positions.causal_mask.clone().expand(attn_weights.shape());
+        // The scale comes after the views: there it is fused with the softmax.
+        let attn_weights = attn_weights.div_scalar((head_dim as f64).sqrt());
+        let attn_weights = attn_weights.mask_fill(causal_mask, f32::NEG_INFINITY);
+        let attn_weights = softmax(attn_weights.cast(DType::F32), 3).cast(dtype);
+        let attn_weights = attn_weights.reshape([batch, num_key_value_heads, rows, key_count]);
+        let output = attn_weights.matmul(values.clone());
+        let output = output.reshape([batch, num_heads, count, head_dim]);
+        let output = output.swap_dims(1, 2).reshape([batch, count, num_heads * head_dim]);
         (self.o_proj.project(output), [keys, values])
     }
 }
 
 impl<L: Projection> Mlp<L> {
     fn new(config: &LlamaConfig, device: &Device) -> Self {
-        let (width, inner, bias) = (config.hidden_size, config.intermediate_size, config.mlp_bias);
+        let (hidden_size, bias) = (config.hidden_size, config.mlp_bias);
+        let intermediate_size = config.intermediate_size;
         Self {
-            gate_proj: layer(width, inner, bias, device),
-            up_proj: layer(width, inner, bias, device),
-            down_proj: layer(inner, width, bias, device),
+            gate_proj: linear(hidden_size, intermediate_size, bias, device),
+            up_proj: linear(hidden_size, intermediate_size, bias, device),
+            down_proj: linear(intermediate_size, hidden_size, bias, device),
         }
     }
 
     fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        // Both products first, that of the gate last: all that follows is one kernel then.
+        // The gate comes last: the SiLU and the product then follow it directly and are one kernel.
         let up = self.up_proj.project(input.clone());
         let gate = self.gate_proj.project(input);
         self.down_proj.project(silu(gate) * up)

@@ -1,4 +1,4 @@
-//! A model quantized by a format and a method, calibrated on a text.
+//! Quantization of a model with a format and a method, calibrated on a text.
 
 use anyhow::Result;
 use burn::tensor::{Device, Int, Tensor};
@@ -12,61 +12,60 @@ use super::model::{Llama, Projection};
 use super::tokens::Tokens;
 use examples::random::Random;
 
-/// How a model is quantized.
+/// Options of quantization.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Recipe {
-    /// nvfp4 or mxfp4.
+pub struct QuantizeOptions {
+    /// Format: nvfp4 or mxfp4.
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     pub format: Fp4Format,
-    /// How scales and codes are chosen.
+    /// Method that chooses scales and codes.
     #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
     pub method: Method,
-    /// Calibrate each layer behind the quantized ones before it.
+    /// Calibrate each layer on the outputs of the quantized layers before it.
     #[arg(long)]
     pub sequential: bool,
-    /// Trust in the calibration, for GPTQ: what is added to the diagonal of `X^T X`, as a multiple
-    /// of its mean.
+    /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long)]
     pub damping: Option<f64>,
-    /// What it is calibrated on.
+    /// Windows to calibrate on.
     #[command(flatten)]
     pub calibration: CalibrationWindows,
 }
 
-/// The windows of a text that a model is calibrated on.
+/// Random windows of a text to calibrate on.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct CalibrationWindows {
     /// Windows to calibrate on.
     #[arg(long = "calibration-windows", default_value_t = 128)]
     pub windows: usize,
-    /// Tokens of such a window.
+    /// Tokens of a calibration window.
     #[arg(long, default_value_t = 256)]
     pub context: usize,
-    /// Seed of the windows.
+    /// Seed of the calibration windows.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
 
-/// The names of all methods, which the help lists.
+/// Parses the name of a method; the help lists all of them.
 pub fn methods() -> impl TypedValueParser<Value = Method> {
     let rows = Method::ALL.map(Method::row);
     let names = rows.map(|row| PossibleValue::new(row.name).help(row.summary));
     PossibleValuesParser::new(names).try_map(|name| name.parse::<Method>())
 }
 
-/// What of a model is quantized, and how: all linear layers but the output layer. Those that
-/// inference engines multiply by as one have one tensor scale.
+/// Returns the configuration that quantizes all linear layers but the `lm_head`. Layers that
+/// inference engines fuse (q, k and v; gate and up) share a tensor scale.
 pub fn fp4_config<L: Projection>(model: &Llama<L>, format: Fp4Format, method: Method) -> Fp4Config {
     let config = Fp4Config::new(Fp4Scheme::of(ScaleRule::of_format(format)))
         .method(method)
         .without_container("Fp4Embedding")
         .share_scale(["q_proj", "k_proj", "v_proj"])
         .share_scale(["gate_proj", "up_proj"]);
-    if model.has_head() { config.exclude("lm_head.*") } else { config }
+    if model.has_lm_head() { config.exclude("lm_head.*") } else { config }
 }
 
-impl Recipe {
-    /// What of a model is quantized, and how.
+impl QuantizeOptions {
+    /// Returns the configuration for a model.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Fp4Config {
         let config = fp4_config(model, self.format, self.method);
         match (self.method.gptq(), self.damping) {
@@ -75,11 +74,11 @@ impl Recipe {
         }
     }
 
-    /// Quantizes a model by a configuration: that of [`config`](Self::config), or of a file. It is
-    /// calibrated if any method of the configuration needs that.
+    /// Quantizes a model with a configuration, from [`config`](Self::config) or from a file.
+    /// Calibrates first if any method of the configuration needs it.
     ///
     /// # Errors
-    /// A text shorter than a window, and what `quantize_fp4` and calibration refuse.
+    /// The text is shorter than a window, or `quantize_fp4` or calibration fails.
     pub fn apply<L: Projection>(
         &self,
         model: &mut Llama<L>,
@@ -101,10 +100,10 @@ impl Recipe {
 }
 
 impl CalibrationWindows {
-    /// What a model's layers are given by the windows.
+    /// Records statistics of the inputs of each layer over the windows.
     ///
     /// # Errors
-    /// A text shorter than a window, and what calibration refuses.
+    /// The text is shorter than a window, or calibration fails.
     pub fn run<L: Projection>(
         self,
         model: &Llama<L>,
@@ -116,10 +115,11 @@ impl CalibrationWindows {
         Ok(Calibration::of(model).options(options).run(batches, Llama::forward)?)
     }
 
-    /// Quantizes a model layer by layer, each calibrated behind those that are quantized already.
+    /// Quantizes a model layer by layer. Each layer is calibrated on the outputs of the quantized
+    /// layers before it.
     ///
     /// # Errors
-    /// A text shorter than a window, and what `quantize_fp4_sequential` refuses.
+    /// The text is shorter than a window, or `quantize_fp4_sequential` fails.
     pub fn quantize_sequential<L: Projection>(
         self,
         model: &mut Llama<L>,
@@ -131,7 +131,7 @@ impl CalibrationWindows {
         Ok(model.quantize_fp4_sequential(config, options, batches, Llama::forward)?)
     }
 
-    /// The windows, some at a time.
+    /// Draws the windows, in batches.
     fn batches(self, tokens: &Tokens, device: &Device) -> Result<Vec<Tensor<2, Int>>> {
         const BATCH: usize = 8;
         let mut random = Random::new(self.seed);

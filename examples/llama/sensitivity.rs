@@ -1,4 +1,4 @@
-//! What FP4 costs each layer of a model: predicted, and measured one layer at a time.
+//! Sensitivity of each layer to FP4: predicted from gradients, and measured one layer at a time.
 
 use anyhow::Result;
 use burn::nn::Linear;
@@ -13,10 +13,10 @@ use super::tokens::{Tokens, tensor};
 use super::train::{Batches, next_token_loss};
 use examples::random::Random;
 
-/// What every candidate costs every layer that a configuration selects, and the loss of batches.
+/// Predicts the growth of the next-token loss for each candidate format of each selected layer.
 ///
 /// # Errors
-/// A text shorter than a window, and what `fp4_sensitivity_of_loss` refuses.
+/// The text is shorter than a window, or `fp4_sensitivity_of_loss` fails.
 pub fn sensitivity(
     model: &Llama<Linear>,
     config: &Fp4Config,
@@ -33,10 +33,10 @@ pub fn sensitivity(
     Ok(model.fp4_sensitivity_of_loss(config, candidates, windows, next_token_loss)?)
 }
 
-/// A model with one group of weights as a candidate has them.
+/// Clones a model and quantizes one group of its weights in a candidate format.
 ///
 /// # Errors
-/// What `quantize_fp4` refuses.
+/// `quantize_fp4` fails.
 pub fn quantized_alone(
     model: &Llama<Linear>,
     config: &Fp4Config,
@@ -53,8 +53,8 @@ pub fn quantized_alone(
     Ok(model)
 }
 
-/// The mean divergence `KL(teacher | model)` of the next token, in nats, over a text cut into
-/// windows.
+/// Measures the mean divergence `KL(teacher | model)` of the next token in nats, over consecutive
+/// windows of a text.
 pub fn divergence(
     model: &Llama<Linear>,
     teacher: &Llama<Linear>,
@@ -65,17 +65,17 @@ pub fn divergence(
     let (mut sum, mut count) = (0.0, 0);
     for windows in tokens.chunks_exact(window).collect::<Vec<_>>().chunks(8) {
         let batch = tensor(&windows.concat(), window, device);
-        let [expected, found] =
+        let [teacher_logits, logits] =
             [teacher, model].map(|model| model.forward(batch.clone()).cast(DType::F32));
-        let rows =
-            softmax(expected.clone(), 2) * (log_softmax(expected, 2) - log_softmax(found, 2));
-        sum += rows.sum_dim(2).into_data().iter::<f64>().sum::<f64>();
+        let log_ratio = log_softmax(teacher_logits.clone(), 2) - log_softmax(logits, 2);
+        let divergence = softmax(teacher_logits, 2) * log_ratio;
+        sum += divergence.sum_dim(2).into_data().iter::<f64>().sum::<f64>();
         count += windows.len() * window;
     }
     sum / count as f64
 }
 
-/// Spearman's rank correlation of two lists.
+/// Computes Spearman's rank correlation of two lists.
 pub fn rank_correlation(left: &[f64], right: &[f64]) -> f64 {
     let ranks = |values: &[f64]| -> Vec<f64> {
         let below = |value: &f64| values.iter().filter(|other| *other < value).count();

@@ -1,4 +1,4 @@
-//! Texts as tokens, and tokens as tensors.
+//! Tokens of a text, and a tokenizer of bytes.
 
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -7,35 +7,35 @@ use tokenizers::Tokenizer;
 
 use examples::random::Random;
 
-/// The tokens of a text, the last part of it to be measured on, the rest to learn from.
+/// Tokens of a text: a training part, and a held-out part at the end to measure on.
 #[derive(Debug, Clone)]
 pub struct Tokens {
     all: Vec<u32>,
-    learned: usize,
+    training: usize,
 }
 
 impl Tokens {
-    /// Of a text, of which a share at the end is held out.
+    /// Tokenizes a text and holds out a share of it at its end.
     ///
     /// # Errors
-    /// If the tokenizer refuses the text, or the share is none.
+    /// The tokenizer refuses the text, or the share is not in 0 to 1.
     pub fn new(tokenizer: &Tokenizer, text: &str, held_out: f64) -> Result<Self> {
-        ensure!((0.0..=1.0).contains(&held_out), "{held_out} held out: expected 0 to 1");
+        ensure!((0.0..=1.0).contains(&held_out), "--held-out: expected 0 to 1, found {held_out}");
         let encoded = tokenizer.encode(text, true).map_err(|error| anyhow!(error))?;
         let all = encoded.get_ids().to_vec();
-        let learned = all.len() - (all.len() as f64 * held_out).round() as usize;
-        Ok(Self { all, learned })
+        let training = all.len() - (all.len() as f64 * held_out).round() as usize;
+        Ok(Self { all, training })
     }
 
-    /// What is measured on.
+    /// Returns the held-out part.
     pub fn held_out(&self) -> &[u32] {
-        &self.all[self.learned..]
+        &self.all[self.training..]
     }
 
-    /// Windows `[count, length]` that begin anywhere in the text to learn from.
+    /// Draws random windows `[count, length]` of the training part.
     ///
     /// # Errors
-    /// If there is no window.
+    /// The training part is shorter than a window.
     pub fn windows(
         &self,
         count: usize,
@@ -43,30 +43,35 @@ impl Tokens {
         random: &mut Random,
         device: &Device,
     ) -> Result<Tensor<2, Int>> {
-        let learned = &self.all[..self.learned];
-        let places = (learned.len() + 1).saturating_sub(length);
-        ensure!(places > 0, "{} tokens to learn from: expected {length}", learned.len());
+        let training = &self.all[..self.training];
+        let places = (training.len() + 1).saturating_sub(length);
+        ensure!(
+            places > 0,
+            "the text: {} tokens to train or calibrate on, but a window has {length}; \
+             pass a longer --text or a smaller --context",
+            training.len()
+        );
         let starts = (0..count).map(|_| random.below(places));
-        let windows: Vec<u32> = starts.flat_map(|at| &learned[at..at + length]).copied().collect();
+        let windows: Vec<u32> = starts.flat_map(|at| &training[at..at + length]).copied().collect();
         Ok(tensor(&windows, length, device))
     }
 }
 
-/// Tokens `[count, length]`.
+/// Uploads tokens as a tensor `[tokens / length, length]`.
 pub(super) fn tensor(tokens: &[u32], length: usize, device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     let count = tokens.len() / length;
     Tensor::from_data(TensorData::new(tokens, [count, length]), device)
 }
 
-/// A `tokenizer.json` whose tokens are the 256 bytes, in their order.
+/// Returns a `tokenizer.json` whose 256 tokens are the bytes, in order.
 pub fn byte_tokenizer() -> Value {
-    // The characters that GPT-2 has for bytes: printable ones for themselves, others from 256 on.
+    // GPT-2's characters for bytes: printable bytes stand for themselves, the others start at 256.
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut others = 256..;
     let character = |byte: u8| match printable(&byte) {
         true => char::from(byte),
-        false => others.next().and_then(char::from_u32).expect("a character"),
+        false => others.next().and_then(char::from_u32).expect("256 to 511 are characters"),
     };
     let names = (0..=u8::MAX).map(character).zip(0_u32..);
     let vocabulary: Map<_, _> = names.map(|(name, id)| (name.to_string(), id.into())).collect();

@@ -1,4 +1,4 @@
-//! Training from nothing, and distillation behind fake quantization.
+//! Training from random weights, and distillation with fake quantization.
 
 use anyhow::Result;
 use burn::grad_clipping::GradientClippingConfig;
@@ -12,7 +12,7 @@ use super::tokens::Tokens;
 use examples::random::Random;
 use examples::training::{self, Schedule};
 
-/// Batches of windows, and how fast to learn from them.
+/// Batches of random windows.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Batches {
     /// Windows of a batch.
@@ -21,13 +21,13 @@ pub struct Batches {
     /// Tokens of a window.
     #[arg(long, default_value_t = 128)]
     pub context: usize,
-    /// Seed of the windows.
+    /// Seed of the training windows.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
 
 impl Default for Batches {
-    /// As without options.
+    /// Returns the defaults of the command line.
     fn default() -> Self {
         Self { batch: 8, context: 128, seed: 1 }
     }
@@ -36,7 +36,7 @@ impl Default for Batches {
 /// Trains a model to predict the next token; calls `progress` with the step and its loss in nats.
 ///
 /// # Errors
-/// If the text is shorter than a window.
+/// The text is shorter than a window.
 pub fn train<L: Projection>(
     model: Llama<L>,
     tokens: &Tokens,
@@ -54,22 +54,22 @@ pub fn train<L: Projection>(
     Ok(training::train(model, &optimizer(0.1), schedule, loss, progress))
 }
 
-/// The sum of `-ln p` of the tokens of windows `[batch, tokens]`, each from those before it.
+/// Sums `-ln p` over the tokens of windows `[batch, tokens]` after the first of each.
 pub(super) fn next_token_loss<L: Projection>(
     model: &Llama<L>,
     windows: Tensor<2, Int>,
 ) -> Tensor<1> {
     let [_, length] = windows.dims();
-    let scores = in_f32(model.forward(windows.clone().narrow(1, 0, length - 1)));
-    let next = windows.narrow(1, 1, length - 1).unsqueeze_dim(2);
-    log_softmax(scores, 2).gather(2, next).sum().neg()
+    let logits = model.forward(windows.clone().narrow(1, 0, length - 1)).cast(DType::F32);
+    let targets = windows.narrow(1, 1, length - 1).unsqueeze_dim(2);
+    log_softmax(logits, 2).gather(2, targets).sum().neg()
 }
 
-/// Trains a model, which may be fake-quantized, to give the scores of another: by the divergence
-/// `KL(teacher | student)` of each next token. Calls `progress` with the step and the loss in nats.
+/// Trains a student, usually fake-quantized, on the logits of a teacher. The loss is the divergence
+/// `KL(teacher | student)` of the next token. Calls `progress` with the step and its loss in nats.
 ///
 /// # Errors
-/// If the text is shorter than a window.
+/// The text is shorter than a window.
 pub fn distill<L: Projection>(
     student: Llama<L>,
     teacher: &Llama<L>,
@@ -84,18 +84,15 @@ pub fn distill<L: Projection>(
     let loss = |student: &Llama<L>| {
         let windows = windows();
         let [count, length] = windows.dims();
-        let expected = in_f32(teacher.forward(windows.clone().without_autodiff()));
-        let found = log_softmax(in_f32(student.forward(windows)), 2);
-        let divergence = softmax(expected.clone(), 2) * (log_softmax(expected, 2) - found);
+        let teacher_logits = teacher.forward(windows.clone().without_autodiff());
+        let teacher_logits = teacher_logits.cast(DType::F32);
+        let log_probs = log_softmax(student.forward(windows).cast(DType::F32), 2);
+        let log_ratio = log_softmax(teacher_logits.clone(), 2) - log_probs;
+        let divergence = softmax(teacher_logits, 2) * log_ratio;
         divergence.sum().div_scalar((count * length) as f64)
     };
-    // Weights are not pulled to 0: they are to stay where the teacher has them.
+    // No weight decay: it would pull the weights away from the teacher's.
     Ok(training::train(student, &optimizer(0.0), schedule, loss, progress))
-}
-
-/// Scores whose logarithms and sums do not lose digits, whatever a model computes with.
-fn in_f32(scores: Tensor<3>) -> Tensor<3> {
-    scores.cast(DType::F32)
 }
 
 fn optimizer(weight_decay: f32) -> AdamWConfig {
@@ -106,7 +103,7 @@ fn optimizer(weight_decay: f32) -> AdamWConfig {
 }
 
 impl Batches {
-    /// Random windows of a text, on a device that differentiates.
+    /// Draws random windows of a text, on the autodiff device.
     fn windows<'t>(
         self,
         tokens: &'t Tokens,
@@ -115,8 +112,8 @@ impl Batches {
         let device = device.clone().autodiff();
         let mut random = Random::new(self.seed);
         let mut next = move || tokens.windows(self.batch, self.context, &mut random, &device);
-        // All are as long as the first.
+        // Every draw fails or none does: the error is returned here, before the training.
         next()?;
-        Ok(move || next().expect("a text that has windows"))
+        Ok(move || next().expect("the first draw succeeded"))
     }
 }

@@ -1,4 +1,4 @@
-//! The values of codes and scales.
+//! Dequantization: dense values of codes and scales.
 
 use burn_fp4_search::formats::Fp4Format;
 use cubecl::client::Client;
@@ -14,9 +14,9 @@ use crate::tensor::indexing::{Dims, dims, tile_origin};
 use crate::tensor::load_store::{store_blocks, store_vectors};
 use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 
-/// The values of a packed tensor in the dtype of the problem: computed in f32, rounded once.
+/// Dequantizes a packed tensor to the dtype of the problem: computed in f32, rounded once.
 ///
-/// Of the scheme, only format and block size matter.
+/// Only format and block size of the scheme matter.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -68,8 +68,8 @@ fn launch<F: Float>(
     Ok(values)
 }
 
-/// Along a contiguous axis one unit takes eight codes, so that neighbouring units write
-/// neighbouring 16 bytes; along a strided one it takes a share.
+/// Along a contiguous axis a unit takes eight codes, so that neighbouring units write neighbouring
+/// 16 bytes. Along a strided axis it takes a thread tile.
 #[cube(launch_unchecked)]
 fn dequantize_kernel<F: Float, N: Size, W: Size>(
     packed: &PackedIn<u8, W>,
@@ -133,7 +133,7 @@ fn dequantize_kernel<F: Float, N: Size, W: Size>(
     }
 }
 
-/// The values of eight codes.
+/// Decodes eight codes.
 #[cube]
 fn decode_word(word: u32, elements: &mut Array<f32>, #[comptime] at: u32, scale: f32, decode: f32) {
     #[unroll]

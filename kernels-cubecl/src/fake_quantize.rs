@@ -1,4 +1,4 @@
-//! The values of codes and scales, from the dense tensor in one pass.
+//! Fake quantization: quantizes and dequantizes in one pass over the dense tensor.
 
 use burn_fp4_search::host::DequantTarget;
 use cubecl::client::Client;
@@ -19,7 +19,8 @@ use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 use crate::tensor::indexing::{tile_index, tile_origin};
 use crate::tensor::load_store::{load_blocks, store_blocks};
 
-/// What [`dequantize`](crate::dequantize()) makes of [`quantize`](crate::quantize()), in one pass.
+/// Returns the bits of [`dequantize`](crate::dequantize()) after [`quantize`](crate::quantize()),
+/// in one pass.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -54,7 +55,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
 ) -> Handle {
     let mut problem = *problem;
     if launch.thread_tile.sharing == TileSharing::Halves {
-        // Each is a block of its own, but for what they exchange.
+        // Each half is treated as a block; only the amax comes from both.
         problem.scheme = problem.scheme.with_block_size(problem.scheme.block_size / 2);
     }
     let Problem { view, scheme, dtype } = &problem;
@@ -114,7 +115,7 @@ fn fake_quantize_kernel<E: Int, M: Size, F: Float, N: Size>(
     }
 }
 
-/// What the elements of a block are multiplied with, and the values of their codes after.
+/// Factor of the elements of a block, and the two scales that multiply the values of their codes.
 #[derive(CubeType, Clone, Copy)]
 struct Scale {
     factor: f32,
@@ -122,8 +123,8 @@ struct Scale {
     decode: f32,
 }
 
-/// Replaces the elements of the block of a row by the values of their codes. `group` is the number
-/// of its first eight elements, for what is drawn.
+/// Replaces the elements of a row's block with the values of their codes. `group` is the number of
+/// its first eight elements, a counter of the random bits.
 #[cube]
 fn restore_row(
     elements: &mut Array<f32>,

@@ -1,5 +1,5 @@
-//! `X^T X` of activations, the second moments of a layer's inputs. The order of the sums is fixed,
-//! not autotuned, so that they are the same on every device of a kind.
+//! Gram matrix `X^T X` of activations, the second moments of a layer's inputs. The order of the
+//! sums is fixed, not autotuned, so that results are identical on every device of a kind.
 
 use core::ops::Range;
 
@@ -20,15 +20,16 @@ pub struct Activations {
     pub values: Handle,
     /// The dtype of the values.
     pub dtype: Dtype,
-    /// How many rows there are; a [`GramLayout`] knows the channels.
+    /// Number of rows. The [`GramLayout`] knows the channels.
     pub rows: usize,
 }
 
-/// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`: some of the tiles of a layout
-/// of devices ([`GramLayout::of_device`]).
-/// Element by element in f64; by matrix instructions 1024 products in f32 and their sum in
-/// f64. Such instructions take f16 and bf16 as they are, and f32 as sums of three bf16, without the
-/// products that do not count: relative to the largest, an error of 2^-24.
+/// Adds `X^T X` of activations to `sums`, f64 `[tiles, SIDE, SIDE]`, for some tiles of a device's
+/// layout ([`GramLayout::of_device`]).
+///
+/// Without matrix instructions every product is added in f64. With them, 1024 products are added in
+/// f32 and their sum in f64. The instructions take f16 and bf16 directly, and an f32 as the sum of
+/// three bf16. Leaving out the smallest products costs an error of 2^-24 relative to the largest.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -72,7 +73,7 @@ pub fn add_gram(
     Ok(())
 }
 
-/// What is summed up, and where.
+/// A sum and its arguments.
 struct Sum<'a> {
     client: &'a Client,
     rows: usize,
@@ -84,15 +85,15 @@ struct Sum<'a> {
 /// Channels of a tile.
 const SIDE: u32 = GramLayout::SIDE as u32;
 
-/// Rows whose products are added up in f32.
+/// Rows whose products are added in f32.
 const CHUNK: u32 = 1024;
 
 impl Sum<'_> {
     fn mma<F: Float>(&self, left: &Handle, right: &Handle) {
         let Self { client, rows, sums, layout, tiles } = self;
         let vectors = layout.channels() / 8;
-        // SAFETY: the lengths are those of activations and tiles; what is beyond the activations is
-        // 0.
+        // SAFETY: the lengths are those of activations and tiles; values beyond the activations
+        // count as 0.
         unsafe {
             mma_kernel::launch_unchecked::<F>(
                 client,
@@ -134,13 +135,13 @@ impl Sum<'_> {
 /// Elements of a tile.
 const TILE: usize = GramLayout::SIDE * GramLayout::SIDE;
 
-/// Row and column of a tile, in tiles.
+/// Returns row and column of a tile, in tiles.
 #[cube]
 fn place(tile: u32, #[comptime] diagonal: bool) -> (u32, u32) {
     let mut column = tile;
     let mut row = tile;
     if comptime!(!diagonal) {
-        // Of the column.
+        // First tile of the column.
         let mut start = 0u32.runtime();
         column = 0u32.runtime();
         while start + column < tile {
@@ -152,7 +153,7 @@ fn place(tile: u32, #[comptime] diagonal: bool) -> (u32, u32) {
     (row, column)
 }
 
-/// An element a unit.
+/// Sums one element per unit, in f64.
 #[cube(launch_unchecked)]
 fn plain_kernel<F: Float>(
     x: &[F],
@@ -184,13 +185,13 @@ const STEP: u32 = 32;
 /// Vectors of eight channels of a row of a tile.
 const TILE_VECTORS: u32 = SIDE / 8;
 
-/// The same in shared memory: eight rows below each other are in other banks.
+/// Distance between rows in shared memory: padded, so that eight rows are in different banks.
 const STRIDE: u32 = TILE_VECTORS + 1;
 
-/// Vectors that a unit copies at a time, of either side.
+/// Vectors that a unit copies at a time, of either operand.
 const COPIED: u32 = STEP * TILE_VECTORS / UNITS;
 
-/// What a unit copies of a step, 0 beyond the activations.
+/// Loads a unit's copies of a step, with zeros beyond the activations.
 #[cube]
 fn load_step<F: Float, X: Size>(
     x: &[Vector<F, X>],
@@ -211,7 +212,8 @@ fn load_step<F: Float, X: Size>(
     }
 }
 
-/// A tile a cube, 64 x 32 of it a plane. The next rows are loaded while these are multiplied.
+/// Sums a tile per cube, 64 x 32 of it per plane. The next rows are loaded while some are
+/// multiplied.
 #[cube(launch_unchecked)]
 fn mma_kernel<F: Float, X: Size, W: Size>(
     left: &[Vector<F, X>],
@@ -226,7 +228,7 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
     let plane = UNIT_POS / 32;
     let lane = UNIT_POS % 32;
     let (plane_row, plane_column) = (plane % 2 * 64, plane / 2 * 32);
-    // An instruction multiplies 16 channels of the left with eight of the right along 16 rows.
+    // An instruction multiplies 16 channels of the left operand with 8 of the right along 16 rows.
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
     let size!(NB) = definition.vector_size(MatrixIdent::B);
@@ -242,8 +244,8 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
     let side = comptime!(STEP * STRIDE);
     let mut shared = Shared::<[Vector<F, X>]>::new_slice(comptime!((4 * side) as usize));
     let written = UNIT_POS / TILE_VECTORS * STRIDE + UNIT_POS % TILE_VECTORS;
-    // Four matrices of eight by eight are read at a time, their rows by eight lanes each: of the
-    // left first those of the next channels, of the right first those of the next rows.
+    // Four matrices of 8 x 8 are read at a time, each row by one of eight lanes. For the left
+    // operand the next channels come first, for the right one the next rows.
     let (matrix, line) = (lane / 8, lane % 8);
     let left_read = (matrix / 2 * 8 + line) * STRIDE + plane_row / 8 + matrix % 2;
     let right_read = side + (matrix % 2 * 8 + line) * STRIDE + plane_column / 8 + matrix / 2;
@@ -313,7 +315,7 @@ fn mma_kernel<F: Float, X: Size, W: Size>(
     }
 }
 
-/// Adds the products of a plane to the sums in f64, and starts again from 0.
+/// Adds the f32 sums of a plane to the sums in f64, and zeroes them.
 #[cube]
 fn add_products<NC: Size, W: Size>(
     products: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -348,8 +350,8 @@ fn add_products<NC: Size, W: Size>(
     }
 }
 
-/// f32 as three bf16 each whose sum they are: the upper half of its bits, the upper half of what is
-/// left, and the rest.
+/// Splits an f32 into three bf16 with the same sum: the upper half of its bits, the upper half of
+/// the remainder, and the rest.
 fn split(client: &Client, x: Handle, len: usize) -> [Handle; 3] {
     let parts = [(); 3].map(|()| client.empty(2 * len));
     let [high, middle, low] = parts.each_ref();

@@ -1,4 +1,5 @@
-//! The transform before a product is quantized, of every 16 neighbours along an axis.
+//! Hadamard transform of every 16 neighbours along an axis, before the operands of a matmul are
+//! quantized.
 
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, Hadamard};
@@ -14,8 +15,8 @@ use crate::plan::{
 use crate::tensor::indexing::{Dims, DimsLaunch, dims, tile_index, tile_origin};
 use crate::tensor::load_store::{load_blocks, store_blocks};
 
-/// Transforms every 16 neighbours along an axis, or back, as
-/// [`host::hadamard`](burn_fp4_search::host::hadamard) does.
+/// Transforms every 16 neighbours along an axis, or transforms them back; see
+/// [`host::hadamard`](burn_fp4_search::host::hadamard).
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -28,7 +29,7 @@ pub fn hadamard(
     hadamard: Hadamard,
     inverse: bool,
 ) -> Result<Handle, Refusal> {
-    // As long as a block of this size.
+    // A transform is as long as a block of this size.
     let scheme = Fp4Scheme::default().with_block_size(SIZE as usize);
     let problem = Problem { view, dtype, scheme };
     let launch = plan(Operation::Hadamard, &problem, device)?;

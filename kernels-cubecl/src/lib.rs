@@ -1,38 +1,38 @@
 //! FP4 quantization as CubeCL kernels, with the bits of the reference quantizer.
 //!
-//! Each operation takes handles of contiguous device memory, a [`Problem`], a client and what its
-//! device can do ([`Capability`]); [`plan`] decides whether and how it is launched. Nothing panics
-//! on a worker thread: what a kernel cannot do is a [`Refusal`], and so is memory that is shorter
-//! than it would read. Handles have no dtype: callers make sure that the memory has that of the
-//! problem.
+//! Each operation takes handles of contiguous device memory, a [`Problem`], a client and the
+//! [`Capability`] of its device. [`plan`] decides whether and how it is launched. Nothing panics on
+//! a worker thread: an operation that no kernel can run, or memory that is shorter than a kernel
+//! would read, is a [`Refusal`]. Handles have no dtype; the caller guarantees that the memory has
+//! the dtype of the problem.
 //!
-//! Every file here is an operation, its launch and its kernel; a folder holds what operations share
-//! or a family of them. A folder uses only those above it in the second table.
+//! A file at the root holds an operation, its launch and its kernel. A folder holds code that
+//! operations share, or a family of operations. It uses only the folders above it in the table.
 //!
 //! | operation                | what it does                                                  |
 //! |--------------------------|---------------------------------------------------------------|
 //! | `tensor_amax.rs`         | [`amax()`]: largest magnitude of a tensor or of its rows      |
 //! | `quantize.rs`            | codes and scales                                              |
-//! | `quantize_by_hessian.rs` | codes and scales by the activations multiplied with a block   |
-//! | `fake_quantize.rs`       | the values of codes and scales, from the dense tensor         |
-//! | `dequantize.rs`          | the values of codes and scales, from these                    |
-//! | `squared_error.rs`       | how far these are from the original                           |
-//! | `hadamard.rs`            | the transform before a product is quantized                   |
+//! | `quantize_by_hessian.rs` | codes and scales that minimize `r^T H r` of each block        |
+//! | `fake_quantize.rs`       | quantizes and dequantizes in one pass                         |
+//! | `dequantize.rs`          | dense values of codes and scales                              |
+//! | `squared_error.rs`       | squared error of a packed tensor                              |
+//! | `hadamard.rs`            | Hadamard transform before the operands of a matmul are quantized |
 //! | `gram.rs`                | [`add_gram`]: `X^T X`, the second moments of a layer's inputs |
 //!
 //! | folder      | what it holds                                                              |
 //! |-------------|----------------------------------------------------------------------------|
-//! | `plan/`     | problem, device and scheme -> launch, or why not; pure functions           |
-//! | `arith/`    | elements, the grid of block scales, scale rules, random bits, transform    |
-//! | `layout/`   | which values are a unit's, how they are loaded, exchanged and stored       |
+//! | `plan/`     | problem, device and scheme -> launch or refusal; pure functions            |
+//! | `numeric/`  | elements, the grid of block scales, scale rules, random bits, transform    |
+//! | `tensor/`   | thread tiles: indexing, loads and stores, transpose in shared memory       |
 //! | `packed.rs` | [`PackedHandles`]: codes, block scales and tensor scale in device memory   |
-//! | `memory.rs` | whether device memory is as long as an operation reads                     |
-//! | `search/`   | how the scale of a block is chosen, a file per method                      |
+//! | `memory.rs` | checks of the length of device memory                                      |
+//! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
-//! | `product/`  | products with a packed weight: with few rows, and by matrix instructions   |
+//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA and WGMMA                 |
 //!
-//! Arithmetic is f32. Where the reference rounds a product before it is added, the product is not
-//! written as an operand of an addition: CubeCL would fuse the two.
+//! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
+//! an operand of the addition: CubeCL would fuse the two and change the bits.
 
 #[cfg(feature = "cuda")]
 extern crate alloc;
@@ -43,7 +43,7 @@ mod gptq;
 mod gram;
 mod hadamard;
 mod numeric;
-/// What CubeCL's derived operations name.
+/// Paths that CubeCL's derived operations refer to.
 #[cfg(feature = "cuda")]
 mod interfaces {
     pub(crate) use cubecl_ir::interfaces::*;

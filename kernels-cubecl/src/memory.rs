@@ -1,4 +1,4 @@
-//! Whether device memory is as long as a kernel takes it to be: kernels are launched unchecked.
+//! Checks of the length of device memory, because kernels are launched without bounds checks.
 
 use burn_fp4_search::TensorScaling;
 use cubecl::server::Handle;
@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use crate::packed::PackedHandles;
 use crate::plan::{Problem, Refusal};
 
-/// Whether memory has at least so many bytes.
+/// Checks that a handle holds at least `expected` bytes.
 ///
 /// # Errors
 /// [`Refusal::Memory`], which names the argument.
@@ -20,12 +20,12 @@ pub(crate) fn check_memory(
 }
 
 impl Problem {
-    /// Whether memory holds the dense tensor.
+    /// Checks that memory holds the dense tensor.
     pub(crate) fn check_values(&self, values: &Handle) -> Result<(), Refusal> {
         check_memory("values", values, self.view.len() * self.dtype.size())
     }
 
-    /// Whether memory holds an f32 for every tensor scale, where these are made from it.
+    /// Checks that memory holds an f32 for every tensor scale, if these are computed from it.
     pub(crate) fn check_amax(&self, amax: &Handle) -> Result<(), Refusal> {
         let scheme = &self.scheme;
         let given = matches!(scheme.tensor_scale, TensorScaling::Multiplier(_));
@@ -35,7 +35,7 @@ impl Problem {
         check_memory("amax", amax, 4 * scheme.tensor_scales(self.view.packed_rows()))
     }
 
-    /// Whether memory holds what becomes of the problem.
+    /// Checks that memory holds the packed tensor of the problem.
     pub(crate) fn check_packed(&self, packed: &PackedHandles) -> Result<(), Refusal> {
         check_memory("codes", &packed.codes, self.code_bytes())?;
         check_memory("scales", &packed.scales, self.scale_bytes())?;
@@ -44,7 +44,7 @@ impl Problem {
 }
 
 impl PackedHandles {
-    /// Whether there is a tensor scale for all rows, or one for each.
+    /// Checks that there is one tensor scale, or one per row.
     pub(crate) fn check_tensor_scales(&self, rows: usize) -> Result<(), Refusal> {
         let found = self.tensor_scales;
         if found != 1 && found != rows {

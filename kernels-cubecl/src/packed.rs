@@ -1,4 +1,4 @@
-//! A packed tensor in device memory: as the operations take and give it, and as kernels do.
+//! A packed tensor in device memory, as handles for callers and as arguments for kernels.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use crate::plan::{Blueprint, Problem};
 
-/// The memory of a packed tensor on a device: what launches take, without a shape of its own.
+/// The memory of a packed tensor on a device. The shape comes from the [`Problem`].
 #[derive(Debug, Clone)]
 pub struct PackedHandles {
     /// `[packed_rows, axis / 2]` bytes.
@@ -15,12 +15,12 @@ pub struct PackedHandles {
     pub scales: Handle,
     /// Bits of the f32 tensor scale, 1 or `packed_rows`.
     pub tensor_scale: Handle,
-    /// Which of the two.
+    /// Number of tensor scales.
     pub tensor_scales: usize,
 }
 
 impl PackedHandles {
-    /// Memory for what becomes of a problem.
+    /// Allocates the packed tensor of a problem.
     pub(crate) fn empty(client: &Client, problem: &Problem) -> Self {
         let tensor_scales = problem.scheme.tensor_scales(problem.view.packed_rows());
         Self {
@@ -31,18 +31,18 @@ impl PackedHandles {
         }
     }
 
-    /// What a kernel reads of so many values: `codes` of them at a time, and the block scales of
-    /// `scales` of them.
+    /// Returns the kernel argument for `values` elements. A kernel loads `codes` codes at a time,
+    /// and the block scales of `scales` elements.
     ///
     /// # Safety
-    /// Codes and scales have to hold so many values.
+    /// Codes and scales must hold `values` elements.
     pub(crate) unsafe fn read<S: Int, W: Size>(
         self,
         values: usize,
         codes: usize,
         scales: usize,
     ) -> PackedInLaunch<S, W> {
-        // SAFETY: memory holds so many values, as callers have checked.
+        // SAFETY: callers have checked that the memory holds `values` elements.
         unsafe {
             PackedInLaunch::new(
                 BufferArg::from_raw_parts(self.codes, values / codes),
@@ -52,7 +52,7 @@ impl PackedHandles {
         }
     }
 
-    /// What a kernel writes that stores `words` words of eight codes at a time.
+    /// Returns the argument of a kernel that stores `words` words of eight codes at a time.
     pub(crate) fn write<W: Size>(&self, problem: &Problem, words: usize) -> PackedOutLaunch<W> {
         let Self { codes, scales, tensor_scale, tensor_scales } = self.clone();
         // SAFETY: the lengths are those that [`empty`](Self::empty) made it with.
@@ -66,7 +66,7 @@ impl PackedHandles {
     }
 }
 
-/// A packed tensor that a kernel reads. An `S` is the block scales that it loads at a time.
+/// A packed tensor that a kernel reads. `S` holds the block scales of one load.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct PackedIn<S: Int, W: Size> {
     pub(crate) codes: &'static [Vector<u32, W>],
@@ -84,7 +84,7 @@ pub(crate) struct PackedOut<W: Size> {
     pub(crate) tensor_scale: &'static mut [u32],
 }
 
-/// Stores the tensor scale of a row: of the first one where there is one for all.
+/// Stores the tensor scale of a row, or the only one.
 #[cube]
 pub(crate) fn store_tensor_scale<W: Size>(
     packed: &mut PackedOut<W>,

@@ -1,4 +1,4 @@
-//! Codes and scales of a tensor.
+//! Quantization: codes and scales of a tensor.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::client::Client;
@@ -18,10 +18,10 @@ use crate::tensor::indexing::{tile_index, tile_origin};
 use crate::tensor::load_store::load_blocks;
 use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 
-/// Codes and scales of a tensor, given the amax of [`amax`](crate::amax()) in device memory.
+/// Quantizes a tensor, given the result of [`amax`](crate::amax()) in device memory.
 ///
-/// `values` are the dense tensor of the problem, contiguous; `amax` is f32, one for every tensor
-/// scale. The tensor is read once, whichever axis the blocks run along.
+/// `values` is the contiguous dense tensor of the problem; `amax` holds an f32 for every tensor
+/// scale. The tensor is read once, for any axis.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -35,8 +35,8 @@ pub fn quantize(
     quantize_weighted(client, device, values, amax, None, problem)
 }
 
-/// [`quantize`] for errors that cost as much as their input channel: `weights` are f32, one for
-/// every element along the axis, not negative. The search is [`Sse`](burn_fp4_search::ScaleSearch).
+/// [`quantize`] with errors weighted by input channel. `weights` are f32, one for every element
+/// along the axis, not negative. The search is [`Sse`](burn_fp4_search::ScaleSearch).
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -104,8 +104,7 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
     let block_size = comptime!(blueprint.block_size);
     let tile_index = tile_index(&args.dims);
-    // Units beyond the last share repeat it, so that whole planes exchange values, and store
-    // nothing.
+    // Units beyond the last tile repeat it and store nothing: whole planes take part in exchanges.
     let origin =
         tile_origin(min(tile_index, args.dims.items - 1), &args.dims, block_size, thread_tile);
     let rows_left = select(tile_index < args.dims.items, origin.rows_left, 0u32);
@@ -164,7 +163,7 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
             let index = target.index + row * args.dims.blocks;
             packed.codes[index as usize] = block_codes[row as usize];
             packed.scales[index as usize] = u8::cast_from(block_scales[row as usize]);
-            // The first block of all is known by its number: its row, and its place there, are
+            // The first block of all is recognized by its index: row and block of a row cost
             // divisions.
             let begins =
                 if comptime!(blueprint.by_row) { target.block == 0u32 } else { index == 0u32 };
@@ -177,8 +176,8 @@ fn quantize_kernel<E: Int, N: Size, W: Size>(
     }
 }
 
-/// Codes of the block that starts at `start` of the elements, each drawn between its neighbours,
-/// given the factor of its scale. `group` is the number of its first eight elements.
+/// Draws the codes of the block that starts at `start` of the elements, each between its two
+/// neighbours, given the factor of its scale. `group` is the number of its first eight elements.
 #[cube]
 fn drawn_codes(
     elements: &Array<f32>,

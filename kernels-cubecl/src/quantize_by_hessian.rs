@@ -1,7 +1,7 @@
-//! Scales and codes by `r^T H r`.
+//! Scales and codes that minimize `r^T H r` of each block.
 //!
-//! A cube takes one block of as many rows as it has units: they share its H, which lies in shared
-//! memory where the device gains by that.
+//! The units of a cube take the same block of different rows and share its H, in shared memory if
+//! that is faster on the device.
 //!
 //! ```text
 //!           block 0   block 1   ...
@@ -37,8 +37,8 @@ pub struct Hessians {
     pub bounds: Handle,
 }
 
-/// Codes and scales of a tensor by [`Hessian`](burn_fp4_search::ScaleSearch::Hessian) or
-/// [`CoordinateDescent`](burn_fp4_search::ScaleSearch::CoordinateDescent), given the amax of
+/// Quantizes a tensor with the search [`Hessian`](burn_fp4_search::ScaleSearch::Hessian) or
+/// [`CoordinateDescent`](burn_fp4_search::ScaleSearch::CoordinateDescent), given the result of
 /// [`amax`](crate::amax()).
 ///
 /// # Errors
@@ -96,7 +96,7 @@ fn run<E: Int>(
     }
 }
 
-/// The weights of the arguments are the bounds of the Hessians.
+/// `args.weights` are the bounds of the Hessians.
 #[cube(launch_unchecked)]
 fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
     args: &QuantizeArgs<E, N>,
@@ -121,7 +121,7 @@ fn hessian_kernel<E: Int, N: Size, H: Size, W: Size>(
     }
 }
 
-/// A block of a row. `first` is where its H begins.
+/// Quantizes a block of a row. Its H begins at `first`.
 #[cube]
 fn quantize_row<E: Int, N: Size, H: Size, W: Size>(
     args: &QuantizeArgs<E, N>,

@@ -1,4 +1,4 @@
-//! How far a packed tensor is from its original.
+//! Squared error of a packed tensor.
 
 use burn_fp4_search::formats::Fp4Format;
 use cubecl::client::Client;
@@ -12,8 +12,8 @@ use crate::plan::{Capability, Launch, Operation, Problem, Refusal, ThreadTile, U
 use crate::tensor::indexing::{Dims, dims};
 use crate::tensor::load_store::widen;
 
-/// Partial sums of squares: `[2, count]` in f32, first the squared differences between a tensor and
-/// its packed form, then the squares of the tensor. Their totals are the two sums.
+/// Partial sums, f32 `[2, count]`: in the first row of the squared differences between a tensor and
+/// its packed form, in the second of the squares of the tensor. The caller adds up each row.
 #[derive(Debug, Clone)]
 pub struct PartialSums {
     /// The sums.
@@ -22,8 +22,8 @@ pub struct PartialSums {
     pub count: usize,
 }
 
-/// How far a packed tensor is from the one it was made from. Of the scheme, only format and block
-/// size matter.
+/// Sums the squared error of a packed tensor against its original. Only format and block size of
+/// the scheme matter.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -80,7 +80,7 @@ fn launch<E: Int>(
     PartialSums { sums, count }
 }
 
-/// Every unit takes every `extent.items`-th word of eight codes; neighbouring units neighbouring
+/// Every unit takes every `dims.items`-th word of eight codes. Neighbouring units take neighbouring
 /// columns or words.
 #[cube(launch_unchecked)]
 fn squared_error_kernel<E: Int, N: Size, W: Size>(

@@ -1,4 +1,4 @@
-//! The largest magnitude of a tensor, or of each of its rows.
+//! Largest magnitude of a tensor, or of each of its rows.
 
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -11,9 +11,10 @@ use crate::plan::{
 };
 use crate::tensor::load_store::widen;
 
-/// The largest magnitude in f32: of the tensor, or of each of its packed rows. NaN if a value is.
+/// Computes the largest magnitude of the tensor, or of each of its packed rows, in f32. It is NaN
+/// if a value is.
 ///
-/// `values` holds the tensor contiguously; the result holds 1 or `packed_rows` f32.
+/// `values` is the contiguous tensor; the result holds 1 or `packed_rows` f32.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -25,7 +26,7 @@ pub fn amax(
     dtype: Dtype,
     by_row: bool,
 ) -> Result<Handle, Refusal> {
-    // It does not depend on a scheme.
+    // The amax does not depend on the scheme.
     let problem = Problem { view, dtype, scheme: Fp4Scheme::default() };
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
     let planned = plan(operation, &problem, device)?;
@@ -47,7 +48,8 @@ fn launch<E: Int>(
 ) -> Handle {
     let results = if by_row { view.packed_rows() } else { 1 };
     let result = client.empty(4 * results);
-    // The planes that find the amax of a row write it; the others take the larger of two.
+    // Along a contiguous axis one plane writes the amax of a row. The other kernels use atomics and
+    // need zeros first.
     if results > 0 && (launch.items == 0 || !by_row || view.inner > 1) {
         set_to_zero(client, &result, results, cubes);
     }
@@ -105,7 +107,7 @@ fn launch<E: Int>(
     result
 }
 
-/// Sets what is found to 0, on the device: an upload takes longer.
+/// Zeroes the result on the device: an upload takes longer.
 fn set_to_zero(client: &Client, result: &Handle, results: usize, cubes: u32) {
     let count = CubeCount::Static((results as u32).div_ceil(UNITS).min(cubes), 1, 1);
     // SAFETY: the length is that of the memory.
@@ -130,7 +132,7 @@ fn zero_kernel(result: &mut [u32], count: u32) {
     }
 }
 
-/// The largest of a magnitude and those of a vector.
+/// Returns the largest of a magnitude and the magnitudes of a vector.
 #[cube]
 fn larger<E: Int, N: Size>(
     largest: f32,
@@ -145,14 +147,14 @@ fn larger<E: Int, N: Size>(
     largest
 }
 
-/// Bits of a magnitude: they order like magnitudes, NaN above all, so the largest is found among
-/// integers.
+/// Returns the bits of a magnitude. They order like magnitudes, with NaN above all, so that an
+/// integer maximum finds the largest.
 #[cube]
 fn magnitude_bits(magnitude: f32) -> u32 {
     u32::reinterpret(magnitude) & 0x7FFF_FFFFu32
 }
 
-/// The largest of a plane of this many units.
+/// Returns the largest bits in a plane.
 #[cube]
 fn largest_of_plane(bits: u32, #[comptime] plane: u32) -> u32 {
     if comptime!(plane > 1) { plane_max(bits) } else { bits }
@@ -171,8 +173,7 @@ fn amax_kernel<E: Int, N: Size>(
     let mut largest = 0.0f32.runtime();
     let last = count - 1;
     let mut at = ABSOLUTE_POS as u32;
-    // Several loads are under way at once, also at the end, where the last vector stands in for
-    // those beyond.
+    // Four loads are in flight at once. At the end the last vector stands in for missing ones.
     while at < count {
         let first = values[at as usize];
         let second = values[min(at + stride, last) as usize];

@@ -74,10 +74,10 @@ pub fn assert_bits(what: &str, found: &[f32], expected: &[f32]) {
     }
 }
 
-/// What f32 products may differ by, in units of the largest.
+/// Largest allowed difference of f32 products, relative to the largest product.
 pub const ROUNDING: f64 = 2e-6;
 
-/// The same on CUDA, where Burn rounds factors to 11 bits; those that are quantized are shorter.
+/// The same on CUDA, where Burn rounds factors to 11 bits. Quantized factors have fewer.
 pub const ROUNDING_OF_FACTORS: f64 = 1e-3;
 
 /// Asserts that two slices differ by at most `tolerance`, in units of the largest expected value.

@@ -25,7 +25,7 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// Those of the examples, split: every fifth image is held out.
+    /// Reads the digits of the examples and splits them: every fifth image is held out.
     pub fn train_and_test() -> (Self, Self) {
         let empty = || Self { pixels: Vec::new(), labels: Vec::new() };
         let (mut train, mut test) = (empty(), empty());
@@ -73,7 +73,7 @@ pub struct Experts {
 pub struct Mixture {
     /// Scores the experts of an image.
     pub router: Linear,
-    /// What is chosen from.
+    /// Experts to choose from.
     pub experts: Experts,
 }
 

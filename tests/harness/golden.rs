@@ -55,7 +55,7 @@ impl Golden {
             .collect()
     }
 
-    /// Whether there is such a tensor.
+    /// Returns true if the file has the tensor.
     pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }

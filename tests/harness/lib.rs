@@ -1,5 +1,5 @@
-//! What the tests share: golden files, inputs, the engines under test, the comparison of bits, and
-//! the reading of the project's own source.
+//! Shared parts of the tests: golden files, inputs, the engines under test, the comparison of bits,
+//! and a parser of the project's own source.
 
 pub mod compare;
 pub mod engines;

@@ -1,5 +1,5 @@
-//! Quantizes any [Burn](https://burn.dev) module in place to 4-bit floating point: NVFP4, with the
-//! bits of NVIDIA's reference quantizer, or MXFP4, as OCP specifies it.
+//! Quantizes any [Burn](https://burn.dev) module to 4-bit floating point, in place. NVFP4 output is
+//! bit-identical to NVIDIA's reference quantizer; MXFP4 follows the OCP specification.
 //!
 //! ```
 //! use burn::nn::LinearConfig;
@@ -15,7 +15,7 @@
 //! # Ok::<(), Fp4Error>(())
 //! ```
 //!
-//! The [`guide`] has a page for each job, the [`prelude`] what most programs need.
+//! The [`guide`] has a page for each job. The [`prelude`] imports what most programs need.
 //!
 //! | layer           | for                                                                   |
 //! |-----------------|-----------------------------------------------------------------------|
@@ -28,7 +28,7 @@
 //! | file         | what it holds                                                            |
 //! |--------------|--------------------------------------------------------------------------|
 //! | `lib.rs`     | the names of the other crates, in one place                              |
-//! | `prelude.rs` | those that most programs need                                            |
+//! | `prelude.rs` | the names that most programs need                                        |
 //! | `guide/`     | the guide: pages whose code is compiled, and mostly run                  |
 
 pub mod guide;
@@ -42,8 +42,8 @@ pub use burn_fp4_modules::{
     Fp4Module, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
     PackedWeight, ParameterReport, Reason, Recipe, RecipeError, RecipeFormat, RecipeScheme,
-    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, Unused,
-    WriteReport, checkpoints, ops,
+    RecipeWeights, Replay, ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError,
+    Unused, WriteReport, checkpoints, ops,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -294,6 +294,16 @@ fn methods_and_memory_do_not_change_who_is_right() {
 }
 
 #[test]
+fn a_rule_is_chosen_by_its_former_name_too() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for rule in ["gist", "torch-recipe"] {
+        succeeds(folder.path(), &format!("quantize model --out {rule} --rule {rule}"));
+    }
+    assert_same(&folder.path().join("gist"), &folder.path().join("torch-recipe"));
+}
+
+#[test]
 fn memory_is_that_of_statistics_too() {
     let folder = tempdir().expect("a folder");
     let weight = model::tensor("model.layers.0.mlp.down_proj.weight", &[16, 1024], 1);

@@ -1,10 +1,10 @@
-//! The one definition of the values that codes and scales stand for: the oracle of every engine.
+//! The one definition of the values of codes and scales: the oracle of every engine.
 
 use crate::format::Fp4Format;
 use crate::minifloat::E2M1;
 use crate::packed::Packed;
 
-/// The value of one element: `(element x block scale) x tensor scale` in f32.
+/// Computes the value of one element: `(element x block scale) x tensor scale` in f32.
 ///
 /// The first product is exact (at most 2 and 4 significant bits); the second rounds once.
 pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale: f32) -> f32 {
@@ -12,9 +12,9 @@ pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale:
 }
 
 impl Packed {
-    /// **The oracle**: the `[rows, cols]` values that the codes and scales stand for.
+    /// Computes the `[rows, cols]` values of the codes and scales. This is **the oracle**.
     ///
-    /// Every engine is held to these bits. A narrower output is this f32 rounded once.
+    /// Every engine has to produce these bits. A narrower output is this f32 rounded once.
     ///
     /// # Panics
     /// If the lengths do not fit the shape; see [`validate`](Self::validate).

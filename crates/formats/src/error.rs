@@ -63,7 +63,7 @@ pub enum FormatError {
     /// A buffer has the wrong length.
     #[error("{what}: expected {expected} values, found {found}")]
     Length {
-        /// Which buffer.
+        /// Name of the buffer.
         what: &'static str,
         /// Length that the shape asks for.
         expected: usize,
@@ -89,7 +89,7 @@ pub enum FormatError {
         row: usize,
         /// The value found.
         found: f32,
-        /// What it has to be.
+        /// Requirement for the value.
         expected: &'static str,
     },
     /// A name is not a known format.
@@ -97,7 +97,7 @@ pub enum FormatError {
     UnknownFormat(String),
 }
 
-/// The names of all formats.
+/// Lists the names of all formats.
 fn known_formats() -> String {
     Fp4Format::ALL.map(|format| format!("`{format}`")).join(" or ")
 }

@@ -1,7 +1,7 @@
 //! NVFP4 and MXFP4 as rows of facts: everything else about a format is derived from its row.
 //!
-//! The element of an FP4 format is E2M1 by definition ([`E2M1`](crate::E2M1)). What tells formats
-//! apart is the number format of their block scales and whether there is a tensor scale.
+//! The element of an FP4 format is E2M1 by definition ([`E2M1`](crate::E2M1)). Formats differ in
+//! the number format of their block scales and in the tensor scale.
 
 use core::fmt;
 
@@ -13,13 +13,13 @@ use crate::minifloat::{E4M3, E8M0, Minifloat};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fp4Format {
-    /// NVIDIA's: an E4M3 scale per block, one f32 per tensor.
+    /// NVIDIA's format: an E4M3 scale per block, one f32 per tensor.
     NvFp4,
     /// OCP Microscaling 1.0: an E8M0 scale per block.
     MxFp4,
 }
 
-/// Elements that may share a block scale: for either there are searches, kernels and products.
+/// Sizes of blocks that share a scale. Searches, kernels and products support both.
 pub const BLOCK_SIZES: [usize; 2] = [16, 32];
 
 /// The facts of an [`Fp4Format`].
@@ -27,18 +27,17 @@ pub const BLOCK_SIZES: [usize; 2] = [16, 32];
 pub struct FormatRow {
     /// Name in files, tables and on command lines.
     pub name: &'static str,
-    /// The number format of a block scale.
+    /// Number format of the block scales.
     pub block_scale: Minifloat,
-    /// Whether a tensor scale multiplies every value. Where not, it is 1.
+    /// True if a tensor scale multiplies every value; otherwise it is 1.
     pub tensor_scale: bool,
     /// Block size of the format's definition.
     pub block_size: usize,
-    /// Block sizes this project supports.
+    /// Block sizes that this project supports.
     pub block_sizes: &'static [usize],
 }
 
-/// How the block scales of a format lie on the number line; all else about them is derived from
-/// the row inside.
+/// Places the block scales of a format on the number line, derived from the row inside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleGrid {
     /// A float with a mantissa, zero and subnormals (E4M3): searches compare absolute values.
@@ -48,7 +47,7 @@ pub enum ScaleGrid {
 }
 
 impl FormatRow {
-    /// The grid of the block scales.
+    /// Returns the grid of the block scales.
     pub const fn scale_grid(&self) -> ScaleGrid {
         match self.block_scale.mantissa_bits {
             0 => ScaleGrid::PowersOfTwo(self.block_scale),
@@ -61,7 +60,7 @@ impl Fp4Format {
     /// Every format.
     pub const ALL: [Self; 2] = [Self::NvFp4, Self::MxFp4];
 
-    /// The facts of the format.
+    /// Returns the facts of the format.
     pub const fn row(self) -> &'static FormatRow {
         match self {
             Self::NvFp4 => &FormatRow {

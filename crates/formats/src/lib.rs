@@ -1,5 +1,5 @@
-//! What the bits mean: the element and scale formats of FP4, how they are packed, and the one
-//! definition of the value they stand for.
+//! The meaning of the bits: element and scale formats of FP4, their packing, and the one definition
+//! of their values.
 //!
 //! ```text
 //! element (E2M1)      block scale                      value
@@ -16,18 +16,18 @@
 //! | block scales | `[rows, cols / block_size]` | u8, one E4M3 (NVFP4) or E8M0 (MXFP4) code    |
 //! | tensor scale | `[1]`, or `[rows]`          | f32, always the *multiplier* (amax / 2688)   |
 //!
-//! Blocks run along the last axis. A file or a kernel may order the block scales otherwise; see
+//! Blocks run along the last axis. Files and kernels may order the block scales differently; see
 //! [`ScaleLayout`].
 //!
-//! | file              | what it holds                                                        |
-//! |-------------------|----------------------------------------------------------------------|
-//! | `minifloat.rs`    | a number format is one row of facts: [`E2M1`], [`E4M3`], [`E8M0`]     |
-//! | `format.rs`       | [`Fp4Format`]: which block scales make up NVFP4 and MXFP4            |
+//! | file              | what it holds                                                         |
+//! |-------------------|-----------------------------------------------------------------------|
+//! | `minifloat.rs`    | a row for each number format: [`E2M1`], [`E4M3`], [`E8M0`]            |
+//! | `format.rs`       | [`Fp4Format`]: the block scales of NVFP4 and MXFP4                    |
 //! | `nibbles.rs`      | two codes per byte                                                    |
-//! | `scale_layout.rs` | where the scale of a block lies in memory                             |
+//! | `scale_layout.rs` | [`ScaleLayout`]: the order of block scales in memory                  |
 //! | `packed.rs`       | [`Packed`]: a quantized matrix, and its strict validation             |
-//! | `dequantize.rs`   | [`Packed::dequantize`], the oracle every engine is compared with      |
-//! | `error.rs`        | [`FormatError`]: what is wrong with codes and scales                  |
+//! | `dequantize.rs`   | [`Packed::dequantize`], the oracle that every engine is compared with |
+//! | `error.rs`        | [`FormatError`]: problems of codes, scales and names                  |
 
 mod dequantize;
 mod error;

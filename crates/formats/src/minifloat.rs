@@ -1,6 +1,6 @@
-//! A number format of at most eight bits is one row of facts; everything else is derived.
+//! [`Minifloat`]: a number format of at most eight bits as a row of facts.
 
-/// Which codes of a [`Minifloat`] are not numbers.
+/// Tells which codes of a [`Minifloat`] are NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nan {
     /// Every code is a finite number (E2M1).
@@ -15,9 +15,9 @@ pub enum Nan {
 /// A code holds, from the top: a sign bit if `signed`, `exponent_bits`, `mantissa_bits`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Minifloat {
-    /// The field's name of the format.
+    /// Common name of the format.
     pub name: &'static str,
-    /// Whether the top bit is a sign.
+    /// True if the top bit is a sign.
     pub signed: bool,
     /// Width of the exponent field.
     pub exponent_bits: u32,
@@ -25,9 +25,9 @@ pub struct Minifloat {
     pub mantissa_bits: u32,
     /// Exponent field of the value 1.
     pub bias: i32,
-    /// Whether exponent field 0 holds zero and the subnormals. Without them it is one more binade.
+    /// True if exponent field 0 holds zero and the subnormals. Otherwise it is one more binade.
     pub subnormals: bool,
-    /// Which codes are NaN.
+    /// Codes that are NaN.
     pub nan: Nan,
 }
 
@@ -67,11 +67,11 @@ pub const E8M0: Minifloat = Minifloat {
     nan: Nan::AllOnes,
 };
 
-/// The value of every E2M1 code.
+/// Values of the E2M1 codes.
 pub static E2M1_VALUES: [f32; 16] = values(&E2M1);
-/// The value of every E4M3 code.
+/// Values of the E4M3 codes.
 pub static E4M3_VALUES: [f32; 256] = values(&E4M3);
-/// The value of every E8M0 code.
+/// Values of the E8M0 codes.
 pub static E8M0_VALUES: [f32; 256] = values(&E8M0);
 
 const fn values<const N: usize>(row: &Minifloat) -> [f32; N] {
@@ -85,22 +85,22 @@ const fn values<const N: usize>(row: &Minifloat) -> [f32; N] {
 }
 
 impl Minifloat {
-    /// Bits of a code.
+    /// Number of bits of a code.
     pub const fn bits(&self) -> u32 {
         self.signed as u32 + self.exponent_bits + self.mantissa_bits
     }
 
-    /// The sign bit of a code, 0 if the format has none.
+    /// Returns the sign bit of a code, 0 if the format has none.
     pub const fn sign_bit(&self) -> u8 {
         ((self.signed as u32) << (self.exponent_bits + self.mantissa_bits)) as u8
     }
 
-    /// The bits of a code that are not the sign.
+    /// Returns the bits of a code other than the sign.
     const fn magnitude_mask(&self) -> u8 {
         (((1u32 << (self.exponent_bits + self.mantissa_bits)) - 1) & 0xFF) as u8
     }
 
-    /// The code of the largest finite value.
+    /// Returns the code of the largest finite value.
     pub const fn max_code(&self) -> u8 {
         match self.nan {
             Nan::None => self.magnitude_mask(),
@@ -108,12 +108,12 @@ impl Minifloat {
         }
     }
 
-    /// The largest finite value.
+    /// Returns the largest finite value.
     pub const fn max_value(&self) -> f32 {
         self.decode(self.max_code())
     }
 
-    /// The code that NaN is encoded as: the positive NaN, or 0 where every code is a number.
+    /// Returns the code of NaN: the positive NaN, or 0 if every code is a number.
     pub const fn nan_code(&self) -> u8 {
         match self.nan {
             Nan::None => 0,
@@ -121,12 +121,12 @@ impl Minifloat {
         }
     }
 
-    /// Whether a code is NaN.
+    /// Returns true if a code is NaN.
     pub const fn is_nan(&self, code: u8) -> bool {
         matches!(self.nan, Nan::AllOnes) && code & self.magnitude_mask() == self.magnitude_mask()
     }
 
-    /// The value of a code; exact, because f32 holds every value of these formats.
+    /// Decodes a code. The result is exact, because f32 holds every value of these formats.
     ///
     /// Bits above [`bits`](Self::bits) are ignored.
     pub const fn decode(&self, code: u8) -> f32 {
@@ -145,11 +145,11 @@ impl Minifloat {
         if code & self.sign_bit() != 0 { -value } else { value }
     }
 
-    /// The code nearest to `value`, ties to the even code, beyond the largest value the largest.
+    /// Encodes `value` as the nearest code, ties to the even code, saturating at the largest value.
     ///
     /// The sign bit of `value` is kept, so a negative value that rounds to zero gives the code of
-    /// -0. NaN gives the positive NaN code, or 0 where the format has none. An unsigned format
-    /// takes every value at or below its smallest to code 0.
+    /// -0. NaN gives the positive NaN code, or 0 if the format has none. An unsigned format takes
+    /// every value at or below its smallest to code 0.
     pub fn encode(&self, value: f32) -> u8 {
         if value.is_nan() {
             return self.nan_code();
@@ -159,7 +159,7 @@ impl Minifloat {
         }
         let sign = if value.is_sign_negative() { self.sign_bit() } else { 0 };
         let magnitude = value.abs();
-        // The codes ascend with their values, so the largest code at or below is a bisection away.
+        // The codes ascend with their values, so bisection finds the largest code at or below.
         let (mut low, mut high) = (0, self.max_code() + 1);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
@@ -180,8 +180,8 @@ impl Minifloat {
     }
 }
 
-/// 2^exponent, exactly, for exponents from -149 to 127; `powi` promises no precision, and is 0
-/// below -127.
+/// Computes 2^exponent, exactly, for exponents from -149 to 127. `powi` does not promise precision,
+/// and is 0 below -127.
 pub const fn power_of_two(exponent: i32) -> f32 {
     if exponent >= -126 {
         f32::from_bits(((exponent + 127) as u32) << 23)

@@ -1,11 +1,11 @@
-//! A quantized matrix in host memory, and what makes one valid.
+//! [`Packed`]: a quantized matrix in host memory, with its validation.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{FormatError, check_length};
 use crate::format::Fp4Format;
 
-/// The f32 that multiplies every value of a quantized matrix, or of each of its rows.
+/// Holds the f32 that multiplies every value of a quantized matrix, or of each of its rows.
 ///
 /// Always the multiplier (amax / 2688 for NVFP4). Some files hold its reciprocal.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -18,7 +18,7 @@ pub enum TensorScale {
 }
 
 impl TensorScale {
-    /// The multiplier of a row.
+    /// Returns the multiplier of a row.
     pub fn of_row(&self, row: usize) -> f32 {
         match self {
             Self::One(scale) => *scale,
@@ -26,7 +26,7 @@ impl TensorScale {
         }
     }
 
-    /// The multipliers in a slice of length 1 or `rows`.
+    /// Returns the multipliers as a slice of length 1 or `rows`.
     pub fn as_slice(&self) -> &[f32] {
         match self {
             Self::One(scale) => core::slice::from_ref(scale),
@@ -37,12 +37,12 @@ impl TensorScale {
 
 /// A quantized matrix `[rows, cols]` in host memory. Blocks run along a row.
 ///
-/// Serialized, it holds what the fields say; [`validate`](Self::validate) what was read.
+/// It is serialized field by field; call [`validate`](Self::validate) on a matrix that was read.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Packed {
-    /// What the bits mean.
+    /// Format of the codes and scales.
     pub format: Fp4Format,
-    /// Elements that share a block scale.
+    /// Number of elements that share a block scale.
     pub block_size: usize,
     /// Rows of the matrix.
     pub rows: usize,
@@ -57,22 +57,22 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Blocks of a row.
+    /// Number of blocks of a row.
     pub fn blocks(&self) -> usize {
         self.cols / self.block_size
     }
 
-    /// Bytes of codes, block scales and tensor scale.
+    /// Number of bytes of codes, block scales and tensor scale.
     pub fn bytes(&self) -> usize {
         self.codes.len() + self.scales.len() + 4 * self.tensor_scale.as_slice().len()
     }
 
-    /// Checks shapes and values: what passes can be dequantized, and is finite unless a product
+    /// Checks shapes and values. A valid matrix can be dequantized, and is finite unless a product
     /// overflows f32.
     ///
     /// # Errors
-    /// The first thing wrong: block size, divisibility, lengths, a NaN or negative scale, or a
-    /// tensor scale that is negative, not finite, or not 1 where the format has none.
+    /// The first problem: block size, divisibility, lengths, a NaN or negative scale, or a tensor
+    /// scale that is negative, not finite, or not 1 if the format has none.
     pub fn validate(&self) -> Result<(), FormatError> {
         self.format.check_block_size(self.block_size)?;
         if !self.cols.is_multiple_of(self.block_size) {
@@ -88,12 +88,12 @@ impl Packed {
     }
 }
 
-/// Checks the values of scales, of rows of so many blocks: what passes can be dequantized, and is
-/// finite unless a product overflows f32.
+/// Checks the values of scales, for rows of `blocks` blocks. Valid scales can be dequantized, and
+/// values are finite unless a product overflows f32.
 ///
 /// # Errors
 /// [`FormatError::BlockScale`] for the first that is NaN or negative, [`FormatError::TensorScale`]
-/// for the first that is negative, not finite, or not 1 where the format has none.
+/// for the first that is negative, not finite, or not 1 if the format has none.
 pub fn check_scales(
     format: Fp4Format,
     blocks: usize,

@@ -1,21 +1,21 @@
-//! The order of the block scales in memory.
+//! [`ScaleLayout`]: the order of the block scales in memory.
 //!
-//! Everything in this project keeps its scales row by row. The tiled order is for those who hand
-//! them to a block-scaled matrix multiplication of cuBLAS or CUTLASS, and for files in that order.
+//! This project keeps scales row by row. Use the tiled order to hand them to the block-scaled
+//! matrix multiplication of cuBLAS or CUTLASS, and for files in that order.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{FormatError, check_length};
 
-/// Where the scale of a block lies in memory, for a `[rows, blocks]` matrix of scales.
+/// Orders a `[rows, blocks]` matrix of scales in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleLayout {
-    /// Row by row, unpadded: what checkpoints hold.
+    /// Row by row, unpadded: the order of checkpoints.
     #[default]
     RowMajor,
-    /// Tiles of 128 rows by 4 blocks, 512 bytes each, as the block-scaled matrix multiplication of
-    /// cuBLAS and CUTLASS reads them. Rows are padded to 128 and blocks to 4 with zeros.
+    /// Tiles of 128 rows by 4 blocks, 512 bytes each: the order of the block-scaled matrix
+    /// multiplication of cuBLAS and CUTLASS. Rows are padded to 128 and blocks to 4 with zeros.
     Tiled128x4,
 }
 
@@ -23,7 +23,7 @@ const TILE_ROWS: usize = 128;
 const TILE_BLOCKS: usize = 4;
 
 impl ScaleLayout {
-    /// Bytes that the scales take.
+    /// Number of bytes of the scales.
     pub const fn len(self, rows: usize, blocks: usize) -> usize {
         match self {
             Self::RowMajor => rows * blocks,
@@ -33,10 +33,10 @@ impl ScaleLayout {
         }
     }
 
-    /// Offset of the scale of (`row`, `block`) in a matrix with `blocks` scales a row.
+    /// Returns the offset of the scale of (`row`, `block`) in a matrix with `blocks` scales a row.
     ///
-    /// Within a tile the 128 rows stand as 32 groups of the rows r, r + 32, r + 64, r + 96
-    /// (cuBLAS, "1D block scaling factors layout").
+    /// Within a tile the 128 rows stand as 32 groups of the rows r, r + 32, r + 64, r + 96 (cuBLAS,
+    /// "1D block scaling factors layout").
     pub const fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
         match self {
             Self::RowMajor => row * blocks + block,
@@ -53,7 +53,7 @@ impl ScaleLayout {
     /// Orders row-major scales in this layout; padding is 0.
     ///
     /// # Errors
-    /// [`FormatError::Length`] if there are not `rows * blocks` scales.
+    /// [`FormatError::Length`] unless there are `rows * blocks` scales.
     pub fn arrange(
         self,
         scales: &[u8],
@@ -73,7 +73,7 @@ impl ScaleLayout {
     /// Orders scales of this layout row by row; padding is dropped.
     ///
     /// # Errors
-    /// [`FormatError::Length`] if there are not as many bytes as [`len`](Self::len) says.
+    /// [`FormatError::Length`] unless there are [`len`](Self::len) bytes.
     pub fn restore(
         self,
         arranged: &[u8],

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::budget::Budget;
 use crate::statistics::Calibration;
 
-/// What to do with a selected weight whose blocked axis holds no whole number of blocks.
+/// Handling of a selected weight whose blocked axis is not a multiple of the block size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Indivisible {
@@ -18,7 +18,7 @@ pub enum Indivisible {
     Skip,
 }
 
-/// What to do with a part of a configuration that nothing uses: a pattern, an added container or an
+/// Handling of a part of a configuration that nothing uses: a pattern, an added container or an
 /// override that fits no parameter, a group of siblings of which nowhere two are selected, a
 /// calibration that no method reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -31,7 +31,8 @@ pub enum Unused {
     Report,
 }
 
-/// What a method does beyond the search of a scheme: the variants of [`ChosenBy`] that are more.
+/// The part of a method that is not the search of a scheme: the variants of [`ChosenBy`] that are
+/// more.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum BeyondBlocks {
@@ -65,7 +66,7 @@ pub struct Container {
 
 /// Which parameters of a module are quantized, and how.
 ///
-/// Paths are those of Burn's records, such as `layers.0.attention.query.weight`. In a pattern `*`
+/// Paths are as in Burn's records, such as `layers.0.attention.query.weight`. In a pattern `*`
 /// stands for any part of one component and `**` for any number of components.
 ///
 /// ```
@@ -126,7 +127,7 @@ pub struct Fp4Config {
     pub scheme: Fp4Scheme,
     /// How some weights are quantized instead; of several that fit a path the last one counts.
     pub overrides: Vec<Override>,
-    /// Container types whose weights of rank 2 or more are quantized: those of
+    /// Container types whose weights of rank 2 or more are quantized, by default
     /// [`CONTAINERS`](Self::CONTAINERS).
     pub containers: Vec<Container>,
     /// If not empty, only paths that match one of these patterns are quantized.
@@ -138,17 +139,17 @@ pub struct Fp4Config {
     pub keep_first: usize,
     /// Layers at the end that stay dense.
     pub keep_last: usize,
-    /// What the selected weights may take: each as one of [`Candidate::DEFAULT`], whichever leave
-    /// the smallest errors of outputs within it.
+    /// Memory that the selected weights may take. Each becomes one of [`Candidate::DEFAULT`], so
+    /// that the errors of outputs are the smallest within it.
     ///
     /// [`Candidate::DEFAULT`]: crate::Candidate::DEFAULT
     pub budget: Option<Budget>,
     /// Names of sibling modules whose weights share one tensor scale, as kernels need it that fuse
     /// their products.
     pub share_scale: Vec<Vec<String>>,
-    /// What to do with a weight that blocks do not divide.
+    /// Handling of a weight that blocks do not divide.
     pub indivisible: Indivisible,
-    /// What to do with a part of this configuration that nothing uses.
+    /// Handling of a part of this configuration that nothing uses.
     pub unused: Unused,
     /// Set by [`method`](Self::method) and [`gptq`](Self::gptq), told by
     /// [`chosen_by`](Self::chosen_by).
@@ -173,6 +174,13 @@ impl Fp4Config {
     /// Burn's linear layer and the layers of this crate.
     pub const CONTAINERS: [(&str, usize); 4] =
         [("Linear", 0), ("Fp4Linear", 0), ("Fp4TrainLinear", 0), ("Fp4Embedding", 1)];
+
+    /// Returns the axis that the blocks of a container's weights run along, if Burn or this crate
+    /// has the container. Rows of an embedding are looked up whole.
+    pub(crate) fn axis_of_container(name: &str) -> Option<usize> {
+        let mut known = Self::CONTAINERS.into_iter().chain([("Embedding", 1)]);
+        known.find(|(known, _)| *known == name).map(|(_, axis)| axis)
+    }
 
     /// The weights of every `Linear`, in NVFP4 as TransformerEngine does it.
     pub fn nvfp4() -> Self {

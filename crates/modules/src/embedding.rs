@@ -9,7 +9,7 @@ use crate::packed_weight::PackedWeight;
 
 /// A table of vectors that are looked up straight from the codes of its weight, once it is
 /// quantized along axis 1, on every device: for hosts (`flex`, `ndarray`), where [`Embedding`]
-/// dequantizes the whole table for every lookup. Its records are those of [`Embedding`].
+/// dequantizes the whole table for every lookup. Records are the same as of [`Embedding`].
 ///
 /// A tied output layer is [`project`](Self::project).
 ///

@@ -24,7 +24,7 @@ pub enum Fp4Error {
     Parameter {
         /// Path of the parameter.
         path: String,
-        /// What is wrong with it.
+        /// The problem of the parameter.
         problem: OpsError,
     },
     /// The scheme of the configuration is inconsistent.
@@ -33,7 +33,7 @@ pub enum Fp4Error {
     /// A device, or the sum over several devices (NCCL), failed.
     #[error("device: {problem}")]
     Device {
-        /// What it says.
+        /// The message of the device.
         problem: String,
     },
     /// Quantization failed half-way.
@@ -41,7 +41,7 @@ pub enum Fp4Error {
     Partial {
         /// Paths of the weights that are packed. All others are as they were.
         packed: Vec<String>,
-        /// What went wrong with the next one.
+        /// The error of the next one.
         problem: Box<Fp4Error>,
     },
     /// A path pattern is not a glob.
@@ -49,7 +49,7 @@ pub enum Fp4Error {
     Pattern {
         /// The pattern.
         pattern: String,
-        /// What is wrong with it.
+        /// The error of its syntax.
         problem: globset::Error,
     },
     /// A container's axis is not one of a parameter's.
@@ -122,7 +122,7 @@ pub enum Fp4Error {
         "{asked}: the smallest candidates take {least_bytes} bytes, {least_bits:.6} bits per weight"
     )]
     Budget {
-        /// What was asked for.
+        /// The budget.
         asked: Budget,
         /// Bytes of the smallest candidates of all weights.
         least_bytes: usize,
@@ -132,7 +132,7 @@ pub enum Fp4Error {
     /// Something cannot be fake-quantized for training.
     #[error("fake quantization: {what}: {reason}")]
     FakeQuantization {
-        /// What was asked for.
+        /// The part of the configuration.
         what: &'static str,
         /// Why it does not go together.
         reason: &'static str,
@@ -160,16 +160,16 @@ pub enum Fp4Error {
         /// Path of the parameter.
         path: String,
     },
-    /// Codes that were handed over for a parameter do not fit it.
+    /// Codes that were provided for a parameter do not fit it.
     #[error("parameter `{path}`: {what}: expected {expected}, found {found}")]
-    Given {
+    Provided {
         /// Path of the parameter.
         path: String,
         /// Shape or device.
         what: &'static str,
-        /// That of the parameter.
+        /// Shape or device of the parameter.
         expected: String,
-        /// That of the codes.
+        /// Shape or device of the codes.
         found: String,
     },
     /// A module shows a parameter to visitors that it does not hand to mappers, or the other way
@@ -192,7 +192,7 @@ pub enum Fp4Error {
     /// A module cannot be calibrated with these batches.
     #[error("calibration: {problem}")]
     Capture {
-        /// What went wrong.
+        /// The reason.
         problem: String,
     },
     /// A file of a calibration's cache cannot be written or read.
@@ -200,7 +200,7 @@ pub enum Fp4Error {
     Cache {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         problem: String,
     },
     /// Statistics of inputs cannot be written.
@@ -208,7 +208,7 @@ pub enum Fp4Error {
     Statistics {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         problem: String,
     },
     /// A checkpoint cannot be read or written.
@@ -223,7 +223,7 @@ pub enum Fp4Error {
     Rename {
         /// The pattern.
         pattern: String,
-        /// What is wrong with it.
+        /// The error of its syntax.
         problem: Box<regex::Error>,
     },
     /// A replacement of [`CheckpointMap::rename`](crate::CheckpointMap::rename) refers to a group
@@ -257,13 +257,13 @@ pub enum Fp4Error {
     RecipeParameter {
         /// Path of the parameter.
         path: String,
-        /// What cannot be said or done.
+        /// The thing that cannot be said or done.
         problem: String,
     },
     /// A record does not fit the module.
     #[error("record: {problem}{}", list(.names))]
     Record {
-        /// What is wrong.
+        /// The reason.
         problem: String,
         /// The tensors concerned.
         names: Vec<String>,
@@ -271,7 +271,7 @@ pub enum Fp4Error {
 }
 
 impl Fp4Error {
-    /// What is wrong with a parameter, or what its device said.
+    /// Returns the error of a parameter, or of its device.
     pub(crate) fn at(path: impl Into<String>, problem: impl Into<OpsError>) -> Self {
         let path = path.into();
         match problem.into() {

@@ -76,10 +76,10 @@ pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;
 pub use linear::Fp4Linear;
-pub use pack::given::DenseWeight;
+pub use pack::provided::DenseWeight;
 pub use packed_weight::PackedWeight;
 pub use replay::{Replay, ReplayError, ReplayParts, ReplayTensors};
-pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason};
+pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason, SquaredError};
 pub use sensitivity::budget::BudgetChoice;
 pub use sensitivity::candidate::Candidate;
 pub use sensitivity::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
@@ -118,7 +118,9 @@ pub trait Fp4Module: Module {
     ///
     /// Everything is checked before anything is changed: that values are finite, and whether
     /// weights that share an id still have the same values. That takes one transfer from each
-    /// device, and the report takes another. Besides these, only GPTQ (whether a Gram matrix is
+    /// device, and the report takes another. Where there are whole Gram matrices of the inputs of a
+    /// weight, its device computes two products of them and the weight for the error of outputs
+    /// that the report shows. Besides these transfers, only GPTQ (whether a Gram matrix is
     /// singular), the search for a tensor scale and searches without a kernel on the device (the
     /// weight) read anything back. Each dense weight is freed as soon as it is packed. Quantized
     /// parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
@@ -176,13 +178,13 @@ pub trait Fp4Module: Module {
         calibration::sequential::sequential(self, config, options, batches, forward)
     }
 
-    /// What every candidate costs every weight that a configuration selects: its bits, and the
-    /// error of the weight and of its outputs. The module stays as it is.
+    /// Measures each candidate for each weight that a configuration selects: its bits, and the
+    /// error of the weight and of its outputs. The module is not changed.
     ///
-    /// The schemes of the candidates take the place of those of the configuration; its method
-    /// quantizes, and its calibration says what inputs are. Candidates that the method is not
-    /// defined for are left out. [`choose`](Sensitivity::choose) picks among the others, within a
-    /// [`Budget`].
+    /// The schemes of the candidates replace the schemes of the configuration; its method
+    /// quantizes, and its calibration has the statistics of inputs. Candidates that the method is
+    /// not defined for are left out. [`choose`](Sensitivity::choose) picks among the others, within
+    /// a [`Budget`].
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -284,14 +286,14 @@ pub trait Fp4Module: Module {
     /// ```
     ///
     /// # Errors
-    /// What `give` returns; [`Fp4Error::Given`] for codes of another shape or on another device
-    /// than the parameter; [`Fp4Error::NothingSelected`] if none are given. The module is then
+    /// Errors of `give`; [`Fp4Error::Provided`] for codes of another shape or on another device
+    /// than the parameter; [`Fp4Error::NothingSelected`] without any codes. The module is then
     /// unchanged.
     fn pack_fp4(
         &mut self,
         give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
     ) -> Result<Fp4Report, Fp4Error> {
-        pack::given::pack_given(self, give)
+        pack::provided::pack_provided(self, give)
     }
 
     /// Attaches adapters to the weights of rank 2 that the parameter group of `lora` has, packed
@@ -476,10 +478,10 @@ pub trait Fp4Module: Module {
 
     /// Saves the module as a checkpoint of a dialect: `"modelopt"`, `"compressed-tensors"`,
     /// `"gguf"` and the others that [`checkpoints`] writes. Packed weights keep
-    /// their codes and scales; everything else is saved as it is.
+    /// their codes and scales; everything else is saved unchanged.
     ///
     /// Nothing is at `path` until all of it is; the same module makes the same bytes. The report
-    /// says what a dialect cannot hold as it is: a tensor scale that it states as a divisor comes
+    /// says what a dialect cannot hold exactly: a tensor scale that it states as a divisor comes
     /// back as another number for about one in six.
     ///
     /// ```
@@ -515,9 +517,8 @@ pub trait Fp4Module: Module {
         checkpoint::save::save(self, path.as_ref(), dialect, map)
     }
 
-    /// What [`save_fp4`](Self::save_fp4) writes: to be completed by a `config.json`, scales of
-    /// inputs or other options, and then [written](checkpoints::Model::write). All of it is in host
-    /// memory.
+    /// Returns the model that [`save_fp4`](Self::save_fp4) writes, in host memory: add a
+    /// `config.json`, scales of inputs or other options, and [write](checkpoints::Model::write) it.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

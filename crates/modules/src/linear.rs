@@ -10,7 +10,7 @@ use crate::packed_weight::PackedWeight;
 
 /// A linear layer that multiplies straight from the codes of its weight, once it is quantized, on
 /// every device: for hosts (`flex`, `ndarray`), where [`Linear`] dequantizes the whole weight for
-/// every input. Its records are those of [`Linear`].
+/// every input. Records are the same as of [`Linear`].
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -59,7 +59,7 @@ impl Fp4Linear {
     }
 }
 
-/// What an adapter adds to the product of an input, in the dtype of the input.
+/// Returns the product of an input and an adapter, in the dtype of the input.
 fn adapted<const D: usize>(input: Tensor<D>, adapter: &LoraAdapter) -> Tensor<D> {
     let dtype = input.dtype();
     let inner = linear(input.cast(adapter.a.dtype()), adapter.a.val(), None);

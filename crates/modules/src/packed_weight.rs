@@ -122,6 +122,24 @@ impl PackedWeight {
             .expect("a packed weight keeps the shape it was made with")
     }
 
+    /// Returns the matrix of the last two axes that has this number over the leading ones.
+    pub(crate) fn matrix(&self, slice: usize) -> Fp4Tensor<2> {
+        let leading = self.layout.shape.len() - 2;
+        if leading == 0 {
+            return self.tensor();
+        }
+        let shape = self.layout.shape[leading..].to_vec();
+        let layout = Fp4Layout { shape, axis: self.layout.axis - leading, ..self.layout.clone() };
+        let rows = slice * layout.rows()..(slice + 1) * layout.rows();
+        let part = |of: &Param<Tensor<2, Int>>| of.val().slice([rows.clone()]);
+        let tensor_scale = match self.tensor_scale.dims() {
+            [1] => self.tensor_scale.val(),
+            _ => self.tensor_scale.val().slice([rows.clone()]),
+        };
+        Fp4Tensor::from_parts_unread(part(&self.codes), part(&self.scales), tensor_scale, layout)
+            .expect("a packed weight keeps the shape it was made with")
+    }
+
     /// Format, shape and axis.
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout
@@ -139,7 +157,8 @@ impl PackedWeight {
         elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * tensor_scales
     }
 
-    /// What is trained over the codes; see [`lora_fp4`](crate::Fp4Module::lora_fp4).
+    /// Returns the adapter that is trained over the codes; see
+    /// [`lora_fp4`](crate::Fp4Module::lora_fp4).
     pub fn adapter(&self) -> Option<&LoraAdapter> {
         self.adapter.as_ref()
     }
@@ -311,11 +330,11 @@ fn with_dtype<const D: usize>(param: Param<Tensor<D, Int>>, dtype: DType) -> Par
     if param.dtype() == dtype { param } else { param.map(|tensor| tensor.cast(dtype)) }
 }
 
-/// What is done to a packed weight.
+/// A change of a packed weight.
 pub(crate) type Edit = Box<dyn FnOnce(PackedWeight) -> PackedWeight>;
 
 thread_local! {
-    /// What is done to the packed weight that this thread maps next. Burn hands mappers the
+    /// The change of the packed weight that this thread maps next. Burn hands mappers the
     /// parameters of an attachment, but not the attachment, and puts it back after them.
     static EDIT: RefCell<Option<Edit>> = const { RefCell::new(None) };
 }

@@ -1,15 +1,15 @@
-//! [`Fp4Report`]: what was done to every parameter, or why not.
+//! [`Fp4Report`]: the outcome for every parameter.
 
 use core::fmt;
 
 use burn_fp4_ops::search::ChosenBy;
 use burn_fp4_ops::{Fp4Format, Fp4Scheme, MatmulPath};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
-/// What [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or one of its relatives, did to every
-/// float parameter of a module.
+/// Report of [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or of one of its relatives, with an
+/// entry for every float parameter of a module.
 ///
-/// Displayed it is a table; serialized it is all there is to know.
+/// Displayed it is a table; serialized it has everything.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -37,7 +37,7 @@ pub struct Fp4Report {
     pub unused: Vec<String>,
 }
 
-/// What was done to a parameter.
+/// Report entry for a parameter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ParameterReport {
@@ -49,7 +49,7 @@ pub struct ParameterReport {
     pub shape: Vec<usize>,
     /// Its dtype.
     pub dtype: String,
-    /// What was done.
+    /// Quantized, trained, adapted or kept.
     pub outcome: Outcome,
     /// Bytes of the dense values.
     pub bytes_before: usize,
@@ -57,7 +57,7 @@ pub struct ParameterReport {
     pub bytes_after: usize,
 }
 
-/// Whether a parameter was quantized.
+/// Outcome for a parameter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -76,29 +76,25 @@ pub enum Outcome {
         axis: usize,
         /// The group of parameters whose tensor scale it shares.
         shares_scale_with: Option<String>,
-        /// Sum of squared differences between the values before and now, as `val()` gives them:
-        /// infinite if one is infinite in its dtype, which JSON says by null.
-        #[serde(deserialize_with = "infinite_if_null")]
-        squared_error: f64,
-        /// Sum of squares of the values before.
-        energy: f64,
-        /// Whether products run straight from its codes.
+        /// Error of the values that `val()` returns; infinite if one is infinite in its dtype.
+        weight_error: SquaredError,
+        /// Error of the outputs of its layer for the calibrated inputs, if the configuration has
+        /// whole Gram matrices of them.
+        output_error: Option<SquaredError>,
+        /// How products with it run.
         products: MatmulPath,
     },
-    /// It is packed now, with codes and scales that were handed over.
-    Given {
-        /// What the bits mean.
+    /// It is packed now, with codes and scales that were provided.
+    Provided {
+        /// Format of the codes.
         format: Fp4Format,
         /// Elements that share a block scale.
         block_size: usize,
         /// Axis that its blocks run along.
         axis: usize,
-        /// Sum of squared differences between the values before and now, if the values before were
-        /// looked at.
-        squared_error: Option<f64>,
-        /// Sum of squares of the values before, if they were looked at.
-        energy: Option<f64>,
-        /// Whether products run straight from its codes.
+        /// Error of the values that `val()` returns, if the dense values were read.
+        weight_error: Option<SquaredError>,
+        /// How products with it run.
         products: MatmulPath,
     },
     /// It is used as if it were, and trained.
@@ -107,7 +103,7 @@ pub enum Outcome {
         scheme: Fp4Scheme,
         /// Axis that its blocks run along.
         axis: usize,
-        /// Whether its tensor scale is trained too.
+        /// Set if its tensor scale is trained too.
         learned: bool,
     },
     /// It has an adapter now, which is trained: `val()` is the weight `+ scale a b`.
@@ -119,11 +115,64 @@ pub enum Outcome {
     },
     /// It is dense, and its adapter was added to it.
     Merged,
-    /// It was left as it was; by [`lora_fp4`](crate::Fp4Module::lora_fp4) it was frozen.
+    /// It was not changed; [`lora_fp4`](crate::Fp4Module::lora_fp4) froze it.
     Kept {
         /// Why.
         reason: Reason,
     },
+}
+
+/// Sums of squares: of the differences that quantization made, and of the original values.
+///
+/// JSON has no infinite numbers; it has null in their place.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct SquaredError {
+    /// Sum of the squared differences.
+    #[serde(with = "infinite_as_null")]
+    pub error: f64,
+    /// Sum of the squared original values.
+    #[serde(with = "infinite_as_null")]
+    pub energy: f64,
+}
+
+impl SquaredError {
+    /// Makes the two of the sums `[error, energy]`. A difference of infinite values is infinite.
+    pub(crate) fn new([error, energy]: [f64; 2]) -> Self {
+        Self { error: if error.is_nan() { f64::INFINITY } else { error }, energy }
+    }
+
+    /// Returns `sqrt(error / energy)`: 0 without any error, NaN if the energy is infinite.
+    pub fn relative(&self) -> f64 {
+        // Rounding may leave less than 0 of a sum.
+        if self.error <= 0.0 {
+            0.0
+        } else if self.energy.is_infinite() {
+            f64::NAN
+        } else {
+            (self.error / self.energy).sqrt()
+        }
+    }
+
+    /// Adds up errors of several weights; nothing without any.
+    fn sum(errors: impl Iterator<Item = Self>) -> Option<Self> {
+        errors.reduce(|sum, one| Self {
+            error: sum.error + one.error,
+            energy: sum.energy + one.energy,
+        })
+    }
+}
+
+mod infinite_as_null {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        value.is_finite().then_some(value).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
+        Ok(Option::deserialize(value)?.unwrap_or(f64::INFINITY))
+    }
 }
 
 /// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
@@ -154,7 +203,7 @@ impl fmt::Display for Fallback {
     }
 }
 
-/// Why a parameter was left as it was.
+/// Why a parameter was not changed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -194,8 +243,8 @@ pub enum Reason {
     AlreadyQuantized,
     /// It was trained without fake quantization.
     NotFakeQuantized,
-    /// No codes were given for it.
-    NotGiven,
+    /// No codes were provided for it.
+    NotProvided,
     /// It has no adapter to be merged.
     NotAdapted,
     /// The parameter group of the adapters does not have it.
@@ -225,7 +274,7 @@ impl fmt::Display for Reason {
             }
             Self::AlreadyQuantized => write!(f, "quantized before"),
             Self::NotFakeQuantized => write!(f, "not fake-quantized"),
-            Self::NotGiven => write!(f, "no codes given"),
+            Self::NotProvided => write!(f, "no codes provided"),
             Self::NotAdapted => write!(f, "no adapter"),
             Self::NotInGroup => write!(f, "not in the group"),
             Self::Empty => write!(f, "no values"),
@@ -241,9 +290,9 @@ impl ParameterReport {
         self.shape.iter().product()
     }
 
-    /// Whether it was quantized.
+    /// Returns true if it was quantized.
     pub fn is_quantized(&self) -> bool {
-        matches!(self.outcome, Outcome::Quantized { .. } | Outcome::Given { .. })
+        matches!(self.outcome, Outcome::Quantized { .. } | Outcome::Provided { .. })
     }
 
     /// Stored bits per value; 0 without values.
@@ -251,44 +300,50 @@ impl ParameterReport {
         bits(self.bytes_after, self.values())
     }
 
-    /// `|quantized - dense| / |dense|`, Euclidean; 0 for an all-zero weight; nothing if it was
-    /// kept, or if the dense values were not looked at.
+    /// Returns `|quantized - dense| / |dense|`, Euclidean: 0 for an all-zero weight, nothing for a
+    /// parameter that is not packed or whose dense values were not read.
     pub fn relative_error(&self) -> Option<f64> {
-        self.squares().map(|(error, energy)| relative(error, energy))
+        self.weight_error().map(|error| error.relative())
     }
 
-    /// Whether products run straight from the codes; nothing if it is not packed.
+    /// Returns `|X (quantized - dense)| / |X dense|` for the calibrated inputs X, Euclidean: how
+    /// far the outputs of the layer are off. Nothing without whole Gram matrices of these inputs.
+    pub fn relative_output_error(&self) -> Option<f64> {
+        self.output_error().map(|error| error.relative())
+    }
+
+    /// Returns how products with it run; nothing if it is not packed.
     pub fn products(&self) -> Option<&MatmulPath> {
         match &self.outcome {
-            Outcome::Quantized { products, .. } | Outcome::Given { products, .. } => Some(products),
+            Outcome::Quantized { products, .. } | Outcome::Provided { products, .. } => {
+                Some(products)
+            }
             _ => None,
         }
     }
 
-    /// Sums of squared errors and of squared values, if known.
-    fn squares(&self) -> Option<(f64, f64)> {
+    fn weight_error(&self) -> Option<SquaredError> {
         match self.outcome {
-            Outcome::Quantized { squared_error, energy, .. } => Some((squared_error, energy)),
-            Outcome::Given { squared_error, energy, .. } => Some((squared_error?, energy?)),
+            Outcome::Quantized { weight_error, .. } => Some(weight_error),
+            Outcome::Provided { weight_error, .. } => weight_error,
             _ => None,
         }
     }
-}
 
-fn infinite_if_null<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(value)?.unwrap_or(f64::INFINITY))
+    pub(crate) fn output_error(&self) -> Option<SquaredError> {
+        match self.outcome {
+            Outcome::Quantized { output_error, .. } => output_error,
+            _ => None,
+        }
+    }
 }
 
 fn bits(bytes: usize, values: usize) -> f64 {
     if values == 0 { 0.0 } else { 8.0 * bytes as f64 / values as f64 }
 }
 
-fn relative(squared_error: f64, energy: f64) -> f64 {
-    if squared_error == 0.0 { 0.0 } else { (squared_error / energy).sqrt() }
-}
-
 impl Fp4Report {
-    /// What was done to the parameter with a path, such as `layers.0.weight`.
+    /// Returns the entry of the parameter with a path, such as `layers.0.weight`.
     pub fn get(&self, path: &str) -> Option<&ParameterReport> {
         self.parameters.iter().find(|parameter| parameter.path == path)
     }
@@ -324,16 +379,57 @@ impl Fp4Report {
 
     /// Relative error over all quantized values whose dense ones are known.
     pub fn relative_error(&self) -> f64 {
-        let squares = self.parameters.iter().filter_map(ParameterReport::squares);
-        let (error, energy) = squares.fold((0.0, 0.0), |sums: (f64, f64), (error, energy)| {
-            (sums.0 + error, sums.1 + energy)
-        });
-        relative(error, energy)
+        let errors = self.parameters.iter().filter_map(ParameterReport::weight_error);
+        SquaredError::sum(errors).map_or(0.0, |error| error.relative())
     }
 
-    /// Whether products with every packed weight run straight from its codes, for any number of
-    /// rows of input.
+    /// Relative error over the outputs of all layers whose calibrated inputs are known; nothing
+    /// without any.
+    pub fn relative_output_error(&self) -> Option<f64> {
+        let errors = self.parameters.iter().filter_map(ParameterReport::output_error);
+        SquaredError::sum(errors).map(|error| error.relative())
+    }
+
+    /// Returns true if products with every packed weight run straight from its codes, for any
+    /// number of rows of input.
     pub fn multiplies_codes(&self) -> bool {
         self.quantized().all(|parameter| parameter.products() == Some(&MatmulPath::FromCodes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn infinite_errors_and_those_that_are_not_known_come_back_from_json() {
+        let infinite = |error, energy| SquaredError { error, energy };
+        let outcome = |weight_error| Outcome::Provided {
+            format: Fp4Format::NvFp4,
+            block_size: 16,
+            axis: 0,
+            weight_error,
+            products: Products::FromCodes,
+        };
+        for weight_error in [
+            None,
+            Some(infinite(0.5, 2.0)),
+            Some(infinite(f64::INFINITY, 2.0)),
+            Some(infinite(0.5, f64::INFINITY)),
+            Some(infinite(f64::INFINITY, f64::INFINITY)),
+        ] {
+            let json = serde_json::to_string(&outcome(weight_error)).expect("plain data");
+            let found: Outcome = serde_json::from_str(&json).expect(&json);
+            assert_eq!(found, outcome(weight_error), "{json}");
+        }
+    }
+
+    #[test]
+    fn an_error_relative_to_more_than_is_known_is_not_a_number() {
+        let relative = |error, energy| SquaredError::new([error, energy]).relative();
+        assert_eq!(relative(0.25, 4.0), 0.25);
+        assert_eq!((relative(0.0, 0.0), relative(-1e-9, 1.0)), (0.0, 0.0));
+        assert_eq!(relative(f64::NAN, 1.0), f64::INFINITY);
+        assert!(relative(1.0, f64::INFINITY).is_nan());
     }
 }

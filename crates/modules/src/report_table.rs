@@ -5,6 +5,7 @@ use core::fmt;
 use burn_fp4_ops::{Fp4Format, MatmulPath};
 use comfy_table::{CellAlignment, Table, presets};
 
+use crate::config::Fp4Config;
 use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
 
 /// Columns of a terminal.
@@ -12,8 +13,19 @@ pub(crate) const WIDTH: usize = 80;
 
 impl fmt::Display for Fp4Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rows: Vec<[String; 4]> = self.parameters.iter().map(row).collect();
-        writeln!(f, "{}", table(["parameter", "shape", "outcome", "error %"], rows, 3))?;
+        let rows = self.parameters.iter().map(row);
+        let table = match self.relative_output_error() {
+            Some(_) => {
+                let header = ["parameter", "shape", "outcome", "weight %", "output %"];
+                table(header, rows.collect(), 3)
+            }
+            None => {
+                let rows =
+                    rows.map(|[path, shape, outcome, error, _]| [path, shape, outcome, error]);
+                table(["parameter", "shape", "outcome", "error %"], rows.collect(), 3)
+            }
+        };
+        writeln!(f, "{table}")?;
         self.totals(f)?;
         self.notes(f)
     }
@@ -58,12 +70,17 @@ fn end_of(name: &str, width: usize) -> String {
     format!("…{end}")
 }
 
-/// The cells of a parameter.
-fn row(parameter: &ParameterReport) -> [String; 4] {
-    // Known of packed parameters only.
-    let error = parameter.relative_error();
-    let error = error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
-    [parameter.path.clone(), format!("{:?}", parameter.shape), outcome(parameter), error]
+/// Returns the cells of a parameter, with an empty one for an error that is not known.
+fn row(parameter: &ParameterReport) -> [String; 5] {
+    let percent =
+        |error: Option<f64>| error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
+    [
+        parameter.path.clone(),
+        format!("{:?}", parameter.shape),
+        outcome(parameter),
+        percent(parameter.relative_error()),
+        percent(parameter.relative_output_error()),
+    ]
 }
 
 fn name(format: Fp4Format) -> String {
@@ -74,7 +91,7 @@ fn name(format: Fp4Format) -> String {
 fn outcome(parameter: &ParameterReport) -> String {
     match &parameter.outcome {
         Outcome::Quantized { scheme, .. } => name(scheme.format()),
-        Outcome::Given { format, .. } => format!("{}, given", name(*format)),
+        Outcome::Provided { format, .. } => format!("{}, provided", name(*format)),
         Outcome::FakeQuantized { scheme, .. } => format!("{}, trained", name(scheme.format())),
         Outcome::Adapted { .. } => "adapter".to_owned(),
         Outcome::Merged => "dense, merged".to_owned(),
@@ -107,8 +124,8 @@ fn details(parameter: &ParameterReport) -> Option<String> {
                 scheme.rule,
             )
         }
-        Outcome::Given { format, block_size, axis, .. } => {
-            format!("{}, blocks of {block_size}, as given, along axis {axis}", name(*format))
+        Outcome::Provided { format, block_size, axis, .. } => {
+            format!("{}, blocks of {block_size}, as provided, along axis {axis}", name(*format))
         }
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };
@@ -123,6 +140,12 @@ fn details(parameter: &ParameterReport) -> Option<String> {
         Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),
         Outcome::Merged => "dense, with the adapter added".to_owned(),
         Outcome::Kept { reason } => match reason {
+            Reason::Container => {
+                let name = &parameter.container;
+                let axis = Fp4Config::axis_of_container(name);
+                let axis = axis.map_or("axis".to_owned(), |axis| axis.to_string());
+                format!("kept: {reason}; `.container(\"{name}\", {axis})` adds it")
+            }
             Reason::Excluded { .. }
             | Reason::FirstLayers { .. }
             | Reason::LastLayers { .. }
@@ -177,7 +200,11 @@ impl Fp4Report {
         write!(f, "{quantized} of {parameters} parameters quantized")?;
         if quantized > 0 {
             let (error, bits) = (100.0 * self.relative_error(), self.bits_per_weight());
-            write!(f, ": error {error:.3} %, {bits:.3} bits per weight")?;
+            write!(f, ": error {error:.3} %")?;
+            if let Some(error) = self.relative_output_error() {
+                write!(f, ", of outputs {:.3} %", 100.0 * error)?;
+            }
+            write!(f, ", {bits:.3} bits per weight")?;
         }
         if merged > 0 {
             write!(f, "\n{merged} dense weights merged with their adapters")?;
@@ -213,7 +240,6 @@ impl Fp4Report {
         self.grouped(f, infinite)?;
         self.grouped(f, slow)?;
         self.sharing(f)?;
-        self.containers(f)?;
         for line in &self.unused {
             write!(f, "\nnote: {line}")?;
         }
@@ -260,26 +286,6 @@ impl Fp4Report {
                 write!(f, "\nshared tensor scales: {first}, and {} more", groups.len() - 1)
             }
         }
-    }
-
-    /// The line about matrices in layers of types that are not selected, and the call that does.
-    fn containers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut types: Vec<&str> = Vec::new();
-        for parameter in &self.parameters {
-            let kept = matches!(parameter.outcome, Outcome::Kept { reason: Reason::Container });
-            if kept && !types.contains(&parameter.container.as_str()) {
-                types.push(&parameter.container);
-            }
-        }
-        let Some(first) = types.first() else { return Ok(()) };
-        // Rows of a table are looked up whole.
-        let axis = if *first == "Embedding" { "1" } else { "axis" };
-        write!(
-            f,
-            "\nkept, as the layer types are not selected: {}; `.container(\"{first}\", {axis})` \
-             adds one",
-            types.join(", ")
-        )
     }
 }
 

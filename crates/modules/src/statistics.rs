@@ -16,7 +16,7 @@ use crate::error::Fp4Error;
 /// `[experts, in, out]` of a mixture of experts; its slices are numbered over the leading axes.
 /// Statistics are of use to weights that are quantized along the same axis.
 ///
-/// Gathered by running a module as it is:
+/// Gathered by running an unmodified module:
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -98,7 +98,7 @@ impl Calibration {
         self.merge([(path, axis, 0)], found)
     }
 
-    /// Adds statistics to those of some slices of weights. Slices that shared statistics before
+    /// Adds statistics to slices of weights. Slices that shared statistics before
     /// share the sums.
     pub(crate) fn merge<'a>(
         &mut self,
@@ -110,7 +110,7 @@ impl Calibration {
         for of in uses {
             *times.entry(of).or_default() += 1;
         }
-        // Taken out: statistics that nothing else holds are added to where they are.
+        // DenseParameter out: statistics that nothing else holds are added to where they are.
         let mut all: Vec<Sharing<'_>> = Vec::new();
         for ((path, axis, slice), times) in times {
             let known = self.grams.remove(&(path.to_owned(), axis, slice));

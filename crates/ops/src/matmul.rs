@@ -36,7 +36,8 @@ pub fn matmul<const D: usize>(
     linear(input, weight, None)
 }
 
-/// [`matmul`] plus a bias `[N]`, as one operation if the bias has the dtype of the input.
+/// [`matmul`] plus a bias `[N]`, as one operation. A bias of another dtype is cast to that of the
+/// input.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -68,35 +69,28 @@ pub fn linear<const D: usize>(
         let (expected, found) = (vec![outputs], bias.dims().to_vec());
         return Err(OpsError::Shape { what: "bias", expected, found });
     }
+    let dtype = input.dtype();
+    let bias = bias.map(|bias| if bias.dtype() == dtype { bias } else { bias.cast(dtype) });
     let rows: usize = shape[..D - 1].iter().product();
     if rows == 0 || found == 0 {
         let product = product_of_nothing(input, outputs);
         return Ok(match bias {
-            Some(bias) => product.clone() + bias.cast(product.dtype()).unsqueeze(),
+            Some(bias) => product + bias.unsqueeze(),
             None => product,
         });
     }
     let input = input.reshape([rows, found]);
     #[cfg(feature = "cube")]
     let device = weight.device();
-    let (dtype, input) = (input.dtype(), input.into_dispatch());
+    let input = input.into_dispatch();
     let (weight, layout) = weight.clone().into_primitive();
-    let (bias, other_bias) = match bias {
-        Some(bias) if bias.dtype() == dtype => (Some(bias.into_dispatch()), None),
-        other => (None, other),
-    };
     let product = match bias {
-        Some(bias) => Dispatch::fp4_linear(input, weight, bias, layout),
+        Some(bias) => Dispatch::fp4_linear(input, weight, bias.into_dispatch(), layout),
         None => Dispatch::fp4_matmul(input, weight, layout),
     };
     #[cfg(feature = "cube")]
     crate::devices::cube::queues::submit_operations(&device);
-    let product = Tensor::<2>::from_dispatch(product);
-    let product = match other_bias {
-        Some(bias) => product + bias.unsqueeze(),
-        None => product,
-    };
-    Ok(product.reshape(shape))
+    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
 }
 
 /// Multiplies an input without values; the result is zeros. Burn's `reshape` cannot make a matrix

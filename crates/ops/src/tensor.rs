@@ -245,8 +245,9 @@ impl<const D: usize> Fp4Tensor<D> {
     /// the device. Read it back and call [`squared_sums`](crate::squared_sums) for the two sums. A
     /// value that is infinite in the dtype of `values` makes the first sum infinite.
     ///
-    /// The kernels of Cube devices square in f32, whatever the magnitude: values below 1e-18 are
-    /// lost, and values above 1e18 make the sums infinite.
+    /// Values may have any magnitude. The kernels of Cube devices (CUDA, CubeCL's CPU runtime) are
+    /// an exception: they square and add up in f32, so that differences below 1e-19 count as 0, and
+    /// the sums of a tensor whose Euclidean norm is above 1.8e19 are infinite.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};

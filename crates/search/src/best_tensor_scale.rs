@@ -1,9 +1,9 @@
-//! The tensor scale as a candidate too: it decides where the grid of block scales lies.
+//! The search for a tensor scale, which shifts the grid of block scales.
 //!
-//! NVFP4 has eight block scales in every binade, so one is within 6 % of the best real number;
-//! which of them depends on the tensor scale. The candidates are amaxes up to twice the tensor's,
-//! in equal steps of the logarithm: beyond, the same grid repeats. Larger ones also leave room
-//! for scales above the one that puts the largest element on 6.
+//! NVFP4 has eight block scales in every binade, so one of them is within 6 % of any real number.
+//! The tensor scale decides which. The candidates are amaxes from the tensor's own to twice it, in
+//! equal steps of the logarithm; beyond, the same grid repeats. Larger ones also leave room for
+//! scales above the one that puts the largest element on 6.
 
 use std::iter::{once, successors};
 
@@ -16,10 +16,11 @@ use crate::importance::{BlockImportance, Importance};
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorScaling;
 
-/// How many tensor scales are tried.
+/// Number of tensor scales to try.
 const TENSOR_SCALES: usize = 16;
 
-/// The amaxes to try for a tensor with this one, itself first: those that are finite, if it is.
+/// Yields the amaxes to try for a tensor with this amax, itself first. Candidates that overflow are
+/// left out.
 pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
     // Roots and products are the same on every machine, which `exp2` is not.
     let ratio = (0..TENSOR_SCALES.ilog2()).fold(2.0f64, |root, _| root.sqrt());
@@ -31,7 +32,7 @@ pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
 /// Checks that a scheme has one tensor scale, and that it may be chosen.
 ///
 /// # Errors
-/// [`SearchError::Scheme`] if not.
+/// [`SearchError::Scheme`] if it may not.
 pub fn check_tensor_scale(scheme: &Fp4Scheme) -> Result<(), SearchError> {
     if scheme.tensor_scale == TensorScaling::Tensor && scheme.rule.row().tensor_scale {
         return Ok(());
@@ -68,7 +69,7 @@ pub fn quantize_with_best_tensor_scale<T: HostElement>(
     Ok(packed)
 }
 
-/// What all errors of a packed tensor cost together, in f64.
+/// Computes the total cost of the errors of a packed tensor, in f64.
 fn total_cost<T: HostElement>(
     values: &[T],
     view: View,

@@ -1,5 +1,5 @@
-//! Rounding to E2M1, and its values, in a few operations on bits, for loops that become SIMD. The
-//! definition is [`E2M1`], which the tests compare with.
+//! Rounding to E2M1, and its values, in a few operations on bits, for loops that the compiler
+//! vectorizes. [`E2M1`] is the definition, with which the tests compare.
 //!
 //! Every function is `inline(always)`, so that it is compiled for the instruction set of its
 //! caller.
@@ -11,13 +11,14 @@ const LARGEST: f32 = E2M1.max_value();
 /// The bits of 1.
 const ONE: u32 = 1.0f32.to_bits();
 
-/// The E2M1 code nearest to an f32 that is not NaN, ties to even.
+/// Rounds an f32 that is not NaN to the nearest E2M1 code, ties to even.
 #[inline(always)]
 pub(crate) fn round_to_e2m1(value: f32) -> u32 {
     let magnitude = value.abs();
     let magnitude = if magnitude > LARGEST { LARGEST } else { magnitude };
-    // The power of two below, at least 1; elements there are half of it apart. Adding 2^22 times as
-    // much makes that the unit in the last place: the sum is rounded as the element is to be.
+    // The power of two below, at least 1. Elements there are half of it apart. Adding 2^22 times
+    // that power makes this distance the unit in the last place, so that the sum is rounded like
+    // the element.
     let binade = (magnitude.to_bits() & 0x7F80_0000).max(ONE);
     let shift = binade + (22 << 23);
     let steps = (magnitude + f32::from_bits(shift)).to_bits().wrapping_sub(shift);
@@ -25,7 +26,7 @@ pub(crate) fn round_to_e2m1(value: f32) -> u32 {
     steps.wrapping_add((binade - ONE) >> 22) | value.to_bits() >> 28 & 8
 }
 
-/// The E2M1 code of an f32 that is not NaN, see [`stochastic_code`](crate::stochastic_code).
+/// Rounds an f32 that is not NaN to an E2M1 code; see [`stochastic_code`](crate::stochastic_code).
 #[inline(always)]
 pub(crate) fn round_stochastically(value: f32, bits: u16) -> u32 {
     let magnitude = value.abs();
@@ -39,15 +40,15 @@ pub(crate) fn round_stochastically(value: f32, bits: u16) -> u32 {
     (below as u32 + ((binade - ONE) >> 22) + up as u32) | value.to_bits() >> 28 & 8
 }
 
-/// The E2M1 value nearest to an f32 that is not NaN, ties to even; of zeros with the sign of the
-/// f32.
+/// Rounds an f32 that is not NaN to the nearest E2M1 value, ties to even. Zeros keep the sign of
+/// the f32.
 #[inline(always)]
 pub(crate) fn nearest_element(value: f32) -> f32 {
     let nearest = nearest_magnitude(value.abs());
     f32::from_bits(nearest.to_bits() | value.to_bits() & 0x8000_0000)
 }
 
-/// The E2M1 value nearest to a magnitude that is not NaN, ties to even.
+/// Rounds a magnitude that is not NaN to the nearest E2M1 value, ties to even.
 #[inline(always)]
 pub(crate) fn nearest_magnitude(magnitude: f32) -> f32 {
     let magnitude = if magnitude > LARGEST { LARGEST } else { magnitude };
@@ -56,7 +57,7 @@ pub(crate) fn nearest_magnitude(magnitude: f32) -> f32 {
     (magnitude + shift) - shift
 }
 
-/// Twice the value of an E2M1 code, whose higher bits do not matter.
+/// Returns twice the value of an E2M1 code. Higher bits of the code are ignored.
 #[inline(always)]
 pub(crate) const fn twice_element(code: u32) -> f32 {
     // Twice the eight magnitudes, a nibble each.
@@ -65,7 +66,7 @@ pub(crate) const fn twice_element(code: u32) -> f32 {
     f32::from_bits(magnitude.to_bits() | (code & 8) << 28)
 }
 
-/// Twice the magnitude of an E2M1 code in the lower bits, its sign in the top bit.
+/// Returns twice the magnitude of an E2M1 code in the lower bits, its sign in the top bit.
 #[inline(always)]
 pub(crate) fn signed_twice(code: u8) -> u8 {
     let magnitude = code & 7;
@@ -77,7 +78,7 @@ pub(crate) fn signed_twice(code: u8) -> u8 {
 mod tests {
     use super::*;
 
-    /// Every f32 at which a rounding could change its mind, and both neighbours.
+    /// Yields every f32 at which a rounding could change, and both neighbours.
     fn around(values: impl Iterator<Item = f32>) -> impl Iterator<Item = f32> {
         values.flat_map(|value| [value.next_down(), value, value.next_up()])
     }

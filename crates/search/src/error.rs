@@ -1,4 +1,4 @@
-//! Why something cannot be quantized as asked, or a recipe be used.
+//! [`SearchError`] and [`RecipeError`].
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use burn_fp4_formats::{FormatError, Fp4Format};
 use crate::method::{Method, ScaleSearch};
 use crate::rule::ScaleRule;
 
-/// Why something cannot be quantized as asked.
+/// Reports why a tensor cannot be quantized as asked.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SearchError {
@@ -21,7 +21,7 @@ pub enum SearchError {
         rule: ScaleRule,
         /// The choice that does not fit.
         choice: &'static str,
-        /// Why.
+        /// Reason.
         reason: &'static str,
     },
     /// A given amax or multiplier is not usable.
@@ -43,10 +43,10 @@ pub enum SearchError {
         /// Its weight.
         found: f32,
     },
-    /// A Hessian is not one.
+    /// A Hessian or Gram matrix is not valid.
     #[error("{}: element ({row}, {col}), {found}, {problem}", matrix_name(.block))]
     Hessian {
-        /// Which block; none for a Gram matrix.
+        /// Number of the block; none for a Gram matrix.
         block: Option<usize>,
         /// Row of the element.
         row: usize,
@@ -54,15 +54,15 @@ pub enum SearchError {
         col: usize,
         /// Its value.
         found: f64,
-        /// What is wrong with it.
+        /// Problem of the element.
         problem: &'static str,
     },
     /// An activation is not finite.
     #[error("activation of row {row}, channel {channel} is {found}")]
     Activation {
-        /// Which row.
+        /// Row of the activation.
         row: usize,
-        /// Which channel.
+        /// Channel of the activation.
         channel: usize,
         /// Its value.
         found: f32,
@@ -72,9 +72,9 @@ pub enum SearchError {
     Importance {
         /// The search.
         search: ScaleSearch,
-        /// What it takes.
+        /// Importance that the search takes.
         expected: &'static str,
-        /// What was given.
+        /// Importance that was given.
         found: &'static str,
     },
     /// The damping of GPTQ is not usable.
@@ -105,9 +105,9 @@ pub enum SearchError {
     },
 }
 
-/// Why a [`Recipe`](crate::Recipe) cannot be used.
+/// Reports why a [`Recipe`](crate::Recipe) cannot be used.
 ///
-/// `weights` are those that the choice is for; none if it is for all.
+/// `weights` names the weights of an entry; none for the choices for all weights.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecipeError {
@@ -116,38 +116,38 @@ pub enum RecipeError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// Something is wrong in a file.
+    /// A file holds a wrong recipe.
     #[error("{path}: {problem}", path = .path.display())]
     In {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// Problem of the recipe.
         problem: Box<RecipeError>,
     },
-    /// A text is no recipe.
+    /// A text is not a recipe.
     #[error("line {line}: {problem}")]
     Syntax {
-        /// Where, from 1 on.
+        /// Line, starting at 1.
         line: usize,
-        /// Why.
+        /// Problem of the line.
         problem: String,
     },
     /// A recipe cannot be written as TOML.
     #[error("the recipe cannot be written as TOML: {0}")]
     NotToml(String),
-    /// Two ways to say which weights.
+    /// Weights are selected in two ways.
     #[error("`only` cannot be used with `preset`: it is instead of one")]
     OnlyWithPreset,
-    /// A preset is not known, or not for this.
+    /// A preset is unknown, or not usable here.
     #[error("{0}")]
     Preset(String),
-    /// Something is said of no weights.
+    /// An entry does not name any weights.
     #[error("`weights` without `names`")]
     Nameless,
-    /// Dense weights are said to be quantized somehow.
+    /// Dense weights have choices for quantization.
     #[error("weights `{weights}`: dense ones have no method, rule or block size")]
     Dense {
         /// The weights.
@@ -188,7 +188,7 @@ pub enum RecipeError {
     Scheme {
         /// The weights.
         weights: Option<String>,
-        /// Why.
+        /// Problem of the choices.
         problem: SearchError,
     },
 }

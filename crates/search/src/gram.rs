@@ -1,4 +1,4 @@
-//! Sums of products of a layer's inputs.
+//! [`Gram`]: sums of products of the inputs of a layer.
 
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
@@ -8,32 +8,32 @@ use crate::gram_layout::GramLayout;
 use crate::importance::{BlockHessians, check_symmetric};
 use crate::matrix::{Matrix, add_product};
 
-/// `X^T X` of activations `X [rows, channels]`, summed in f64 over as many batches as are added:
-/// all of it, as GPTQ needs it, or only the blocks along its diagonal, as the searches by Hessian
-/// do.
+/// Holds `X^T X` of activations `X [rows, channels]`, summed in f64 over any number of batches: the
+/// whole matrix, which GPTQ needs, or only the blocks along its diagonal, which the searches by
+/// Hessian need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
     layout: GramLayout,
     rows: usize,
     tokens: usize,
     amax: f32,
-    /// Tiles of the layout, with both halves of those on the diagonal.
+    /// Tiles of the layout, with both halves of the tiles on the diagonal.
     values: Vec<f64>,
 }
 
-/// Rows widened to f64 at a time.
+/// Number of rows widened to f64 at a time.
 const CHUNK: usize = 1024;
 
 impl Gram {
-    /// The whole matrix, of no activations yet.
+    /// Creates the whole matrix, of no activations yet.
     pub fn new(channels: usize) -> Self {
         Self::of_nothing(GramLayout::compact(channels, channels))
     }
 
-    /// The blocks along the diagonal, of no activations yet.
+    /// Creates the blocks along the diagonal, of no activations yet.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if they do not divide the channels.
+    /// [`SearchError::Format`] if the blocks do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, SearchError> {
         check_blocks(channels, block_size)?;
         Ok(Self::of_nothing(GramLayout::compact(channels, block_size)))
@@ -44,7 +44,7 @@ impl Gram {
         Self { layout, rows: 0, tokens: 0, amax: 0.0, values }
     }
 
-    /// The whole matrix of activations `[rows, channels]`.
+    /// Sums the whole matrix of activations `[rows, channels]`.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -55,7 +55,7 @@ impl Gram {
     }
 
     /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere
-    /// over `rows` activations whose largest magnitude is `amax`; one block of all channels is the
+    /// over `rows` activations with the largest magnitude `amax`. One block of all channels is the
     /// whole matrix. All activations count as [`tokens`](Self::tokens).
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl Gram {
         Ok(Self { rows, tokens: rows, amax, ..gram })
     }
 
-    /// Takes blocks as [`from_values`](Self::from_values) does, from the tiles that hold them.
+    /// Takes the same blocks as [`from_values`](Self::from_values) from the tiles that hold them.
     ///
     /// # Errors
     /// [`SearchError::Format`] for another number of tiles, a wrong length of one, or blocks that
@@ -101,7 +101,7 @@ impl Gram {
         }
         if layout == GramLayout::compact(channels, block_size) {
             let mut values = vec![0.0; layout.count() * layout.tile_len()];
-            // By all threads: the first touch of new memory takes longer than the copy.
+            // On all threads: the first touch of new memory takes longer than the copy.
             let own = values.par_chunks_exact_mut(layout.tile_len()).zip(tiles);
             own.for_each(|(own, tile)| own.copy_from_slice(tile));
             return Self::from_own_tiles(values, channels, block_size, rows, amax);
@@ -118,7 +118,7 @@ impl Gram {
         Ok(Self { rows, tokens: rows, amax, ..gram })
     }
 
-    /// Takes what [`values`](Self::values) gave, without a copy of it.
+    /// Takes the result of [`values`](Self::values) without a copy.
     ///
     /// # Errors
     /// As [`from_tiles`](Self::from_tiles).
@@ -139,10 +139,10 @@ impl Gram {
         Ok(gram)
     }
 
-    /// Says how many of the activations are not all zero, where they were counted elsewhere.
+    /// Sets the number of activations that are not all zero, if they were counted elsewhere.
     ///
     /// # Errors
-    /// [`SearchError::Format`] for more than there are activations.
+    /// [`SearchError::Format`] if there are fewer activations.
     pub fn with_tokens(self, tokens: usize) -> Result<Self, SearchError> {
         check_length("tokens of a Gram matrix", tokens.min(self.rows), tokens)?;
         Ok(Self { tokens, ..self })
@@ -152,7 +152,8 @@ impl Gram {
     ///
     /// # Errors
     /// [`SearchError::Activation`] naming the first value that is not finite;
-    /// [`SearchError::Format`] if the slice holds no whole number of rows. Nothing is added then.
+    /// [`SearchError::Format`] if the slice does not hold a whole number of rows. Then nothing is
+    /// added.
     pub fn add(&mut self, activations: &[f32]) -> Result<(), SearchError> {
         let channels = self.channels();
         check_activations(activations, channels)?;
@@ -201,7 +202,7 @@ impl Gram {
         });
     }
 
-    /// Sets every element to what it is by row and column, of which the row is not the greater.
+    /// Sets every element, given a function of row and column that is called with row <= column.
     fn fill(&mut self, element: impl Fn(usize, usize) -> f64 + Sync) {
         let (layout, side) = (self.layout, self.layout.side());
         let tiles = self.values.par_chunks_exact_mut(layout.tile_len()).enumerate();
@@ -215,7 +216,7 @@ impl Gram {
         });
     }
 
-    /// Makes the lower halves of tiles on the diagonal what the upper ones are.
+    /// Copies the upper halves of the tiles on the diagonal to their lower halves.
     fn mirror(&mut self) {
         let (layout, side) = (self.layout, self.layout.side());
         let tiles = self.values.par_chunks_exact_mut(layout.tile_len()).enumerate();
@@ -232,6 +233,8 @@ impl Gram {
         });
     }
 
+    /// Checks every element.
+    ///
     /// # Errors
     /// [`SearchError::Hessian`] for an element that is not finite or negative on the diagonal.
     fn check_elements(&self) -> Result<(), SearchError> {
@@ -256,7 +259,7 @@ impl Gram {
         }
     }
 
-    /// Adds what was summed over other activations.
+    /// Adds sums over other activations.
     ///
     /// # Errors
     /// [`SearchError::Format`] for another number of channels, or blocks of another size.
@@ -270,81 +273,81 @@ impl Gram {
         Ok(())
     }
 
-    /// Input channels.
+    /// Number of input channels.
     pub fn channels(&self) -> usize {
         self.layout.channels()
     }
 
-    /// Channels of a block along the diagonal; all of them if the matrix is whole.
+    /// Number of channels of a block along the diagonal; all channels if the matrix is whole.
     pub fn block_size(&self) -> usize {
         if self.is_whole() { self.channels() } else { self.layout.side() }
     }
 
-    /// Whether all of the matrix is known.
+    /// Returns true if the whole matrix is known.
     pub fn is_whole(&self) -> bool {
         !self.layout.is_diagonal()
     }
 
-    /// Whether blocks of this size along the diagonal are known.
+    /// Returns true if blocks of this size along the diagonal are known.
     pub fn has_blocks(&self, block_size: usize) -> bool {
         block_size > 0 && self.block_size().is_multiple_of(block_size)
     }
 
-    /// Activations that were added.
+    /// Number of activations added.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Those of them that are not all zero. Where layers that choose their inputs, as experts do,
-    /// mask the others by zeros, these are the inputs that a layer was chosen for.
+    /// Number of activations that are not all zero. Layers that choose their inputs, such as
+    /// experts, may mask the others with zeros: this counts the inputs that a layer was chosen for.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Their largest magnitude: what a tensor scale for them is made from.
+    /// Largest magnitude of the activations, from which their tensor scale is computed.
     pub fn amax(&self) -> f32 {
         self.amax
     }
 
-    /// The sum of products of two channels; nothing if it is not known.
+    /// Returns the sum of products of two channels; `None` if it is not known.
     pub fn get(&self, row: usize, col: usize) -> Option<f64> {
         let (tile, at) = self.layout.place(row, col)?;
         Some(self.values[tile * self.layout.tile_len() + at])
     }
 
-    /// [`get`](Self::get) of an element that the constructors guarantee to be there.
+    /// Returns an element that the constructors guarantee to be known; see [`get`](Self::get).
     pub(crate) fn known(&self, row: usize, col: usize) -> f64 {
         self.get(row, col).expect("of a block that is known")
     }
 
-    /// How [`values`](Self::values) are laid out.
+    /// Returns the layout of [`values`](Self::values).
     pub fn layout(&self) -> GramLayout {
         self.layout
     }
 
-    /// The tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size,
-    /// block_size]` as they are, of a whole matrix the upper half.
+    /// Returns the tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size,
+    /// block_size]`, or the upper half of a whole matrix.
     pub fn values(&self) -> &[f64] {
         &self.values
     }
 
-    /// [`values`](Self::values), rounded.
+    /// Rounds [`values`](Self::values) to f32.
     pub fn to_f32(&self) -> Vec<f32> {
         self.values.par_iter().map(|&value| value as f32).collect()
     }
 
-    /// The sum of squares of every channel.
+    /// Iterates over the sums of squares of the channels.
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
         (0..self.channels()).map(|channel| self.known(channel, channel))
     }
 
-    /// Sums the squares of the outputs of rows `[rows, channels]`, which is `tr(W H W^T)` for rows
-    /// W and this matrix H. In f64: the errors of a good search are where H is small, so that in
-    /// f32 what cancels would be larger than what is left.
+    /// Sums the squares of the outputs of rows `[rows, channels]`: `tr(W H W^T)` for rows W and
+    /// this matrix H. In f64, because a good search leaves its errors where H is small: in f32 the
+    /// rounding errors of the terms that cancel would be larger than the result.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if the slice holds no whole number of rows, or the matrix is not
-    /// whole; [`SearchError::Activation`] naming the first value that is not finite.
+    /// [`SearchError::Format`] if the slice does not hold a whole number of rows, or the matrix is
+    /// not whole; [`SearchError::Activation`] naming the first value that is not finite.
     pub fn squared_outputs(&self, rows: &[f32]) -> Result<f64, SearchError> {
         check_length("channels of a block", self.channels(), self.block_size())?;
         // `tr(W H W^T)` is the sum of the products of the elements of `W^T W` and H.
@@ -356,17 +359,17 @@ impl Gram {
             .map(|(tile, (own, other))| {
                 let sum: f64 = own.iter().zip(other).map(|(own, other)| own * other).sum();
                 let (row, col) = self.layout.corner(tile);
-                // Tiles beside the diagonal stand for both halves.
+                // Tiles off the diagonal stand for both halves.
                 if row == col { sum } else { 2.0 * sum }
             })
             .collect();
         Ok(sums.iter().sum())
     }
 
-    /// The matrices along the diagonal, one for every block of channels.
+    /// Returns the matrices along the diagonal, one for every block of channels.
     ///
     /// # Errors
-    /// [`SearchError::Format`] if the blocks do not divide those that are known.
+    /// [`SearchError::Format`] if the blocks do not divide the known ones.
     pub fn blocks(&self, block_size: usize) -> Result<BlockHessians, SearchError> {
         check_blocks(self.block_size(), block_size)?;
         let values = (0..self.channels()).flat_map(|channel| {
@@ -378,12 +381,12 @@ impl Gram {
 }
 
 impl BlockHessians {
-    /// `X^T X` of activations `[rows, channels]` within every block of channels, summed in f64.
+    /// Sums `X^T X` of activations `[rows, channels]` within every block of channels, in f64.
     ///
     /// # Errors
     /// [`SearchError::Activation`] naming the first value that is not finite;
-    /// [`SearchError::Format`] if the blocks do not divide the channels, or the slice holds no
-    /// whole number of rows.
+    /// [`SearchError::Format`] if the blocks do not divide the channels, or the slice does not hold
+    /// a whole number of rows.
     pub fn of(
         activations: &[f32],
         channels: usize,
@@ -395,14 +398,18 @@ impl BlockHessians {
     }
 }
 
+/// Checks blocks, or one block of all channels.
+///
 /// # Errors
 /// As [`check_blocks`], unless there is one block of all channels.
 fn check_whole_or_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
     if block_size == channels { Ok(()) } else { check_blocks(channels, block_size) }
 }
 
+/// Checks that blocks divide the channels.
+///
 /// # Errors
-/// [`SearchError::Format`] if the blocks do not divide the channels.
+/// [`SearchError::Format`] if they do not.
 pub(crate) fn check_blocks(channels: usize, block_size: usize) -> Result<(), SearchError> {
     if block_size > 0 && channels.is_multiple_of(block_size) {
         Ok(())
@@ -411,6 +418,8 @@ pub(crate) fn check_blocks(channels: usize, block_size: usize) -> Result<(), Sea
     }
 }
 
+/// Checks that activations are whole rows of finite values.
+///
 /// # Errors
 /// As [`Gram::add`].
 pub(crate) fn check_activations(activations: &[f32], channels: usize) -> Result<(), SearchError> {
@@ -461,7 +470,7 @@ mod tests {
             let (rows, amax) = (gram.rows(), gram.amax());
             let found = Gram::from_values(&squares, channels, block_size, rows, amax).unwrap();
             assert_eq!(found, gram);
-            // As devices lay it out, with anything below the diagonal.
+            // A layout of devices, with arbitrary values below the diagonal.
             let layout = GramLayout::of_device(channels, block_size);
             let mut tiles = vec![vec![0.0; layout.tile_len()]; layout.count()];
             for (tile, values) in tiles.iter_mut().enumerate() {
@@ -535,7 +544,7 @@ mod tests {
         let (problem, found) = ("is negative, on the diagonal", -1.0);
         let error = SearchError::Hessian { block: None, row: 259, col: 259, found, problem };
         assert_eq!(check(&tiles, 300), Err(error));
-        // Tiles along the diagonal hold no larger blocks.
+        // Tiles along the diagonal do not hold larger blocks.
         let narrow = GramLayout::of_device(320, 32);
         let tile = vec![1.0; narrow.tile_len()];
         let error = Gram::from_tiles(&[&tile[..]; 3], narrow, 160, 1, 1.0);

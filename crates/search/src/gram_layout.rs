@@ -1,10 +1,11 @@
-//! How sums of products of activations are laid out.
+//! [`GramLayout`]: tiles of a Gram matrix in memory.
 
 use std::ops::Range;
 
-/// `X^T X` as tiles `[side, side]`: those of the upper half, a column of tiles after the other,
-/// each from its first row to the diagonal, so that it is itself a matrix `[rows, side]`; or only
-/// those along the diagonal. Channels beyond the last are 0.
+/// Lays out `X^T X` as tiles `[side, side]`. A whole matrix has the tiles of its upper half, one
+/// column of tiles after the other, each from the first row to the diagonal, so that a column is
+/// itself a matrix `[rows, side]`. A block-diagonal matrix has the tiles along the diagonal.
+/// Channels beyond the last are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GramLayout {
     channels: usize,
@@ -13,56 +14,58 @@ pub struct GramLayout {
 }
 
 impl GramLayout {
-    /// Side of the tiles in which devices sum up; those of a whole matrix are no larger elsewhere.
+    /// Side of the tiles in which devices sum. Tiles of whole matrices are never larger.
     pub const SIDE: usize = 128;
 
-    /// How devices lay out what holds blocks along the diagonal; one block of all channels is the
-    /// whole matrix. What their tiles have below the diagonal of the matrix is ignored.
+    /// Returns the layout of devices for a matrix of blocks along the diagonal; one block of all
+    /// channels is the whole matrix. Elements of tiles below the diagonal of the matrix are
+    /// ignored.
     pub fn of_device(channels: usize, block_size: usize) -> Self {
         let inside = block_size > 0 && Self::SIDE.is_multiple_of(block_size);
         Self { channels, side: Self::SIDE, diagonal: inside || channels <= Self::SIDE }
     }
 
-    /// The same with a tile for every block, or without channels beyond the last if these fit one
-    /// tile: how a [`Gram`](crate::Gram) keeps it, with both halves of tiles on the diagonal.
+    /// Returns the layout of a [`Gram`](crate::Gram), with both halves of the tiles on the
+    /// diagonal: a tile for every block, or a whole matrix without channels beyond the last if it
+    /// fits one tile.
     pub fn compact(channels: usize, block_size: usize) -> Self {
         let whole = block_size == channels;
         let side = if whole { channels.clamp(1, Self::SIDE) } else { block_size.max(1) };
         Self { channels, side, diagonal: !whole }
     }
 
-    /// Channels of the matrix.
+    /// Number of channels of the matrix.
     pub fn channels(&self) -> usize {
         self.channels
     }
 
-    /// Rows and columns of a tile.
+    /// Number of rows and columns of a tile.
     pub fn side(&self) -> usize {
         self.side
     }
 
-    /// Whether there are none but those along the diagonal.
+    /// Returns true if only the tiles along the diagonal are stored.
     pub fn is_diagonal(&self) -> bool {
         self.diagonal
     }
 
-    /// Columns of tiles.
+    /// Number of columns of tiles.
     fn width(&self) -> usize {
         self.channels.div_ceil(self.side)
     }
 
-    /// How many there are.
+    /// Number of tiles.
     pub fn count(&self) -> usize {
         let columns = self.width();
         if self.diagonal { columns } else { columns.saturating_mul(columns + 1) / 2 }
     }
 
-    /// Elements of a tile.
+    /// Number of elements of a tile.
     pub fn tile_len(&self) -> usize {
         self.side.saturating_mul(self.side)
     }
 
-    /// Row and column of the first element of a tile.
+    /// Returns row and column of the first element of a tile.
     pub(crate) fn corner(&self, tile: usize) -> (usize, usize) {
         if self.diagonal {
             return (tile * self.side, tile * self.side);
@@ -72,8 +75,7 @@ impl GramLayout {
         ((tile - column * (column + 1) / 2) * self.side, column * self.side)
     }
 
-    /// Where the tile is that has an element, and where in it this is; nothing for what is in no
-    /// tile.
+    /// Returns the tile of an element and the element's index in it; `None` if no tile holds it.
     pub(crate) fn place(&self, row: usize, col: usize) -> Option<(usize, usize)> {
         let (row, col) = (row.min(col), row.max(col));
         let (tile_row, tile_col) = (row / self.side, col / self.side);
@@ -85,7 +87,8 @@ impl GramLayout {
         Some((before, row % self.side * self.side + col % self.side))
     }
 
-    /// The columns of tiles that some of them are in, with their rows of tiles there.
+    /// Groups tiles by column: each column of tiles with the rows of tiles of it that are in the
+    /// range.
     pub fn columns(&self, tiles: Range<usize>) -> Vec<(usize, Range<usize>)> {
         let mut columns = Vec::new();
         let mut start = 0;

@@ -4,12 +4,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::rounding::Draw;
 
-/// A transform of every 16 neighbours `x` along an axis: `y_j = sum_i x_i s_i H_ij / 4`, where `s`
-/// are signs and `H_ij` is -1 to the power of the number of bits that i and j share (Sylvester's
+/// Transforms every 16 neighbours `x` along an axis: `y_j = sum_i x_i s_i H_ij / 4`, where `s` are
+/// signs and `H_ij` is -1 to the power of the number of bits that i and j share (Sylvester's
 /// order).
 ///
-/// The matrix is orthogonal: transformed both, the operands of a product have the same product.
-/// Source: TransformerEngine's reference quantizer, `with_rht`.
+/// The matrix is orthogonal: if both operands of a product are transformed, the product stays the
+/// same. Source: TransformerEngine's reference quantizer, `with_rht`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hadamard {
     /// Bit i is set where `s_i` is -1.
@@ -23,19 +23,19 @@ impl Default for Hadamard {
 }
 
 impl Hadamard {
-    /// Values that are transformed together.
+    /// Number of values transformed together.
     pub const SIZE: usize = 16;
 
-    /// TransformerEngine's one vector of signs.
+    /// The one vector of signs of TransformerEngine.
     pub const TRANSFORMER_ENGINE: Self = Self { signs: 0xD7E8 };
 
-    /// Random signs.
+    /// Draws random signs.
     pub fn seeded(seed: u64) -> Self {
         let [signs, ..] = Draw { seed, step: 0 }.group(0);
         Self { signs }
     }
 
-    /// Element (i, j) of the matrix, 1/4 or -1/4.
+    /// Returns element (i, j) of the matrix, 1/4 or -1/4.
     #[inline(always)]
     pub const fn factor(self, i: usize, j: usize) -> f32 {
         let negative = (self.signs as u32 >> i & 1) ^ ((i & j).count_ones() & 1);

@@ -1,5 +1,5 @@
-//! H and the factorization of its inverse that GPTQ needs, made of a Gram matrix once for all
-//! weights that are multiplied by the same activations.
+//! [`HessianFactor`]: the Cholesky factor of the inverse Hessian, computed from a Gram matrix once
+//! for all weights that are multiplied by the same activations.
 
 use std::fmt;
 
@@ -18,14 +18,14 @@ impl Gptq {
     /// Checks the options, and that they go with a scheme.
     ///
     /// # Errors
-    /// [`SearchError::Damping`] if it is not finite or negative, [`SearchError::Scheme`] if the
-    /// scheme is inconsistent or has tiles.
+    /// [`SearchError::Damping`] if the damping is not finite or negative, [`SearchError::Scheme`]
+    /// if the scheme is inconsistent or has tiles.
     pub fn validate(&self, scheme: &Fp4Scheme) -> Result<(), SearchError> {
         self.check_damping()?;
         scheme.with_search(SEARCH).validate()
     }
 
-    /// What all weights that are multiplied by the same activations are quantized by.
+    /// Factorizes the damped Hessian for all weights that are multiplied by the same activations.
     ///
     /// # Errors
     /// As [`damped_hessian`](Self::damped_hessian); [`SearchError::Singular`] if H is singular.
@@ -37,11 +37,13 @@ impl Gptq {
         HessianFactor::new(gram, self.damped_hessian(gram, block_size)?)
     }
 
-    /// The part of the Hessian factor that needs no factorization of the whole of H.
+    /// Computes the part of the Hessian factor that does not need a factorization of the whole of
+    /// H.
     ///
     /// # Errors
     /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels
-    /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is.
+    /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is
+    /// singular.
     pub fn damped_hessian(
         &self,
         gram: &Gram,
@@ -51,6 +53,8 @@ impl Gptq {
         DampedHessian::new(*self, gram, block_size)
     }
 
+    /// Checks the damping.
+    ///
     /// # Errors
     /// [`SearchError::Damping`] if the damping is negative or not finite.
     fn check_damping(&self) -> Result<(), SearchError> {
@@ -61,11 +65,11 @@ impl Gptq {
     }
 }
 
-/// How a block is chosen anew, given the errors of all others.
+/// The search of refits: chooses a block again, given the errors of all other blocks.
 pub(crate) const SEARCH: ScaleSearch = ScaleSearch::CoordinateDescent;
 
-/// The part of a [`HessianFactor`] that takes little time: all but H as a whole and its factorization.
-/// Made by [`Gptq::damped_hessian`].
+/// Holds the cheap part of a [`HessianFactor`]: everything but the whole of H and its
+/// factorization. Made by [`Gptq::damped_hessian`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct DampedHessian {
     options: Gptq,
@@ -81,10 +85,10 @@ impl DampedHessian {
         check_length("channels of a block of the Gram matrix", gram.channels(), gram.block_size())?;
         let channels = gram.channels();
         let order = options.order.channels(gram, block_size);
-        // Of what is the same in whatever order activations were summed.
+        // From values that are the same in whatever order activations were summed.
         let diagonal = gram.diagonal().map(|value| f64::from(value as f32));
         let mean = diagonal.sum::<f64>() / channels.max(1) as f64;
-        // Of no activations, the identity.
+        // Without activations, H is the identity.
         let added = if mean > 0.0 { options.damping * mean } else { 1.0 };
         let blocks = order.iter().enumerate().flat_map(|(at, &channel)| {
             let members = &order[at / block_size * block_size..][..block_size];
@@ -103,37 +107,38 @@ impl DampedHessian {
         Ok(Self { options, order, added, blocks, inverses })
     }
 
-    /// The options it was made with.
+    /// Returns the options it was made with.
     pub fn options(&self) -> &Gptq {
         &self.options
     }
 
-    /// Input channels.
+    /// Number of input channels.
     pub fn channels(&self) -> usize {
         self.order.len()
     }
 
-    /// The channels in the order in which they are rounded; those of a block stay together.
+    /// Returns the channels in the order in which they are rounded. Channels of a block stay
+    /// together.
     pub fn order(&self) -> &[usize] {
         &self.order
     }
 
-    /// What is added to the diagonal of `X^T X`.
+    /// Returns the amount added to the diagonal of `X^T X`.
     pub fn added(&self) -> f64 {
         self.added
     }
 
-    /// The blocks on the diagonal of H.
+    /// Returns the blocks on the diagonal of H.
     pub fn blocks(&self) -> &BlockHessians {
         &self.blocks
     }
 
-    /// The inverses of these, `[blocks, block_size, block_size]`.
+    /// Returns the inverses of the blocks, `[blocks, block_size, block_size]`.
     pub fn inverses(&self) -> &[f32] {
         &self.inverses
     }
 
-    /// The scheme that blocks are chosen anew by.
+    /// Returns the scheme with the search of refits.
     ///
     /// # Errors
     /// As [`Gptq::validate`]; [`SearchError::Format`] for another block size.
@@ -144,8 +149,8 @@ impl DampedHessian {
     }
 }
 
-/// H = `X^T X`, damped, its channels in the order in which [`Gptq`] rounds them, and its inverse as
-/// far as that is needed. Made by [`Gptq::hessian_factor`].
+/// Holds the damped Hessian H = `X^T X`, its channels in the order in which [`Gptq`] rounds them,
+/// and the Cholesky factor of its inverse. Made by [`Gptq::hessian_factor`].
 #[derive(Clone, PartialEq)]
 pub struct HessianFactor {
     damped: DampedHessian,
@@ -154,7 +159,7 @@ pub struct HessianFactor {
 }
 
 impl fmt::Debug for HessianFactor {
-    /// Without the matrices, which have millions of elements.
+    /// Leaves out the matrices, which have millions of elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HessianFactor")
             .field("options", self.damped.options())
@@ -167,7 +172,7 @@ impl HessianFactor {
     pub(crate) fn new(gram: &Gram, damped: DampedHessian) -> Result<Self, SearchError> {
         let mut wide = hessian(gram, &damped);
         let hessian: Vec<f32> = wide.par_iter().map(|&value| value as f32).collect();
-        // Backward in both axes H is `L L^T`; the inverse of L, backward again, is U.
+        // With both axes reversed H is `L L^T`; the inverse of L, reversed again, is U.
         wide.reverse();
         let channels = damped.channels();
         invert_factor(&mut wide, channels).ok_or(SearchError::Singular)?;
@@ -178,24 +183,24 @@ impl HessianFactor {
         Ok(Self { damped, factor, hessian })
     }
 
-    /// All but the two large matrices.
+    /// Returns everything but the two large matrices.
     pub fn damped(&self) -> &DampedHessian {
         &self.damped
     }
 
-    /// The upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
+    /// Returns the upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
     pub fn factor(&self) -> &[f32] {
         &self.factor
     }
 
-    /// H, `[channels, channels]`.
+    /// Returns H, `[channels, channels]`.
     pub fn hessian(&self) -> &[f32] {
         &self.hessian
     }
 }
 
 impl BlockOrder {
-    /// The channels in their new order.
+    /// Returns the channels in this order.
     fn channels(self, gram: &Gram, block_size: usize) -> Vec<usize> {
         let diagonal: Vec<_> = gram.diagonal().collect();
         let activity: Vec<f64> = diagonal.chunks(block_size).map(|x| x.iter().sum()).collect();
@@ -207,12 +212,12 @@ impl BlockOrder {
     }
 }
 
-/// H in f64.
+/// Computes the damped H in f64.
 fn hessian(gram: &Gram, damped: &DampedHessian) -> Vec<f64> {
     let DampedHessian { order, added, blocks, .. } = damped;
     let (channels, size) = (order.len(), blocks.block_size());
     let mut hessian = vec![0.0; channels * channels];
-    // By squares, of which what is mirrored is in the cache as well.
+    // In squares, which fit the cache together with their mirror images.
     hessian.par_chunks_mut((size * channels).max(1)).enumerate().for_each(|(block, rows)| {
         let first = block * size;
         for cols in (0..channels).step_by(size) {
@@ -228,7 +233,7 @@ fn hessian(gram: &Gram, damped: &DampedHessian) -> Vec<f64> {
     hessian
 }
 
-/// The inverse of a positive definite matrix; nothing if it is singular.
+/// Inverts a positive definite matrix; `None` if it is singular.
 fn inverse_of(matrix: &[f32], n: usize) -> Option<Vec<f32>> {
     let mut root: Vec<f64> = matrix.iter().map(|&value| value.into()).collect();
     invert_factor(&mut root, n)?;

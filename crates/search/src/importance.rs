@@ -1,4 +1,5 @@
-//! What an error costs: nothing special, a weight per input channel, or a quadratic form per block.
+//! [`Importance`]: the cost of an error, uniform, weighted by input channel, or a quadratic form
+//! per block.
 
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
@@ -7,23 +8,23 @@ use crate::error::SearchError;
 use crate::method::ScaleSearch;
 use crate::scheme::Fp4Scheme;
 
-/// What an error of a weight costs.
+/// Sets the cost of the errors of a weight.
 ///
 /// The rows of a weight `[out, in]` multiply activations `[.., in]`, so the error of an output is a
 /// sum over the errors of a row, weighted by the activations.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Importance<'a> {
-    /// Its square.
+    /// The square of an error.
     #[default]
     Uniform,
-    /// Its square times the weight of its input channel, `[in]`, not negative.
+    /// The square of an error times the weight of its input channel, `[in]`, not negative.
     Channels(&'a [f32]),
     /// `r^T H r` for the errors `r` of a block.
     Blocks(&'a BlockHessians),
 }
 
 impl<'a> Importance<'a> {
-    /// What the search needs of the block with this number in each row.
+    /// Returns the importance of the block with this number in each row.
     pub(crate) fn of_block(self, block: usize, block_size: usize) -> BlockImportance<'a> {
         match self {
             Self::Uniform => BlockImportance::Uniform,
@@ -34,8 +35,8 @@ impl<'a> Importance<'a> {
         }
     }
 
-    /// Checks that it is what the search of a scheme takes, for rows of `cols` elements, and
-    /// usable.
+    /// Checks that the search of a scheme takes this kind of importance, for rows of `cols`
+    /// elements, and that it is usable.
     ///
     /// # Errors
     /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
@@ -74,7 +75,7 @@ impl<'a> Importance<'a> {
     }
 }
 
-/// [`Importance`] of one block.
+/// The [`Importance`] of one block.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum BlockImportance<'a> {
     Uniform,
@@ -83,7 +84,8 @@ pub(crate) enum BlockImportance<'a> {
 }
 
 impl<'a> BlockImportance<'a> {
-    /// The Hessian, for searches that need one: [`Importance::check`] refuses anything else.
+    /// Returns the Hessian, for searches that need one: [`Importance::check`] refuses anything
+    /// else.
     #[inline(always)]
     pub(crate) fn hessian(self) -> BlockHessian<'a> {
         match self {
@@ -92,7 +94,7 @@ impl<'a> BlockImportance<'a> {
         }
     }
 
-    /// The weights of the channels, if there are any.
+    /// Returns the weights of the channels; `None` if there are none.
     #[inline(always)]
     pub(crate) fn weights(self) -> Option<&'a [f32]> {
         match self {
@@ -102,8 +104,8 @@ impl<'a> BlockImportance<'a> {
     }
 }
 
-/// A symmetric positive semidefinite matrix for every block of a row: `X^T X` of the activations
-/// that the block is multiplied by.
+/// Holds a symmetric positive semidefinite matrix for every block of a row: `X^T X` of the
+/// activations that the block is multiplied by.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockHessians {
     block_size: usize,
@@ -112,13 +114,12 @@ pub struct BlockHessians {
     /// `[blocks, block_size]`: the square roots of `1 / (H^-1)_ii`, rounded down; 0 where H is
     /// singular.
     ///
-    /// For any errors `r`, `r^T H r >= r_i^2 / (H^-1)_ii`: what makes a search exact without trying
-    /// every scale.
+    /// For any errors `r`, `r^T H r >= r_i^2 / (H^-1)_ii`. With this bound a search is exact
+    /// without trying every scale.
     bounds: Vec<f32>,
 }
 
-/// How far from symmetric, relative to the larger of two diagonal elements, rounding may have put a
-/// matrix.
+/// Largest asymmetry that rounding may cause, relative to the larger of two diagonal elements.
 const ASYMMETRY: f64 = 1e-4;
 
 /// Checks a matrix `[n, n]`: the Hessian of a block, or a Gram matrix.
@@ -145,7 +146,7 @@ pub(crate) fn check_symmetric<T: Copy + Sync + Into<f64>>(
         };
         Err(SearchError::Hessian { block, row, col, found, problem })
     };
-    // By squares, which with their mirror image are in the cache.
+    // In squares, which fit the cache together with their mirror images.
     let starts: Vec<_> = (0..n).step_by(SQUARE).collect();
     let of_rows = |&rows: &usize| {
         for cols in (0..=rows).step_by(SQUARE) {
@@ -160,7 +161,7 @@ pub(crate) fn check_symmetric<T: Copy + Sync + Into<f64>>(
     if n <= SQUARE {
         return starts.iter().try_for_each(of_rows);
     }
-    // The first of those that do not fit, however many threads there are.
+    // The first error, however many threads there are.
     starts.par_iter().map(of_rows).find_first(Result::is_err).unwrap_or(Ok(()))
 }
 
@@ -168,11 +169,11 @@ pub(crate) fn check_symmetric<T: Copy + Sync + Into<f64>>(
 const SQUARE: usize = 64;
 
 impl BlockHessians {
-    /// Takes matrices `[blocks, block_size, block_size]`. What is below the diagonal counts.
+    /// Takes matrices `[blocks, block_size, block_size]` and reads their lower halves.
     ///
     /// # Errors
     /// [`SearchError::Hessian`] naming the element that is not finite, negative on the diagonal, or
-    /// not symmetric; [`SearchError::Format`] if the length is no multiple of a matrix.
+    /// not symmetric; [`SearchError::Format`] if the length is not a multiple of a matrix.
     pub fn new(mut values: Vec<f32>, block_size: usize) -> Result<Self, SearchError> {
         let square = block_size * block_size;
         if square == 0 || !values.len().is_multiple_of(square) {
@@ -199,7 +200,7 @@ impl BlockHessians {
         Ok(Self { block_size, values, bounds })
     }
 
-    /// Elements of a block.
+    /// Number of elements of a block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -209,22 +210,23 @@ impl BlockHessians {
         self.values.len() / (self.block_size * self.block_size)
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no blocks.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// The matrices, `[blocks, block_size, block_size]`.
+    /// Returns the matrices, `[blocks, block_size, block_size]`.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// `sqrt(1 / (H^-1)_ii)`, rounded down, 0 where a matrix is singular: `[blocks, block_size]`.
+    /// Returns `sqrt(1 / (H^-1)_ii)`, rounded down, 0 where a matrix is singular: `[blocks,
+    /// block_size]`.
     pub fn bounds(&self) -> &[f32] {
         &self.bounds
     }
 
-    /// Those of one block.
+    /// Copies the matrix and the bounds of one block.
     pub(crate) fn only(&self, block: usize) -> Self {
         let BlockHessian { size, values, bounds } = self.block(block);
         Self { block_size: size, values: values.to_vec(), bounds: bounds.to_vec() }
@@ -255,7 +257,7 @@ impl BlockHessian<'_> {
         self.values[i * self.size + j]
     }
 
-    /// `r^T H r`, its sums in the order that every engine keeps to.
+    /// Computes `r^T H r`, summed in the order that every engine keeps to.
     pub(crate) fn cost(&self, errors: &[f32]) -> f32 {
         let mut cost = 0.0;
         for i in 0..self.size {
@@ -270,7 +272,8 @@ impl BlockHessian<'_> {
     }
 }
 
-/// Square roots of the reciprocals of the inverse's diagonal, by a Cholesky factorization in f64.
+/// Computes the square roots of the reciprocals of the inverse's diagonal, using a Cholesky
+/// factorization in f64.
 fn bounds(matrix: &[f32], n: usize) -> Vec<f32> {
     let mut lower = vec![0.0f64; n * n];
     for i in 0..n {
@@ -282,7 +285,7 @@ fn bounds(matrix: &[f32], n: usize) -> Vec<f32> {
             } else if rest > 1e-6 * f64::from(matrix[i * n + i]) {
                 lower[i * n + i] = rest.sqrt();
             } else {
-                // Singular, as far as f32 sums tell.
+                // Singular, within the precision of sums in f32.
                 return vec![0.0; n];
             }
         }
@@ -296,7 +299,7 @@ fn bounds(matrix: &[f32], n: usize) -> Vec<f32> {
                 column[i] = (f64::from(u8::from(i == c)) - dot) / lower[i * n + i];
             }
             let inverse: f64 = column.iter().map(|value| value * value).sum();
-            // A thousandth less than it is, so that no rounding makes it too much.
+            // Less by a thousandth, so that rounding never makes it too large.
             (0.999 / inverse.sqrt()) as f32
         })
         .collect()

@@ -1,40 +1,41 @@
 //! Choosing block scales and codes.
 //!
-//! An [`Fp4Scheme`] says how: which rule turns a block's amax into its scale ([`ScaleRule`]), how
-//! scale and codes of a block are searched for ([`ScaleSearch`]), what shares a block scale
-//! ([`Blocks`]) and where the tensor scale comes from ([`TensorScaling`]). Searches may use
-//! statistics of the activations that a weight is multiplied by ([`Importance`]); [`Gptq`]
-//! optimizes across blocks.
+//! An [`Fp4Scheme`] holds the choices: the rule that turns a block's amax into its scale
+//! ([`ScaleRule`]), the search for scale and codes of a block ([`ScaleSearch`]), the elements that
+//! share a block scale ([`Blocks`]) and the source of the tensor scale ([`TensorScaling`]).
+//! Searches may use statistics of the activations that a weight is multiplied by ([`Importance`]).
+//! [`Gptq`] optimizes across blocks.
 //!
-//! | file                    | what it holds                                                      |
-//! |-------------------------|--------------------------------------------------------------------|
-//! | `scheme.rs`             | [`Fp4Scheme`], which choices go together, its tensor factors       |
-//! | `rule.rs`               | the published rules: amax -> block scale, element -> code          |
-//! | `method.rs`             | [`Method`], [`ChosenBy`], [`ScaleSearch`]: a row for every method  |
-//! | `names.rs`              | all of these by name                                               |
-//! | `scale_grid.rs`         | the block scales that a format has                                 |
-//! | `e2m1.rs`               | rounding to elements, in a few operations on bits                  |
-//! | `rounding.rs`           | [`Rounding`]: to the nearest code, or at random                    |
-//! | `philox.rs`             | counter-based random numbers                                       |
-//! | `hadamard.rs`           | [`Hadamard`]: the transform before a product is quantized          |
-//! | `tensor_scale.rs`       | [`TensorScaling`], and the pair of factors of a tensor scale       |
-//! | `tile_reduce.rs`        | in which order the rows of a tile are added up                     |
-//! | `reference/`            | **the reference quantizer**: slow and plain, the oracle            |
-//! | `host/`                 | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16   |
-//! | `importance.rs`         | [`Importance`]: what an error costs                                |
-//! | `gram.rs`               | [`Gram`]: `X^T X` of the inputs of a layer                         |
-//! | `gram_layout.rs`        | [`GramLayout`]: how that is laid out                                |
-//! | `gptq.rs`               | [`Gptq`]: the options of GPTQ                                      |
-//! | `matrix.rs`             | products and triangular factors of dense matrices                  |
-//! | `hessian_factor.rs`          | [`HessianFactor`]: what GPTQ needs of a Gram matrix                    |
-//! | `best_tensor_scale.rs`  | the tensor scale as a candidate too                                |
-//! | `quantize_weight.rs`    | a weight quantized by a [`Method`], with [`Statistics`]            |
-//! | `metrics.rs`            | [`Metrics`]: how far a quantized weight is from the original       |
-//! | `modelopt.rs`           | ModelOpt's own functions, with its arithmetic                      |
-//! | `recipe.rs`             | [`Recipe`]: what is chosen for the weights of a model, as TOML     |
-//! | `error.rs`              | [`SearchError`], [`RecipeError`]                                   |
+//! | file                   | what it holds                                                    |
+//! |------------------------|------------------------------------------------------------------|
+//! | `scheme.rs`            | [`Fp4Scheme`]: the choices for a tensor; its tensor factors      |
+//! | `rule.rs`              | [`ScaleRule`]: the published rules for scales and codes          |
+//! | `method.rs`            | [`Method`], [`ChosenBy`], [`ScaleSearch`]: the methods           |
+//! | `names.rs`             | parsing and printing of the names in these rows                  |
+//! | `rows.rs`              | the macro of these tables                                        |
+//! | `scale_grid.rs`        | the block scales of a format                                     |
+//! | `e2m1.rs`              | rounding to elements, in a few operations on bits                |
+//! | `rounding.rs`          | [`Rounding`]: to the nearest code, or at random                  |
+//! | `philox.rs`            | counter-based random numbers                                     |
+//! | `hadamard.rs`          | [`Hadamard`]: the transform before a product is quantized        |
+//! | `tensor_scale.rs`      | [`TensorScaling`], and the pair of factors of a tensor scale     |
+//! | `tile_reduce.rs`       | the sum over the rows of a tile                                  |
+//! | `reference/`           | **the reference quantizer**: slow and plain, the oracle          |
+//! | `host/`                | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16 |
+//! | `importance.rs`        | [`Importance`]: the cost of an error                             |
+//! | `gram.rs`              | [`Gram`]: `X^T X` of the inputs of a layer                       |
+//! | `gram_layout.rs`       | [`GramLayout`]: its tiles in memory                              |
+//! | `gptq.rs`              | [`Gptq`]: the options of GPTQ                                    |
+//! | `matrix.rs`            | products and triangular factors of dense matrices                |
+//! | `hessian_factor.rs`    | [`HessianFactor`]: a Gram matrix factorized for GPTQ             |
+//! | `best_tensor_scale.rs` | the search for a tensor scale                                    |
+//! | `quantize_weight.rs`   | quantization of a weight with a [`Method`] and [`Statistics`]    |
+//! | `metrics.rs`           | [`Metrics`]: the error of a quantized weight                     |
+//! | `modelopt.rs`          | ModelOpt's own functions, with its arithmetic                    |
+//! | `recipe.rs`            | [`Recipe`]: the choices for the weights of a model, as TOML      |
+//! | `error.rs`             | [`SearchError`], [`RecipeError`]                                 |
 
-// The indices of loops over lanes and matrices are those of the formulas.
+// Loops over lanes and matrices use the indices of the formulas.
 #![allow(clippy::needless_range_loop)]
 
 #[macro_use]

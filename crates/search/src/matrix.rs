@@ -1,10 +1,11 @@
-//! Products and triangular factors of dense matrices, in blocks that are products again.
+//! Products and triangular factors of dense matrices, blocked so that most of the work is in
+//! products.
 
 use core::ops::Range;
 
 use gemm::{Parallelism, gemm};
 
-/// A matrix in a slice, its elements any distance apart along rows and columns.
+/// Borrows a matrix from a slice, with any strides.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix<'a, T> {
     values: &'a [T],
@@ -15,7 +16,7 @@ pub(crate) struct Matrix<'a, T> {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// A matrix `[rows, cols]`, row by row.
+    /// Borrows a matrix `[rows, cols]` stored row by row.
     pub(crate) fn row_major(values: &'a [T], rows: usize, cols: usize) -> Self {
         assert_eq!(values.len(), rows * cols, "elements of a matrix [{rows}, {cols}]");
         Self { values, rows, cols, row_stride: cols, col_stride: 1 }
@@ -26,7 +27,7 @@ impl<'a, T> Matrix<'a, T> {
         Self { values, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 
-    /// Some of its rows and columns.
+    /// Returns a part of the rows and columns.
     pub(crate) fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
         assert!(rows.end <= self.rows && cols.end <= self.cols, "{rows:?}, {cols:?}");
         let first = rows.start * self.row_stride + cols.start * self.col_stride;
@@ -34,7 +35,7 @@ impl<'a, T> Matrix<'a, T> {
         Self { values, rows: rows.len(), cols: cols.len(), ..self }
     }
 
-    /// The index after that of the last element.
+    /// Returns the index after the last element.
     fn end(&self) -> usize {
         match self.rows == 0 || self.cols == 0 {
             true => 0,
@@ -43,7 +44,7 @@ impl<'a, T> Matrix<'a, T> {
     }
 }
 
-/// What matrices are made of here.
+/// A float type of matrices.
 pub(crate) trait Real: Copy + Send + Sync + 'static {
     const ONE: Self;
 }
@@ -57,7 +58,7 @@ impl Real for f64 {
 }
 
 /// Adds `factor * left * right` to a matrix whose rows begin `stride` elements apart in `sums`, on
-/// several threads where it is large.
+/// several threads if it is large.
 pub(crate) fn add_product<T: Real>(
     sums: &mut [T],
     stride: usize,
@@ -72,9 +73,9 @@ pub(crate) fn add_product<T: Real>(
     }
     assert!(cols <= stride && (rows - 1) * stride + cols <= sums.len(), "[{rows}, {cols}]");
     assert!(left.end() <= left.values.len() && right.end() <= right.values.len());
-    // SAFETY: the last element of each matrix lies within its slice, as asserted above; rows of
-    // the sums do not overlap, and nothing else refers to them. `T` is f32 or f64, which are all
-    // that are `Real`, and which `gemm` knows.
+    // SAFETY: the last element of each matrix lies within its slice, as asserted above; rows of the
+    // sums do not overlap, and nothing else refers to them. `T` is f32 or f64, the only types that
+    // implement `Real`, and `gemm` knows both.
     unsafe {
         gemm(
             rows,
@@ -100,7 +101,7 @@ pub(crate) fn add_product<T: Real>(
     }
 }
 
-/// The product `[left rows, right columns]`, row by row.
+/// Returns the product `[left rows, right columns]`, row by row.
 pub(crate) fn product<T: Real + Default>(left: Matrix<'_, T>, right: Matrix<'_, T>) -> Vec<T> {
     let mut sums = vec![T::default(); left.rows * right.cols];
     add_product(&mut sums, right.cols, T::ONE, left, right);
@@ -110,13 +111,13 @@ pub(crate) fn product<T: Real + Default>(left: Matrix<'_, T>, right: Matrix<'_, 
 /// Side of a block that is factored or inverted element by element.
 const CORNER: usize = 64;
 
-/// Columns of a panel of a triangular matrix: what a panel holds of the other half is computed in
-/// vain.
+/// Number of columns of a panel of a triangular matrix. The elements of a panel in the other half
+/// are computed in vain.
 const PANEL: usize = 512;
 
 /// Replaces a symmetric positive definite matrix `[n, n]` by the inverse of its lower Cholesky
-/// factor, zero above the diagonal: `A^-1 = X^T X`. Nothing if it is singular; of the matrix, the
-/// part on and below the diagonal is read.
+/// factor, zero above the diagonal: `A^-1 = X^T X`. Returns `None` if the matrix is singular. Reads
+/// the lower half and the diagonal.
 pub(crate) fn invert_factor(matrix: &mut [f64], n: usize) -> Option<()> {
     assert_eq!(matrix.len(), n * n, "elements of a matrix [{n}, {n}]");
     factor(matrix, n)?;
@@ -127,8 +128,8 @@ pub(crate) fn invert_factor(matrix: &mut [f64], n: usize) -> Option<()> {
     Some(())
 }
 
-/// The lower factor L of `A = L L^T`, right-looking: blocks along the diagonal are factored, and
-/// what they determine is subtracted from all that follows.
+/// Computes the lower factor L of `A = L L^T`, right-looking: factors a block on the diagonal, then
+/// subtracts its part from everything that follows.
 fn factor(matrix: &mut [f64], n: usize) -> Option<()> {
     for first in (0..n).step_by(CORNER) {
         let end = n.min(first + CORNER);
@@ -155,7 +156,7 @@ fn factor(matrix: &mut [f64], n: usize) -> Option<()> {
     Some(())
 }
 
-/// The lower factor of the first `width` rows and columns of a matrix with rows `stride` apart.
+/// Factorizes the first `width` rows and columns of a matrix with rows `stride` apart.
 fn factor_corner(matrix: &[f64], stride: usize, width: usize) -> Option<Vec<f64>> {
     let mut lower = vec![0.0; width * width];
     for row in 0..width {
@@ -173,8 +174,8 @@ fn factor_corner(matrix: &[f64], stride: usize, width: usize) -> Option<Vec<f64>
     Some(lower)
 }
 
-/// Replaces a lower triangular matrix, zero above the diagonal, by its inverse. Row by row of
-/// blocks: those above are of the inverse already.
+/// Replaces a lower triangular matrix, zero above the diagonal, by its inverse, one row of blocks
+/// after the other. The rows above already hold the inverse.
 fn invert_lower(matrix: &mut [f64], n: usize) {
     for first in (0..n).step_by(CORNER) {
         let end = n.min(first + CORNER);
@@ -202,7 +203,7 @@ fn invert_lower(matrix: &mut [f64], n: usize) {
     }
 }
 
-/// [`invert_lower`], element by element.
+/// Inverts a lower triangular matrix element by element; see [`invert_lower`].
 fn invert_corner(lower: &mut [f64], width: usize) {
     for row in 0..width {
         let pivot = 1.0 / lower[row * (width + 1)];
@@ -229,8 +230,8 @@ mod tests {
         matrix
     }
 
-    /// Of integers, so that no order of summation matters; on both sides of what is multiplied by
-    /// several threads.
+    /// Products of integers, so that no order of summation matters, below and above the size that
+    /// several threads multiply.
     #[test]
     fn products_of_parts_are_those_of_their_elements() {
         for (rows, inner, cols) in [(0, 3, 2), (2, 0, 3), (1, 1, 1), (5, 7, 3), (300, 65, 270)] {
@@ -269,7 +270,7 @@ mod tests {
         for n in [0, 1, 2, 16, 63, 64, 65, 200, 640] {
             let matrix = definite(n);
             let mut inverse = matrix.clone();
-            // What is above the diagonal is not read.
+            // Values above the diagonal are not read.
             for row in 0..n {
                 inverse[row * n + row + 1..][..n - row - 1].fill(f64::NAN);
             }

@@ -1,4 +1,4 @@
-//! How far a quantized weight is from the original, in its values and in the outputs of its layer.
+//! [`Metrics`]: the error of a quantized weight, and of the outputs of its layer.
 
 use burn_fp4_formats::{Packed, check_length};
 
@@ -8,20 +8,20 @@ use crate::host::{self, HostElement, PackedView, View};
 use crate::matrix::{Matrix, product};
 use crate::quantize_weight::dense_rows;
 
-/// How far a quantized weight is from the original, as the other projects measure it.
+/// The error of a quantized weight, in the measures of other projects.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Metrics {
     /// `|Wq - W| / |W|` in percent, Euclidean; 0 for an all-zero weight that stayed so.
     pub weight_error_percent: f64,
-    /// The same in decibels: `-20 log10(|Wq - W| / |W|)`; infinite where there is no error.
+    /// The same ratio in decibels: `-20 log10(|Wq - W| / |W|)`; infinite without an error.
     pub sqnr_db: f64,
 }
 
-/// Activations that are multiplied at a time.
+/// Number of activations multiplied at a time.
 const CHUNK: usize = 1024;
 
 impl Metrics {
-    /// Of a weight `[rows, cols]` and its quantized form.
+    /// Compares a weight `[rows, cols]` with its quantized form.
     ///
     /// # Errors
     /// [`SearchError::Format`] if the weight does not have the shape of the packed one.
@@ -33,8 +33,8 @@ impl Metrics {
         Ok(Self { weight_error_percent: 100.0 * ratio, sqnr_db: -20.0 * ratio.log10() })
     }
 
-    /// `|X (Wq - W)^T| / |X W^T|` in percent for activations `X [rows, cols]`: one product of the
-    /// difference, so that nothing cancels, its squares summed in f64.
+    /// Computes `|X (Wq - W)^T| / |X W^T|` in percent for activations `X [rows, cols]`. One product
+    /// of the difference, so that nothing cancels; its squares are summed in f64.
     ///
     /// # Errors
     /// [`SearchError::Format`] if a length does not fit, [`SearchError::Activation`] naming the
@@ -60,9 +60,9 @@ impl Metrics {
     }
 }
 
-/// Sums the squares of what quantization changes in the outputs of a layer, and of the outputs:
-/// `tr(E H E^T)` for the errors E of its weight, and `tr(W H W^T)` for the weight W, by the Gram
-/// matrix H of its inputs, in f64.
+/// Sums the squares of the errors of a layer's outputs, and of the outputs: `tr(E H E^T)` for the
+/// errors E of its weight, and `tr(W H W^T)` for the weight W, given the Gram matrix H of its
+/// inputs, in f64.
 ///
 /// ```
 /// use burn_fp4_search::formats::Fp4Format;
@@ -91,7 +91,7 @@ pub fn squared_output_error<T: HostElement>(
     host::dequantize(packed, View::rows(view.packed_rows(), view.axis), &mut errors)?;
     errors.iter_mut().zip(&rows).for_each(|(value, exact)| *value -= exact);
     let outputs = gram.squared_outputs(&rows)?;
-    // Codes and scales may stand for more than f32 has.
+    // Codes and scales can stand for values beyond the range of f32.
     let finite = errors.iter().all(|error| error.is_finite());
     Ok([if finite { gram.squared_outputs(&errors)? } else { f64::INFINITY }, outputs])
 }

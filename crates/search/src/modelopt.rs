@@ -9,14 +9,14 @@ use burn_fp4_formats::{E2M1, FormatError, Fp4Format, Minifloat, unpack_nibbles};
 /// The number format of the block scales.
 const SCALE: Minifloat = Fp4Format::NvFp4.row().block_scale;
 
-/// Below this, a scale's amax counts as no amax at all.
+/// Amaxes of scales up to this value are replaced by 1.
 const SMALLEST_SCALE_AMAX: f32 = 1.0 / (1 << 24) as f32;
 
-/// The scale of every block, as f32, from the block amaxes.
+/// Computes the scale of every block, as f32, from the block amaxes.
 ///
-/// Unquantized it is `amax / 6`. Quantized, it is what a block scale can represent when the largest
-/// amax (`global_amax`, or the largest in `amax`) maps to `largest_scale` (448, or 256 to leave
-/// room for Four Over Six). Unlike in a checkpoint, a small block scale may become 0.
+/// Unquantized it is `amax / 6`. Quantized, it is rounded to a block scale, where the largest amax
+/// (`global_amax`, or the largest in `amax`) maps to `largest_scale` (448, or 256 to leave room for
+/// Four Over Six). Unlike in a checkpoint, a small block scale may become 0.
 pub fn compute_fp4_scales(
     amax: &[f32],
     global_amax: Option<f32>,
@@ -38,8 +38,8 @@ pub fn compute_fp4_scales(
         .collect()
 }
 
-/// The values of packed codes: `(element x scale) x global_scale`, one scale per `block_size`
-/// elements in order.
+/// Computes the values of packed codes: `(element x scale) x global_scale`, one scale per
+/// `block_size` elements in order.
 ///
 /// # Errors
 /// [`FormatError::Length`] if the scales do not cover the codes.
@@ -63,11 +63,11 @@ pub fn fp4_dequantize(
         .collect())
 }
 
-/// Rounds every value to the FP4 grid of its block: the nearest element times the block's scale by
-/// [`compute_fp4_scales`].
+/// Rounds every value to the FP4 grid of its block: the nearest element times the block's scale
+/// from [`compute_fp4_scales`].
 ///
 /// The block size is the number of values divided by the number of amaxes. A scale of 0 makes its
-/// block 0; one that is NaN or infinite counts as 1. A NaN becomes -6 times the scale.
+/// block 0; a scale that is NaN or infinite counts as 1. A NaN becomes -6 times the scale.
 ///
 /// # Errors
 /// [`FormatError::Indivisible`] if the amaxes do not divide the values.
@@ -87,10 +87,10 @@ pub fn static_blockwise_fp4_fake_quant(
         .collect())
 }
 
-/// Values per amax.
+/// Returns the number of values per amax.
 ///
 /// # Errors
-/// [`FormatError::Indivisible`] if there is no whole number of them.
+/// [`FormatError::Indivisible`] if it is not whole.
 pub fn block_size(values: usize, amaxes: usize) -> Result<usize, FormatError> {
     if amaxes > 0 && values.is_multiple_of(amaxes) {
         Ok(values / amaxes)

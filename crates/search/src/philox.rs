@@ -1,17 +1,17 @@
 //! Counter-based random numbers: Philox 4x32 with 10 rounds (Salmon et al., "Parallel random
-//! numbers: as easy as 1, 2, 3", SC 2011). What is drawn for an element depends on a key and a
-//! counter alone, not on the engine or the order.
+//! numbers: as easy as 1, 2, 3", SC 2011). The draw for an element depends on a key and a counter
+//! alone, not on the engine or the order.
 
-/// Rounds.
+/// Number of rounds.
 pub const ROUNDS: u32 = 10;
 
-/// What the first and the third word of the counter are multiplied by.
+/// Multipliers of the first and the third word of the counter.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 
-/// What the words of the key grow by each round.
+/// Increments of the words of the key, each round.
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Four random words for a counter.
+/// Returns four random words for a counter.
 #[inline(always)]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
@@ -32,7 +32,7 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 mod tests {
     use super::*;
 
-    /// The known answers that the authors' library is tested with.
+    /// The known answers in the tests of the authors' library.
     #[test]
     fn known_answers() {
         let of = |counter, key| philox(counter, key);

@@ -1,4 +1,4 @@
-//! A weight quantized by a [`Method`], with whatever of the activations that needs.
+//! Quantization of a weight with a [`Method`] and the [`Statistics`] that it needs.
 
 use burn_fp4_formats::{Fp4Format, Packed};
 
@@ -14,7 +14,7 @@ use crate::scheme::Fp4Scheme;
 /// Statistics of the inputs of a layer.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Statistics<'a> {
-    /// Nothing.
+    /// No statistics.
     #[default]
     None,
     /// The mean square of every channel, or a multiple of it.
@@ -24,7 +24,7 @@ pub enum Statistics<'a> {
 }
 
 impl Method {
-    /// The scheme of the method for a format and block size.
+    /// Returns the scheme of the method for a format and block size.
     pub fn scheme(self, format: Fp4Format, block_size: usize) -> Fp4Scheme {
         let rule = ScaleRule::of_format(format);
         Fp4Scheme::of(rule).with_block_size(block_size).with_search(self.row().chosen_by.search())
@@ -34,9 +34,9 @@ impl Method {
     /// matrix.
     ///
     /// # Errors
-    /// A weight that is not finite; a block size or format that the method is not defined for, or
-    /// that does not divide the columns; a Gram matrix of another number of channels; one that is
-    /// missing ([`SearchError::Uncalibrated`]).
+    /// A weight that is not finite; a format that the method is not defined for; a block size that
+    /// does not divide the columns; a Gram matrix of another number of channels, or a missing one
+    /// ([`SearchError::Uncalibrated`]).
     pub fn quantize(
         self,
         weight: &[f32],
@@ -51,11 +51,11 @@ impl Method {
         self.quantize_view(weight, View::rows(rows, cols), &scheme, statistics)
     }
 
-    /// Quantizes a tensor of any float type along any axis, by the method's search and the rest of
-    /// the scheme.
+    /// Quantizes a tensor of any float type along any axis. The search of the scheme is replaced by
+    /// the method's.
     ///
     /// # Errors
-    /// As [`quantize`](Self::quantize); [`SearchError::Importance`] for second moments where the
+    /// As [`quantize`](Self::quantize); [`SearchError::Importance`] for second moments if the
     /// method takes Gram matrices.
     pub fn quantize_view<T: HostElement>(
         self,
@@ -69,7 +69,7 @@ impl Method {
 }
 
 impl ChosenBy {
-    /// Checks a scheme, whose search is not looked at, and that the method goes with it.
+    /// Checks a scheme, without its search, and that the method goes with it.
     ///
     /// # Errors
     /// As [`Fp4Scheme::validate`], [`Gptq::validate`](crate::Gptq::validate) and
@@ -83,10 +83,10 @@ impl ChosenBy {
         }
     }
 
-    /// [`Method::quantize_view`] with these options.
+    /// Quantizes a tensor as [`Method::quantize_view`] does, with these options.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Method::quantize_view`].
     pub fn quantize_view<T: HostElement>(
         &self,
         weight: &[T],
@@ -130,7 +130,7 @@ impl ChosenBy {
     }
 }
 
-/// The packed rows of a tensor, f32, wherever they lie.
+/// Copies the packed rows of a tensor, in f32.
 pub(crate) fn dense_rows<T: HostElement>(weight: &[T], view: View) -> Vec<f32> {
     let row = |row: usize| {
         let start = row / view.inner * view.axis * view.inner + row % view.inner;

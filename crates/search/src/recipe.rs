@@ -1,7 +1,7 @@
-//! [`Recipe`]: what is chosen for the weights of a model, as a TOML file.
+//! [`Recipe`]: the choices for the weights of a model, as a TOML file.
 //!
-//! What a recipe says of weights is decided here; who has the names decides which weights they are:
-//! the command `fp4`, of a file; a module of Burn, of what it would be in one.
+//! This file turns the entries of a recipe into schemes. The command `fp4` and Burn modules match
+//! the names of their weights with the entries.
 
 use core::fmt;
 use std::fs;
@@ -16,12 +16,12 @@ use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorScaling;
 
-/// What is chosen for the weights of a model: the TOML file of `fp4 quantize --recipe`, which a
-/// module of Burn is quantized by too. Keys are the names of the fields, with dashes.
+/// Holds the choices for the weights of a model: the TOML file of `fp4 quantize --recipe`, which
+/// Burn modules can use too. Keys are the names of the fields, with dashes.
 ///
-/// Weights have their names in a checkpoint, `model.layers.0.mlp.up_proj.weight`, or those of their
-/// modules, without `.weight`. In lists of names `*` and `?` are wild cards of a whole name, and
-/// `re:` begins a regular expression that matches from the start of a name on.
+/// Weights have their names in a checkpoint, `model.layers.0.mlp.up_proj.weight`, or the names of
+/// their modules, without `.weight`. In lists of names `*` and `?` are wild cards and match a whole
+/// name; `re:` begins a regular expression that matches from the start of a name.
 ///
 /// ```
 /// use burn_fp4_search::formats::Fp4Format;
@@ -50,72 +50,72 @@ use crate::tensor_scale::TensorScaling;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Recipe {
-    /// The format of weights, where [`weights`](Self::weights) says no other; without, that of
-    /// [`Fp4Scheme::default`].
+    /// Format of weights for which [`weights`](Self::weights) does not set another; by default that
+    /// of [`Fp4Scheme::default`].
     pub format: Option<Fp4Format>,
-    /// Elements that share a block scale; without, the format's own number.
+    /// Number of elements that share a block scale; by default the format's own.
     pub block_size: Option<usize>,
     /// The dialect to write, by its name in `burn-fp4-checkpoints`.
     pub dialect: Option<String>,
-    /// How scales and codes are chosen; without, [`Method::default`].
+    /// Method that chooses scales and codes; by default [`Method::default`].
     pub method: Option<Method>,
-    /// The arithmetic of scales; without, the first rule of the format.
+    /// Rule for the arithmetic of scales; by default the first rule of the format.
     pub rule: Option<ScaleRule>,
-    /// Which weights, by the name of a preset of `burn-fp4-checkpoints`.
+    /// Preset that selects weights, by its name in `burn-fp4-checkpoints`.
     pub preset: Option<String>,
-    /// Weights that are kept, whatever else is said.
+    /// Weights that always stay dense.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub keep: Vec<String>,
-    /// Which weights, instead of those that a preset chooses.
+    /// Weights to quantize, instead of the selection of a preset.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub only: Vec<String>,
-    /// Layers at the start that are kept.
+    /// Number of layers at the start that stay dense.
     pub first_layers_high_precision: Option<usize>,
-    /// Layers at the end that are kept.
+    /// Number of layers at the end that stay dense.
     pub last_layers_high_precision: Option<usize>,
-    /// Whether layers that inference engines run as one (query, key and value; gate and up) are
-    /// kept or quantized together, in one format and with one tensor scale; without, if the dialect
-    /// is read by such engines.
+    /// True if layers that inference engines fuse (query, key and value; gate and up) have one
+    /// format and tensor scale, or stay dense, together. By default true if such engines read the
+    /// dialect.
     pub together: Option<bool>,
     /// A file with statistics of the inputs of layers.
     pub calibration: Option<PathBuf>,
-    /// What else is chosen for some of the weights that a preset or [`only`](Self::only) chooses.
-    /// Of several that name a weight the last one counts.
+    /// Choices for some of the weights that a preset or [`only`](Self::only) selects. If several
+    /// entries match a weight, the last one wins.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub weights: Vec<RecipeWeights>,
 }
 
-/// What a [`Recipe`] says of some weights; what is not said here is as for all others. Another
-/// format has a block size and a rule of its own.
+/// An entry of a [`Recipe`] for some weights. Open choices are those for all weights, but another
+/// format brings its own block size and rule.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct RecipeWeights {
-    /// Their names, one at least.
+    /// Names of the weights, at least one.
     pub names: Vec<String>,
-    /// Their format, or dense.
+    /// Format of the weights, or dense.
     pub format: Option<RecipeFormat>,
-    /// Elements that share a block scale.
+    /// Number of elements that share a block scale.
     pub block_size: Option<usize>,
-    /// How scales and codes are chosen.
+    /// Method that chooses scales and codes.
     pub method: Option<Method>,
-    /// The arithmetic of scales.
+    /// Rule for the arithmetic of scales.
     pub rule: Option<ScaleRule>,
 }
 
-/// What weights become: `"dense"`, or the name of a format.
+/// The format of weights in a recipe: `"dense"`, or the name of a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum RecipeFormat {
-    /// They are kept as they are.
+    /// Weights stay dense.
     Dense,
-    /// They are quantized.
+    /// Weights are quantized.
     Fp4(Fp4Format),
 }
 
-/// How a [`Recipe`] has weights quantized.
+/// The method and scheme that a [`Recipe`] sets for weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RecipeScheme {
-    /// How scales and codes are chosen.
+    /// Method that chooses scales and codes.
     pub method: Method,
     /// Format, rule and blocks, with the search of the method.
     pub scheme: Fp4Scheme,
@@ -125,11 +125,11 @@ pub struct RecipeScheme {
 const DENSE: &str = "dense";
 
 impl Recipe {
-    /// The recipe of a text in TOML.
+    /// Parses a recipe in TOML.
     ///
     /// # Errors
-    /// [`RecipeError::Syntax`] with the line, and [`RecipeError::OnlyWithPreset`]. Whether choices
-    /// go together is told by [`base`](Self::base) and [`schemes`](Self::schemes).
+    /// [`RecipeError::Syntax`] with the line, and [`RecipeError::OnlyWithPreset`].
+    /// [`base`](Self::base) and [`schemes`](Self::schemes) check that choices go together.
     pub fn parse(text: &str) -> Result<Self, RecipeError> {
         let recipe: Self = toml::from_str(text).map_err(|error| {
             let before = &text[..error.span().map_or(0, |span| span.start)];
@@ -140,11 +140,11 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The recipe of a file.
+    /// Reads a recipe from a file.
     ///
     /// # Errors
-    /// [`RecipeError::File`] if it cannot be read; [`RecipeError::In`] with what is wrong in it, as
-    /// [`parse`](Self::parse) says it.
+    /// [`RecipeError::File`] if it cannot be read; [`RecipeError::In`] with the error of
+    /// [`parse`](Self::parse).
     pub fn read(path: impl AsRef<Path>) -> Result<Self, RecipeError> {
         let path = path.as_ref();
         let file = |source| RecipeError::File { path: path.to_owned(), source };
@@ -155,16 +155,16 @@ impl Recipe {
         })
     }
 
-    /// The text that [`parse`](Self::parse) makes this recipe of.
+    /// Writes the recipe as text for [`parse`](Self::parse).
     ///
     /// # Errors
-    /// [`RecipeError::NotToml`] for a path of a calibration that is no text, and for numbers that
-    /// TOML does not have.
+    /// [`RecipeError::NotToml`] for a calibration path that is not UTF-8, and for numbers beyond
+    /// the range of TOML.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
         toml::to_string_pretty(self).map_err(|error| RecipeError::NotToml(error.to_string()))
     }
 
-    /// Writes the file that [`read`](Self::read) reads.
+    /// Writes a file for [`read`](Self::read).
     ///
     /// # Errors
     /// As [`to_toml`](Self::to_toml), and [`RecipeError::File`] if it cannot be written.
@@ -174,7 +174,7 @@ impl Recipe {
         fs::write(path, self.to_toml()?).map_err(file)
     }
 
-    /// How weights are quantized that none of [`weights`](Self::weights) names.
+    /// Returns the scheme of weights that match no entry of [`weights`](Self::weights).
     ///
     /// # Errors
     /// [`RecipeError`] for choices that do not go together.
@@ -183,8 +183,7 @@ impl Recipe {
         resolved(None, self.base_format(), self.block_size, self.method, self.rule)
     }
 
-    /// By entry of [`weights`](Self::weights), how its weights are quantized; none if they are
-    /// dense.
+    /// Returns a scheme for every entry of [`weights`](Self::weights); `None` for dense weights.
     ///
     /// # Errors
     /// [`RecipeError`] for choices that do not go together, with the names of the weights.
@@ -214,7 +213,7 @@ impl Recipe {
         resolved(Some(named), format, block_size, method.or(self.method), rule).map(Some)
     }
 
-    /// A preset and a list are two ways to say which weights.
+    /// Checks that weights are not selected both with a preset and with a list.
     fn check_selection(&self) -> Result<(), RecipeError> {
         match self.preset.is_some() && !self.only.is_empty() {
             true => Err(RecipeError::OnlyWithPreset),
@@ -227,7 +226,7 @@ impl Recipe {
     }
 }
 
-/// Choices with what is left open decided, if they go together.
+/// Fills in open choices, and checks that all go together.
 fn resolved(
     weights: Option<String>,
     format: Fp4Format,
@@ -258,7 +257,7 @@ fn resolved(
 }
 
 impl RecipeScheme {
-    /// The same with a tensor scale of 1, for files that have no place for another.
+    /// Sets the tensor scale to 1, for files that cannot hold one.
     #[must_use]
     pub const fn without_tensor_scale(self) -> Self {
         match self.scheme.rule.row().tensor_scale {
@@ -315,7 +314,7 @@ mod tests {
         let found = first(all).unwrap().unwrap();
         assert_eq!(found, Recipe::parse(all).unwrap().base().unwrap());
         assert_eq!((found.scheme.block_size, found.scheme.rule), (32, ScaleRule::TeDivision));
-        // Those of another format are its own.
+        // Another format brings its own block size and rule.
         let found = first(&format!("{all}format = \"mxfp4\"\n")).unwrap().unwrap();
         assert_eq!(found.scheme, Fp4Scheme::mxfp4());
         assert_eq!(found.method, Method::Amax);

@@ -1,49 +1,49 @@
-//! How elements become codes, given their scale.
+//! [`Rounding`]: from elements to codes, given their scale.
 
 use burn_fp4_formats::{E2M1, E2M1_VALUES};
 use serde::{Deserialize, Serialize};
 
 use crate::philox::philox;
 
-/// How an element becomes a code, given the scale of its block.
+/// Rounds an element to a code, given the scale of its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rounding {
-    /// The nearest code, of two the even one.
+    /// To the nearest code, ties to the even one.
     #[default]
     Nearest,
-    /// One of the two codes around it, at random: the nearer one is the likelier, so that the mean
-    /// over many draws is the element itself. Scales are rounded to nearest all the same.
+    /// To one of the two codes around the element, at random. The nearer one is likelier, so that
+    /// the mean over many draws is the element itself. Scales are still rounded to nearest.
     Stochastic(Draw),
 }
 
-/// Which random numbers are drawn for a tensor: the same for every engine, device and launch.
+/// Selects the random numbers of a tensor: the same on every engine, device and launch.
 ///
-/// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter
-/// `(index / 8, 0, step)`, where `index` counts the elements of the packed matrix.
+/// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter `(index / 8, 0,
+/// step)`, where `index` counts the elements of the packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Draw {
-    /// Which sequence.
+    /// Seed of the sequence.
     pub seed: u64,
-    /// Where in the sequence; a training step, for example.
+    /// Position in the sequence, such as a training step.
     pub step: u64,
 }
 
 impl Draw {
-    /// Elements that four words of 32 bits serve.
+    /// Number of elements that share four words of 32 bits.
     pub const GROUP: u32 = 8;
 
-    /// The key.
+    /// Returns the key.
     pub const fn key(self) -> [u32; 2] {
         [self.seed as u32, (self.seed >> 32) as u32]
     }
 
-    /// The last two words of the counter.
+    /// Returns the last two words of the counter.
     pub const fn counter(self) -> [u32; 2] {
         [self.step as u32, (self.step >> 32) as u32]
     }
 
-    /// The random bits of eight neighbouring elements, the first a multiple of eight.
+    /// Returns the random bits of the eight neighbouring elements of a group.
     #[inline(always)]
     pub fn group(self, group: u32) -> [u16; Self::GROUP as usize] {
         let [low, high] = self.counter();
@@ -51,7 +51,7 @@ impl Draw {
         core::array::from_fn(|element| (words[element / 2] >> (16 * (element % 2))) as u16)
     }
 
-    /// Another sequence of the same seed, for example for another tensor of the same step.
+    /// Derives another sequence of the same seed, for example for another tensor of the same step.
     pub fn stream(self, stream: u64) -> Self {
         let [a, b, c, d] = [stream as u32, (stream >> 32) as u32, u32::MAX, u32::MAX];
         let [low, high, ..] = philox([a, b, c, d], self.key());
@@ -59,8 +59,8 @@ impl Draw {
     }
 }
 
-/// The E2M1 code of an element, rounded up in magnitude if `(bits + 1/2) / 2^16` is less than its
-/// distance from the code below, as a fraction of the step to the code above; a NaN gives 0.
+/// Rounds an element to an E2M1 code: up in magnitude if `(bits + 1/2) / 2^16` is less than its
+/// distance from the code below, as a fraction of the step to the code above. A NaN gives 0.
 pub fn stochastic_code(element: f32, bits: u16) -> u8 {
     if element.is_nan() {
         return 0;

@@ -1,4 +1,4 @@
-//! [`rows`]: the table of an enum, in which every variant has one row.
+//! The macro `rows!`: the table of an enum, in which every variant has one row.
 
 /// Defines `ALL` and `row` of an enum from a table, a line for each variant. The compiler refuses a
 /// variant without a row.

@@ -1,9 +1,8 @@
-//! The block scales that a format has, as the searches see them, derived from its row.
+//! The block scales of a format for searches, derived from the format's row.
 //!
-//! A search works in the units of a block (`BlockNormalization`): elements are multiplied by a factor, so that
-//! the values of the scales are those of the format's table (a float grid) or `2^(code - base)`
-//! (powers of two). What the host engine computes faster is in `host/scale_grid.rs`; the constants
-//! are those of every engine.
+//! A search normalizes a block (`BlockNormalization`): it multiplies the elements by a factor that
+//! gives the scales the values of the format's table (a float grid) or `2^(code - base)` (powers of
+//! two). `host/scale_grid.rs` computes the same faster; the constants are shared by every engine.
 
 use core::ops::RangeInclusive;
 
@@ -21,26 +20,27 @@ pub const SIXTH: f32 = 1.0 / E2M1.max_value();
 /// Binade of the largest element: floor(log2 6).
 pub const ELEMENT_BINADE: u32 = (1 << E2M1.exponent_bits) - 1 - E2M1.bias as u32;
 
-/// Powers of two above the base from which on every element of a block rounds to 0.
+/// Number of powers of two above the base from which on every element of a block rounds to 0.
 pub const POWERS_ABOVE: u32 = 5;
 
-/// Powers of two below the base from which on 6 times a scale is nothing beside the amax, in f32.
+/// Number of powers of two below the base from which on 6 times a scale vanishes next to the amax,
+/// in f32.
 pub const POWERS_BELOW: u32 = 30;
 
-/// The amax over a scale up to which half the scale has no larger squared error; see
+/// Largest amax over scale for which half the scale has no larger squared error; see
 /// `reference/sse.rs`.
 pub const HALF_IS_AS_GOOD: f32 = 3.5;
 
-/// By less than this part of it, rounding may move a limit of the scales that are tried; the limits
-/// are moved outward by as much.
+/// Relative margin by which the limits of the scales to try are moved outward. Rounding moves them
+/// by less.
 pub const MARGIN: f32 = 1.0 / 1024.0;
 
-/// How the amax of a block is rounded to a power of two.
+/// Rounds the amax of a block to a power of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PowerRounding {
     /// 2^(floor(log2 amax) - 2).
     Floor,
-    /// The same of amax rounded to one mantissa bit.
+    /// [`Floor`](Self::Floor) of amax rounded to one mantissa bit.
     Even,
     /// 2^ceil(log2(amax / 6)).
     RoundUp,
@@ -48,8 +48,8 @@ pub enum PowerRounding {
     Ceil,
 }
 
-/// The code of the power of two for a block with this amax, NaN unless that is finite. On the bits
-/// of amax: exact where a logarithm would not be.
+/// Returns the code of the power of two for a block with this amax; NaN if the amax is not finite.
+/// It works on the bits of amax, exact where a logarithm would not be.
 ///
 /// The bias of `row` is that of f32, so that a code is the exponent field of its value.
 #[inline(always)]
@@ -77,8 +77,8 @@ pub(crate) fn power_of_two(row: &Minifloat, amax: f32, rounding: PowerRounding) 
     exponent.saturating_sub(ELEMENT_BINADE).min(row.max_code().into()) as u8
 }
 
-/// The units in which a block is searched: elements times `factor`, so that the values of its
-/// scales are those of the format's table, or 2^(code - base).
+/// Normalizes a block for a search: elements are multiplied by `factor`, so that scales have the
+/// values of the format's table, or 2^(code - base).
 ///
 /// Powers of two, and tensor factors, bring every block into a range whose squares f32 holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -86,14 +86,14 @@ pub(crate) struct BlockNormalization {
     pub(crate) grid: ScaleGrid,
     pub(crate) factor: f32,
     pub(crate) base: u32,
-    /// Whether there is anything to search for: not among zeros, infinities and NaN, nor at the
-    /// ends of f32, where scales overflow or have no half (tensors up to 1e-32; MXFP4 blocks below
-    /// 2^-123 and from 2^127 on). Those keep the rule's scale.
+    /// True if a search may improve the block: not for zeros, infinities and NaN, nor at the ends
+    /// of f32, where scales overflow or have no half (tensors up to 1e-32; MXFP4 blocks below
+    /// 2^-123 and from 2^127 on). Such blocks keep the rule's scale.
     pub(crate) searchable: bool,
 }
 
 impl BlockNormalization {
-    /// The units of a block with this amax, in a tensor whose block scales are multiplied by
+    /// Normalizes a block with this amax, in a tensor whose block scales are multiplied by
     /// `encode`.
     #[inline(always)]
     pub(crate) fn new(grid: ScaleGrid, amax: f32, encode: f32) -> Self {
@@ -110,8 +110,8 @@ impl BlockNormalization {
         Self { grid, factor, base, searchable }
     }
 
-    /// The smallest scale that searches try. Below, all elements saturate, and the error is the
-    /// same in f32.
+    /// Returns the smallest scale that searches try. Below, all elements saturate, and the error is
+    /// the same in f32.
     #[inline(always)]
     pub(crate) fn lowest(&self) -> u8 {
         match self.grid {
@@ -121,7 +121,7 @@ impl BlockNormalization {
         }
     }
 
-    /// Every scale, ascending: of floats all but 0; of powers of two those from [`lowest`] to the
+    /// Returns every scale, ascending: floats without 0, or powers of two from [`lowest`] to the
     /// smallest at which all elements round to 0.
     ///
     /// [`lowest`]: Self::lowest
@@ -132,8 +132,8 @@ impl BlockNormalization {
         }
     }
 
-    /// The smallest scale at which every element of a block rounds to 0: any larger one does the
-    /// same. `amax` is in the units of the block.
+    /// Returns the smallest scale at which every element of a block rounds to 0, as it does at any
+    /// larger one. `amax` is normalized.
     pub(crate) fn zeros(&self, amax: f32) -> u8 {
         match self.grid {
             ScaleGrid::Float(row) => {
@@ -144,7 +144,7 @@ impl BlockNormalization {
         }
     }
 
-    /// The value of a scale.
+    /// Returns the value of a scale, relative to the normalization.
     #[inline(always)]
     pub(crate) fn value(&self, scale: u8) -> f32 {
         match self.grid {
@@ -156,13 +156,13 @@ impl BlockNormalization {
         }
     }
 
-    /// The scale, not 0, whose value is nearest to a positive one.
+    /// Returns the scale, not 0, whose value is nearest to a positive one.
     pub(crate) fn nearest(&self, value: f32) -> u8 {
         match self.grid {
             ScaleGrid::Float(row) => row.encode(value).max(1),
             ScaleGrid::PowersOfTwo(row) => {
                 let below = (value.to_bits() >> F32_MANTISSA_BITS) as i32;
-                // In the middle between powers of two is 1.5.
+                // The middle between powers of two is 1.5.
                 let up = (value.to_bits() >> (F32_MANTISSA_BITS - 1) & 1) as i32;
                 let code = self.base as i32 + below + up - F32_BIAS as i32;
                 code.clamp(0, row.max_code().into()) as u8
@@ -171,7 +171,7 @@ impl BlockNormalization {
     }
 }
 
-/// Whether a scale is the value 0, which no search chooses.
+/// Returns true if a scale is the value 0, which no search chooses.
 #[inline(always)]
 pub(crate) fn is_zero(grid: ScaleGrid, scale: u32) -> bool {
     match grid {
@@ -180,13 +180,14 @@ pub(crate) fn is_zero(grid: ScaleGrid, scale: u32) -> bool {
     }
 }
 
-/// The smallest power of two at which every element of a block rounds to 0.
+/// Returns the smallest power of two at which every element of a block rounds to 0.
 #[inline(always)]
 pub(crate) fn power_of_zeros(row: &Minifloat, base: u32) -> u32 {
     (base + POWERS_ABOVE).min(row.max_code().into())
 }
 
-/// Beyond it, what elements are multiplied by overflows for the smallest scale: 2^127 times that.
+/// The factor beyond which the smallest scale's multiplier overflows: 2^127 times the smallest
+/// scale.
 #[inline(always)]
 const fn largest_factor(row: &Minifloat) -> f32 {
     let smallest = 1 - row.bias - row.mantissa_bits as i32;

@@ -1,5 +1,5 @@
-//! Which format, rule, search, rounding and tensor scale a tensor is quantized by, and which of
-//! them go together.
+//! [`Fp4Scheme`]: the format, rule, search, rounding and tensor scale of a tensor, and the choices
+//! that go together.
 
 use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use crate::rounding::Rounding;
 use crate::rule::{Normalization, ScaleRule};
 use crate::tensor_scale::{TensorFactor, TensorScaling};
 
-/// What shares a block scale.
+/// Sets the elements that share a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Blocks {
@@ -23,11 +23,11 @@ pub enum Blocks {
     Tile16x16,
 }
 
-/// What the user-facing operations do with NaN and infinity.
+/// Sets the reaction of the user-facing operations to NaN and infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NonFinite {
-    /// Return an error that says so. Costs one read-back of the amax from the device.
+    /// Return an error. Costs one read-back of the amax from the device.
     #[default]
     Reject,
     /// Quantize as the reference does: a NaN anywhere makes every NVFP4 scale NaN, an infinity maps
@@ -35,7 +35,7 @@ pub enum NonFinite {
     FollowReference,
 }
 
-/// How a tensor is quantized. The default is NVFP4 as TransformerEngine does it.
+/// Sets how a tensor is quantized. The default is NVFP4 with the bits of TransformerEngine.
 ///
 /// ```
 /// use burn_fp4_search::{Blocks, Fp4Scheme, ScaleRule};
@@ -49,19 +49,19 @@ pub enum NonFinite {
 #[serde(default, deny_unknown_fields)]
 #[must_use]
 pub struct Fp4Scheme {
-    /// How amax becomes a scale. Decides the format.
+    /// Rule for turning amax into a scale. Decides the format.
     pub rule: ScaleRule,
-    /// Elements that share a block scale along the blocked axis, 16 or 32.
+    /// Number of elements that share a block scale along the blocked axis, 16 or 32.
     pub block_size: usize,
-    /// Runs or tiles.
+    /// Shape of blocks: runs or tiles.
     pub blocks: Blocks,
-    /// Which candidate scales are tried.
+    /// Search for the scale among candidates.
     pub search: ScaleSearch,
-    /// How elements become codes.
+    /// Rounding of elements to codes.
     pub rounding: Rounding,
-    /// Where the tensor scale comes from.
+    /// Source of the tensor scale.
     pub tensor_scale: TensorScaling,
-    /// What to do with NaN and infinity.
+    /// Reaction to NaN and infinity.
     pub non_finite: NonFinite,
 }
 
@@ -72,17 +72,17 @@ impl Default for Fp4Scheme {
 }
 
 impl Fp4Scheme {
-    /// NVFP4 with blocks of 16 by TransformerEngine's current rule.
+    /// NVFP4 with blocks of 16 and TransformerEngine's current rule.
     pub const fn nvfp4() -> Self {
         Self::of(ScaleRule::Te)
     }
 
-    /// MXFP4 with blocks of 32 by the rule of the OCP specification.
+    /// MXFP4 with blocks of 32 and the rule of the OCP specification.
     pub const fn mxfp4() -> Self {
         Self::of(ScaleRule::Floor)
     }
 
-    /// The rule with its format's own block size and no search.
+    /// A rule with its format's own block size and no search.
     pub const fn of(rule: ScaleRule) -> Self {
         Self {
             rule,
@@ -95,7 +95,7 @@ impl Fp4Scheme {
         }
     }
 
-    /// Sets the rule. The block size stays.
+    /// Sets the rule. The block size stays the same.
     pub const fn with_rule(mut self, rule: ScaleRule) -> Self {
         self.rule = rule;
         self
@@ -107,7 +107,7 @@ impl Fp4Scheme {
         self
     }
 
-    /// Sets what shares a block scale.
+    /// Sets the shape of blocks.
     pub const fn with_blocks(mut self, blocks: Blocks) -> Self {
         self.blocks = blocks;
         self
@@ -119,31 +119,32 @@ impl Fp4Scheme {
         self
     }
 
-    /// Sets how elements become codes.
+    /// Sets the rounding of elements to codes.
     pub const fn with_rounding(mut self, rounding: Rounding) -> Self {
         self.rounding = rounding;
         self
     }
 
-    /// Sets where the tensor scale comes from.
+    /// Sets the source of the tensor scale.
     pub const fn with_tensor_scale(mut self, tensor_scale: TensorScaling) -> Self {
         self.tensor_scale = tensor_scale;
         self
     }
 
-    /// Sets what happens to NaN and infinity.
+    /// Sets the reaction to NaN and infinity.
     pub const fn with_non_finite(mut self, non_finite: NonFinite) -> Self {
         self.non_finite = non_finite;
         self
     }
 
-    /// The format of the rule.
+    /// Returns the format of the rule.
     pub const fn format(&self) -> Fp4Format {
         self.rule.row().format
     }
 
-    /// Largest element times largest block scale that the tensor's amax maps to: 2688, or 1536 with
-    /// [`E4m3Range::E256`]. Powers of two have no tensor scale, and no range to map an amax to.
+    /// Returns the product of the largest element and the largest block scale, to which the
+    /// tensor's amax maps: 2688, or 1536 with [`E4m3Range::E256`]. Powers of two have no tensor
+    /// scale, so that their product is 1.
     pub fn largest_code_product(&self) -> f32 {
         let range = match self.search {
             ScaleSearch::FourOverSix { range, .. } => range,
@@ -155,7 +156,7 @@ impl Fp4Scheme {
         }
     }
 
-    /// Rows that share a block scale.
+    /// Number of rows that share a block scale.
     pub const fn tile_rows(&self) -> usize {
         match self.blocks {
             Blocks::Row => 1,
@@ -163,7 +164,7 @@ impl Fp4Scheme {
         }
     }
 
-    /// How many tensor scales a matrix of this many rows has: 1, or one per row.
+    /// Number of tensor scales of a matrix with this many rows: 1, or one per row.
     pub const fn tensor_scales(&self, rows: usize) -> usize {
         match self.tensor_scale {
             TensorScaling::Row if self.rule.row().tensor_scale => rows,
@@ -222,7 +223,7 @@ impl Fp4Scheme {
 }
 
 impl TensorFactor {
-    /// The factor for a tensor or row with this amax.
+    /// Computes the factor for a tensor or row with this amax.
     ///
     /// amax 0 and amaxes so small that the quotient overflows give `encode` = FLT_MAX; an infinite
     /// amax gives 1; NaN gives NaN (TransformerEngine's reference, section "global scales").
@@ -242,21 +243,23 @@ impl TensorFactor {
     }
 }
 
-/// `min(value, FLT_MAX)` that keeps NaN.
+/// Computes `min(value, FLT_MAX)`, keeping NaN.
 fn saturate(value: f32) -> f32 {
     if value > f32::MAX { f32::MAX } else { value }
 }
 
 impl TensorScaling {
+    /// Checks a given value.
+    ///
     /// # Errors
-    /// [`SearchError::TensorScale`] if a given value is not finite and positive.
+    /// [`SearchError::TensorScale`] if it is not finite and positive.
     fn validate(self) -> Result<(), SearchError> {
         let (what, found) = match self {
             Self::Tensor | Self::Row => return Ok(()),
             Self::Amax(found) => ("amax", found),
             Self::Multiplier(found) => ("multiplier", found),
         };
-        // An amax of 0 is what an all-zero tensor has.
+        // An all-zero tensor has an amax of 0.
         if found.is_finite() && (found > 0.0 || (found == 0.0 && what == "amax")) {
             Ok(())
         } else {

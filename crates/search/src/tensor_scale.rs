@@ -1,9 +1,9 @@
-//! Where the tensor scale comes from, and the pair of factors that stand for it.
+//! [`TensorScaling`]: the source of the tensor scale, and the pair of factors computed from it.
 
 use burn_fp4_formats::TensorScale;
 use serde::{Deserialize, Serialize};
 
-/// Where the tensor scale comes from, for rules that have one.
+/// Sets the source of the tensor scale, for rules that have one.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TensorScaling {
@@ -12,30 +12,30 @@ pub enum TensorScaling {
     Tensor,
     /// The amax of each row, a tensor scale per row ("per-token", TransformerEngine >= 2.16).
     Row,
-    /// A given amax, as tensors that share a scale or were calibrated have.
+    /// A given amax, for tensors that share a scale or were calibrated.
     Amax(f32),
-    /// A given multiplier, as a checkpoint holds it.
+    /// A given multiplier, such as one from a checkpoint.
     Multiplier(f32),
 }
 
-/// The tensor scale as the two factors that the rules use, and the amax it came from.
+/// Holds the tensor scale as the two factors that the rules use, with the amax it came from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TensorFactor {
-    /// Largest magnitude the factor was made for.
+    /// Largest magnitude that the factor was made for.
     pub amax: f32,
-    /// What block scales are multiplied by before they are rounded ("S_enc").
+    /// Multiplier of block scales before they are rounded ("S_enc").
     pub encode: f32,
-    /// What dequantization multiplies by: the stored tensor scale ("S_dec").
+    /// Multiplier of dequantization: the stored tensor scale ("S_dec").
     pub decode: f32,
 }
 
 impl TensorFactor {
-    /// The factor of a tensor that has none.
+    /// The factor of a tensor without a tensor scale.
     pub const ONE: Self = Self { amax: 1.0, encode: 1.0, decode: 1.0 };
 }
 
 impl TensorScaling {
-    /// The tensor scale that is stored: of the tensor, or of its rows.
+    /// Returns the tensor scale to store: one, or one per row.
     pub(crate) fn stored(self, factors: &[TensorFactor]) -> TensorScale {
         match self {
             Self::Row => TensorScale::PerRow(factors.iter().map(|f| f.decode).collect()),

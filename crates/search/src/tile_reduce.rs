@@ -1,6 +1,6 @@
-//! How the rows of a 16 x 16 tile, which share a scale, are added up.
+//! The sum over the rows of a 16 x 16 tile, which share a scale.
 
-/// The costs of the rows of a block or tile, added as a tree: row r and r + 8, then + 4, + 2, + 1.
+/// Sums the costs of the rows of a block or tile as a tree: row r and r + 8, then + 4, + 2, + 1.
 /// Every engine keeps to this order.
 #[inline(always)]
 pub(crate) fn sum_rows(mut costs: [f32; 16]) -> f32 {

@@ -1,4 +1,4 @@
-//! `llama distill`: a quantized model trained to give the scores of the dense one.
+//! `llama distill`: trains a fake-quantized model on the logits of the dense one.
 
 use std::path::PathBuf;
 
@@ -12,53 +12,53 @@ use examples::training::Schedule;
 use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods};
 use serde::Serialize;
 
-use super::quantize::Saved;
-use super::{Text, Where, print};
+use super::quantize::OutputOptions;
+use super::{DeviceOptions, TextOptions, print, saved_lines};
 
-/// Quantize a model, and train it behind fake quantization to give the scores that it had.
+/// Distill a dense model into a quantized one: train it, fake-quantized, on the dense logits.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// A folder of Hugging Face, dense or FP8.
+    /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// The folder to make.
+    /// Folder to create.
     out: PathBuf,
     #[command(flatten)]
     distillation: Distillation,
-    /// nvfp4 or mxfp4.
+    /// Format: nvfp4 or mxfp4.
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     format: Fp4Format,
     #[command(flatten)]
     batches: Batches,
     #[command(flatten)]
-    saved: Saved,
+    output: OutputOptions,
     #[command(flatten)]
-    text: Text,
+    text: TextOptions,
     #[command(flatten)]
-    place: Where,
-    /// Print an object instead of a table.
+    device: DeviceOptions,
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// How a model is trained behind fake quantization.
+/// Options of distillation.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Distillation {
-    /// How scales are chosen at every step, by a method that needs no calibration.
+    /// Method that chooses scales at every step; it must work without calibration.
     #[arg(long, value_parser = methods(), default_value_t = Method::Sse)]
     pub(crate) distill_method: Method,
-    /// Batches to train on; 0: `compare` leaves it out.
+    /// Batches to distill on; with 0, `compare` skips distillation.
     #[arg(long, default_value_t = 600)]
     pub(crate) steps: usize,
-    /// The largest learning rate.
+    /// Peak learning rate.
     #[arg(long, default_value_t = 1e-4)]
     pub(crate) learning_rate: f64,
 }
 
-/// What became of each weight, and what was written.
+/// Report of the quantization, and the divergence from the dense model.
 #[derive(Serialize)]
 struct Report {
     quantized: Fp4Report,
-    /// `KL(dense | quantized)` of a token, in nats: mean of the first ten steps and of the last.
+    /// Mean `KL(dense | quantized)` of the first ten steps and of the last ten, in nats per token.
     divergence: [f64; 2],
     files: usize,
     bytes: u64,
@@ -66,7 +66,7 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.place.device()?;
+    let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
     let (teacher, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
@@ -74,21 +74,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (student, quantized, divergence) =
         arguments.distillation.run(&teacher, format, &tokens, batches, &device)?;
     let WriteReport { files, bytes, .. } =
-        folder.save(&student, &arguments.out, &arguments.saved.dialect_or(None))?;
+        folder.save(&student, &arguments.out, &arguments.output.dialect_or(None))?;
     let report = Report { quantized, divergence, files, bytes };
     print(&report, arguments.json, || {
-        let [before, after] = divergence;
-        let out = arguments.out.display();
+        let ([before, after], quantized) = (divergence, &report.quantized);
+        let saved = saved_lines(&arguments.out, files, bytes);
         format!(
-            "{}\n{out}: {bytes} bytes, divergence from {before:.5} to {after:.5} nats a token",
-            report.quantized
+            "{quantized}\n\
+             divergence from the dense model: {before:.5} nats per token, {after:.5} at the end\n\
+             {saved}"
         )
     })
 }
 
 impl Distillation {
-    /// A model distilled from a dense one, what became of its weights, and the divergence at the
-    /// beginning and at the end.
+    /// Distills a dense model. Returns the quantized model, its report, and the mean divergence of
+    /// the first ten steps and of the last ten.
     pub(crate) fn run(
         self,
         teacher: &Llama<Linear>,
@@ -97,9 +98,9 @@ impl Distillation {
         batches: Batches,
         device: &Device,
     ) -> Result<(Llama<Linear>, Fp4Report, [f64; 2])> {
-        ensure!(self.steps > 0, "distillation takes at least one step");
+        ensure!(self.steps > 0, "--steps: expected at least 1, found 0");
         let mut student = teacher.clone().train();
-        // While it is trained, each weight has a tensor scale of its own.
+        // Fake quantization needs a tensor scale for each weight.
         let mut config = fp4_config(teacher, format, self.distill_method);
         config.share_scale.clear();
         student.fake_quantize_fp4(&config)?;
@@ -107,16 +108,16 @@ impl Distillation {
             Schedule { steps: self.steps, learning_rate: self.learning_rate, warm_up: 20 };
         let bar = progress::bar(self.steps);
         let mut losses = Vec::new();
-        let told = |_, loss| {
+        let progress = |_, loss| {
             losses.push(loss);
             bar.set_message(format!("{format}, divergence {loss:.5}"));
             bar.inc(1);
         };
-        let student = distill(student, teacher, tokens, schedule, batches, device, told)?;
+        let student = distill(student, teacher, tokens, schedule, batches, device, progress)?;
         bar.finish_and_clear();
         let mut student = student.valid();
         let report = student.convert_fp4()?;
-        let mean = |some: &[f64]| some.iter().sum::<f64>() / some.len() as f64;
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
         let ends = losses.len().min(10);
         Ok((student, report, [mean(&losses[..ends]), mean(&losses[losses.len() - ends..])]))
     }

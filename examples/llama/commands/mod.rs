@@ -1,4 +1,4 @@
-//! The commands, a file for each.
+//! The commands, one file each, and the options that they share.
 
 pub(crate) mod compare;
 pub(crate) mod distill;
@@ -8,7 +8,7 @@ pub(crate) mod quantize;
 pub(crate) mod sensitivity;
 pub(crate) mod train;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
@@ -19,19 +19,19 @@ use llama::{Folder, Llama, Projection, Tokens};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
-/// A text, and the part of it that nothing is learned from.
+/// Options of the text.
 #[derive(clap::Args)]
-pub(crate) struct Text {
-    /// A file; without, the book of Genesis.
+pub(crate) struct TextOptions {
+    /// Text file; defaults to the book of Genesis.
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// The share of the text, at its end, that is measured on; calibration and training have the
-    /// rest.
+    /// Share of the text, at its end, to measure on; the rest is for calibration and training.
     #[arg(long, default_value_t = 0.1)]
     held_out: f64,
 }
 
-impl Text {
+impl TextOptions {
+    /// Reads and tokenizes the text.
     fn tokens(&self, tokenizer: &Tokenizer) -> Result<Tokens> {
         let book = include_str!("../../data/genesis.txt");
         let text = match &self.text {
@@ -44,43 +44,42 @@ impl Text {
     }
 }
 
-/// Where a model runs, and in what numbers.
+/// Options of the device.
 #[derive(clap::Args)]
-pub(crate) struct Where {
+pub(crate) struct DeviceOptions {
     /// Burn device.
     #[arg(long, value_enum, default_value_t = OnDevice::Flex)]
     device: OnDevice,
-    /// The numbers of activations and of weights that are not quantized.
-    #[arg(long, value_enum, default_value_t = Numbers::F32)]
-    dtype: Numbers,
+    /// Dtype of activations and dense weights.
+    #[arg(long, value_enum, default_value_t = ComputeDType::F32)]
+    dtype: ComputeDType,
 }
 
-/// Numbers that a model computes with.
+/// Dtypes that a model computes in.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Numbers {
+enum ComputeDType {
     F32,
     Bf16,
     F16,
 }
 
-impl Where {
-    /// The device, whose tensors have these numbers from now on.
+impl DeviceOptions {
+    /// Returns the device, with the dtype as its default.
     fn device(&self) -> Result<Device> {
         let mut device = self.device.device();
         device.configure(match self.dtype {
-            Numbers::F32 => FloatDType::F32,
-            Numbers::Bf16 => FloatDType::BF16,
-            Numbers::F16 => FloatDType::F16,
+            ComputeDType::F32 => FloatDType::F32,
+            ComputeDType::Bf16 => FloatDType::BF16,
+            ComputeDType::F16 => FloatDType::F16,
         })?;
         Ok(device)
     }
 }
 
-/// The embedding of a model whose output layer is tied to it.
+/// Options of an embedding that is tied to the `lm_head`.
 #[derive(clap::Args)]
-pub(crate) struct Tied {
-    /// How an embedding that is also the output layer is kept in memory: as the folder has it, or
-    /// packed while it is loaded, for both of its uses.
+pub(crate) struct TiedEmbeddingOptions {
+    /// Format of a tied embedding in memory: as loaded, or quantized, also for its use as `lm_head`.
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
 }
@@ -92,8 +91,8 @@ enum TiedEmbedding {
     Mxfp4,
 }
 
-impl Tied {
-    /// The model of a folder.
+impl TiedEmbeddingOptions {
+    /// Loads the model of a folder.
     fn load<L: Projection>(&self, folder: &Folder, device: &Device) -> Result<Llama<L>> {
         let (mut model, _) = folder.load::<L>(device)?;
         let format = match self.tied_embedding {
@@ -103,17 +102,36 @@ impl Tied {
         };
         ensure!(
             model.quantize_tied_embedding(format)?,
-            "the model has an output layer of its own; leave out --tied-embedding"
+            "--tied-embedding: the model has an lm_head of its own; leave the option out"
         );
         Ok(model)
     }
 }
 
-/// Prints what a command found, as an object or as lines.
-fn print(found: &impl Serialize, json: bool, lines: impl FnOnce() -> String) -> Result<()> {
+/// Prints the result of a command, as JSON or as lines.
+fn print(result: &impl Serialize, json: bool, lines: impl FnOnce() -> String) -> Result<()> {
     match json {
-        true => println!("{}", serde_json::to_string_pretty(found)?),
+        true => println!("{}", serde_json::to_string_pretty(result)?),
         false => println!("{}", lines()),
     }
     Ok(())
+}
+
+/// Formats a path for a shell, in quotes if it needs them.
+fn quoted(path: &Path) -> String {
+    let path = path.display().to_string();
+    match path.chars().all(|c| c.is_alphanumeric() || "/._-+=:@%,".contains(c)) {
+        true => path,
+        false => format!("'{}'", path.replace('\'', "'\\''")),
+    }
+}
+
+/// Formats a written folder, and the command that measures it.
+fn saved_lines(out: &Path, files: usize, bytes: u64) -> String {
+    let plural = if files == 1 { "" } else { "s" };
+    let megabytes = bytes as f64 / 1e6;
+    let path = quoted(out);
+    format!(
+        "saved {megabytes:.1} MB in {files} file{plural} to {path}\nnext: llama perplexity {path}"
+    )
 }

@@ -1,4 +1,4 @@
-//! `llama quantize`: a folder becomes one in FP4.
+//! `llama quantize`: quantizes a folder to FP4.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -6,91 +6,91 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
 use burn_fp4::{Fp4Config, Fp4Report, WriteReport};
-use llama::{Folder, Llama, Recipe, names};
+use llama::{Folder, Llama, QuantizeOptions, names};
 use serde::Serialize;
 
-use super::{Text, Where, print};
+use super::{DeviceOptions, TextOptions, print, saved_lines};
 
-/// Quantize a model, calibrated on a text if the method needs it.
+/// Quantize a model; calibrate it on a text if the method needs it.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// A folder of Hugging Face, dense or FP8.
+    /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// The folder to make.
+    /// Folder to create.
     out: PathBuf,
-    /// A recipe of `fp4 quantize`, as `llama sensitivity --recipe` saves one, instead of --format
-    /// and --method.
+    /// Recipe of `fp4 quantize` or `llama sensitivity --recipe`, instead of --format and --method.
     #[arg(
-        long = "recipe",
+        long,
         value_name = "FILE.toml",
         conflicts_with_all = ["format", "method", "damping"],
     )]
-    file: Option<PathBuf>,
+    recipe: Option<PathBuf>,
     #[command(flatten)]
-    recipe: Recipe,
+    options: QuantizeOptions,
     #[command(flatten)]
-    saved: Saved,
+    output: OutputOptions,
     #[command(flatten)]
-    text: Text,
+    text: TextOptions,
     #[command(flatten)]
-    place: Where,
-    /// Print an object instead of a table.
+    device: DeviceOptions,
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// How a model is saved.
+/// Options of the saved folder.
 #[derive(clap::Args)]
-pub(crate) struct Saved {
-    /// How tensors are named and laid out: compressed-tensors, modelopt, mlx and others that
-    /// `fp4 convert --help` lists; without, as a recipe says, or compressed-tensors.
+pub(crate) struct OutputOptions {
+    /// Dialect of the tensors: compressed-tensors, modelopt, mlx, or another that `fp4 convert
+    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors.
     #[arg(long)]
     dialect: Option<String>,
 }
 
-impl Saved {
-    /// The dialect to save in, where a recipe may name one.
+impl OutputOptions {
+    /// Returns the dialect, given the dialect of a recipe.
     pub(crate) fn dialect_or(&self, of_recipe: Option<String>) -> String {
-        let said = self.dialect.clone().or(of_recipe);
-        said.unwrap_or_else(|| "compressed-tensors".to_owned())
+        let dialect = self.dialect.clone().or(of_recipe);
+        dialect.unwrap_or_else(|| "compressed-tensors".to_owned())
     }
 }
 
-/// What became of each weight, and what was written.
+/// Report of the quantization, and the time it took.
 #[derive(Serialize)]
 struct Report {
     quantized: Fp4Report,
     files: usize,
     bytes: u64,
-    /// To open the folder and load the weights.
+    /// Time to open the folder and load the weights.
     load_seconds: f64,
-    /// To calibrate, if the method needs it, and to quantize.
+    /// Time to calibrate, if the method needs it, and to quantize.
     quantize_seconds: f64,
     save_seconds: f64,
-    /// Of the host, over the whole run.
+    /// Peak memory of the host over the whole run.
     peak_memory_mb: f64,
 }
 
-/// What of a model is quantized, and how, and the dialect to save it in.
-fn chosen(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
-    let Some(path) = &arguments.file else {
-        return Ok((arguments.recipe.config(model), arguments.saved.dialect_or(None)));
+/// Returns the configuration and the dialect that the options or the recipe ask for.
+fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
+    let Some(path) = &arguments.recipe else {
+        return Ok((arguments.options.config(model), arguments.output.dialect_or(None)));
     };
     let mut recipe = burn_fp4::Recipe::read(path)?;
     ensure!(
         recipe.calibration.is_none(),
-        "{}: `calibration` is for `fp4 quantize`: leave it out, this calibrates on a text",
+        "{}: `calibration` is for `fp4 quantize`, but `llama quantize` calibrates on a text; \
+         remove it",
         path.display()
     );
-    let dialect = arguments.saved.dialect_or(recipe.dialect.take());
-    // Whether layers that run as one go together depends on it.
+    let dialect = arguments.output.dialect_or(recipe.dialect.take());
+    // The dialect decides if layers that engines fuse share a tensor scale.
     recipe.dialect = Some(dialect.clone());
     Ok((Fp4Config::of_recipe(&recipe, model, &names())?, dialect))
 }
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.place.device()?;
+    let device = arguments.device.device()?;
     let mut start = Instant::now();
     let mut lap = || -> Result<f64> {
         device.sync()?;
@@ -102,8 +102,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (mut model, _) = folder.load::<Linear>(&device)?;
     let load_seconds = lap()?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let (config, dialect) = chosen(arguments, &model)?;
-    let quantized = arguments.recipe.apply(&mut model, &config, &tokens, &device)?;
+    let (config, dialect) = configuration(arguments, &model)?;
+    let quantized = arguments.options.apply(&mut model, &config, &tokens, &device)?;
     let quantize_seconds = lap()?;
     let WriteReport { files, bytes, .. } = folder.save(&model, &arguments.out, &dialect)?;
     let report = Report {
@@ -116,13 +116,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         peak_memory_mb: crate::peak_memory_mb(),
     };
     print(&report, arguments.json, || {
+        let Report { quantized, save_seconds, peak_memory_mb, .. } = &report;
+        let saved = saved_lines(&arguments.out, files, bytes);
         format!(
-            "{}\n{}: {bytes} bytes; loaded in {load_seconds:.1} s, quantized in \
-             {quantize_seconds:.1} s, saved in {:.1} s, peak memory {:.0} MB",
-            report.quantized,
-            arguments.out.display(),
-            report.save_seconds,
-            report.peak_memory_mb,
+            "{quantized}\n\
+             load {load_seconds:.1} s, quantize {quantize_seconds:.1} s, save {save_seconds:.1} s, \
+             peak memory {peak_memory_mb:.0} MB\n\
+             {saved}"
         )
     })
 }

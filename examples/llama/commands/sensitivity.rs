@@ -1,4 +1,4 @@
-//! `llama sensitivity`: which layers can take FP4, and the best formats under a budget.
+//! `llama sensitivity`: predicts the loss of each layer in FP4, and chooses formats in a budget.
 
 use std::path::{Path, PathBuf};
 
@@ -9,43 +9,44 @@ use burn_fp4::{
     Budget, BudgetChoice, Candidate, CandidateSensitivity, Fp4Config, Fp4Format, Fp4Module, Method,
     Sensitivity,
 };
+use examples::table::{figure, table};
 use llama::{
     Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config, methods,
     names, perplexity, quantized_alone, rank_correlation, sensitivity,
 };
 use serde::Serialize;
 
-use super::{Text, Where, print};
+use super::{DeviceOptions, TextOptions, print, quoted};
 
-/// Tell what each format costs each layer, and choose formats under budgets.
+/// Predict the loss of each layer in each format, and choose formats within budgets.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// A folder of Hugging Face, dense or FP8.
+    /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// How scales and codes are chosen; one that needs a calibration is calibrated on the text.
+    /// Method that chooses scales and codes; calibrated on the text if it needs it.
     #[arg(long, value_parser = methods(), default_value_t = Method::Gptq)]
     method: Method,
-    /// Windows of 128 tokens whose loss is differentiated, one at a time.
+    /// Windows of 128 tokens to differentiate the loss on.
     #[arg(long, default_value_t = 256)]
     loss_windows: usize,
-    /// Quantize each layer alone, too, and measure how far its outputs go.
+    /// Also quantize each layer alone, and compare its measured divergence with the prediction.
     #[arg(long)]
     measure: bool,
-    /// Bits per weight: choose formats for them, quantize, and measure the perplexity; with it,
-    /// that of a model whose first and last layer stay dense, and of a budget of its size.
+    /// Budget in bits per weight: choose formats, quantize, and measure the perplexity. Compares with
+    /// a model whose first and last layer stay dense, and with a budget of that size.
     #[arg(long, value_name = "BITS")]
     budget: Vec<f64>,
-    /// Where to save the configuration of the first budget, as JSON.
+    /// Save the configuration of the first budget, as JSON.
     #[arg(long, value_name = "FILE", requires = "budget")]
     save_config: Option<PathBuf>,
-    /// Where to save what the first budget chose for each layer, for `fp4 quantize --recipe` and
-    /// `llama quantize --recipe`.
+    /// Save the formats of the first budget, for `fp4 quantize --recipe` and `llama quantize
+    /// --recipe`.
     #[arg(long, value_name = "FILE.toml", requires = "budget")]
     recipe: Option<PathBuf>,
-    /// Where to save the statistics of the inputs of layers, for `fp4 quantize --calibration`.
+    /// Save the statistics of layer inputs, for `fp4 quantize --calibration`.
     #[arg(long, value_name = "FILE")]
     save_calibration: Option<PathBuf>,
-    /// Where to write a page with bars.
+    /// Write an HTML page with a bar chart.
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
     #[command(flatten)]
@@ -53,10 +54,10 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     windows: Windows,
     #[command(flatten)]
-    text: Text,
+    text: TextOptions,
     #[command(flatten)]
-    place: Where,
-    /// Print an object instead of tables.
+    device: DeviceOptions,
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -68,48 +69,48 @@ struct Report {
     budgets: Vec<Row>,
 }
 
-/// What layers cost that were quantized alone.
+/// Measured divergence of layers quantized alone, in one candidate format.
 #[derive(Serialize)]
 struct Measured {
     candidate: String,
-    /// By group the mean `KL(dense | quantized)` of a token that is held out.
+    /// Mean `KL(dense | quantized)` of a held-out token, for each group.
     divergences: Vec<f64>,
-    /// Rank correlation of the predicted loss with them.
+    /// Rank correlation of the predicted loss with the divergences.
     by_loss: f64,
-    /// Rank correlation of the error of the outputs with them.
+    /// Rank correlation of the output error with the divergences.
     by_outputs: f64,
 }
 
-/// A model quantized within a budget.
+/// Result of a budget.
 #[derive(Serialize)]
 struct Row {
     name: String,
     bits_per_weight: f64,
-    /// Predicted, and the bound that no choice is below.
+    /// Predicted growth of the loss, and its lower bound over all choices.
     growth: Option<[f64; 2]>,
     perplexity: f64,
 }
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.place.device()?;
+    let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let mut config = fp4_config(&dense, Fp4Format::NvFp4, arguments.method);
     if arguments.method == Method::SseTensorScale {
-        // It chooses one for every weight.
+        // The method chooses a tensor scale for each weight: none are shared.
         config.share_scale.clear();
     }
-    // Without statistics of inputs there is no error of outputs, whatever the method needs.
-    let known = arguments.calibration.run(&dense, Default::default(), &tokens, &device)?;
+    // The output error needs statistics of inputs, even if the method does not.
+    let calibration = arguments.calibration.run(&dense, Default::default(), &tokens, &device)?;
     if let Some(path) = &arguments.save_calibration {
-        known.save(path, &names())?;
+        calibration.save(path, &names())?;
     }
     config.unused = burn_fp4::Unused::Report;
-    let config = config.with_calibration(&known);
+    let config = config.with_calibration(&calibration);
     let batches = Batches { batch: 1, seed: arguments.calibration.seed, ..Batches::default() };
-    let found = sensitivity(
+    let sensitivity = sensitivity(
         &dense,
         &config,
         &Candidate::DEFAULT,
@@ -118,13 +119,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         &device,
     )?;
     let context = Model { arguments, dense: &dense, tokens: &tokens, device: &device };
-    let measured = if arguments.measure { context.measured(&found, &config)? } else { Vec::new() };
-    let budgets = context.budgets(&found, &config)?;
+    let measured =
+        if arguments.measure { context.measured(&sensitivity, &config)? } else { Vec::new() };
+    let budgets = context.budgets(&sensitivity, &config)?;
     if let Some(path) = &arguments.page {
-        std::fs::write(path, found.html()).with_context(|| path.display().to_string())?;
+        std::fs::write(path, sensitivity.html()).with_context(|| path.display().to_string())?;
     }
-    let report = Report { sensitivity: found, measured, budgets };
-    print(&report, arguments.json, || lines(&report))
+    let report = Report { sensitivity, measured, budgets };
+    print(&report, arguments.json, || lines(arguments, &report))
 }
 
 struct Model<'a> {
@@ -135,17 +137,17 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    fn measured(&self, found: &Sensitivity, config: &Fp4Config) -> Result<Vec<Measured>> {
+    fn measured(&self, sensitivity: &Sensitivity, config: &Fp4Config) -> Result<Vec<Measured>> {
         let mut all = Vec::new();
         for candidate in Candidate::DEFAULT {
             if candidate == Candidate::Dense {
                 continue;
             }
             let (mut divergences, mut losses, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
-            for group in &found.groups {
-                // The method may not be defined for it.
-                let of = |one: &&CandidateSensitivity| one.candidate == candidate;
-                let Some(one) = group.candidates.iter().find(of) else { continue };
+            for group in &sensitivity.groups {
+                // None if the method is not defined for the candidate.
+                let matches = |one: &&CandidateSensitivity| one.candidate == candidate;
+                let Some(one) = group.candidates.iter().find(matches) else { continue };
                 let model = quantized_alone(self.dense, config, group, one)?;
                 let window = self.arguments.windows.window;
                 let held_out = self.tokens.held_out();
@@ -166,16 +168,16 @@ impl Model<'_> {
         Ok(all)
     }
 
-    fn budgets(&self, found: &Sensitivity, config: &Fp4Config) -> Result<Vec<Row>> {
+    fn budgets(&self, sensitivity: &Sensitivity, config: &Fp4Config) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for (at, bits) in self.arguments.budget.iter().enumerate() {
-            let choice = found.choose(Budget::BitsPerWeight(*bits))?;
+            let choice = sensitivity.choose(Budget::BitsPerWeight(*bits))?;
             if let (0, Some(path)) = (at, &self.arguments.save_config) {
                 let json = serde_json::to_string_pretty(&choice.config)?;
                 std::fs::write(path, json).with_context(|| path.display().to_string())?;
             }
             let recipe = self.arguments.recipe.as_deref().filter(|_| at == 0);
-            rows.push(self.chosen(format!("budget of {bits}"), &choice, recipe)?);
+            rows.push(self.chosen(format!("budget of {bits} bits"), &choice, recipe)?);
         }
         if rows.is_empty() {
             return Ok(rows);
@@ -183,17 +185,17 @@ impl Model<'_> {
         let ends = config.clone().keep_first(1).keep_last(1);
         let mut model = self.dense.clone();
         let report = model.quantize_fp4(&ends)?;
-        let of = |path: &String| report.parameters.iter().find(|one| one.path == *path);
-        let paths = found.groups.iter().flat_map(|group| &group.paths);
-        let bytes: usize = paths.filter_map(of).map(|one| one.bytes_after).sum();
-        let values: usize = found.groups.iter().map(|group| group.values).sum();
+        let find = |path: &String| report.parameters.iter().find(|one| one.path == *path);
+        let paths = sensitivity.groups.iter().flat_map(|group| &group.paths);
+        let bytes: usize = paths.filter_map(find).map(|one| one.bytes_after).sum();
+        let values: usize = sensitivity.groups.iter().map(|group| group.values).sum();
         rows.push(Row {
             name: "first and last layer dense".to_owned(),
             bits_per_weight: 8.0 * bytes as f64 / values as f64,
             growth: None,
             perplexity: self.perplexity(&model)?,
         });
-        let choice = found.choose(Budget::Bytes(bytes))?;
+        let choice = sensitivity.choose(Budget::Bytes(bytes))?;
         rows.push(self.chosen("budget of that size".to_owned(), &choice, None)?);
         Ok(rows)
     }
@@ -218,23 +220,30 @@ impl Model<'_> {
     }
 }
 
-fn lines(report: &Report) -> String {
+fn lines(arguments: &Arguments, report: &Report) -> String {
     let mut lines = vec![report.sensitivity.to_string()];
-    for one in &report.measured {
-        lines.push(format!(
-            "{}, each layer alone: rank correlation with the measured divergence {:.3} by the \
-             loss, {:.3} by the outputs",
-            one.candidate, one.by_loss, one.by_outputs
-        ));
-    }
-    for row in &report.budgets {
-        let growth = row.growth.map_or(String::new(), |[growth, bound]| {
-            format!(", predicted growth of the loss {growth:.4} (no choice below {bound:.4})")
+    if !report.measured.is_empty() {
+        lines.push("Rank correlation with the measured divergence, each layer alone:".to_owned());
+        let cells = report.measured.iter().map(|one| {
+            let [loss, outputs] = [one.by_loss, one.by_outputs].map(|rank| format!("{rank:.3}"));
+            [one.candidate.clone(), loss, outputs]
         });
-        lines.push(format!(
-            "{}: {:.3} bits per weight, perplexity {:.4}{growth}",
-            row.name, row.bits_per_weight, row.perplexity
-        ));
+        lines.push(table(["format", "predicted loss", "output error"], 1, cells).to_string());
+    }
+    if !report.budgets.is_empty() {
+        let cells = report.budgets.iter().map(|row| {
+            let growth = |at: usize| figure(row.growth.map(|growth| growth[at]), 4);
+            let [bits, perplexity] = [row.bits_per_weight, row.perplexity];
+            let [bits, perplexity] = [figure(Some(bits), 3), figure(Some(perplexity), 4)];
+            [row.name.clone(), bits, perplexity, growth(0), growth(1)]
+        });
+        let header = ["formats", "bits/weight", "perplexity", "growth", "bound"];
+        lines.push(table(header, 1, cells).to_string());
+        lines.push("growth: predicted growth of the loss; no choice is below the bound".to_owned());
+    }
+    if let Some(path) = &arguments.recipe {
+        let [folder, path] = [&arguments.folder, path].map(|path| quoted(path));
+        lines.push(format!("next: llama quantize {folder} OUT --recipe {path}"));
     }
     lines.join("\n")
 }

@@ -1,4 +1,4 @@
-//! The kernels of GPTQ, numbered as at the head of this folder.
+//! The kernels of GPTQ, numbered like the steps in `mod.rs`.
 
 use cubecl::prelude::*;
 
@@ -8,49 +8,49 @@ use crate::numeric::scale_grid::scale_value;
 use crate::packed::{PackedOut, store_tensor_scale};
 use crate::plan::Blueprint;
 
-/// Which channels a kernel works on, and what the scales of a row are multiplied with.
+/// The channels that a kernel works on, and how their scales are decoded.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct GptqBlockArgs {
     /// Largest magnitude of the tensor, or of each row.
     amax: &'static [f32],
     rows: u32,
     channels: u32,
-    /// The first channel of the block, or of all that are worked on.
+    /// First channel of the block, or of the range.
     first: u32,
-    /// The one after the last.
+    /// End of the block or range.
     end: u32,
-    /// The first channel of the group, where its steps begin.
+    /// First channel of the group, where `Codes::errors` begin.
     group: u32,
     scale_args: TensorScaleArgs,
     #[cube(comptime)]
     blueprint: Blueprint,
 }
 
-/// What becomes of a weight.
+/// The codes of a weight so far.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Codes {
     /// E2M1 values of the codes, `[channels, rows]`.
     elements: &'static mut [f32],
     /// `[blocks, rows]`.
     scales: &'static mut [u8],
-    /// Errors, or changes of the values, of the channels of a group: `[channels, rows]`.
+    /// Errors, or changes of the values, of a group's channels: `[channels, rows]`.
     errors: &'static mut [f32],
 }
 
-/// What a scale of a row multiplies elements with.
+/// Returns the product of a block scale and the row's tensor scale.
 #[cube]
 fn value_of(scale: u32, row: u32, args: &GptqBlockArgs) -> f32 {
     let tensor = tensor_factor(args.amax, row, &args.scale_args, comptime!(args.blueprint));
     scale_value(scale, comptime!(args.blueprint.grid())) * tensor.decode
 }
 
-/// Where the scale of the block of a row is.
+/// Returns the index of the scale of a row's block.
 #[cube]
 fn scale_at(row: u32, args: &GptqBlockArgs) -> u32 {
     args.first / comptime!(args.blueprint.block_size) * args.rows + row
 }
 
-/// The values of the block of a row.
+/// Loads the values of a row's block.
 #[cube]
 fn load(matrix: &[f32], row: u32, args: &GptqBlockArgs) -> Array<f32> {
     let size = comptime!(args.blueprint.block_size);
@@ -62,7 +62,7 @@ fn load(matrix: &[f32], row: u32, args: &GptqBlockArgs) -> Array<f32> {
     values
 }
 
-/// Before step 1: a copy of the weight, which the steps change.
+/// Before step 1: copies the weight, which the steps change.
 #[cube(launch_unchecked)]
 pub(super) fn copy_kernel(from: &[f32], to: &mut [f32], items: u32) {
     if (ABSOLUTE_POS as u32) < items {
@@ -70,8 +70,8 @@ pub(super) fn copy_kernel(from: &[f32], to: &mut [f32], items: u32) {
     }
 }
 
-/// Step 2: rounds the channels of a block in turn, each error spread over those of the block that
-/// follow. What is to be subtracted from other channels is left in the steps.
+/// Step 2: rounds the channels of a block in turn, and propagates each error to later channels of
+/// the block. The errors for all other channels are left in `codes.errors`.
 #[cube(launch_unchecked)]
 pub(super) fn round_kernel(
     weights: &[f32],
@@ -111,7 +111,7 @@ pub(super) fn round_kernel(
     }
 }
 
-/// Step 4: what the codes of some channels add to the original, `q - w`, is left in the steps.
+/// Step 4: leaves the change `q - w` that the codes of some channels make in `codes.errors`.
 #[cube(launch_unchecked)]
 pub(super) fn change_kernel(original: &[f32], codes: &mut Codes, args: &GptqBlockArgs) {
     let item = ABSOLUTE_POS as u32;
@@ -126,8 +126,8 @@ pub(super) fn change_kernel(original: &[f32], codes: &mut Codes, args: &GptqBloc
     }
 }
 
-/// Step 5: moves every code of a block to the one that is best while all others stay. The changes
-/// of the values are left in the steps.
+/// Step 5: moves every code of a block to the best one while all others stay. The changes of the
+/// values are left in `codes.errors`.
 #[cube(launch_unchecked)]
 pub(super) fn move_kernel(
     residuals: &[f32],
@@ -149,7 +149,7 @@ pub(super) fn move_kernel(
             let element = codes.elements[at];
             let step = left[k as usize] / (hessian[(curvature + k) as usize] * value);
             let next = nearest_element(element + step);
-            // With a scale of 0 every code is the same.
+            // With a scale of 0 all codes have the same value.
             let change = select(value > 0.0f32, (next - element) * value, 0.0f32);
             if change != 0.0f32 {
                 codes.elements[at] = next;
@@ -164,7 +164,7 @@ pub(super) fn move_kernel(
     }
 }
 
-/// Step 6a: where the cost of a block, a quadratic form, would be 0: `q + R H^-1`.
+/// Step 6a: writes the minimum of the cost of a block, a quadratic form: `q + R H^-1`.
 #[cube(launch_unchecked)]
 pub(super) fn aim_kernel(
     residuals: &[f32],
@@ -200,8 +200,8 @@ pub(super) fn aim_kernel(
     }
 }
 
-/// Step 6c: takes the codes and the scale that were chosen for a block where they cost less than
-/// those it has. The changes of the values are left in the steps.
+/// Step 6c: takes the scale and codes that were chosen for a block if they cost less than its own.
+/// The changes of the values are left in `codes.errors`.
 #[cube(launch_unchecked)]
 pub(super) fn accept_kernel(
     targets: &[f32],
@@ -254,7 +254,7 @@ pub(super) fn accept_kernel(
     }
 }
 
-/// `r^T H r`.
+/// Returns `r^T H r`.
 #[cube]
 fn distance(errors: &Array<f32>, hessian: &[f32], args: &GptqBlockArgs) -> f32 {
     let size = comptime!(args.blueprint.block_size);
@@ -272,7 +272,7 @@ fn distance(errors: &Array<f32>, hessian: &[f32], args: &GptqBlockArgs) -> f32 {
     cost
 }
 
-/// Step 7: codes and scales of a packed tensor. `order` says where each block stands in a row.
+/// Step 7: writes the packed tensor. `order` holds the position of each block in a row.
 #[cube(launch_unchecked)]
 pub(super) fn pack_kernel<W: Size>(
     order: &[u32],
@@ -296,7 +296,7 @@ pub(super) fn pack_kernel<W: Size>(
             for index in 0..8u32 {
                 let channel = block * size + comptime!(word * 8 + 7 - index);
                 let element = codes.elements[(channel * args.rows + row) as usize];
-                // Of zeros the positive one.
+                // Turns -0.0 into 0.0.
                 let element = fma(element, args.scale_args.one, 0.0f32);
                 eight = (eight << 4u32) | (round_to_e2m1(element) >> 28u32);
             }

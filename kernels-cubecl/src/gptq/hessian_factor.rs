@@ -1,25 +1,25 @@
-//! The factor of GPTQ, from a Gram matrix; see `hessian_factor.rs` in the search crate.
+//! Cholesky factor for GPTQ, from a Gram matrix; see `hessian_factor.rs` in the search crate.
 //!
-//! `H^-1 = U^T U` needs no inverse of H: with H backward in both axes, and L its lower Cholesky
-//! factor, U is the inverse of L, backward again. Both come from one pass over panels of 64
+//! `H^-1 = U^T U` needs no inverse of H. With H reversed in both axes, and L its lower Cholesky
+//! factor, U is the inverse of L, reversed again. Both come from one pass over panels of 64
 //! columns, in place and in f64:
 //!
 //! ```text
 //!              panel `step`
-//!  +---------+-----+               X: the rows of L^-1 that are known
-//!  |    X    |     |               S: what is left of H on the diagonal of the panel
-//!  +---------+-----+               A: what is left of H below it
-//!  |    X'   |  S  |               B: what is left of H beyond it
+//!  +---------+-----+               X: known rows of L^-1
+//!  |    X    |     |               S: rest of H on the diagonal of the panel
+//!  +---------+-----+               A: rest of H below S
+//!  |    X'   |  S  |               B: rest of H right of A
 //!  +---------+-----+---------+
 //!  |    X"   |  A  |    B    |
 //!  +---------+-----+---------+
-//! arrange_kernel:                H, backward, in f64
+//! arrange_kernel:                H, reversed, in f64
 //! for step in panels:
 //!     diagonal_kernel:           D^-1, where D D^T = S
 //!     panel_kernel:              Q = D^-1 [X', 1, A^T]
 //!     update_kernel:             [X', S] = the first two parts of Q: rows of L^-1
 //!                                [X", A, B] -= (the last part of Q)^T x Q, with A = 0 before
-//! finish_kernel:                 U, backward, in f32, and the weights of channels
+//! finish_kernel:                 U, reversed, in f32, and the channel weights
 //! ```
 
 use burn_fp4_search::{DampedHessian, Gram};
@@ -31,7 +31,8 @@ use cubecl::server::Handle;
 use crate::plan::{Capability, FactorPlan, PANEL, Refusal, UNITS, plan_factor};
 use crate::quantize_by_hessian::Hessians;
 
-/// A [`HessianFactor`](burn_fp4_search::HessianFactor) in device memory, f32 but for the order.
+/// A [`HessianFactor`](burn_fp4_search::HessianFactor) in device memory, as f32 except for the
+/// order.
 #[derive(Debug, Clone)]
 pub struct HessianFactorHandles {
     /// Channels of the weight.
@@ -45,16 +46,16 @@ pub struct HessianFactorHandles {
     pub(super) blocks: Hessians,
     /// [`inverses`](burn_fp4_search::DampedHessian::inverses).
     pub(super) inverses: Handle,
-    /// Where each block stands in a packed row, u32.
+    /// Position of each block in a packed row, u32.
     pub(super) order: Handle,
     definite: Handle,
 }
 
-/// Factorizes H in f64, on the device, given the Gram matrix in f32: as devices sum it.
+/// Factorizes H on the device, in f64, given a Gram matrix that is summed in f32 as on devices.
 ///
 /// # Errors
-/// [`Refusal`], also where the damping is of another Gram matrix or of one that is kept in blocks;
-/// nothing is launched then.
+/// [`Refusal`], also if the damping belongs to another Gram matrix, or to one that is kept in
+/// blocks; nothing is launched then.
 pub fn hessian_factor(
     client: &Client,
     device: &Capability,
@@ -90,28 +91,30 @@ pub fn hessian_factor(
 }
 
 impl HessianFactorHandles {
-    /// [`factor`](burn_fp4_search::HessianFactor::factor), f32 `[channels, channels]`.
+    /// Returns the [`factor`](burn_fp4_search::HessianFactor::factor), f32 `[channels, channels]`.
     pub fn factor(&self) -> &Handle {
         &self.factor
     }
 
-    /// f32 `[channels]`: what the square of an error is multiplied by for its cost, if all channels
-    /// after it compensate it as well as they can: the diagonal of the factor to the power of -2.
+    /// Returns the weight of each channel's squared error, f32 `[channels]`: its cost if all later
+    /// channels compensate the error as well as they can. It is the diagonal of the factor to the
+    /// power of -2.
     pub fn channel_weights(&self) -> &Handle {
         &self.channel_weights
     }
 
-    /// [`hessian`](burn_fp4_search::HessianFactor::hessian), f32 `[channels, channels]`.
+    /// Returns the [`hessian`](burn_fp4_search::HessianFactor::hessian), f32 `[channels,
+    /// channels]`.
     pub fn hessian(&self) -> &Handle {
         &self.hessian
     }
 
-    /// u32: 1, or 0 if H is singular; the rest means nothing then.
+    /// Returns a u32 in device memory: 1, or 0 if H is singular and everything else arbitrary.
     pub fn definite(&self) -> &Handle {
         &self.definite
     }
 
-    /// What the host has computed, and memory for the rest.
+    /// Uploads the host's results, and allocates the rest.
     fn empty(client: &Client, damped: &DampedHessian) -> Self {
         let channels = damped.channels();
         let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
@@ -131,12 +134,12 @@ impl HessianFactorHandles {
     }
 }
 
-/// A factorization under way: its matrices are f64.
+/// A factorization in progress. Its matrices are f64.
 struct Factorization<'a> {
     client: &'a Client,
     plan: FactorPlan,
     channels: usize,
-    /// H and what becomes of it, `[side, side]`.
+    /// H, which is replaced with L^-1, `[side, side]`.
     work: Handle,
     /// Q of a step, `[PANEL, side]`.
     panel: Handle,
@@ -146,36 +149,36 @@ struct Factorization<'a> {
 }
 
 impl Factorization<'_> {
-    /// H in vectors of this many values.
+    /// Returns H in vectors of this many values.
     fn work(&self, vector: usize) -> BufferArg {
         let side = self.plan.side();
-        // SAFETY: the length it was made with.
+        // SAFETY: the length is that of the allocation.
         unsafe { BufferArg::from_raw_parts(self.work.clone(), side * side / vector) }
     }
 
-    /// Q in vectors of this many values.
+    /// Returns Q in vectors of this many values.
     fn panel(&self, vector: usize) -> BufferArg {
         let length = PANEL as usize * self.plan.side();
-        // SAFETY: the length it was made with.
+        // SAFETY: the length is that of the allocation.
         unsafe { BufferArg::from_raw_parts(self.panel.clone(), length / vector) }
     }
 
     fn inverse(&self) -> BufferArg {
-        // SAFETY: the length it was made with.
+        // SAFETY: the length is that of the allocation.
         unsafe { BufferArg::from_raw_parts(self.inverse.clone(), (PANEL * PANEL) as usize) }
     }
 
     fn definite(&self) -> BufferArg {
-        // SAFETY: the length it was made with.
+        // SAFETY: the length is that of the allocation.
         unsafe { BufferArg::from_raw_parts(self.into.definite.clone(), 1) }
     }
 
-    /// A unit for every value of a square matrix.
+    /// Returns the cubes of a launch with a unit for every value of a square matrix.
     fn values_of(side: usize) -> CubeCount {
         CubeCount::Static((side as u32).div_ceil(UNITS), side as u32, 1)
     }
 
-    /// H in its order, in f32 and, backward in both axes, in f64.
+    /// Writes H in its order in f32 and, reversed in both axes, in f64.
     fn arrange(&self, gram: &Gram, damped: &DampedHessian) {
         let Self { client, channels, .. } = *self;
         let side = self.plan.side();
@@ -206,7 +209,7 @@ impl Factorization<'_> {
         let Self { client, plan, .. } = *self;
         let side = plan.side() as u32;
         let dim = CubeDim::new_1d(UNITS);
-        // SAFETY: the lengths are those that memory was made with.
+        // SAFETY: the lengths are those of the allocations.
         unsafe {
             diagonal_kernel::launch_unchecked(
                 client,
@@ -241,7 +244,7 @@ impl Factorization<'_> {
         }
     }
 
-    /// U in f32, and the weights of channels.
+    /// Writes U in f32, and the channel weights.
     fn finish(&self) {
         let Self { client, channels, .. } = *self;
         // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
@@ -261,12 +264,13 @@ impl Factorization<'_> {
     }
 }
 
-/// Units of a cube beside each other, and what each computes of a square of [`PANEL`], both ways.
+/// Side of a cube's square of units, and of the square of values that a unit computes of a
+/// [`PANEL`] x [`PANEL`] square.
 const LANES: u32 = 16;
 const OWN: u32 = PANEL / LANES;
 
-/// H in its order, from the tiles of a Gram matrix, and in f64 backward, with ones on what is left
-/// of the diagonal of whole panels.
+/// Writes H in its order, from the tiles of a Gram matrix, and in f64 reversed. The diagonal is
+/// padded with ones to whole panels.
 #[cube(launch_unchecked)]
 fn arrange_kernel(
     gram: &[f32],
@@ -286,7 +290,7 @@ fn arrange_kernel(
             let (ahead_row, ahead_col) = (channels - 1 - row, channels - 1 - col);
             let (one, other) = (order[ahead_row as usize], order[ahead_col as usize]);
             let (above, below) = (min(one, other), max(one, other));
-            // As tiles of the upper half lie.
+            // Position in the tiles of the upper half.
             let column = below / tile;
             let before = (column * (column + 1u32) / 2u32 + above / tile) * tile * tile;
             let from = before + above % tile * tile + below % tile;
@@ -297,8 +301,8 @@ fn arrange_kernel(
     }
 }
 
-/// The inverse of the lower factor of a square on the diagonal, by the same steps as the whole, one
-/// column at a time.
+/// Inverts the lower Cholesky factor of a square on the diagonal, by the same steps as the whole,
+/// one column at a time.
 #[cube(launch_unchecked)]
 fn diagonal_kernel(work: &[f64], inverse: &mut [f64], definite: &mut [u32], step: u32, side: u32) {
     let first = step * PANEL * (side + 1);
@@ -346,14 +350,15 @@ fn diagonal_kernel(work: &[f64], inverse: &mut [f64], definite: &mut [u32], step
     }
 }
 
-/// Q, a square of each cube: the inverse of a factor times the rows of X, the identity, or the
-/// column of A below.
+/// Computes Q, a square per cube: the inverse of a factor times rows of X, the identity, or the
+/// columns of A below.
 #[cube(launch_unchecked)]
 fn panel_kernel(work: &[f64], inverse: &[f64], panel: &mut [f64], step: u32, side: u32) {
     let square = CUBE_POS_X;
     let row = UNIT_POS / LANES * OWN;
     let col = UNIT_POS % LANES;
-    // Where the first value is that a column of D^-1 is multiplied with, and how far the next one.
+    // Index of the first value that a column of D^-1 is multiplied with, and the distance to the
+    // next.
     let is_below = square > step;
     let rows = step * PANEL * side + square * PANEL + col;
     let column = (square * PANEL + col) * side + step * PANEL;
@@ -393,8 +398,8 @@ fn panel_kernel(work: &[f64], inverse: &[f64], panel: &mut [f64], step: u32, sid
     }
 }
 
-/// `A - Q^T Q` for a square of the rows below, up to the diagonal, and Q itself for those that it
-/// was made of.
+/// Updates a square of the rows below to `A - Q^T Q`, up to the diagonal, or copies Q to the rows
+/// it came from.
 #[cube(launch_unchecked)]
 fn update_kernel<V: Size>(
     work: &mut [Vector<f64, V>],
@@ -422,7 +427,7 @@ fn update_kernel<V: Size>(
             #[unroll]
             for v in 0..vectors {
                 let at = ((row + r) * side + col) / 2 + v;
-                // What was in the place of the column is in Q.
+                // The old values of this column are in Q.
                 let left = if col_square == step {
                     Vector::<f64, V>::empty().fill(0.0f64)
                 } else {
@@ -464,7 +469,7 @@ fn update_kernel<V: Size>(
     }
 }
 
-/// U in f32, and the weights of channels.
+/// Writes U in f32, and the channel weights.
 #[cube(launch_unchecked)]
 fn finish_kernel(
     work: &[f64],

@@ -1,11 +1,11 @@
-//! `target -= matrix x steps`: errors, or changes, of some channels are propagated to others.
+//! Propagates errors, or changes, of some channels to others: `target -= matrix x errors`.
 //!
 //! ```text
-//! target[c][n] -= sum over k of matrix[k][c] x steps[k][n]
+//! target[c][n] -= sum over k of matrix[k][c] x errors[k][n]
 //!
-//!                steps                     n: rows of the weight, in vectors
+//!                errors                    n: rows of the weight, in vectors
 //!        k    +---------+
-//! matrix ..   |         |                  a cube takes 16 x 16 units, a unit some channels c by
+//! matrix ..   |         |                  a cube has 16 x 16 units, a unit some channels c by
 //!   c         +---------+                  some vectors of rows:
 //! +-----+     +---------+
 //! |     |     |  |unit| |                      few channels:         4 x 1 vectors
@@ -13,9 +13,9 @@
 //! +-----+     +---------+                      many, of many rows:   8 x 4 vectors
 //! ```
 //!
-//! The sum is in the order of k, each product fused with its addition, whatever the tile. What is
-//! loaded for a product of 8 x 2 vectors takes as long to reach the registers as it takes to add it
-//! up, for 8 x 4 three quarters of that; then a multiprocessor holds one cube.
+//! The sum is in the order of k, each product fused with its addition, for every tile. A tile of 8
+//! x 2 vectors takes as long to load as to compute, one of 8 x 4 three quarters of that, but then
+//! only one cube fits on a multiprocessor.
 
 use core::ops::Range;
 
@@ -30,18 +30,18 @@ pub(crate) struct Errors<'a> {
     pub(crate) values: &'a Handle,
     /// Channels that `values` holds.
     pub(crate) group: usize,
-    /// Those that count.
+    /// The range of these channels that is propagated.
     pub(crate) from: Range<usize>,
-    /// The first of these, among all channels.
+    /// First channel of the range, counted among all channels.
     pub(crate) first: usize,
 }
 
-/// Channels that are to be brought up to date.
+/// Channels that are updated.
 pub(crate) struct Region {
     pub(crate) channels: Range<usize>,
-    /// Channels among them that are not.
+    /// Channels among them that are left out.
     pub(crate) skipped: Range<usize>,
-    /// Whether they are 0 until then.
+    /// True if the target is 0 before: its memory is not initialized.
     pub(crate) fresh: bool,
 }
 
@@ -51,11 +51,11 @@ impl Region {
     }
 }
 
-/// Channels up to which there is little to do, so that it is divided among more units.
+/// Number of channels up to which the work is divided among more units.
 const FEW_CHANNELS: u32 = 128;
 
-/// Subtracts the products of steps with a matrix from the channels of a region: `target` is f32
-/// `[channels, rows]`, `matrix` is f32 `[channels, channels]`. The steps are those of whole blocks.
+/// Subtracts the product of a matrix and errors from the channels of a region. `target` is f32
+/// `[channels, rows]`, `matrix` f32 `[channels, channels]`. The errors are of whole blocks.
 pub(crate) fn propagate(
     client: &Client,
     device: &Capability,
@@ -79,7 +79,7 @@ pub(crate) fn propagate(
     let updated = UpdatedChannelsLaunch::new(start, count, skipped, skip);
     let [all, first, width, first_error] =
         [channels, errors.first, errors.from.len(), errors.from.start].map(|length| length as u32);
-    // SAFETY: the lengths are those of the matrices; what is beyond them is not stored.
+    // SAFETY: the lengths are those of the matrices; values beyond them are not stored.
     unsafe {
         propagate_kernel::launch_unchecked(
             client,
@@ -97,22 +97,22 @@ pub(crate) fn propagate(
     }
 }
 
-/// Units of a cube of [`spread_kernel`] beside each other, both ways.
+/// Side of the square of units in a cube of [`propagate_kernel`].
 const SIDE: u32 = 16;
 
-/// What a unit of [`spread_kernel`] computes.
+/// The part of the target that a unit of [`propagate_kernel`] computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct PropagateTile {
     channels: u32,
     /// Vectors of rows.
     vectors: u32,
-    /// Steps that are loaded before the first of them is added: blocks are whole multiples.
+    /// Errors that are loaded before the first of them is added; divides the size of a block.
     unroll_k: u32,
 }
 
 impl PropagateTile {
-    /// Of few channels, the one that waits least for memory; of many, the largest that leaves
-    /// enough cubes to keep the device busy.
+    /// Chooses the tile that waits least for memory if there are few channels, otherwise the
+    /// largest that leaves enough cubes to keep the device busy.
     fn of(channels: u32, row_vectors: u32, device: &Capability) -> Self {
         let few = Self { channels: 4, vectors: 1, unroll_k: 8 };
         let many = Self { channels: 8, vectors: 2, unroll_k: 1 };
@@ -126,40 +126,40 @@ impl PropagateTile {
         }
     }
 
-    /// Cubes for channels of vectors of rows.
+    /// Returns the cubes for this many channels and vectors of rows.
     const fn cubes(self, channels: u32, row_vectors: u32) -> u32 {
         row_vectors.div_ceil(SIDE * self.vectors) * channels.div_ceil(SIDE * self.channels)
     }
 }
 
-/// The channels that are brought up to date.
+/// Channels that are updated.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct UpdatedChannels {
-    /// The first one.
+    /// First channel.
     start: u32,
-    /// How many there are.
+    /// Number of channels.
     count: u32,
-    /// From this one on, this many are left out.
+    /// From this channel on, `skip` channels are left out.
     skipped: u32,
     skip: u32,
 }
 
-/// A product of steps with a part of a square matrix.
+/// Lengths and offsets of the product of a matrix and errors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct PropagateArgs {
     row_vectors: u32,
-    /// Of the square matrix.
+    /// Channels of the matrix.
     channels: u32,
     updated: UpdatedChannels,
-    /// The first channel with a step.
+    /// First channel with an error.
     first: u32,
-    /// How many have one.
+    /// Number of channels with an error.
     width: u32,
-    /// Where their steps begin.
+    /// Index of the first channel's errors.
     first_error: u32,
 }
 
-/// `target[c, n] -= sum of matrix[k, c] steps[k, n]`, in the order of k.
+/// Computes `target[c, n] -= sum of matrix[k, c] errors[k, n]`, in the order of k.
 #[cube(launch_unchecked)]
 fn propagate_kernel<V: Size, Q: Size>(
     target: &mut [Vector<f32, V>],

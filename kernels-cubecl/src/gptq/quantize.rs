@@ -1,4 +1,4 @@
-//! The steps of GPTQ, one after the other; see the head of this folder.
+//! The steps of GPTQ in order; `mod.rs` numbers them.
 
 use core::ops::Range;
 
@@ -21,14 +21,14 @@ use crate::plan::{Blueprint, Capability, Dtype, Launch, Operation, Problem, Refu
 use crate::quantize::quantize_weighted;
 use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
 
-/// Codes and scales of a tensor by [`Gptq`], given the amax of [`amax`](crate::amax()) and a scheme
-/// of [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme).
+/// Quantizes a tensor with [`Gptq`], given the result of [`amax`](crate::amax()) and a scheme of
+/// [`DampedHessian::scheme`](burn_fp4_search::DampedHessian::scheme).
 ///
-/// `values` are f32, `[channels, rows]`, the channels in the order of the Hessian factor, whatever
-/// the problem says of axis and dtype; codes and scales are in the order of the problem.
+/// `values` are f32 `[channels, rows]`, with the channels in the order of the Hessian factor. Axis
+/// and dtype of the problem do not apply to them. Codes and scales are in the order of the problem.
 ///
 /// # Errors
-/// [`Refusal`]; what was launched until then has no effect.
+/// [`Refusal`]; launches before it have no effect.
 pub fn quantize_gptq(
     client: &Client,
     device: &Capability,
@@ -79,10 +79,10 @@ pub fn quantize_gptq(
     Ok(packed)
 }
 
-/// Channels that are brought up to date together.
+/// Channels that are updated together.
 const GROUP: usize = Gptq::GROUP;
 
-/// A weight while it is quantized.
+/// A weight in the course of quantization.
 struct Weight<'a> {
     client: &'a Client,
     device: &'a Capability,
@@ -94,13 +94,13 @@ struct Weight<'a> {
     elements: Handle,
     /// `[blocks, rows]`.
     scales: Handle,
-    /// Errors, or changes, of the channels of a group, f32 `[GROUP, rows]`.
+    /// Errors, or changes, of a group's channels, f32 `[GROUP, rows]`.
     errors: Handle,
-    /// The problem of one block of all rows.
+    /// Problem of one block of all rows.
     of_block: Problem,
     rows: usize,
     channels: usize,
-    /// Of kernels with a unit for every row.
+    /// Launch of the kernels with a unit for every row.
     launch: Launch,
 }
 
@@ -108,7 +108,7 @@ struct Weight<'a> {
 macro_rules! for_rows {
     ($weight:expr, $kernel:ident, $($arg:expr),* $(,)?) => {{
         let launch = &$weight.launch;
-        // SAFETY: see the lengths of the arguments; units beyond the last row do nothing.
+        // SAFETY: the arguments have their lengths; units beyond the last row do nothing.
         unsafe {
             $kernel::launch_unchecked(
                 $weight.client,
@@ -120,11 +120,11 @@ macro_rules! for_rows {
     }};
 }
 
-/// Launches a kernel with a unit for every one of some items.
+/// Launches a kernel with a unit for every item.
 macro_rules! for_items {
     ($weight:expr, $items:expr, $kernel:ident, $($arg:expr),* $(,)?) => {{
         let cubes = ($items as u32).div_ceil(UNITS);
-        // SAFETY: see the lengths of the arguments; units beyond the last item do nothing.
+        // SAFETY: the arguments have their lengths; units beyond the last item do nothing.
         unsafe {
             $kernel::launch_unchecked(
                 $weight.client,
@@ -138,23 +138,23 @@ macro_rules! for_items {
 
 /// Arguments of kernels.
 impl Weight<'_> {
-    /// Memory from a row of an f32 matrix `[.., width]` on.
+    /// Returns the memory of an f32 matrix `[.., width]` from a row on.
     fn from(matrix: &Handle, row: usize, width: usize) -> Handle {
         matrix.clone().offset_start((4 * row * width) as u64)
     }
 
-    /// Memory of as many values.
+    /// Returns an argument of `length` values.
     fn values(handle: &Handle, length: usize) -> BufferArg {
-        // SAFETY: every length below is what the memory was made with, or is said to have.
+        // SAFETY: every length below is that of the allocation, or has been checked.
         unsafe { BufferArg::from_raw_parts(handle.clone(), length) }
     }
 
-    /// A value for every channel and row.
+    /// Returns a matrix `[channels, rows]`.
     fn matrix(&self, handle: &Handle) -> BufferArg {
         Self::values(handle, self.channels * self.rows)
     }
 
-    /// A value for every two channels: the factor, or the Hessian.
+    /// Returns a matrix `[channels, channels]`: the factor, or the Hessian.
     fn square(&self, handle: &Handle) -> BufferArg {
         Self::values(handle, self.channels * self.channels)
     }
@@ -168,7 +168,7 @@ impl Weight<'_> {
         )
     }
 
-    /// Some channels of a group.
+    /// Returns the arguments for some channels of a group.
     fn block_args(&self, channels: Range<usize>, group: usize) -> GptqBlockArgsLaunch {
         let [rows, all, first, end, group] =
             [self.rows, self.channels, channels.start, channels.end, group].map(|n| n as u32);
@@ -187,13 +187,13 @@ impl Weight<'_> {
         )
     }
 
-    /// The channels of every group.
+    /// Iterates over the channels of each group.
     fn groups(&self) -> impl Iterator<Item = Range<usize>> {
         let channels = self.channels;
         (0..channels).step_by(GROUP).map(move |group| group..channels.min(group + GROUP))
     }
 
-    /// The channels of every block of a group.
+    /// Iterates over the channels of each block of a group.
     fn blocks(&self, group: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let size = self.of_block.scheme.block_size;
         group.clone().step_by(size).map(move |block| block..block + size)
@@ -202,7 +202,7 @@ impl Weight<'_> {
 
 /// Steps of the algorithm.
 impl Weight<'_> {
-    /// Steps 1 to 3: rounds block after block, each error spread over the channels that follow.
+    /// Runs steps 1 to 3: rounds block after block and propagates the errors to later channels.
     fn round(&self) -> Result<(), Refusal> {
         let factor = &self.hessian_factor.factor;
         let weights = self.client.empty(4 * self.channels * self.rows);
@@ -238,7 +238,7 @@ impl Weight<'_> {
         Ok(())
     }
 
-    /// Steps 4 to 6: sweeps over all blocks, with `R = (w - q) H` kept up to date.
+    /// Runs steps 4 to 6: sweeps over all blocks, with `R = (w - q) H` kept up to date.
     fn improve(&self, options: &Gptq) -> Result<(), Refusal> {
         let hessian = &self.hessian_factor.hessian;
         let residuals = self.client.empty(4 * self.channels * self.rows);
@@ -269,8 +269,8 @@ impl Weight<'_> {
         Ok(())
     }
 
-    /// Lets `improve` change one block after the other and brings the residuals up to date; in the
-    /// last sweep those of the channels that follow, as no others are looked at again.
+    /// Lets `improve` change one block after the other, and updates the residuals. In the last
+    /// sweep only those of later channels are updated: no others are read again.
     fn sweep(
         &self,
         residuals: &Handle,
@@ -281,7 +281,7 @@ impl Weight<'_> {
         for group in self.groups() {
             for block in self.blocks(&group) {
                 improve(block.clone(), group.start)?;
-                // Within the group at once, beyond it together.
+                // Within the group at once, beyond it at its end.
                 let start = if is_last { block.end } else { group.start };
                 let near = Region::of(start..group.end);
                 self.propagate(residuals, hessian, block, group.start, near);
@@ -296,7 +296,7 @@ impl Weight<'_> {
         Ok(())
     }
 
-    /// Step 5: moves every code of a block to the one that is best while all others stay.
+    /// Runs step 5: moves every code of a block to the best one while all others stay.
     fn move_codes(&self, residuals: &Handle, block: Range<usize>, group: usize) {
         for_rows!(
             self,
@@ -308,7 +308,7 @@ impl Weight<'_> {
         );
     }
 
-    /// Step 6: searches scale and codes of a block anew for what all other blocks leave to it.
+    /// Runs step 6: searches scale and codes of a block again, with all other blocks fixed.
     fn choose_anew(
         &self,
         residuals: &Handle,
@@ -352,7 +352,7 @@ impl Weight<'_> {
         Ok(())
     }
 
-    /// Subtracts the products of the steps of some channels of a group with a matrix from others.
+    /// Propagates the errors of some channels of a group to a region.
     fn propagate(
         &self,
         target: &Handle,
@@ -371,7 +371,7 @@ impl Weight<'_> {
         propagate(self.client, self.device, target, matrix, errors, shape, region);
     }
 
-    /// Step 7: codes and scales, their blocks back where they came from.
+    /// Runs step 7: writes codes and scales, with the blocks in their old order.
     fn pack(&self, packed: &PackedHandles, problem: &Problem) {
         let blocks = problem.blocks();
         let words = problem.scheme.block_size / 8;

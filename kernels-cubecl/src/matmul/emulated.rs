@@ -1,11 +1,11 @@
-//! The operations of [`Instructions`] by plain loads, stores and multiplications: devices without
-//! the instructions of a warpgroup test by these what is around.
+//! [`WgmmaInstructions`] emulated with plain loads, stores and multiplications. With it a device
+//! without WGMMA tests the code around the instructions.
 
 use cubecl::prelude::*;
 
 use super::instructions::WgmmaInstructions;
 
-/// See the head of this file.
+/// The emulated instructions.
 pub(super) struct EmulatedWgmma;
 
 #[cube]

@@ -1,11 +1,11 @@
-//! The epilogue of every matmul kernel: from a sum in f32 to a value of the output.
+//! The epilogue of every matmul kernel, from an f32 sum to a value of the output.
 
 use cubecl::prelude::*;
 
 use super::operands::Operands;
 use crate::tensor::load_store::narrow;
 
-/// The output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
+/// Returns the output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
 #[cube]
 pub(crate) fn epilogue<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,

@@ -1,4 +1,4 @@
-//! The weight's fragments of `mma.rs` and `small_m.rs`: block scales and elements, in registers.
+//! Decoding of the weight's fragments for `mma.rs` and `small_m.rs`: block scales and elements.
 
 use cubecl::prelude::*;
 
@@ -6,7 +6,7 @@ use super::operands::MatmulBlueprint;
 use crate::numeric::element::decode_pair;
 use crate::numeric::scale_grid::{element_shift, product_scale, product_scale_pair};
 
-/// What the codes of a row are multiplied with: the scales of its two blocks.
+/// Decodes the scales of a row's two blocks to factors of decoded elements.
 #[cube]
 pub(super) fn decode_scales<F: Float, NA: Size>(
     factors: &mut Array<Vector<F, NA>>,
@@ -31,7 +31,7 @@ pub(super) fn decode_scales<F: Float, NA: Size>(
     }
 }
 
-/// Elements as [`decode_pair`] leaves them, unless block scales need them as they are.
+/// Decodes elements as [`decode_pair`] does, and restores their magnitude if block scales need it.
 #[cube]
 pub(super) fn decode_elements<F: Float, N: Size>(
     word: u32,

@@ -1,13 +1,13 @@
-//! A product with few rows of the input, straight from the codes.
+//! GEMV: a matmul with few rows of the input, without matrix instructions.
 //!
 //! ```text
-//! a plane takes some packed rows and some rows of the input, its units chunks of the channels:
-//!     for chunk in every plane-th chunk of the channels:
-//!         load a chunk of codes and the block scales of every packed row
+//! a plane takes some packed rows and some rows of the input; its units take turns along k:
+//!     for k_tile in every plane-th k tile:
+//!         load the codes and the block scales of every packed row
 //!         for eight codes at a time:
-//!             load the input's values at these channels, for every row of the input
+//!             load the input's values at these k, for every row of the input
 //!             sums[row][input] += (element x block scale) x value, in f32
-//!     add the sums of the units of the plane; multiply with the tensor scale, add the bias
+//!     add the sums of the units of the plane; epilogue
 //! ```
 
 use cubecl::client::Client;
@@ -35,7 +35,7 @@ pub(super) fn launch<F: Float>(
     let k_tile = 8 * plan.words as usize;
     let vector = plan.thread_tile.vector as usize;
     let widths = Widths { codes: k_tile, scales: block_size, input: vector, k_tile };
-    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         gemv_kernel::launch_unchecked::<F>(
@@ -68,7 +68,7 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
     let first_row = group * plane_n;
     let lane = UNIT_POS % plane;
 
-    // Vectors of the input that are multiplied with a word of eight codes.
+    // Vectors of the input per word of eight codes.
     let vectors = comptime!(8 / thread_tile.vector);
     let row_vectors = dims.k_tiles * comptime!(words * vectors);
     let block_words = comptime!(blueprint.block_size / 8);

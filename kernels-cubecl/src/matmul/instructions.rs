@@ -1,39 +1,39 @@
-//! What the kernel of `wgmma.rs` does by instructions of a warpgroup: [`Instructions`], by those of
-//! Hopper in `ptx.rs`, by plain ones in `plain.rs`.
+//! [`WgmmaInstructions`]: asynchronous copies and matrix instructions of a warpgroup, which
+//! `wgmma.rs` is built on. `ptx.rs` has those of Hopper, `emulated.rs` plain code in their place.
 //!
 //! A warpgroup, 4 planes, multiplies 64 rows of A, in registers, with `columns` rows of B, in
-//! shared memory, along 16 channels: `sums[64, columns] += A x B^T`. Unit
-//! `32 x plane + 4 x quad + part` holds
+//! shared memory, along 16 values of k: `sums[64, columns] += A x B^T`. Fragments of unit
+//! `32 x plane + 4 x quad + part`:
 //!
 //! ```text
 //! A: rows 16 x plane + ..             the sums: rows 16 x plane + .., columns 8 i + ..
-//!          channels                            2 part, 2 part + 1
+//!          k                                   2 part, 2 part + 1
 //!          2 part, + 1 | + 8, + 9     quad     | 4 i     | 4 i + 1 |
 //! quad     | word 0    | word 2 |     quad + 8 | 4 i + 2 | 4 i + 3 |
 //! quad + 8 | word 1    | word 3 |
 //! ```
 //!
-//! B lies in shared memory 64 channels wide, a row in 128 bytes or eight vectors of 16. Vectors
-//! change places within a row, so that the same vector of eight rows is in different banks; eight
-//! rows are 1024 bytes, aligned to as many:
+//! B is 64 values of k wide in shared memory: a row has 128 bytes or eight vectors of 16. They are
+//! swizzled within a row, so that the same vector of eight rows is in different banks. Eight rows
+//! are 1024 bytes, aligned to 1024:
 //!
 //! ```text
 //! row 0  | 0 | 1 | 2 | 3 | ..       vector v of row r is at place v ^ (r % 8)
 //! row 1  | 1 | 0 | 3 | 2 | ..
-//! row 2  | 2 | 3 | 0 | 1 | ..       16 channels are two vectors
+//! row 2  | 2 | 3 | 0 | 1 | ..       16 values of k are two vectors
 //! ```
 
 use cubecl::prelude::*;
 
-/// Asynchronous copies to shared memory, and multiplications of a warpgroup.
+/// Asynchronous copies to shared memory, and matrix instructions of a warpgroup.
 #[cube]
 pub(super) trait WgmmaInstructions: 'static + Send + Sync {
-    /// Where shared memory begins, for these operations.
+    /// Returns the address of shared memory for these instructions.
     fn address<T: CubePrimitive>(shared: &[T]) -> u32;
 
-    /// Starts to copy `each` elements, the `at`-th as many of device memory, to the `to`-th place
-    /// of as many in shared memory, which begins at `address`, if this is `wanted`. A branch around
-    /// it would have multiplications wait for each other.
+    /// Starts to copy `each` elements from device memory to shared memory, which begins at
+    /// `address`, if this is `wanted`. `at` and `to` count in runs of `each` elements. A branch
+    /// around the call instead of `wanted` would serialize the multiplications.
     fn copy<T: CubePrimitive>(
         wanted: bool,
         shared: &mut [T],
@@ -45,19 +45,19 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
         #[comptime] bytes: u32,
     );
 
-    /// The copies that the unit has started since the last group are a group.
+    /// Groups the copies that the unit has started since the last group.
     fn commit_copies();
 
-    /// Waits until all but the last `groups` groups of copies of the unit have arrived, for the
-    /// multiplications too; the units wait for each other after that.
+    /// Waits until all but the last `groups` groups of the unit's copies have arrived, and are
+    /// visible to multiplications. The units still need a barrier after it.
     fn wait_for_copies(#[comptime] groups: u32);
 
-    /// The byte of a word that belongs to this `part`, the rest being zeros.
+    /// Returns the byte of a word that belongs to this `part`, with zeros above.
     fn byte(word: u32, part: u32) -> u32;
 
-    /// Starts to add `A x B^T` to the sums, for the 16 channels of B that begin with vector `at`
-    /// of shared memory, which begins at `address`. The last vectors of `exchange`, one for each
-    /// unit, are written where units have to show each other A.
+    /// Starts to add `A x B^T` to the sums, for the 16 values of k of B that begin with vector `at`
+    /// of shared memory, which begins at `address`. The emulation writes the last vectors of
+    /// `scratch`, one per unit, to show A to other units.
     fn multiply<F: Float, X: Size, W: Size>(
         a: &Array<u32>,
         b: &[Vector<u32, X>],
@@ -72,6 +72,6 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
     /// Waits until all but the last `groups` multiplications have read A and B.
     fn wait_for_products(#[comptime] groups: u32);
 
-    /// Waits until the sums, `count` of them, are complete.
+    /// Waits until the `count` sums are complete.
     fn wait_for_sums(sums: &mut Array<f32>, #[comptime] count: u32);
 }

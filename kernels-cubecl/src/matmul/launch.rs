@@ -1,4 +1,4 @@
-//! A planned product is run: the kernel that its plan names, compiled for its dtype.
+//! Launches a [`MatmulPlan`]: the kernel of the plan, compiled for its dtype.
 
 use cubecl::client::Client;
 use cubecl::server::Handle;
@@ -18,17 +18,18 @@ use crate::plan::WgmmaSupport;
 use crate::plan::{Dtype, Refusal};
 
 impl MatmulPlan {
-    /// The product that was planned.
+    /// Returns the matmul that was planned.
     pub fn matmul(&self) -> &Matmul {
         &self.matmul
     }
 
-    /// `input x weight^T + bias`: sums in f32, multiplied with the tensor scale, rounded once.
+    /// Computes `input x weight^T + bias`: sums in f32, multiplied by the tensor scale, rounded
+    /// once.
     ///
     /// The input is `[m, k]`, the bias `[n]` and the output `[m, n]`, all in the dtype of the
-    /// matmul. The client belongs to the device of the plan. `prefetch` is the weight that is read
-    /// next; it changes no bits. Only the kernel for at most 16 rows of the input on compute
-    /// capability 9.0 prefetches.
+    /// matmul. The client belongs to the device of the plan. `prefetch` is the weight of the next
+    /// matmul: the kernel for at most 16 rows of the input brings it into the L2 cache on compute
+    /// capability 9.0. The bits are the same without.
     ///
     /// # Errors
     /// [`Refusal::Memory`] and [`Refusal::TensorScales`]; nothing is launched then.
@@ -70,7 +71,7 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::SmallM(plan) => {
-                // f32 has no such plan.
+                // f32 is never planned for this kernel.
                 let launch = match (dtype == Dtype::Bf16, block_size) {
                     (true, 16) => small_m::launch::<bf16, u32>,
                     (true, _) => small_m::launch::<bf16, u16>,
@@ -85,14 +86,14 @@ impl MatmulPlan {
                     (WgmmaSupport::Ptx, true) => wgmma::launch::<PtxWgmma, bf16>,
                     #[cfg(feature = "cuda")]
                     (WgmmaSupport::Ptx, false) => wgmma::launch::<PtxWgmma, f16>,
-                    // Without the feature no device has others.
+                    // Without the CUDA feature every device emulates.
                     (_, true) => wgmma::launch::<EmulatedWgmma, bf16>,
                     (_, false) => wgmma::launch::<EmulatedWgmma, f16>,
                 };
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::Mma(plan) => {
-                // f32 has no such plan.
+                // f32 is never planned for this kernel.
                 let launch = match (dtype == Dtype::Bf16, block_size) {
                     (true, 16) => mma::launch::<bf16, u16>,
                     (true, _) => mma::launch::<bf16, u8>,

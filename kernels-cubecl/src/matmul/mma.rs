@@ -1,39 +1,39 @@
-//! A product by matrix instructions, straight from the codes.
+//! A matmul with the matrix instructions of a plane (MMA).
 //!
-//! An instruction multiplies 16 packed rows of the weight with 8 rows of the input along 16
-//! channels. The 32 lanes of a plane hold these matrices in registers, `lane = 4 x quad + part`:
+//! An instruction multiplies 16 packed rows of the weight with 8 rows of the input along 16 values
+//! of k. The 32 lanes of a plane hold these fragments in registers, `lane = 4 x quad + part`:
 //!
 //! ```text
-//! A, the weight: 16 rows x 16 channels      B, the input: 8 rows      C, the sums: 16 x 8
+//! A, the weight: 16 rows x 16 k             B, the input: 8 rows      C, the sums: 16 x 8
 //!            2 part  2 part + 8                       quad                  2 part, 2 part + 1
 //! quad      | word 0 | word 1 |             2 part   | word 0 |    quad     | half 0 |
 //! quad + 8  | word 0 | word 1 |             .. + 8   | word 1 |    quad + 8 | half 1 |
 //!  (half)     2 values a word                          2 values               2 sums
 //! ```
 //!
-//! The order of the channels does not matter as long as A and B have the same. So the four lanes of
-//! a row take 32 neighbouring channels each, and a lane loads 16 bytes of codes at once:
+//! Any order of k will do if A and B have the same. So the four lanes of a row take 32 neighbouring
+//! elements each, and a lane loads 16 bytes of codes at once:
 //!
 //! ```text
-//! a step: 128 channels of a packed row
-//! | part 0: 32 channels      | part 1                   | part 2         | part 3         |
-//! | block 0     | block 1    |    a block: 16 channels, two words of eight codes,
+//! a k tile: 128 elements of a packed row
+//! | part 0: 32 elements      | part 1                   | part 2         | part 3         |
+//! | block 0     | block 1    |    a block: 16 elements, two words of eight codes,
 //! | word | word | word | word |   eight codes: 4 pairs (p, p + 4), decoded a pair at a time
 //! ```
 //!
-//! Each of the 2 x 4 blocks and pairs of a step is one instruction for every tile. The planes of a
-//! cube share its rows of the weight and of the input, and what is left of them divides the steps:
+//! Each of the 2 x 4 blocks and pairs of a k tile is one instruction for every tile of m and n. The
+//! planes of a cube divide its packed rows, its rows of the input, and k (split-K within the cube):
 //!
 //! ```text
-//! cube: 256 units = 8 planes = row_planes x input_planes x depth
-//! for round in the steps of the channels, `depth` at a time:
+//! cube: 256 units = 8 planes = n_planes x m_planes x k_planes
+//! for round in the k tiles, `k_planes` at a time:
 //!     factors = the block scales, decoded                               (decode_scales)
 //!     the input goes to shared memory, if planes share it               (share_input)
 //!     load codes, scales and input of the next round                    (load_round)
-//!     for block in 0..2:                                                (multiply)
+//!     for block in 0..2:
 //!         weights = codes x factors, in registers                       (decode_weights)
-//!         for some tiles of the input: read the next, multiply the last (read_tiles, ..._tiles)
-//! add the sums of the planes along the depth, and store them            (store_sums)
+//!         for some tiles of m: read the next, multiply the last         (multiply_tiles)
+//! add the sums of the planes along k; epilogue                          (store_sums)
 //! ```
 
 use cubecl::client::Client;
@@ -48,7 +48,7 @@ use super::plan::{K_TILE, Matmul, Mma, PLANES};
 use crate::numeric::scale_grid::sum_shift;
 use crate::plan::UNITS;
 
-/// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
+/// Launches the kernel. `S` holds the block scales that a lane needs of a packed row.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
@@ -59,7 +59,7 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 32, input: 8, k_tile: K_TILE };
-    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         mma_kernel::launch_unchecked::<F, S>(
@@ -75,10 +75,10 @@ pub(super) fn launch<F: Float, S: Int>(
     }
 }
 
-/// Vectors of eight values of the input in a step.
+/// Vectors of eight values of the input in a k tile.
 const K_TILE_VECTORS: u32 = K_TILE as u32 / 8;
 
-/// Pairs of these that a unit copies to shared memory at a time.
+/// Returns the pairs of vectors that a unit copies to shared memory in a round.
 const fn copied(plan: Mma) -> u32 {
     if plan.shares_input() {
         plan.tile_m() * plan.k_planes() * K_TILE_VECTORS / 2 / UNITS
@@ -87,30 +87,30 @@ const fn copied(plan: Mma) -> u32 {
     }
 }
 
-/// Where a lane is, and the rows it works on.
+/// Position of a lane, and the rows it works on.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {
-    /// The number of its plane.
+    /// Number of its plane.
     plane: u32,
-    /// Its place among the eight that have rows of their own.
+    /// Number of its quad: the row it has of each eight.
     quad: u32,
-    /// Its place among the four that share a row.
+    /// Number in its quad: the part it has of a row.
     part: u32,
-    /// The first row of the input of its cube.
+    /// First row of the input of its cube.
     cube_input: u32,
-    /// The first packed row of its cube.
+    /// First packed row of its cube.
     cube_row: u32,
-    /// The first row of the input of its plane, in its cube.
+    /// First row of the input of its plane, counted in its cube.
     plane_input: u32,
-    /// The first row of the input of its plane, plus its place among eight.
+    /// First row of the input of its plane, plus `quad`.
     input: u32,
-    /// The first packed row of its plane, plus its place among eight.
+    /// First packed row of its plane, plus `quad`.
     row: u32,
-    /// The place of its plane among those that divide the contracted axis.
+    /// Number of its plane among the planes that divide k.
     k_plane: u32,
 }
 
-/// The lane of this unit.
+/// Returns the position of this unit.
 #[cube]
 fn lane(m: u32, #[comptime] plan: Mma) -> Lane {
     let Mma { n_tiles, m_tiles, n_planes, m_planes, .. } = comptime!(plan);
@@ -134,18 +134,18 @@ fn lane(m: u32, #[comptime] plan: Mma) -> Lane {
     }
 }
 
-/// What a unit has loaded for a round.
+/// Registers that a unit loads for a round.
 #[derive(CubeType)]
 struct Loaded<W: Size, X: Size> {
-    /// Of two rows of every tile, four words of codes.
+    /// Four words of codes, for two rows of every tile.
     words: Array<Vector<u32, W>>,
-    /// And the scales of their blocks, in a word.
+    /// The scales of their blocks, in a word.
     scales: Array<u32>,
-    /// The part of the input that the unit copies, or takes itself.
+    /// The part of the input that the unit copies to shared memory, or multiplies itself.
     copies: Array<Vector<u32, X>>,
 }
 
-/// Loads what a round needs from device memory. Steps beyond the last are loaded from the last.
+/// Loads a round from device memory. K tiles beyond the last repeat it.
 #[cube]
 fn load_round<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -181,7 +181,7 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
             let row = at / pairs % comptime!(plan.tile_m());
             let row = min(lane.cube_input + row, dims.m - 1);
             let k_tile = min(round * k_planes + at / comptime!(pairs * plan.tile_m()), last);
-            // The pairs of four lanes, first those of their first halves.
+            // The pairs of four lanes, the first half of each lane first.
             let pair = at % 4 * 2 + at / 4 % 2;
             let from = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + pair * 2;
             loaded.copies[comptime!((2 * copy) as usize)] = operands.input[from as usize];
@@ -190,8 +190,7 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
     }
 }
 
-/// See the head of this file. What a round needs from device memory is loaded while the one before
-/// is computed.
+/// Runs the main loop at the head of this file. The next round is loaded while one is computed.
 #[cube(launch_unchecked)]
 fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -216,7 +215,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
         sums.push(zeros);
     }
 
-    // What planes share of the input, of this round and of the next.
+    // Double buffer of the input that planes share: this round and the next.
     let half = comptime!((2 * copied(plan) * UNITS).max(1));
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * half as usize));
 
@@ -235,7 +234,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
         let buffer = (round & 1u32) * half;
         let k_tile = round * comptime!(plan.k_planes()) + lane.k_plane;
         let source = Source { buffer, k_tile };
-        // What the plane takes of the input.
+        // The input of this plane, if it keeps it in registers.
         let mut taken = Array::<Vector<u32, X>>::new(4usize);
         if comptime!(takes_input) {
             #[unroll]
@@ -262,7 +261,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                 let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
                 let mut values =
                     Array::<Vector<u32, X>>::new(comptime!((4 * tiling.tiles_per_group) as usize));
-                // While some tiles of the input are multiplied, the next are read.
+                // The next tiles of the input are read while some are multiplied.
                 #[unroll]
                 for group in 0..comptime!(tiling.groups + 1) {
                     if comptime!(group < tiling.groups) {
@@ -276,12 +275,18 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                                 &lane,
                                 &source,
                                 comptime!(group * tiling.tiles_per_group + tile),
-                                part,
+                                tiling,
                             );
                         }
                     }
                     if comptime!(group == 0) {
-                        decode_weights::<F, W, NA>(&words, &factors, &mut weights, blueprint, part);
+                        decode_weights::<F, W, NA>(
+                            &words,
+                            &factors,
+                            &mut weights,
+                            blueprint,
+                            tiling,
+                        );
                     } else {
                         multiply_tiles::<F, X, NA, NB, NC>(
                             &definition,
@@ -289,7 +294,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                             &values,
                             &mut sums,
                             comptime!(group - 1),
-                            part,
+                            tiling,
                         );
                     }
                 }
@@ -300,15 +305,15 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
 }
 
-/// A block of a step, and how many tiles of the input are multiplied with it at once.
+/// A block of a k tile, and the grouping of the tiles of the input that are multiplied with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct BlockTiling {
     plan: Mma,
     block: u32,
-    /// Two instructions that do not wait for each other: two tiles of the input, unless there are
-    /// two of rows.
+    /// Tiles of the input in a group: 2 if there is one tile of packed rows, so that two
+    /// independent instructions are in flight.
     tiles_per_group: u32,
-    /// How often.
+    /// Number of groups.
     groups: u32,
 }
 
@@ -318,15 +323,15 @@ impl BlockTiling {
         Self { plan, block, tiles_per_group, groups: plan.m_tiles / tiles_per_group }
     }
 
-    /// Where the two vectors of a tile of the input are kept: those of two groups in turn.
+    /// Returns where the two vectors of a tile are kept: two groups alternate.
     const fn slot(&self, tile: u32) -> u32 {
         tile / self.tiles_per_group % 2 * 2 * self.tiles_per_group
             + 2 * (tile % self.tiles_per_group)
     }
 }
 
-/// Puts what a unit has copied of the input where the planes read it. Odd rows exchange the vectors
-/// of their lanes' halves, so that neighbouring rows are in other banks.
+/// Stores a unit's copy of the input in shared memory. Odd rows swap the halves of each lane, so
+/// that neighbouring rows are in different banks.
 #[cube]
 fn share_input<X: Size>(
     shared: &mut [Vector<u32, X>],
@@ -347,16 +352,15 @@ fn share_input<X: Size>(
     }
 }
 
-/// Where the input of a step is read.
+/// Position of the input of a k tile.
 #[derive(CubeType, Clone, Copy)]
 struct Source {
-    /// Where the input of the round begins in shared memory.
+    /// Start of the round's input in shared memory.
     buffer: u32,
     k_tile: u32,
 }
 
-/// Reads the two vectors of a tile of the input: from shared memory, from what was loaded ahead, or
-/// from device memory.
+/// Reads the two vectors of a tile of the input from shared memory, registers or device memory.
 #[cube]
 fn read_tile<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -405,7 +409,7 @@ fn read_tile<F: Float, S: Int, W: Size, X: Size>(
     }
 }
 
-/// The registers of the weight for every pair and tile of rows: `element x block scale`.
+/// Decodes the weight's fragments of every pair and tile of rows: `element x block scale`.
 #[cube]
 fn decode_weights<F: Float, W: Size, NA: Size>(
     words: &Array<Vector<u32, W>>,
@@ -438,7 +442,7 @@ fn decode_weights<F: Float, W: Size, NA: Size>(
     }
 }
 
-/// Adds the products of every tile of rows with a group of tiles of the input to the sums.
+/// Adds the products of every tile of packed rows with a group of tiles of the input to the sums.
 #[cube]
 fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
     definition: &MmaDefinition<F, F, f32>,
@@ -475,8 +479,8 @@ fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
     }
 }
 
-/// Stores the sums of all planes, a tile at a time: 16 rows for each of 8 inputs, which are in
-/// other banks. Those of the planes that divide the contracted axis are added up.
+/// Adds the sums along k and stores them, a tile at a time: 16 packed rows for each of 8 rows of
+/// the input, which start in different banks.
 #[cube]
 fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
@@ -535,8 +539,9 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     }
 }
 
-/// Half of two times eight values in the order in which codes are decoded, each with the fourth
-/// after it: those of the first eight and of the second in turn, as an instruction takes them.
+/// Returns half of two times eight values in the order in which codes are decoded, each with the
+/// fourth after it. Pairs of the first eight and of the second alternate, as an instruction takes
+/// them.
 #[cube]
 fn interleave<X: Size>(
     first: Vector<u32, X>,

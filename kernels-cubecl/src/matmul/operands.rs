@@ -1,4 +1,4 @@
-//! What the kernels of products share: their operands, and what becomes of a sum.
+//! Operands of the matmul kernels.
 
 use burn_fp4_search::formats::{Fp4Format, ScaleGrid};
 use cubecl::prelude::*;
@@ -9,13 +9,13 @@ use super::prefetch::{Prefetch, PrefetchArgs};
 use crate::packed::{PackedHandles, PackedIn};
 use crate::plan::{Capability, Conversion, Dtype};
 
-/// What the kernels of products are compiled for.
+/// The compile-time key of the matmul kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct MatmulBlueprint {
     pub(crate) block_size: u32,
     pub(crate) format: Fp4Format,
     pub(crate) dtype: Dtype,
-    /// Whether every packed row has a tensor scale.
+    /// True if every packed row has a tensor scale.
     pub(crate) by_row: bool,
     pub(crate) bias: bool,
     pub(crate) conversion: Conversion,
@@ -33,36 +33,36 @@ impl MatmulBlueprint {
         }
     }
 
-    /// The grid of the block scales.
+    /// Returns the grid of the block scales.
     pub(crate) fn grid(&self) -> ScaleGrid {
         self.format.row().scale_grid()
     }
 }
 
-/// Lengths of a product.
+/// Lengths of a matmul.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct MatmulDims {
     pub(crate) m: u32,
     pub(crate) n: u32,
-    /// Chunks of a packed row, of as many codes as a unit or the lanes of a row load at a time.
+    /// Tiles of k. A unit, or the lanes of a row together, load one at a time.
     pub(crate) k_tiles: u32,
 }
 
-/// What a product is computed from.
+/// Operands of a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Operands<F: Float, S: Int, W: Size, X: Size> {
     pub(crate) weight: PackedIn<S, W>,
     pub(crate) input: &'static [Vector<u32, X>],
-    /// Something that is not read where there is none.
+    /// A dummy binding when there is no bias; never read.
     pub(crate) bias: &'static [F],
-    /// Of the next product's weight, where that is read ahead.
+    /// The next matmul's weight, if the kernel prefetches it.
     pub(crate) prefetch: ComptimeOption<PrefetchArgs>,
     pub(crate) dims: MatmulDims,
     #[cube(comptime)]
     pub(crate) blueprint: MatmulBlueprint,
 }
 
-/// How many values a kernel of a product loads at a time.
+/// Widths of a kernel's loads.
 pub(crate) struct Widths {
     /// Codes of a vector.
     pub(crate) codes: usize,
@@ -70,21 +70,21 @@ pub(crate) struct Widths {
     pub(crate) scales: usize,
     /// Values of a vector of the input.
     pub(crate) input: usize,
-    /// Codes of a chunk of a packed row.
+    /// Codes of a packed row in a k tile.
     pub(crate) k_tile: usize,
 }
 
-/// The operands of a product in device memory.
+/// Operands of a matmul in device memory.
 #[derive(Clone)]
 pub(super) struct OperandHandles {
     pub(super) weight: PackedHandles,
     pub(super) input: Handle,
     pub(super) bias: Option<Handle>,
-    /// The weight of the next product, if the kernel reads it ahead.
+    /// The next matmul's weight, if the kernel prefetches it.
     pub(super) prefetch: Option<Prefetch>,
 }
 
-/// The operands of a launch.
+/// Returns the operands of a launch.
 pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
     handles: OperandHandles,
     matmul: &Matmul,
@@ -93,7 +93,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
 ) -> OperandsLaunch<F, S, W, X> {
     let OperandHandles { weight, input, bias, prefetch } = handles;
     let Matmul { m, n, k, .. } = *matmul;
-    // SAFETY: the lengths are those of the product.
+    // SAFETY: the lengths are those of the matmul.
     unsafe {
         OperandsLaunch::new(
             weight.read(n * k, widths.codes, widths.scales),

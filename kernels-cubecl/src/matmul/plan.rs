@@ -1,4 +1,4 @@
-//! Products with a packed weight: what they are, and how they are computed.
+//! Plans of matmuls with a packed weight: the kernel and its launch.
 
 use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::{FormatError, Fp4Format};
@@ -7,8 +7,7 @@ use burn_fp4_search::host::View;
 use crate::numeric::scale_grid::f16_holds_products;
 use crate::plan::{Capability, Dtype, Refusal, ThreadTile, UNITS, WgmmaSupport};
 
-/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
-/// `channels` elements.
+/// The matmul `input x weight^T` of an input `[m, k]` and a packed weight of n rows of k elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Matmul {
     /// Rows of the input.
@@ -25,8 +24,7 @@ pub struct Matmul {
     pub dtype: Dtype,
 }
 
-/// A product straight from the codes, and how it is launched on the device that it was planned for:
-/// by [`Matmul::plan`].
+/// A fused matmul and its launch on one device; see [`Matmul::plan`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MatmulPlan {
     pub(super) matmul: Matmul,
@@ -34,45 +32,45 @@ pub struct MatmulPlan {
     pub(super) kernel: Kernel,
 }
 
-/// Which kernel a product is computed by, and how it is launched.
+/// Kernel of a matmul, with its launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kernel {
-    /// By multiplications and additions.
+    /// Multiplications and additions in f32.
     Gemv(Gemv),
-    /// By matrix instructions.
+    /// Matrix instructions of a plane.
     Mma(Mma),
-    /// By matrix instructions, for few rows of the input.
+    /// Matrix instructions of a plane, for few rows of the input.
     SmallM(SmallM),
-    /// By the matrix instructions of warpgroups.
+    /// Matrix instructions of a warpgroup.
     Wgmma(Wgmma),
 }
 
-/// How the kernel of `wgmma.rs` is launched: each cube takes [`WGMMA_TILE_N`] packed rows of the
-/// weight, some rows of the input, and some of the contracted axis.
+/// Launch of `wgmma.rs`. A cube takes [`WGMMA_TILE_N`] packed rows, some rows of the input and,
+/// with split-K, a part of k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Wgmma {
     /// Cubes.
     pub cubes: u32,
     /// Rows of the input of a cube.
     pub tile_m: u32,
-    /// Rounds of channels that shared memory holds.
+    /// Pipeline stages: k tiles in shared memory.
     pub stages: u32,
-    /// Cubes that divide the contracted axis.
+    /// Cubes that divide k.
     pub split_k: u32,
-    /// Vectors of shared memory by which the units exchange decoded weights.
+    /// Vectors of shared memory with which emulated instructions show A to other units.
     pub scratch: u32,
 }
 
 /// Packed rows of a cube of `wgmma.rs`.
 pub(super) const WGMMA_TILE_N: usize = 128;
 
-/// A way to launch `wgmma.rs`, for shared memory of 228 KiB a processor.
+/// Configuration of `wgmma.rs`, for 228 KiB of shared memory per multiprocessor.
 struct WgmmaConfig {
     tile_m: u32,
     stages: u32,
-    /// Cubes of a processor that a round was measured with, at once.
+    /// Cubes that run on a multiprocessor at once.
     ctas_per_sm: usize,
-    /// Nanoseconds that these take for a round, measured on an H200.
+    /// Nanoseconds that they take for a k tile, measured on an H200.
     k_tile_ns: usize,
 }
 
@@ -86,57 +84,56 @@ const WGMMA_CONFIGS: [WgmmaConfig; 5] = [
 
 /// Nanoseconds that it takes to launch `reduce_split_k` of `wgmma.rs`.
 const SPLIT_K_REDUCE_LAUNCH_NS: usize = 3000;
-/// Sums that it reads in a nanosecond.
+/// Sums that this kernel reads in a nanosecond.
 const SPLIT_K_REDUCE_SUMS_PER_NS: usize = 1000;
 
-/// The most cubes that divide the contracted axis.
+/// Largest number of cubes that divide k.
 const MAX_SPLIT_K: usize = 8;
 
-/// How the kernel of `small_m.rs` is launched: each cube takes some packed rows of the weight and all
-/// rows of the input. Its planes divide the packed rows and the contracted axis among them.
+/// Launch of `small_m.rs`. A cube takes some packed rows and all rows of the input. Its planes
+/// divide the packed rows and k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct SmallM {
     /// Cubes.
     pub cubes: u32,
     /// Planes with 16 packed rows of their own.
     pub n_planes: u32,
-    /// Planes that divide the contracted axis.
+    /// Planes that divide k: split-K within the cube.
     pub k_planes: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
 }
 
 impl SmallM {
-    /// Units of a cube.
+    /// Returns the units of a cube.
     pub(super) const fn units(&self) -> u32 {
         32 * self.n_planes * self.k_planes
     }
 
-    /// Packed rows of a cube.
+    /// Returns the packed rows of a cube.
     pub(super) const fn tile_n(&self) -> u32 {
         16 * self.n_planes
     }
 
-    /// Tiles of 8 rows of the input.
+    /// Returns the tiles of 8 rows of the input.
     pub(super) const fn m_tiles(&self) -> u32 {
-        self.m.div_ceil(8)
+        self.tile_m.div_ceil(8)
     }
 
-    /// Rows of the input that a plane copies to shared memory.
+    /// Returns the rows of the input that a plane copies to shared memory.
     pub(super) const fn copies(&self) -> u32 {
-        self.m.div_ceil(self.n_planes)
+        self.tile_m.div_ceil(self.n_planes)
     }
 }
 
-/// Channels that a plane of `small_m.rs` takes at a time.
+/// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
 
-/// Rows of an input that are few, for `small_m.rs`.
+/// Largest m of `small_m.rs`.
 const MAX_SMALL_M: usize = 16;
 
-/// How the kernel of `mma.rs` is launched: each cube takes some packed rows of the weight and some
-/// rows of the input. Its planes divide these among them, and what is left of them the contracted
-/// axis.
+/// Launch of `mma.rs`. A cube takes some packed rows and some rows of the input. Its planes divide
+/// both, and the remaining planes divide k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Mma {
     /// Cubes.
@@ -145,35 +142,35 @@ pub(super) struct Mma {
     pub n_tiles: u32,
     /// Tiles of 8 rows of the input of a plane.
     pub m_tiles: u32,
-    /// Planes with rows of their own.
+    /// Planes that divide the packed rows.
     pub n_planes: u32,
-    /// Planes with rows of the input of their own.
+    /// Planes that divide the rows of the input.
     pub m_planes: u32,
 }
 
 impl Mma {
-    /// Packed rows of a cube.
+    /// Returns the packed rows of a cube.
     pub(super) const fn tile_n(&self) -> u32 {
         16 * self.n_tiles * self.n_planes
     }
 
-    /// Rows of the input of a cube.
+    /// Returns the rows of the input of a cube.
     pub(super) const fn tile_m(&self) -> u32 {
         8 * self.m_tiles * self.m_planes
     }
 
-    /// Planes that divide the contracted axis.
+    /// Returns the planes that divide k: split-K within the cube.
     pub(super) const fn k_planes(&self) -> u32 {
         PLANES / (self.n_planes * self.m_planes)
     }
 
-    /// Whether a plane loads its part of the input with the codes it is multiplied with: a tile of
-    /// its own.
+    /// Returns true if a plane keeps its single tile of the input in registers, loaded with the
+    /// codes.
     pub(super) const fn takes_input(&self) -> bool {
         !self.shares_input() && self.m_tiles == 1
     }
 
-    /// Whether planes have the same rows of the input, which come through shared memory then.
+    /// Returns true if planes have the same rows of the input, which then go through shared memory.
     pub(super) const fn shares_input(&self) -> bool {
         self.n_planes > 1
     }
@@ -182,10 +179,10 @@ impl Mma {
 /// Planes of a cube.
 pub(super) const PLANES: u32 = UNITS / 32;
 
-/// Channels that a plane takes at a time.
+/// Elements of k that a plane of `mma.rs` and a cube of `wgmma.rs` take at a time.
 pub(super) const K_TILE: usize = 128;
 
-/// The ways of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
+/// Configurations of [`Mma`] for ever fewer rows of the input, chosen by measurements on an H200.
 const CONFIGS: [Mma; 6] = [
     config(2, 8, 8, 1),
     config(1, 8, 4, 1),
@@ -199,8 +196,8 @@ const fn config(n_tiles: u32, m_tiles: u32, n_planes: u32, m_planes: u32) -> Mma
     Mma { cubes: 0, n_tiles, m_tiles, n_planes, m_planes }
 }
 
-/// How the kernel of `gemv.rs` is launched: each plane takes some packed rows of the weight and
-/// multiplies them with some rows of the input, all of the contracted axis.
+/// Launch of `gemv.rs`. A plane multiplies some packed rows with some rows of the input, over all
+/// of k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Gemv {
     /// Cubes in two dimensions.
@@ -211,22 +208,22 @@ pub(super) struct Gemv {
     pub words: u32,
     /// Packed rows of a plane.
     pub plane_n: u32,
-    /// Rows of the input that a plane multiplies them with.
+    /// Rows of the input of a plane.
     pub plane_m: u32,
-    /// How a unit loads the input.
+    /// Tile of the input that a unit loads.
     pub thread_tile: ThreadTile,
 }
 
-/// Rows of an input up to which it is faster to decode the weight again for every eight of them
-/// than to write it down dense; measured on an H200.
+/// Largest m of `gemv.rs`. It decodes the weight again for every eight rows of the input; with more
+/// rows, dequantizing once and a dense matmul are faster. Measured on an H200.
 const MAX_GEMV_M: usize = 24;
 
 impl Matmul {
-    /// The product straight from the codes, by the kernel that is faster on a device; none where it
-    /// is faster still to dequantize the weight and to leave the product to a dense one.
+    /// Plans the fastest kernel on a device, or returns `None` if dequantizing the weight and a
+    /// dense matmul are faster.
     ///
     /// # Errors
-    /// [`Refusal`] if blocks do not divide the channels, or a tensor has too many values.
+    /// [`Refusal`] if blocks do not divide k, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<Option<MatmulPlan>, Refusal> {
         let wgmma = || match device.wgmma {
             WgmmaSupport::Ptx => self.wgmma(device),
@@ -239,17 +236,18 @@ impl Matmul {
         }
     }
 
-    /// The product by matrix instructions, which decode the weight in registers: exact products of
-    /// `element x block scale`, sums in f32, for f16 and bf16.
+    /// Plans matrix instructions of a plane, which decode the weight in registers: exact products
+    /// of `element x block scale`, sums in f32, for f16 and bf16.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), and [`Refusal::Instructions`] where they do not fit.
+    /// As [`plan`](Self::plan), and [`Refusal::Instructions`] if they do not fit.
     pub fn mma(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
         let kernel = Kernel::Mma(self.mma_launch(device)?);
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
-    /// The product by matrix instructions, of at most 16 rows of the input: see [`mma`](Self::mma).
+    /// Plans matrix instructions of a plane for at most 16 rows of the input; see
+    /// [`mma`](Self::mma).
     ///
     /// # Errors
     /// As [`mma`](Self::mma).
@@ -258,7 +256,7 @@ impl Matmul {
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
-    /// The product by the matrix instructions of warpgroups: see [`mma`](Self::mma).
+    /// Plans matrix instructions of a warpgroup; see [`mma`](Self::mma).
     ///
     /// # Errors
     /// As [`mma`](Self::mma).
@@ -267,7 +265,7 @@ impl Matmul {
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
-    /// The product by multiplications and additions in f32.
+    /// Plans multiplications and additions in f32.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -276,8 +274,8 @@ impl Matmul {
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
-    /// Whether matrix instructions of a device compute the product exactly enough, and take its
-    /// channels in these steps.
+    /// Checks that matrix instructions compute the matmul exactly enough, and that k consists of
+    /// whole k tiles.
     fn check_instructions(&self, has_any: bool, k_tile: usize) -> Result<(), Refusal> {
         self.check()?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
@@ -303,16 +301,17 @@ impl Matmul {
         let sms = device.cubes / 4;
         let cubes = |n_planes| self.n.div_ceil(16 * n_planes as usize);
         let busy = |n_planes, least| cubes(n_planes) >= least as usize;
-        // By measurements on an H200. More packed rows a cube read the input less often.
+        // From measurements on an H200. With more packed rows per cube the input is read less
+        // often.
         let (n_planes, k_planes) = match self.m {
-            // All cubes at once: of smaller ones there is room for more.
+            // Four planes each, if they are then all resident at once; otherwise eight.
             0..=4 if busy(1, 2 * sms + 1) => (1, 4),
             0..=4 => (1, 8),
             5..=8 if busy(2, sms) => (2, 4),
             5..=8 => (1, 8),
-            // More cubes than run at once: small ones, whose planes have no sums to add.
+            // More cubes than run at once: planes that add no sums keep them short.
             9..=MAX_SMALL_M if busy(4, 3 * sms) => (4, 1),
-            // One cube a processor, all at once.
+            // One cube per multiprocessor, in a single wave.
             9..=MAX_SMALL_M if busy(4, sms * 2 / 3) && !busy(4, sms + 1) => (4, 4),
             9..=MAX_SMALL_M if busy(2, sms * 3 / 4) => (2, 4),
             9..=MAX_SMALL_M => return refuse("there are too few packed rows for them"),
@@ -333,8 +332,8 @@ impl Matmul {
         let cubes = |config: &Mma| {
             self.n.div_ceil(config.tile_n() as usize) * self.m.div_ceil(config.tile_m() as usize)
         };
-        // Three of four processors have something to do, and twice that where it is a single tile
-        // of the input.
+        // Three quarters of the multiprocessors have a cube, or two with a single tile of the
+        // input.
         let enough = |config: &Mma| {
             device.cubes as usize / 4 * 3 / 4 * if config.takes_input() { 2 } else { 1 }
         };
@@ -359,7 +358,7 @@ impl Matmul {
             let groups = self.m.div_ceil(config.tile_m as usize);
             self.n.div_ceil(WGMMA_TILE_N) * groups * split_k
         };
-        // The cubes of a processor one after the other, or as many at once as fit.
+        // Waves of cubes, of `ctas_per_sm` each.
         let time = |&(config, split_k): &(&WgmmaConfig, usize)| {
             let at_once = (device.cubes / 4) as usize * config.ctas_per_sm;
             let waves = cubes(config, split_k).div_ceil(at_once);
@@ -368,7 +367,7 @@ impl Matmul {
             let computed = waves * k_tiles.div_ceil(split_k) * config.k_tile_ns;
             computed + if split_k > 1 { reduce } else { 0 }
         };
-        // None of the cubes has nothing to do.
+        // Only splits that leave no cube without work.
         let splits = || {
             (1..=MAX_SPLIT_K)
                 .filter(|&split_k| k_tiles.div_ceil(k_tiles.div_ceil(split_k)) == split_k)
@@ -391,7 +390,7 @@ impl Matmul {
         let widest = 16 / self.dtype.size() as u32;
         let plane_m = self.m.next_power_of_two().min(8) as u32;
         let planes = UNITS / device.plane;
-        // Fewer rows a plane where there are too few to keep the device busy.
+        // Fewer packed rows per plane if the device would not be busy otherwise.
         let plane_n = [4, 2].into_iter().find(|plane_n| {
             self.n.div_ceil((plane_n * planes) as usize) >= (device.cubes / 4) as usize
         });
@@ -509,7 +508,7 @@ mod tests {
         assert_eq!(of(2048, 8192, 8192), Some((512, 256, 1)));
         assert_eq!(of(64, 4096, 4096), Some((128, 64, 4)));
         assert_eq!(of(100, 8192, 128), Some((128, 64, 1)));
-        // Outputs that are no multiple of eight.
+        // n is not a multiple of eight.
         assert_eq!(of(100, 8100, 8192), None);
         let fits = matmul(64, 8, 128);
         for matmul in [Matmul { n: 12, ..fits }, Matmul { k: 192, ..fits }] {

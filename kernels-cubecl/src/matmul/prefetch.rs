@@ -1,25 +1,24 @@
-//! Reading ahead: a product of few rows brings the weight of the next one into the device's cache.
+//! Prefetch of the next matmul's weight into the L2 cache, by a matmul with few rows of the input.
 //!
-//! Such a product takes as long as its weight takes to be read. Memory is idle while it ends and
-//! the next one begins, and during small kernels between them. A weight depends on nothing that is
-//! computed, so the planes of a product divide the packed rows of the next weight among them, and
-//! ask for them once the loads of their own weight are under way. Nothing waits for what they ask
-//! for, and no result depends on it.
+//! Such a matmul is bound by reading its weight. Memory idles while it ends and the next one
+//! begins, and during small kernels in between. A weight does not depend on any result, so the
+//! planes of a matmul divide the packed rows of the next weight, and prefetch them once the loads
+//! of their own weight are in flight. Nothing waits for a prefetch.
 //!
 //! ```text
 //! of the next weight, codes and block scales alike:
 //!              part          the rest of a row
-//! row 0      | asked for   |                 |    by the first lane of plane 0
-//! row 1      | asked for   |                 |    of plane 1
+//! row 0      | prefetched  |                 |    by the first lane of plane 0
+//! row 1      | prefetched  |                 |    of plane 1
 //! ..
-//! row `rows` |                               |    read by cubes that begin when others have ended
+//! row `rows` |                               |    read by cubes of later waves
 //! ```
 //!
-//! Cubes read their rows side by side from the first channel on. So where not all of a weight is
-//! read ahead, it is the first part of the rows that are read first.
+//! Resident cubes read their rows side by side from k = 0 on. So if a weight is larger than the
+//! prefetch, the first part of the rows that are read first is prefetched.
 //!
-//! A product asks as soon as it has started its first loads. One with a weight that is itself more
-//! than is read ahead would push out of the cache what it asked for; it asks with its last loads.
+//! A matmul prefetches right after its first loads. If its own weight is larger than the prefetch,
+//! it would evict the prefetched part again, so that it prefetches with its last loads.
 
 use cubecl::prelude::*;
 
@@ -30,51 +29,50 @@ use crate::memory::check_memory;
 use crate::packed::PackedHandles;
 use crate::plan::{Refusal, WgmmaSupport};
 
-/// The most bytes that are read ahead: a third of the cache of H100 and H200, which is 50 MB. On an
-/// H200 a token of a decoder of 8B shapes takes 3.37 ms without, 2.99 with 16 MB, 3.10 with 24 and
-/// 3.22 with 36. With 0 nothing is read ahead.
+/// Largest number of prefetched bytes: a third of the 50 MB of L2 of H100 and H200. On an H200 a
+/// token of a decoder of 8B shapes takes 3.37 ms without, 2.99 with 16 MB, 3.10 with 24 and 3.22
+/// with 36. With 0 nothing is prefetched.
 const MAX_PREFETCH_BYTES: usize = 16 << 20;
 
-/// About how many packed rows the cubes have that an H200 runs at once.
+/// Packed rows of the cubes that an H200 runs at once, about.
 const ROWS_IN_FLIGHT: usize = 8192;
 
-/// A weight that a product can [read ahead](MatmulPlan::run_and_read_ahead), and the product
-/// that it is of.
+/// A weight for [`MatmulPlan::run`] to prefetch, and its matmul.
 #[derive(Debug, Clone)]
 pub struct Prefetch {
-    /// The product with it.
+    /// The matmul with this weight.
     pub matmul: Matmul,
     /// The weight.
     pub weight: PackedHandles,
 }
 
-/// What of a weight is read ahead, in bytes.
+/// The part of a weight that is prefetched, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PrefetchedPart {
-    /// The packed rows of which a part is.
+    /// Packed rows of which a part is prefetched.
     rows: usize,
-    /// The codes of a row, and the part of them.
+    /// Codes of a row, and the prefetched part of them.
     codes: (usize, usize),
-    /// The block scales of a row, and the part of them.
+    /// Block scales of a row, and the prefetched part of them.
     scales: (usize, usize),
 }
 
 impl PrefetchedPart {
-    /// None of a weight whose rows are too short, or empty.
+    /// Returns the part, or `None` if the weight is empty or its rows are too short.
     fn of(matmul: &Matmul) -> Option<Self> {
         let codes = matmul.k / 2;
         let scales = matmul.k / matmul.block_size;
         let row = (codes + scales).max(1);
         let rows = matmul.n.min(ROWS_IN_FLIGHT.max(MAX_PREFETCH_BYTES / row));
         let most = row.min(MAX_PREFETCH_BYTES / rows.max(1));
-        // In steps of 16 bytes, as instructions take them.
+        // The instruction takes multiples of 16 bytes.
         let part = |all: usize| (all, all * most / row / 16 * 16);
         let part = Self { rows, codes: part(codes), scales: part(scales) };
         (rows > 0 && part.scales.1 > 0).then_some(part)
     }
 }
 
-/// The part of a weight that a kernel reads ahead, in bytes.
+/// The part of a weight that a kernel prefetches, in bytes.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct PrefetchArgs {
     codes: &'static [u32],
@@ -84,26 +82,29 @@ pub(crate) struct PrefetchArgs {
     code_part: u32,
     scale_row: u32,
     scale_part: u32,
-    /// Whether it is asked for with the last loads of the kernel, or after the first ones.
+    /// True if the kernel prefetches with its last loads instead of after the first.
     #[cube(comptime)]
     late: bool,
 }
 
 impl Prefetch {
+    /// Checks that the memory holds the weight of its matmul.
+    ///
     /// # Errors
-    /// [`Refusal::Memory`] if it is shorter than its product reads.
+    /// [`Refusal::Memory`].
     pub(super) fn check(&self) -> Result<(), Refusal> {
         let Matmul { n, k, block_size, .. } = self.matmul;
         check_memory("next codes", &self.weight.codes, n * k / 2)?;
         check_memory("next scales", &self.weight.scales, n * k / block_size)
     }
 
-    /// What the kernel of a product reads of it, if anything.
+    /// Returns the argument for a kernel of the matmul `by`, or `None` if there is nothing to
+    /// prefetch.
     pub(super) fn read(self, by: &Matmul) -> Option<PrefetchArgsLaunch> {
         let PrefetchedPart { rows, codes, scales } = PrefetchedPart::of(&self.matmul)?;
         let n = self.matmul.n;
         let own = by.n * (by.k / 2 + by.k / by.block_size);
-        // SAFETY: the lengths are those of its product, which `check` compared with the memory.
+        // SAFETY: the lengths are those of its matmul, which `check` compared with the memory.
         let buffers = unsafe {
             (
                 BufferArg::from_raw_parts(self.weight.codes, n * codes.0 / 4),
@@ -124,14 +125,14 @@ impl Prefetch {
 }
 
 impl MatmulPlan {
-    /// Whether its kernel reads ahead on the device that it was planned for.
+    /// Returns true if the kernel prefetches on the device of the plan.
     pub(super) fn prefetches(&self) -> bool {
-        // The instruction is one of Hopper, as those of warpgroups are.
+        // Bulk prefetch is an instruction of Hopper, like WGMMA.
         matches!(self.kernel, Kernel::SmallM(_)) && self.device.wgmma == WgmmaSupport::Ptx
     }
 }
 
-/// Asks for the part of the next weight that is this plane's, if there is one and this is when.
+/// Prefetches this plane's rows of the next weight, if there is one and it is due now.
 #[cube]
 pub(super) fn prefetch_next(next: &ComptimeOption<PrefetchArgs>, #[comptime] late: bool) {
     #[comptime]
@@ -154,7 +155,7 @@ pub(super) fn prefetch_next(next: &ComptimeOption<PrefetchArgs>, #[comptime] lat
     }
 }
 
-/// Without the feature no product reads ahead.
+/// Without the CUDA feature no matmul prefetches.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 #[allow(unused_variables)]

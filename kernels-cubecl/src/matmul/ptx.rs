@@ -1,10 +1,10 @@
-//! Hopper's instructions, as operations of our own: the one file that knows PTX.
+//! Instructions of Hopper as operations of our own; the only file with PTX.
 //!
-//! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup, so
-//! they are operations that are lowered to inline assembly. What they do is `instructions.rs`;
-//! [`prefetch`] is for `ahead.rs`.
+//! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup.
+//! The operations here are lowered to inline assembly instead. `instructions.rs` defines them;
+//! [`prefetch_l2`] is for `prefetch.rs`.
 //!
-//! The descriptor of B, 64 bits, with addresses and distances in units of 16 bytes:
+//! The descriptor of B has 64 bits, with addresses and distances in units of 16 bytes:
 //!
 //! ```text
 //! bit 0     the address of its first row
@@ -26,10 +26,10 @@ use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
 use super::instructions::WgmmaInstructions;
 
-/// The words of A that a unit holds.
+/// Words of A that a unit holds.
 const WORDS: usize = 4;
 
-/// Inserts assembly that stays where it is, and gives its result.
+/// Inserts volatile assembly, which keeps its place, and returns its result.
 fn assembly(
     ctx: &mut Context,
     rewriter: &mut DialectConversionRewriter,
@@ -47,7 +47,7 @@ fn word_type(ctx: &Context) -> TypeHandle {
     IntegerType::get(ctx, 32, Signedness::Signless).into()
 }
 
-/// The values at an address, loaded.
+/// Loads the values at an address. Returns the pointers and the values.
 fn load_all(
     ctx: &mut Context,
     rewriter: &mut DialectConversionRewriter,
@@ -69,7 +69,7 @@ fn load_all(
     (pointers, values)
 }
 
-/// Assembly that changes the sums at an address; `inputs` are operands after them.
+/// Inserts assembly that updates the sums at an address; `inputs` are its operands after the sums.
 fn change_sums(
     ctx: &mut Context,
     rewriter: &mut DialectConversionRewriter,
@@ -168,7 +168,7 @@ impl ToLLVMDialect for CopyAsyncOp {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let bytes = self.bytes(ctx).0;
-        // Only copies of 16 bytes pass by the first cache.
+        // Only copies of 16 bytes can bypass L1.
         let cache = if bytes == 16 { "cg" } else { "ca" };
         let text = format!(
             "{{ .reg .pred p; .reg .b64 from; setp.ne.u32 p, $3, 0; \
@@ -205,7 +205,7 @@ impl ToLLVMDialect for PrefetchOp {
                     cp.async.bulk.prefetch.L2.global [from], $2; }";
         let inputs = vec![self.from(ctx), self.at(ctx), self.bytes(ctx)];
         let void = VoidType::get(ctx).into();
-        // What is in memory stays the same: loads may go before or after it.
+        // Memory does not change, so there is no clobber: loads may move across.
         assembly(ctx, rewriter, void, inputs, text, "l,r,r");
         rewriter.erase_operation(ctx, self.get_operation());
         Ok(())
@@ -326,8 +326,8 @@ fn shared_address<T: CubePrimitive>(shared: &[T]) -> u32 {
     })
 }
 
-/// Starts to copy `bytes` bytes, the `at`-th as many from the start of device memory, to an address
-/// of shared memory, unless `wanted` is 0.
+/// Starts to copy `bytes` bytes from device memory to an address of shared memory, unless `wanted`
+/// is 0. `at` counts in runs of `bytes`.
 #[cube]
 #[allow(unused_variables)]
 fn copy_async<T: CubePrimitive>(
@@ -347,8 +347,8 @@ fn copy_async<T: CubePrimitive>(
     })
 }
 
-/// Asks for `bytes` bytes of device memory, a multiple of 16, to be brought into the cache of the
-/// device (L2): from the `at`-th on, rounded down to 16 bytes.
+/// Prefetches `bytes` bytes of device memory, a multiple of 16, into L2, from byte `at` on, rounded
+/// down to 16 bytes.
 #[cube]
 #[allow(unused_variables)]
 pub(super) fn prefetch_l2<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {

@@ -1,24 +1,24 @@
-//! A product with few rows of the input by matrix instructions, straight from the codes.
+//! A matmul with few rows of the input (small M), with the matrix instructions of a plane.
 //!
-//! The instruction, its lanes and the order of the channels are those of `mma.rs`. Here the input
-//! is small and the weight is all that takes time, so a lane loads codes 32 bytes at a time, a
-//! plane has 16 packed rows of its own, and planes divide the channels among them:
+//! The instruction, its lanes and the order of k are those of `mma.rs`. With a small input, reading
+//! the weight takes nearly all of the time. So a lane loads 32 bytes of codes at a time, a plane
+//! has 16 packed rows of its own, and planes divide k:
 //!
 //! ```text
-//! a step: 256 channels of a packed row
-//! | part 0: 64 channels     | part 1                  | part 2       | part 3       |
+//! a k tile: 256 elements of a packed row
+//! | part 0: 64 elements     | part 1                  | part 2       | part 3       |
 //! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
 //!
-//! cube: row_planes x depth planes
-//! load codes, scales and input of the first two steps                  (load_step)
-//! ask for the weight of the next product, now or before the last steps  (prefetch_next)
-//! for step in the steps of the channels, `depth` at a time:
+//! cube: n_planes x k_planes planes
+//! load codes, scales and input of the first two k tiles                (load_k_tile)
+//! prefetch the weight of the next matmul, now or before the last tiles (prefetch_next)
+//! for k_tile in the k tiles, `k_planes` at a time:
 //!     the input goes to shared memory, in the order of decoded codes   (share_input)
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
-//!     load the step after the next                                     (load_step)
-//! add the sums of the planes along the depth, and store them           (store_sums)
+//!     load the k tile after the next                                   (load_k_tile)
+//! add the sums of the planes along k; epilogue                         (store_sums)
 //! ```
 
 use cubecl::client::Client;
@@ -33,7 +33,7 @@ use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
 use super::prefetch::prefetch_next;
 use crate::numeric::scale_grid::sum_shift;
 
-/// By `S` the block scales that a lane needs of a packed row are loaded, in one word.
+/// Launches the kernel. `S` holds the block scales that a lane needs of a packed row.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
@@ -44,7 +44,7 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
-    // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         small_m_kernel::launch_unchecked::<F, S>(
@@ -60,38 +60,38 @@ pub(super) fn launch<F: Float, S: Int>(
     }
 }
 
-/// Vectors of eight values of the input in a step.
+/// Vectors of eight values of the input in a k tile.
 const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / 8;
-/// Vectors between the parts of a row of the input in shared memory: one more than they have, so
-/// that the eight lanes of two rows read from different banks.
+/// Vectors between the four parts of a row of the input in shared memory. One vector of padding
+/// puts the eight lanes of two rows in different banks.
 const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
-/// Vectors between rows of the input in shared memory.
+/// Vectors between the rows of the input in shared memory.
 const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
-/// Packed rows of a lane: its own among eight, and the one after eight more.
+/// Packed rows of a lane, eight rows apart.
 const ROWS_PER_LANE: u32 = 2;
-/// Steps whose codes are in registers: one is multiplied, those after it are being loaded.
+/// K tiles in registers: one is multiplied while the other is loaded.
 const PIPELINE_STAGES: u32 = 2;
 
-/// Where a lane is, and the rows it works on.
+/// Position of a lane, and the rows it works on.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {
-    /// Its number in its plane.
+    /// Number in its plane.
     lane: u32,
-    /// Its place among the eight that have rows of their own.
+    /// Number of its quad: the row it has of each eight.
     quad: u32,
-    /// Its place among the four that share a row.
+    /// Number in its quad: the part it has of a row.
     part: u32,
-    /// The number of its plane among those with rows of their own.
+    /// Number of its plane among the planes that divide the packed rows.
     n_plane: u32,
-    /// The place of its plane among those that divide the contracted axis.
+    /// Number of its plane among the planes that divide k.
     k_plane: u32,
-    /// The first packed row of its cube.
+    /// First packed row of its cube.
     cube_row: u32,
-    /// The first of its packed rows.
+    /// First of its packed rows.
     row: u32,
 }
 
-/// The lane of this unit.
+/// Returns the position of this unit.
 #[cube]
 fn lane(#[comptime] plan: SmallM) -> Lane {
     let plane = UNIT_POS / 32;
@@ -109,18 +109,18 @@ fn lane(#[comptime] plan: SmallM) -> Lane {
     }
 }
 
-/// What a lane has loaded for a step.
+/// Registers that a lane loads for a k tile.
 #[derive(CubeType)]
 struct Loaded<W: Size, X: Size> {
-    /// Of both rows, two vectors of codes.
+    /// Two vectors of codes of both rows.
     codes: Array<Vector<u32, W>>,
-    /// And the scales of their blocks, in a word.
+    /// The scales of their blocks, in a word.
     scales: Array<u32>,
     /// The part of the input that the lane copies.
     input: Array<Vector<u32, X>>,
 }
 
-/// Loads what a step needs from device memory. A step beyond the last is loaded from the last.
+/// Loads a k tile from device memory. Tiles beyond the last repeat it.
 #[cube]
 fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -148,13 +148,13 @@ fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
     }
 }
 
-/// The row of the input that a plane copies: planes of the same step divide them.
+/// Returns the row of the input that a plane copies. Planes of the same k tile divide the rows.
 #[cube]
 fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u32 {
     (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
 }
 
-/// See the head of this file.
+/// Runs the main loop at the head of this file.
 #[cube(launch_unchecked)]
 fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
@@ -200,15 +200,15 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let shares = comptime!(plan.n_planes > 1);
     let k_tiles = operands.dims.k_tiles;
-    // Planes that wait for each other go round as often.
+    // Planes that share a barrier need the same number of iterations.
     let end = if comptime!(shares) { k_tiles.div_ceil(k_planes) * k_planes } else { k_tiles };
     let mut first = lane.k_plane;
     while first < end {
-        // All that is left of its own weight is being loaded.
+        // The rest of this matmul's own weight is in flight.
         if first + comptime!(PIPELINE_STAGES * k_planes) >= end {
             prefetch_next(&operands.prefetch, comptime!(true));
         }
-        // A turn has registers of its own, so that nothing is moved between them.
+        // Unrolled: each stage has registers of its own, and nothing is moved between them.
         #[unroll]
         for stage in 0..PIPELINE_STAGES {
             let k_tile = first + stage * k_planes;
@@ -243,7 +243,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
 }
 
-/// Puts what a lane has copied of the input where the planes read it.
+/// Stores a lane's copy of the input in shared memory.
 #[cube]
 fn share_input<X: Size>(
     shared: &mut [Vector<u32, X>],
@@ -261,7 +261,7 @@ fn share_input<X: Size>(
     }
 }
 
-/// Adds the products of a step to the sums. `from` is where its input begins in shared memory.
+/// Adds the products of a k tile to the sums. `from` is the start of its input in shared memory.
 #[cube]
 fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
@@ -276,7 +276,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     let blueprint = comptime!(operands.blueprint);
     let m_tiles = comptime!(plan.m_tiles());
     let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS_PER_LANE) as usize));
-    // Of both vectors of codes, the words.
+    // The eight words of both vectors of codes.
     #[unroll]
     for word in 0..8u32 {
         if comptime!(word % 4 == 0) {
@@ -299,7 +299,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             let mut weights = Array::<Vector<F, NA>>::new(4usize);
             #[unroll]
             for register in 0..4u32 {
-                // As an instruction takes them: a pair of both rows, then the next pair.
+                // The instruction's order: a pair of both rows, then the next pair.
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
                 let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
                 let packed = packed.extract(comptime!((word % 4) as usize));
@@ -327,7 +327,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     }
 }
 
-/// Adds the sums of the planes along the depth, and stores them.
+/// Adds the sums of the planes along k, and stores them.
 #[cube]
 fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
@@ -338,7 +338,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
 ) {
     let dims = &operands.dims;
     let rows = comptime!(plan.tile_n());
-    // The sums of a plane, by rows of the input.
+    // The sums of a plane are stored by rows of the input.
     let stride = comptime!(rows + 4);
     let region = comptime!(stride * 8 * plan.m_tiles());
     let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.k_planes * region) as usize));
@@ -374,7 +374,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     }
 }
 
-/// Eight values in the order in which codes are decoded, each with the fourth after it.
+/// Returns eight values in the order in which codes are decoded, each with the fourth after it.
 #[cube]
 fn pairs<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
     let mut pairs = Vector::<u32, X>::empty();

@@ -1,31 +1,31 @@
-//! A product by the matrix instructions of a warpgroup, straight from the codes.
+//! A matmul with the matrix instructions of a warpgroup (WGMMA).
 //!
-//! Two warpgroups have 64 packed rows each, which they decode in registers, and multiply them with
-//! the rows of the input of their cube in shared memory: the fragments are those of
-//! `instructions.rs`. Shared memory is a ring of rounds of 128 channels:
+//! Two warpgroups have 64 packed rows each. They decode them in registers and multiply them with
+//! the cube's rows of the input in shared memory; `instructions.rs` draws the fragments. Shared
+//! memory is a ring of k tiles of 128 elements:
 //!
 //! ```text
-//! a round: | half 0: 64 channels               | half 1                            |
-//!          | step 0 | step 1 | step 2 | step 3 | step 0 | step 1 | step 2 | step 3 |
-//! input    | 64 channels of all rows           | 64 channels of all rows           |
-//! codes    | 32 bytes of a packed row          | 32 bytes of a packed row          |
-//! scales   | those of the blocks of a packed row, in one word or two               |
+//! a k tile: | half 0: 64 elements               | half 1                            |
+//! k_step    | 0      | 1      | 2      | 3      | 0      | 1      | 2      | 3      |
+//! input     | 64 values of all rows             | 64 values of all rows             |
+//! codes     | 32 bytes of a packed row          | 32 bytes of a packed row          |
+//! scales    | scales of a packed row's blocks, in one word or two                   |
 //!
-//! cube: 256 units = 2 warpgroups; `splits` cubes divide the channels
-//! for round in the rounds of the channels:
+//! cube: 256 units = 2 warpgroups; `split_k` cubes divide k
+//! for k_tile in the k tiles of the cube:
 //!     for half in 0..2:
 //!         wait until it has been copied, and for the other units
-//!         for step in 0..4:
-//!             weights = codes x scales, in registers                    (decode_step)
+//!         for k_step in 0..4:
+//!             weights = codes x scales, in registers                    (decode_k_step)
 //!             start to multiply                                         (multiply)
-//!             start to copy a part of what is read `stages - 1` rounds later,
-//!             over the last half but one, which nobody reads anymore    (copy_part)
+//!             start to copy a part of the k tile `stages - 1` ahead,
+//!             over the half before the last, which is no longer read    (copy_part)
 //!             wait for the multiplication before
-//! store the sums                                                        (store_sums)
-//! add those of the cubes that divide the contracted axis, in order      (reduce_split_k)
+//! store the sums; epilogue without split-K                              (store_sums)
+//! add the sums of the cubes that divide k, in order; epilogue           (reduce_split_k)
 //! ```
 //!
-//! So there is always a multiplication under way while a unit decodes, copies or waits for others.
+//! A multiplication is always in flight while a unit decodes, copies or waits.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -39,15 +39,15 @@ use crate::numeric::element::decode_byte;
 use crate::numeric::scale_grid::{element_shift, product_scale_pair, sum_shift};
 use crate::plan::{Dtype, UNITS};
 
-/// Vectors of eight values of a row of the input in half a round.
+/// Vectors of eight values of a row of the input in half a k tile.
 const VECTORS: u32 = K_TILE as u32 / 16;
-/// Vectors of 32 codes of a packed row in half a round.
+/// Vectors of 32 codes of a packed row in half a k tile.
 const CODES: u32 = K_TILE as u32 / 64;
-/// Steps of 16 channels of half a round.
+/// K steps of 16 elements in half a k tile.
 const K_STEPS: u32 = K_TILE as u32 / 32;
 /// Packed rows of a cube.
 const ROWS: u32 = WGMMA_TILE_N as u32;
-/// Columns of the sums that are staged at a time.
+/// Columns of the sums that go through shared memory at a time.
 const STAGED: u32 = 64;
 
 pub(super) fn launch<I: WgmmaInstructions, F: Float>(
@@ -63,7 +63,7 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
     let count = CubeCount::Static(plan.cubes, 1, 1);
     let dim = CubeDim::new_1d(UNITS);
     if plan.split_k == 1 {
-        // SAFETY: the lengths are those of the product; rows beyond the last repeat it and are not
+        // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
         // stored.
         unsafe {
             wgmma_kernel::launch_unchecked::<I, F, F>(
@@ -111,21 +111,21 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
     }
 }
 
-/// Where a unit is, and what its cube works on.
+/// Position of a unit, and the work of its cube.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {
-    /// The first row of the input of its cube.
+    /// First row of the input of its cube.
     cube_input: u32,
-    /// The first packed row of its cube.
+    /// First packed row of its cube.
     cube_row: u32,
-    /// The first round of its cube, and how many it takes.
+    /// First k tile of its cube, and their number.
     first: u32,
     k_tiles: u32,
-    /// The first of its packed rows, in its cube; the other is eight rows below.
+    /// First of its packed rows, counted in its cube. The other is eight rows below.
     row: u32,
-    /// Its place among the eight that have rows of their own.
+    /// Number of its quad: the row it has of each eight.
     quad: u32,
-    /// Its place among the four that share a row.
+    /// Number in its quad: the part it has of a row.
     part: u32,
 }
 
@@ -151,7 +151,7 @@ fn lane<F: Float, W: Size, X: Size>(
     }
 }
 
-/// The rings in shared memory, and where they begin.
+/// Rings in shared memory, and their addresses.
 #[derive(CubeType)]
 struct Rings<W: Size, X: Size> {
     input: Shared<[Vector<u32, X>]>,
@@ -162,11 +162,11 @@ struct Rings<W: Size, X: Size> {
     scales_address: u32,
 }
 
-/// What a unit copies of every round: the first places in the rings, and where they come from in
-/// the first round, in vectors or, for the scales, in rounds.
+/// A unit's copies of every k tile: places in the rings, and sources in the first k tile. Places
+/// count in vectors; those of the scales count in k tiles.
 #[derive(CubeType)]
 struct Copies {
-    /// How many rounds there are.
+    /// Number of k tiles.
     k_tiles: u32,
     input_to: u32,
     input: Array<u32>,
@@ -205,7 +205,7 @@ fn copies<F: Float, W: Size, X: Size>(
     }
 }
 
-/// Starts to copy a part of half a round from device memory.
+/// Starts to copy a part of half a k tile from device memory.
 #[cube]
 fn copy_part<I: WgmmaInstructions, F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
@@ -245,17 +245,17 @@ fn copy_part<I: WgmmaInstructions, F: Float, W: Size, X: Size>(
     }
 }
 
-/// Words of the block scales of a packed row in a round.
+/// Returns the words of block scales of a packed row in a k tile.
 fn scale_words(blueprint: MatmulBlueprint) -> u32 {
     K_TILE as u32 / blueprint.block_size / 4
 }
 
-/// What a unit has read of half a round.
+/// Registers that a unit reads for half a k tile.
 #[derive(CubeType)]
 struct Half<F: Float, W: Size> {
-    /// Of both rows, two vectors of codes.
+    /// Two vectors of codes of both rows.
     codes: Array<Vector<u32, W>>,
-    /// And what these are multiplied with: for every second step, the first and the second time.
+    /// Their factors: a pair holds those of every second k step.
     factors: Array<Vector<F, Const<2>>>,
 }
 
@@ -281,7 +281,7 @@ fn read_half<F: Float, W: Size, X: Size>(
         let (grid, dtype) = comptime!((blueprint.grid(), blueprint.dtype));
         let from = (stage * ROWS + below) * comptime!(scale_words(blueprint));
         if comptime!(blueprint.block_size == 16) {
-            // A block is a step.
+            // A block is a k step.
             let word = rings.scales[(from + half) as usize];
             #[unroll]
             for odd in 0..2u32 {
@@ -299,7 +299,7 @@ fn read_half<F: Float, W: Size, X: Size>(
     Half::<F, W> { codes, factors }
 }
 
-/// The words of A of a step.
+/// Decodes the words of A of a k step.
 #[cube]
 fn decode_k_step<I: WgmmaInstructions, F: Float, W: Size>(
     read: &Half<F, W>,
@@ -327,7 +327,7 @@ fn decode_k_step<I: WgmmaInstructions, F: Float, W: Size>(
     }
 }
 
-/// See the head of this file.
+/// Runs the main loop at the head of this file.
 #[cube(launch_unchecked)]
 fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,
@@ -374,7 +374,7 @@ fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: S
             I::commit_copies();
         }
     }
-    // Where the round is in the rings, and where the one before was.
+    // Slots of the rings of this k tile and of the one before.
     let (mut stage, mut last) = (0u32.runtime(), stages_ahead.runtime());
     let mut k_tile = 0u32.runtime();
     while k_tile < lane.k_tiles {
@@ -416,8 +416,8 @@ fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: S
     store_sums::<F, O, W, X, V>(operands, output, &mut rings.input, &sums, &lane, plan);
 }
 
-/// Stores the sums by way of shared memory, some columns at a time, so that units that are
-/// neighbours store neighbouring packed rows.
+/// Stores the sums through shared memory, some columns at a time, so that neighbouring units store
+/// neighbouring packed rows.
 #[cube]
 fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,
@@ -428,7 +428,7 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     #[comptime] plan: Wgmma,
 ) {
     let dims = &operands.dims;
-    // Columns that follow each other start 4 banks further.
+    // Padded: neighbouring columns start 4 banks apart.
     let stride = comptime!(ROWS + 4);
     let columns = comptime!(if plan.tile_m < STAGED { plan.tile_m } else { STAGED });
     let width = comptime!(if plan.split_k > 1 { 4u32 } else { 8 });
@@ -479,7 +479,7 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     }
 }
 
-/// Adds what cubes have computed of the contracted axis, in order.
+/// Adds the sums of the cubes that divide k, in order, and applies the epilogue.
 #[cube(launch_unchecked)]
 fn reduce_split_k<F: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,

@@ -1,4 +1,4 @@
-//! The nearest codes of a block.
+//! Nearest codes of a block.
 
 use burn_fp4_search::formats::ScaleGrid;
 use cubecl::prelude::*;
@@ -7,14 +7,15 @@ use super::element::{UNLIMITED, round_to_e2m1, round_unlimited};
 use super::rule::{TensorScaleArgs, code_mask, normalize, normalize_magnitude};
 use crate::plan::Blueprint;
 
-/// Whether the elements of all blocks are limited: powers of two leave many blocks with elements
-/// beyond the limit, and code of several rows would be too long twice.
+/// Returns true if the elements of all blocks are clamped. Otherwise blocks without elements beyond
+/// the largest code skip it, at the price of twice the code: too much for several rows, and useless
+/// with powers of two, which leave many blocks with such elements.
 pub(crate) fn limits_all(blueprint: Blueprint, rows: u32) -> bool {
     rows > 1 || matches!(blueprint.grid(), ScaleGrid::PowersOfTwo(_))
 }
 
-/// The nearest codes of the block that starts at `start` of the elements, given the factor of its
-/// scale, and its largest magnitude or a larger one; `limits` is from [`limits_all`].
+/// Writes the nearest codes of the block that starts at `start` of the elements, given the factor
+/// of its scale and its largest magnitude or a larger one. `limits` is from [`limits_all`].
 #[cube]
 pub(crate) fn nearest_codes(
     elements: &Array<f32>,
@@ -28,8 +29,8 @@ pub(crate) fn nearest_codes(
 ) {
     round_codes(elements, codes, start, factor, scale_args, limits, blueprint);
     if comptime!(!limits) {
-        // What is rounded ascends with the magnitudes. Almost all blocks have a scale at which no
-        // element is beyond the limit; the others are rounded again.
+        // Normalized values ascend with the magnitudes. With almost all scales no element is beyond
+        // the largest code; the other blocks are rounded again.
         let is_unlimited =
             normalize_magnitude(largest, factor, comptime!(blueprint.rule)) < UNLIMITED;
         if !is_unlimited {
@@ -38,7 +39,7 @@ pub(crate) fn nearest_codes(
     }
 }
 
-/// The nearest codes of a block; if `limits`, also of elements beyond the largest one.
+/// Writes the nearest codes of a block. With `limits`, elements may be beyond the largest code.
 #[cube]
 fn round_codes(
     elements: &Array<f32>,

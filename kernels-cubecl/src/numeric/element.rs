@@ -1,70 +1,70 @@
-//! Element codes: f32 -> E2M1 and back, on bits.
+//! Conversions between f32 and E2M1 codes, on bits.
 
 use cubecl::prelude::*;
 
 use crate::plan::Dtype;
 
-/// Elements of one binade [2^e, 2^(e + 1)) are 2^(e - 1) apart, those below 1 as in [1, 2). Of a
-/// sum that is about as large as this times 2^e, that is the unit in the last place: the sum is
-/// rounded as an element is, ties to even.
+/// Elements of one binade [2^e, 2^(e + 1)) are 2^(e - 1) apart, and those below 1 as in [1, 2). A
+/// sum of about 2^e times this number has that distance as its unit in the last place: adding
+/// rounds a value as an element is rounded, ties to even.
 const SHIFT: f32 = 4_194_304.0;
 
-/// Magnitudes below it round to 6 at most, the largest element, of themselves.
+/// Magnitudes below it round to 6, the largest element, or less without clamping.
 pub(crate) const UNLIMITED: f32 = 7.0;
 
-/// Products with it, plus [`TO_CODE`], have in the highest four bits the code of what was rounded:
-/// its sign, and `steps + 2 e` of the bits `sign << 31 | (149 + e) << 23 | steps`. Below these four
-/// bits are (21 + e) << 23 and 65 steps, which carry nothing.
+/// Factor that, with the addend [`TO_CODE`], moves a code to the highest four bits. The rounded sum
+/// has the bits `sign << 31 | (149 + e) << 23 | steps`; its code is the sign and `steps + 2 e`. The
+/// bits below, (21 + e) << 23 and 65 steps, carry nothing.
 const FROM_STEPS: u32 = 0x1000_0041;
 const TO_CODE: u32 = 0x2000_0000;
 
-/// The E2M1 code nearest to an f32, ties to even, 6 at most, in the highest four bits of the
-/// result; the other bits mean nothing. The sign bit is kept. A NaN gives any code.
+/// Returns the E2M1 code nearest to an f32, ties to even, at most 6, in the highest four bits of
+/// the result. The other bits are arbitrary. The sign bit is kept. A NaN gives any code.
 #[cube]
 pub(crate) fn round_to_e2m1(value: f32) -> u32 {
     round_unlimited(max(min(value, 6.0f32), -6.0f32))
 }
 
-/// [`round_to_e2m1`] of a value whose magnitude is below [`UNLIMITED`].
+/// Like [`round_to_e2m1`], for values whose magnitude is below [`UNLIMITED`].
 #[cube]
 pub(crate) fn round_unlimited(value: f32) -> u32 {
-    // 2^e with the sign of the value. Where the two differ in more than that, the larger one is 1,
-    // and its exponent has every bit that a smaller exponent has.
+    // 2^e with the sign of the value. If the two differ in more bits, the larger one is 1, whose
+    // exponent has every bit of a smaller exponent.
     let bits = u32::reinterpret(max(value.abs(), 1.0f32)) | u32::reinterpret(value);
     let binade = f32::reinterpret(bits & 0xFF80_0000u32);
-    // The product is exact, so it does not matter whether this is fused.
+    // The product is exact, fused or not.
     let shifted = fma(binade, SHIFT, value);
     u32::reinterpret(shifted) * FROM_STEPS + TO_CODE
 }
 
-/// The value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].
+/// Returns the value of the E2M1 code nearest to an f32; see [`round_to_e2m1`].
 #[cube]
 pub(crate) fn nearest_element(value: f32) -> f32 {
     let magnitude = nearest_magnitude(value.abs());
     f32::reinterpret(u32::reinterpret(magnitude) | (u32::reinterpret(value) & 0x8000_0000u32))
 }
 
-/// [`nearest_element`] of a value without sign.
+/// Like [`nearest_element`], for values without sign.
 #[cube]
 pub(crate) fn nearest_magnitude(magnitude: f32) -> f32 {
     nearest_unlimited(min(magnitude, 6.0f32))
 }
 
-/// [`nearest_magnitude`] of one below [`UNLIMITED`].
+/// Like [`nearest_magnitude`], for magnitudes below [`UNLIMITED`].
 ///
-/// Beside 1.5 times [`SHIFT`], what is below 1.5 is rounded to halves. Anything larger stands
-/// beside itself times `SHIFT`. In units of 2^(e - 1) it is M / 2^22 for an integer M of 24 bits,
-/// and that product is M. The difference M - M / 2^22 is rounded to an integer, also where it is so
-/// little below 2^23 that it might have a half. M minus that is the integer nearest to M / 2^22; at
-/// a tie M is even, so that the one is even where the other is.
+/// Values below 1.5 are added to 1.5 times [`SHIFT`], which rounds them to halves. A larger value
+/// is added to itself times `SHIFT`. In units of 2^(e - 1) it is M / 2^22 for an integer M of 24
+/// bits, and that product is M. The difference M - M / 2^22 is rounded to an integer, even just
+/// below 2^23 where an f32 could have a half. M minus that is the integer nearest to M / 2^22. At a
+/// tie M is even, so both are even together.
 #[cube]
 pub(crate) fn nearest_unlimited(magnitude: f32) -> f32 {
     let far = max(magnitude, 1.5f32);
-    // Both products are exact, and so is what is left.
+    // Both products and the remainder are exact.
     fma(far, SHIFT, fma(far, -SHIFT, magnitude))
 }
 
-/// The value of the E2M1 code in the highest four bits of a word.
+/// Returns the value of the E2M1 code in the highest four bits of a word.
 #[cube]
 pub(crate) fn element_value(word: u32) -> f32 {
     // Exponent and mantissa bits make an f32 that is 2^126 too small, subnormals included.
@@ -72,9 +72,9 @@ pub(crate) fn element_value(word: u32) -> f32 {
     f32::reinterpret(bits) * f32::reinterpret(0x7E80_0000u32)
 }
 
-/// The elements of the codes in bits 12..16 and 28..32 of a word, for f16 times 2^-14 and for bf16
-/// times 2^-126: exponent and mantissa of a code are the lowest exponent bits and the highest
-/// mantissa bit, subnormals included.
+/// Decodes the two codes in bits 12..16 and 28..32 of a word, to f16 times 2^-14 or bf16 times
+/// 2^-126. Exponent and mantissa of a code become the lowest exponent bits and the highest mantissa
+/// bit, subnormals included.
 #[cube]
 pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
     let bits = if comptime!(dtype == Dtype::Bf16) {
@@ -85,8 +85,8 @@ pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype
     Vector::<F, N>::reinterpret(bits)
 }
 
-/// The elements of the two codes of a byte, the rest of the word being zeros; see [`decode_pair`].
-/// A product with a constant is two shifts and an addition at once.
+/// Decodes the two codes of a byte in a word of otherwise zeros; see [`decode_pair`]. A
+/// multiplication by a constant stands for two shifts and an addition.
 #[cube]
 pub(crate) fn decode_byte<F: Float, N: Size>(byte: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
     let signs = (byte * 0x0100_1000u32) & 0x8000_8000u32;
@@ -104,7 +104,8 @@ mod tests {
 
     use super::*;
 
-    /// The formulas of the kernels, which run on a device only, for every value below the limit.
+    /// Kernels only run on a device: the test repeats their formulas, for every value below the
+    /// limit.
     #[test]
     fn every_value_is_rounded_as_the_format_says() {
         // The largest tie to 0 is 1/4.

@@ -1,12 +1,12 @@
-//! The transform of 16 neighbours; see `hadamard.rs` in the search crate.
+//! Hadamard transform of 16 neighbours; see `hadamard.rs` in the search crate.
 
 use burn_fp4_search::Hadamard;
 use cubecl::prelude::*;
 
-/// Values that are transformed together.
+/// Number of values that are transformed together.
 pub(crate) const SIZE: u32 = Hadamard::SIZE as u32;
 
-/// Transforms, or transforms back, the 16 values of an array from `start` on.
+/// Transforms the 16 values of an array from `start` on, or transforms them back.
 #[cube]
 pub(crate) fn transform(
     elements: &mut Array<f32>,
@@ -17,7 +17,7 @@ pub(crate) fn transform(
     let mut sums = Array::<f32>::new(comptime!(SIZE as usize));
     #[unroll]
     for at in 0..SIZE {
-        // 1/4, with the sign that all terms of a sum share on the way back.
+        // 1/4, with the sign that all terms of a sum share in the inverse.
         let quarter = if comptime!(inverse) {
             f32::reinterpret(0x3E80_0000u32 | sign_bit(signs, at))
         } else {
@@ -47,7 +47,7 @@ pub(crate) fn transform(
     }
 }
 
-/// The sign bit of one of 16 signs.
+/// Returns one of 16 signs as the sign bit of an f32.
 #[cube]
 fn sign_bit(signs: u32, #[comptime] index: u32) -> u32 {
     ((signs >> index) & 1u32) << 31u32

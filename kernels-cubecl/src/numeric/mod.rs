@@ -1,4 +1,4 @@
-//! Arithmetic of one value, one scale or one group: no memory is read or written here.
+//! Arithmetic of values, scales and blocks, without memory accesses.
 
 pub(crate) mod codes;
 pub(crate) mod element;

@@ -1,4 +1,4 @@
-//! Scale rules: amax -> block scale, and what elements are multiplied with or divided by.
+//! Scale rules: the block scale of an amax, and the factor of the elements.
 
 use burn_fp4_search::formats::Minifloat;
 use burn_fp4_search::scale_grid::{self, ELEMENT_BINADE};
@@ -14,41 +14,41 @@ use crate::plan::{Blueprint, Problem};
 /// One sixth in f32, as bits.
 const SIXTH: u32 = scale_grid::SIXTH.to_bits();
 
-/// What the torch recipe and qwantize do not let a divisor fall below.
+/// Smallest divisor of the torch recipe and of qwantize.
 const SMALLEST: f32 = ScaleRule::SMALLEST_DIVISOR;
 
-/// The mantissa field of an f32, its highest bit, and the one after that.
+/// Mantissa field of an f32, its highest bit, and the next bit.
 const FRACTION: u32 = (1 << MANTISSA) - 1;
 const HALF: u32 = 1 << (MANTISSA - 1);
 const QUARTER: u32 = 1 << (MANTISSA - 2);
 
-/// The block scale of the format of a rule.
+/// Returns the number format of a rule's block scales.
 pub(crate) const fn row_of(rule: ScaleRule) -> Minifloat {
     rule.row().format.row().block_scale
 }
 
-/// A block scale: its code, and what the elements of the block are multiplied with or divided by.
+/// A block scale: its code, and the factor that multiplies or divides the elements of the block.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct BlockScale {
     pub(crate) code: u32,
     pub(crate) factor: f32,
 }
 
-/// The scales of one block of each row of a share.
+/// Scales of one block of each row of a thread tile.
 #[derive(CubeType)]
 pub(crate) struct BlockScales {
     pub(crate) codes: Array<u32>,
     pub(crate) factors: Array<f32>,
 }
 
-/// `min(value, FLT_MAX)` that keeps NaN.
+/// Returns `min(value, FLT_MAX)`, but keeps NaN.
 #[cube]
 pub(crate) fn saturate(value: f32) -> f32 {
     let largest = f32::reinterpret(0x7F7F_FFFFu32);
     select(value > largest, largest, value)
 }
 
-/// The tensor scale, see [`TensorFactor`](burn_fp4_search::TensorFactor).
+/// The tensor scale; see [`TensorFactor`](burn_fp4_search::TensorFactor).
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct TensorFactor {
     pub(crate) amax: f32,
@@ -56,23 +56,23 @@ pub(crate) struct TensorFactor {
     pub(crate) decode: f32,
 }
 
-/// Where the tensor scale comes from, and what stays the same for every block.
+/// Arguments from which a kernel computes the tensor scale.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct TensorScaleArgs {
     /// Largest element times largest block scale.
     pub(crate) range: f32,
-    /// The tensor scale if it is given.
+    /// The tensor scale, if the scheme fixes it: this and the next two fields.
     pub(crate) amax: f32,
     pub(crate) encode: f32,
     pub(crate) decode: f32,
-    /// 1, which the compiler does not know: multiplied by it, a product is rounded before it is
-    /// added.
+    /// 1, unknown to the compiler: a product times this is rounded before an addition instead of
+    /// being fused with it.
     pub(crate) one: f32,
 }
 
 pub(crate) fn tensor_scale_args(problem: &Problem) -> TensorScaleArgsLaunch {
     let scheme = &problem.scheme;
-    // A given multiplier is its own factor; the amax in device memory is then not looked at.
+    // A fixed multiplier needs no amax: the one in device memory is not read.
     let given = match scheme.tensor_scale {
         TensorScaling::Multiplier(_) => HostTensorFactor::new(scheme, f32::NAN),
         _ => HostTensorFactor::ONE,
@@ -81,7 +81,7 @@ pub(crate) fn tensor_scale_args(problem: &Problem) -> TensorScaleArgsLaunch {
     TensorScaleArgsLaunch::new(range, given.amax, given.encode, given.decode, 1.0)
 }
 
-/// The tensor scale of a packed row.
+/// Returns the tensor scale of a packed row.
 #[cube]
 pub(crate) fn tensor_factor(
     amax: &[f32],
@@ -106,7 +106,7 @@ pub(crate) fn tensor_factor(
     }
 }
 
-/// The scale of a grid of floats that is nearest to what a rule asks for.
+/// Returns the scale of a float grid that is nearest to an exact value.
 #[cube]
 pub(crate) fn nearest_scale(
     exact: f32,
@@ -118,7 +118,8 @@ pub(crate) fn nearest_scale(
     BlockScale { code, factor: factor_of(code, float_value(code, row), tensor, rule) }
 }
 
-/// What elements are multiplied with, or divided by, given a scale that is not NaN and its value.
+/// Returns the factor that multiplies or divides the elements, given a scale that is not NaN and
+/// its value.
 #[cube]
 pub(crate) fn factor_of(
     code: u32,
@@ -137,14 +138,14 @@ pub(crate) fn factor_of(
     }
 }
 
-/// The reciprocal of a power of two, of code 0 as of code 1: the reciprocal of 2^-127 is no normal
-/// number everywhere.
+/// Returns the reciprocal of a power of two. Code 0 takes that of code 1: the reciprocal of 2^-127
+/// is subnormal, which not every device keeps.
 #[cube]
 fn power_of_two_factor(code: u32, #[comptime] rule: ScaleRule) -> f32 {
     power_reciprocal(select(code == 0u32, 1u32, code), comptime!(row_of(rule)))
 }
 
-/// The scale of a block with this amax.
+/// Returns the scale of a block with this amax.
 #[cube]
 pub(crate) fn block_scale(
     amax: f32,
@@ -164,13 +165,13 @@ pub(crate) fn block_scale(
         ScaleForm::PowerOfTwo(rounding) => {
             let row = comptime!(row_of(rule));
             let code = power_code(power_of_two_field(amax, rounding), amax, row);
-            // Such rules look at the code of a scale, not at its value.
+            // Rules with powers of two compute the factor from the code and ignore the value.
             BlockScale { code, factor: factor_of(code, amax, tensor, rule) }
         }
     }
 }
 
-/// The exponent field of a scale that is a power of two, from the bits of amax.
+/// Returns the exponent field of a power-of-two scale, from the bits of amax.
 #[cube]
 fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     let bits = u32::reinterpret(amax);
@@ -190,14 +191,14 @@ fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     }
 }
 
-/// The exponent field of amax over the largest power of two among the elements.
+/// Returns the exponent field of amax over the largest power of two among the elements.
 #[cube]
 fn below_largest(exponent: u32) -> u32 {
     select(exponent < ELEMENT_BINADE, 0u32, exponent - ELEMENT_BINADE)
 }
 
-/// All bits, or none where every code of a block is 0: its factor is no number, or so small that it
-/// leaves only zeros and, of infinities, no numbers.
+/// Returns a mask for the codes of a block: all bits, or none if every code is 0. That is so if the
+/// factor is NaN, or so small that elements become 0 and infinities NaN.
 #[cube]
 pub(crate) fn code_mask(factor: f32, #[comptime] rule: ScaleRule) -> u32 {
     let numbers = if comptime!(rule.row().normalization.divides()) {
@@ -208,7 +209,7 @@ pub(crate) fn code_mask(factor: f32, #[comptime] rule: ScaleRule) -> u32 {
     select(numbers, 0xFFFF_FFFFu32, 0u32)
 }
 
-/// What an element is rounded from: -0.0 only if the rule keeps it.
+/// Returns the value that is rounded to a code. It is -0.0 only if the rule keeps it.
 #[cube]
 pub(crate) fn normalize(
     element: f32,
@@ -225,14 +226,14 @@ pub(crate) fn normalize(
     }
 }
 
-/// [`normalize`] of what is no -0.0, or does not care.
+/// Like [`normalize`], for callers that need not preserve the sign of zero.
 #[cube]
 pub(crate) fn normalize_magnitude(magnitude: f32, factor: f32, #[comptime] rule: ScaleRule) -> f32 {
     let normalization = comptime!(rule.row().normalization);
     let normalized =
         if comptime!(normalization.divides()) { magnitude / factor } else { magnitude * factor };
     match comptime!(normalization) {
-        // Where amax is 0: zero times an infinite factor, or divided by a scale of zero.
+        // For an amax of 0, which gives zero times infinity or zero divided by zero.
         Normalization::EncodeOverScale | Normalization::Division => {
             select(normalized.is_nan(), 0.0f32, normalized)
         }

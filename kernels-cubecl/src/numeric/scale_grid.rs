@@ -1,7 +1,7 @@
-//! Block scales: the one file of the kernels that knows what a code of a block scale is.
+//! Block scales: the only file of the kernels that interprets their codes.
 //!
-//! A [`ScaleGrid`] says how the values of the codes lie on the number line. What the arithmetic
-//! below needs of it, on the bits of an f32, follows at compile time from the row inside:
+//! A [`ScaleGrid`] describes the values of the codes. The constants of the arithmetic below, on the
+//! bits of an f32, are derived from its row at compile time:
 //!
 //! ```text
 //! f32      s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm   bias 127
@@ -9,7 +9,7 @@
 //! E8M0       eeeeeeee|<------ dropped ------>   bias 127: the exponent field of an f32
 //! ```
 //!
-//! Codes are non-negative: block scales have no sign. They ascend with their values.
+//! Codes are non-negative, since block scales have no sign. They ascend with their values.
 
 use burn_fp4_search::formats::{E2M1, Minifloat, ScaleGrid};
 use burn_fp4_search::scale_grid::{
@@ -19,58 +19,59 @@ use cubecl::prelude::*;
 
 use crate::plan::Dtype;
 
-/// The exponent field of 1 in an f32.
+/// Exponent field of 1 in an f32.
 const BIAS: i32 = F32_BIAS as i32;
 /// Mantissa bits of an f32.
 pub(crate) const MANTISSA: u32 = F32_MANTISSA_BITS;
-/// Infinity, as bits of an f32.
+/// Bits of infinity in an f32.
 const INFINITY: u32 = 0x7F80_0000;
-/// NaN, as bits of an f32.
+/// Bits of NaN in an f32.
 const NAN: u32 = 0x7FC0_0000;
-/// What decoding to f16 leaves to be multiplied with elements: they come as
-/// [`decode_pair`](super::element::decode_pair) leaves them.
+/// Elements that [`decode_pair`](super::element::decode_pair) decodes to f16 are 2^14 times too
+/// small.
 const F16_ELEMENT: i32 = 14;
-/// The same for bf16.
+/// Elements decoded to bf16 are 2^126 times too small.
 const BF16_ELEMENT: i32 = 126;
 /// Products `element x block scale` are kept 2^8 times smaller, within the range of an f16.
 const PRODUCT: i32 = 8;
 
-/// 2^exponent, a normal f32.
+/// Returns 2^exponent, a normal f32.
 const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + BIAS) as u32) << MANTISSA)
 }
 
-/// The code whose bits are all set, which is NaN; also the mask of codes without sign.
+/// Returns the code with all bits set, which is NaN; also the mask of codes without sign.
 const fn ones(row: Minifloat) -> u32 {
     (1 << (row.exponent_bits + row.mantissa_bits)) - 1
 }
 
-/// The code of the largest value.
+/// Returns the code of the largest value.
 const fn last(row: Minifloat) -> u32 {
     row.max_code() as u32
 }
 
-/// Bits of an f32's mantissa that a code has no room for.
+/// Returns the number of mantissa bits of an f32 that a code lacks.
 const fn dropped(row: Minifloat) -> u32 {
     MANTISSA - row.mantissa_bits
 }
 
-/// What the fields of an f32, without the bits dropped, are more than those of a code.
+/// Returns the difference between the fields of an f32, without the dropped bits, and of its code.
 const fn rebias(row: Minifloat) -> u32 {
     ((BIAS - row.bias) as u32) << row.mantissa_bits
 }
 
-/// The code of the smallest normal value: those before are multiples of the smallest positive one.
+/// Returns the code of the smallest normal value. Smaller values are multiples of the smallest
+/// positive one.
 const fn first_normal(row: Minifloat) -> u32 {
     1 << row.mantissa_bits
 }
 
-/// The exponent of the smallest positive value, by which subnormals are apart.
+/// Returns the exponent of the smallest positive value, the distance between subnormals.
 const fn step(row: Minifloat) -> i32 {
     1 - row.bias - row.mantissa_bits as i32
 }
 
-/// The smallest code of a positive value.
+/// Returns the smallest code of a positive value.
 const fn smallest(grid: ScaleGrid) -> u32 {
     match grid {
         ScaleGrid::Float(_) => 1,
@@ -78,8 +79,8 @@ const fn smallest(grid: ScaleGrid) -> u32 {
     }
 }
 
-/// The code nearest to a non-negative f32 on a float grid: ties to even, at most the largest, NaN
-/// kept.
+/// Returns the code of a float grid that is nearest to a non-negative f32: ties to even, at most
+/// the largest, NaN kept.
 #[cube]
 pub(crate) fn round_to_float(exact: f32, #[comptime] row: Minifloat) -> u32 {
     let is_nan = u32::reinterpret(exact) > INFINITY;
@@ -89,7 +90,7 @@ pub(crate) fn round_to_float(exact: f32, #[comptime] row: Minifloat) -> u32 {
     let half = comptime!((1u32 << (dropped(row) - 1)) - 1);
     let rounded = bits + half + ((bits >> comptime!(dropped(row))) & 1u32);
     let normal = (rounded >> comptime!(dropped(row))) - comptime!(rebias(row));
-    // What is added leaves an ulp of the step between subnormal codes.
+    // The addend gives the sum an ulp of the distance between subnormals.
     let shift = comptime!(power(step(row) + MANTISSA as i32));
     let shifted = clamped + shift;
     let subnormal = u32::reinterpret(shifted) - comptime!(shift.to_bits());
@@ -97,7 +98,7 @@ pub(crate) fn round_to_float(exact: f32, #[comptime] row: Minifloat) -> u32 {
     select(is_nan, comptime!(ones(row)), code)
 }
 
-/// The largest code on a float grid whose value is at most that of a non-negative f32.
+/// Returns the largest code of a float grid whose value is at most a non-negative f32.
 #[cube]
 pub(crate) fn round_down_to_float(value: f32, #[comptime] row: Minifloat) -> u32 {
     let normal = (u32::reinterpret(value) >> comptime!(dropped(row))) - comptime!(rebias(row));
@@ -106,7 +107,7 @@ pub(crate) fn round_down_to_float(value: f32, #[comptime] row: Minifloat) -> u32
     min(code, comptime!(last(row)))
 }
 
-/// The value of a code of a float grid; the sign bit is not looked at.
+/// Returns the value of a code of a float grid. The sign bit is ignored.
 #[cube]
 pub(crate) fn float_value(code: u32, #[comptime] row: Minifloat) -> f32 {
     let magnitude = code & comptime!(ones(row));
@@ -117,7 +118,7 @@ pub(crate) fn float_value(code: u32, #[comptime] row: Minifloat) -> f32 {
     select(magnitude == comptime!(ones(row)), f32::reinterpret(NAN), value)
 }
 
-/// The value of a code that is a power of two.
+/// Returns the value of a power-of-two code.
 #[cube]
 fn power_value(code: u32, #[comptime] row: Minifloat) -> f32 {
     let least = comptime!(row.decode(0).to_bits());
@@ -125,7 +126,7 @@ fn power_value(code: u32, #[comptime] row: Minifloat) -> f32 {
     f32::reinterpret(select(code == comptime!(ones(row)), NAN, bits))
 }
 
-/// The reciprocal of [`power_value`], for any code but 0.
+/// Returns the reciprocal of [`power_value`], for any code but 0.
 #[cube]
 pub(crate) fn power_reciprocal(code: u32, #[comptime] row: Minifloat) -> f32 {
     let twice = comptime!(2 * row.bias as u32);
@@ -134,8 +135,8 @@ pub(crate) fn power_reciprocal(code: u32, #[comptime] row: Minifloat) -> f32 {
     f32::reinterpret(select(code == comptime!(ones(row)), NAN, bits))
 }
 
-/// The code of a power of two, given its exponent field in an f32 of amax, which is not finite
-/// where `amax` is not.
+/// Returns the code of a power of two, given its exponent field in an f32, or NaN if amax is not
+/// finite.
 #[cube]
 pub(crate) fn power_code(field: u32, amax: f32, #[comptime] row: Minifloat) -> u32 {
     let largest = comptime!(last(row));
@@ -143,7 +144,7 @@ pub(crate) fn power_code(field: u32, amax: f32, #[comptime] row: Minifloat) -> u
     select(u32::reinterpret(amax) >= INFINITY, comptime!(ones(row)), code)
 }
 
-/// The value of a block scale.
+/// Returns the value of a block scale.
 #[cube]
 pub(crate) fn scale_value(code: u32, #[comptime] grid: ScaleGrid) -> f32 {
     match comptime!(grid) {
@@ -152,23 +153,24 @@ pub(crate) fn scale_value(code: u32, #[comptime] grid: ScaleGrid) -> f32 {
     }
 }
 
-/// Whether a code is that of a positive scale.
+/// Returns true if the value of a code is positive.
 #[cube]
 pub(crate) fn is_positive(code: u32, #[comptime] grid: ScaleGrid) -> bool {
     code >= comptime!(smallest(grid))
 }
 
-// What searches need.
+// Searches.
 
-/// How a search normalizes a block: elements are multiplied by `factor`. A code of a float grid then
-/// has its own value, and a power of two is 2^(code - base).
+/// How a search normalizes a block: elements are multiplied by `factor`. A code of a float grid
+/// then has its own value, and a power of two is 2^(code - base).
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct BlockNormalization {
     pub(crate) factor: f32,
     pub(crate) base: u32,
 }
 
-/// Normalizes a block with this amax, given what the tensor scale multiplies elements with.
+/// Returns the normalization of a block with this amax. `encode` is the tensor scale's factor of
+/// elements.
 #[cube]
 pub(crate) fn block_normalization(
     amax: f32,
@@ -187,7 +189,7 @@ pub(crate) fn block_normalization(
     }
 }
 
-/// The value of a scale, relative to the block's normalization.
+/// Returns the value of a scale, relative to the block's normalization.
 #[cube]
 pub(crate) fn value_in(
     normalization: &BlockNormalization,
@@ -196,7 +198,7 @@ pub(crate) fn value_in(
 ) -> f32 {
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
-            // As [`float_value`], of codes that are not NaN.
+            // Like [`float_value`], for codes that are not NaN.
             f32::reinterpret(code << comptime!(dropped(row))) * comptime!(power(BIAS - row.bias))
         }
         ScaleGrid::PowersOfTwo(_) => {
@@ -205,7 +207,7 @@ pub(crate) fn value_in(
     }
 }
 
-/// Whether there is anything to search for: not among zeros, infinities and NaN, nor at the ends
+/// Returns true if a search makes sense. It does not for zeros, infinities, NaN, and at the ends
 /// of f32; see `scale_grid.rs` in the search crate. `scaled` is the normalized amax.
 #[cube]
 pub(crate) fn is_searchable(
@@ -215,9 +217,9 @@ pub(crate) fn is_searchable(
     #[comptime] grid: ScaleGrid,
 ) -> bool {
     let in_range = match comptime!(grid) {
-        // Beyond, what elements are multiplied with overflows for the smallest scales.
+        // With a larger factor, the factor of elements overflows for the smallest scales.
         ScaleGrid::Float(row) => normalization.factor <= comptime!(power(BIAS + step(row))),
-        // At the ends, scales overflow or have no half.
+        // At the ends, a scale overflows, or half of it does not exist.
         ScaleGrid::PowersOfTwo(row) => {
             let end = comptime!(last(row) - 2);
             normalization.base >= 2u32 && normalization.base < end
@@ -226,7 +228,7 @@ pub(crate) fn is_searchable(
     in_range && amax > 0.0f32 && scaled <= f32::reinterpret(0x7F7F_FFFFu32)
 }
 
-/// Scales to try, from the largest down: `odd` codes to `high`, then all to `low`.
+/// Scales to try, from the largest down: odd codes from `odd` to `high`, then all down to `low`.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Window {
     pub(crate) high: u32,
@@ -234,8 +236,8 @@ pub(crate) struct Window {
     pub(crate) odd: u32,
 }
 
-/// The window of the scales above a value, up to another, and of those that have no half; see
-/// `sse.rs` in the search crate. `scaled` is the normalized amax.
+/// Returns the window of the scales from `above` (exclusive) to `upto`, and of larger ones that
+/// have no half; see `sse.rs` in the search crate. `scaled` is the normalized amax.
 #[cube]
 pub(crate) fn window(
     normalization: &BlockNormalization,
@@ -246,9 +248,9 @@ pub(crate) fn window(
 ) -> Window {
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
-            // Codes up to this one are multiples of the smallest value: odd ones have no half.
+            // Up to this code, values are multiples of the smallest one, and odd ones have no half.
             let last_multiple = comptime!((2 * first_normal(row) - 1) as f32);
-            // The smallest code whose double does not exist.
+            // The smallest code without a double.
             let no_double = comptime!(last(row) + 1 - first_normal(row));
             let multiples =
                 u32::cast_from(min(scaled * comptime!(power(2 - step(row))), last_multiple));
@@ -259,7 +261,7 @@ pub(crate) fn window(
             }
         }
         ScaleGrid::PowersOfTwo(row) => {
-            // Exponents of f32, with the base added before the bias is taken away: no less than 0.
+            // Exponents of f32. The base is added before the bias is subtracted, to stay above 0.
             let bias = comptime!(BIAS as u32);
             let largest = comptime!(last(row));
             let below = (u32::reinterpret(above) >> MANTISSA) + normalization.base;
@@ -273,7 +275,7 @@ pub(crate) fn window(
     }
 }
 
-/// The smallest scale that searches try.
+/// Returns the smallest scale that searches try.
 #[cube]
 pub(crate) fn lowest(normalization: &BlockNormalization, #[comptime] grid: ScaleGrid) -> u32 {
     match comptime!(grid) {
@@ -281,12 +283,12 @@ pub(crate) fn lowest(normalization: &BlockNormalization, #[comptime] grid: Scale
             let smallest = comptime!(smallest(grid));
             smallest.runtime()
         }
-        // 6 times this one is nothing beside the amax, in f32.
+        // 6 times this scale is lost in an addition to amax, in f32.
         ScaleGrid::PowersOfTwo(_) => max(normalization.base, POWERS_BELOW) - POWERS_BELOW,
     }
 }
 
-/// The smallest scale at which every element of a block rounds to 0: any larger one does the same.
+/// Returns the smallest scale that rounds every element of a block to 0, as all larger ones do.
 #[cube]
 pub(crate) fn top(
     normalization: &BlockNormalization,
@@ -305,19 +307,19 @@ pub(crate) fn top(
     }
 }
 
-// What products need: elements come from `decode_pair`, too small by a power of two.
+// Matmuls. Elements come from `decode_pair`, too small by a power of two.
 
-/// `element x block scale`, exactly, given an element that was decoded to f16.
+/// Returns `element x block scale`, exactly, given an element that was decoded to f16.
 #[cube]
 pub(crate) fn scaled_element(element: f32, scale: f32, #[comptime] grid: ScaleGrid) -> f32 {
     match comptime!(grid) {
         ScaleGrid::Float(_) => element * (scale * comptime!(power(F16_ELEMENT))),
-        // A power of two may be too large for that.
+        // The product of a power of two and the shift may overflow.
         ScaleGrid::PowersOfTwo(_) => (element * comptime!(power(F16_ELEMENT))) * scale,
     }
 }
 
-/// Whether an f16 holds every product of an element and a block scale, times 2^-8.
+/// Returns true if an f16 holds every product of an element and a block scale, times 2^-8.
 pub(crate) fn f16_holds_products(grid: ScaleGrid) -> bool {
     match grid {
         ScaleGrid::Float(row) => {
@@ -329,7 +331,7 @@ pub(crate) fn f16_holds_products(grid: ScaleGrid) -> bool {
     }
 }
 
-/// What a decoded element is multiplied with before it is multiplied with a [`product_scale`].
+/// Returns the factor of a decoded element before it is multiplied with a [`product_scale`].
 pub(crate) fn element_shift(grid: ScaleGrid, dtype: Dtype) -> Option<f32> {
     match grid {
         ScaleGrid::Float(_) => None,
@@ -337,8 +339,8 @@ pub(crate) fn element_shift(grid: ScaleGrid, dtype: Dtype) -> Option<f32> {
     }
 }
 
-/// What block scales are multiplied with, so that times a decoded element they are
-/// `element x block scale` times 2^-8, within the range of the dtype; powers of two need it not.
+/// Returns the factor of block scales. Their products with decoded elements are then
+/// `element x block scale` times 2^-8, within the range of the dtype. Powers of two need none.
 fn scale_shift(grid: ScaleGrid, dtype: Dtype) -> f32 {
     match grid {
         ScaleGrid::Float(_) => power(element_exponent(dtype) - PRODUCT),
@@ -346,7 +348,7 @@ fn scale_shift(grid: ScaleGrid, dtype: Dtype) -> f32 {
     }
 }
 
-/// What the sums of such products are multiplied with in return.
+/// Returns the factor that undoes [`scale_shift`] in the sums.
 pub(crate) fn sum_shift(grid: ScaleGrid) -> f32 {
     match grid {
         ScaleGrid::Float(_) => power(PRODUCT),
@@ -354,7 +356,7 @@ pub(crate) fn sum_shift(grid: ScaleGrid) -> f32 {
     }
 }
 
-/// 2 to this power brings back the elements that are decoded to a dtype.
+/// Returns the exponent of the factor that restores elements decoded to a dtype.
 fn element_exponent(dtype: Dtype) -> i32 {
     match dtype {
         Dtype::Bf16 => BF16_ELEMENT,
@@ -362,7 +364,7 @@ fn element_exponent(dtype: Dtype) -> i32 {
     }
 }
 
-/// What a decoded element is multiplied with for a block scale.
+/// Returns the factor of decoded elements for a block scale.
 #[cube]
 pub(crate) fn product_scale<F: Float>(
     code: u32,
@@ -372,7 +374,7 @@ pub(crate) fn product_scale<F: Float>(
     F::cast_from(scale_value(code, grid) * comptime!(scale_shift(grid, dtype)))
 }
 
-/// [`product_scale`] of two codes, 16 bits apart in a word that has other bits between them.
+/// Returns [`product_scale`] of two codes, 16 bits apart in a word with other bits between.
 #[cube]
 pub(crate) fn product_scale_pair<F: Float, N: Size>(
     codes: u32,
@@ -386,14 +388,14 @@ pub(crate) fn product_scale_pair<F: Float, N: Size>(
             let above = comptime!(ones(row) + 1);
             let dropped = comptime!(mantissa - row.mantissa_bits);
             let codes = codes & comptime!(ones(row) * 0x0001_0001);
-            // Of a code that is NaN, the only one that this sets a bit of.
+            // Only the code of NaN sets this bit.
             let nan = (codes + 0x0001_0001u32) & comptime!(above * 0x0001_0001);
             // Exponent and mantissa bits make a float that is too small by a power of two,
-            // subnormals included; those of NaN fill up all of its exponent.
+            // subnormals included. The bits of NaN fill its whole exponent.
             let filled = comptime!((0x8000 - (above << dropped)) / above);
             let tiny = Vector::<F, N>::reinterpret((codes << dropped) + nan * filled);
             if comptime!(dtype == Dtype::Bf16) {
-                // A bf16 holds no more than half the exponent of both together.
+                // A bf16 holds at most half the exponent of both shifts together.
                 let shift = Vector::new(F::cast_from(comptime!(power(bias - row.bias))));
                 tiny * shift * Vector::new(F::cast_from(comptime!(scale_shift(grid, dtype))))
             } else {
@@ -402,8 +404,8 @@ pub(crate) fn product_scale_pair<F: Float, N: Size>(
             }
         }
         ScaleGrid::PowersOfTwo(_) => {
-            // The exponent of a bf16; 0 is half its smallest normal number, and the last is NaN:
-            // both have the highest mantissa bit.
+            // The code is the exponent of a bf16. 0 is half its smallest normal number and the last
+            // code is NaN: both set the highest mantissa bit.
             let codes = codes & 0x00FF_00FFu32;
             let (first, last) = (!(codes + 0x00FF_00FFu32), codes + 0x0001_0001u32);
             let half = ((first | last) & 0x0100_0100u32) >> 2u32;

@@ -1,10 +1,10 @@
-//! Stochastic rounding: random bits by counting, and codes drawn by them.
+//! Stochastic rounding: counter-based random bits, and codes drawn from them.
 
 use burn_fp4_search::philox::{MULTIPLIERS, ROUNDS, WEYL};
 use burn_fp4_search::{Fp4Scheme, Rounding};
 use cubecl::prelude::*;
 
-/// What is drawn, see [`Draw`](burn_fp4_search::Draw).
+/// Key and counter of the random bits; see [`Draw`](burn_fp4_search::Draw).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Draw {
     pub(crate) key_low: u32,
@@ -13,7 +13,7 @@ pub(crate) struct Draw {
     pub(crate) step_high: u32,
 }
 
-/// What a scheme draws; something that is not looked at where it rounds to nearest.
+/// Returns the key and counter of a scheme; dummies, never read, if it rounds to nearest.
 pub(crate) fn draw(scheme: &Fp4Scheme) -> DrawLaunch {
     let draw = match scheme.rounding {
         Rounding::Nearest => burn_fp4_search::Draw::default(),
@@ -23,7 +23,7 @@ pub(crate) fn draw(scheme: &Fp4Scheme) -> DrawLaunch {
     DrawLaunch::new(key_low, key_high, step_low, step_high)
 }
 
-/// Four random words for eight elements, 16 bits each; see
+/// Returns four random words, with 16 bits for each of eight elements; see
 /// [`philox`](burn_fp4_search::philox::philox).
 #[cube]
 pub(crate) fn random_words(group: u32, draw: &Draw) -> Array<u32> {
@@ -50,20 +50,20 @@ pub(crate) fn random_words(group: u32, draw: &Draw) -> Array<u32> {
     counter
 }
 
-/// The random bits of one of eight elements.
+/// Returns the random bits of one of eight elements.
 #[cube]
 pub(crate) fn random_bits(words: &Array<u32>, #[comptime] element: u32) -> u32 {
     let word = words[comptime!((element / 2) as usize)];
     (word >> comptime!(16 * (element % 2))) & 0xFFFFu32
 }
 
-/// The E2M1 code drawn for an f32, see [`stochastic_code`](burn_fp4_search::stochastic_code), in
-/// the highest four bits of the result; the others are 0. A NaN gives any code.
+/// Draws the E2M1 code of an f32; see [`stochastic_code`](burn_fp4_search::stochastic_code). It is
+/// in the highest four bits of the result, the others are 0. A NaN gives any code.
 #[cube]
 pub(crate) fn round_stochastically(value: f32, bits: u32) -> u32 {
     let magnitude = min(value.abs(), 6.0f32);
     let binade = u32::reinterpret(max(magnitude, 1.0f32)) & 0x7F80_0000u32;
-    // Elements of a binade are half of it apart. All of this is exact, fused or not.
+    // Elements of a binade are half of it apart. All operations are exact, fused or not.
     let steps = magnitude * f32::reinterpret(0x7F80_0000u32 - binade);
     let below = u32::cast_from(steps);
     let way = steps - f32::cast_from(below);

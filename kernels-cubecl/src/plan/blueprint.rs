@@ -1,31 +1,31 @@
-//! What of a scheme a kernel is compiled for.
+//! The compile-time key of the quantization kernels.
 
 use burn_fp4_search::formats::ScaleGrid;
 use burn_fp4_search::{Fp4Scheme, Rounding, ScaleRule, ScaleSearch, TensorScaling};
 
-/// The choices of a scheme that a kernel is compiled for, and whether there are weights.
+/// The parts of a scheme that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Blueprint {
     pub(crate) rule: ScaleRule,
     pub(crate) search: ScaleSearch,
-    /// Whether codes are drawn.
+    /// True if codes are rounded stochastically.
     pub(crate) stochastic: bool,
     pub(crate) block_size: u32,
-    /// Whether errors have a weight per input channel.
+    /// True if errors are weighted by input channel.
     pub(crate) weighted: bool,
-    /// Whether the tensor scale is given.
+    /// True if the scheme fixes the tensor scale.
     pub(crate) given: bool,
-    /// Whether there is one per packed row.
+    /// True if each packed row has a tensor scale.
     pub(crate) by_row: bool,
 }
 
 impl Blueprint {
-    /// The grid of the block scales.
+    /// Returns the grid of the block scales.
     pub(crate) fn grid(&self) -> ScaleGrid {
         self.rule.row().format.row().scale_grid()
     }
 
-    /// Whether elements are divided by their factor.
+    /// Returns true if the rule divides elements by a factor instead of multiplying.
     pub(crate) fn divides(&self) -> bool {
         self.rule.row().normalization.divides()
     }

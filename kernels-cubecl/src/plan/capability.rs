@@ -1,47 +1,47 @@
-//! What a plan needs to know about a device.
+//! Facts about a device that plans depend on.
 
 use cubecl::client::Client;
 use cubecl::features::{Features, MmaConfig, Plane};
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
-/// Units of a cube.
+/// Units of a cube: threads of a thread block.
 pub const UNITS: u32 = 256;
 
-/// What a plan needs to know about a device.
+/// Facts about a device that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Capability {
-    /// Units that exchange values directly; 1 if none do.
+    /// Units of a plane (threads of a warp), which exchange values directly; 1 without planes.
     pub plane: u32,
-    /// Cubes that fill the device, with [`UNITS`] units each.
+    /// Cubes of [`UNITS`] units that fill the device.
     pub cubes: u32,
     /// Largest number of cubes along one dimension of a launch.
     pub max_cubes: u32,
-    /// Whether its conversion to bf16 keeps subnormals.
+    /// True if the device's conversion to bf16 keeps subnormals.
     pub converts_bf16: bool,
-    /// Whether planes multiply matrices of 16 x 16 and 16 x 8 halves.
+    /// True if a plane has the MMA instruction `m16n8k16` for f16 and bf16.
     pub mma: bool,
-    /// By what four planes multiply matrices together.
+    /// Matrix instructions of a warpgroup.
     pub wgmma: WgmmaSupport,
-    /// Whether units gain by exchanging what they load or store through shared memory.
+    /// True if a detour through shared memory pays for coalesced loads and stores.
     pub fast_shared_memory: bool,
-    /// Whether it computes in f64.
+    /// True if the device computes in f64.
     pub doubles: bool,
 }
 
-/// By what four planes, a warpgroup, multiply matrices together.
+/// Matrix instructions of a warpgroup, which is four planes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WgmmaSupport {
-    /// By nothing.
+    /// None.
     None,
-    /// By plain loads and multiplications. It is slow, and no device says so of itself: with it a
-    /// device without the instructions tests what is around them.
+    /// Plain loads and multiplications in their place. They are slow, and [`Capability::of`] never
+    /// returns them: tests set them to run `wgmma.rs` on a device without WGMMA.
     Emulated,
-    /// By WGMMA, the matrix instructions of compute capability 9.0, as inline PTX.
+    /// WGMMA of compute capability 9.0, as inline PTX.
     Ptx,
 }
 
 impl Capability {
-    /// What the device of a client can do.
+    /// Reads the capability of a client's device.
     pub fn of(client: &Client) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;
@@ -50,20 +50,21 @@ impl Capability {
         let cpu = hardware.num_cpu_cores.is_some();
         Self {
             plane: if planes { hardware.plane_size_min } else { 1 },
-            // Each with several loads of 16 bytes a unit under way.
+            // Four cubes per multiprocessor, so that several loads of 16 bytes per unit are in
+            // flight.
             cubes: 4 * hardware.num_streaming_multiprocessors.unwrap_or(32),
             max_cubes: hardware.max_cube_count.0,
             converts_bf16: !cpu,
             mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
             wgmma: wgmma_support(properties),
-            // There the units of a cube run one after the other, and a barrier is slow.
+            // The CPU runtime runs the units of a cube one after the other: barriers are slow.
             fast_shared_memory: !cpu,
             doubles: properties.supports_type(ElemType::Float(FloatKind::F64)),
         }
     }
 }
 
-/// Whether bf16 and f16 have the instruction that `mma.rs` uses.
+/// Returns true if the device has the instruction of `mma.rs` for bf16 and f16.
 fn multiplies_halves(features: &Features) -> bool {
     [FloatKind::BF16, FloatKind::F16].into_iter().all(|half| {
         let (half, full) = (ElemType::Float(half), ElemType::Float(FloatKind::F32));
@@ -72,8 +73,8 @@ fn multiplies_halves(features: &Features) -> bool {
     })
 }
 
-/// Inline PTX is for one compute capability, and for CubeCL's LLVM compiler: its other one for CUDA
-/// would have tensor maps.
+/// Inline PTX needs one compute capability and CubeCL's LLVM compiler. Devices of its other CUDA
+/// compiler have tensor maps (TMA).
 fn wgmma_support(properties: &DeviceProperties) -> WgmmaSupport {
     let llvm = properties.features.tma.is_empty();
     if cfg!(feature = "cuda") && properties.identity.fingerprint == "ptx_sm90" && llvm {
@@ -96,7 +97,7 @@ pub(crate) const GPU: Capability = Capability {
     doubles: true,
 };
 
-/// A device without, for tests.
+/// A device without planes and matrix instructions, for tests.
 #[cfg(test)]
 pub(crate) const CPU: Capability =
     Capability { plane: 1, cubes: 256, converts_bf16: false, fast_shared_memory: false, ..GPU };

@@ -1,4 +1,4 @@
-//! How an operation is launched: [`plan`].
+//! [`plan`]: the launch of an operation.
 
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Blocks, ScaleSearch};
@@ -9,16 +9,16 @@ use super::problem::{Operation, Problem};
 use super::refusal::Refusal;
 use super::thread_tile::{ThreadTile, TileSharing};
 
-/// How an operation is launched.
+/// Launch configuration of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// Cubes in two dimensions; one where the device allows that many.
+    /// Cubes in two dimensions; the second is 1 if the device allows that many in the first.
     pub cubes: [u32; 2],
     /// Units of a cube.
     pub units: u32,
-    /// Work items; units beyond have nothing to do.
+    /// Work items. Units beyond the last one idle.
     pub items: u32,
-    /// The part of the tensor that is one item.
+    /// The part of the tensor that a work item is.
     pub thread_tile: ThreadTile,
 }
 
@@ -28,19 +28,19 @@ impl Launch {
     }
 }
 
-/// Units of a cube where each has a long way to go.
+/// Units of a cube whose units do long work with many registers.
 pub(crate) const SMALL_CUBE_UNITS: u32 = 64;
 
-/// Bytes that one load or store moves at most.
+/// Largest number of bytes that one load or store moves.
 const MAX_LOAD_BYTES: u32 = 16;
 
-/// Values of a column that a unit of the row amax looks at when the axis is strided.
+/// Values of a column that a unit of the row amax reads on a strided axis.
 pub(crate) const COLUMN_CHUNK: u32 = 128;
 
-/// Decides how an operation is launched, from the problem and the device alone.
+/// Plans the launch of an operation from the problem and the device alone.
 ///
 /// # Errors
-/// [`Refusal`] if it cannot be.
+/// [`Refusal`] if no kernel runs the operation.
 pub fn plan(
     operation: Operation,
     problem: &Problem,
@@ -58,20 +58,20 @@ pub fn plan(
     Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, thread_tile })
 }
 
-/// Whether an operation fits its problem.
+/// Checks that an operation has a kernel for its problem.
 fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     let Problem { view, scheme, .. } = problem;
     if !matches!(operation, Operation::Amax | Operation::RowAmax) {
         scheme.check_columns(view.axis)?;
     }
-    // Values of codes and scales are the same however these were chosen.
+    // Values of codes and scales do not depend on the search that chose them.
     let reads_codes = matches!(operation, Operation::Dequantize | Operation::SquaredError);
     if !reads_codes && !matches!(operation, Operation::Amax | Operation::RowAmax) {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
         let fits = match scheme.search {
             ScaleSearch::Hessian | ScaleSearch::CoordinateDescent => by_hessian,
             ScaleSearch::Amax | ScaleSearch::FourOverSix { .. } | ScaleSearch::Sse => !by_hessian,
-            // The host's.
+            // These have no kernel: the host runs them.
             ScaleSearch::Admm | ScaleSearch::AdmmPublished => false,
         };
         if !fits {
@@ -80,7 +80,7 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     }
     let expected = View::MAX_LEN;
     let found = match operation {
-        // The Hessians are indexed by 32 bits like the values.
+        // Kernels index the Hessians with 32 bits, like the values.
         Operation::QuantizeByHessian => view.len().max(view.axis * scheme.block_size),
         Operation::Gptq => view.len().max(view.axis * view.axis),
         _ => view.len(),
@@ -88,16 +88,16 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     if found > expected { Err(Refusal::TooLarge { found, expected }) } else { Ok(()) }
 }
 
-/// Units of a cube.
+/// Returns the units of a cube.
 fn units(operation: Operation) -> u32 {
     match operation {
-        // Their units need many registers: of small cubes more fit on a multiprocessor together.
+        // A unit needs many registers. More small cubes fit on a multiprocessor.
         Operation::QuantizeByHessian | Operation::Gptq => SMALL_CUBE_UNITS,
         _ => UNITS,
     }
 }
 
-/// How many shares there are, and what one is.
+/// Returns the number of work items, and the tile of one.
 fn items(
     operation: Operation,
     problem: &Problem,
@@ -117,7 +117,8 @@ fn items(
         }
         Operation::RowAmax if contiguous_axis => {
             let vector = common_power_of_two(axis, widest);
-            // As many planes as the device keeps busy; each takes several rows if there are more.
+            // One plane per row, at most as many planes as keep the device busy: then each takes
+            // several rows.
             let planes = rows.min(device.cubes * UNITS / device.plane);
             (planes * device.plane, ThreadTile { vector, ..one_row })
         }
@@ -153,7 +154,7 @@ fn items(
     }
 }
 
-/// How many shares are quantized, and what one is: by tiles where the scheme has them.
+/// Returns the number and the tile of the work items that are quantized.
 fn quantized(
     operation: Operation,
     problem: &Problem,
@@ -162,8 +163,8 @@ fn quantized(
 ) -> (u32, ThreadTile) {
     let [rows, blocks] = [problem.view.packed_rows(), problem.blocks()].map(|n| n as u32);
     let widest = MAX_LOAD_BYTES / problem.dtype.size() as u32;
-    let tile = tile(operation, problem, device);
-    let mut thread_tile = match (tile, one_row.contiguous_axis) {
+    let sharing = tile_sharing(operation, problem, device);
+    let mut thread_tile = match (sharing, one_row.contiguous_axis) {
         (TileSharing::Repeated, _) => one_row,
         (TileSharing::Exchanged, true) => {
             let units_over_blocks = common_power_of_two(blocks, 8);
@@ -172,19 +173,19 @@ fn quantized(
         (TileSharing::None | TileSharing::Halves, true) => ThreadTile { vector: widest, ..one_row },
         (_, false) => strided(operation, problem, device, one_row),
     };
-    let rows = match tile {
+    let rows = match sharing {
         TileSharing::Exchanged => {
             thread_tile.units_over_rows = 16 / thread_tile.rows;
-            // Rows that are missing from a last tile are idle units.
+            // Units of rows that the last 16 x 16 tile lacks idle.
             rows.next_multiple_of(16)
         }
         _ => rows,
     };
-    let blocks = if tile == TileSharing::Halves { 2 * blocks } else { blocks };
-    (rows / thread_tile.rows * blocks, ThreadTile { tile, ..thread_tile })
+    let blocks = if sharing == TileSharing::Halves { 2 * blocks } else { blocks };
+    (rows / thread_tile.rows * blocks, ThreadTile { sharing, ..thread_tile })
 }
 
-/// How a strided axis is divided. Rows, lanes and what is staged are what was fastest on an H200.
+/// Returns the tile along a strided axis. The constants are the fastest on an H200.
 fn strided(
     operation: Operation,
     problem: &Problem,
@@ -200,8 +201,8 @@ fn strided(
     };
     let rows = common_power_of_two(inner, most_rows);
     let thread_tile = ThreadTile { vector: rows, rows, ..one_row };
-    // Neighbours that load and store whole sectors of 32 bytes on either side; those of other
-    // planes of the cube complete the lines.
+    // Neighbours load and store whole sectors of 32 bytes on either side. The other planes of the
+    // cube complete the cache lines.
     let direct = ThreadTile {
         units_over_rows: common_power_of_two(inner / rows, 8),
         units_over_blocks: common_power_of_two(blocks, 256 / block_size),
@@ -211,11 +212,12 @@ fn strided(
     let fits =
         (inner / rows).is_multiple_of(units_over_rows) && blocks.is_multiple_of(units_over_blocks);
     match operation {
-        // Only the dense tensor is written: one block after the other.
+        // Only the dense tensor is written, one block after the other.
         Operation::FakeQuantize | Operation::Hadamard => {
             ThreadTile { units_over_blocks: 1, ..direct }
         }
-        // The registers that blocks of 16 need leave too few units to hide the exchange.
+        // Blocks of 16 need so much register space that too few units are left to hide the
+        // transpose.
         Operation::Quantize if block_size == 16 => direct,
         _ if fits && device.fast_shared_memory => ThreadTile {
             units_over_rows,
@@ -227,9 +229,10 @@ fn strided(
     }
 }
 
-/// Neighbours in a plane can exchange only if the rows of a tile are neighbours. Halves of a block
-/// are for what writes no packed blocks, and needs no more of one than its amax.
-fn tile(operation: Operation, problem: &Problem, device: &Capability) -> TileSharing {
+/// Returns how units share a block scale. Units of a plane can exchange amaxes only if the rows of
+/// a 16 x 16 tile are neighbours. `Halves` is for operations that write no packed blocks and need
+/// only the amax of a block.
+fn tile_sharing(operation: Operation, problem: &Problem, device: &Capability) -> TileSharing {
     let Problem { view, scheme, .. } = problem;
     let whole = view.inner == 1 || view.outer == 1 || view.inner.is_multiple_of(16);
     let by_amax = operation == Operation::FakeQuantize && scheme.search == ScaleSearch::Amax;
@@ -242,7 +245,7 @@ fn tile(operation: Operation, problem: &Problem, device: &Capability) -> TileSha
     }
 }
 
-/// The largest power of two that divides a number, `limit` at most.
+/// Returns the largest power of two that divides a number, at most `limit`.
 pub(crate) fn common_power_of_two(number: u32, limit: u32) -> u32 {
     1 << number.trailing_zeros().min(limit.ilog2())
 }

@@ -1,4 +1,4 @@
-//! What is launched, and how: decided from the problem and the device alone.
+//! Launch plans: pure functions of the problem and the device.
 
 mod blueprint;
 mod capability;

@@ -1,4 +1,4 @@
-//! What is asked for: an operation, and the shape, axis, dtype and scheme of its problem.
+//! The problem of an operation: shape, axis, dtype and scheme.
 
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -52,7 +52,7 @@ impl Problem {
     }
 }
 
-/// What is to be launched.
+/// An operation that can be launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Largest magnitude of the tensor.
@@ -61,16 +61,16 @@ pub enum Operation {
     RowAmax,
     /// Codes and scales.
     Quantize,
-    /// Codes and scales by the activations that each block is multiplied with.
+    /// Codes and scales that minimize `r^T H r` of each block.
     QuantizeByHessian,
-    /// Codes and scales that compensate each other's rounding errors: GPTQ.
+    /// GPTQ: codes and scales that compensate each other's rounding errors.
     Gptq,
-    /// The values of codes and scales, from the dense tensor.
+    /// Quantization and dequantization in one pass over the dense tensor.
     FakeQuantize,
-    /// The transform of every 16 neighbours.
+    /// Hadamard transform of every 16 neighbours.
     Hadamard,
-    /// Values of codes and scales.
+    /// Dense values of codes and scales.
     Dequantize,
-    /// Sums of squares.
+    /// Sums of squared differences and of squares.
     SquaredError,
 }

@@ -1,44 +1,44 @@
-//! Why an operation is not launched.
+//! [`Refusal`]: the reason why an operation is not launched.
 
 use burn_fp4_search::{ScaleSearch, SearchError};
 
 use super::problem::Operation;
 
-/// Why an operation is not launched.
+/// The reason why an operation is not launched.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// The scheme is inconsistent, or its blocks do not divide the axis.
     #[error(transparent)]
     Scheme(#[from] SearchError),
-    /// The operation does not search that way.
+    /// No kernel of the operation runs this search.
     #[error("there is no kernel for ScaleSearch::{found:?} in {operation:?}")]
     Search {
         /// The operation.
         operation: Operation,
-        /// The search asked for.
+        /// The search of the scheme.
         found: ScaleSearch,
     },
-    /// The product does not fit matrix instructions.
+    /// No matrix instruction computes the matmul.
     #[error("no matrix instructions: {reason}")]
     Instructions {
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
     /// The device does not compute in f64.
     #[error("the device has no f64")]
     NoDoubles,
-    /// Memory that is shorter than the operation reads.
+    /// Memory is shorter than the operation reads.
     #[error("{what} is {found} bytes of memory, not {expected}")]
     Memory {
         /// The argument.
         what: &'static str,
-        /// Bytes of what it is to hold.
+        /// Bytes that the operation reads.
         expected: usize,
         /// Bytes of the memory.
         found: u64,
     },
-    /// A number of tensor scales that is neither 1 nor that of the packed rows.
+    /// The number of tensor scales is neither 1 nor the number of packed rows.
     #[error("{found} tensor scales of {expected} packed rows")]
     TensorScales {
         /// Packed rows.
@@ -46,17 +46,17 @@ pub enum Refusal {
         /// Tensor scales.
         found: usize,
     },
-    /// Two arguments that do not belong together.
+    /// Two arguments do not belong together.
     #[error("{what}: {found}, not {expected}")]
     Mismatch {
-        /// What they have to have in common.
+        /// The property that they must share.
         what: &'static str,
-        /// That of the one.
+        /// Its value in the first argument.
         expected: usize,
-        /// That of the other.
+        /// Its value in the second argument.
         found: usize,
     },
-    /// More values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
+    /// The tensor has more values than [`View::MAX_LEN`](burn_fp4_search::host::View::MAX_LEN).
     #[error("a tensor of {found} values: at most {expected} are quantized as one")]
     TooLarge {
         /// Values of the tensor.

@@ -1,4 +1,4 @@
-//! How matrices of statistics are summed up and factorized.
+//! Plans of Gram matrices and of their factorization.
 
 use burn_fp4_search::host::View;
 
@@ -6,26 +6,26 @@ use super::capability::{Capability, UNITS};
 use super::problem::Dtype;
 use super::refusal::Refusal;
 
-/// Columns of a matrix that are eliminated at a time.
+/// Columns of a matrix that are eliminated together.
 pub(crate) const PANEL: u32 = 64;
 
-/// How a square matrix is factorized.
+/// Plan of the factorization of a square matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FactorPlan {
-    /// Blocks of [`PANEL`] columns, the last filled up.
+    /// Panels of [`PANEL`] columns; the last one is padded.
     pub(crate) panels: u32,
-    /// Units that eliminate one column after the other, with a barrier after each.
+    /// Units that eliminate the columns of a panel in turn, with a barrier after each.
     pub(crate) units: u32,
 }
 
 impl FactorPlan {
-    /// Rows and columns of the matrix in whole panels.
+    /// Returns the side of the matrix in whole panels.
     pub(crate) fn side(&self) -> usize {
         (self.panels * PANEL) as usize
     }
 }
 
-/// Decides how the Hessian factor of this many channels is computed.
+/// Plans the Hessian factor of this many channels.
 ///
 /// # Errors
 /// [`Refusal`] if the matrix is too large, or the device has no f64.
@@ -41,18 +41,18 @@ pub(crate) fn plan_factor(channels: usize, device: &Capability) -> Result<Factor
     Ok(FactorPlan { panels: (channels as u32).div_ceil(PANEL), units })
 }
 
-/// How products of activations are summed up.
+/// Kernel that sums products of activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GramPlan {
-    /// By matrix instructions.
+    /// Matrix instructions.
     Mma,
-    /// By matrix instructions, of f32 in three parts.
+    /// Matrix instructions, with an f32 as three bf16.
     MmaParts,
-    /// Element by element.
+    /// Scalar multiplications in f64.
     Plain,
 }
 
-/// How products of activations `[rows, channels]` are summed up.
+/// Plans the sum of products of activations `[rows, channels]`.
 ///
 /// # Errors
 /// [`Refusal`] if there are too many values, or the device has no f64.

@@ -1,4 +1,4 @@
-//! The scale that the rule makes of the largest magnitude of a block; see
+//! The rule's own scale, from the largest magnitude of a block; see
 //! [`ScaleSearch::Amax`](burn_fp4_search::ScaleSearch).
 
 use cubecl::prelude::*;
@@ -10,7 +10,7 @@ use crate::tensor::indexing::{TileOrigin, at_row};
 use crate::tensor::load_store::load_blocks;
 use crate::tensor::tile_reduce::largest_of_tile;
 
-/// The rule's own scale of one block of each row of a share, given the largest magnitudes.
+/// Sets the rule's own scales of a tile, given the largest magnitudes.
 #[cube]
 pub(crate) fn amax_scales<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -28,7 +28,8 @@ pub(crate) fn amax_scales<E: Int, N: Size>(
     }
 }
 
-/// Largest magnitude of the block of every row of a share, or of the tile it belongs to.
+/// Returns the largest magnitude of the block of every row of a thread tile, or of the 16 x 16 tile
+/// around it.
 #[cube]
 pub(crate) fn largest_magnitudes<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -63,7 +64,8 @@ pub(crate) fn largest_magnitudes<E: Int, N: Size>(
     largest
 }
 
-/// Largest magnitude of a block, which starts at `start` of the elements; NaN if a value is.
+/// Returns the largest magnitude of the block that starts at `start` of the elements; NaN if a
+/// value is.
 #[cube]
 pub(crate) fn largest_magnitude(
     elements: &Array<f32>,

@@ -7,17 +7,17 @@ use crate::numeric::rule::{BlockScale, TensorFactor, factor_of};
 use crate::numeric::scale_grid::{BlockNormalization, is_positive, value_in};
 use crate::plan::Blueprint;
 
-/// A scale to try.
+/// A scale that a search tries.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Candidate {
     pub(crate) code: u32,
     /// Its value, relative to the block's normalization.
     pub(crate) value: f32,
-    /// What elements are multiplied with, or divided by.
+    /// Factor that elements are multiplied by, or divided by.
     pub(crate) factor: f32,
 }
 
-/// A scale that a search tries.
+/// Returns a scale as a candidate.
 #[cube]
 pub(crate) fn candidate(
     code: u32,
@@ -29,7 +29,7 @@ pub(crate) fn candidate(
     Candidate { code, value, factor: factor_of(code, value, tensor, comptime!(blueprint.rule)) }
 }
 
-/// The rule's own scale.
+/// Returns the rule's own scale as a candidate.
 #[cube]
 pub(crate) fn own_candidate(
     own: &BlockScale,
@@ -40,7 +40,7 @@ pub(crate) fn own_candidate(
     Candidate { code: own.code, value, factor: own.factor }
 }
 
-/// What an element is rounded from with a scale.
+/// Returns the value that is rounded to a code with a scale.
 #[cube]
 pub(crate) fn normalized(element: f32, tried: &Candidate, #[comptime] blueprint: Blueprint) -> f32 {
     if comptime!(blueprint.divides()) { element / tried.factor } else { element * tried.factor }
@@ -53,7 +53,7 @@ pub(crate) struct Best {
     pub(crate) code: u32,
 }
 
-/// What a search starts with: the rule's own scale, if it is one.
+/// Returns the start of a search: the rule's own scale, at infinite cost if it is 0.
 #[cube]
 pub(crate) fn start(cost: f32, own: u32, #[comptime] grid: ScaleGrid) -> Best {
     let infinity = f32::reinterpret(0x7F80_0000u32);
@@ -62,11 +62,11 @@ pub(crate) fn start(cost: f32, own: u32, #[comptime] grid: ScaleGrid) -> Best {
     Best { cost: select(counts, cost, infinity), code: own }
 }
 
-/// Takes a scale, tried after all larger ones, if it is better: of equals the rule's own stays, of
-/// others the smallest.
+/// Replaces the best scale if this one, tried after all larger ones, is better. With equal costs
+/// the rule's own stays, otherwise the smallest wins.
 #[cube]
 pub(crate) fn improve(best: &mut Best, cost: f32, code: u32, own: u32) {
-    // Of a code that is not the rule's own, the cost is finite.
+    // The cost of any code but the rule's own is finite.
     let is_better = cost < best.cost || (cost == best.cost && best.code != own);
     best.cost = select(is_better, cost, best.cost);
     best.code = select(is_better, code, best.code);

@@ -1,7 +1,7 @@
-//! The Hessian of a block, as searches read it: `r^T H r` is what errors `r` cost.
+//! The Hessian H of a block, as searches read it: `r^T H r` is the cost of errors `r`.
 //!
-//! What the units of a cube share of a block lies in shared memory where the device gains by that,
-//! in vectors of four:
+//! The units of a cube share the data of a block, in shared memory if that is faster on the device,
+//! as vectors of four:
 //!
 //! ```text
 //! | H, row by row: size x size / 4 | bounds: size / 4 | steps: size / 4 |
@@ -12,19 +12,21 @@ use cubecl::prelude::*;
 /// The Hessian of a block.
 #[derive(CubeType)]
 pub(crate) struct BlockHessian<'a, H: Size> {
-    /// The rows of the matrix in vectors of four, from `first` on; if staged, what [`stage`] adds.
+    /// Rows of the matrix in vectors of four, from `first` on. In shared memory, bounds and steps
+    /// follow; see [`load_shared`].
     values: &'a [Vector<f32, H>],
     first: u32,
-    /// 0, of which the compiler knows no more than that it is 0 or 1; see [`again`].
+    /// 0, but the compiler only knows that it is 0 or 1; see [`again`].
     stay: u32,
-    /// Lower bounds of the cost of an error of each channel, from `channel` on; not read if staged.
+    /// Lower bounds of the cost of each channel's error, from `channel` on; unread in shared
+    /// memory.
     bounds: &'a [f32],
     channel: u32,
     #[cube(comptime)]
     in_shared_memory: bool,
 }
 
-/// The Hessian of the block that starts at a channel.
+/// Returns the Hessian of the block that starts at a channel.
 #[cube]
 pub(crate) fn block_hessian<'a, H: Size>(
     values: &'a [Vector<f32, H>],
@@ -37,13 +39,12 @@ pub(crate) fn block_hessian<'a, H: Size>(
     BlockHessian::<'a, H> { values, first, stay, bounds, channel, in_shared_memory }
 }
 
-/// Vectors that are staged of a block.
+/// Returns the number of vectors in shared memory.
 pub(crate) const fn shared_vectors(size: u32) -> u32 {
     (size * size + 2 * size) / 4
 }
 
-/// Puts into shared memory what the units of a cube read of a block. The bounds are those of all
-/// channels.
+/// Loads the data of a block into shared memory. `hessians` and `bounds` are of all blocks.
 #[cube]
 pub(crate) fn load_shared<H: Size>(
     shared: &mut [Vector<f32, H>],
@@ -77,9 +78,9 @@ pub(crate) fn load_shared<H: Size>(
     }
 }
 
-/// The same for another pass over the matrix, given a number that the compiler cannot know to be
-/// the same as that of another pass: if it knew that nothing changes, it would keep all of the
-/// matrix from one pass to the next, and spill it.
+/// Returns the same Hessian for another pass. `turn` differs from pass to pass, so that the
+/// compiler cannot prove that the loads repeat. Otherwise it would keep the whole matrix in
+/// registers between passes, and spill.
 #[cube]
 pub(crate) fn again<'a, H: Size>(hessian: &BlockHessian<'a, H>, turn: u32) -> BlockHessian<'a, H> {
     BlockHessian::<'a, H> {
@@ -92,14 +93,14 @@ pub(crate) fn again<'a, H: Size>(hessian: &BlockHessian<'a, H>, turn: u32) -> Bl
     }
 }
 
-/// The same bits for another pass, as by [`again`]: what is made of them is computed in each pass,
-/// and no register keeps it.
+/// Returns the same bits for another pass; see [`again`]. Values derived from them are computed in
+/// each pass and occupy no registers between.
 #[cube]
 pub(crate) fn anew<H: Size>(bits: u32, hessian: &BlockHessian<'_, H>, turn: u32) -> u32 {
     bits + (turn & hessian.stay)
 }
 
-/// Four values of the matrix, counted row by row.
+/// Returns four values of the matrix, counted row by row.
 #[cube]
 pub(crate) fn row_vector<H: Size>(
     hessian: &BlockHessian<'_, H>,
@@ -108,7 +109,7 @@ pub(crate) fn row_vector<H: Size>(
     hessian.values[(hessian.first + vector) as usize]
 }
 
-/// The bound of an element.
+/// Returns the bound of an element.
 #[cube]
 pub(crate) fn bound<H: Size>(
     hessian: &BlockHessian<'_, H>,
@@ -123,7 +124,7 @@ pub(crate) fn bound<H: Size>(
     }
 }
 
-/// What the gradient of an element is multiplied by for the step that takes it to 0.
+/// Returns the factor that turns an element's gradient into the step that makes it 0.
 #[cube]
 pub(crate) fn step<H: Size>(
     hessian: &BlockHessian<'_, H>,
@@ -139,14 +140,14 @@ pub(crate) fn step<H: Size>(
     }
 }
 
-/// [`step`] by an element of the diagonal.
+/// Returns the [`step`] of an element from the diagonal.
 #[cube]
 fn step_by(curvature: f32) -> f32 {
     select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32)
 }
 
-/// `r^T H r` of the errors of a block with several scales, one after the other, each in the order
-/// of the reference. What is loaded of H serves all of them.
+/// Returns `r^T H r` of a block's errors `r` with each of several scales, in the order of the
+/// reference. A value of H is loaded once for all of them.
 #[cube]
 pub(crate) fn costs<H: Size>(
     errors: &Array<f32>,
@@ -177,7 +178,7 @@ pub(crate) fn costs<H: Size>(
                 for scale in 0..scales {
                     if comptime!(j < i) {
                         let error = errors[comptime!((scale * size + j) as usize)];
-                        // Twice either factor is exact.
+                        // Doubling either factor is exact.
                         sums[scale as usize] = fma(curvature, 2.0f32 * error, sums[scale as usize]);
                     } else if comptime!(j == i) {
                         let error = errors[comptime!((scale * size + j) as usize)];
@@ -195,7 +196,7 @@ pub(crate) fn costs<H: Size>(
     costs
 }
 
-/// What errors that begin at `start` cost at least.
+/// Returns a lower bound of the cost of the errors from `start` on.
 #[cube]
 pub(crate) fn least_cost<H: Size>(
     errors: &Array<f32>,

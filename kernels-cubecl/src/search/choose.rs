@@ -1,4 +1,4 @@
-//! The scales of the blocks of a share, by the method of the scheme.
+//! Dispatches the search of the scheme.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
@@ -10,10 +10,10 @@ use super::sse::search_sse;
 use crate::numeric::rule::BlockScales;
 use crate::tensor::indexing::TileOrigin;
 
-/// Chooses the scale of a block of every row of a share, given the largest magnitudes.
+/// Chooses the scale of a block of every row of a thread tile, given the largest magnitudes.
 ///
-/// `elements` are those of [`load_blocks`](crate::tensor::load_store::load_blocks); the values are only
-/// read again where tiles ask for it.
+/// `elements` come from [`load_blocks`](crate::tensor::load_store::load_blocks). The values are
+/// read again only by units that process a whole 16 x 16 tile alone.
 #[cube]
 pub(crate) fn choose_scales<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -30,7 +30,7 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
             four_over_six::<E, N>(args, elements, largest, origin, &mut scales)
         }
         ScaleSearch::Sse => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
-        // They need Hessians, and have an operation of their own: no plan leads here.
+        // These need Hessians and have another operation: no plan leads here.
         ScaleSearch::Hessian
         | ScaleSearch::CoordinateDescent
         | ScaleSearch::Admm

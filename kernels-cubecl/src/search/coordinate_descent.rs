@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! best = the rule's own scale
-//! for scale in all others from the first that leaves only zeros, downward:
+//! for scale in all others, from the smallest that rounds everything to 0, downward:
 //!     nearest codes and their errors                                        (round_all)
 //!     unless one of these errors alone costs more than the best:
 //!         the gradient H r, and r^T H r of the nearest codes                (slope)
@@ -12,9 +12,9 @@
 //!     stop where no smaller scale can be better, whatever the codes
 //! ```
 //!
-//! What a unit keeps from one step to the next decides how many of them a multiprocessor holds: the
-//! elements, their gradient and their values, an f32 each. H, bounds and steps are read again
-//! wherever they are needed, what follows from elements and codes is computed again.
+//! The values that live across steps decide the occupancy: elements, their gradient and the values
+//! of their codes, an f32 each. H, bounds and steps are read again wherever they are needed, and
+//! anything that follows from elements and codes is computed again.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
@@ -26,10 +26,11 @@ use crate::numeric::rule::TensorFactor;
 use crate::numeric::scale_grid::{BlockNormalization, lowest, top};
 use crate::plan::Blueprint;
 
-/// Passes over the elements of a block at most.
+/// Largest number of passes over the elements of a block.
 const SWEEPS: u32 = ScaleSearch::SWEEPS as u32;
 
-/// The best scale, and its codes. `own` is the rule's own scale, `scaled` the normalized amax.
+/// Returns the best scale, and writes its codes. `own` is the rule's own scale, `scaled` the
+/// normalized amax.
 #[cube]
 pub(crate) fn descend<H: Size>(
     elements: &Array<f32>,
@@ -47,7 +48,7 @@ pub(crate) fn descend<H: Size>(
     let mut found = Array::<u32>::new(comptime!(words as usize));
     let mut best = start(infinity, own, grid);
     let lowest = lowest(normalization, grid);
-    // The rule's own scale, then all others from the top down; below 0 codes wrap around.
+    // The rule's own scale, then all others from the top down. Below 0 codes wrap around.
     let mut next = own;
     let mut is_own = true;
     while is_own || next >= lowest && next < 0x8000_0000u32 {
@@ -78,23 +79,23 @@ pub(crate) fn descend<H: Size>(
                 codes[word as usize] = found[word as usize];
             }
         }
-        // That one has been tried.
+        // The rule's own scale has been tried.
         next = select(next == own, next - 1u32, next);
         is_own = false;
     }
     best.code
 }
 
-/// What has become of a scale.
+/// Result of trying a scale.
 #[derive(CubeType, Clone, Copy)]
 struct Outcome {
-    /// Infinite if it cannot be better than the best.
+    /// Infinite if the scale cannot be better than the best.
     cost: f32,
-    /// Of [`Limits`].
+    /// See [`Limits`].
     clipped: f32,
 }
 
-/// The cost of a scale, and the codes that go with it.
+/// Returns the cost of a scale, and writes the codes that go with it.
 #[cube]
 fn try_scale<H: Size>(
     elements: &Array<f32>,
@@ -155,17 +156,17 @@ fn try_scale<H: Size>(
     Outcome { cost: result, clipped: limits.clipped }
 }
 
-/// The square roots of what errors of the nearest codes cost at least.
+/// Square roots of lower bounds of the cost of errors.
 #[derive(CubeType, Clone, Copy)]
 struct Limits {
-    /// The most of all: no other codes have smaller errors.
+    /// Largest bound of an error of the nearest codes; other codes have larger errors.
     largest: f32,
-    /// The most of those of elements beyond the largest code: no smaller scale has smaller ones,
-    /// so that where this is too much, `largest` is for all smaller scales.
+    /// Largest bound among elements beyond the largest code. Their errors grow as scales shrink:
+    /// if this bound exceeds the best cost, no smaller scale can be better.
     clipped: f32,
 }
 
-/// The nearest codes, and their errors.
+/// Rounds the elements to the nearest codes, and writes their errors.
 #[cube]
 fn round_all<H: Size>(
     elements: &Array<f32>,
@@ -202,8 +203,9 @@ fn round_all<H: Size>(
     Limits { largest, clipped }
 }
 
-/// The gradient `H r`, and `r^T H r`, each sum in the order of the reference. H is symmetric: a row
-/// is read up to its diagonal, and added to the gradient of every element before it too.
+/// Writes the gradient `H r` and returns `r^T H r`, each sum in the order of the reference. H is
+/// symmetric: a row is read up to its diagonal, and its values also enter the gradients of the
+/// elements before.
 #[cube]
 fn slope<H: Size>(
     gradient: &mut Array<f32>,
@@ -226,7 +228,7 @@ fn slope<H: Size>(
                 let curvature = row.extract(comptime!(index as usize));
                 if comptime!(vector * 4 + index < i) {
                     let before = errors[j];
-                    // Twice either factor is exact.
+                    // Doubling either factor is exact.
                     sum = fma(curvature, 2.0f32 * before, sum);
                     of_row = fma(curvature, before, of_row);
                     gradient[j] = fma(curvature, error, gradient[j]);
@@ -242,7 +244,7 @@ fn slope<H: Size>(
     cost
 }
 
-/// Moves elements one at a time to where they are best while all others stay, until none does.
+/// Moves elements one at a time to the best code while all others stay, until none moves.
 #[cube]
 fn sweep<H: Size>(
     found: &mut Array<u32>,
@@ -288,14 +290,14 @@ fn sweep<H: Size>(
     }
 }
 
-/// Eight codes, of zeros the positive one.
+/// Turns -0 into +0 among eight codes.
 #[cube]
 pub(crate) fn without_negative_zeros(codes: u32) -> u32 {
     let magnitudes = codes | (codes >> 1u32) | (codes >> 2u32);
     codes & (0x7777_7777u32 | ((magnitudes & 0x1111_1111u32) << 3u32))
 }
 
-/// The value of a code among eight.
+/// Returns the value of one of eight codes.
 #[cube]
 fn value_at(codes: u32, #[comptime] index: u32) -> f32 {
     element_value(codes << comptime!(28 - 4 * index))

@@ -1,4 +1,4 @@
-//! The better of two scales: amax on element 6, or on element 4; see
+//! The better of two scales, which map amax to element 6 or to element 4; see
 //! [`ScaleSearch::FourOverSix`](burn_fp4_search::ScaleSearch).
 
 use burn_fp4_search::{ErrorMetric, ScaleRule, ScaleSearch};
@@ -16,10 +16,10 @@ use crate::tensor::indexing::{TileOrigin, at_row};
 use crate::tensor::load_store::load_blocks;
 use crate::tensor::tile_reduce::sum_of_tile;
 
-/// Amax up to here, and down to its reciprocal, keeps what is divided far from the ends of f32.
+/// With an amax between its reciprocal and this, dividends are far from the ends of f32.
 const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
 
-/// The better of two scales of one block of each row of a share, given the largest magnitudes.
+/// Sets the better of two scales for each row of a thread tile, given the largest magnitudes.
 #[cube]
 pub(crate) fn four_over_six<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -31,7 +31,7 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     let (blueprint, thread_tile) = comptime!((args.blueprint, args.thread_tile));
     let block_size = comptime!(blueprint.block_size);
     let rule = comptime!(blueprint.rule);
-    // Of the rows of the unit, or of all rows of the tile if it looks at them alone.
+    // The rows of the unit, or all rows of the 16 x 16 tile if the unit processes it alone.
     let count =
         comptime!(if thread_tile.sharing == TileSharing::Repeated { 16 } else { thread_tile.rows });
     let mut on_six = Array::<f32>::new(comptime!(count as usize));
@@ -77,14 +77,14 @@ pub(crate) fn four_over_six<E: Int, N: Size>(
     }
 }
 
-/// Amax on element 6, and on element 4.
+/// The scales that map amax to element 6 and to element 4.
 #[derive(CubeType)]
 struct Candidates {
     on_six: BlockScale,
     on_four: BlockScale,
 }
 
-/// Both come from the division form, whatever the rule.
+/// Computes both by division, whatever the rule.
 #[cube]
 fn candidates(largest: f32, tensor: &TensorFactor, #[comptime] rule: ScaleRule) -> Candidates {
     let exact = (largest / 6.0f32) * tensor.encode;
@@ -94,7 +94,7 @@ fn candidates(largest: f32, tensor: &TensorFactor, #[comptime] rule: ScaleRule) 
     }
 }
 
-/// The error of a row of a block, summed in element order, every operation rounded on its own.
+/// Sums the error of a row's block in element order, every operation rounded on its own.
 #[cube]
 fn error(
     elements: &Array<f32>,
@@ -111,7 +111,8 @@ fn error(
     error
 }
 
-/// [`error`] by [`quotient`], or by division. Magnitudes differ as values of one sign do.
+/// Sums the [`error`], with [`quotient`] or with a division. The difference of magnitudes is that
+/// of the values, which have the same sign.
 #[cube]
 fn sum_of_errors(
     elements: &Array<f32>,
@@ -146,16 +147,17 @@ fn sum_of_errors(
     error
 }
 
-/// `scaled / range`, given the reciprocal of the range: the first product is less than an ulp off,
-/// what is left of it is exact. Right for every mantissa, see the test, where nothing underflows.
+/// Returns `scaled / range`, given the reciprocal of the range, without a division. The first
+/// product is less than an ulp off, and its remainder is exact. The result is right for every
+/// mantissa if nothing underflows; see the test.
 #[cube]
 fn quotient(scaled: f32, range: f32, reciprocal: f32) -> f32 {
     let near = scaled * reciprocal;
     fma(fma(-near, range, scaled), reciprocal, near)
 }
 
-/// Whether [`quotient`] is right for all products with this amax: the smallest is 2^-10 times it,
-/// and what is left of it not less than 2^-48 times that.
+/// Returns true if [`quotient`] is right for all products with this amax: the smallest is 2^-10
+/// times the amax, and the remainder at least 2^-48 times that.
 #[cube]
 fn divides_by_product(amax: f32) -> bool {
     let is_large = amax >= comptime!(1.0 / LARGEST_AMAX);
@@ -179,7 +181,7 @@ mod tests {
             let search = ScaleSearch::FourOverSix { range: e4m3, error };
             let range = Fp4Scheme::nvfp4().with_search(search).largest_code_product();
             let reciprocal = 1.0 / range;
-            // Mantissas at 1, and at the ends of what is divided.
+            // Mantissas at 1, and at both ends of the dividends.
             for first in [1.0, 2f32.powi(-70), 2f32.powi(71)] {
                 for mantissa in 0..1 << 23 {
                     let scaled = f32::from_bits(first.to_bits() + mantissa);

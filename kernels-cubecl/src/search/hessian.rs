@@ -1,15 +1,15 @@
 //! The scale with the smallest `r^T H r` for nearest codes; see `hessian.rs` in the search crate.
-//! Scale and codes by coordinate descent are from `coordinate_descent.rs`.
+//! For scale and codes together it calls `coordinate_descent.rs`.
 //!
 //! ```text
 //! best = the rule's own scale
-//! for scale in all from the first that leaves only zeros, downward:
+//! for scale in all, from the smallest that rounds everything to 0, downward:
 //!     stop where no smaller scale can be better, whatever the codes     (is_hopeless)
 //!     best = scale, if r^T H r of the nearest codes is smaller          (costs)
 //! ```
 //!
-//! For nearest codes, scales are tried in pairs: every number that is loaded of H takes part in two
-//! costs. A scale that need not be tried does no harm if it is: its cost is what it is.
+//! Scales are tried in pairs, so that a value of H is loaded once for two costs. Trying a scale
+//! that could be skipped does no harm: it has its own cost.
 
 use burn_fp4_search::ScaleSearch;
 use cubecl::prelude::*;
@@ -26,11 +26,11 @@ use crate::numeric::scale_grid::{
 };
 use crate::plan::Blueprint;
 
-/// Where the amax is less than so many times the scale, errors are large beside the best ones, and
-/// it pays to see whether they are too large before their cost is summed up.
+/// If amax is less than this many times the scale, errors are large compared with the best, and a
+/// cheap lower bound often saves the cost.
 const COARSE: f32 = 3.0;
 
-/// The best scale, and codes that go with it.
+/// Returns the best scale, and writes its codes.
 #[cube]
 pub(crate) fn search<H: Size>(
     elements: &Array<f32>,
@@ -91,7 +91,7 @@ pub(crate) fn search<H: Size>(
     code
 }
 
-/// The best scale for nearest codes, given the rule's own and the normalized amax.
+/// Returns the best scale for nearest codes, given the rule's own and the normalized amax.
 #[cube]
 fn search_nearest<H: Size>(
     elements: &Array<f32>,
@@ -108,7 +108,7 @@ fn search_nearest<H: Size>(
     let mut best = start(infinity, own, grid);
     let lowest = lowest(normalization, grid);
     let mut errors = Array::<f32>::new(comptime!((2 * size) as usize));
-    // The rule's own scale and the largest, then all others from the top down.
+    // The rule's own scale and the top one, then all others downward.
     let mut first = own;
     let mut second = other_than(own, top(normalization, amax, grid));
     let mut first_counts = is_positive(own, grid);
@@ -136,7 +136,7 @@ fn search_nearest<H: Size>(
         first_counts = true;
         goes_on = is_left(first, lowest);
         let value = value_in(normalization, first, grid);
-        // At larger scales no element is beyond the largest one.
+        // With larger scales no element is beyond the largest code.
         let clips = goes_on && value * 6.0f32 < amax;
         if clips && is_hopeless::<H>(elements, value, normalization, best.cost, hessian, blueprint)
         {
@@ -146,19 +146,19 @@ fn search_nearest<H: Size>(
     best.code
 }
 
-/// Whether there is a scale left; below 0 codes wrap around.
+/// Returns true if a scale is left. Below 0 codes wrap around.
 #[cube]
 fn is_left(code: u32, lowest: u32) -> bool {
     code >= lowest && code < 0x8000_0000u32
 }
 
-/// A scale, or the one below it where it is the rule's own, which has been tried.
+/// Returns a scale, or the one below if it is the rule's own, which has been tried.
 #[cube]
 fn other_than(own: u32, code: u32) -> u32 {
     code - select(code == own, 1u32, 0u32)
 }
 
-/// Whether no scale up to one of this value can be better, whatever the codes.
+/// Returns true if no scale up to this value can be better, whatever the codes.
 #[cube]
 fn is_hopeless<H: Size>(
     elements: &Array<f32>,
@@ -178,7 +178,7 @@ fn is_hopeless<H: Size>(
     clipped * clipped > best
 }
 
-/// The errors of the nearest codes with a scale, from `start` on.
+/// Writes the errors of the nearest codes with a scale, from `start` on.
 #[cube]
 fn nearest_errors(
     elements: &Array<f32>,

@@ -1,4 +1,4 @@
-//! How the scale of a block is chosen: a file for every method, named as in the search crate.
+//! Searches for the scale of a block: a file per method, named as in the search crate.
 
 pub(crate) mod amax;
 pub(crate) mod best;

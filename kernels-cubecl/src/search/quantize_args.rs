@@ -1,4 +1,4 @@
-//! The arguments of kernels that choose scales.
+//! [`QuantizeArgs`]: arguments that all quantization kernels share.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -7,15 +7,14 @@ use crate::numeric::rule::{TensorScaleArgs, tensor_scale_args};
 use crate::plan::{Blueprint, Launch, Problem, ThreadTile};
 use crate::tensor::indexing::{Dims, dims};
 
-/// A tensor to quantize, and how.
+/// The tensor that is quantized, and the choices that decide how.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     /// The dense tensor, in vectors of words.
     pub(crate) values: &'static [Vector<E, N>],
     /// Largest magnitude of the tensor, or of each packed row.
     pub(crate) amax: &'static [f32],
-    /// Weight of squared errors, for every channel; a dummy binding, never read, where there is
-    /// none.
+    /// Weight of every channel's squared errors; a dummy binding without weights, never read.
     pub(crate) weights: &'static [f32],
     pub(crate) dims: Dims,
     pub(crate) scale_args: TensorScaleArgs,
@@ -25,7 +24,7 @@ pub(crate) struct QuantizeArgs<E: Int, N: Size> {
     pub(crate) thread_tile: ThreadTile,
 }
 
-/// The arguments of a launch; `weights` are f32, one for every element along the axis.
+/// Returns the arguments of a launch. `weights` are f32, one for every element along the axis.
 pub(crate) fn quantize_args<E: Int, N: Size>(
     values: Handle,
     amax: Handle,

@@ -1,8 +1,7 @@
-//! The scale with the smallest squared error, of a row's block or of a tile; see
+//! The scale with the smallest squared error, of a row's block or of a 16 x 16 tile; see
 //! [`ScaleSearch::Sse`](burn_fp4_search::ScaleSearch).
 //!
-//! The scales that are tried, and why no other can be better, are those of `sse.rs` in the search
-//! crate.
+//! `sse.rs` in the search crate derives which scales are tried, and why no other can be better.
 
 use burn_fp4_search::scale_grid::{HALF_IS_AS_GOOD, MARGIN};
 use cubecl::prelude::*;
@@ -21,11 +20,11 @@ use crate::tensor::indexing::{TileOrigin, at_row};
 use crate::tensor::load_store::load_blocks;
 use crate::tensor::tile_reduce::sum_of_tile;
 
-/// What limits are moved outward by.
+/// Factors that widen the limits of a window.
 const MORE: f32 = 1.0 + MARGIN;
 const LESS: f32 = 1.0 - MARGIN;
 
-/// The scales to try for a block whose normalized amax is `scaled`.
+/// Returns the scales to try for a block whose normalized amax is `scaled`.
 #[cube]
 fn window_of(
     normalization: &BlockNormalization,
@@ -38,20 +37,20 @@ fn window_of(
     window(normalization, scaled, above, upto, comptime!(blueprint.grid()))
 }
 
-/// The scale to try after another. Wraps below 0.
+/// Returns the scale to try after another. Wraps below 0.
 #[cube]
 fn next(window: &Window, code: u32) -> u32 {
     code - select(code > window.high + 1u32, 2u32, 1u32)
 }
 
-/// Whether a scale is among those to try, of which one may have wrapped below 0.
+/// Returns true if a scale is in the window. It may have wrapped below 0.
 #[cube]
 fn is_left(window: &Window, code: u32) -> bool {
     code >= window.low && code < 0x8000_0000u32
 }
 
-/// Whether a scale is tried next: in the pass without limits, only if no element is beyond the
-/// largest one with it, given the largest magnitude and what that is multiplied with or divided by.
+/// Returns true if a scale is tried next. The pass without limits also ends where an element is
+/// beyond the largest code, given the largest magnitude and the factor of the scale.
 #[cube]
 fn is_next(
     window: &Window,
@@ -71,7 +70,7 @@ fn is_next(
     }
 }
 
-/// Weight of the largest element of a row, the largest if there are several, and the sum of all.
+/// Weight of a row's largest element (the largest weight if several are), and the sum of all.
 #[derive(CubeType, Clone, Copy)]
 struct Weights {
     largest: f32,
@@ -110,15 +109,15 @@ fn crest(weights: &Weights) -> f32 {
     select(weights.largest > 0.0f32, crest, f32::reinterpret(0x7F80_0000u32))
 }
 
-/// Whether no scale up to one of this value can be better.
+/// Returns true if no scale up to this value can be better.
 #[cube]
 fn is_hopeless(value: f32, amax: f32, weight: f32, best: &Best) -> bool {
     let clipped = max(fma(-6.0f32, value, amax), 0.0f32);
     (weight * clipped) * clipped > best.cost
 }
 
-/// The weighted squared error of a row with a scale, summed in element order; if `limits`, also of
-/// elements beyond the largest one.
+/// Returns the weighted squared error of a row with a scale, summed in element order. With
+/// `limits`, elements may be beyond the largest code.
 #[cube]
 fn cost(
     elements: &Array<f32>,
@@ -133,7 +132,7 @@ fn cost(
     let mut cost = 0.0f32.runtime();
     #[unroll]
     for k in 0..blueprint.block_size {
-        // Errors of magnitudes are those of values of one sign, and so are their squares.
+        // A value and its code have the same sign: their magnitudes have the same squared error.
         let magnitude = elements[comptime!((start + k) as usize)].abs();
         let normalized = normalized(magnitude, candidate, blueprint);
         let nearest = if comptime!(limits) {
@@ -152,7 +151,7 @@ fn cost(
     cost
 }
 
-/// The scale of the block of a row.
+/// Returns the best scale of a row's block.
 #[cube]
 fn search_row(
     elements: &Array<f32>,
@@ -173,7 +172,7 @@ fn search_row(
         let weight = weights_of(elements, start_at, largest, weights, channel, blueprint);
         let window = window_of(&normalization, scaled, crest(&weight), blueprint);
         let mut best = start(f32::reinterpret(0x7F80_0000u32), own.code, grid);
-        // The window has the rule's own scale but for the ends of the grid.
+        // The window contains the rule's own scale, except at the ends of the grid.
         if own.code < window.low || own.code > window.high {
             let tried = own_candidate(&own, &normalization, blueprint);
             let found =
@@ -184,7 +183,8 @@ fn search_row(
         let first = candidate(code, &normalization, tensor, blueprint);
         let mut value = first.value;
         let mut factor = first.factor;
-        // Elements are beyond the largest one only with the last scales, few or none.
+        // The first pass skips clamping: elements are beyond the largest code only with the last
+        // few scales, or none.
         #[unroll]
         for pass in 0..2u32 {
             let limits = comptime!(pass == 1);
@@ -217,7 +217,7 @@ fn search_row(
     BlockScale { code: chosen_code, factor: chosen_factor }
 }
 
-/// The scales of one block of each row of a share, given the largest magnitudes.
+/// Sets the best scales of a thread tile, given the largest magnitudes.
 #[cube]
 pub(crate) fn search_sse<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -249,7 +249,8 @@ pub(crate) fn search_sse<E: Int, N: Size>(
     }
 }
 
-/// The scale of a tile. Units that hold its rows go through the same scales side by side.
+/// Returns the best scale of a 16 x 16 tile. Units that hold its rows try the same scales in
+/// lockstep.
 #[cube]
 fn search_tile<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
@@ -263,7 +264,7 @@ fn search_tile<E: Int, N: Size>(
     let own = block_scale(largest, &tensor, comptime!(blueprint.rule));
     let normalization = block_normalization(largest, tensor.encode, grid);
     let scaled = largest * normalization.factor;
-    // The safe bound for any weights: nothing is left out but what saturates.
+    // A bound that is safe for any weights: only scales that saturate more are left out.
     let rows = args.dims.rows;
     let rows_of_tile = min(rows - min(origin.row / 16 * 16, rows), 16u32);
     let count = f32::cast_from(rows_of_tile * blueprint.block_size);
@@ -274,7 +275,7 @@ fn search_tile<E: Int, N: Size>(
     let searchable = is_searchable(largest, scaled, &normalization, grid);
     let mut code = max(window.high, window.odd);
     let steps = select(searchable, code + 1u32 - min(window.low, code + 1u32), 0u32);
-    // For the exchange, all units of a plane have to take part.
+    // The shuffles need all units of a plane.
     let steps = if comptime!(thread_tile.sharing == TileSharing::Exchanged) {
         plane_max(steps)
     } else {
@@ -301,7 +302,7 @@ fn search_tile<E: Int, N: Size>(
     BlockScale { code: chosen_code, factor: chosen_factor }
 }
 
-/// The cost of a tile, of which a unit holds some rows or reads all.
+/// Returns the cost of a 16 x 16 tile, of which a unit holds some rows or reads all.
 #[cube]
 fn tile_cost<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,

@@ -1,15 +1,15 @@
-//! Where the share of a unit lies, in the dense and in the packed tensor.
+//! Positions of a unit's thread tile, in the dense and in the packed tensor.
 //!
 //! A dense tensor is `[outer, axis, inner]`; its packed rows are `outer x inner`, of `axis` values
-//! each. Shares are numbered so that neighbouring units load neighbouring values:
+//! each. Thread tiles are numbered so that neighbouring units load neighbouring values:
 //!
 //! ```text
-//! contiguous axis:          strided axis, lanes = 4, spread = 2: a group of 8 shares
-//! item = row x blocks       item:       block b      block b + 1
-//!        + block              rows 0     0            4
-//!                             rows 1     1            5
-//!                             rows 2     2            6
-//!                             rows 3     3            7      then the next group
+//! contiguous axis:           strided axis, a group of units_over_rows x units_over_blocks = 4 x 2
+//! tile_index = row x blocks  tile_index:  block b      block b + 1
+//!              + block       rows 0       0            4
+//!                            rows 1       1            5
+//!                            rows 2       2            6
+//!                            rows 3       3            7      then the next group
 //! ```
 
 use cubecl::prelude::*;
@@ -23,9 +23,9 @@ pub(crate) struct Dims {
     pub(crate) rows: u32,
     /// Blocks of a row.
     pub(crate) blocks: u32,
-    /// Distance of neighbours along the axis.
+    /// Distance between neighbours along the axis.
     pub(crate) inner: u32,
-    /// Shares of the tensor.
+    /// Work items of the launch.
     pub(crate) items: u32,
     /// Cubes launched.
     pub(crate) cubes: u32,
@@ -42,14 +42,14 @@ pub(crate) fn dims(problem: &Problem, launch: &Launch) -> DimsLaunch {
     )
 }
 
-/// The number of the share of this unit. The first cubes take the last shares: when quantization
-/// starts, the end of the tensor is what the amax pass has left in the cache.
+/// Returns the number of this unit's tile. The first cubes take the last tiles: the amax pass
+/// before has left the end of the tensor in the cache.
 #[cube]
 pub(crate) fn tile_index(dims: &Dims) -> u32 {
     (dims.cubes - 1 - CUBE_POS as u32) * CUBE_DIM + UNIT_POS
 }
 
-/// Where a share lies.
+/// Position of a thread tile.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct TileOrigin {
     /// The first of its packed rows.
@@ -58,13 +58,13 @@ pub(crate) struct TileOrigin {
     pub(crate) block: u32,
     /// Number of the block in the packed matrix, in the first row.
     pub(crate) index: u32,
-    /// Where its first value stands in the dense tensor.
+    /// Index of its first value in the dense tensor.
     pub(crate) first: u32,
-    /// How many rows from the first one on there are: the last tile may have fewer than 16.
+    /// Rows from the first one to the end. The last 16 x 16 tile may have fewer than 16.
     pub(crate) rows_left: u32,
 }
 
-/// The place of the share with this number; see [`ThreadTile`] for the order.
+/// Returns the position of the tile with this number; see [`ThreadTile`] for the order.
 #[cube]
 pub(crate) fn tile_origin(
     tile_index: u32,
@@ -106,7 +106,7 @@ pub(crate) fn tile_origin(
     }
 }
 
-/// The same block of another row.
+/// Returns the same block of another row.
 #[cube]
 pub(crate) fn at_row(
     origin: &TileOrigin,
@@ -118,7 +118,7 @@ pub(crate) fn at_row(
     origin_of(row, origin.block, dims, block_size, thread_tile)
 }
 
-/// One block of one row.
+/// Returns the position of one block of one row.
 #[cube]
 pub(crate) fn origin_of(
     row: u32,

@@ -1,12 +1,13 @@
-//! Loads and stores of the values of a share: one block of some neighbouring packed rows.
+//! Loads and stores of the values of a thread tile, a block of each of some neighbouring packed
+//! rows.
 //!
-//! A unit holds them as `elements[row x block_size + k]`, in f32. In memory they lie either way:
+//! A unit holds them as `elements[row x block_size + k]`, in f32. Memory has one of two layouts:
 //!
 //! ```text
-//! along a contiguous axis (rows: 1, or 4 of a tile)
+//! contiguous axis (rows: 1, or 4 of a 16 x 16 tile)
 //!     row r    | v v v v | v v v v |  ..      a vector: neighbours k of one row
 //!
-//! along a strided axis (rows: 1, 2 or 4)
+//! strided axis (rows: 1, 2 or 4)
 //!     k = 0    | r0 r1 r2 r3 |                a vector: the same k of neighbouring rows
 //!     k = 1    | r0 r1 r2 r3 |    `inner` values further
 //!     ..
@@ -20,8 +21,8 @@ use half::f16;
 use super::indexing::{Dims, TileOrigin};
 use crate::plan::{Conversion, Dtype, ThreadTile};
 
-/// Loads a block of every row of a share in f32: value k of row r stands at `r * block_size + k`.
-/// Rows that do not exist repeat the first one.
+/// Loads the block of every row of a tile as f32: value k of row r is at `r * block_size + k`.
+/// Missing rows repeat the first one.
 #[cube]
 pub(crate) fn load_blocks<E: Int, N: Size>(
     values: &[Vector<E, N>],
@@ -31,7 +32,7 @@ pub(crate) fn load_blocks<E: Int, N: Size>(
     #[comptime] thread_tile: ThreadTile,
 ) -> Array<f32> {
     let mut elements = Array::<f32>::new(comptime!((thread_tile.rows * block_size) as usize));
-    // Of a share without rows, the first of the tensor.
+    // A tile without any row loads the start of the tensor.
     let first = select(origin.rows_left > 0u32, origin.first, 0u32) / thread_tile.vector;
     if comptime!(thread_tile.contiguous_axis) {
         let lines = comptime!(block_size / thread_tile.vector);
@@ -64,7 +65,7 @@ pub(crate) fn load_blocks<E: Int, N: Size>(
     elements
 }
 
-/// Stores what [`load_blocks`] loads, rounded once to the dtype of the tensor.
+/// Stores the values that [`load_blocks`] loads, rounded once to the dtype of the tensor.
 #[cube]
 pub(crate) fn store_blocks<F: Float, N: Size>(
     elements: &Array<f32>,
@@ -107,7 +108,7 @@ pub(crate) fn store_blocks<F: Float, N: Size>(
     }
 }
 
-/// Stores elements from `at` on as `lines` vectors.
+/// Stores the elements from `at` on as `lines` vectors.
 #[cube]
 pub(crate) fn store_vectors<F: Float, N: Size>(
     elements: &Array<f32>,
@@ -130,7 +131,7 @@ pub(crate) fn store_vectors<F: Float, N: Size>(
     }
 }
 
-/// The f32 of a value of a vector of words.
+/// Returns a value of a vector of words as f32.
 #[cube]
 pub(crate) fn widen<E: Int, N: Size>(
     loaded: Vector<E, N>,
@@ -142,7 +143,7 @@ pub(crate) fn widen<E: Int, N: Size>(
     if comptime!(thread_tile.dtype == Dtype::F32) {
         f32::reinterpret(word)
     } else if comptime!(thread_tile.dtype == Dtype::Bf16) {
-        // The bits of a bf16 are the upper ones of its f32.
+        // The bits of a bf16 are the upper half of its f32.
         if comptime!(index.is_multiple_of(each)) {
             f32::reinterpret(word << 16u32)
         } else {
@@ -154,7 +155,7 @@ pub(crate) fn widen<E: Int, N: Size>(
     }
 }
 
-/// Rounds an f32 once to nearest even.
+/// Rounds an f32 once, to nearest even.
 #[cube]
 pub(crate) fn narrow<F: Float>(value: f32, #[comptime] conversion: Conversion) -> F {
     if comptime!(conversion == Conversion::Bf16Bits) {

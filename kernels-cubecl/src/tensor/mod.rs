@@ -1,4 +1,4 @@
-//! Where the values and blocks of a unit lie, and how they come and go.
+//! Thread tiles: indexing, loads and stores, and exchange between units.
 
 pub(crate) mod indexing;
 pub(crate) mod load_store;

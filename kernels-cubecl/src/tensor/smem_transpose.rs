@@ -1,11 +1,13 @@
-//! Exchange between the units of a cube, through its shared memory.
+//! Transpose of packed blocks through shared memory.
 //!
-//! Along a strided axis, what is contiguous in the dense tensor are neighbouring packed rows, which
-//! lie far apart in the packed tensor. So a cube takes a rectangle of shares, [`ThreadTile::lanes`]
-//! times its rows by [`ThreadTile::spread`] blocks, and counts its units both ways:
+//! Along a strided axis, neighbours in the dense tensor are neighbouring packed rows, which are far
+//! apart in the packed tensor. Without the transpose, either the dense or the packed accesses would
+//! not coalesce. So the tiles of a cube form a rectangle, [`ThreadTile::units_over_rows`] times
+//! their rows by [`ThreadTile::units_over_blocks`] blocks, and the units are counted in both
+//! orders:
 //!
 //! ```text
-//!  dense: along rows first            packed: along blocks first
+//!  dense: rows first                  packed: blocks first
 //!              block 0   1   2  ..               block 0   1   2  ..
 //!  row 0      | unit 0 | 4 | 8 |      row 0     | unit 0 | 1 | 2 |
 //!  row 1      | unit 1 | 5 | 9 |      row 1     | unit 3 | 4 | 5 |
@@ -14,22 +16,22 @@
 //!  neighbours load or store           neighbours load or store
 //!  neighbouring dense values          neighbouring codes
 //!
-//!  quantize:    load dense, choose codes -> exchange (ToStore) -> store packed
-//!  dequantize:  load packed -> exchange (Loaded) -> decode, store dense
+//!  quantize:    load dense, choose codes -> transpose (BeforeStore) -> store packed
+//!  dequantize:  load packed -> transpose (AfterLoad) -> decode, store dense
 //! ```
 //!
-//! Each unit writes what it holds to its place in one order, and reads what it needs at its place
-//! in the other.
+//! Each unit writes its blocks at its position in one order, and reads those at its position in the
+//! other.
 
 use cubecl::prelude::*;
 
 use super::indexing::{Dims, TileOrigin};
 use crate::plan::ThreadTile;
 
-/// A block of the packed matrix.
+/// Position of a block in the packed matrix.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct PackedOrigin {
-    /// The first packed row of the share.
+    /// First packed row of the tile.
     pub(crate) row: u32,
     /// The block in each of its rows.
     pub(crate) block: u32,
@@ -37,8 +39,8 @@ pub(crate) struct PackedOrigin {
     pub(crate) index: u32,
 }
 
-/// The place whose codes and scales this unit loads or stores: its own, or if they are exchanged
-/// the one that is its own when units are counted along blocks first.
+/// Returns the position of the codes and scales that this unit loads or stores: that of its own
+/// tile, or with the transpose that of the tile it would have if units were counted blocks first.
 #[cube]
 pub(crate) fn packed_origin(
     origin: &TileOrigin,
@@ -56,16 +58,16 @@ pub(crate) fn packed_origin(
     }
 }
 
-/// Where the units of a cube put what they hold, and where they take what they need.
+/// Direction of the transpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Transpose {
-    /// Computed along rows first, stored along blocks first.
+    /// From rows first, as computed, to blocks first, as stored.
     BeforeStore,
-    /// Loaded along blocks first, used along rows first.
+    /// From blocks first, as loaded, to rows first, as decoded.
     AfterLoad,
 }
 
-/// Gives away the codes and scales of one share, and takes those of another.
+/// Exchanges the codes and scales of this unit's tile for those of another.
 #[cube]
 pub(crate) fn smem_transpose<W: Size>(
     codes: &mut Array<Vector<u32, W>>,
@@ -74,7 +76,7 @@ pub(crate) fn smem_transpose<W: Size>(
     #[comptime] thread_tile: ThreadTile,
     #[comptime] way: Transpose,
 ) {
-    // Lines that are 16 bytes longer than they have to be start in different banks.
+    // Lines are padded by 16 bytes, so that they start in different banks.
     let code_line = comptime!(thread_tile.units_over_blocks + 4 / words);
     let scale_line = comptime!(thread_tile.units_over_blocks + 1);
     let lines = comptime!(thread_tile.rows * thread_tile.units_over_rows);

@@ -1,16 +1,16 @@
-//! What the units that hold the rows of a 16 x 16 tile exchange: neighbours in a plane.
+//! Reductions over the rows of a 16 x 16 tile, which neighbours in a plane hold.
 //!
 //! ```text
-//! rows = 4 a unit, 4 units a tile         the sum of the errors e of 16 rows, in this order:
-//! unit 0: rows 0..4                       e[r] + e[r + 8]      by an exchange of units 0-2, 1-3
-//! unit 1: rows 4..8                       .. + e[r + 4]        by an exchange of units 0-1, 2-3
+//! rows = 4 per unit, 4 units per tile     the sum of the errors e of 16 rows, in this order:
+//! unit 0: rows 0..4                       e[r] + e[r + 8]      shuffle: units 0-2, 1-3
+//! unit 1: rows 4..8                       .. + e[r + 4]        shuffle: units 0-1, 2-3
 //! unit 2: rows 8..12                      .. + e[r + 2]        in the unit
 //! unit 3: rows 12..16                     .. + e[r + 1]        in the unit
 //! ```
 
 use cubecl::prelude::*;
 
-/// Replaces the amax of each row by that of its tile, of which every unit holds `rows` rows.
+/// Replaces the amax of each row with the amax of its tile, of which every unit holds `rows` rows.
 #[cube]
 pub(crate) fn largest_of_tile(largest: &mut Array<f32>, #[comptime] rows: u32) {
     let mut of_tile = largest[0];
@@ -28,7 +28,7 @@ pub(crate) fn largest_of_tile(largest: &mut Array<f32>, #[comptime] rows: u32) {
     }
 }
 
-/// Replaces the errors of the rows of a tile, of which every unit holds `rows`, by their sum: row r
+/// Replaces the errors of a tile's rows, of which every unit holds `rows`, with their sum: row r
 /// and r + 8, then + 4, + 2, + 1.
 #[cube]
 pub(crate) fn sum_of_tile(errors: &mut Array<f32>, #[comptime] rows: u32) {

@@ -1,23 +1,46 @@
-//! The guide: a page for each job. `cargo test` compiles every block of Rust on these pages, and
-//! runs all but two, which read or write folders of yours; figures come from `docs/benchmarks`.
+//! The guide. `cargo test` compiles every block of Rust on these pages.
 //!
-//! | page            | after it you can                                                          |
-//! |-----------------|---------------------------------------------------------------------------|
-//! | [`quantize`]    | quantize any module in place, choose its weights, read the report         |
-//! | [`methods`]     | choose how scales and codes are found                                     |
-//! | [`calibrate`]   | gather statistics of the inputs of layers, and quantize by them           |
-//! | [`sensitivity`] | learn which layers can take FP4, and choose formats within a budget       |
-//! | [`train`]       | train weights to be quantized, adapt a quantized model, train in NVFP4    |
-//! | [`products`]    | have layers multiply straight from their codes, on a GPU and on a host    |
-//! | [`files`]       | load and write checkpoints of other projects; the command `fp4`           |
-//! | [`readers`]     | know which programs read what is written, and how that is known           |
-//! | [`records`]     | save and load a quantized module, and move it between devices             |
-//! | [`errors`]      | tell from an error what was wrong, and what to do                         |
-//! | [`numerics`]    | decode a tensor by hand, and know why every engine gives the same bits    |
-//! | [`extend`]      | find where a rule, a method, a dialect or a device is added               |
+//! | page           | for                                                         |
+//! |----------------|-------------------------------------------------------------|
+//! | [`quantize`]   | quantizing a Burn model                                     |
+//! | [`serve`]      | quantizing a Hugging Face folder, and serving it            |
+//! | [`accuracy`]   | keeping accuracy                                            |
+//! | [`speed`]      | running fast on a GPU or a CPU                              |
+//! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
+//! | [`faq`]        | GPUs, models, comparisons                                   |
+//! | [`glossary`]   | the words of this project                                   |
+//!
+//! | reference       | about                                                      |
+//! |-----------------|------------------------------------------------------------|
+//! | [`methods`]     | methods and scale rules, and the error of each             |
+//! | [`calibrate`]   | statistics of the inputs of layers                         |
+//! | [`sensitivity`] | the error of each layer, budgets, recipes                  |
+//! | [`files`]       | checkpoints of other projects                              |
+//! | [`readers`]     | programs that read them                                    |
+//! | [`records`]     | saving, loading, moving; limits of devices                 |
+//! | [`errors`]      | every error, with its cause and fix                        |
+//! | [`numerics`]    | bits of the formats, and why engines agree                 |
 
 #[doc = include_str!("quantize.md")]
 pub mod quantize {}
+
+#[doc = include_str!("serve.md")]
+pub mod serve {}
+
+#[doc = include_str!("accuracy.md")]
+pub mod accuracy {}
+
+#[doc = include_str!("speed.md")]
+pub mod speed {}
+
+#[doc = include_str!("fine_tune.md")]
+pub mod fine_tune {}
+
+#[doc = include_str!("faq.md")]
+pub mod faq {}
+
+#[doc = include_str!("glossary.md")]
+pub mod glossary {}
 
 #[doc = include_str!("methods.md")]
 pub mod methods {}
@@ -27,12 +50,6 @@ pub mod calibrate {}
 
 #[doc = include_str!("sensitivity.md")]
 pub mod sensitivity {}
-
-#[doc = include_str!("train.md")]
-pub mod train {}
-
-#[doc = include_str!("products.md")]
-pub mod products {}
 
 #[doc = include_str!("files.md")]
 pub mod files {}
@@ -48,6 +65,3 @@ pub mod errors {}
 
 #[doc = include_str!("numerics.md")]
 pub mod numerics {}
-
-#[doc = include_str!("extend.md")]
-pub mod extend {}

@@ -15,8 +15,8 @@ use crate::transfer::moved;
 use crate::walk::parameters::Walk;
 
 use super::cache::{Cache, GramShape};
+use super::execution::Execution;
 use super::layer_inputs::LayerInput;
-use super::pass::Pass;
 use super::recorder::Recorder;
 use super::recording::Recording;
 use super::values::Values;
@@ -124,11 +124,11 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         &self,
         chunk: &'r [Recording],
         constants: &mut [Interpreter],
-    ) -> Result<Vec<Pass<'r>>, Fp4Error> {
+    ) -> Result<Vec<Execution<'r>>, Fp4Error> {
         let devices = (0..self.replicas.len()).cycle();
         let passes = chunk.iter().zip(devices).map(|(recording, at)| {
             let (device, model) = &self.replicas[at];
-            Pass::start(device, model, recording, &self.values, &mut constants[at])
+            Execution::start(device, model, recording, &self.values, &mut constants[at])
         });
         passes.collect()
     }
@@ -150,7 +150,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     /// Replaces the values of weights from an input on: what reads them before runs first.
     pub(crate) fn replace(
         &self,
-        passes: &mut [Pass<'_>],
+        passes: &mut [Execution<'_>],
         at: usize,
         replaced: &[Replacement],
     ) -> Result<(), Fp4Error> {
@@ -166,7 +166,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     /// Replaces the values of weights, the same for all batches on a device.
     pub(crate) fn exchange(
         &self,
-        passes: &mut [Pass<'_>],
+        passes: &mut [Execution<'_>],
         replaced: &[Replacement],
     ) -> Result<(), Fp4Error> {
         let weights = replaced.iter().map(|(_, weight)| weight.device());
@@ -188,7 +188,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     /// Sums up the parts of an input of layers over batches.
     pub(crate) fn sum(
         &self,
-        passes: &mut [Pass<'_>],
+        passes: &mut [Execution<'_>],
         at: usize,
         shape: &GramShape,
     ) -> Result<Vec<FetchedGram>, Fp4Error> {

@@ -27,7 +27,7 @@ pub(crate) struct GramShape {
     pub(crate) channels: usize,
     /// Channels of the blocks along the diagonal; all of them if the matrices are whole.
     pub(crate) block_size: usize,
-    /// Of each slice.
+    /// Rows of each slice.
     pub(crate) rows: usize,
 }
 
@@ -263,7 +263,7 @@ fn words(bytes: &[u8]) -> impl Iterator<Item = [u8; 8]> {
     bytes.chunks_exact(8).map(|word| word.try_into().expect("eight bytes"))
 }
 
-/// Of the tensors of a file, one after the other.
+/// Returns the checksum of the tensors of a file, one after the other.
 fn checksum<'a>(parts: impl Iterator<Item = &'a [u8]>) -> String {
     let mut hasher = Xxh3::new();
     parts.for_each(|part| hasher.update(part));

@@ -1,4 +1,4 @@
-//! [`Calibrate`]: statistics of the inputs of layers, from forward passes of a module as it is.
+//! [`Calibrate`]: statistics of the inputs of layers, from forward passes of an unmodified module.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use super::options::CalibrationOptions;
 use super::pipeline::{Pace, Way, run};
 
 impl Calibration {
-    /// Of a module, from forward passes: to be [run](Calibrate::run).
+    /// Calibrates a module with forward passes, once it is [run](Calibrate::run).
     pub fn of<M: Module>(model: &M) -> Calibrate<'_, M> {
         Calibrate::new(model)
     }

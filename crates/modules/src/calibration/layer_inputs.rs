@@ -24,7 +24,7 @@ pub(crate) struct RecordedParameter {
 }
 
 impl RecordedParameter {
-    /// That nothing has read yet.
+    /// Makes a parameter that nothing has read yet.
     pub(crate) fn new(id: TensorId, shape: Vec<usize>) -> Self {
         Self { id, shape, views: Vec::new(), readers: Vec::new() }
     }
@@ -45,14 +45,14 @@ pub(crate) struct LayerInput {
     /// Parts that its rows are divided into, each with statistics of its own: as many as each
     /// weight has slices, if every slice is multiplied by other rows, otherwise 1.
     pub(crate) slices: usize,
-    /// Rows of one part that follow each other; after them come those of the next.
+    /// Consecutive rows of one part; the rows of the next part follow.
     run: usize,
     /// The weights that it is multiplied by.
     pub(crate) weights: Vec<WeightUse>,
 }
 
 impl LayerInput {
-    /// What is wrong with it, by the first of the weights that it is multiplied by.
+    /// Returns an error that names the first weight that it is multiplied by.
     pub(crate) fn named(&self, problem: OpsError) -> Fp4Error {
         Fp4Error::at(&self.weights[0].path, problem)
     }
@@ -79,8 +79,7 @@ impl LayerInput {
         parts.map(|part| part.reshape([turns * self.run, channels])).collect()
     }
 
-    /// What is multiplied by one of its parts: paths of weights, the axis of them that is
-    /// contracted, and the slice.
+    /// Returns the weights that one of its parts is multiplied by: path, contracted axis and slice.
     pub(crate) fn uses(&self, part: usize) -> impl Iterator<Item = (&str, usize, usize)> {
         self.weights.iter().flat_map(move |weight| {
             let slices = match self.slices {
@@ -103,7 +102,8 @@ pub(crate) struct WeightUse {
     pub(crate) slices: Range<usize>,
 }
 
-/// What is multiplied by parameters of rank 2 or more. Notes as well which operations read these.
+/// Finds the inputs of products with parameters of rank 2 or more, and the operations that read
+/// these.
 pub(crate) fn layer_inputs(
     operations: &[OperationIr],
     parameters: &mut BTreeMap<String, RecordedParameter>,
@@ -186,22 +186,22 @@ fn same_rows(operation: &OperationIr) -> Option<(&TensorIr, &TensorIr)> {
 #[derive(Clone)]
 struct View {
     path: String,
-    /// Whether its last two axes are exchanged.
+    /// Set if its last two axes are exchanged.
     turned: bool,
     /// By index over the leading axes the slice of the parameter that is there.
     slices: Vec<usize>,
-    /// What brought it into this form.
+    /// The operations that brought it into this form.
     operations: Vec<usize>,
 }
 
 impl View {
-    /// A parameter as it is.
+    /// A parameter itself.
     fn of(path: &str, shape: &[usize]) -> Self {
         let slices = (0..shape[..shape.len() - 2].iter().product::<usize>()).collect();
         Self { path: path.to_owned(), turned: false, slices, operations: Vec::new() }
     }
 
-    /// What an operation makes of it, if its matrices stay as they are or are transposed.
+    /// Returns the view that an operation makes of it, if that keeps or transposes its matrices.
     fn after(&self, operation: &OperationIr, at: usize) -> Option<(TensorId, Self)> {
         let OperationIr::BaseFloat(operation) = operation else { return None };
         let (input, out, slices) = match operation {
@@ -217,21 +217,27 @@ impl View {
             BaseOperationIr::SwapDims(op) => {
                 let rank = op.input.shape.num_dims();
                 let last = [op.dim1.min(op.dim2) + 2, op.dim1.max(op.dim2) + 1] == [rank; 2];
-                return last.then(|| self.made(at, &op.out, true, self.slices.clone()));
+                return last.then(|| self.seen_as(at, &op.out, true, self.slices.clone()));
             }
             BaseOperationIr::Permute(op) => {
                 let rank = op.axes.len();
                 let mut exchanged: Vec<_> = (0..rank).collect();
                 exchanged.swap(rank.checked_sub(2)?, rank - 1);
                 let last = op.axes == exchanged;
-                return last.then(|| self.made(at, &op.out, true, self.slices.clone()));
+                return last.then(|| self.seen_as(at, &op.out, true, self.slices.clone()));
             }
             _ => return None,
         };
-        (matrix(input) == matrix(out)).then(|| self.made(at, out, false, slices))
+        (matrix(input) == matrix(out)).then(|| self.seen_as(at, out, false, slices))
     }
 
-    fn made(&self, at: usize, out: &TensorIr, turns: bool, slices: Vec<usize>) -> (TensorId, Self) {
+    fn seen_as(
+        &self,
+        at: usize,
+        out: &TensorIr,
+        turns: bool,
+        slices: Vec<usize>,
+    ) -> (TensorId, Self) {
         let operations = self.operations.iter().copied().chain([at]).collect();
         let turned = self.turned ^ turns;
         (out.id, Self { path: self.path.clone(), turned, slices, operations })
@@ -303,7 +309,7 @@ impl Division {
     }
 }
 
-/// Of an index into a shape, that into another one that is broadcast to it.
+/// Returns the index into a shape that is broadcast to another one, for an index into that.
 fn broadcast(index: usize, to: &[usize], from: &[usize]) -> usize {
     let (mut rest, mut stride, mut found) = (index, 1, 0);
     for (axis, size) in to.iter().enumerate().rev() {

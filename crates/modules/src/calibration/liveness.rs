@@ -51,7 +51,7 @@ pub(super) fn living(
     during.collect()
 }
 
-/// Of tensors that are views, the one whose memory they are in.
+/// Returns for each view the tensor whose memory it is in.
 fn owners(operations: &[OperationIr]) -> BTreeMap<TensorId, TensorId> {
     let mut owners = BTreeMap::new();
     // Those whose elements are in another order in memory: reshaping copies them.

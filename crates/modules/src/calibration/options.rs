@@ -9,7 +9,7 @@ use burn_fp4_ops::search::Needs;
 use crate::config::Fp4Config;
 use crate::statistics::Calibration;
 
-/// What is gathered, how much at a time, and where it is kept.
+/// Options of a calibration: the statistics, the memory, the devices and the cache.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
@@ -37,7 +37,7 @@ use crate::statistics::Calibration;
 #[must_use]
 pub struct CalibrationOptions<'a> {
     pub(crate) memory: usize,
-    /// What it is gathered for, without a calibration.
+    /// The configuration that the statistics are for, without a calibration.
     pub(crate) config: Option<Fp4Config>,
     pub(crate) devices: Vec<Device>,
     pub(crate) cache: Option<PathBuf>,

@@ -24,9 +24,9 @@ use crate::error::{Fp4Error, caught};
 
 use super::batches::{RecordedBatches, Replacement};
 use super::cache::{Cache, GramShape};
+use super::execution::Execution;
 use super::layer_inputs::LayerInput;
 use super::options::{CalibrationOptions, CalibrationProgress};
-use super::pass::Pass;
 use super::recording::Recording;
 
 /// How inputs of layers follow each other.
@@ -43,7 +43,7 @@ pub(crate) struct Way<'a> {
     /// Batches that run side by side.
     pub(crate) in_flight: usize,
     pub(crate) pace: Pace,
-    /// What is made of statistics: this tells caches apart.
+    /// The use of the statistics, which tells caches apart.
     pub(crate) name: &'a str,
     /// Weights to begin with, in the place of the module's.
     pub(crate) first: &'a [Replacement],
@@ -53,7 +53,7 @@ pub(crate) struct Way<'a> {
 /// part of it, and returns new values of weights: none if devices go [ahead](Pace::Ahead) of it.
 ///
 /// # Errors
-/// What `seen` returns; [`Fp4Error::Parameter`] naming a weight whose inputs are not finite;
+/// Errors of `seen`; [`Fp4Error::Parameter`] naming a weight whose inputs are not finite;
 /// [`Fp4Error::Device`]; [`Fp4Error::Cache`].
 pub(crate) fn run<M: Module>(
     batches: &RecordedBatches<'_, M>,
@@ -91,7 +91,7 @@ struct Pipeline<'a, M, S> {
 struct Gathering<'scope> {
     /// Inputs of layers before it, over all chunks.
     number: usize,
-    /// Whether they come from the cache.
+    /// Set if they come from the cache.
     cached: bool,
     shape: GramShape,
     grams: ScopedJoinHandle<'scope, Result<Vec<Gram>, OpsError>>,
@@ -134,7 +134,7 @@ where
     fn gather<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
-        passes: &mut [Pass<'_>],
+        passes: &mut [Execution<'_>],
         chunk: usize,
         input: usize,
     ) -> Result<Gathering<'scope>, Fp4Error> {

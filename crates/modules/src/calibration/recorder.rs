@@ -20,7 +20,7 @@ use super::values::Values;
 pub(crate) struct Recorder {
     device: Device,
     values: Values,
-    /// Whether a pass has failed on the device: what it left there is not known.
+    /// Set once a pass has failed on the device, whose state is then unknown.
     failed: bool,
 }
 
@@ -37,7 +37,7 @@ impl Recorder {
         let free = FREE_DEVICES.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let device = free.map_or_else(|| catch_unwind(Device::capture), Ok).map_err(|_| {
             let problem = "this process has used up Burn's 65536 capture devices, one for each \
-                           calibration that failed and one for each that ran beside others";
+                           calibration that failed and one for each that ran next to others";
             Fp4Error::Capture { problem: problem.to_owned() }
         })?;
         Ok(Self { device, values: Values::default(), failed: false })

@@ -35,7 +35,7 @@ pub(crate) struct Memory {
 }
 
 impl Recording {
-    /// Of a captured forward pass, with the stand-ins of its parameters by path.
+    /// Makes a recording of a captured forward pass, with the stand-ins of its parameters by path.
     pub(super) fn new(
         graph: CapturedGraph,
         mut parameters: BTreeMap<String, RecordedParameter>,
@@ -67,7 +67,7 @@ impl Recording {
         self.inputs.retain(|input| !input.weights.is_empty());
     }
 
-    /// Whether the same layers are executed in the same order.
+    /// Returns true if both execute the same layers in the same order.
     pub(crate) fn runs_like(&self, other: &Self) -> bool {
         let uses = |recording: &Self| -> Vec<_> {
             let inputs = recording.inputs.iter();
@@ -76,7 +76,7 @@ impl Recording {
         uses(self) == uses(other)
     }
 
-    /// The memory that it takes; `values` are those of all recordings.
+    /// The memory that it takes; `values` belong to all recordings.
     pub(crate) fn memory(&self, values: &Values) -> Memory {
         let own = self.values.iter().map(|(id, number)| {
             let value = values.get(*number);

@@ -9,11 +9,11 @@ use burn_fp4_ops::Gram;
 
 use crate::config::Fp4Config;
 use crate::error::{Fp4Error, caught};
-use crate::pack::attach::{Source, pack};
-use crate::pack::divide::{Job, quantize_each};
 use crate::pack::inputs::Inputs;
+use crate::pack::install::{PackSource, pack};
 use crate::pack::measure::{Measured, measure};
-use crate::pack::weight::{AnyWeight, HessianFactorCache, Quantized, Task, dense_weights};
+use crate::pack::schedule::{Job, quantize_each};
+use crate::pack::weight::{AnyWeight, HessianFactorCache, Quantized, WeightTask, dense_weights};
 use crate::packed_weight::PackedWeight;
 use crate::report::Fp4Report;
 use crate::walk::plan::{Selection, WeightPlan};
@@ -32,10 +32,11 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     batches: impl IntoIterator<Item = I>,
     mut forward: impl FnMut(&M, I) -> O,
 ) -> Result<Fp4Report, Fp4Error> {
-    let selection = select(module, config)?;
+    let mut selection = select(module, config)?;
+    selection.check_calibration_used(config)?;
     let measured = measure(module, &selection, true)?;
     if !selection.needs_inputs() {
-        return pack(module, &selection, Source { measured, ..Source::default() });
+        return pack(module, &selection, PackSource { measured, ..PackSource::default() });
     }
     let options = options.for_config(config);
     let asking = selection.plans().filter(|(_, _, plan)| plan.asked.needs_inputs());
@@ -52,7 +53,7 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     run(&batches, options, &way, |input, grams| layers.take(input, &grams, &devices))?;
     let packed = layers.into_packed();
     drop((batches, first));
-    pack(module, &selection, Source { measured, packed, ..Source::default() })
+    pack(module, &selection, PackSource { measured, packed, ..PackSource::default() })
 }
 
 /// Weights that are quantized one after the other, as soon as all their inputs are known. Weights
@@ -69,7 +70,7 @@ struct LayerByLayer<'a> {
     to_come: BTreeMap<usize, usize>,
     /// Statistics of the inputs until now, by weight.
     inputs: BTreeMap<usize, Inputs<'static>>,
-    /// What is quantized already, by weight.
+    /// The weights that are quantized already.
     packed: BTreeMap<usize, Quantized>,
 }
 
@@ -120,11 +121,11 @@ impl<'a> LayerByLayer<'a> {
         let mut replaced = Vec::new();
         for (&at, paths) in self.tied.iter().filter(|(at, _)| !self.to_come.contains_key(at)) {
             let (path, (_, plan)) = (paths[0], self.plans[paths[0]]);
-            let task = Task { plan, amax: self.measured.amax(at), inputs: None };
+            let task = WeightTask { plan, amax: self.measured.amax(at), inputs: None };
             let weight =
                 caught(|| self.dense[path].pack(&task, &mut HessianFactorCache::default()));
             let quantized = weight.map_err(|problem| Fp4Error::at(path, problem))?;
-            replaced.extend(self.rounded(at, &quantized.0));
+            replaced.extend(self.rounded(at, &quantized.packed));
             self.packed.insert(at, quantized);
         }
         Ok(replaced)
@@ -141,20 +142,20 @@ impl<'a> LayerByLayer<'a> {
         let complete = self.add(input, grams)?;
         let jobs = complete.iter().map(|(at, path, inputs)| {
             let (plan, amax) = (self.plans[*path].1, self.measured.amax(*at));
-            let task = Task { plan, amax, inputs: Some(inputs) };
+            let task = WeightTask { plan, amax, inputs: Some(inputs) };
             Job { path, task, dense: self.dense[*path].clone_box() }
         });
         let results = quantize_each(jobs.collect(), devices)?;
         let mut replaced = Vec::new();
         for ((at, ..), quantized) in complete.iter().zip(results) {
-            replaced.extend(self.rounded(*at, &quantized.0));
+            replaced.extend(self.rounded(*at, &quantized.packed));
             self.packed.insert(*at, quantized);
         }
         Ok(replaced)
     }
 
-    /// Adds the statistics of an input to those of the weights that are multiplied by it; the
-    /// weights, with a path of each, whose inputs are complete by that.
+    /// Adds the statistics of an input to the weights that are multiplied by it. Returns the
+    /// weights, with a path of each, whose inputs are then complete.
     fn add<'g>(
         &mut self,
         input: &'g LayerInput,
@@ -188,7 +189,7 @@ impl<'a> LayerByLayer<'a> {
         self.tied[&at].iter().map(rounded).collect()
     }
 
-    /// What was quantized; dense values and statistics are freed.
+    /// Returns the quantized weights, and frees dense values and statistics.
     fn into_packed(self) -> BTreeMap<usize, Quantized> {
         self.packed
     }

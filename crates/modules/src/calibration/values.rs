@@ -16,13 +16,13 @@ pub(crate) struct Values {
 /// One of them.
 pub(crate) struct Value {
     pub(crate) data: TensorData,
-    /// Of the dtype, the shape and the values.
+    /// Hash of the dtype, the shape and the values.
     pub(super) digest: u128,
     uses: usize,
 }
 
 impl Value {
-    /// Whether it is read under several ids, of one recording or of several.
+    /// Returns true if it is read under several ids, of one recording or of several.
     pub(crate) fn is_shared(&self) -> bool {
         self.uses > 1
     }

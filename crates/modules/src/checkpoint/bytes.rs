@@ -51,8 +51,8 @@ pub(crate) fn data(
     if from == to { data } else { data.convert_dtype(to) }
 }
 
-/// Zeros for numbers of so many bytes, in memory of their alignment: `Bytes::from_bytes_vec` copies
-/// all into memory of another one.
+/// Makes zeros for numbers of `size` bytes, in memory of their alignment: `Bytes::from_bytes_vec`
+/// copies all into memory of another one.
 fn zeros(len: usize, size: usize) -> Bytes {
     match size {
         1 => Bytes::from_elems(vec![0_u8; len]),
@@ -62,7 +62,7 @@ fn zeros(len: usize, size: usize) -> Bytes {
     }
 }
 
-/// Matrices `[.., rows, cols]` of numbers of so many bytes as `[.., cols, rows]`, if asked.
+/// Turns matrices `[.., rows, cols]` of numbers of `size` bytes into `[.., cols, rows]`, if asked.
 pub(crate) fn turned<'b>(
     bytes: Cow<'b, [u8]>,
     shape: &[usize],

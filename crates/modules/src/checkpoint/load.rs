@@ -10,8 +10,8 @@ use burn_fp4_ops::OpsError;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
 use crate::error::{Fp4Error, caught};
-use crate::pack::given::{DenseWeight, pack_given};
 use crate::pack::placeholder::with_values;
+use crate::pack::provided::{DenseWeight, pack_provided};
 use crate::packed_weight::PackedWeight;
 use crate::walk::paths::{MapParameters, map_parameters};
 
@@ -81,7 +81,7 @@ impl LoadCheckpoint for Checkpoint {
         let mut packing = Packing::new(&plan, &weights);
         let mut loaded = module.clone();
         if !packing.parameters.is_empty() {
-            pack_given(&mut loaded, |dense| packing.give(dense))?;
+            pack_provided(&mut loaded, |dense| packing.give(dense))?;
         }
         drop(packing);
         // Clones of a module share running statistics: nothing but a device fails from here on.
@@ -99,7 +99,7 @@ struct Packing<'p> {
     weights: &'p [Weight<'p>],
     /// How many matrices are still to be made of a tensor.
     left: BTreeMap<&'p [Piece], usize>,
-    /// Those that more than one parameter has.
+    /// Packed weights of more than one parameter.
     shared: BTreeMap<&'p [Piece], PackedWeight>,
 }
 
@@ -183,7 +183,7 @@ fn packed(weights: &[Weight<'_>], source: &Source) -> Packed {
     Packed { format, block_size, rows, cols, codes, scales, tensor_scale }
 }
 
-/// Puts values in the place of those of parameters.
+/// Replaces the values of parameters.
 struct LoadDense<'p> {
     parameters: BTreeMap<String, &'p PlannedParameter>,
     weights: &'p [Weight<'p>],

@@ -36,7 +36,7 @@ pub enum FileLayout {
 /// # let _ = map;
 /// ```
 ///
-/// What does not go together is an error, or a line of the report:
+/// A mismatch is an error, or a line of the report:
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -82,7 +82,7 @@ pub(crate) struct ContainerLayout {
     /// The axis of the input.
     pub(crate) axis: usize,
     pub(crate) file: FileLayout,
-    /// Whether a caller named it: every map knows the layers of Burn.
+    /// Set if a caller named it: every map knows the layers of Burn.
     pub(crate) named: bool,
 }
 
@@ -194,14 +194,14 @@ impl CheckpointMap {
         self
     }
 
-    /// Saves files of at most so many bytes of data each, unless a single weight has more. GGUF is
+    /// Saves files of at most `bytes` bytes of data each, unless a single weight has more. GGUF is
     /// always one file.
     pub fn shard_size(mut self, bytes: u64) -> Self {
         self.shard_size = Some(bytes);
         self
     }
 
-    /// Whether anything is said of a container.
+    /// Returns true if the map has a container.
     pub(crate) fn knows(&self, container: &str) -> bool {
         self.containers.iter().any(|known| known.name == container)
     }
@@ -225,23 +225,23 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    /// Whether the input is the last axis but one in the module; in files blocks run along the
-    /// last one.
+    /// Returns true if the input is the last axis but one in the module; in files blocks run along
+    /// the last one.
     pub(crate) fn input_first(self) -> bool {
         self.axis + 2 == self.rank
     }
 
-    /// Whether the axis can be that of the blocks of matrices.
+    /// Returns true if the blocks of matrices can run along the axis.
     pub(crate) fn has_matrices(self) -> bool {
         self.rank >= 2 && (self.input_first() || self.axis + 1 == self.rank)
     }
 
-    /// Whether the last two axes of dense values change places.
+    /// Returns true if the last two axes of dense values change places.
     pub(crate) fn turns_dense(self) -> bool {
         self.input_first() && self.file == FileLayout::OutIn
     }
 
-    /// Whether files have the input first, too.
+    /// Returns true if files have the input first, too.
     pub(crate) fn input_first_in_files(self) -> bool {
         self.input_first() && self.file == FileLayout::AsIs
     }

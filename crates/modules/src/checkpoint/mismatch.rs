@@ -47,9 +47,9 @@ pub enum Mismatch {
         parameter: String,
         /// Name of the tensor.
         tensor: String,
-        /// What the parameter, or the tensors beside this one, ask for.
+        /// The shape or type that the parameter, or its other tensors, ask for.
         expected: String,
-        /// What is there.
+        /// The shape or type of the tensor.
         found: String,
     },
     /// A rule of the map matches nothing.
@@ -57,7 +57,7 @@ pub enum Mismatch {
     Rule {
         /// The call that made it.
         rule: String,
-        /// What it would match.
+        /// The parameters or tensors that it would match.
         what: String,
     },
     /// The blocks of a packed weight would run along another axis.
@@ -83,7 +83,7 @@ pub enum Mismatch {
         parameter: String,
         /// Name of the tensor.
         tensor: String,
-        /// What was expected and found.
+        /// The expected and the found values.
         problem: String,
     },
     /// Two tensors have the same name after renaming.

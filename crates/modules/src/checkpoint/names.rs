@@ -35,7 +35,7 @@ impl Wanted {
 /// Containers whose parameters have other names in files, as `burn-store` knows them.
 const NORMALIZATIONS: [&str; 4] = ["BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm"];
 
-/// What stands for the number of an expert.
+/// Placeholder for the number of an expert.
 const NUMBER: &str = "{}";
 
 impl<'m> Names<'m> {
@@ -108,7 +108,7 @@ impl<'m> Names<'m> {
         idle(&self.renames_back, "rename_back", "parameter", names)
     }
 
-    /// What else the map says that matches none of these parameters: paths and containers.
+    /// Returns the rules of the map for paths and containers that match no parameter.
     pub(crate) fn idle_rules(&self, parameters: &[(&str, &str)]) -> Vec<Mismatch> {
         let mut idle = Vec::new();
         for (parameter, with) in &self.map.ties {

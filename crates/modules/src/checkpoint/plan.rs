@@ -25,7 +25,7 @@ pub(crate) struct Target {
     pub(crate) kind: Kind,
     /// As layers see it.
     pub(crate) shape: Vec<usize>,
-    /// Of floats: the one it has, or gets when it is initialized.
+    /// Dtype of floats: the one it has, or gets when it is initialized.
     dtype: Option<DType>,
     device: Device,
 }
@@ -37,15 +37,15 @@ pub(crate) struct Piece {
     pub(crate) matrix: Option<usize>,
 }
 
-/// What a parameter is made of.
+/// The tensors that a parameter is made of.
 #[derive(Debug, Clone)]
 pub(crate) struct Source {
     pub(crate) pieces: Vec<Piece>,
-    /// Whether each piece is one of its matrices.
+    /// Set if each piece is one of its matrices.
     pub(crate) stacked: bool,
 }
 
-/// What is done to a parameter.
+/// The way to load a parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum How {
     Packed { format: Fp4Format, block_size: usize, axis: usize },
@@ -53,7 +53,7 @@ pub(crate) enum How {
     Truth,
 }
 
-/// A parameter and what becomes of it.
+/// A parameter and the way to load it.
 pub(crate) struct PlannedParameter {
     pub(crate) target: Target,
     pub(crate) found: Result<(Source, How), Mismatch>,
@@ -192,7 +192,7 @@ struct Search<'s> {
 }
 
 impl Search<'_> {
-    /// The tensors of a parameter: its own, or those of the one that it is tied to.
+    /// Returns the tensors of a parameter, or of the one that it is tied to.
     fn source(&self, target: &Target) -> Result<Source, Mismatch> {
         let own = self.own(target);
         let tied = || {
@@ -311,7 +311,7 @@ impl Search<'_> {
     }
 }
 
-/// Whether tensors are what a parameter can be made of, and how.
+/// Checks that a parameter can be made of tensors, and says how.
 fn check(
     target: &Target,
     map: &CheckpointMap,
@@ -378,7 +378,7 @@ fn dense(target: &Target, weight: &Weight<'_>, turn: bool) -> How {
     }
 }
 
-/// What the numbers of a weight are.
+/// Describes the type of a weight.
 pub(crate) fn described(weight: &Weight<'_>) -> String {
     match &weight.value {
         Value::Plain(tensor) if tensor.is(&[Dtype::F8_E4M3, Dtype::F8_E5M2]) => {
@@ -390,7 +390,7 @@ pub(crate) fn described(weight: &Weight<'_>) -> String {
     }
 }
 
-/// What a parameter would hold instead, if it cannot hold a weight.
+/// Returns the type that a parameter would need, if it cannot hold a weight.
 fn unfit(target: &Target, weight: &Weight<'_>) -> Option<String> {
     let plain = |dtypes: fn(DType) -> bool| match &weight.value {
         Value::Plain(tensor) => match tensor.dtype {

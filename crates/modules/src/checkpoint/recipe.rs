@@ -36,7 +36,7 @@ impl Fp4Report {
     /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
     /// methods that take statistics of inputs, which have to be given again
     /// ([`Calibration::save`](crate::Calibration::save)), and for weights of rank 3 in formats with
-    /// a tensor scale: those of a file have one for each matrix. Where some weights got another
+    /// a tensor scale: a file has one for each matrix. Where some weights got another
     /// method for want of statistics ([`Fallback`](crate::Fallback)) the recipe says which: the
     /// command does the same, but [`Fp4Config::of_recipe`] refuses it, as a configuration has one
     /// method for all weights.
@@ -70,7 +70,7 @@ impl Fp4Report {
         Ok(self.recipe(map)?.save(path)?)
     }
 
-    /// What [`save_recipe`](Self::save_recipe) writes.
+    /// Returns the recipe that [`save_recipe`](Self::save_recipe) writes.
     ///
     /// # Errors
     /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule
@@ -87,11 +87,11 @@ impl Fp4Report {
         let mut schemes = Vec::with_capacity(files.of.len());
         let mut lists: Vec<(RecipeScheme, Vec<String>)> = Vec::new();
         for (weight, of) in files.model.weights.iter().zip(&files.of) {
-            let scheme = said(parameters[of[0]], map)?;
+            let scheme = to_recipe(parameters[of[0]], map)?;
             for &other in &of[1..] {
-                if said(parameters[other], map)? != scheme {
+                if to_recipe(parameters[other], map)? != scheme {
                     let what = format!("that it differs from others in `{}`", weight.name);
-                    return Err(unsaid(&parameters[other].path, &what));
+                    return Err(not_representable(&parameters[other].path, &what));
                 }
             }
             schemes.push(scheme);
@@ -128,10 +128,9 @@ impl Fp4Report {
 }
 
 impl Fp4Config {
-    /// What a recipe of `fp4 quantize` does to the files of a module, for the module itself: the
-    /// weights that it selects, their schemes, the method and which share a tensor scale. The map
-    /// is that of [`save_fp4`](crate::Fp4Module::save_fp4); the example is that of
-    /// [`Fp4Report::save_recipe`].
+    /// Makes a configuration that does to a module what a recipe of `fp4 quantize` does to its
+    /// files: the selected weights, their schemes, the method and the shared tensor scales. Use the
+    /// map of [`save_fp4`](crate::Fp4Module::save_fp4). [`Fp4Report::save_recipe`] has an example.
     ///
     /// Layers that run as one share a tensor scale, unless the recipe says `together = false`, or
     /// names a dialect of which readers do not need that. Statistics of inputs are handed over by
@@ -143,9 +142,9 @@ impl Fp4Config {
     /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
     /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
     /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: methods that are for all
-    /// weights beside others, also where these are what some weights got for want of statistics
-    /// before the recipe was saved; tensor scales shared by parameters that are no siblings. For
-    /// the map as [`Fp4Report::recipe`].
+    /// weights together with others, also where these are what some weights got for want of
+    /// statistics before the recipe was saved; tensor scales shared by parameters that are no
+    /// siblings. For the map as [`Fp4Report::recipe`].
     pub fn of_recipe<M: Module>(
         recipe: &Recipe,
         module: &M,
@@ -307,7 +306,7 @@ fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
     Weight::new(name, 0, Value::Plain(tensor))
 }
 
-/// What a recipe decides about tensors.
+/// The decisions of a recipe about tensors.
 struct Decided {
     selection: Selection,
     base: RecipeScheme,
@@ -361,8 +360,8 @@ impl Decided {
     }
 }
 
-/// The error of something that a recipe has no words for.
-fn unsaid(path: &str, what: &str) -> Fp4Error {
+/// Returns the error of something that a recipe cannot express.
+fn not_representable(path: &str, what: &str) -> Fp4Error {
     impossible(path, &format!("a recipe cannot say {what}"))
 }
 
@@ -370,16 +369,16 @@ fn impossible(path: &str, problem: &str) -> Fp4Error {
     Fp4Error::RecipeParameter { path: path.to_owned(), problem: problem.to_owned() }
 }
 
-/// How a parameter was quantized, in the words of a recipe. None: it was kept.
-fn said(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeScheme>, Fp4Error> {
-    let cannot = |what: &str| Err(unsaid(&one.path, what));
+/// Returns how a recipe says that a parameter was quantized; none for one that was kept.
+fn to_recipe(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<RecipeScheme>, Fp4Error> {
+    let cannot = |what: &str| Err(not_representable(&one.path, what));
     let (scheme, chosen_by, axis) = match &one.outcome {
         Outcome::Quantized { scheme, chosen_by, axis, .. } => (scheme, chosen_by, *axis),
         Outcome::Kept { reason: Reason::AlreadyQuantized } => {
             return cannot("how it was quantized before");
         }
         Outcome::Kept { .. } | Outcome::Merged => return Ok(None),
-        Outcome::Given { .. } => return cannot("which codes it was given"),
+        Outcome::Provided { .. } => return cannot("which codes were provided for it"),
         Outcome::FakeQuantized { .. } | Outcome::Adapted { .. } => {
             return cannot("that it is trained");
         }
@@ -435,7 +434,7 @@ fn check(
                 if decided.selection.groups[*group] != *expected {
                     let what = "which weights share its tensor scale, but for those that engines \
                                 run as one";
-                    return Err(unsaid(&one.path, what));
+                    return Err(not_representable(&one.path, what));
                 }
             }
             (Decision::Keep(_) | Decision::Quantize(_), _) => {}
@@ -444,7 +443,7 @@ fn check(
     Ok(())
 }
 
-/// A configuration with the method of all weights, or one beside which each can have its own.
+/// Returns a configuration with the method of all weights, or one with which each can have its own.
 fn with_method(
     base: RecipeScheme,
     chosen: &[(&Parameter, RecipeScheme)],
@@ -461,7 +460,8 @@ fn with_method(
         (None, found) => {
             let (path, method) =
                 found.map_or(("", base.method), |(one, how)| (one.path.as_str(), how.method));
-            let problem = format!("a configuration has no method `{method}` beside other methods");
+            let problem =
+                format!("a configuration cannot combine the method `{method}` with other methods");
             Err(impossible(path, &problem))
         }
     }

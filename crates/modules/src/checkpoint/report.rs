@@ -35,7 +35,7 @@ pub struct LoadedParameter {
     pub shape: Vec<usize>,
     /// The tensors that it was made of: one, or one for each matrix; empty if it was kept.
     pub tensors: Vec<LoadedFrom>,
-    /// What it holds now.
+    /// Its values now.
     pub loaded: Loaded,
 }
 
@@ -50,14 +50,14 @@ pub struct LoadedFrom {
     pub file: String,
 }
 
-/// What a parameter holds after loading.
+/// The values of a parameter after loading.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Loaded {
     /// The codes and scales of the file.
     Packed {
-        /// What the bits mean.
+        /// Format of the codes.
         format: Fp4Format,
         /// Elements that share a block scale.
         block_size: usize,
@@ -66,12 +66,12 @@ pub enum Loaded {
     },
     /// Values.
     Dense {
-        /// What the file holds.
+        /// Type of the tensor in the file.
         stored: String,
         /// The dtype of the parameter.
         dtype: String,
     },
-    /// What it held before.
+    /// Its values from before.
     Kept {
         /// Why.
         because: Mismatch,

@@ -255,7 +255,7 @@ fn without_ties(
     parameters.into_iter().zip(keep).filter_map(|(one, keep)| keep.then_some(one)).collect()
 }
 
-/// Whether two weights have the same bits.
+/// Returns true if two weights have the same bits.
 fn same(left: &Value<'_>, right: &Value<'_>) -> bool {
     match (left, right) {
         (Value::Plain(left), Value::Plain(right)) => {

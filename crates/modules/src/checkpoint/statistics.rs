@@ -106,8 +106,8 @@ struct Statistics<'a> {
 }
 
 impl<'a> Statistics<'a> {
-    /// Of matrices by their number, of which there is one at least, and so many at least with those
-    /// that have no inputs.
+    /// Makes the statistics of a stack from matrices by number, of which there is at least one. The
+    /// stack has at least `least` matrices, including those without inputs.
     fn new(grams: BTreeMap<usize, &'a Gram>, least: usize) -> Self {
         let count = grams.keys().next_back().map_or(0, |last| last + 1).max(least);
         let channels = grams.values().next().map_or(0, |gram| gram.channels());

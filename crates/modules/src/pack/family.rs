@@ -6,11 +6,14 @@ use std::ptr;
 
 use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
 
-use super::weight::{AnyWeight, HessianFactorCache, Quantized, Task, quantize_without_inputs};
+use super::output_error::output_sums;
+use super::weight::{
+    AnyWeight, HessianFactorCache, Quantized, WeightTask, quantize_without_inputs,
+};
 
 /// Divides weights among families, in the order of their first members: those that GPTQ quantizes
 /// by the same inputs. Any other weight is alone.
-pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
+pub(crate) fn families(tasks: &[WeightTask<'_>]) -> Vec<Vec<usize>> {
     let mut families: Vec<Vec<usize>> = Vec::new();
     // By the first of their Gram matrices.
     let mut known: BTreeMap<*const Gram, Vec<usize>> = BTreeMap::new();
@@ -37,12 +40,22 @@ pub(crate) fn families(tasks: &[Task<'_>]) -> Vec<Vec<usize>> {
 /// # Errors
 /// [`OpsError`], of any of them: callers report it for the first.
 pub(crate) fn pack_family<'a>(
-    family: &[(&dyn AnyWeight, Task<'a>)],
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Quantized>, OpsError> {
-    if let [(alone, task)] = family {
-        return Ok(vec![alone.pack(task, hessian_factors)?]);
-    }
+    let mut quantized = match family {
+        [(alone, task)] => vec![alone.pack(task, hessian_factors)?],
+        _ => quantize_side_by_side(family, curvatures)?,
+    };
+    let sums = output_sums(family, &quantized, &mut curvatures.grams)?;
+    quantized.iter_mut().zip(sums).for_each(|(one, sums)| one.output_sums = sums);
+    Ok(quantized)
+}
+
+fn quantize_side_by_side<'a>(
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
+    curvatures: &mut HessianFactorCache<'a>,
+) -> Result<Vec<Quantized>, OpsError> {
     let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
     let mut packed = vec![Vec::new(); family.len()];
     for slice in 0..slices {
@@ -51,17 +64,20 @@ pub(crate) fn pack_family<'a>(
     }
     let weights = family.iter().zip(packed);
     weights
-        .map(|((weight, task), slices)| Ok((weight.stacked(&slices, task)?, task.choice())))
+        .map(|((weight, task), slices)| {
+            let packed = weight.stacked(&slices, task)?;
+            Ok(Quantized { packed, choice: task.choice(), output_sums: None })
+        })
         .collect()
 }
 
 /// Quantizes one matrix of each of several weights.
 fn quantize_slice<'a>(
-    family: &[(&dyn AnyWeight, Task<'a>)],
+    family: &[(&dyn AnyWeight, WeightTask<'a>)],
     slice: usize,
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
-    let (weight, Task { plan, inputs, .. }) = &family[0];
+    let (weight, WeightTask { plan, inputs, .. }) = &family[0];
     let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
     let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
     match (plan.asked.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
@@ -77,22 +93,23 @@ fn quantize_slice<'a>(
 }
 
 /// The axis that blocks run along in the matrices of the last two axes, if in these.
-fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
+pub(super) fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
     layout.axis.checked_sub(layout.shape.len().checked_sub(2)?)
 }
 
 /// The first Gram matrix of a weight that GPTQ quantizes matrix by matrix.
-fn first_gram<'a>(task: &Task<'a>) -> Option<&'a Gram> {
+fn first_gram<'a>(task: &WeightTask<'a>) -> Option<&'a Gram> {
     axis_of_matrices(&task.plan.layout)?;
     task.choice().chosen_by.gptq()?;
     task.inputs?.grams().next()
 }
 
-/// Whether two such weights are of one family.
-fn joins(one: &Task<'_>, other: &Task<'_>) -> bool {
-    let of =
-        |task: &Task<'_>, slice| task.inputs.and_then(|inputs| inputs.of(slice)).map(ptr::from_ref);
-    let known = |task: &Task<'_>| {
+/// Returns true if two such weights are of one family.
+fn joins(one: &WeightTask<'_>, other: &WeightTask<'_>) -> bool {
+    let of = |task: &WeightTask<'_>, slice| {
+        task.inputs.and_then(|inputs| inputs.of(slice)).map(ptr::from_ref)
+    };
+    let known = |task: &WeightTask<'_>| {
         let plan = task.plan;
         (task.choice(), plan.slices(), axis_of_matrices(&plan.layout), plan.scheme.block_size)
     };
@@ -141,7 +158,11 @@ mod tests {
         let which = [Some(0), Some(1), Some(0), Some(0), Some(0), Some(0), None];
         let tasks = plans.iter().zip(which);
         let tasks: Vec<_> = tasks
-            .map(|(plan, at)| Task { plan, amax: None, inputs: at.map(|at: usize| &inputs[at]) })
+            .map(|(plan, at)| WeightTask {
+                plan,
+                amax: None,
+                inputs: at.map(|at: usize| &inputs[at]),
+            })
             .collect();
         let expected: [&[usize]; 5] = [&[0, 2, 5], &[1], &[3], &[4], &[6]];
         assert_eq!(families(&tasks), expected);

@@ -47,7 +47,7 @@ impl<'a> Inputs<'a> {
         (gram.tokens() > 0).then_some(gram)
     }
 
-    /// Those there are.
+    /// Returns the Gram matrices of all slices that have one.
     pub(crate) fn grams(&self) -> impl Iterator<Item = &Gram> {
         self.slices.iter().flatten().map(|gram| &**gram)
     }
@@ -80,7 +80,7 @@ pub(crate) fn inputs_by_weight<'a>(
             return Err(unknown());
         }
         let Decision::Quantize(plan) = decision else { continue };
-        if plan.layout.axis != axis || !plan.asked.needs_inputs() {
+        if plan.layout.axis != axis {
             continue;
         }
         let slices = plan.slices();

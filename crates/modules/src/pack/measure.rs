@@ -1,4 +1,4 @@
-//! What is measured of weights before the first is quantized: their amax, and which are tied.
+//! Measures weights before the first is quantized: their amax, and which are tied.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -13,10 +13,10 @@ use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::{Selection, WeightPlan};
 
-/// What was measured of the weights of a [`Selection`], by their numbers there.
+/// Measurements of the weights of a [`Selection`], by their numbers there.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
-    /// That the tensor scale is made from, where it is to be known beforehand.
+    /// The amax that the tensor scale is made from, where it must be known up front.
     amaxes: BTreeMap<usize, f32>,
     /// The first of those with the same id, the same values and the same plan, if it is another.
     tied_to: BTreeMap<usize, usize>,
@@ -27,12 +27,12 @@ impl Measured {
         self.amaxes.get(&weight).copied()
     }
 
-    /// The weight whose codes are those of this one: itself, if it is tied to no other.
+    /// Returns the weight that this one has its codes from: itself, unless it is tied to another.
     pub(crate) fn tied_to(&self, weight: usize) -> usize {
         self.tied_to.get(&weight).copied().unwrap_or(weight)
     }
 
-    /// With other amaxes than those of the values.
+    /// Replaces amaxes.
     pub(crate) fn with_amaxes(mut self, amaxes: BTreeMap<usize, f32>) -> Self {
         self.amaxes.extend(amaxes);
         self.untie();
@@ -46,15 +46,15 @@ impl Measured {
     }
 }
 
-/// Whether a tensor scale is made from the amax of the whole weight.
+/// Returns true if a tensor scale is made from the amax of the whole weight.
 fn from_amax(scheme: &Fp4Scheme) -> bool {
     scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor
 }
 
-/// amax of every weight that needs one before the first is quantized: of its group where it shares
-/// a tensor scale, of what is quantized slice by slice, and of what has to be finite because its
-/// scheme or `reject` says so. And which weights are tied: those that share an id have the same
-/// values, unless an optimizer or a record has set them apart.
+/// Measures the amax of each weight whose tensor scale must be known up front (shared, or of
+/// several slices), or that must be finite because its scheme or `reject` says so. Finds tied
+/// weights too: weights that share an id have the same values, unless an optimizer or a record has
+/// changed some.
 ///
 /// One read-back per device, and more only where weights of one id differ and have the same amax.
 pub(crate) fn measure<M: Module>(
@@ -83,7 +83,7 @@ pub(crate) fn measure<M: Module>(
     if wanted.is_empty() {
         return Ok(Measured::default());
     }
-    let found = look(module, &wanted, first_of)?;
+    let found = measure_amax(module, &wanted, first_of)?;
     let of = |path: &str| (&found[path], plans[&wanted[path]]);
     for path in wanted.keys() {
         let (found, plan) = of(path);
@@ -131,9 +131,9 @@ fn scale_amaxes(weights: &[(usize, &WeightPlan, f32)]) -> BTreeMap<usize, f32> {
     scaled().map(|&(at, plan, amax)| (at, of(plan, amax))).collect()
 }
 
-/// By path the amax of weights, and behind it 1 if the values are those of the first of some, 0 if
-/// not.
-fn look<M: Module>(
+/// Measures the amax of weights by path, followed by 1 if the values equal the first weight of
+/// `first_of`, by 0 if not.
+fn measure_amax<M: Module>(
     module: &M,
     wanted: &BTreeMap<String, usize>,
     first_of: BTreeMap<usize, usize>,
@@ -197,7 +197,7 @@ fn compare<M: Module>(
         let wanted: BTreeMap<_, _> = weights().map(|at| (path(at), at)).collect();
         let first_of = lists.iter().flat_map(|list| list.iter().map(|&at| (at, list[0])));
         let first_of = first_of.collect();
-        let found = look(module, &wanted, first_of)?;
+        let found = measure_amax(module, &wanted, first_of)?;
         lists = lists
             .into_iter()
             .map(|list| {
@@ -217,7 +217,7 @@ struct Measure<'a> {
     wanted: &'a BTreeMap<String, usize>,
     first_of: BTreeMap<usize, usize>,
     firsts: BTreeMap<usize, Box<dyn Any>>,
-    /// amax, and 1 if the values are those of the first.
+    /// amax, and 1 if the values equal the first.
     found: Vec<(String, Tensor<1>)>,
     error: Option<Fp4Error>,
 }

@@ -1,4 +1,4 @@
-//! What is reported of packed weights: measured where they are, and read back at once.
+//! Report entries for packed weights: errors are measured on their devices and read back at once.
 
 use std::collections::BTreeMap;
 
@@ -8,53 +8,64 @@ use burn_fp4_ops::{
 };
 
 use crate::error::Fp4Error;
-use crate::report::{Outcome, ParameterReport};
+use crate::report::{Outcome, ParameterReport, SquaredError};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Parameter;
 use crate::walk::plan::WeightPlan;
 
-use super::weight::Choice;
+use super::output_error::read_output_sums;
+use super::weight::MethodUsed;
 
 /// Facts about packed weights by path, of which the squared errors are still on their devices.
 #[derive(Default)]
 pub(crate) struct PackedWeights {
     facts: BTreeMap<String, PackedFacts>,
-    /// Squared error and energy, as devices give them.
-    squares: Vec<(String, Tensor<1>)>,
+    /// Sums of squares as devices give them: `[6]` over the values, and behind these `[3]` over the
+    /// outputs, if inputs are known.
+    sums: Vec<(String, Tensor<1>)>,
 }
 
-/// What is reported of a packed weight.
+/// Facts of a report entry for a packed weight.
 pub(crate) struct PackedFacts {
     layout: Fp4Layout,
-    /// That `val()` returns.
+    /// The dtype that `val()` returns.
     dtype: DType,
     /// Bytes of codes and scales.
     bytes: usize,
-    /// Whether Burn's layers multiply straight from its codes.
+    /// How Burn's layers multiply by it.
     products: MatmulPath,
-    /// Squared error and energy, if the dense values were looked at and the two are read back.
-    squares: Option<[f64; 2]>,
+    /// Known if the dense values were read, and once the sums are read back.
+    weight_error: Option<SquaredError>,
+    output_error: Option<SquaredError>,
 }
 
 impl PackedWeights {
-    /// Adds a weight whose `val()` returns a dtype; its error is that of its `dense` values, if
-    /// these are to be looked at.
+    /// Adds a weight whose `val()` returns a dtype. Its errors are measured if there are `dense`
+    /// values, with the sums over its outputs, if there are any.
     ///
     /// # Errors
-    /// [`OpsError`] if the dense values are not those of such a weight.
+    /// [`OpsError`] if the dense values do not have its shape and a dtype that is quantized.
     pub(crate) fn add<const D: usize>(
         &mut self,
         path: &str,
         packed: &Fp4Tensor<D>,
         dtype: DType,
-        dense: Option<Tensor<D>>,
+        dense: Option<(Tensor<D>, Option<Tensor<1>>)>,
     ) -> Result<(), OpsError> {
-        if let Some(dense) = dense {
-            self.squares.push((path.to_owned(), packed.squared_error(dense)?));
+        if let Some((dense, output_sums)) = dense {
+            let sums = [packed.squared_error(dense)?].into_iter().chain(output_sums);
+            self.sums.push((path.to_owned(), Tensor::cat(sums.collect(), 0)));
         }
         let layout = packed.layout().clone();
         let products = matmul_path(&layout, dtype, &packed.device());
-        let facts = PackedFacts { layout, dtype, bytes: packed.bytes(), products, squares: None };
+        let facts = PackedFacts {
+            layout,
+            dtype,
+            bytes: packed.bytes(),
+            products,
+            weight_error: None,
+            output_error: None,
+        };
         self.facts.insert(path.to_owned(), facts);
         Ok(())
     }
@@ -68,15 +79,18 @@ impl PackedWeights {
         self.facts.keys().cloned().collect()
     }
 
-    /// Reads the squared errors back.
+    /// Reads the sums back, in one transfer per device.
     ///
     /// # Errors
     /// [`Fp4Error::Device`].
     pub(crate) fn read(self) -> Result<BTreeMap<String, PackedFacts>, Fp4Error> {
-        let Self { mut facts, squares } = self;
-        for (path, squares) in read_vectors(squares)? {
-            if let Some(facts) = facts.get_mut(&path) {
-                facts.squares = squared_sums(&squares);
+        let Self { mut facts, sums } = self;
+        for (path, sums) in read_vectors(sums)? {
+            if let Some((facts, (values, outputs))) =
+                facts.get_mut(&path).zip(sums.split_at_checked(6))
+            {
+                facts.weight_error = squared_sums(values).map(SquaredError::new);
+                facts.output_error = read_output_sums(outputs).map(SquaredError::new);
             }
         }
         Ok(facts)
@@ -84,15 +98,14 @@ impl PackedWeights {
 }
 
 impl PackedFacts {
-    /// What is reported of a weight that was quantized by a plan.
+    /// Returns the report entry for a weight that was quantized by a plan.
     pub(crate) fn quantized(
         &self,
         parameter: &Parameter,
         plan: &WeightPlan,
         scheme: Fp4Scheme,
-        choice: &Choice,
+        choice: &MethodUsed,
     ) -> ParameterReport {
-        let [squared_error, energy] = self.squares.expect("compared with its dense values");
         let outcome = Outcome::Quantized {
             scheme,
             asked: plan.asked,
@@ -100,23 +113,22 @@ impl PackedFacts {
             fallback: choice.fallback.clone(),
             axis: self.layout.axis,
             shares_scale_with: plan.shares.clone(),
-            squared_error,
-            energy,
+            weight_error: self.weight_error.expect("compared with its dense values"),
+            output_error: self.output_error,
             products: parameter.products(&self.products, self.layout.axis),
         };
         self.report(parameter, outcome)
     }
 
-    /// What is reported of a weight whose codes were handed over. A parameter that was not
+    /// Returns the report entry for a weight with provided codes. A parameter that was not
     /// initialized has the shape and dtype of these.
-    pub(crate) fn given(&self, parameter: &Parameter) -> ParameterReport {
+    pub(crate) fn provided(&self, parameter: &Parameter) -> ParameterReport {
         let Fp4Layout { format, block_size, axis, .. } = self.layout;
-        let outcome = Outcome::Given {
+        let outcome = Outcome::Provided {
             format,
             block_size,
             axis,
-            squared_error: self.squares.map(|[error, _]| error),
-            energy: self.squares.map(|[_, energy]| energy),
+            weight_error: self.weight_error,
             products: parameter.products(&self.products, axis),
         };
         let known = parameter.clone().with_values(&self.layout.shape, self.dtype);

@@ -1,4 +1,4 @@
-//! What a packed parameter stores in the place of its values: one zero, seen in their shape.
+//! The placeholder that a packed parameter stores: one zero, expanded to the shape of its values.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
 use burn_fp4_ops::repeats_values;
 
-/// What a quantized parameter stores in the place of its values: one value, seen in the shape of
-/// the weight, which Burn shows and counts. It is made when it is first asked for.
+/// Gives a quantized parameter its placeholder: one value, expanded to the shape of the weight,
+/// which Burn shows and counts. It is made when it is first asked for.
 ///
 /// Everything else about the parameter stays: its id, its mappers, whether it is trained. Its value
 /// has no gradient, since nothing reads it. A record holds one value for it.
@@ -75,7 +75,7 @@ pub(crate) fn lazy_zeros<const D: usize>(
         .save_mapper(move |values| save.on_save(values))
 }
 
-/// Whether a parameter is trained once its module is. Burn tells by training it.
+/// Returns true if a parameter is trained once its module is. Burn tells by training it.
 #[cfg(feature = "autodiff")]
 fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     use burn::module::Module;
@@ -89,9 +89,9 @@ fn is_trained<const D: usize>(_param: &Param<Tensor<D>>) -> bool {
     true
 }
 
-/// Zeros that take no memory to speak of, and that no weight is equal to but one of negative zeros:
-/// all of them are negative, or only the first where a device cannot see one value in another
-/// shape.
+/// Makes a one-element tensor of -0.0 expanded to a shape. The negative sign marks a placeholder,
+/// so it cannot be confused with a weight of zeros. A device that cannot expand a value gets zeros
+/// of which the first is negative.
 fn zeros<const D: usize>(dims: [usize; D], device: &Device, dtype: DType) -> Tensor<D> {
     // As data: kernels may change the sign of a zero that they compute.
     let one = || Tensor::<1>::from_data([-0.0f32], (device, dtype)).reshape([1; D]);

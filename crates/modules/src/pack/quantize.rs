@@ -5,30 +5,43 @@ use burn::module::Module;
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::report::Fp4Report;
+use crate::statistics::Calibration;
+use crate::walk::plan::Selection;
 use crate::walk::select::select;
 
-use super::attach::{Source, pack};
-use super::divide::divided;
 use super::inputs::inputs_by_weight;
+use super::install::{PackSource, pack};
 use super::measure::measure;
-use super::weight::Task;
+use super::schedule::run_on_devices;
+use super::weight::WeightTask;
 
 /// Checks everything, then [packs](pack).
 pub(crate) fn quantize<M: Module>(
     module: &mut M,
     config: &Fp4Config,
 ) -> Result<Fp4Report, Fp4Error> {
-    let selection = select(module, config)?;
-    let measured = measure(module, &selection, false)?;
-    let inputs = inputs_by_weight(&selection, &measured, &config.calibration)?;
+    let mut selection = select(module, config)?;
+    selection.check_calibration_used(config)?;
+    quantize_selected(module, &selection, &config.calibration)
+}
+
+/// Quantizes selected weights. Their calibration need not be used by a method: the report tells the
+/// errors of outputs from it.
+pub(crate) fn quantize_selected<M: Module>(
+    module: &mut M,
+    selection: &Selection,
+    calibration: &Calibration,
+) -> Result<Fp4Report, Fp4Error> {
+    let measured = measure(module, selection, false)?;
+    let inputs = inputs_by_weight(selection, &measured, calibration)?;
     let usable = |at: usize, plan| {
         let inputs = inputs.get(&measured.tied_to(at));
-        Task { plan, amax: None, inputs }.choice().chosen_by.needs_inputs()
+        WeightTask { plan, amax: None, inputs }.choice().chosen_by.needs_inputs()
     };
     selection.check_calibrated(usable)?;
-    let devices = config.calibration.devices();
-    let packed = divided(module, &selection, devices, &inputs, &measured)?;
-    pack(module, &selection, Source { measured, inputs, packed, dense: None })
+    let devices = calibration.devices();
+    let packed = run_on_devices(module, selection, devices, &inputs, &measured)?;
+    pack(module, selection, PackSource { measured, inputs, packed, dense: None })
 }
 
 #[cfg(test)]
@@ -44,7 +57,6 @@ mod tests {
     use super::*;
     use crate::packed_weight::PackedWeight;
     use crate::report::Outcome;
-    use crate::statistics::Calibration;
 
     /// A layer that was quantized by a configuration, its dense weight, and the method reported.
     fn quantized(layer: &Linear, config: &Fp4Config) -> (Fp4Tensor<2>, ChosenBy) {

@@ -83,7 +83,7 @@ struct Entry {
     adapter: Option<Adapter>,
 }
 
-/// What is trained over a packed weight.
+/// The adapter over a packed weight.
 struct Adapter {
     /// The part of the path that says the scale.
     name: String,
@@ -116,7 +116,7 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     let dense: Vec<_> =
         attached.keys().filter(|path| !entries.contains_key(*path)).cloned().collect();
     if !dense.is_empty() {
-        return Err(problem("it has dense weights where those of the module are packed", dense));
+        return Err(problem("it has dense weights where the module has packed ones", dense));
     }
     let others = entries.iter().filter(|(path, entry)| {
         attached.get(*path).is_some_and(|packed| packed.names() != entry.names())
@@ -150,7 +150,7 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     let unknown: Vec<_> =
         names.filter(|name| !known.contains_key(name.as_str())).cloned().collect();
     if !unknown.is_empty() {
-        return Err(lacking(unknown));
+        return Err(lacking(unknown, |path| known.contains_key(path)));
     }
     tensors.iter().try_for_each(|(name, tensor)| check(tensor, known[name.as_str()]))?;
     entries.iter().try_for_each(|(name, entry)| check_base(name, entry, known[name.as_str()]))?;
@@ -170,10 +170,15 @@ pub(crate) fn load<M: Module>(module: &mut M, mut tensors: Tensors) -> Result<()
     Ok(())
 }
 
-/// The error about tensors that a module has no parameters for.
-fn lacking(names: Vec<String>) -> Fp4Error {
-    let factor = format!(".{}.", LoraAdapter::NAME);
-    let lacks = match names.iter().any(|name| name.contains(&factor)) {
+/// Returns the error about tensors that a module has no parameters for. The factors of an adapter
+/// are below the path of a parameter, which tells them from a module whose field has their name.
+fn lacking(names: Vec<String>, is_parameter: impl Fn(&str) -> bool) -> Fp4Error {
+    let marker = format!(".{}.", LoraAdapter::NAME);
+    let is_factor = |name: &String| {
+        let found = name.rsplit_once(&marker);
+        found.is_some_and(|(path, factor)| matches!(factor, "a" | "b") && is_parameter(path))
+    };
+    let lacks = match names.iter().any(is_factor) {
         true => {
             "the record has adapters of dense weights that the module lacks; call `lora_fp4` on \
              the module before loading, or `merge_lora_fp4` before saving"

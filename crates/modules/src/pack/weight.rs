@@ -9,8 +9,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{ChosenBy, Needs};
 use burn_fp4_ops::{
     Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
-    ScaleSearch, TensorScaling, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
-    quantize_with_hessian_factor,
+    ScaleSearch, TensorScaling, amax, quantize, quantize_by_importance,
+    quantize_with_best_tensor_scale, quantize_with_hessian_factor,
 };
 use burn_ir::TensorId;
 
@@ -20,6 +20,7 @@ use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::WeightPlan;
 
 use super::inputs::Inputs;
+use super::output_error::GramCache;
 
 /// A dense weight of any rank.
 pub(crate) trait AnyWeight: Send {
@@ -31,12 +32,15 @@ pub(crate) trait AnyWeight: Send {
 
     fn elements(&self) -> usize;
 
+    /// Returns the largest magnitude, `[1]` in f32 on its device.
+    fn amax(&self) -> Result<Tensor<1>, OpsError>;
+
     /// Gives recorded operations this value of a tensor.
     fn insert(&self, rerun: &mut Interpreter, id: TensorId) -> Result<(), OpsError>;
 
     fn pack<'a>(
         &self,
-        task: &Task<'a>,
+        task: &WeightTask<'a>,
         hessian_factors: &mut HessianFactorCache<'a>,
     ) -> Result<Quantized, OpsError>;
 
@@ -44,7 +48,11 @@ pub(crate) trait AnyWeight: Send {
     fn matrix(&self, slice: usize) -> Tensor<2>;
 
     /// Puts its matrices together, with one tensor scale for all of them or one per row.
-    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError>;
+    fn stacked(
+        &self,
+        slices: &[Fp4Tensor<2>],
+        task: &WeightTask<'_>,
+    ) -> Result<PackedWeight, OpsError>;
 
     /// The values of codes and scales, in the dtype of this weight.
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight>;
@@ -67,18 +75,22 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.shape().num_elements()
     }
 
+    fn amax(&self) -> Result<Tensor<1>, OpsError> {
+        amax(self.clone())
+    }
+
     fn insert(&self, rerun: &mut Interpreter, id: TensorId) -> Result<(), OpsError> {
         rerun.insert(id, self.clone())
     }
 
     fn pack<'a>(
         &self,
-        task: &Task<'a>,
+        task: &WeightTask<'a>,
         hessian_factors: &mut HessianFactorCache<'a>,
     ) -> Result<Quantized, OpsError> {
         let choice = task.choice();
         let packed = quantize_weight(self, task, &choice, hessian_factors)?;
-        Ok((PackedWeight::from(packed), choice))
+        Ok(Quantized { packed: PackedWeight::from(packed), choice, output_sums: None })
     }
 
     fn matrix(&self, slice: usize) -> Tensor<2> {
@@ -94,7 +106,11 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         self.clone().slice(ranges).reshape([rows, cols])
     }
 
-    fn stacked(&self, slices: &[Fp4Tensor<2>], task: &Task<'_>) -> Result<PackedWeight, OpsError> {
+    fn stacked(
+        &self,
+        slices: &[Fp4Tensor<2>],
+        task: &WeightTask<'_>,
+    ) -> Result<PackedWeight, OpsError> {
         Ok(PackedWeight::from(stacked::<D>(slices, task)?))
     }
 
@@ -129,24 +145,40 @@ pub(crate) fn dense_weights<M: Module>(
 
 /// A weight to be quantized.
 #[derive(Clone, Copy)]
-pub(crate) struct Task<'a> {
+pub(crate) struct WeightTask<'a> {
     pub(crate) plan: &'a WeightPlan,
-    /// That its tensor scale is made from, if it was measured.
+    /// The amax that its tensor scale is made from, if it was measured.
     pub(crate) amax: Option<f32>,
     pub(crate) inputs: Option<&'a Inputs<'a>>,
 }
 
-/// A weight, and the method that it was quantized by.
-pub(crate) type Quantized = (PackedWeight, Choice);
+/// A quantized weight.
+#[derive(Clone)]
+pub(crate) struct Quantized {
+    pub(crate) packed: PackedWeight,
+    pub(crate) choice: MethodUsed,
+    /// Made by [`output_sums`](super::output_error::output_sums).
+    pub(crate) output_sums: Option<Tensor<1>>,
+}
+
+impl Quantized {
+    pub(crate) fn to_device(self, device: &Device) -> Self {
+        Self {
+            packed: self.packed.to_device(device),
+            output_sums: self.output_sums.map(|sums| sums.to_device(device)),
+            ..self
+        }
+    }
+}
 
 /// The method that a weight is quantized by, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Choice {
+pub(crate) struct MethodUsed {
     pub(crate) chosen_by: ChosenBy,
     pub(crate) fallback: Option<Fallback>,
 }
 
-impl Task<'_> {
+impl WeightTask<'_> {
     /// The scheme, with the amax that is known already unless the method looks for a better one.
     pub(super) fn scheme(&self) -> Fp4Scheme {
         // The weight was found finite, or was not to be looked at.
@@ -159,14 +191,14 @@ impl Task<'_> {
     }
 
     /// As asked, where there are the statistics that it takes.
-    pub(crate) fn choice(&self) -> Choice {
+    pub(crate) fn choice(&self) -> MethodUsed {
         let asked = self.plan.asked;
-        let all = |fallback| Choice {
+        let all = |fallback| MethodUsed {
             chosen_by: ChosenBy::Search(ScaleSearch::Sse),
             fallback: Some(fallback),
         };
         if !asked.needs_inputs() {
-            return Choice { chosen_by: asked, fallback: None };
+            return MethodUsed { chosen_by: asked, fallback: None };
         }
         let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
@@ -186,14 +218,14 @@ impl Task<'_> {
         }
         let fallback =
             (!without.is_empty()).then_some(Fallback::Slices { without_inputs: without });
-        Choice { chosen_by: asked, fallback }
+        MethodUsed { chosen_by: asked, fallback }
     }
 }
 
 fn quantize_weight<'a, const D: usize>(
     dense: &Tensor<D>,
-    task: &Task<'a>,
-    choice: &Choice,
+    task: &WeightTask<'a>,
+    choice: &MethodUsed,
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let (scheme, layout) = (task.scheme(), &task.plan.layout);
@@ -221,7 +253,7 @@ fn quantize_whole<'a, const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    choice: &Choice,
+    choice: &MethodUsed,
     gram: Option<&'a Gram>,
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
@@ -273,7 +305,7 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
 /// Puts the slices of a weight together, with one tensor scale for all of them or one per row.
 fn stacked<const D: usize>(
     slices: &[Fp4Tensor<2>],
-    task: &Task<'_>,
+    task: &WeightTask<'_>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     let codes = slices.iter().map(Fp4Tensor::codes).collect();
     let scales = slices.iter().map(Fp4Tensor::scales).collect();
@@ -282,7 +314,7 @@ fn stacked<const D: usize>(
         TensorScaling::Row => Tensor::cat(tensor_scales, 0),
         _ => tensor_scales[0].clone(),
     };
-    // A copy even of one: those of a family are parts of one memory, which each would keep alive.
+    // A copy even of one: the members of a family are parts of one memory, which each would keep.
     let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }
@@ -291,6 +323,7 @@ fn stacked<const D: usize>(
 /// may share one, and so may weights that are no family, as along other axes.
 #[derive(Default)]
 pub(crate) struct HessianFactorCache<'a> {
+    pub(super) grams: GramCache<'a>,
     last: Option<(&'a Gram, Arc<HessianFactor>)>,
 }
 
@@ -311,8 +344,8 @@ impl<'a> HessianFactorCache<'a> {
         {
             return Ok(hessian_factor.clone());
         }
-        // Its memory first: it may be large.
-        self.last = None;
+        // Freed before the next one is made: they may be large.
+        *self = Self::default();
         let hessian_factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
         self.last = Some((gram, hessian_factor.clone()));
         Ok(hessian_factor)

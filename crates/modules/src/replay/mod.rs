@@ -21,12 +21,12 @@ use self::weights::{gathered, weights};
 
 pub use self::tensors::{ReplayParts, ReplayTensors};
 
-/// Recordings that are kept, if nothing else was [said](Replay::with_most_recordings).
+/// Recordings that are kept, unless [set otherwise](Replay::with_most_recordings).
 const MOST: usize = 16;
 
 /// The forward pass of a model, recorded for the shapes of its inputs by a device that can (CUDA),
 /// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
-/// the pass is run as it is, with the same results; [`is_graph`](Self::is_graph) says which. On
+/// the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which. On
 /// hosts a thread of rayon's pool runs it, so that operations need not wake one up each.
 ///
 /// ```
@@ -49,7 +49,7 @@ const MOST: usize = 16;
 ///
 /// **What is recorded.** What the pass does for inputs of these shapes and dtypes: one recording
 /// for each, of which the 16 used last are kept. Before it records, it runs the pass four times.
-/// Inputs are copied in and outputs copied out, so that whatever was handed out stays as it is.
+/// Inputs are copied in and outputs copied out, so that tensors that were handed out do not change.
 /// Numbers that the pass draws or computes on the host are recorded too: every replay has the same.
 ///
 /// **What it reads.** Inputs, state, and the model, which the replay owns, so that nothing that
@@ -104,6 +104,13 @@ const MOST: usize = 16;
 /// moment when a recording begins, can make both fail. To be safe from either, record first, by a
 /// run for each combination of shapes, and serve then.
 ///
+/// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
+/// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the
+/// thread captures a graph of its own, the driver then no longer refuses calls that a capture
+/// cannot record, such as allocations. To have them refused, call that function after the first
+/// use, with the mode global or thread-local, and with relaxed again before a replay of another
+/// thread records.
+///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a
 /// `BatchNorm` have one.
@@ -112,7 +119,7 @@ pub struct Replay<M, I, O, S = ()> {
     /// `None` if a pass panicked with it.
     state: Option<Held<S>>,
     forward: Forward<M, S, I, O>,
-    /// Those used last at the end.
+    /// In the order of their last use.
     recordings: Vec<Recording>,
     most: usize,
     is_graph: bool,
@@ -141,7 +148,7 @@ enum Held<S> {
 struct Recording {
     inputs: Signature,
     graph: CapturedGraph,
-    /// Of the outputs.
+    /// Tensors in each output.
     lengths: Vec<usize>,
 }
 
@@ -159,7 +166,7 @@ pub enum ReplayError {
          have to be parameters"
     )]
     Recording {
-        /// What the device says.
+        /// The message of the device.
         reason: String,
     },
     /// The pass gives a state of other shapes or dtypes than it is given.
@@ -184,7 +191,7 @@ impl From<OpsError> for ReplayError {
 }
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
-    /// Of a pass without state.
+    /// Makes a replay of a pass without state.
     pub fn new(model: M, forward: fn(&M, I) -> O) -> Self
     where
         M: 'static,
@@ -197,7 +204,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
 }
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Replay<M, I, O, S> {
-    /// Of a pass that hands a state from each run to the next.
+    /// Makes a replay of a pass that hands a state from each run to the next.
     pub fn with_state(model: M, state: S, forward: fn(&M, S, I) -> (S, O)) -> Self
     where
         M: 'static,
@@ -237,8 +244,8 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         }
     }
 
-    /// Whether the latest run replayed, or recorded, a graph of the device, rather than running the
-    /// pass as it is.
+    /// Returns true if the latest run replayed or recorded a graph of the device. Otherwise it ran
+    /// the pass itself.
     pub fn is_graph(&self) -> bool {
         self.is_graph
     }
@@ -334,7 +341,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         self.state = Some(Held::Tensors(state));
     }
 
-    /// Runs the pass as it is: on hosts by a thread of the pool that its operations share. From any
+    /// Runs the pass itself: on hosts by a thread of the pool that its operations share. From any
     /// other thread each operation would wait until one of the pool has woken up and ended it.
     fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
         self.recordings.clear();

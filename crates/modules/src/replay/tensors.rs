@@ -55,7 +55,7 @@ impl fmt::Debug for ReplayParts {
     }
 }
 
-/// What recordings of a pass are told apart by.
+/// Shapes and dtypes that tell recordings of a pass apart.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Signature {
     tensors: Vec<(Device, Shape, DType)>,

@@ -52,7 +52,7 @@ struct Gather<'a> {
 }
 
 impl Gather<'_> {
-    /// A parameter that is where it should be stays as it is, mappers and all.
+    /// A parameter that is where it should be is kept, with its mappers.
     fn param<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: ParameterValue,

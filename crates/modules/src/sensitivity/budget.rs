@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use crate::budget::Budget;
 use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
-use crate::pack::quantize::quantize;
+use crate::pack::quantize::quantize_selected;
 use crate::report::Fp4Report;
-use crate::statistics::Calibration;
+use crate::walk::select::select;
 
 use super::candidate::Candidate;
 use super::knapsack::{Item, choose};
@@ -39,8 +39,9 @@ const TENSOR_SCALE: usize = 4;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetChoice {
-    /// What quantizes a module like this. Saved, it lacks the calibration. If all weights stay
-    /// dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4) refuses.
+    /// Configuration that quantizes a module like this. Saved, it lacks the calibration. If all
+    /// weights stay dense, it selects none, which [`quantize_fp4`](crate::Fp4Module::quantize_fp4)
+    /// refuses.
     pub config: Fp4Config,
     /// By group of the [`Sensitivity`], what was chosen.
     pub candidates: Vec<CandidateSensitivity>,
@@ -60,7 +61,7 @@ pub(crate) fn quantize_within<M: Module>(
     budget: Budget,
 ) -> Result<Fp4Report, Fp4Error> {
     if !config.overrides.is_empty() {
-        let problem = "a budget chooses the formats: those of `with` would be lost";
+        let problem = "a budget chooses the formats; remove the schemes set using `with`";
         return Err(Fp4Error::Sensitivity(problem));
     }
     let config = Fp4Config { budget: None, ..config.clone() };
@@ -70,12 +71,8 @@ pub(crate) fn quantize_within<M: Module>(
     if found.dense_bytes().is_some_and(|dense| dense <= found.most_bytes(budget)) {
         return Err(Fp4Error::Sensitivity("all weights fit the budget as they are"));
     }
-    let mut config = choice.config;
-    // The errors needed it; a method that does not would call it unused.
-    if !config.chosen_by(&config.scheme).needs_inputs() {
-        config.calibration = Calibration::new();
-    }
-    quantize(module, &config)
+    let config = choice.config;
+    quantize_selected(module, &select(module, &config)?, &config.calibration)
 }
 
 impl BudgetChoice {

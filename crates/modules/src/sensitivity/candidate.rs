@@ -12,14 +12,15 @@ use crate::config::Fp4Config;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Candidate {
-    /// As it is.
+    /// Not quantized.
     Dense,
     /// In FP4, with the rule and the blocks of a scheme; the search is that of the configuration.
     Fp4(Fp4Scheme),
 }
 
 impl Candidate {
-    /// What every dialect of checkpoints can hold: NVFP4 with blocks of 16, MXFP4 and dense.
+    /// Formats that every dialect of checkpoints can hold: NVFP4 with blocks of 16, MXFP4 and
+    /// dense.
     pub const DEFAULT: [Self; 3] =
         [Self::Fp4(Fp4Scheme::nvfp4()), Self::Fp4(Fp4Scheme::mxfp4()), Self::Dense];
     /// NVFP4 with blocks of 16 and of 32, MXFP4 and dense.

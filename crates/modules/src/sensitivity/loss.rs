@@ -1,4 +1,4 @@
-//! What candidates cost the loss, by second order.
+//! Growth of the loss by each candidate, to second order.
 //!
 //! Near a minimum the loss grows by `dW^T F dW / 2`, with the Fisher information `F`: the mean of
 //! `g g^T` over gradients `g` of the logarithm of the likelihood. Of `F` the blocks of the outputs
@@ -17,7 +17,7 @@ use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 
 use super::candidate::Candidate;
-use super::measure::{self, Measured};
+use super::measure::{self, Measurement};
 use super::report::Sensitivity;
 
 /// Measures every candidate, and what it costs the loss of the batches.
@@ -85,7 +85,7 @@ impl ModuleMapper for Differentiate {
 /// By path, of every candidate, the squares of `dW^T g` of the outputs, summed up.
 fn squares<M: Module>(
     differentiated: &M,
-    measured: &Measured,
+    measured: &Measurement,
     gradients: &Gradients,
 ) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
     let mut squares = Squares { measured, gradients, found: Vec::new() };
@@ -94,7 +94,7 @@ fn squares<M: Module>(
 }
 
 struct Squares<'a> {
-    measured: &'a Measured,
+    measured: &'a Measurement,
     gradients: &'a Gradients,
     found: Vec<(String, Tensor<1>)>,
 }

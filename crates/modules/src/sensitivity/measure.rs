@@ -1,37 +1,36 @@
-//! What every candidate costs every group of weights.
+//! Measures the errors of every candidate for every group of weights.
 //!
 //! A candidate is tried by quantizing a copy of the module, which shares the dense values with it:
 //! its codes are those that [`quantize_fp4`](crate::Fp4Module::quantize_fp4) gives.
 
 use std::collections::BTreeMap;
-use std::{iter, ptr};
+use std::iter;
 
 use burn::module::{Module, Param};
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_fp4_ops::formats::check_length;
-use burn_fp4_ops::{Fp4Scheme, Gram, OpsError};
+use burn::tensor::{DType, FloatDType, Tensor};
+use burn_fp4_ops::{Fp4Scheme, OpsError};
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::pack::edit::packed_weights;
 use crate::pack::measure::measure as tied_weights;
-use crate::pack::quantize::quantize;
+use crate::pack::quantize::quantize_selected;
 use crate::packed_weight::PackedWeight;
-use crate::statistics::Calibration;
+use crate::report::{Fp4Report, SquaredError};
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::WeightPlan;
+use crate::walk::plan::{Selection, WeightPlan};
 use crate::walk::select::{check_method, select};
 
 use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};
 
-/// What was found, and what it was found from.
+/// The sensitivities, and the weights that they were measured on.
 #[cfg_attr(
     not(feature = "autodiff"),
     expect(dead_code, reason = "only the measurement of the loss reads more than the report")
 )]
-pub(crate) struct Measured {
+pub(crate) struct Measurement {
     pub(crate) sensitivity: Sensitivity,
     pub(super) weights: Weights,
     /// By candidate the packed weights, by path; none of dense ones, and none if not asked for.
@@ -63,7 +62,7 @@ pub(crate) fn measure<M: Module>(
     config: &Fp4Config,
     candidates: &[Candidate],
     keep: bool,
-) -> Result<Measured, Fp4Error> {
+) -> Result<Measurement, Fp4Error> {
     if candidates.is_empty() {
         return Err(Fp4Error::Sensitivity("no candidates"));
     }
@@ -78,20 +77,16 @@ pub(crate) fn measure<M: Module>(
         };
         let mut config = Fp4Config { scheme, ..config.clone() };
         config.overrides.clear();
-        let calibration = config.calibration.clone();
-        // The errors of outputs use it, whether the method does or not.
-        if !config.chosen_by(&scheme).needs_inputs() {
-            config.calibration = Calibration::new();
-        }
-        weights.add(module, &config)?;
+        let selection = select(module, &config)?;
+        weights.add(module, &selection)?;
         let mut copy = module.clone();
-        quantize(&mut copy, &config)?;
+        let report = quantize_selected(&mut copy, &selection, &config.calibration)?;
         let codes = packed_weights(&copy);
-        found.push(errors(&codes, &weights.by_path, &calibration)?);
+        found.push(errors(&codes, &weights.by_path, &report)?);
         packed.push(if keep { codes } else { BTreeMap::new() });
     }
     if weights.by_path.is_empty() {
-        weights.add(module, config)?;
+        weights.add(module, &select(module, config)?)?;
     }
     let groups = weights.groups().into_iter().map(|paths| {
         let dense = |path: &String| &weights.by_path[path];
@@ -115,7 +110,7 @@ pub(crate) fn measure<M: Module>(
         }
     });
     let sensitivity = Sensitivity { groups: groups.collect(), config: config.clone() };
-    Ok(Measured { sensitivity, weights, packed })
+    Ok(Measurement { sensitivity, weights, packed })
 }
 
 /// The schemes of the candidates, with the search of the method; none of dense ones, and of those
@@ -148,9 +143,8 @@ fn schemes(
 }
 
 impl Weights {
-    /// Adds the weights that a configuration selects: a candidate may have to leave some alone that
-    /// another quantizes.
-    fn add<M: Module>(&mut self, module: &M, config: &Fp4Config) -> Result<(), Fp4Error> {
+    /// Adds selected weights: a candidate may have to leave some alone that another quantizes.
+    fn add<M: Module>(&mut self, module: &M, selection: &Selection) -> Result<(), Fp4Error> {
         struct Values<'a> {
             plans: BTreeMap<&'a str, (&'a WeightPlan, usize)>,
             found: &'a mut BTreeMap<String, Dense>,
@@ -169,8 +163,7 @@ impl Weights {
             }
         }
 
-        let selection = select(module, config)?;
-        let tied = tied_weights(module, &selection, false)?;
+        let tied = tied_weights(module, selection, false)?;
         let mut first_of: BTreeMap<&str, usize> = BTreeMap::new();
         let mut plans = BTreeMap::new();
         for (at, parameter, plan) in selection.plans() {
@@ -243,26 +236,31 @@ fn together(errors: &[&Errors], candidate: Candidate) -> CandidateSensitivity {
     }
 }
 
-/// The errors of packed weights, of those that were selected; one read-back for each device.
+/// Returns the errors of the packed weights that were selected. The errors of outputs come from the
+/// report, all others in one transfer per device.
 fn errors(
     packed: &BTreeMap<String, PackedWeight>,
     dense: &BTreeMap<String, Dense>,
-    calibration: &Calibration,
+    report: &Fp4Report,
 ) -> Result<BTreeMap<String, Errors>, Fp4Error> {
-    let mut hessians = HessianCache::default();
-    let mut sums = Vec::new();
-    for (path, dense) in dense {
-        let Some(packed) = packed.get(path) else { continue };
-        let grams = dense.grams(path, calibration)?;
-        sums.push((path.clone(), dense.sums(packed, grams, &mut hessians)));
-    }
-    let read = read_vectors(sums)?;
+    let sums = dense.iter().filter_map(|(path, dense)| {
+        let packed = packed.get(path)?;
+        Some((path.clone(), dense.sums(packed)))
+    });
+    let read = read_vectors(sums.collect())?;
+    let outputs: BTreeMap<&str, SquaredError> = report
+        .parameters
+        .iter()
+        .filter_map(|one| Some((one.path.as_str(), one.output_error()?)))
+        .collect();
     let of = |(path, sums): (String, Vec<f32>)| {
-        let bytes = packed[&path].bytes();
         let unit = f64::from(sums[0]).powi(2);
-        let sums: Vec<f64> = sums[1..].iter().map(|&sum| f64::from(sum) * unit).collect();
-        let output = (sums.len() > 2).then(|| [sums[2], sums[3]]);
-        (path, Errors { bytes, weight: [sums[0], sums[1]], output })
+        let errors = Errors {
+            bytes: packed[&path].bytes(),
+            weight: [f64::from(sums[1]) * unit, f64::from(sums[2]) * unit],
+            output: outputs.get(path.as_str()).map(|sums| [sums.error, sums.energy]),
+        };
+        (path, errors)
     };
     Ok(read.into_iter().map(of).collect())
 }
@@ -279,82 +277,14 @@ impl Dense {
         (self.rounded)(packed, self.values.dims()) - self.values.clone().cast(DType::F32)
     }
 
-    /// The Gram matrices of all slices; none if one of them lacks a whole one, or no inputs other
-    /// than zeros were seen.
-    fn grams<'a>(
-        &self,
-        path: &str,
-        calibration: &'a Calibration,
-    ) -> Result<Option<Vec<&'a Gram>>, Fp4Error> {
-        let axis = self.plan.layout.axis;
-        let gram = |slice| calibration.get_slice(path, axis, slice).filter(|gram| gram.is_whole());
-        let grams: Option<Vec<&Gram>> = (0..self.plan.slices()).map(gram).collect();
-        let Some(grams) = grams.filter(|_| self.input_axis().is_some()) else { return Ok(None) };
-        for gram in &grams {
-            check_length("calibrated inputs", self.plan.layout.shape[axis], gram.channels())
-                .map_err(|error| Fp4Error::at(path, error))?;
-        }
-        Ok(grams.iter().any(|gram| gram.tokens() > 0).then_some(grams))
-    }
-
-    /// A unit, and in squares of it the squares of the error and of the values, summed up, and if
-    /// there are Gram matrices of all slices those of the outputs: `[3]` or `[5]`. The unit is the
-    /// largest magnitude: squares of very small or large values would be no f32 numbers.
-    fn sums(
-        &self,
-        packed: &PackedWeight,
-        grams: Option<Vec<&Gram>>,
-        hessians: &mut HessianCache,
-    ) -> Tensor<1> {
+    /// Returns a unit, and in squares of it the squares of the error and of the values, summed up:
+    /// `[3]`. The unit is the largest magnitude: squares of very small or large values would not be
+    /// f32 numbers.
+    fn sums(&self, packed: &PackedWeight) -> Tensor<1> {
         let values = [self.error(packed), self.values.clone().cast(DType::F32)];
         let unit = values[1].clone().abs().max().clamp_min(f32::MIN_POSITIVE);
         let values = values.map(|values| values / unit.clone().unsqueeze::<3>());
-        let squares = values.iter().map(|values| (values.clone() * values.clone()).sum());
-        let mut sums: Vec<_> = iter::once(unit).chain(squares).collect();
-        if let Some((grams, axis)) = grams.zip(self.input_axis()) {
-            let [_, rows, cols] = self.values.dims();
-            let mut energies = [Vec::new(), Vec::new()];
-            for (slice, gram) in grams.into_iter().enumerate() {
-                let hessian = hessians.of(gram, &values[0].device());
-                for (values, energies) in values.iter().zip(&mut energies) {
-                    let matrix = values.clone().slice([slice..slice + 1, 0..rows, 0..cols]);
-                    let matrix: Tensor<2> = matrix.reshape([rows, cols]);
-                    let product = match axis {
-                        1 => hessian.clone().matmul(matrix.clone()),
-                        _ => matrix.clone().matmul(hessian.clone()),
-                    };
-                    energies.push((product * matrix).sum());
-                }
-            }
-            sums.extend(energies.map(|energies| Tensor::cat(energies, 0).sum()));
-        }
-        Tensor::cat(sums, 0)
-    }
-}
-
-/// The Gram matrix that was uploaded last: weights that are multiplied by the same activations
-/// follow each other.
-#[derive(Default)]
-struct HessianCache {
-    last: Option<(*const Gram, Tensor<2>)>,
-}
-
-impl HessianCache {
-    /// The whole matrix in f32.
-    fn of(&mut self, gram: &Gram, device: &Device) -> Tensor<2> {
-        if let Some((known, hessian)) = &self.last
-            && ptr::eq(*known, gram)
-            && hessian.device() == *device
-        {
-            return hessian.clone();
-        }
-        let channels = gram.channels();
-        let all = (0..channels).flat_map(|row| (0..channels).map(move |col| (row, col)));
-        let value = |(row, col)| gram.get(row, col).unwrap_or_default() as f32;
-        let values: Vec<f32> = all.map(value).collect();
-        let data = TensorData::new(values, [channels, channels]);
-        let hessian = Tensor::from_data(data, (device, DType::F32));
-        self.last = Some((ptr::from_ref(gram), hessian.clone()));
-        hessian
+        let squares = values.map(|values| (values.clone() * values).sum());
+        Tensor::cat(iter::once(unit).chain(squares).collect(), 0)
     }
 }

@@ -1,4 +1,4 @@
-//! [`Sensitivity`]: what every candidate costs every group of weights.
+//! [`Sensitivity`]: the errors of every candidate for every group of weights.
 
 use core::fmt;
 
@@ -9,9 +9,9 @@ use crate::report_table::table;
 
 use super::candidate::Candidate;
 
-/// What [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) found.
+/// Errors that [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) measured.
 ///
-/// Displayed it is a table; serialized it is all there is to know but the calibration.
+/// Displayed it is a table. Serialized it has everything but the calibration.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -47,13 +47,12 @@ pub struct GroupSensitivity {
     pub paths: Vec<String>,
     /// Number of their values.
     pub values: usize,
-    /// What is possible, in the order asked for: without those that the method is not defined for,
-    /// and without those whose blocks do not divide a weight, if the configuration
-    /// [skips](crate::Indivisible::Skip) it.
+    /// The possible candidates, in the order asked for. The method is defined for them, and their
+    /// blocks divide the weights: the configuration may [skip](crate::Indivisible::Skip) others.
     pub candidates: Vec<CandidateSensitivity>,
 }
 
-/// What a candidate costs a group. Of a dense one all errors are 0.
+/// Bytes and errors of a candidate for a group. A dense candidate has errors of 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct CandidateSensitivity {
@@ -80,8 +79,8 @@ impl GroupSensitivity {
 }
 
 impl CandidateSensitivity {
-    /// What candidates of different groups are compared by: the loss if it is known, else the error
-    /// of the outputs.
+    /// Returns the error by which candidates of different groups are compared: the loss if it is
+    /// known, else the error of the outputs.
     pub fn error(&self) -> Option<f64> {
         self.loss.or(self.output_error)
     }
@@ -104,7 +103,7 @@ impl fmt::Display for Sensitivity {
     }
 }
 
-/// The cells of a candidate. Errors are those of values: square roots.
+/// Returns the cells of a candidate. Errors are square roots, as in reports.
 pub(super) fn row(group: &GroupSensitivity, candidate: &CandidateSensitivity) -> [String; 6] {
     let percent = |error: f64| format!("{:.3}", 100.0 * error.sqrt());
     [

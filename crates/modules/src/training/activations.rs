@@ -25,7 +25,7 @@ pub enum ActivationRange {
     },
 }
 
-/// What to make a [`FakeQuantize`] of.
+/// Settings of a [`FakeQuantize`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -89,7 +89,7 @@ impl FakeQuantizeConfig {
     /// # Errors
     /// [`Fp4Error::Scheme`] if the scheme is inconsistent or its blocks do not divide the channels,
     /// [`Fp4Error::FakeQuantization`] for a search that needs activations of its own, stochastic
-    /// rounding, a momentum that is none, or a running amax beside another tensor scale.
+    /// rounding, a momentum outside its range, or a running amax with another tensor scale.
     pub fn init(&self, device: &Device) -> Result<FakeQuantize, Fp4Error> {
         let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
         let Self { channels, scheme, range, saturated } = *self;
@@ -138,7 +138,7 @@ impl FakeQuantizeConfig {
 pub struct FakeQuantize {
     /// The running amax `[1]`; 0 as long as nothing was seen.
     pub amax: RunningState<Tensor<1>>,
-    /// Whether the running amax follows what is seen on an autodiff device.
+    /// Set if the running amax follows the inputs seen on an autodiff device.
     pub training: Param<Flag>,
     #[module(skip)]
     channels: usize,
@@ -193,7 +193,7 @@ impl FakeQuantize {
         &self.scheme
     }
 
-    /// That of the running amax, if the tensor scale is made from it.
+    /// Returns the momentum of the running amax, if the tensor scale is made from it.
     fn momentum(&self) -> Option<f64> {
         match self.range {
             ActivationRange::Static { momentum } if self.scheme.rule.row().tensor_scale => {

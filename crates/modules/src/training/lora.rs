@@ -11,7 +11,7 @@ use crate::error::Fp4Error;
 use crate::pack::edit::{check_nothing_trained, packed_weights, with_packed};
 use crate::pack::outcome::PackedWeights;
 use crate::pack::placeholder::with_values;
-use crate::pack::weight::{Choice, quantize_without_inputs};
+use crate::pack::weight::{MethodUsed, quantize_without_inputs};
 use crate::packed_weight::{PackedWeight, edit_next, with_edits};
 use crate::report::{Fp4Report, Outcome, Reason};
 use crate::transfer::read_vectors;
@@ -112,7 +112,7 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
         }
         Some(facts) => {
             let plan = &plans[&parameter.path];
-            let choice = Choice { chosen_by: plan.asked, fallback: None };
+            let choice = MethodUsed { chosen_by: plan.asked, fallback: None };
             facts.quantized(parameter, plan, plan.scheme, &choice)
         }
     });
@@ -174,7 +174,7 @@ fn merge_packed(
         let WeightPlan { layout, scheme, asked, .. } = &plan;
         let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme, *asked);
         let tensor = tensor.map_err(named)?;
-        merged.facts.add(path, &tensor, dtype, Some(dense)).map_err(named)?;
+        merged.facts.add(path, &tensor, dtype, Some((dense, None))).map_err(named)?;
         packed.insert(path.clone(), PackedWeight::from(tensor));
         merged.plans.insert(path.clone(), plan);
     }

@@ -9,11 +9,11 @@ use burn::tensor::Tensor;
 use burn_fp4_ops::{Draw, OpsError, TrainRecipe, train_product};
 
 /// A linear layer whose three products, forward and backward, multiply quantized values as a
-/// [`TrainRecipe`] says, by default NVIDIA's for pretraining in NVFP4. Its records are those of
-/// [`Linear`].
+/// [`TrainRecipe`] says, by default NVIDIA's for pretraining in NVFP4. Records are the same as
+/// of [`Linear`].
 ///
-/// What is drawn for gradients depends on the seed and the number of forward passes on an autodiff
-/// device, of which clones share one count.
+/// Random bits for gradients depend on the seed and the number of forward passes on an autodiff
+/// device, which clones count together.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -80,7 +80,7 @@ impl Fp4TrainLinear {
         }
     }
 
-    /// What is quantized, and how.
+    /// Returns the recipe of its three products.
     pub fn recipe(&self) -> &TrainRecipe {
         &self.recipe
     }

@@ -10,7 +10,7 @@ use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::fake_quant_weight::{AMAX, FakeQuantSettings, FakeQuantWeight};
-use crate::pack::attach::{DenseValues, Source, pack};
+use crate::pack::install::{DenseValues, PackSource, pack};
 use crate::pack::measure::measure;
 use crate::report::{Fp4Report, Outcome, Reason};
 use crate::transfer::read_vectors;
@@ -175,7 +175,7 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
     let measured = measure(module, &selection, false)?.with_amaxes(amaxes);
     // Burn takes attachments off a module as a whole.
     let mut packed = module.clone().materialize();
-    let source = Source { measured, dense: Some(collect.dense), ..Source::default() };
+    let source = PackSource { measured, dense: Some(collect.dense), ..PackSource::default() };
     let report = pack(&mut packed, &selection, source).map_err(|error| match error {
         // Of a copy, which is dropped.
         Fp4Error::Partial { problem, .. } => *problem,

@@ -25,7 +25,7 @@ pub(crate) struct Parameter {
     pub(crate) list: Option<(String, usize)>,
     /// Name of what is attached to it.
     pub(crate) reparameterization: Option<String>,
-    /// Whether it belongs to something attached to another parameter.
+    /// Set if it belongs to something attached to another parameter.
     pub(crate) inside_reparameterization: bool,
     /// How it is fake-quantized.
     pub(crate) fake_quantized: Option<FakeQuantSettings>,
@@ -48,7 +48,7 @@ impl Parameter {
         self.dtype.unwrap_or(DType::F32)
     }
 
-    /// Bytes that it takes as it is.
+    /// Returns the bytes that it takes now.
     pub(crate) fn bytes_now(&self) -> usize {
         match self.packed_bytes {
             0 => self.bytes(),
@@ -73,8 +73,8 @@ impl Parameter {
         })
     }
 
-    /// What becomes of products and lookups once it is packed along an axis: layers of this crate
-    /// do what those of Burn cannot, and embeddings look up rows.
+    /// Returns how products and lookups run once it is packed along an axis. Layers of this crate
+    /// multiply where layers of Burn cannot, and embeddings look up rows.
     pub(crate) fn products(&self, by_burn: &MatmulPath, axis: usize) -> MatmulPath {
         use MatmulPath::Dequantized;
 
@@ -95,7 +95,7 @@ impl Parameter {
         }
     }
 
-    /// What is reported of it.
+    /// Returns its report entry.
     pub(crate) fn report(&self, outcome: Outcome, bytes_after: usize) -> ParameterReport {
         ParameterReport {
             path: self.path.clone(),
@@ -109,7 +109,7 @@ impl Parameter {
     }
 }
 
-/// What a parameter holds.
+/// The kind of values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Float,
@@ -122,7 +122,7 @@ pub(crate) enum Kind {
 pub(crate) struct StoredParameter {
     pub(crate) path: String,
     pub(crate) kind: Kind,
-    /// That of the stored value, or of the one that it is to be initialized with.
+    /// Shape of the stored value, or of the one that it will be initialized with.
     pub(crate) shape: Vec<usize>,
     pub(crate) device: Device,
 }

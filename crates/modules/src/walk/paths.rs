@@ -49,13 +49,13 @@ impl ModulePath {
         Some((self.names[..at].join("."), self.names[at].parse().ok()?))
     }
 
-    /// Whether this belongs to something that is attached to a parameter.
+    /// Returns true inside something that is attached to a parameter.
     pub(crate) fn is_attached(&self) -> bool {
         self.containers.iter().any(|container| container == REPARAMETERIZATION)
     }
 }
 
-/// What Burn tells visitors and mappers as the container of something attached to a parameter.
+/// The container type that Burn names to visitors and mappers for an attachment of a parameter.
 pub(crate) const REPARAMETERIZATION: &str = "Reparameterization";
 
 /// Looks at the parameters of a module, of any rank, in their order.

@@ -35,7 +35,7 @@ impl Patterns {
         })
     }
 
-    /// Whether patterns of [`Fp4Config::include`] fit a path, or there are none.
+    /// Returns true if a pattern of [`Fp4Config::include`] fits a path, or there are none.
     pub(crate) fn includes(&self, path: &str) -> bool {
         self.include.is_empty() || self.include.is_match(components(path))
     }

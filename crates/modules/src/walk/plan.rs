@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::DType;
-use burn_fp4_ops::search::ChosenBy;
+use burn_fp4_ops::search::{ChosenBy, Method};
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Indivisible, Unused};
@@ -12,7 +12,7 @@ use crate::report::Reason;
 use crate::walk::parameters::Parameter;
 use crate::walk::patterns::Patterns;
 
-/// What is to happen to a parameter.
+/// A parameter quantized or kept.
 #[derive(Debug, Clone)]
 pub(crate) enum Decision {
     Quantize(WeightPlan),
@@ -40,12 +40,12 @@ impl WeightPlan {
     }
 }
 
-/// What is to happen to every float parameter of a module.
+/// The decision about every float parameter of a module.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Selection {
     /// In the order of the module.
     pub(crate) decisions: Vec<(Parameter, Decision)>,
-    /// What of the configuration nothing uses, as lines.
+    /// Parts of the configuration that nothing uses, as lines.
     pub(crate) unused: Vec<String>,
 }
 
@@ -58,9 +58,28 @@ impl Selection {
         })
     }
 
-    /// Whether statistics of inputs decide about the codes of a weight.
+    /// Returns true if statistics of inputs decide about the codes of a weight.
     pub(crate) fn needs_inputs(&self) -> bool {
         self.plans().any(|(_, _, plan)| plan.asked.needs_inputs())
+    }
+
+    /// Checks that a method uses the calibration of the configuration, if it has one.
+    ///
+    /// # Errors
+    /// [`Fp4Error::Unused`], unless the configuration makes it a line of the report.
+    pub(crate) fn check_calibration_used(&mut self, config: &Fp4Config) -> Result<(), Fp4Error> {
+        if config.calibration.iter().next().is_none() || self.needs_inputs() {
+            return Ok(());
+        }
+        let users = Method::ALL.into_iter().filter(|method| method.row().calibrated);
+        let users: Vec<_> = users.map(|method| format!("`{method}`")).collect();
+        let users = users.join(", ");
+        let line = format!("calibration: no method asked for uses it, as {users} do");
+        match config.unused {
+            Unused::Error => return Err(Fp4Error::Unused(vec![line])),
+            Unused::Report => self.unused.push(line),
+        }
+        Ok(())
     }
 
     /// # Errors
@@ -99,7 +118,7 @@ pub(crate) fn plan_selected(
             rank: shape.len(),
         });
     }
-    match lay_out(parameter, container.axis, scheme, config) {
+    match plan_along(parameter, container.axis, scheme, config) {
         Ok(plan) => Ok(Ok(plan)),
         Err(OpsError::Indivisible { axis, length, block_size })
             if config.indivisible == Indivisible::Skip =>
@@ -125,7 +144,7 @@ pub(crate) fn plans_as<'a>(
         used.extend(patterns.overrides_of(&parameter.path));
         let scheme = patterns.scheme(&parameter.path, config);
         scheme.validate().map_err(OpsError::from)?;
-        let plan = lay_out(parameter, axis, &scheme, config);
+        let plan = plan_along(parameter, axis, &scheme, config);
         plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);
     }
     let unused = config.overrides.iter().enumerate().filter(|(at, _)| !used.contains(at));
@@ -141,7 +160,7 @@ pub(crate) fn plans_as<'a>(
 ///
 /// # Errors
 /// [`OpsError`] for a dtype that is not quantized, or an axis that blocks do not divide.
-fn lay_out(
+fn plan_along(
     parameter: &Parameter,
     axis: usize,
     scheme: &Fp4Scheme,

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::Module;
-use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Scheme, OpsError};
 
 use crate::config::{Fp4Config, Unused};
@@ -55,13 +54,6 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
         return Err(nothing_selected(&selection, config, &patterns));
     }
     selection.unused.extend(groups.unused(config));
-    if config.calibration.iter().next().is_some() && !selection.needs_inputs() {
-        let uses_it = Method::ALL.into_iter().filter(|method| method.row().calibrated);
-        let methods: Vec<_> = uses_it.map(|method| format!("`{method}`")).collect();
-        let methods = methods.join(", ");
-        let line = format!("calibration: no method asked for uses it, as {methods} do");
-        selection.unused.push(line);
-    }
     if config.unused == Unused::Error && !selection.unused.is_empty() {
         return Err(Fp4Error::Unused(selection.unused));
     }

@@ -6,7 +6,7 @@ use crate::importance::BlockHessian;
 use crate::reference::admm::{Operator, improve, published};
 use crate::reference::solution::{BlockProblem, Solution};
 
-/// The best of a point and of all iterates.
+/// Returns the best of the start and of all iterates.
 struct Admm<const B: usize>(Operator<B>);
 
 impl<const B: usize> Solver<B> for Admm<B> {
@@ -16,7 +16,7 @@ impl<const B: usize> Solver<B> for Admm<B> {
     }
 }
 
-/// The last iterate from the rule's scale, wherever it starts.
+/// Returns the last iterate from the rule's scale, whatever the start.
 struct Published<const B: usize>(Operator<B>);
 
 impl<const B: usize> Solver<B> for Published<B> {
@@ -27,7 +27,7 @@ impl<const B: usize> Solver<B> for Published<B> {
 }
 
 impl<const B: usize> BlockBatch<B> {
-    /// The scales and elements of ADMM from the best known point, that of coordinate descent.
+    /// Runs ADMM from the best known solutions, which coordinate descent found.
     #[inline(always)]
     pub(super) fn search_admm<const FORMAT: usize>(
         &self,
@@ -39,7 +39,7 @@ impl<const B: usize> BlockBatch<B> {
         self.solve_blocks::<FORMAT>(hessian, n, start, &Admm(operator))
     }
 
-    /// The scales and elements of ADMM as published.
+    /// Runs ADMM as published.
     #[inline(always)]
     pub(super) fn search_admm_published<const FORMAT: usize>(
         &self,

@@ -1,4 +1,4 @@
-//! The amax of tensors and blocks, and the scales and multipliers that a rule makes of it.
+//! The amax of tensors and blocks, and the rule's scales and multipliers.
 
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
@@ -13,7 +13,7 @@ use crate::scale_grid::SIXTH;
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorScaling;
 
-/// The amax that the tensor scale is made from: one value, or one per packed row.
+/// Computes the amax for the tensor scale: one value, or one per packed row.
 ///
 /// A NaN among the values makes the result NaN.
 pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
@@ -24,14 +24,14 @@ pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec
     }
 }
 
-/// The largest magnitude of all values, NaN if one of them is.
+/// Returns the largest magnitude of all values, NaN if one of them is.
 pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
     let largest =
         values.par_chunks(TASK).map(|values| arch().dispatch(LargestMagnitude { values })).max();
     T::from_bits(largest.unwrap_or_default()).to_f32()
 }
 
-/// The largest magnitude of each packed row, NaN if one of its values is.
+/// Returns the largest magnitude of each packed row, NaN if one of its values is.
 pub fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
     if view.is_empty() {
         return vec![0.0; view.packed_rows()];
@@ -79,14 +79,14 @@ impl<const B: usize> ByFormat for FindScales<'_, B> {
 impl<const B: usize> BlockBatch<B> {
     /// Fills `amax` from the values.
     ///
-    /// As integers magnitudes order like the floats, and NaN comes out on top.
+    /// Compared as integers, magnitudes order like the floats, and NaN is the largest.
     #[inline(always)]
     pub(super) fn find_amax(&mut self) {
         let magnitude = |value: f32| value.to_bits() & 0x7FFF_FFFF;
         let mut largest = [0; BATCH];
         match self.order {
-            // The larger of neighbours, again and again: a loop over blocks would be vectorized by
-            // gathering their values from all over the batch.
+            // Takes the larger of neighbours repeatedly. The compiler would vectorize a loop over
+            // blocks by gathering their values from all over the batch.
             Order::Along => {
                 let mut magnitudes = [0; BATCH * MAX_BLOCK];
                 for (magnitude_bits, &value) in magnitudes.iter_mut().zip(self.values()) {
@@ -121,13 +121,13 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// Fills `scales` and the multipliers from `amax`, as the rule has it.
+    /// Fills `scales` and the multipliers from `amax`, using the rule.
     #[inline(always)]
     pub(super) fn find_scales(&mut self, rule: ScaleRule) {
         by_format(rule.row().format, FindScales { batch: self, rule });
     }
 
-    /// [`find_scales`](Self::find_scales) for a rule of this format.
+    /// Does the same as [`find_scales`](Self::find_scales) for a rule of this format.
     #[inline(always)]
     pub(super) fn find_scales_of<const FORMAT: usize>(&mut self, rule: ScaleRule) {
         match rule.row().scale {
@@ -151,7 +151,7 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// The nearest scales, given what is rounded to them, and the multipliers that follow.
+    /// Rounds to the nearest scales, given their exact values, and sets the multipliers.
     #[inline(always)]
     fn round_scales<const FORMAT: usize>(
         &mut self,
@@ -167,8 +167,8 @@ impl<const B: usize> BlockBatch<B> {
             self.multipliers_of::<FORMAT>(rule, &self.scales.map(u32::from), &values);
     }
 
-    /// What the elements of each block are multiplied by, or divided by, given scales and their
-    /// values, without the tensor scale.
+    /// Returns the multipliers, or divisors, of the elements of each block, given scales and their
+    /// values without the tensor scale.
     #[inline(always)]
     pub(super) fn multipliers_of<const FORMAT: usize>(
         &self,
@@ -204,7 +204,8 @@ impl<const B: usize> BlockBatch<B> {
         multipliers
     }
 
-    /// The values of scales in the units of the blocks, and the multipliers.
+    /// Returns the values of scales, relative to the normalization of the blocks, and the
+    /// multipliers.
     #[inline(always)]
     pub(super) fn scales_of<const FORMAT: usize>(
         &self,
@@ -219,7 +220,7 @@ impl<const B: usize> BlockBatch<B> {
         (values, self.multipliers_of::<FORMAT>(rule, codes, &values))
     }
 
-    /// Sets the scales and what follows from them.
+    /// Sets the scales and the multipliers.
     #[inline(always)]
     pub(super) fn take_scales<const FORMAT: usize>(
         &mut self,
@@ -230,7 +231,7 @@ impl<const B: usize> BlockBatch<B> {
         let (_, multipliers) = self.scales_of::<FORMAT>(rule, codes, &[0; BATCH]);
         for block in 0..BATCH {
             let code = codes[block] as u8;
-            // What the rule chose, it also knows how to multiply by.
+            // The rule's own scale keeps the rule's multiplier.
             let changed = code != self.scales[block];
             self.multipliers[block] = if changed { multipliers[block] } else { kept[block] };
             self.scales[block] = code;
@@ -238,7 +239,7 @@ impl<const B: usize> BlockBatch<B> {
     }
 }
 
-/// The larger of two magnitudes; NaN if one is.
+/// Returns the larger of two magnitudes; NaN if one is.
 #[inline(always)]
 pub(super) fn larger(a: f32, b: f32) -> f32 {
     f32::from_bits(a.to_bits().max(b.to_bits()))

@@ -1,4 +1,4 @@
-//! The instructions that the host engine uses.
+//! The SIMD instructions and the sizes of tasks of the host engine.
 
 use std::env::{self, VarError};
 use std::sync::OnceLock;
@@ -13,14 +13,14 @@ pub(super) const TASK: usize = 1 << 16;
 /// Values per parallel task of a search.
 pub(super) const SEARCH_TASK: usize = 1 << 14;
 
-/// Names a set of instructions, so that tests run those of other processors too.
+/// Variable that names an instruction set, so that tests can run the code of other processors.
 const VARIABLE: &str = "BURN_FP4_SIMD";
 
-/// The best instructions that the processor has, or those that `BURN_FP4_SIMD` names: `generic`,
-/// and on x86-64 `avx2` and `avx512`.
+/// Returns the best instructions of the processor, or the set that `BURN_FP4_SIMD` names:
+/// `generic`, and on x86-64 `avx2` and `avx512`.
 ///
 /// # Panics
-/// If the processor lacks those that are named: tests would pass without having run them.
+/// If the processor lacks the named set: tests would pass without having run it.
 pub(super) fn arch() -> Arch {
     static ARCH: OnceLock<Arch> = OnceLock::new();
     *ARCH.get_or_init(|| match env::var(VARIABLE) {

@@ -1,8 +1,8 @@
-//! Scales and codes of a batch, by the search of a scheme.
+//! Scales and codes of a batch, using the search of a scheme.
 //!
 //! A generic function is compiled in every crate that calls it. Searches are long, and are compiled
-//! for each block size, format and instruction set, but once and in this crate: for that they start
-//! from functions that are not generic, [`Choose::choose`] of the batches of both block sizes.
+//! for each block size, format and instruction set. To compile them once, in this crate, they start
+//! from functions that are not generic: [`Choose::choose`] for the batches of both block sizes.
 
 use pulp::NullaryFnOnce;
 
@@ -13,7 +13,7 @@ use crate::importance::BlockImportance;
 use crate::method::ScaleSearch;
 use crate::scheme::Fp4Scheme;
 
-/// A batch whose blocks have one of the sizes that there are.
+/// A batch with one of the supported block sizes.
 pub(super) trait Choose {
     /// Chooses scales and codes of the first `n` blocks by a search.
     fn choose(&mut self, scheme: &Fp4Scheme, importance: BlockImportance<'_>, n: usize);
@@ -31,7 +31,7 @@ impl Choose for BlockBatch<32> {
     }
 }
 
-/// The search of the first `n` blocks of a batch.
+/// Searches scales of the first `n` blocks of a batch.
 struct Search<'a, const B: usize> {
     batch: &'a mut BlockBatch<B>,
     scheme: &'a Fp4Scheme,
@@ -55,14 +55,14 @@ impl<const B: usize> ByFormat for Search<'_, B> {
     fn run<const FORMAT: usize>(self) {
         let Self { batch, scheme, importance, n } = self;
         batch.find_scales_of::<FORMAT>(scheme.rule);
-        // Elements that a search chooses too; otherwise they are the nearest.
+        // Elements that the search chose; without them, codes are the nearest ones.
         let mut chosen = None;
         match scheme.search {
             ScaleSearch::Amax => {}
             ScaleSearch::FourOverSix { error, .. } => {
                 batch.search_four_over_six::<FORMAT>(scheme, error, n);
             }
-            // Where all weights are 1 at compile time, nothing is multiplied by them.
+            // Weights that are 1 at compile time cost no multiplication.
             ScaleSearch::Sse => match importance.weights() {
                 Some(weights) => batch.search_sse::<FORMAT>(scheme, Some(weights), n),
                 None => batch.search_sse::<FORMAT>(scheme, None, n),

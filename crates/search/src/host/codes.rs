@@ -1,4 +1,4 @@
-//! From values and scales to codes and back, on a batch of blocks.
+//! From values and scales to codes and back, for a batch of blocks.
 
 use core::hint::black_box;
 
@@ -11,7 +11,7 @@ use crate::rounding::{Draw, Rounding};
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
-    /// Replaces the codes of chosen blocks by those of E2M1 values, of zeros the positive one.
+    /// Replaces the codes of chosen blocks by the codes of E2M1 values. Zeros become positive.
     #[inline(always)]
     pub(super) fn take_elements(&mut self, elements: &[[f32; BATCH]; B], chosen: &[bool; BATCH]) {
         let words = self.words[..BATCH * B / 8].chunks_exact_mut(BATCH);
@@ -43,8 +43,8 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// Finds the codes from the values, scales and multipliers; if rounding is stochastic, after
-    /// [`draw`](Self::draw).
+    /// Computes the codes from the values, scales and multipliers. Stochastic rounding needs
+    /// [`draw`](Self::draw) first.
     #[inline(always)]
     pub(super) fn find_codes(&mut self, scheme: &Fp4Scheme) {
         match scheme.rounding {
@@ -112,7 +112,7 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// Replaces the values by those that codes, `scales` and `decode` stand for.
+    /// Replaces the values by the values of the codes, `scales` and `decode`.
     #[inline(always)]
     pub(super) fn dequantize(&mut self, format: Fp4Format) {
         let table = scale_values(format);
@@ -137,8 +137,8 @@ impl<const B: usize> BlockBatch<B> {
                     *value = f32::from_bits(magnitude.to_bits() | wide as u32 & 0x8000_0000);
                 }
                 for block in 0..BATCH {
-                    // Opaque to the compiler, which would otherwise vectorize this loop over blocks
-                    // by gathering and scattering their values, not the one within a block.
+                    // Opaque to the compiler: it would vectorize this loop over blocks, gathering
+                    // and scattering their values, instead of the loop within a block.
                     let block = black_box(block);
                     let (half_scale, decode) = (half_scales[block], self.decode[block]);
                     for value in &mut values[block * B..][..B] {
@@ -187,7 +187,7 @@ impl<const B: usize> BlockBatch<B> {
     }
 }
 
-/// -0 to +0, everything else to itself: the references that compare with zero lose its sign.
+/// Turns -0 into +0 and keeps everything else: references that compare with zero lose its sign.
 #[inline(always)]
 pub(super) fn positive_zero(value: f32) -> f32 {
     if value == 0.0 { 0.0 } else { value }
@@ -198,7 +198,7 @@ fn zero_if_nan(value: f32) -> f32 {
     if value.is_nan() { 0.0 } else { value }
 }
 
-/// Moves the low nibbles of eight bytes together, the first lowest.
+/// Packs the low nibbles of eight bytes, the first lowest.
 #[inline(always)]
 fn pack_nibbles(bytes: u64) -> u32 {
     let pairs = (bytes | bytes >> 4) & 0x00FF_00FF_00FF_00FF;

@@ -1,5 +1,5 @@
-//! Scales and codes together by coordinate descent on `r^T H r`, of a batch of blocks: the
-//! definition is in `reference/coordinate_descent.rs`.
+//! Coordinate descent on `r^T H r` over scales and codes, for a batch of blocks.
+//! `reference/coordinate_descent.rs` is the definition.
 
 use super::hessian::{Descent, Line, Lines, cost};
 use super::simd_batch::{BATCH, BlockBatch};
@@ -12,7 +12,7 @@ use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
-    /// The scales and elements that coordinate descent ends with.
+    /// Runs coordinate descent. Returns the final scales and elements.
     #[inline(always)]
     pub(super) fn search_coordinate_descent<const FORMAT: usize>(
         &self,
@@ -28,8 +28,8 @@ impl<const B: usize> BlockBatch<B> {
         let mut elements = [[0.0; BATCH]; B];
         let mut best_elements = elements;
         let by = (scheme.rule, hessian, &steps);
-        // The rule's own scale first, then all from the largest down, by one loop: what is inlined
-        // in it is long.
+        // The rule's own scale first, then all from the largest down. One loop, because its inlined
+        // body is long.
         let (mut codes, mut is_own) = (descent.own, true);
         loop {
             let costs = self.descend::<FORMAT>(by, &descent, &codes, &mut elements);
@@ -53,8 +53,9 @@ impl<const B: usize> BlockBatch<B> {
         (descent.best_code, best_elements)
     }
 
-    /// The costs that descent from the nearest elements ends with, and the elements; infinite where
-    /// it cannot be better than the best. `steps` are the reciprocals of the diagonal of H.
+    /// Descends from the nearest elements. Returns the final costs, infinite where a scale cannot
+    /// be better than the best, and writes the elements. `steps` are the reciprocals of the
+    /// diagonal of H.
     #[inline(always)]
     fn descend<const FORMAT: usize>(
         &self,
@@ -87,7 +88,7 @@ impl<const B: usize> BlockBatch<B> {
     }
 }
 
-/// Sweeps over the elements until none changes in a block that counts.
+/// Sweeps over the elements until none changes in a block with `counts` set.
 #[inline(always)]
 fn sweep<const B: usize>(
     nearest: &Lines<B>,

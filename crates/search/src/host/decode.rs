@@ -1,4 +1,4 @@
-//! Packed rows, decoded a group of codes at a time by what an instruction set has for it.
+//! Decoding of packed rows, a group of codes at a time, with the instructions of the processor.
 
 #[cfg(target_arch = "x86_64")]
 use core::any::Any;
@@ -16,14 +16,14 @@ use super::dequantize::PackedView;
 use super::scale_grid::scale_values;
 use crate::e2m1::twice_element;
 
-/// Channels that are decoded together: two codes of each of 16 bytes.
+/// Number of channels decoded together: two codes of each of 16 bytes.
 pub(super) const GROUP: usize = 32;
 
-/// A packed row with so many blocks in a group.
+/// A packed row with `BLOCKS` blocks in a group.
 pub(super) struct PackedRow<'a, const BLOCKS: usize> {
     pub(super) codes: &'a [u8],
     pub(super) scales: &'a [u8],
-    /// Of the codes of scales.
+    /// Values of the scales, by code.
     values: &'a [f32; 256],
     pub(super) tensor_scale: f32,
 }
@@ -41,8 +41,8 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
         }
     }
 
-    /// `element x block scale` of a group: of every byte the lower code first, all of these before
-    /// the others.
+    /// Decodes `element x block scale` of a group: the lower codes of all bytes first, then the
+    /// upper ones.
     #[inline(always)]
     pub(super) fn decode<S: Simd>(
         &self,
@@ -56,7 +56,8 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
         decoded
     }
 
-    /// [`decode`](Self::decode) of a group by its number; zeros beyond the last channel.
+    /// Decodes a group by its number, as [`decode`](Self::decode) does; zeros beyond the last
+    /// channel.
     #[inline(always)]
     pub(super) fn group<S: Simd>(&self, simd: S, group: usize) -> [f32; GROUP] {
         let codes = &self.codes[group * GROUP / 2..];
@@ -71,8 +72,8 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
     }
 }
 
-/// The elements of 16 bytes, the lower codes first, times a factor for each half of the bytes:
-/// looked up in a register where an instruction set can.
+/// Multiplies the elements of 16 bytes, the lower codes first, by a factor for each half of the
+/// bytes. Looks elements up in a register if the instruction set can.
 #[inline(always)]
 fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], decoded: &mut [f32]) {
     let (even, odd) = decoded.split_at_mut(GROUP / 2);
@@ -118,7 +119,7 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
     for (half, factor) in factors.into_iter().enumerate() {
         for index in half * GROUP / 4..(half + 1) * GROUP / 4 {
             let code = u32::from(codes[index]);
-            // The half of a scale is exact, and found once.
+            // Half a scale is exact, and computed once.
             even[index] = twice_element(code) * (0.5 * factor);
             odd[index] = twice_element(code >> 4) * (0.5 * factor);
         }

@@ -1,4 +1,4 @@
-//! From codes and scales to values, and how far these are from the original.
+//! From codes and scales to values, and the error of these values.
 
 use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
 use pulp::NullaryFnOnce;
@@ -10,13 +10,13 @@ use super::simd_batch::{BATCH, BlockBatch, Order};
 use super::view::View;
 use crate::error::SearchError;
 
-/// A quantized tensor in borrowed host memory, as every function of the host engine takes it; see
-/// [`Packed`] for one that owns its memory.
+/// Borrows a quantized tensor in host memory, for the functions of the host engine; [`Packed`] owns
+/// its memory.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedView<'a> {
-    /// What the bits mean.
+    /// Format of the codes and scales.
     pub format: Fp4Format,
-    /// Elements that share a block scale, 16 or 32.
+    /// Number of elements that share a block scale, 16 or 32.
     pub block_size: usize,
     /// `[rows, axis / 2]` bytes.
     pub codes: &'a [u8],
@@ -68,10 +68,10 @@ impl PackedView<'_> {
     }
 }
 
-/// Writes the values of a packed tensor: f32 as the oracle's bits, narrower types rounded once.
+/// Writes the values of a packed tensor: the oracle's bits in f32, rounded once to narrower types.
 ///
 /// # Errors
-/// A block size that the format does not allow or the axis is not a multiple of, or a slice of the
+/// A block size that the format does not allow or that does not divide the axis, or a slice of the
 /// wrong length.
 pub fn dequantize<T: HostElement>(
     packed: PackedView<'_>,
@@ -93,9 +93,9 @@ pub fn dequantize<T: HostElement>(
     Ok(())
 }
 
-/// The sum of squared differences between a tensor and its packed form, and the sum of its squares,
-/// in f64 and in an order that does not depend on the number of threads. A value that is infinite
-/// once it is written in the type of the tensor is infinitely far away.
+/// Sums the squared differences between a tensor and its packed form, and the squares of the
+/// tensor, in f64 and in an order that does not depend on the number of threads. A value that
+/// overflows the type of the tensor counts as infinite.
 ///
 /// # Errors
 /// As [`dequantize`].
@@ -129,7 +129,7 @@ fn slab_len(view: View, block_size: usize) -> usize {
     if view.inner == 1 {
         view.axis * (TASK / view.axis).max(1)
     } else {
-        // As many blocks of the axis as divide it evenly, up to 8: their codes share cache lines.
+        // Up to 8 blocks of the axis, if they divide it evenly: their codes share cache lines.
         let blocks = view.axis / block_size;
         let together = [8, 4, 2].into_iter().find(|&n| blocks.is_multiple_of(n)).unwrap_or(1);
         together * block_size * view.inner
@@ -144,11 +144,11 @@ struct Slab<'a> {
     first: usize,
 }
 
-/// What becomes of dequantized batches. A trait rather than a closure, because only a function can
-/// be `inline(always)`, and so be compiled for the instruction set of its caller.
+/// Consumes dequantized batches. A trait instead of a closure, because only a function can be
+/// `inline(always)`, and so compiled for the instruction set of its caller.
 trait Sink<const B: usize> {
-    /// Takes `n` blocks of the slab, the first starting at value `start`; they follow each other,
-    /// or are columns next to each other.
+    /// Takes `n` blocks of the slab, the first starting at value `start`. They follow each other,
+    /// or are adjacent columns.
     fn take(&mut self, batch: &BlockBatch<B>, start: usize, n: usize);
 }
 
@@ -175,8 +175,8 @@ impl Slab<'_> {
                 sink.take(&batch, start * B, n);
             }
         } else {
-            // Neighbouring batches share the lines of the dense tensor, the blocks of a row those of
-            // its codes: a window of both stays cached.
+            // Neighbouring batches share cache lines of the dense tensor, and the blocks of a row
+            // share lines of the codes. A window of both stays cached.
             const WINDOW: usize = 8 * BATCH;
             for window in (0..inner).step_by(WINDOW) {
                 for line in (0..len / inner).step_by(B) {
@@ -250,7 +250,7 @@ impl<T: HostElement, const B: usize> NullaryFnOnce for SquaredError<'_, T, B> {
     }
 }
 
-/// Sums that grow side by side: in one sum every value would wait for the one before it.
+/// Number of sums in parallel: with one sum every value would wait for the one before it.
 const LANES: usize = 8;
 
 struct Compare<'a, T, const B: usize> {
@@ -260,8 +260,8 @@ struct Compare<'a, T, const B: usize> {
     sums: [[f64; LANES]; 2],
 }
 
-/// Adds the squares of differences, and of the exact values, of as many values as there are lanes
-/// or fewer. Values from `overflow` on are infinite in the dtype that they are written in.
+/// Adds the squares of differences, and of the exact values, for up to `LANES` values. Values from
+/// `overflow` on are infinite in the type that they are written in.
 #[inline(always)]
 fn add_squares(sums: &mut [[f64; LANES]; 2], exact: &[f32], values: &[f32], overflow: f32) {
     let [errors, energies] = sums;
@@ -279,8 +279,8 @@ impl<T: HostElement, const B: usize> Sink<B> for Compare<'_, T, B> {
     #[inline(always)]
     fn take(&mut self, batch: &BlockBatch<B>, start: usize, n: usize) {
         let values = &self.values[start..];
-        // The first blocks of the batch, or the first columns of each line: what is behind them is
-        // of the batch before.
+        // The first blocks of the batch, or the first columns of each line: the rest is left from
+        // the batch before.
         let (line, used) = if self.inner == 1 { (BATCH * B, n * B) } else { (BATCH, n) };
         if self.inner == 1 {
             T::read(&values[..n * B], &mut self.original.values_mut()[..n * B]);

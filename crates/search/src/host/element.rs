@@ -1,23 +1,23 @@
-//! The float types that the host engine reads and writes.
+//! [`HostElement`]: the float types that the host engine reads and writes.
 
 use burn_fp4_formats::{bf16, f16};
 use half::slice::HalfFloatSliceExt;
 
-/// A float type the host engine reads and writes.
+/// A float type that the host engine reads and writes.
 ///
 /// Arithmetic is f32 for all of them: reading is exact, writing rounds once to nearest even.
 pub trait HostElement: Copy + Send + Sync + Default + 'static {
-    /// The bits of a value.
+    /// Integer type of the bits.
     type Bits: Copy + Ord + Default + Send;
 
-    /// The least f32 magnitude that becomes infinite once it is written.
+    /// Smallest f32 magnitude that becomes infinite when written.
     const OVERFLOW: f32;
 
-    /// The bits without the sign. They order as the magnitudes do, NaN above infinity.
+    /// Returns the bits without the sign. They order like the magnitudes, with NaN above infinity.
     fn magnitude(self) -> Self::Bits;
-    /// The value with these bits.
+    /// Returns the value with these bits.
     fn from_bits(bits: Self::Bits) -> Self;
-    /// The value in f32.
+    /// Converts the value to f32.
     fn to_f32(self) -> f32;
     /// Reads a slice into f32.
     fn read(source: &[Self], target: &mut [f32]);
@@ -76,7 +76,8 @@ impl HostElement for bf16 {
             *target = source.to_f32();
         }
     }
-    /// Branch-free, so that it vectorizes; a NaN stays one because its quiet bit survives.
+    /// Writes without branches, so that the compiler vectorizes it. A NaN stays one because its
+    /// quiet bit survives.
     #[inline(always)]
     fn write(source: &[f32], target: &mut [Self]) {
         for (target, source) in target.iter_mut().zip(source) {

@@ -10,18 +10,18 @@ use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::scheme::Fp4Scheme;
 
-/// What fake quantization dequantizes to.
+/// Sets the values that fake quantization computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum DequantTarget {
-    /// To values: `(element x block scale) x tensor scale`.
+    /// `(element x block scale) x tensor scale`.
     #[default]
     Full,
-    /// To `element x block scale`, which bf16 and even shorter floats hold exactly: what a product
-    /// of quantized matrices multiplies, before it is multiplied by both tensor scales.
+    /// `element x block scale`, exact in bf16 and even shorter floats. Products of quantized
+    /// matrices multiply these values, then the sums by both tensor scales.
     WithoutTensorScale,
 }
 
-/// Writes what [`dequantize`] makes of what [`quantize`](super::quantize) makes of the values.
+/// Quantizes values as [`quantize`](super::quantize) does, and writes the result of [`dequantize`].
 ///
 /// # Errors
 /// As [`quantize`](super::quantize).

@@ -9,8 +9,8 @@ use crate::method::ErrorMetric;
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
-    /// Amax on element 6, or on 4, for the first `n` blocks or their tiles. Each error is summed in
-    /// element order.
+    /// Chooses amax on element 6, or on 4, for the first `n` blocks or their tiles. Each error is
+    /// summed in element order.
     #[inline(always)]
     pub(super) fn search_four_over_six<const FORMAT: usize>(
         &mut self,

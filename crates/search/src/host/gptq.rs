@@ -1,14 +1,14 @@
-//! GPTQ: every rounding error is propagated to the weights that are still to be rounded.
+//! GPTQ: propagates every rounding error to the weights that are still to be rounded.
 //!
 //! With `H = X^T X`, the cost is `(w - q)^T H (w - q)` over a whole row, not over its blocks one by
 //! one. Blocks of input channels are taken one after the other:
 //!
-//! 1. `weighted_scales`: the scales of a block are chosen for the weights as they are by then.
+//! 1. `weighted_scales`: the scales of a block are chosen for the current weights.
 //! 2. `round_block`: its channels are rounded in turn, each error propagated to the channels that
 //!    follow by the Cholesky factor U of `H^-1 = U^T U` (Frantar et al., arXiv 2210.17323).
 //! 3. `improve`: sweeps go over the blocks again, with `R = (w - q) H` kept up to date. Every code
 //!    may move to its best value while all others stay (`move_codes`), and every block may choose
-//!    scale and codes anew (`choose_anew`).
+//!    scale and codes again (`choose_anew`).
 //!
 //! Rows are independent of each other, so they are done in parallel.
 
@@ -33,7 +33,8 @@ impl Gptq {
     /// matrix.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate), [`hessian_factor`](Self::hessian_factor) and [`HessianFactor::quantize`].
+    /// As [`validate`](Self::validate), [`hessian_factor`](Self::hessian_factor) and
+    /// [`HessianFactor::quantize`].
     pub fn quantize(
         &self,
         values: &[f32],
@@ -53,8 +54,8 @@ impl Gptq {
 impl HessianFactor {
     /// Quantizes a weight `[rows, channels]`.
     ///
-    /// `scheme` says format, rule and tensor scale; its search is not used. `amax` is that of
-    /// [`amax`](super::amax).
+    /// `scheme` sets the format, rule and tensor scale; its search is not used. `amax` is the
+    /// result of [`amax`](super::amax).
     ///
     /// # Errors
     /// As [`Gptq::validate`]; lengths that do not fit, or a value that is not finite.
@@ -85,7 +86,7 @@ impl HessianFactor {
     }
 }
 
-/// A weight on its way, its channels in the order in which they are rounded.
+/// A partly rounded weight, its channels in the order in which they are rounded.
 struct Rounded<'a> {
     hessian_factor: &'a HessianFactor,
     scheme: &'a Fp4Scheme,
@@ -93,8 +94,8 @@ struct Rounded<'a> {
     factors: Vec<TensorFactor>,
     rows: usize,
     cols: usize,
-    /// What is to be approximated, `[rows, cols]`; while rounding, with the errors so far
-    /// propagated to it.
+    /// Values to approximate, `[rows, cols]`; while rounding, with the errors so far propagated to
+    /// them.
     weights: Vec<f32>,
     original: Vec<f32>,
     /// E2M1 values of the codes, `[rows, cols]`.
@@ -103,7 +104,7 @@ struct Rounded<'a> {
     scales: Vec<u8>,
 }
 
-/// The factor of a row, where there may be one for all.
+/// Returns the factor of a row, of one factor for all or one for each.
 fn of_row(factors: &[TensorFactor], row: usize) -> TensorFactor {
     if factors.len() == 1 { factors[0] } else { factors[row] }
 }
@@ -135,12 +136,12 @@ impl<'a> Rounded<'a> {
         }
     }
 
-    /// What a scale multiplies elements with in a row.
+    /// Returns the multiplier of elements in a row with this scale.
     fn scale_value(&self, row: usize, scale: u8) -> f32 {
         self.scheme.format().row().block_scale.decode(scale) * of_row(&self.factors, row).decode
     }
 
-    /// Rounds block after block, each error propagated to the channels that follow.
+    /// Rounds block after block, and propagates each error to the channels that follow.
     fn round(&mut self) -> Result<(), SearchError> {
         let factor = self.hessian_factor.factor();
         let (cols, size) = (self.cols, self.scheme.block_size);
@@ -160,8 +161,8 @@ impl<'a> Rounded<'a> {
         Ok(())
     }
 
-    /// The scales of a block of the weights as they are, for errors weighted by `1 / U_ii^2`: what
-    /// they cost after the channels that follow have been adapted.
+    /// Chooses the scales of a block of the current weights, with errors weighted by `1 / U_ii^2`:
+    /// their cost after the channels that follow have been adapted.
     fn weighted_scales(&self, block: usize) -> Result<Vec<u8>, SearchError> {
         let (factor, size) = (self.hessian_factor.factor(), self.scheme.block_size);
         let weights: Vec<f32> = (block..block + size)
@@ -173,13 +174,13 @@ impl<'a> Rounded<'a> {
         Ok(scales)
     }
 
-    /// A block of columns, `[rows, block_size]`.
+    /// Copies a block of columns, `[rows, block_size]`.
     fn columns(&self, matrix: &[f32], block: usize) -> Vec<f32> {
         let size = self.scheme.block_size;
         matrix.chunks_exact(self.cols).flat_map(|row| &row[block..block + size]).copied().collect()
     }
 
-    /// Scales and packed codes of a block of columns `[rows, block_size]`.
+    /// Chooses scales and packed codes of a block of columns `[rows, block_size]`.
     fn choose(
         &self,
         targets: &[f32],
@@ -192,7 +193,7 @@ impl<'a> Rounded<'a> {
     }
 
     /// Rounds the channels of a block in turn. Their errors are propagated to the rest of the
-    /// group, and left in `errors` for the channels beyond it.
+    /// group, and left in `errors` for the channels beyond the group.
     fn round_block(
         &mut self,
         block: usize,
@@ -262,9 +263,8 @@ impl<'a> Rounded<'a> {
         Ok(())
     }
 
-    /// Lets `improve` change one block after the other and brings the residuals up to date. It
-    /// takes the residuals of its block, `[rows, block_size]`, and writes the changes of the
-    /// values.
+    /// Lets `improve` change one block after the other, and updates the residuals. `improve` takes
+    /// the residuals of its block, `[rows, block_size]`, and writes the changes of the values.
     fn sweep(
         &mut self,
         residuals: &mut [f32],
@@ -335,7 +335,7 @@ impl<'a> Rounded<'a> {
             });
     }
 
-    /// Searches scale and codes of a block anew, given the errors of all other blocks.
+    /// Chooses scale and codes of a block again, given the errors of all other blocks.
     fn choose_anew(
         &mut self,
         block: usize,
@@ -352,7 +352,7 @@ impl<'a> Rounded<'a> {
                 elements.iter().map(move |element| element * value)
             })
             .collect();
-        // Where the cost, a quadratic form around the target, would be 0.
+        // The minimum of the cost, a quadratic form, where it is 0.
         let mut targets = now.clone();
         let inverse = Matrix::row_major(inverse, size, size);
         add_product(&mut targets, size, 1.0, Matrix::row_major(residuals, rows, size), inverse);
@@ -387,7 +387,7 @@ impl<'a> Rounded<'a> {
         Ok(())
     }
 
-    /// Codes and scales, their channels back where they came from.
+    /// Packs codes and scales, their channels back in the order of the weight.
     fn packed(&self) -> Packed {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let blocks = cols / size;
@@ -412,8 +412,8 @@ impl<'a> Rounded<'a> {
     }
 }
 
-/// Rows `from ..` of a square matrix `[n, n]`, `width` of them: how steps of as many channels
-/// propagate to the others.
+/// Borrows `width` rows of a square matrix `[n, n]`, starting at `from`: they propagate the steps
+/// of as many channels to the others.
 struct Spread<'a> {
     matrix: &'a [f32],
     n: usize,
@@ -422,8 +422,8 @@ struct Spread<'a> {
 }
 
 impl Spread<'_> {
-    /// Subtracts the product of the first `width` columns of `steps` with it from some columns of
-    /// `target [rows, n]`.
+    /// Subtracts the product of the first `width` columns of `steps` and these rows from some
+    /// columns of `target [rows, n]`.
     fn subtract(&self, target: &mut [f32], cols: core::ops::Range<usize>, steps: &[f32]) {
         let rows = target.len() / self.n;
         let steps = Matrix::row_major(steps, rows, steps.len() / rows);
@@ -434,7 +434,7 @@ impl Spread<'_> {
     }
 }
 
-/// `(a - b)^T H (a - b)`.
+/// Computes `(a - b)^T H (a - b)`.
 fn distance(hessian: &[f32], a: &[f32], b: &[f32]) -> f32 {
     let errors: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
     let rows = hessian.chunks_exact(errors.len()).zip(&errors);

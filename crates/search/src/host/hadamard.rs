@@ -12,12 +12,12 @@ use crate::hadamard::Hadamard;
 
 const SIZE: usize = Hadamard::SIZE;
 
-/// Columns that are transformed together.
+/// Number of columns transformed together.
 const COLUMNS: usize = 64;
 
-/// Transforms every 16 neighbours along an axis, or back: `y = x T` or, as the inverse of an
-/// orthogonal matrix is its transpose, `x = y T^T`. Each sum is made in f32 by fused multiply-adds
-/// in the order of the terms, and rounded once.
+/// Transforms every 16 neighbours along an axis, `y = x T`, or back: `x = y T^T`, because the
+/// inverse of an orthogonal matrix is its transpose. Each sum uses fused multiply-adds in f32 in
+/// the order of the terms, and is rounded once.
 ///
 /// # Errors
 /// [`SearchError::Format`] if 16 does not divide the axis, or for an output of another length.
@@ -54,7 +54,7 @@ pub fn hadamard<T: HostElement>(
 struct Transform<'a, T> {
     values: &'a [T],
     inner: usize,
-    /// By what each term is multiplied in each sum.
+    /// Factor of each term in each sum.
     matrix: &'a [[f32; SIZE]; SIZE],
     output: &'a mut [T],
 }

@@ -1,5 +1,5 @@
-//! The scales with the smallest `r^T H r` of the nearest codes, of a batch of blocks: the
-//! definition, and why the search may stop early, are in `reference/hessian.rs`.
+//! The scales with the smallest `r^T H r` of the nearest codes, for a batch of blocks.
+//! `reference/hessian.rs` is the definition, and explains why the search may stop early.
 
 use super::scale_grid::Scales;
 use super::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
@@ -9,19 +9,19 @@ use crate::importance::BlockHessian;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 
-/// A value of every block of a batch.
+/// One value for every block of a batch.
 pub(super) type Line = [f32; BATCH];
 
-/// Values of every element of a batch.
+/// One value for every element of a batch.
 pub(super) type Lines<const B: usize> = [Line; B];
 
-/// A search over scales by `r^T H r`, from the smallest that rounds every element to zero down to
-/// where no smaller one can be better.
+/// Searches scales by `r^T H r`, from the smallest that rounds every element to zero down to where
+/// no smaller one can be better.
 pub(super) struct Descent<const B: usize> {
     pub(super) normalizations: BlockNormalizations,
-    /// The elements in the units of their block.
+    /// The normalized elements.
     scaled: Lines<B>,
-    /// Their magnitudes times the bound of their row.
+    /// Magnitudes of the normalized elements times the bound of their row.
     bounded: Lines<B>,
     pub(super) code: [u32; BATCH],
     /// The rule's own scales.
@@ -87,7 +87,7 @@ impl<const B: usize> Descent<B> {
         Self { normalizations, scaled, bounded, code, own, active, best, best_code: own }
     }
 
-    /// The E2M1 values nearest to the elements, as the rule rounds them.
+    /// Returns the E2M1 values nearest to the elements, rounded by the rule.
     #[inline(always)]
     pub(super) fn nearest(
         &self,
@@ -102,7 +102,7 @@ impl<const B: usize> Descent<B> {
         }
     }
 
-    /// The errors of E2M1 values, in the units of their block.
+    /// Computes the errors of E2M1 values, normalized.
     #[inline(always)]
     pub(super) fn errors(&self, elements: &Lines<B>, values: &Line) -> Lines<B> {
         let mut errors = [[0.0; BATCH]; B];
@@ -115,7 +115,7 @@ impl<const B: usize> Descent<B> {
         errors
     }
 
-    /// Which blocks a scale with at least these errors may improve.
+    /// Returns the blocks that a scale with at least these errors may improve.
     #[inline(always)]
     pub(super) fn possible(&self, errors: &Lines<B>, hessian: BlockHessian<'_>) -> [bool; BATCH] {
         let mut largest = [0.0f32; BATCH];
@@ -129,7 +129,7 @@ impl<const B: usize> Descent<B> {
         })
     }
 
-    /// Takes the costs where they are better, and says where.
+    /// Takes the costs that are better, and returns the blocks with such.
     #[inline(always)]
     pub(super) fn keep_better(&mut self, costs: &Line, possible: &[bool; BATCH]) -> [bool; BATCH] {
         let mut kept = [false; BATCH];
@@ -144,7 +144,7 @@ impl<const B: usize> Descent<B> {
         kept
     }
 
-    /// Goes on to the next smaller scale, or ends where none can be better.
+    /// Moves on to the next smaller scale; ends where none can be better.
     #[inline(always)]
     pub(super) fn advance<const FORMAT: usize>(
         &mut self,
@@ -186,7 +186,7 @@ fn nearest_by<const B: usize>(
     nearest
 }
 
-/// `r^T H r` of every block, in the order of [`BlockHessian::cost`].
+/// Computes `r^T H r` of every block, in the order of [`BlockHessian::cost`].
 #[inline(always)]
 pub(super) fn cost<const B: usize>(errors: &Lines<B>, hessian: BlockHessian<'_>) -> Line {
     let mut costs = [0.0; BATCH];

@@ -1,4 +1,4 @@
-//! The product of an input and a packed weight, decoded on the way.
+//! The product of an input and a packed weight, which is decoded on the fly.
 
 use core::array::from_fn;
 
@@ -13,24 +13,26 @@ use super::element::HostElement;
 use super::view::View;
 use crate::error::SearchError;
 
-/// Packed rows that are decoded, and multiplied by rows of the input, at a time.
+/// Number of packed rows that are decoded, and multiplied by rows of the input, at a time.
 const ROWS: usize = 4;
-/// Rows of the input that they are multiplied by at a time.
+/// Number of rows of the input that are multiplied at a time.
 const INPUTS: usize = 4;
-/// Packed rows that are decoded before the input is read again.
+/// Number of packed rows that are decoded before the input is read again.
 const DECODED: usize = 4 * ROWS;
-/// Packed rows that are decoded side by side where the input is read once.
+/// Number of packed rows decoded side by side if the input is read once.
 const TOGETHER: usize = 2;
-/// Packed rows per parallel task.
+/// Number of packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
-/// Multiplications that one thread ends before another one would have woken up: about 10 us.
+/// Number of multiplications that one thread completes before another one would have woken up:
+/// about 10 us.
 const ONE_THREAD: usize = 1 << 17;
 
-/// `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs` rows of
-/// `channels` elements, without its dense values: `[inputs, outputs]`, sums in f32, rounded once.
+/// Computes `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs`
+/// rows of `channels` elements, without its dense values: `[inputs, outputs]`, summed in f32 and
+/// rounded once.
 ///
 /// # Errors
-/// A block size that the format does not allow or the channels are not a multiple of, or a slice of
+/// A block size that the format does not allow or that does not divide the channels, or a slice of
 /// the wrong length.
 pub fn matmul<T: HostElement>(
     input: &[T],
@@ -58,16 +60,16 @@ pub fn matmul<T: HostElement>(
     Ok(())
 }
 
-/// `weight x input^T`, `[outputs, inputs]`. Not generic, so that it is compiled once.
+/// Computes `weight x input^T`, `[outputs, inputs]`. Not generic, so that it is compiled once.
 fn multiply(
     input: &Interleaved,
     weight: PackedView<'_>,
     [outputs, channels]: [usize; 2],
 ) -> Vec<f32> {
     let inputs = input.rows;
-    // A row for each of the weight: the tasks write contiguous memory.
+    // A row for each row of the weight: the tasks write contiguous memory.
     let mut products = vec![0.0; outputs * inputs];
-    // Where the input is read once, nothing of what is decoded is kept.
+    // If the input is read once, decoded values are not kept.
     let rows = if inputs <= INPUTS { 0 } else { DECODED };
     let memory = || vec![0.0; rows * input.len];
     let multiply = |decoded: &mut Vec<f32>, first, products: &mut [f32]| {
@@ -84,12 +86,12 @@ fn multiply(
     products
 }
 
-/// An input in f32, in the order in which codes are decoded: of every 32 channels first the even
-/// ones. Zeros complete the last.
+/// Holds an input in f32, in the order of decoded codes: of every 32 channels the even ones first.
+/// Zeros complete the last group.
 struct Interleaved {
     values: Vec<f32>,
     rows: usize,
-    /// Values of a row.
+    /// Number of values of a row.
     len: usize,
 }
 
@@ -119,7 +121,7 @@ impl Interleaved {
     }
 }
 
-/// The products of packed rows from `first` on.
+/// Computes the products of packed rows from `first` on.
 struct Products<'a> {
     input: &'a Interleaved,
     weight: PackedView<'a>,
@@ -143,7 +145,7 @@ impl WithSimd for Products<'_> {
 }
 
 impl Products<'_> {
-    /// Of a weight with so many blocks in a group.
+    /// Multiplies a weight with `BLOCKS` blocks in a group.
     #[inline(always)]
     fn in_blocks<S: Simd, const BLOCKS: usize>(self, simd: S) {
         match self.input.rows {
@@ -155,7 +157,7 @@ impl Products<'_> {
         }
     }
 
-    /// Of so few rows of the input that nothing decoded is read again.
+    /// Multiplies an input with few rows, so that nothing decoded is read again.
     #[inline(always)]
     fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
         let Self { input, weight, channels, first, products, .. } = self;
@@ -175,7 +177,7 @@ impl Products<'_> {
         }
     }
 
-    /// Of any input.
+    /// Multiplies an input with any number of rows.
     #[inline(always)]
     fn decoded<S: Simd, const BLOCKS: usize>(self, simd: S) {
         let Self { input, weight, channels, first, decoded, products } = self;
@@ -219,14 +221,14 @@ impl Products<'_> {
     }
 }
 
-/// The sums of products of each row of the input with each of the weight.
+/// Sums the products of each row of the input with each row of the weight.
 #[inline(always)]
 fn dots<S: Simd, const M: usize>(
     simd: S,
     weights: [&[f32]; ROWS],
     inputs: [&[f32]; M],
 ) -> [[f32; ROWS]; M] {
-    // Both are a multiple of any vector.
+    // Both lengths are multiples of any vector.
     let weights = weights.map(|row| S::as_simd_f32s(row).0);
     let inputs = inputs.map(|row| S::as_simd_f32s(row).0);
     let len = weights[0].len();
@@ -242,7 +244,7 @@ fn dots<S: Simd, const M: usize>(
     reduced::<S, ROWS, M>(simd, sums)
 }
 
-/// [`dots`] of rows that are decoded on the way: the same sums, in the same order.
+/// Computes [`dots`] of rows that are decoded on the fly: the same sums, in the same order.
 #[inline(always)]
 fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     simd: S,
@@ -259,7 +261,7 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
             }
         }
     };
-    // With lengths known, no bounds are checked in between.
+    // Known lengths avoid bounds checks in the loop.
     let whole = weights[0].codes.len() / (GROUP / 2);
     let codes: [_; TOGETHER] = from_fn(|row| &weights[row].codes.as_chunks().0[..whole]);
     let scales: [_; TOGETHER] = from_fn(|row| &weights[row].scales.as_chunks().0[..whole]);
@@ -279,7 +281,7 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     reduced::<S, TOGETHER, M>(simd, sums)
 }
 
-/// The sum of each vector. Loops: closures given to `map` are compiled without the instructions of
+/// Sums each vector. Loops instead of `map`: its closures are compiled without the instructions of
 /// `S`, so that every intrinsic in them is a call.
 #[inline(always)]
 fn reduced<S: Simd, const N: usize, const M: usize>(
@@ -301,12 +303,12 @@ mod tests {
 
     use super::*;
 
-    /// Also where the last group is not whole, and the last rows of the weight are fewer than are
-    /// decoded together.
+    /// Includes a last group that is not whole, and fewer last rows of the weight than are decoded
+    /// together.
     #[test]
     fn sums_do_not_depend_on_how_many_rows_there_are() {
         const INPUT_ROWS: usize = 9;
-        // The last is more than one thread is given.
+        // The last shape exceeds the limit of one thread.
         let shapes = [(16, 80, 37), (16, 96, 40), (32, 96, 37), (16, 4096, 37)];
         for (block_size, channels, outputs) in shapes {
             let codes: Vec<_> =

@@ -1,27 +1,28 @@
 //! The host engine: the bits of the reference quantizer, with SIMD chosen at run time and with
 //! threads, along any axis, without materializing anything but its output.
 //!
-//! Values pass through a batch of 32 blocks that stays in the first-level cache; only how a batch
-//! is read and written knows along which axis the blocks run. Each search has a file with the name
-//! of its file in `reference/`.
+//! Values pass through a batch of 32 blocks that stays in the first-level cache. Only the functions
+//! that read and write a batch depend on the axis of the blocks. Each search has a file with the
+//! name of its file in `reference/`.
 //!
-//! | file                      | what it holds                                                    |
-//! |---------------------------|------------------------------------------------------------------|
-//! | `quantize.rs`             | from a tensor to batches, from batches to codes and scales         |
-//! | `dequantize.rs`           | back, and the squared error                                      |
-//! | `fake_quantize.rs`        | both in one call                                                 |
-//! | `simd_batch.rs`, `tile_reduce.rs`     | the batch, and tiles of 16 of its blocks                         |
-//! | `amax.rs`                 | amax, and the rule's scales and multipliers                      |
-//! | `choose.rs`               | a batch's search, by the scheme                                  |
-//! | `scale_grid.rs`           | the arithmetic of block scales                                   |
-//! | `codes.rs`                | rounding to codes, and decoding them                             |
-//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches on a batch    |
-//! | `admm.rs`, `solution.rs`  | ADMM, one block at a time                                        |
-//! | `gptq.rs`                 | GPTQ, whose errors propagate from block to block                 |
-//! | `matmul.rs`, `decode.rs`   | products with packed weights, decoded in groups                  |
-//! | `hadamard.rs`             | the Hadamard transform                                           |
-//! | `arch.rs`                 | which instructions                                               |
-//! | `element.rs`, `view.rs`   | f32, bf16 and f16; along which axis blocks run                   |
+//! | file                     | what it holds                                               |
+//! |--------------------------|-------------------------------------------------------------|
+//! | `quantize.rs`            | from a tensor to batches, from batches to codes and scales  |
+//! | `dequantize.rs`          | from codes and scales to values, and the squared error      |
+//! | `fake_quantize.rs`       | both in one call                                            |
+//! | `simd_batch.rs`          | the batch: 32 blocks, an array for every property           |
+//! | `tile_reduce.rs`         | tiles of 16 blocks of a batch                               |
+//! | `amax.rs`                | amax, and the rule's scales and multipliers                 |
+//! | `choose.rs`              | scales and codes of a batch, using the search of the scheme |
+//! | `scale_grid.rs`          | the arithmetic of block scales                              |
+//! | `codes.rs`               | rounding to codes, and decoding them                        |
+//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches |
+//! | `admm.rs`, `solution.rs` | ADMM, one block at a time                                   |
+//! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
+//! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
+//! | `hadamard.rs`            | the Hadamard transform                                      |
+//! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
+//! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
 
 mod admm;
 mod amax;

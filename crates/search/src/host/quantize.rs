@@ -1,4 +1,4 @@
-//! Quantization of a tensor along any axis: which blocks make a batch, and who works on it.
+//! Quantization of a tensor along any axis: its division into tasks and batches.
 
 use burn_fp4_formats::{Packed, TensorScale, check_length};
 use pulp::NullaryFnOnce;
@@ -17,11 +17,11 @@ use crate::rounding::Rounding;
 use crate::scheme::{Blocks, Fp4Scheme};
 use crate::tensor_scale::TensorFactor;
 
-/// Quantizes a tensor into packed rows, given the amax of [`amax`](super::amax), and returns its
+/// Quantizes a tensor into packed rows, given the result of [`amax`](super::amax), and returns its
 /// tensor scale.
 ///
 /// `codes` takes `[packed_rows, axis / 2]` bytes and `scales` `[packed_rows, axis / block_size]`.
-/// The result is bit for bit that of [`quantize_with_amax`](crate::quantize_with_amax).
+/// The result has the bits of [`quantize_with_amax`](crate::quantize_with_amax).
 ///
 /// # Errors
 /// An inconsistent scheme, an axis that the blocks do not divide, or a slice of the wrong length.
@@ -36,11 +36,11 @@ pub fn quantize<T: HostElement>(
     quantize_by_importance(values, view, scheme, amax, Importance::Uniform, codes, scales)
 }
 
-/// [`quantize`] for errors that do not all cost the same; see
+/// Quantizes a tensor as [`quantize`] does, for errors with different costs; see
 /// [`quantize_by_importance`](crate::quantize_by_importance).
 ///
 /// # Errors
-/// As there, and [`SearchError::Importance`] if the search of the scheme takes another kind.
+/// As [`quantize`], and [`SearchError::Importance`] if the search of the scheme takes another kind.
 pub fn quantize_by_importance<T: HostElement>(
     values: &[T],
     view: View,
@@ -80,10 +80,10 @@ pub fn quantize_by_importance<T: HostElement>(
     Ok(scheme.tensor_scale.stored(&factors))
 }
 
-/// [`quantize_by_importance`] into memory of its own.
+/// Quantizes a tensor as [`quantize_by_importance`] does, into memory of its own.
 ///
 /// # Errors
-/// As there.
+/// As [`quantize_by_importance`].
 pub fn quantize_packed<T: HostElement>(
     values: &[T],
     view: View,
@@ -107,7 +107,7 @@ pub fn quantize_packed<T: HostElement>(
     })
 }
 
-/// Packed rows from `first` on, to be made from a dense tensor.
+/// Packed rows from `first` on, to be computed from a dense tensor.
 #[derive(Clone, Copy)]
 struct Rows<'a, T> {
     values: &'a [T],
@@ -124,7 +124,7 @@ impl<T: HostElement> Rows<'_, T> {
         if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
     }
 
-    /// Reads a block of `n` packed rows from `row` on, wherever they lie.
+    /// Reads a block of `n` packed rows from `row` on, along any axis.
     #[inline(always)]
     fn read<const B: usize>(&self, batch: &mut BlockBatch<B>, row: usize, block: usize, n: usize) {
         let View { axis, inner, .. } = self.view;
@@ -177,7 +177,7 @@ impl<T: HostElement, const B: usize> Quantize<'_, T, B>
 where
     BlockBatch<B>: Choose,
 {
-    /// The blocked axis is contiguous: a batch is 32 blocks of one row.
+    /// Quantizes along a contiguous axis: a batch is 32 blocks of one row.
     #[inline(always)]
     fn along_rows(self) {
         let Rows { values, view, scheme, first, .. } = self.task;
@@ -236,8 +236,8 @@ where
         }
     }
 
-    /// The blocked axis is strided, or a search compares neighbouring rows: a batch is one block of
-    /// each of 32 of them.
+    /// Quantizes along a strided axis, or for a search that compares neighbouring rows: a batch is
+    /// one block of each of 32 rows.
     #[inline(always)]
     fn across_rows(self) {
         let Rows { view, scheme, importance, first, .. } = self.task;

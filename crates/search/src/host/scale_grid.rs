@@ -1,8 +1,8 @@
-//! The arithmetic of block scales on a batch of blocks, in loops that the compiler turns into SIMD.
+//! The arithmetic of block scales for a batch of blocks, in loops that the compiler vectorizes.
 //!
 //! A format is a const generic parameter of every function that searches, so that all constants
-//! derived from its row are constants of the compiled loops. What there is to compute is defined in
-//! `crate::scale_grid`; the tests compare with it.
+//! derived from its row are constants of the compiled loops. `crate::scale_grid` is the definition;
+//! the tests compare with it.
 
 use burn_fp4_formats::{Fp4Format, Minifloat, ScaleGrid};
 
@@ -11,16 +11,16 @@ use crate::scale_grid::{
     is_zero, power_of_two, power_of_zeros,
 };
 
-/// Work that is compiled for each format.
+/// A function that is compiled for each format.
 pub(super) trait ByFormat {
-    /// What it returns.
+    /// Type of the result.
     type Output;
 
-    /// Does it for the format with this index among [`Fp4Format::ALL`].
+    /// Runs for the format with this index among [`Fp4Format::ALL`].
     fn run<const FORMAT: usize>(self) -> Self::Output;
 }
 
-/// Does work for a format.
+/// Runs a function for a format.
 #[inline(always)]
 pub(super) fn by_format<W: ByFormat>(format: Fp4Format, work: W) -> W::Output {
     match format {
@@ -29,7 +29,7 @@ pub(super) fn by_format<W: ByFormat>(format: Fp4Format, work: W) -> W::Output {
     }
 }
 
-/// The values of all scales of a format, by code.
+/// Returns the values of all scales of a format, by code.
 #[inline(always)]
 pub(super) fn scale_values(format: Fp4Format) -> &'static [f32; 256] {
     static VALUES: [[f32; 256]; Fp4Format::ALL.len()] = {
@@ -54,7 +54,7 @@ pub(super) struct Scales<const FORMAT: usize>;
 
 impl<const FORMAT: usize> Scales<FORMAT> {
     const ROW: Minifloat = Fp4Format::ALL[FORMAT].row().block_scale;
-    /// How the scales lie on the number line.
+    /// Places the scales on the number line.
     pub(super) const GRID: ScaleGrid = {
         let grid = Fp4Format::ALL[FORMAT].row().scale_grid();
         if let ScaleGrid::PowersOfTwo(row) = grid {
@@ -63,17 +63,17 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         grid
     };
 
-    /// Mantissa bits that an f32 has more than a scale.
+    /// Number of mantissa bits that an f32 has more than a scale.
     const DROPPED: u32 = F32_MANTISSA_BITS - Self::ROW.mantissa_bits;
-    /// The codes of an f32's exponent below those of a scale.
+    /// Number of exponent codes of f32 below the first of a scale.
     const OFFSET: u32 = (F32_BIAS as i32 - Self::ROW.bias) as u32;
     /// The first normal code.
     const FIRST_NORMAL: u32 = 1 << Self::ROW.mantissa_bits;
-    /// Its value.
+    /// The value of the first normal code.
     const SMALLEST_NORMAL: f32 = Self::ROW.decode(Self::FIRST_NORMAL as u8);
     /// The value of code 1, and the distance of subnormal scales.
     const STEP: f32 = Self::ROW.decode(1);
-    /// Where an f32 has this distance from its neighbours.
+    /// The power of two at which neighbouring f32 are one step apart.
     const SUBNORMAL: f32 = Self::STEP * (1 << F32_MANTISSA_BITS) as f32;
     const MAX_CODE: u32 = Self::ROW.max_code() as u32;
     const NAN_CODE: u32 = Self::ROW.nan_code() as u32;
@@ -83,20 +83,20 @@ impl<const FORMAT: usize> Scales<FORMAT> {
     /// The smallest code whose double does not exist.
     const NO_DOUBLE: u32 = Self::MAX_CODE + 1 - Self::FIRST_NORMAL;
 
-    /// The units of a block; see [`BlockNormalization`].
+    /// Normalizes a block; see [`BlockNormalization`].
     #[inline(always)]
     pub(super) fn normalization(amax: f32, encode: f32) -> BlockNormalization {
         BlockNormalization::new(Self::GRID, amax, encode)
     }
 
-    /// Whether a scale is the value 0.
+    /// Returns true if a scale is the value 0.
     #[inline(always)]
     pub(super) fn is_zero(code: u32) -> bool {
         is_zero(Self::GRID, code)
     }
 
-    /// The code and value nearest to a non-negative f32, ties to even, the largest at most, NaN
-    /// kept.
+    /// Rounds a non-negative f32 to the nearest code and its value, ties to even. Saturates at the
+    /// largest scale and keeps NaN.
     #[inline(always)]
     pub(super) fn round(exact: f32) -> (u8, f32) {
         let row = match Self::GRID {
@@ -109,10 +109,10 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         let is_nan = exact.is_nan();
         let clamped = if exact > Self::MAX_VALUE { Self::MAX_VALUE } else { exact };
         let bits = clamped.to_bits();
-        // Just below half a unit in the last place that is kept, and the bit of that place.
+        // Just below half of the last place that is kept, plus the bit of that place.
         let half = (1 << (Self::DROPPED - 1)) - 1 + (bits >> Self::DROPPED & 1);
         let rounded = bits.wrapping_add(half) & !((1 << Self::DROPPED) - 1);
-        // The sum has a unit in the last place of one step.
+        // The last place of the sum is one step.
         let shifted = clamped + Self::SUBNORMAL;
         let small = clamped < Self::SMALLEST_NORMAL;
         let code = if small {
@@ -124,13 +124,13 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         (if is_nan { row.nan_code() } else { code as u8 }, if is_nan { exact } else { value })
     }
 
-    /// The code of the power of two for a block with this amax.
+    /// Returns the code of the power of two for a block with this amax.
     #[inline(always)]
     pub(super) fn power_of_two(amax: f32, rounding: PowerRounding) -> u8 {
         power_of_two(&Self::ROW, amax, rounding)
     }
 
-    /// The value of a code, not NaN, in the units of a block.
+    /// Returns the value of a code, not NaN, relative to the normalization of a block.
     #[inline(always)]
     pub(super) fn value(code: u32, base: u32) -> f32 {
         match Self::GRID {
@@ -148,7 +148,7 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         }
     }
 
-    /// The reciprocal of a power of two; that of the smallest, 2^-127, is 2^126 for the rules.
+    /// Returns the reciprocal of a power of two; for the smallest, 2^-127, the rules take 2^126.
     #[inline(always)]
     pub(super) fn reciprocal_power(code: u32) -> f32 {
         let exponent = 2 * F32_BIAS - code.clamp(1, 2 * F32_BIAS - 1);
@@ -156,8 +156,8 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         if code == Self::NAN_CODE { f32::NAN } else { reciprocal }
     }
 
-    /// The largest code whose value is at most a non-negative f32; of powers of two, -1 if there is
-    /// none.
+    /// Returns the largest code whose value is at most a non-negative f32; -1 if no power of two
+    /// is.
     #[inline(always)]
     fn at_most(value: f32, base: u32) -> i32 {
         match Self::GRID {
@@ -190,8 +190,8 @@ impl<const FORMAT: usize> Scales<FORMAT> {
         }
     }
 
-    /// The scales that an exact search by squared error has to try, for a block whose amax in its
-    /// units is `amax`. Beyond `amax / scale = crest` twice the scale is better.
+    /// Returns the scales that an exact search by squared error has to try, for a block with the
+    /// normalized amax `amax`. Beyond `amax / scale = crest` twice the scale is better.
     #[inline(always)]
     pub(super) fn window(base: u32, amax: f32, crest: f32) -> Window {
         let above = Self::at_most(amax / crest * (1.0 - MARGIN), base);
@@ -225,14 +225,14 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The first scale to try.
+    /// Returns the first scale to try.
     #[inline(always)]
     pub(super) fn first(&self) -> u32 {
         self.high.max(self.odd)
     }
 
-    /// The scale to try after another, in a window up to `high`; less than `low` where there is
-    /// none. Wraps below 0.
+    /// Returns the scale to try after another, in a window up to `high`; less than `low` at the
+    /// end. Wraps below 0.
     #[inline(always)]
     pub(super) fn next(scale: u32, high: u32) -> u32 {
         let step = if scale > high + 1 { 2 } else { 1 };

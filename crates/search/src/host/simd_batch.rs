@@ -1,14 +1,14 @@
-//! A batch of blocks that stays in the first-level cache, and how it is read and written.
+//! [`BlockBatch`]: a batch of blocks that stays in the first-level cache.
 //!
 //! ```text
-//! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    a contiguous axis, as it is read
-//! Order::Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    a strided axis, and every search
+//! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    the order of a contiguous axis
+//! Order::Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    the order of a strided axis, and of searches
 //! ```
 //!
-//! What is computed on it is in loops that the compiler turns into SIMD: no branch depends on the
-//! data and no order of additions matters. Every function is `inline(always)`, so that it is
-//! compiled for the instruction set of its caller. `amax.rs` finds scales, `codes.rs` codes, and
-//! each search has a file of its name.
+//! The compiler vectorizes the loops over a batch: no branch depends on the data and no order of
+//! additions matters. Every function is `inline(always)`, so that it is compiled for the
+//! instruction set of its caller. `amax.rs` computes scales, `codes.rs` codes, and each search has
+//! a file of its name.
 
 use burn_fp4_formats::BLOCK_SIZES;
 
@@ -16,22 +16,23 @@ use super::element::HostElement;
 use super::scale_grid::Scales;
 use crate::tensor_scale::TensorFactor;
 
-/// Blocks of a batch. With f32 values, codes and scales it stays within the first-level cache.
+/// Number of blocks of a batch. With f32 values, codes and scales it stays in the first-level
+/// cache.
 pub(super) const BATCH: usize = 32;
 
 /// Largest block size.
 pub(super) const MAX_BLOCK: usize = BLOCK_SIZES[BLOCK_SIZES.len() - 1];
 
-/// How the values of a batch lie in its memory.
+/// Orders the values of a batch in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Block by block, as a contiguous axis is read.
+    /// Block by block, the order of a contiguous axis.
     Along,
-    /// The first value of every block, then the second, as a strided axis is read.
+    /// The first value of every block, then the second, the order of a strided axis.
     Across,
 }
 
-/// A batch of [`BATCH`] blocks of `B` values. One that is not full holds something in the rest.
+/// Holds [`BATCH`] blocks of `B` values. The rest of a batch that is not full is arbitrary.
 pub(super) struct BlockBatch<const B: usize> {
     pub(super) order: Order,
     pub(super) values: [f32; BATCH * MAX_BLOCK],
@@ -47,7 +48,7 @@ pub(super) struct BlockBatch<const B: usize> {
     pub(super) decode: [f32; BATCH],
     /// Code of each block's scale.
     pub(super) scales: [u8; BATCH],
-    /// What the elements of each block are multiplied by, or divided by.
+    /// Multipliers, or divisors, of the elements of each block.
     pub(super) multipliers: [f32; BATCH],
     /// All bits, or none where a NaN makes every code of the block 0.
     pub(super) numbers: [u32; BATCH],
@@ -73,13 +74,13 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// The values in their order.
+    /// Returns the values in their order.
     #[inline(always)]
     pub(super) fn values(&self) -> &[f32] {
         &self.values[..BATCH * B]
     }
 
-    /// The values in their order.
+    /// Returns the values in their order.
     #[inline(always)]
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values[..BATCH * B]
@@ -131,7 +132,7 @@ impl<const B: usize> BlockBatch<B> {
         }
     }
 
-    /// The units of the first `n` blocks, and which of them a search may improve.
+    /// Normalizes the first `n` blocks. The rest is not searchable.
     #[inline(always)]
     pub(super) fn normalizations<const FORMAT: usize>(&self, n: usize) -> BlockNormalizations {
         let mut normalizations = BlockNormalizations {
@@ -150,7 +151,7 @@ impl<const B: usize> BlockBatch<B> {
     }
 }
 
-/// In which units the blocks of a batch are searched; see [`BlockNormalization`](crate::scale_grid::BlockNormalization).
+/// The [`BlockNormalization`](crate::scale_grid::BlockNormalization) of every block of a batch.
 pub(super) struct BlockNormalizations {
     pub(super) factor: [f32; BATCH],
     pub(super) base: [u32; BATCH],

@@ -1,4 +1,4 @@
-//! Methods that improve one block at a time, by the functions of the reference.
+//! Methods that improve one block at a time, using the functions of the reference.
 
 use super::hessian::Lines;
 use super::scale_grid::Scales;
@@ -9,15 +9,15 @@ use crate::reference::solution::{BlockProblem, Solution};
 /// Scales and elements of the blocks of a batch.
 pub(super) type Solutions<const B: usize> = ([u32; BATCH], Lines<B>);
 
-/// A method that improves one block at a time. No closure: a function that is not inlined is
-/// compiled for any processor, where each fused multiply-add is a call.
+/// A method that improves one block at a time. A trait instead of a closure: a function that is not
+/// inlined is compiled for any processor, where each fused multiply-add is a call.
 pub(super) trait Solver<const B: usize> {
-    /// The point that it ends with, given from where to start.
+    /// Returns the final solution, given where to start.
     fn solve(&self, problem: &BlockProblem<'_, B>, start: Solution<B>) -> Solution<B>;
 }
 
 impl<const B: usize> BlockBatch<B> {
-    /// The scales and elements that a method ends with, given from where to start.
+    /// Runs a method on every searchable block. Returns the final scales and elements.
     #[inline(always)]
     pub(super) fn solve_blocks<const FORMAT: usize>(
         &self,

@@ -1,5 +1,5 @@
-//! The scales with the smallest squared error, of a batch of blocks: the definition, and why a
-//! window of scales is enough, are in `reference/sse.rs`.
+//! The scales with the smallest squared error, for a batch of blocks. `reference/sse.rs` is the
+//! definition, and explains why a window of scales is enough.
 
 use super::scale_grid::{Scales, Window};
 use super::simd_batch::{BATCH, BlockBatch};
@@ -8,8 +8,8 @@ use crate::e2m1::nearest_magnitude;
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
-    /// Chooses the scales of the first `n` blocks or of their tiles. `weights` are those of the
-    /// elements of a block.
+    /// Chooses the scales of the first `n` blocks or of their tiles. `weights` has a weight for
+    /// each element of a block.
     #[inline(always)]
     pub(super) fn search_sse<const FORMAT: usize>(
         &mut self,
@@ -28,7 +28,8 @@ impl<const B: usize> BlockBatch<B> {
             share_weights(&mut weight, &mut total, n);
         }
         let magnitudes = Magnitudes::new(self, &normalizations.factor);
-        // Each a line of its own, and masks instead of truth values: the loops below become SIMD.
+        // One array for each, and masks instead of booleans, so that the compiler vectorizes the
+        // loops below.
         let (mut high, mut low) = ([0; BATCH], [0; BATCH]);
         let (mut amax, mut code, mut active) = ([0.0; BATCH], [0u32; BATCH], [0u32; BATCH]);
         for block in 0..BATCH {
@@ -41,7 +42,7 @@ impl<const B: usize> BlockBatch<B> {
         }
         let own = self.scales.map(u32::from);
         let (mut best, mut best_code) = ([f32::INFINITY; BATCH], own);
-        // The rule's own scale first, then those of the window, by one loop: what is inlined in it
+        // The rule's own scale first, then the window. One loop, because its inlined body
         // is long.
         let (mut tried, mut is_own) = (own, true);
         loop {
@@ -77,7 +78,8 @@ impl<const B: usize> BlockBatch<B> {
         self.take_scales::<FORMAT>(scheme.rule, &best_code);
     }
 
-    /// Weight of the element of largest magnitude, the largest if there are several, and their sum.
+    /// Returns the weight of the element of largest magnitude, the largest if there are several,
+    /// and the sum of all weights.
     #[inline(always)]
     fn weights_of_largest(&self, weights: &[f32]) -> ([f32; BATCH], [f32; BATCH]) {
         let mut of_largest = [0.0; BATCH];
@@ -92,13 +94,13 @@ impl<const B: usize> BlockBatch<B> {
     }
 }
 
-/// All bits where something holds, or none.
+/// Returns all bits set if `holds`, otherwise none.
 #[inline(always)]
 fn mask(holds: bool) -> u32 {
     u32::from(holds).wrapping_neg()
 }
 
-/// The magnitudes of a batch, and the same in the units of their blocks.
+/// The magnitudes of a batch, as they are and normalized.
 struct Magnitudes<const B: usize> {
     own: [[f32; BATCH]; B],
     scaled: [[f32; BATCH]; B],
@@ -117,7 +119,8 @@ impl<const B: usize> Magnitudes<B> {
         magnitudes
     }
 
-    /// The weighted squared error of every block with given scales, summed in element order.
+    /// Computes the weighted squared error of every block with given scales, summed in element
+    /// order.
     #[inline(always)]
     fn squared_error(
         &self,
@@ -154,14 +157,14 @@ impl<const B: usize> Magnitudes<B> {
     }
 }
 
-/// `amax / scale` beyond which twice the scale is better: 7 + sum of the other weights / (16 weight
-/// of the largest element).
+/// Returns the value of `amax / scale` beyond which twice the scale is better: 7 + sum of the other
+/// weights / (16 weight of the largest element).
 #[inline(always)]
 pub(super) fn crest(largest: f32, total: f32) -> f32 {
     if largest > 0.0 { 7.0 + (total - largest) / (16.0 * largest) } else { f32::INFINITY }
 }
 
-/// The costs of the rules' own scales, infinite where a block has none that counts.
+/// Returns the costs of the rule's own scales, infinite for a scale of 0 or a cost of NaN.
 #[inline(always)]
 pub(super) fn start<const FORMAT: usize>(own: &[u32; BATCH], costs: &[f32; BATCH]) -> [f32; BATCH] {
     core::array::from_fn(|block| {
@@ -170,8 +173,8 @@ pub(super) fn start<const FORMAT: usize>(own: &[u32; BATCH], costs: &[f32; BATCH
     })
 }
 
-/// Whether a scale, tried after all larger ones, takes the place of the best: of equals the rule's
-/// own stays, of others the smallest, as in the reference.
+/// Returns true if a scale, tried after all larger ones, replaces the best. Of equals the rule's
+/// own stays, otherwise the smallest wins, as in the reference.
 #[inline(always)]
 pub(super) fn is_better(cost: f32, best: f32, best_code: u32, own: u32) -> bool {
     (cost < best) | ((cost == best) & (best_code != own) & (cost < f32::INFINITY))
@@ -182,7 +185,7 @@ pub(super) fn is_better(cost: f32, best: f32, best_code: u32, own: u32) -> bool 
 fn share_weights(weight: &mut [f32; BATCH], total: &mut [f32; BATCH], n: usize) {
     for start in (0..BATCH).step_by(16) {
         let rows = start..n.clamp(start, start + 16);
-        // Of several rows any might hold the largest element: the smallest weight is the safe one.
+        // Any row with the tile's amax may hold its largest element: the smallest weight is safe.
         let least = weight[rows.clone()].iter().fold(f32::INFINITY, |a, &b| a.min(b));
         let sum: f32 = total[rows.clone()].iter().sum();
         weight[start..start + 16].fill(least);

@@ -1,8 +1,8 @@
-//! Along which axis of a dense tensor blocks run.
+//! [`View`]: the blocked axis of a dense tensor.
 
-/// How the blocked axis lies in a dense tensor: value (o, k, i) is at `(o * axis + k) * inner + i`.
+/// Locates the blocked axis of a dense tensor: value (o, k, i) is at `(o * axis + k) * inner + i`.
 ///
-/// Quantized, the axis is moved last: row `o * inner + i` of the packed matrix holds the `axis`
+/// Quantization moves the axis last: row `o * inner + i` of the packed matrix holds the `axis`
 /// values of (o, _, i).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View {
@@ -15,8 +15,8 @@ pub struct View {
 }
 
 impl View {
-    /// Most values of a tensor that is quantized as one, fewer than 2^32 - 2^24: kernels address
-    /// them by 32 bits, with room for the strides of their grids, and every device keeps to that.
+    /// Maximum number of values of a tensor that is quantized at once. Kernels address values by 32
+    /// bits, with room for the strides of their grids, and every device keeps to that limit.
     pub const MAX_LEN: usize = u32::MAX as usize - (1 << 24);
 
     /// A row-major matrix whose blocks run along its rows.
@@ -24,7 +24,7 @@ impl View {
         Self { outer: rows, axis: cols, inner: 1 }
     }
 
-    /// A contiguous tensor blocked along one of its axes.
+    /// A contiguous tensor, blocked along one of its axes.
     ///
     /// # Panics
     /// If the axis is not one of the shape's.
@@ -36,17 +36,17 @@ impl View {
         }
     }
 
-    /// Rows of the packed matrix.
+    /// Number of rows of the packed matrix.
     pub const fn packed_rows(&self) -> usize {
         self.outer * self.inner
     }
 
-    /// Values of the tensor.
+    /// Number of values of the tensor.
     pub const fn len(&self) -> usize {
         self.outer.saturating_mul(self.axis).saturating_mul(self.inner)
     }
 
-    /// Whether there is nothing in it.
+    /// Returns true if the tensor is empty.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }

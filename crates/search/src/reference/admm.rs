@@ -1,22 +1,21 @@
-//! The alternating direction method of multipliers: alternates between the minimum of `r^T H r`,
-//! whether or not it is made of codes, and the nearest codes.
+//! The alternating direction method of multipliers: alternates between the real minimum of `r^T H
+//! r` and the nearest codes.
 //!
-//! With `w = x / s`, H scaled to largest eigenvalue 1 and penalty 1, it alternates
-//! `q = (H + I)^-1 (H w + z - u)`, `z = nearest(q + u)`, `u = u + q - z`; then the scale moves to
-//! where it is best for z. [`published`] is that, from the rule's scale, with its last iterate
-//! (qwantize's `nvfp4_admm`). [`improve`] runs it from there and from a better point, and keeps the
-//! best it has seen.
+//! With `w = x / s`, H scaled to largest eigenvalue 1 and penalty 1, it alternates `q = (H + I)^-1
+//! (H w + z - u)`, `z = nearest(q + u)`, `u = u + q - z`; then the scale moves to the best one for
+//! z. [`published`] does this from the rule's scale and keeps the last iterate (qwantize's
+//! `nvfp4_admm`). [`improve`] also starts from a better solution and keeps the best iterate.
 
 use super::block::{Block, Choice};
 use super::solution::{self, BlockProblem, Solution, nearest, product};
 use crate::importance::BlockHessian;
 
-/// Times the scale moves.
+/// Number of times that the scale moves.
 const OUTER: usize = 3;
-/// Steps for a scale.
+/// Number of steps for a scale.
 const INNER: usize = 10;
 
-/// ADMM from the best known point.
+/// Runs ADMM from the best known solution.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
         let operator = Operator::<B>::new(hessian.values);
@@ -28,7 +27,7 @@ pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     }
 }
 
-/// ADMM as published.
+/// Runs ADMM as published.
 pub(super) fn choose_published(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     fn of_size<const B: usize>(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
         let operator = Operator::<B>::new(hessian.values);
@@ -40,7 +39,7 @@ pub(super) fn choose_published(block: &Block<'_>, hessian: BlockHessian<'_>) -> 
     }
 }
 
-/// H over its largest eigenvalue, and the inverse of that plus the identity.
+/// H over its largest eigenvalue, and the inverse of the sum of that and the identity.
 pub(crate) struct Operator<const B: usize> {
     scaled: [[f32; B]; B],
     inverse: [[f32; B]; B],
@@ -56,7 +55,7 @@ impl<const B: usize> Operator<B> {
     }
 }
 
-/// By power iteration, more than close enough for a penalty.
+/// Computes the largest eigenvalue by power iteration, more precisely than a penalty needs.
 fn largest_eigenvalue<const B: usize>(hessian: &[f32]) -> f64 {
     let mut vector: [f64; B] = core::array::from_fn(|i| 1.0 + i as f64 / B as f64);
     let mut length = 0.0;
@@ -73,7 +72,8 @@ fn largest_eigenvalue<const B: usize>(hessian: &[f32]) -> f64 {
     length
 }
 
-/// `(M + I)^-1` by Gauss and Jordan: the matrix is positive definite, so every pivot is at least 1.
+/// Computes `(M + I)^-1` by Gauss-Jordan elimination. The matrix is positive definite, so every
+/// pivot is at least 1.
 fn inverse_plus_identity<const B: usize>(matrix: &[[f32; B]; B]) -> [[f32; B]; B] {
     let mut left: [[f64; B]; B] =
         core::array::from_fn(|i| core::array::from_fn(|j| matrix[i][j].into()));
@@ -97,7 +97,7 @@ fn inverse_plus_identity<const B: usize>(matrix: &[[f32; B]; B]) -> [[f32; B]; B
     right.map(|row| row.map(|x| x as f32))
 }
 
-/// The last iterate from the rule's scale.
+/// Returns the last iterate from the rule's scale.
 #[inline(always)]
 pub(crate) fn published<const B: usize>(
     problem: &BlockProblem<'_, B>,
@@ -114,8 +114,8 @@ pub(crate) fn published<const B: usize>(
     last
 }
 
-/// The best of a point and of all iterates from its scale and from the rule's. Steps depend on
-/// their scale alone, so those for a scale are taken once.
+/// Returns the best of a solution and of all iterates from its scale and from the rule's. Steps
+/// depend on their scale alone, so they run once for each scale.
 #[inline(always)]
 pub(crate) fn improve<const B: usize>(
     problem: &BlockProblem<'_, B>,
@@ -148,8 +148,8 @@ pub(crate) fn improve<const B: usize>(
     best
 }
 
-/// The elements that the steps for a scale end with, and the scale that is best for these, if it is
-/// another. Nothing for a scale of 0.
+/// Runs the steps for a scale. Returns their elements, and the best scale for these if it is
+/// another; `None` for a scale of 0.
 #[inline(always)]
 fn steps<const B: usize>(
     problem: &BlockProblem<'_, B>,

@@ -1,10 +1,10 @@
-//! The rule's scale, made of the largest magnitude of the block.
+//! The rule's scale, computed from the largest magnitude of the block.
 
 use super::block::{Block, Choice};
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorScaling;
 
-/// The amax that the tensor scale is made from: one value, or one per row.
+/// Computes the amax for the tensor scale: one value, or one per row.
 ///
 /// A NaN among the values makes the result NaN.
 pub fn amax(values: &[f32], cols: usize, scheme: &Fp4Scheme) -> Vec<f32> {
@@ -15,7 +15,7 @@ pub fn amax(values: &[f32], cols: usize, scheme: &Fp4Scheme) -> Vec<f32> {
     }
 }
 
-/// The largest magnitude, NaN if there is a NaN.
+/// Returns the largest magnitude, NaN if there is a NaN.
 pub(super) fn largest_magnitude<'a>(values: impl IntoIterator<Item = &'a f32>) -> f32 {
     let mut largest = 0.0;
     for value in values {
@@ -27,7 +27,7 @@ pub(super) fn largest_magnitude<'a>(values: impl IntoIterator<Item = &'a f32>) -
     largest
 }
 
-/// What the rule makes of the amax.
+/// Takes the scale of the rule.
 pub(super) fn choose(block: &Block<'_>) -> Choice {
     Choice::nearest(block.rule_scale())
 }

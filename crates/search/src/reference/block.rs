@@ -1,4 +1,4 @@
-//! A block as the reference searches see it, and what they choose for it.
+//! Input and result of the reference searches: a block, and the choice for it.
 
 use burn_fp4_formats::E2M1;
 
@@ -6,7 +6,7 @@ use crate::scale_grid::{BlockNormalization, is_zero};
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorFactor;
 
-/// A block, or the rows of a tile, of one tensor factor.
+/// A block, or the rows of a tile, with one tensor factor.
 pub(super) struct Block<'a> {
     pub(super) scheme: &'a Fp4Scheme,
     pub(super) rows: &'a [&'a [f32]],
@@ -15,14 +15,14 @@ pub(super) struct Block<'a> {
     pub(super) normalization: BlockNormalization,
 }
 
-/// The scale of a block, and the E2M1 values of its codes where they need not be the nearest.
+/// The scale of a block, and the E2M1 values of its codes if they are not the nearest ones.
 pub(super) struct Choice {
     pub(super) scale: u8,
     pub(super) elements: Option<Vec<f32>>,
 }
 
 impl Choice {
-    /// A scale with the nearest codes.
+    /// Chooses a scale with the nearest codes.
     pub(super) fn nearest(scale: u8) -> Self {
         Self { scale, elements: None }
     }
@@ -40,13 +40,12 @@ impl<'a> Block<'a> {
         Self { scheme, rows, tensor, amax, normalization }
     }
 
-    /// The scale that the rule makes of the amax.
+    /// Returns the scale of the rule for the amax.
     pub(super) fn rule_scale(&self) -> u8 {
         self.scheme.rule.block_scale(self.amax, self.tensor)
     }
 
-    /// The scale with the smallest cost: the rule's own unless another is better, of several such
-    /// the smallest.
+    /// Returns the scale with the smallest cost. Of equals the rule's own wins, then the smallest.
     pub(super) fn cheapest(&self, cost: impl Fn(u8) -> f32) -> u8 {
         let mut best = self.start(&cost);
         if self.normalization.searchable {
@@ -60,8 +59,8 @@ impl<'a> Block<'a> {
         best.1
     }
 
-    /// The scale that a search starts from, the rule's, with its cost: infinite if there is nothing
-    /// to search for, if it is 0, or if the cost is NaN.
+    /// Returns the rule's scale, from which a search starts, with its cost: infinite if the block
+    /// is not searchable, if the scale is 0, or if the cost is NaN.
     pub(super) fn start(&self, cost: impl FnOnce(u8) -> f32) -> (f32, u8) {
         let scale = self.rule_scale();
         let counts =
@@ -69,12 +68,12 @@ impl<'a> Block<'a> {
         (if counts { finite(cost(scale)) } else { f32::INFINITY }, scale)
     }
 
-    /// The elements of a row in the units of the block.
+    /// Normalizes the elements of a row.
     pub(super) fn scaled(&self, row: usize) -> Vec<f32> {
         self.rows[row].iter().map(|element| element * self.normalization.factor).collect()
     }
 
-    /// The E2M1 values nearest to the elements of a row, as the rule rounds them.
+    /// Returns the E2M1 values nearest to the elements of a row, rounded by the rule.
     pub(super) fn nearest(&self, row: usize, scale: u8) -> Vec<f32> {
         let rule = self.scheme.rule;
         let multiplier = rule.multiplier(scale, self.tensor);
@@ -82,7 +81,7 @@ impl<'a> Block<'a> {
         self.rows[row].iter().map(|element| E2M1.decode(code(element))).collect()
     }
 
-    /// The errors of a row, in the units of the block, each rounded once.
+    /// Computes the errors of a normalized row, each rounded once.
     pub(super) fn errors(&self, row: usize, scale: u8, values: &[f32]) -> Vec<f32> {
         let scale = self.normalization.value(scale);
         let scaled = self.scaled(row);
@@ -90,7 +89,7 @@ impl<'a> Block<'a> {
     }
 }
 
-/// A cost that can be compared: NaN and infinity are worse than everything.
+/// Makes a cost comparable: NaN and infinity are worse than everything.
 fn finite(cost: f32) -> f32 {
     if cost < f32::INFINITY { cost } else { f32::INFINITY }
 }

@@ -1,5 +1,5 @@
-//! Scale and codes of a block together: for every scale the nearest codes, improved one at a time
-//! while `r^T H r` falls.
+//! Coordinate descent over scale and codes of a block: for every scale, improves the nearest codes
+//! one at a time while `r^T H r` falls.
 //!
 //! With all others held, the best value of element i is `x_i + (H r)_i / H_ii` less its own error;
 //! its code is the nearest. Never worse than [`hessian`](super::hessian) on any block: each scale
@@ -11,8 +11,9 @@ use super::block::{Block, Choice};
 use crate::importance::BlockHessian;
 use crate::method::ScaleSearch;
 
-/// The rule's own scale unless another is better, of several such the smallest; none beyond the
-/// first that rounds all elements to zero. Without values if there was nothing to search for.
+/// Chooses the best scale with its codes. Of equals the rule's own wins, then the smallest. Scales
+/// beyond the first that rounds all elements to zero are not tried. A block that is not searchable
+/// keeps its nearest codes.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     let descend = |scale| descend(block, hessian, scale, block.nearest(0, scale));
     let (cost, scale) = block.start(|scale| descend(scale).0);
@@ -31,7 +32,7 @@ pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     Choice { scale: best.1, elements: Some(best.2) }
 }
 
-/// The cost and the values that descent from the nearest ones ends with.
+/// Descends from the nearest values. Returns the final cost and values.
 fn descend(
     block: &Block<'_>,
     hessian: BlockHessian<'_>,
@@ -54,7 +55,7 @@ fn descend(
             let step = if curvature > 0.0 { 1.0 / curvature } else { 0.0 };
             let target = gradient[i].mul_add(step, values[i] * value);
             let next = E2M1.decode(E2M1.encode(target * reciprocal));
-            // Exact: a multiple of half the scale, of few bits.
+            // Exact: a multiple of half the scale, with few bits.
             let change = (next - values[i]) * value;
             changed |= change != 0.0;
             for (k, gradient) in gradient.iter_mut().enumerate() {

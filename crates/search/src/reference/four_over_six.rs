@@ -7,7 +7,7 @@ use super::block::{Block, Choice};
 use crate::method::ErrorMetric;
 use crate::tile_reduce::sum_rows;
 
-/// The better scale of a block or of the rows of a tile.
+/// Chooses the better of two scales for a block or for the rows of a tile.
 pub(super) fn choose(block: &Block<'_>, metric: ErrorMetric) -> Choice {
     let [on_six, on_four] = candidates(block);
     let total = |scale| {
@@ -20,7 +20,7 @@ pub(super) fn choose(block: &Block<'_>, metric: ErrorMetric) -> Choice {
     Choice::nearest(if total(on_four) < total(on_six) { on_four } else { on_six })
 }
 
-/// The candidate scales of a block: amax on 6, and on 4.
+/// Returns the candidate scales of a block: amax on 6, and on 4.
 ///
 /// Both come from the division form, in every version of TransformerEngine.
 fn candidates(block: &Block<'_>) -> [u8; 2] {
@@ -29,7 +29,7 @@ fn candidates(block: &Block<'_>) -> [u8; 2] {
     [row.encode(on_six), row.encode(on_six * 1.5)]
 }
 
-/// The error of one row of a block, summed in element order without fused operations.
+/// Computes the error of one row of a block, summed in element order without fused operations.
 fn error(block: &Block<'_>, metric: ErrorMetric, elements: &[f32], scale: u8) -> f32 {
     let scheme = block.scheme;
     let value = scheme.format().row().block_scale.decode(scale);

@@ -8,7 +8,7 @@
 use super::block::{Block, Choice};
 use crate::importance::BlockHessian;
 
-/// The rule's own scale unless another is better, of several such the smallest.
+/// Chooses the best scale. Of equals the rule's own wins, then the smallest.
 pub(super) fn choose(block: &Block<'_>, hessian: BlockHessian<'_>) -> Choice {
     let cost = |scale| hessian.cost(&block.errors(0, scale, &block.nearest(0, scale)));
     Choice::nearest(block.cheapest(cost))

@@ -1,15 +1,15 @@
-//! **The reference quantizer**, the oracle that every engine is held to bit for bit: slow and
-//! plain. It tries every scale there is, and imports nothing from an engine.
+//! **The reference quantizer**, the oracle of every engine, bit for bit: slow and plain. It tries
+//! every scale, and imports nothing from an engine.
 //!
-//! | file                    | what it chooses for a block                                        |
-//! |-------------------------|--------------------------------------------------------------------|
-//! | `amax.rs`               | the rule's scale                                                   |
-//! | `four_over_six.rs`      | the better of two scales                                           |
-//! | `sse.rs`                | the best scale by squared error                                    |
-//! | `hessian.rs`            | the best scale by `r^T H r`                                        |
-//! | `coordinate_descent.rs` | scale and codes, improved one at a time                            |
-//! | `admm.rs`, `joint.rs`   | scale and codes by ADMM, and the best there are                    |
-//! | `block.rs`, `solution.rs`  | a block as these see it: elements, units, a scale with its codes   |
+//! | file                       | what it chooses for a block                                     |
+//! |----------------------------|-----------------------------------------------------------------|
+//! | `amax.rs`                  | the rule's scale                                                |
+//! | `four_over_six.rs`         | the better of two scales                                        |
+//! | `sse.rs`                   | the best scale by squared error                                 |
+//! | `hessian.rs`               | the best scale by `r^T H r`                                     |
+//! | `coordinate_descent.rs`    | scale and codes, improved one at a time                         |
+//! | `admm.rs`                  | scale and codes by ADMM                                         |
+//! | `block.rs`, `solution.rs`  | nothing: problems and results of these searches                 |
 
 pub(crate) mod admm;
 mod amax;
@@ -34,11 +34,11 @@ use crate::rounding::{Draw, Rounding, stochastic_code};
 use crate::scheme::Fp4Scheme;
 use crate::tensor_scale::TensorFactor;
 
-/// The codes and scales of a row-major `[rows, cols]` matrix whose blocks run along its rows, by
-/// the reference quantizer.
+/// Quantizes a row-major `[rows, cols]` matrix, whose blocks run along its rows, with the reference
+/// quantizer.
 ///
-/// NaN and infinity give what the references give; the callers above reject them unless told not
-/// to.
+/// NaN and infinity give the results of the published references. The user-facing operations reject
+/// them by default.
 ///
 /// # Errors
 /// An inconsistent scheme, a number of columns that the block size does not divide, or a slice that
@@ -52,7 +52,8 @@ pub fn quantize(
     quantize_with_amax(values, rows, cols, scheme, &amax(values, cols, scheme))
 }
 
-/// [`quantize`] with the amax that the tensor scale is made from given: one, or one per row.
+/// Quantizes a matrix as [`quantize`] does, with a given amax for the tensor scale: one, or one per
+/// row.
 ///
 /// # Errors
 /// As [`quantize`], and if the number of amaxes is neither.
@@ -66,10 +67,11 @@ pub fn quantize_with_amax(
     quantize_by_importance(values, rows, cols, scheme, amax, Importance::Uniform)
 }
 
-/// [`quantize_with_amax`] for errors that do not all cost the same.
+/// Quantizes a matrix as [`quantize_with_amax`] does, for errors with different costs.
 ///
 /// # Errors
-/// As there, and [`SearchError::Importance`] if the search of the scheme takes another kind.
+/// As [`quantize_with_amax`], and [`SearchError::Importance`] if the search of the scheme takes
+/// another kind.
 pub fn quantize_by_importance(
     values: &[f32],
     rows: usize,
@@ -119,7 +121,7 @@ struct Matrix<'a> {
     importance: Importance<'a>,
 }
 
-/// What shares a scale: the blocks with this number in some rows.
+/// The blocks with this number in some rows, which share a scale.
 struct Tile {
     rows: Range<usize>,
     block: usize,
@@ -144,7 +146,7 @@ impl Matrix<'_> {
         if self.factors.len() == 1 { self.factors[0] } else { self.factors[row] }
     }
 
-    /// The scale of a tile, and the values of its codes where they need not be the nearest.
+    /// Chooses the scale of a tile, and the values of its codes if they are not the nearest ones.
     fn choose(&self, tile: &Tile) -> Choice {
         let cols = self.cols_of(tile);
         let elements = |row: usize| &self.values[row * self.cols..][cols.clone()];
@@ -165,11 +167,11 @@ impl Matrix<'_> {
         }
     }
 
-    /// The code of an element, given the choice for its tile.
+    /// Returns the code of an element, given the choice for its tile.
     fn code(&self, tile: &Tile, row: usize, col: usize, choice: &Choice) -> u8 {
         let at = row * self.cols + col;
         if let Some(elements) = &choice.elements {
-            // Of zeros the positive one.
+            // Zeros become positive.
             return E2M1.encode(elements[col - self.cols_of(tile).start] + 0.0);
         }
         let (rule, scale) = (self.scheme.rule, choice.scale);

@@ -1,4 +1,4 @@
-//! A scale and codes of one block, as the methods see them that improve a block on its own.
+//! Problem and [`Solution`] of methods that improve one block at a time.
 
 use super::block::{Block, Choice};
 use super::coordinate_descent;
@@ -6,16 +6,16 @@ use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
 use crate::scale_grid::BlockNormalization;
 
-/// What a block is to be approximated by, in its units, and what errors cost.
+/// A normalized block to approximate, with the cost of errors.
 pub(crate) struct BlockProblem<'a, const B: usize> {
     pub(crate) normalization: BlockNormalization,
-    /// The scale that the rule makes of the amax.
+    /// The scale of the rule for the amax.
     pub(crate) own: u8,
     pub(crate) scaled: [f32; B],
     pub(crate) hessian: BlockHessian<'a>,
 }
 
-/// A scale and the E2M1 values of the codes.
+/// A scale, and the E2M1 values of the codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Solution<const B: usize> {
     pub(crate) scale: u8,
@@ -24,7 +24,7 @@ pub(crate) struct Solution<const B: usize> {
     pub(crate) cost: f32,
 }
 
-/// Improves the point that coordinate descent ends with.
+/// Improves the solution of coordinate descent.
 pub(super) fn choose<const B: usize>(
     block: &Block<'_>,
     hessian: BlockHessian<'_>,
@@ -47,7 +47,7 @@ pub(super) fn choose<const B: usize>(
 }
 
 impl<const B: usize> BlockProblem<'_, B> {
-    /// `r^T H r` of a scale and elements.
+    /// Computes `r^T H r` of a scale and elements.
     #[inline(always)]
     pub(crate) fn cost(&self, scale: u8, elements: &[f32; B]) -> f32 {
         let value = self.normalization.value(scale);
@@ -58,15 +58,15 @@ impl<const B: usize> BlockProblem<'_, B> {
         self.hessian.cost(&errors)
     }
 
-    /// `H v`.
+    /// Computes `H v`.
     #[inline(always)]
     pub(crate) fn product(&self, vector: &[f32; B]) -> [f32; B] {
         product(self.hessian.values, vector)
     }
 }
 
-/// A symmetric matrix times a vector: by its rows, so that the compiler adds them up side by side,
-/// in four sums that need not wait for each other.
+/// Multiplies a symmetric matrix with a vector, row by row, so that the compiler vectorizes the
+/// sums: four sums that do not wait for each other.
 #[inline(always)]
 pub(crate) fn product<const B: usize>(matrix: &[f32], vector: &[f32; B]) -> [f32; B] {
     let mut sums = [[0.0; B]; 4];
@@ -84,7 +84,7 @@ pub(crate) fn product<const B: usize>(matrix: &[f32], vector: &[f32; B]) -> [f32
     product
 }
 
-/// The E2M1 values nearest to others.
+/// Rounds values to the nearest E2M1 values.
 #[inline(always)]
 pub(crate) fn nearest<const B: usize>(values: &[f32; B]) -> [f32; B] {
     values.map(nearest_element)

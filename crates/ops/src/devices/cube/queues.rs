@@ -134,7 +134,9 @@ pub(super) fn relax_launches(device: &CubeDevice) -> Result<(), String> {
     }
 }
 
-/// Lets this thread wait for results of a CUDA device while another thread captures a graph.
+/// Lets this thread wait for results of a CUDA device while another thread captures a graph. The
+/// mode stays, since the thread waits in calls of Burn that nothing of ours surrounds. The
+/// documentation of `Replay` says so for users who capture graphs themselves.
 pub(crate) fn relax_this_thread(device: &Device) {
     #[cfg(feature = "cuda")]
     {

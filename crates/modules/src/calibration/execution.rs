@@ -16,13 +16,13 @@ use super::recording::Recording;
 use super::values::Values;
 
 /// A forward pass under way.
-pub(crate) struct Pass<'a> {
+pub(crate) struct Execution<'a> {
     pub(crate) recording: &'a Recording,
     pub(crate) rerun: Interpreter,
     next: usize,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> Execution<'a> {
     /// Takes the values that recordings share from `constants` on the same device.
     pub(crate) fn start<M: Module>(
         device: &Device,
@@ -84,7 +84,7 @@ impl<'a> Pass<'a> {
             return Ok(());
         };
         weight.insert(&mut self.rerun, *id).map_err(|problem| Fp4Error::at(path, problem))?;
-        // What nothing reads any more stays as it is.
+        // Views that nothing reads any more are not made anew.
         let next = self.next;
         for (view, _) in views.iter().filter(|(view, until)| *view < next && *until >= next) {
             self.rerun.run(&recording.operations[*view]);

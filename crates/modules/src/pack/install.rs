@@ -1,4 +1,4 @@
-//! Packed weights in the place of dense ones.
+//! Installs packed weights in the place of dense ones.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,15 +20,14 @@ use super::inputs::Inputs;
 use super::measure::Measured;
 use super::outcome::PackedWeights;
 use super::placeholder::placeholder;
-use super::weight::{AnyWeight, Choice, HessianFactorCache, Quantized, Task};
+use super::weight::{AnyWeight, HessianFactorCache, MethodUsed, Quantized, WeightTask};
 
-/// What packed weights are made from; weights are known by the number of the first parameter that
-/// is tied to them.
+/// Inputs of [`pack`]. Weights are known by the number of the first parameter that is tied to them.
 #[derive(Default)]
-pub(crate) struct Source<'a> {
+pub(crate) struct PackSource<'a> {
     pub(crate) measured: Measured,
     pub(crate) inputs: BTreeMap<usize, Inputs<'a>>,
-    /// What is packed already.
+    /// Weights that are packed already.
     pub(crate) packed: BTreeMap<usize, Quantized>,
     /// The dense weights by path, if not those that the module stores.
     pub(crate) dense: Option<BTreeMap<String, DenseValues>>,
@@ -51,9 +50,9 @@ impl DenseValues {
 pub(crate) fn pack<M: Module>(
     module: &mut M,
     selection: &Selection,
-    source: Source<'_>,
+    source: PackSource<'_>,
 ) -> Result<Fp4Report, Fp4Error> {
-    let Source { measured, inputs, packed, dense } = source;
+    let PackSource { measured, inputs, packed, dense } = source;
     let plans: BTreeMap<_, _> = selection
         .plans()
         .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
@@ -73,7 +72,7 @@ pub(crate) fn pack<M: Module>(
         Some(_) => BTreeMap::new(),
         None => families_by_path(selection, &measured, &inputs, &packed),
     };
-    let mut attach = AttachQuantized {
+    let mut attach = InstallQuantized {
         plans,
         taken: take.taken,
         dense,
@@ -87,7 +86,7 @@ pub(crate) fn pack<M: Module>(
         error: None,
     };
     *module = module.clone().apply_reparameterization(&mut attach);
-    let AttachQuantized { results, choices, error, .. } = attach;
+    let InstallQuantized { results, choices, error, .. } = attach;
     let packed = results.paths();
     let outcome = match error {
         None => report(selection, results, &choices),
@@ -96,7 +95,7 @@ pub(crate) fn pack<M: Module>(
     outcome.map_err(|problem| partial(packed, problem))
 }
 
-/// What went wrong after some weights were packed.
+/// Returns the error of a failure after some weights were packed.
 fn partial(packed: Vec<String>, problem: Fp4Error) -> Fp4Error {
     match packed.is_empty() {
         true => problem,
@@ -117,7 +116,7 @@ fn families_by_path<'a>(
         .filter(|(at, ..)| measured.tied_to(*at) == *at && !packed.contains_key(at))
         .filter_map(|(at, parameter, plan)| {
             let inputs = Some(inputs.get(&at)?);
-            Some((parameter.path.as_str(), Task { plan, amax: None, inputs }))
+            Some((parameter.path.as_str(), WeightTask { plan, amax: None, inputs }))
         })
         .unzip();
     let families = families(&tasks).into_iter().flat_map(|family| {
@@ -129,12 +128,12 @@ fn families_by_path<'a>(
 }
 
 /// A dense parameter of any rank that was taken out of a module.
-trait Taken: Any + Send {
+trait DenseParameter: Any + Send {
     /// Its values.
     fn weight(&self) -> Box<dyn AnyWeight>;
 }
 
-impl<const D: usize> Taken for Param<Tensor<D>> {
+impl<const D: usize> DenseParameter for Param<Tensor<D>> {
     fn weight(&self) -> Box<dyn AnyWeight> {
         Box::new(self.base().without_autodiff())
     }
@@ -143,7 +142,7 @@ impl<const D: usize> Taken for Param<Tensor<D>> {
 /// Takes dense parameters out of a module and leaves placeholders.
 struct TakeDense {
     wanted: BTreeSet<String>,
-    taken: BTreeMap<String, Box<dyn Taken>>,
+    taken: BTreeMap<String, Box<dyn DenseParameter>>,
 }
 
 impl MapParameters for TakeDense {
@@ -158,9 +157,9 @@ impl MapParameters for TakeDense {
 }
 
 /// Attaches packed weights where dense parameters were taken.
-struct AttachQuantized<'a> {
+struct InstallQuantized<'a> {
     plans: BTreeMap<&'a str, (usize, &'a WeightPlan)>,
-    taken: BTreeMap<String, Box<dyn Taken>>,
+    taken: BTreeMap<String, Box<dyn DenseParameter>>,
     dense: Option<BTreeMap<String, DenseValues>>,
     /// See [`families_by_path`].
     families: BTreeMap<&'a str, Rc<[&'a str]>>,
@@ -170,11 +169,11 @@ struct AttachQuantized<'a> {
     packed: BTreeMap<usize, Quantized>,
     results: PackedWeights,
     /// By path: by what weights were quantized.
-    choices: BTreeMap<String, Choice>,
+    choices: BTreeMap<String, MethodUsed>,
     error: Option<Fp4Error>,
 }
 
-impl Reparameterizer for &mut AttachQuantized<'_> {
+impl Reparameterizer for &mut InstallQuantized<'_> {
     type Reparam = PackedWeight;
 
     fn reparameterize<const D: usize>(
@@ -198,7 +197,7 @@ impl Reparameterizer for &mut AttachQuantized<'_> {
     }
 }
 
-impl<'a> AttachQuantized<'a> {
+impl<'a> InstallQuantized<'a> {
     fn pack<const D: usize>(
         &mut self,
         path: &str,
@@ -213,23 +212,23 @@ impl<'a> AttachQuantized<'a> {
         let first = self.measured.tied_to(at);
         if !self.packed.contains_key(&first) {
             let inputs = self.inputs.get(&first);
-            let task = Task { plan, amax: self.measured.amax(at), inputs };
+            let task = WeightTask { plan, amax: self.measured.amax(at), inputs };
             self.quantize(path, first, (&dense, task))?;
         }
-        let (packed, choice) = self.packed[&first].clone();
+        let Quantized { packed, choice, output_sums } = self.packed[&first].clone();
         let tensor = packed.tensor::<D>();
-        self.results.add(path, &tensor, dense.dtype(), Some(dense))?;
+        self.results.add(path, &tensor, dense.dtype(), Some((dense, output_sums)))?;
         self.choices.insert(path.to_owned(), choice);
         Ok(packed)
     }
 
-    /// Quantizes the weight with this path and number, and with it those of its family that are on
-    /// the same device and still to come.
+    /// Quantizes the weight with this path and number, and with it the members of its family that
+    /// are on the same device and still to come.
     fn quantize(
         &mut self,
         path: &str,
         at: usize,
-        weight: (&dyn AnyWeight, Task<'a>),
+        weight: (&dyn AnyWeight, WeightTask<'a>),
     ) -> Result<(), OpsError> {
         let device = weight.0.device();
         let family = self.families.get(path).cloned().unwrap_or_default();
@@ -241,7 +240,11 @@ impl<'a> AttachQuantized<'a> {
                 let weight = self.taken.get(*other)?.weight();
                 let (at, plan) = self.plans[other];
                 let (amax, inputs) = (self.measured.amax(at), self.inputs.get(&at));
-                (weight.device() == device).then_some((at, weight, Task { plan, amax, inputs }))
+                (weight.device() == device).then_some((
+                    at,
+                    weight,
+                    WeightTask { plan, amax, inputs },
+                ))
             })
             .collect();
         let members = others.iter().map(|(_, weight, task)| (&**weight, *task));
@@ -256,7 +259,7 @@ impl<'a> AttachQuantized<'a> {
 fn report(
     selection: &Selection,
     results: PackedWeights,
-    choices: &BTreeMap<String, Choice>,
+    choices: &BTreeMap<String, MethodUsed>,
 ) -> Result<Fp4Report, Fp4Error> {
     let facts = results.read()?;
     let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {

@@ -17,11 +17,11 @@ use crate::walk::plan::{Selection, WeightPlan};
 use super::family::{families, pack_family};
 use super::inputs::Inputs;
 use super::measure::Measured;
-use super::weight::{AnyWeight, HessianFactorCache, Quantized, Task, dense_weights};
+use super::weight::{AnyWeight, HessianFactorCache, Quantized, WeightTask, dense_weights};
 
 /// Quantizes the weights that have statistics of their inputs on the devices that these were found
 /// on, one on each in turn, if these are several; by weight.
-pub(crate) fn divided<M: Module>(
+pub(crate) fn run_on_devices<M: Module>(
     module: &M,
     selection: &Selection,
     devices: &[Device],
@@ -31,10 +31,11 @@ pub(crate) fn divided<M: Module>(
     if devices.len() < 2 || inputs.is_empty() {
         return Ok(BTreeMap::new());
     }
-    // Of tied weights the first.
+    // Tied weights are quantized once.
     let wanted: BTreeMap<&str, (usize, &WeightPlan)> = selection
         .plans()
-        .filter(|(at, ..)| measured.tied_to(*at) == *at && inputs.contains_key(at))
+        .filter(|(at, _, plan)| measured.tied_to(*at) == *at && plan.asked.needs_inputs())
+        .filter(|(at, ..)| inputs.contains_key(at))
         .map(|(at, parameter, plan)| (parameter.path.as_str(), (at, plan)))
         .collect();
     let dense = dense_weights(module, |path| wanted.contains_key(path));
@@ -42,7 +43,7 @@ pub(crate) fn divided<M: Module>(
         .iter()
         .map(|(path, dense)| {
             let (at, plan) = wanted[path.as_str()];
-            let task = Task { plan, amax: measured.amax(at), inputs: inputs.get(&at) };
+            let task = WeightTask { plan, amax: measured.amax(at), inputs: inputs.get(&at) };
             (at, Job { path, task, dense: dense.clone_box() })
         })
         .collect();
@@ -59,7 +60,7 @@ pub(crate) fn divided<M: Module>(
 /// A weight to be quantized by statistics of its inputs.
 pub(crate) struct Job<'a> {
     pub(crate) path: &'a str,
-    pub(crate) task: Task<'a>,
+    pub(crate) task: WeightTask<'a>,
     pub(crate) dense: Box<dyn AnyWeight>,
 }
 
@@ -100,9 +101,7 @@ pub(crate) fn quantize_each(
     let results: Result<Vec<_>, _> = results.into_iter().collect();
     let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
     moved(&all, || {
-        let home =
-            |((weight, choice), home): (Quantized, &Device)| (weight.to_device(home), choice);
-        quantized.into_values().zip(&homes).map(home).collect()
+        quantized.into_values().zip(&homes).map(|(one, home)| one.to_device(home)).collect()
     })
 }
 

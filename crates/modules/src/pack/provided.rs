@@ -16,14 +16,14 @@ use crate::walk::parameters::{Parameter, Walk};
 use super::outcome::PackedWeights;
 use super::placeholder::{float_dtype, placeholder};
 
-/// A dense parameter, for which [`pack_fp4`](crate::Fp4Module::pack_fp4) may be given codes and
+/// A dense parameter, for which [`pack_fp4`](crate::Fp4Module::pack_fp4) may provide codes and
 /// scales.
 pub struct DenseWeight<'a> {
     parameter: &'a Parameter,
     shape: Vec<usize>,
     device: Device,
     param: &'a dyn Any,
-    /// Whether its values were asked for.
+    /// Set once its values were asked for.
     read: Cell<bool>,
 }
 
@@ -70,44 +70,45 @@ impl DenseWeight<'_> {
 }
 
 /// See [`Fp4Module::pack_fp4`](crate::Fp4Module::pack_fp4).
-pub(crate) fn pack_given<M: Module>(
+pub(crate) fn pack_provided<M: Module>(
     module: &mut M,
     give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 ) -> Result<Fp4Report, Fp4Error> {
     let walk = Walk::over(module);
     let parameters: BTreeMap<&str, &Parameter> =
         walk.parameters.iter().map(|one| (one.path.as_str(), one)).collect();
-    let mut attach = AttachGiven { give, parameters, given: PackedWeights::default(), error: None };
+    let provided = PackedWeights::default();
+    let mut attach = InstallProvided { give, parameters, provided, error: None };
     let packed = module.clone().apply_reparameterization(&mut attach);
-    let AttachGiven { given, error, .. } = attach;
+    let InstallProvided { provided, error, .. } = attach;
     if let Some(error) = error {
         return Err(error);
     }
-    if given.is_empty() {
-        return Err(Fp4Error::NothingSelected("\n  no codes were given".to_owned()));
+    if provided.is_empty() {
+        return Err(Fp4Error::NothingSelected("\n  no codes were provided".to_owned()));
     }
-    let given = given.read()?;
+    let provided = provided.read()?;
     *module = packed;
     // As they are now: what is not packed may not be initialized.
-    let parameters = walk.parameters.iter().map(|parameter| match given.get(&parameter.path) {
-        Some(facts) => facts.given(parameter),
+    let parameters = walk.parameters.iter().map(|parameter| match provided.get(&parameter.path) {
+        Some(facts) => facts.provided(parameter),
         None => {
-            let reason = parameter.attached().unwrap_or(Reason::NotGiven);
+            let reason = parameter.attached().unwrap_or(Reason::NotProvided);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
     });
     Ok(Fp4Report { parameters: parameters.collect(), unused: Vec::new() })
 }
 
-/// Attaches the codes that are given.
-struct AttachGiven<'a, F> {
+/// Attaches the provided codes.
+struct InstallProvided<'a, F> {
     give: F,
     parameters: BTreeMap<&'a str, &'a Parameter>,
-    given: PackedWeights,
+    provided: PackedWeights,
     error: Option<Fp4Error>,
 }
 
-impl<F> Reparameterizer for &mut AttachGiven<'_, F>
+impl<F> Reparameterizer for &mut InstallProvided<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
@@ -137,7 +138,7 @@ where
 /// A placeholder, and what is attached to it.
 type Attached<const D: usize> = (Param<Tensor<D>>, PackedWeight);
 
-impl<F> AttachGiven<'_, F>
+impl<F> InstallProvided<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
@@ -163,7 +164,7 @@ where
         let layout = packed.layout();
         let refuse = |what, expected: &dyn fmt::Debug, found: &dyn fmt::Debug| {
             let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
-            Err(Fp4Error::Given { path: path.clone(), what, expected, found })
+            Err(Fp4Error::Provided { path: path.clone(), what, expected, found })
         };
         if weight.shape != layout.shape {
             return refuse("shape", &weight.shape, &layout.shape);
@@ -171,8 +172,8 @@ where
         if weight.device != packed.device() {
             return refuse("device", &weight.device, &packed.device());
         }
-        let dense = weight.read.get().then(|| param.base().without_autodiff());
-        let added = self.given.add(path, &packed.tensor::<D>(), dtype, dense);
+        let dense = weight.read.get().then(|| (param.base().without_autodiff(), None));
+        let added = self.provided.add(path, &packed.tensor::<D>(), dtype, dense);
         added.map_err(|problem| Fp4Error::at(path, problem))?;
         Ok(Some((placeholder, packed)))
     }

@@ -1,0 +1,92 @@
+//! The output of the commands, run as a user runs them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn llama(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llama"));
+    command.args(arguments).current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."));
+    for variable in ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"] {
+        command.env_remove(variable);
+    }
+    command
+}
+
+fn stdout(output: Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// Returns a path that does not exist.
+fn out(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    if path.is_dir() {
+        std::fs::remove_dir_all(&path).expect("a folder of an earlier run");
+    }
+    path
+}
+
+fn assert_narrow(output: &str) {
+    for line in output.lines().filter(|line| !line.contains(env!("CARGO_TARGET_TMPDIR"))) {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+}
+
+#[test]
+fn errors_print_without_a_backtrace() {
+    let run = |command: &mut Command| {
+        let output = command.output().expect("a program");
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).expect("text")
+    };
+    let arguments = ["perplexity", "tests/models/nothing"];
+    let message = run(&mut llama(&arguments));
+    assert!(message.starts_with("error: tests/models/nothing/config.json: "), "{message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
+    assert_eq!(run(llama(&arguments).env("RUST_BACKTRACE", "1")), message);
+    let traced = run(llama(&arguments).env("RUST_LIB_BACKTRACE", "1"));
+    assert!(traced.contains("Stack backtrace"), "{traced}");
+}
+
+#[test]
+fn commands_print_80_columns_and_the_next_command() {
+    let (trained, quantized) = (out("trained"), out("quantized it"));
+    let [trained, quantized] = [&trained, &quantized].map(|path| path.to_str().expect("text"));
+    let train = ["train", trained, "--steps", "2", "--batch", "1", "--context", "32"];
+    let text = stdout(llama(&[&train[..], &["--held-out", "0.001"]].concat()).output().unwrap());
+    assert!(text.ends_with(&format!("next: llama perplexity {trained}\n")), "{text}");
+    assert_narrow(&text);
+
+    let text = stdout(llama(&["quantize", trained, quantized]).output().unwrap());
+    assert!(text.ends_with(&format!("next: llama perplexity '{quantized}'\n")), "{text}");
+    assert_narrow(&text);
+
+    let perplexity = ["perplexity", quantized, "--held-out", "0.01"];
+    assert_narrow(&stdout(llama(&perplexity).output().unwrap()));
+    let json = stdout(llama(&[&perplexity[..], &["--json"]].concat()).output().unwrap());
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert!(json["perplexity"].as_f64().is_some(), "{json}");
+
+    let generate = ["generate", quantized, "--prompt", "And ", "--tokens", "4"];
+    let text = stdout(llama(&generate).output().unwrap());
+    assert!(
+        text.contains("\nprompt: 4 tokens, ") && text.contains("\ndecode: 4 tokens, "),
+        "{text}"
+    );
+    assert_narrow(&text);
+}
+
+#[test]
+fn sensitivity_fits_80_columns_and_names_the_recipe() {
+    let recipe = out("sensitivity").with_extension("toml");
+    let recipe = recipe.to_str().expect("text");
+    let folder = "tests/models/genesis";
+    let arguments = ["sensitivity", folder, "--method", "sse", "--loss-windows", "1"];
+    let budget = ["--budget", "5", "--recipe", recipe, "--calibration-windows", "1"];
+    let held_out = ["--context", "32", "--held-out", "0.004"];
+    let text = stdout(llama(&[&arguments[..], &budget, &held_out].concat()).output().unwrap());
+    let next = format!("next: llama quantize {folder} OUT --recipe {recipe}\n");
+    assert!(text.ends_with(&next), "{text}");
+    assert_narrow(&text);
+}

@@ -185,13 +185,15 @@ pub enum CheckpointError {
     },
     /// What an earlier run has left beside the target was made from something else.
     #[error(
-        "{}: left by a run with other options or another input; give the same, or remove it to \
-         start over",
+        "{}: left by a run with other options or another input, {differs}; give the same, or \
+         remove it to start over",
         .path.display()
     )]
     OtherTask {
         /// The folder with what there is of it.
         path: PathBuf,
+        /// The first difference.
+        differs: String,
     },
     /// What is where a write would begin was not left by one.
     #[error(
@@ -231,13 +233,15 @@ pub enum CheckpointError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No weight would be quantized.
-    #[error("none of {tensors} tensors would be quantized: {reasons}")]
+    #[error("none of {tensors} tensors would be quantized: {reasons}; {remedy}")]
     NothingSelected {
         /// How many there are.
         tensors: usize,
         /// Why they are not: every reason with the first weight that has it, the closest to being
         /// quantized first.
         reasons: String,
+        /// What to do about the first of them.
+        remedy: String,
     },
     /// No weight would be quantized, because all that could be are.
     #[error("nothing is left to quantize: `{weight}` is {format} already")]
@@ -396,13 +400,15 @@ fn folder_of(path: &Path) -> &'static str {
 }
 
 /// The command that writes pickles as safetensors files beside them: only tensors are loaded, and
-/// those that share memory get some of their own.
+/// those that share memory get some of their own. Of dictionaries in each other, such as
+/// `{"model": {..}, "epoch": 3}`, the one with the most tensors is the model.
 fn converts(files: &Path) -> String {
     format!(
         "python3 -c \"import glob, sys, torch; from safetensors.torch import save_file; \
-         [save_file({{k: v.contiguous().clone() for k, v in s.get('state_dict', s).items()}}, \
-         f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1]) \
-         for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" '{}'",
+         most = lambda d: max([{{k: v.contiguous().clone() for k, v in d.items() \
+         if torch.is_tensor(v)}}, *(most(v) for v in d.values() if isinstance(v, dict))], \
+         key=len); [save_file(most(torch.load(f, map_location='cpu', weights_only=True)), \
+         f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1])]\" '{}'",
         // A shell that is handed the name reads nothing in it.
         files.display().to_string().replace('\'', r"'\''")
     )
@@ -412,7 +418,7 @@ fn converts(files: &Path) -> String {
 fn hint(nearest: &Option<String>, first: &str) -> String {
     match nearest {
         Some(nearest) => format!("; did you mean `{nearest}`?"),
-        None => format!(", such as `{first}`"),
+        None => format!(", such as `{first}`; name some of them, or leave it out"),
     }
 }
 
@@ -430,6 +436,8 @@ impl CheckpointError {
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
     /// The same of ggml's records other than FP4.
     pub const GGML_TO_DECODE: &str = "records of ggml; decode them";
+    /// What a dialect of stacked experts alone [cannot hold](Self::CannotHold).
+    pub const NOT_EXPERTS: &str = "quantized layers other than stacked experts";
     /// What a dialect without tensor scales [cannot hold](Self::CannotHold), unless a user allows
     /// that values change.
     pub const NOT_FOLDED_EXACTLY: &str =

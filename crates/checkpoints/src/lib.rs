@@ -29,7 +29,7 @@
 //! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
 //! floats of.
 //!
-//! GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS are read as floats,
+//! [Many of ggml's quantized types](DataType::decoded_ggml) are read as floats,
 //! [bit for bit](Tensor::to_f32) as Python's gguf does. Only GGUF holds them as they are;
 //! [`WriteOptions::decode_ggml`] makes floats of them for the others.
 //!

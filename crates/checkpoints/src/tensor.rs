@@ -114,7 +114,8 @@ impl<'a> Tensor<'a> {
     pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
         self.check_bytes()?;
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for piece in self.pieces() {
+        // One piece at least: a tensor of no values is checked too.
+        for piece in self.pieces().chain(self.is_empty().then_some(&[][..])) {
             values.clear();
             let read = self.dtype.decode(piece, &mut values);
             read.ok_or_else(|| self.not_floats())?;
@@ -157,7 +158,7 @@ impl<'a> Tensor<'a> {
     }
 
     pub(crate) fn not_floats(&self) -> CheckpointError {
-        self.wrong_dtype("F32, F16, BF16, or a type of ggml that is decoded")
+        self.wrong_dtype("F32, F16, BF16, F64, or a type of ggml that is decoded")
     }
 
     pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> CheckpointError {

@@ -29,6 +29,8 @@ pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 
 /// How names of PyTorch's pickles end. To load one can run code: none is read.
 const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
+/// How the names of indexes end, such as `pytorch_model.bin.index.json`.
+const INDEX_END: &str = ".index.json";
 /// Pickles beside a model that hold none of its weights: what a trainer leaves.
 const TRAINER: [&str; 5] = ["training_args", "optimizer", "scheduler", "scaler", "rng_state"];
 
@@ -229,7 +231,10 @@ impl Container {
             let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name)
                 || self.files.iter().any(|file| file.path == path);
             let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
-            let weights = PICKLES.contains(&end) || ["safetensors", "gguf"].contains(&end);
+            // An index names shards that are not copied either.
+            let weights = PICKLES.contains(&end)
+                || ["safetensors", "gguf"].contains(&end)
+                || name.ends_with(INDEX_END);
             if ours {
                 continue;
             }

@@ -162,7 +162,7 @@ impl Selection {
         let found = exceptions_of(model, &choice.exceptions)?;
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
         let architecture = Architecture::of(model);
-        let names = Names::of(choice.preset, architecture)?;
+        let names = Names::of(choice.preset, architecture);
         let judge =
             Judge { architecture, choice, dialect, writer, names, keep, only, layers: &layers };
         let mut reasons: Vec<Option<Reason>> =
@@ -277,8 +277,9 @@ impl Selection {
         if texts.is_empty() {
             texts.push("there is no matrix".to_owned());
         }
+        let remedy = reasons.first().map_or(&Reason::NoMatrix, |(reason, ..)| *reason).remedy();
         let (tensors, reasons) = (model.weights.len(), texts.join("; "));
-        Err(CheckpointError::NothingSelected { tensors, reasons })
+        Err(CheckpointError::NothingSelected { tensors, reasons, remedy })
     }
 
     /// Whether what is written has a place for the tensor scales of formats that have them; where

@@ -6,9 +6,8 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use super::reason::Reason;
-use crate::architecture::{Architecture, Kept, Role};
-use crate::error::CheckpointError;
-use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::architecture::{Architecture, Role, Roles, matcher};
+use crate::patterns::Matcher;
 use crate::weight::{Value, Weight};
 
 /// Which weights are quantized, by their names.
@@ -91,32 +90,21 @@ impl Preset {
 /// The names of a preset, ready to be matched.
 pub(super) struct Names {
     preset: Preset,
-    kept: Kept,
+    roles: Roles,
     /// Names, one of which is asked for, and what a weight is that has none of them.
     asked: Option<(Vec<Matcher>, &'static str)>,
 }
 
-fn matcher(glob: &str) -> Result<Matcher, CheckpointError> {
-    Pattern::parse(glob, Syntax::Glob).matcher()
-}
-
 impl Names {
-    /// # Errors
-    /// None: the patterns are those of this file.
-    pub(super) fn of(preset: Preset, architecture: Architecture) -> Result<Self, CheckpointError> {
+    pub(super) fn of(preset: Preset, architecture: Architecture) -> Self {
         let asked: Option<(&[&str], _)> = match preset {
             Preset::AllLinear | Preset::Miles => None,
             Preset::MlpOnly => Some((&MLP, "not a feed-forward network")),
             Preset::ExpertsOnly => Some((&EXPERTS, "not an expert")),
         };
-        let asked = match asked {
-            None => None,
-            Some((globs, what)) => {
-                let matchers: Result<Vec<_>, _> = globs.iter().map(|glob| matcher(glob)).collect();
-                Some((matchers?, what))
-            }
-        };
-        Ok(Self { preset, kept: architecture.kept()?, asked })
+        let ready = |globs: &[&str]| globs.iter().map(|glob| matcher(glob)).collect();
+        let asked = asked.map(|(globs, what)| (ready(globs), what));
+        Self { preset, roles: architecture.roles(), asked }
     }
 
     /// Why a matrix stays as it is, if it does.
@@ -133,7 +121,7 @@ impl Names {
         if !name.ends_with(".weight") && !stacked {
             return Some(Reason::Preset("not a layer weight"));
         }
-        match self.kept.role(module, weight.shape().len()) {
+        match self.roles.role(module, weight.shape().len()) {
             Some(Role::Other(what)) => return Some(Reason::Preset(what)),
             Some(Role::Unlisted(architecture)) => return Some(Reason::Unlisted(architecture)),
             None => {}

@@ -183,6 +183,10 @@ fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {
         report.inverted += 1;
         let again = 1.0 / (1.0 / number);
         report.inverted_inexactly += u64::from(again.to_bits() != number.to_bits());
+        // The product of two f32 is exact in f64.
+        let error = (f64::from(1.0 / number) * f64::from(number) - 1.0).abs();
+        report.inverted_rounded += u64::from(error > 0.0);
+        report.inverted_error = report.inverted_error.max(error);
     }
 }
 

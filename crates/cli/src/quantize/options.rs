@@ -5,14 +5,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
+use burn_fp4_checkpoints::{Model, dialect};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
-use crate::checkpoint::{GGUF, is_gguf, writable};
+use crate::checkpoint::{GGUF, is_gguf, packable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
 use crate::listed::{listed, methods};
@@ -31,7 +31,7 @@ pub(super) struct Options {
     /// The dialect to write: how tensors are named and laid out. A table below has its readers. The
     /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
     /// otherwise.
-    #[arg(long, value_name = "DIALECT", value_parser = writable())]
+    #[arg(long, value_name = "DIALECT", value_parser = PossibleValuesParser::new(packable()))]
     dialect: Option<String>,
     // The help lists the methods.
     #[arg(
@@ -189,6 +189,13 @@ impl ResolvedOptions {
             }
             .to_owned()
         });
+        // A recipe may name it.
+        let (written, packable) = (dialect::written(), packable());
+        if written.contains(&&*dialect) && !packable.contains(&&*dialect) {
+            let names = packable.join(", ");
+            let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
+            return Err(CliError::Choice(what));
+        }
         let becomes = |how: &RecipeScheme| (how.scheme.format(), how.scheme.block_size);
         let exception = |(weights, how): (&RecipeWeights, &Option<RecipeScheme>)| Exception {
             names: weights.names.clone(),
@@ -292,6 +299,7 @@ impl ResolvedOptions {
         }
         let formats = schemes.iter().map(|how| (how.scheme.format(), how.scheme.block_size));
         notes.extend(readers::notes(&self.choice.dialect, formats)?);
+        notes.extend(readers::dtype_note(&self.choice.dialect, model));
         Ok(notes)
     }
 }

@@ -1,4 +1,4 @@
-//! What the numbers of a tensor are: a dtype of safetensors, or a record of ggml.
+//! The type of a tensor's numbers: a dtype of safetensors, or a record of ggml.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::de::value::{Error, StrDeserializer};
 
 use crate::ggml::{self, Decode};
 
-/// What the numbers of a tensor are.
+/// The type of a tensor's numbers.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{DataType, Dtype};
@@ -133,8 +133,8 @@ impl DataType {
         }
     }
 
-    /// Returns true if the numbers are read as floats: F32, F16, BF16, F64, which is rounded to f32,
-    /// and the [records of ggml that are decoded](Self::decoded_ggml), of which FP4 is none.
+    /// Returns true if the numbers are read as floats: F32, F16, BF16, F64 rounded to f32, and the
+    /// [records of ggml that are decoded](Self::decoded_ggml), of which FP4 is none.
     ///
     /// ```
     /// use burn_fp4_checkpoints::DataType;
@@ -154,7 +154,9 @@ impl DataType {
     /// The records of ggml other than FP4 that are read as floats.
     ///
     /// ```
-    /// let names: Vec<_> = burn_fp4_checkpoints::DataType::decoded_ggml().map(|row| row.name).collect();
+    /// use burn_fp4_checkpoints::DataType;
+    ///
+    /// let names: Vec<_> = DataType::decoded_ggml().map(|row| row.name).collect();
     /// assert!(names.contains(&"Q4_K") && !names.contains(&"IQ2_XXS"));
     /// ```
     pub fn decoded_ggml() -> impl Iterator<Item = &'static GgmlRow> {

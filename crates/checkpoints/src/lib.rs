@@ -60,7 +60,7 @@
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
 //! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
 //! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
-//! | `system.rs` | what the system does with files beside reading and writing them |
+//! | `system.rs` | calls of the system on files: offsets, space, hints |
 //! | `architecture/` | what a weight is to its model: `table.rs` has a row an architecture |
 //! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
 //! | `json.rs` | [`Json`] that keeps the order of fields |

@@ -32,7 +32,7 @@ impl Input {
 /// The dialect of GGUF files, and how their names end.
 pub(crate) const GGUF: &str = "gguf";
 
-/// Whether a path is that of a GGUF file, by its name.
+/// Returns true if a path names a GGUF file.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == GGUF)
 }
@@ -57,7 +57,7 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     }
 }
 
-/// What is in a checkpoint. The scales of whole tensors are in memory: who plans, warns or notes
+/// Reads a checkpoint's model. The scales of whole tensors are in memory: who plans, warns or notes
 /// looks at them, and must not meet a map whose file was cut off.
 pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let mut model = checkpoint.model()?;
@@ -65,7 +65,7 @@ pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     Ok(model)
 }
 
-/// What of a folder is not copied, in a line, if there is such.
+/// Names the files of a folder that are not copied, in a line, if there are any.
 pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
     let name = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -230,7 +230,7 @@ fn result_notes(
     Ok(notes)
 }
 
-/// What is true of GGUF files that were made from no GGUF file.
+/// The note on GGUF files that were made from another format.
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names of the input, so llama.cpp cannot run the file";
 

@@ -66,8 +66,8 @@ impl<'c> Architecture<'c> {
         }
     }
 
-    /// The names of output layers that may be tied to an embedding and so have no tensor: those of
-    /// the architecture, or if it is not known, of Llama-like models whose config says so.
+    /// The names of output layers that may be tied to an embedding and so have no tensor. If the
+    /// architecture is not known, the names of Llama-like models count where the config ties them.
     ///
     /// Configs of known architectures are not asked: transformers leaves out what is the default.
     pub(crate) fn tied_output_layers(self) -> &'static [&'static str] {

@@ -22,8 +22,8 @@ pub(super) struct Entry<'a> {
 /// The tensors of a file, in the order of its header.
 #[derive(Debug)]
 pub(super) struct FileEntries {
-    /// Of each tensor the length of its name, the name, where its data begin behind `start`, how
-    /// many bytes these are, which of `dtypes` it has, how many axes, and the axes.
+    /// A run for each tensor: the length of its name, the name, the offset of its data behind
+    /// `start`, how many bytes these are, which of `dtypes` it has, how many axes, and the axes.
     bytes: Vec<u8>,
     dtypes: Vec<DataType>,
     count: usize,
@@ -178,7 +178,7 @@ impl Entries {
         self.places[at].0 as usize
     }
 
-    /// What is known of a tensor.
+    /// Returns the facts of a tensor.
     pub(super) fn get(&self, at: usize) -> Entry<'_> {
         let (file, at) = self.places[at];
         self.files[file as usize].get(at)

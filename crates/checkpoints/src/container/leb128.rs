@@ -16,7 +16,7 @@ pub(super) fn push(bytes: &mut Vec<u8>, mut number: u64) {
     bytes.push(number as u8);
 }
 
-/// What was pushed and is not taken yet.
+/// Bytes that were pushed and are not taken yet.
 pub(super) struct Rest<'a>(pub(super) &'a [u8]);
 
 impl<'a> Rest<'a> {

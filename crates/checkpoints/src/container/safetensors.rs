@@ -72,7 +72,7 @@ impl Metadata {
         std::iter::from_fn(move || (!rest.0.is_empty()).then(|| (rest.bytes(), rest.bytes())))
     }
 
-    /// Of the fields of an object, which serde_json has read.
+    /// Reads the fields of an object that serde_json has read.
     fn of(fields: &[u8]) -> Result<Self, serde_json::Error> {
         let rooms = tokens::fields(fields)
             .map(|(key, text)| tokens::text_room(key) + text.map_or(0, tokens::text_room));
@@ -102,7 +102,7 @@ fn utf8(bytes: &[u8]) -> &str {
 
 /// Reads the header; checks every offset.
 ///
-/// What is kept of it takes less than it does, and is allocated once.
+/// The entries take less than the header does, and are allocated once.
 pub(super) fn read(path: &Path, map: &Mapped) -> Result<(FileEntries, Metadata), CheckpointError> {
     let (header, data) = split(path, map.bytes())?;
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "header", source };
@@ -235,7 +235,7 @@ struct Tensors<'e> {
     entries: &'e mut FileEntries,
     /// Bytes of data in the file.
     limit: u64,
-    /// Whether serde_json only skips the texts of `__metadata__`.
+    /// True if serde_json only skips the texts of `__metadata__`.
     long: bool,
 }
 

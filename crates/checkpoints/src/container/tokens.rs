@@ -45,7 +45,7 @@ impl<'a> Iterator for Tokens<'a> {
     }
 }
 
-/// What the tokens of an object tell.
+/// Facts that the tokens of an object tell.
 #[derive(Default)]
 pub(super) struct Outline {
     /// The most bytes that its fields take as entries, if they are tensors.
@@ -57,7 +57,7 @@ pub(super) struct Outline {
 }
 
 impl Outline {
-    /// Of an object, of which the field `texts` may be an object of texts. It need not be JSON.
+    /// Reads an object, whose field `texts` may be an object of texts. It need not be JSON.
     ///
     /// # Errors
     /// The length of what is longer than [`LONGEST`], but for those texts.
@@ -127,7 +127,7 @@ pub(super) fn fields(json: &[u8]) -> impl Iterator<Item = (&[u8], Option<&[u8]>)
     })
 }
 
-/// What a text of JSON says.
+/// The characters of a text of JSON.
 ///
 /// # Errors
 /// As [`unescape`].
@@ -159,7 +159,7 @@ pub(super) fn push(bytes: &mut Vec<u8>, json: &[u8]) -> Result<(), &'static str>
 /// Gives what a text of JSON says, part by part.
 ///
 /// # Errors
-/// What is no text, in the words of serde_json.
+/// The error of what is not a text, in the words of serde_json.
 fn unescape(json: &[u8], mut part: impl FnMut(&str)) -> Result<(), &'static str> {
     let mut rest = utf8(json)?;
     while let Some((before, escape)) = rest.split_once('\\') {

@@ -6,7 +6,7 @@
 //! | `X.scale` | F32 | `[1]` or `[E]` | tensor scale, a multiplier |
 //! | `X.input_scale` | F32 | `[1]` or `[E]` | of the input, a multiplier |
 //!
-//! What is written keeps the source's names and numbers: a Hugging Face model's tensors are not
+//! A written file keeps the source's names and numbers: a Hugging Face model's tensors are not
 //! renamed, nor are the rows of its rotary attention permuted as llama.cpp's converter does, so
 //! that llama.cpp runs only what came from GGUF.
 //!

@@ -17,9 +17,9 @@ pub(super) enum Scheme {
     Fp4 {
         format: Fp4Format,
         block_size: usize,
-        /// Whether the input is quantized to FP4 with a scale that the file has.
+        /// True if the input is quantized to FP4 with a scale that the file has.
         activations: bool,
-        /// Whether the input is multiplied before it is quantized (AWQ).
+        /// True if the input is multiplied before it is quantized (AWQ).
         smoothed: bool,
     },
     /// FP8 with float scales.
@@ -64,8 +64,8 @@ pub(super) fn schemes<'m>(model: &'m Model<'_>) -> Vec<(Scheme, Vec<&'m str>)> {
 /// The algorithms of ModelOpt that quantize inputs as the layers run.
 const DYNAMIC: [&str; 3] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A8_MXFP4_FP8"];
 
-/// Whether the source says that inputs are quantized as the layers run, with scales that no file
-/// has.
+/// Returns true if the source says that inputs are quantized as the layers run, with scales that no
+/// file has.
 pub(crate) fn has_dynamic_inputs(model: &Model<'_>) -> bool {
     let key = "quantization_config";
     let config = model.config.as_ref();
@@ -93,7 +93,7 @@ fn says_dynamic(config: &Json) -> bool {
         || entries("quantized_layers").iter().any(|(_, layer)| algorithm(layer))
 }
 
-/// Whether a weight could be a layer's matrix that is left as it is: a float matrix `X.weight`.
+/// Returns true if a weight could be a layer's matrix that stays dense: a float matrix `X.weight`.
 pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
     let floats = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64];
     match &weight.value {

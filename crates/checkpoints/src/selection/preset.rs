@@ -17,12 +17,12 @@ pub enum Preset {
     /// Every linear layer but those that no one quantizes.
     #[default]
     AllLinear,
-    /// Those of them in feed-forward networks and experts.
+    /// All of these in feed-forward networks and experts.
     MlpOnly,
-    /// Those of them in experts.
+    /// All of these in experts.
     ExpertsOnly,
-    /// What the converter of miles quantizes (`tools/convert_hf_to_nvfp4.py` of radixark/miles as
-    /// of pull request 1054): experts, routed and shared, by parts of their names.
+    /// The weights that the converter of miles quantizes (`tools/convert_hf_to_nvfp4.py` of
+    /// radixark/miles as of pull request 1054): experts, routed and shared, by parts of names.
     Miles,
 }
 
@@ -31,7 +31,7 @@ pub enum Preset {
 pub struct PresetRow {
     /// Its name on command lines.
     pub name: &'static str,
-    /// What it chooses, in a line.
+    /// The weights it chooses, in a line.
     pub summary: &'static str,
 }
 
@@ -79,8 +79,8 @@ impl Preset {
         }
     }
 
-    /// Whether a weight shares its tensor scale with its family: miles knows pairs of gate and up,
-    /// and of those only what is quantized.
+    /// Returns true if a weight shares its tensor scale with its family: miles knows pairs of gate
+    /// and up, and of these only what is quantized.
     pub(super) fn shares(self, name: &str) -> bool {
         let pair = [".gate_proj.", ".up_proj.", ".w1.", ".w3."];
         self != Self::Miles || pair.iter().any(|part| name.contains(part))
@@ -107,7 +107,7 @@ impl Names {
         Self { preset, roles: architecture.roles(), asked }
     }
 
-    /// Why a matrix stays as it is, if it does.
+    /// Finds a reason to keep a matrix.
     pub(super) fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
         let (name, module) = (&weight.name, weight.module());
         if self.preset == Preset::Miles {

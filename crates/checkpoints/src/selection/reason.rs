@@ -1,14 +1,14 @@
-//! Reasons for which a weight stays as it is.
+//! Reasons for which a weight is kept.
 
 use crate::dialect;
 
-/// A reason for which a weight stays as it is.
+/// A reason for which a weight is kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     /// Not a matrix or a stack of matrices.
     #[error("not a matrix")]
     NoMatrix,
-    /// Its numbers are no floats that are read.
+    /// Its numbers are not floats that are read.
     #[error("{}", numbers(.0))]
     Dtype(String),
     /// It is FP4.
@@ -48,7 +48,7 @@ pub enum Reason {
     Columns {
         /// How many there are.
         cols: usize,
-        /// What would divide them.
+        /// A number that would divide them.
         of: usize,
     },
     /// It is run as one with another that is kept.
@@ -65,7 +65,7 @@ fn numbers(dtype: &str) -> String {
 }
 
 impl Reason {
-    /// What makes the weight quantized, if a user wants that.
+    /// Names the choice that makes the weight quantized.
     pub(super) fn remedy(&self) -> String {
         match self {
             Self::Transposed(_) => {

@@ -11,7 +11,7 @@ use crate::system;
 
 /// Its name in the folder.
 pub(super) const JOURNAL: &str = "journal";
-/// What every journal begins with.
+/// The beginning of every journal.
 pub(super) const MARK: &str = "burn-fp4 ";
 
 /// Weights that are done, by their places, with the notes on them.
@@ -37,8 +37,8 @@ impl Journal {
         }
     }
 
-    /// Whether the journal is still what it was opened as: another process may have removed the
-    /// folder before it was locked.
+    /// Returns true if the journal is still the file that was opened: another process may have
+    /// removed the folder before it was locked.
     pub(super) fn is_in_place(&self) -> bool {
         let there = std::fs::symlink_metadata(&self.path).ok();
         let own = self.file.metadata().ok();

@@ -16,7 +16,7 @@ pub struct Kept {
     pub weight: usize,
     /// Why.
     pub reason: Reason,
-    /// The dtype it is decoded to, if the dialect has no place for it as it is. None: it stays.
+    /// The dtype it is decoded to, if the dialect has no place for its own format. None: it stays.
     pub floats: Option<Dtype>,
 }
 
@@ -73,7 +73,7 @@ fn unfit(model: &Model<'_>, weight: &Weight<'_>, target: &Target) -> Option<Reas
     (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
 }
 
-/// The dtype that a weight is decoded to if the dialect has no place for it as it is.
+/// The dtype that a weight is decoded to if the dialect has no place for its format.
 fn floats(weight: &Weight<'_>, target: &Target) -> Dtype {
     let asked = match weight.value {
         Value::Fp8(_) => target.options.decode_fp8,

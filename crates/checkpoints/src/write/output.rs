@@ -1,4 +1,4 @@
-//! The files of a plan, all or nothing: written weight by weight in a folder beside the target,
+//! The files of a plan, all or nothing: written weight by weight in a folder next to the target,
 //! flushed to the disk, and renamed.
 //!
 //! ```text
@@ -26,7 +26,7 @@ use crate::system;
 use crate::tensor::Data;
 use crate::weight::Weight;
 
-/// What to do with the rest of an earlier write.
+/// The treatment of the rest of an earlier write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// Refuse to begin if there are weights in it, so that no work is lost unasked.
@@ -44,7 +44,7 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 const MOST_BYTES: u64 = 4 * FLUSH_BYTES;
 /// Files that are open between two flushes: there may be more files than a process may open.
 const MOST_FILES: usize = 8;
-/// Bytes of a file beside the tensors that are copied at a time.
+/// Bytes of a sidecar file that are copied at a time.
 const COPIED: usize = 1 << 20;
 
 /// A write that has begun. Unless it is finished, or asked to stay, it is removed; what an earlier
@@ -76,7 +76,7 @@ pub struct Output<'p> {
     earlier: Notes,
     /// Bytes that are left of weights of which pieces are written.
     left: HashMap<usize, u64>,
-    /// What is written and not flushed.
+    /// Bytes and weights that are written and not flushed.
     batch: Batch,
     flushed: Instant,
     stays: bool,
@@ -94,7 +94,7 @@ impl fmt::Debug for Output<'_> {
 }
 
 impl Planned<'_> {
-    /// Begins to write, beside `path`, as in the example of [`Output`]. `task` says in a line what
+    /// Begins to write, next to `path`, as in the example of [`Output`]. `task` says in a line what
     /// makes the bytes, in parts with `; ` between them: only a write of the same task, by the same
     /// version of this library, is gone on with. An error names the first part that differs.
     ///
@@ -175,7 +175,7 @@ impl Planned<'_> {
         one_line(&format!("{MARK}{version}, {weights} weights, {length} bytes, {dialect}: {task}"))
     }
 
-    /// The path of a file among those of a folder; a file that stands alone has no name.
+    /// The path of a file in a folder; a file that stands alone has no name.
     fn path(folder: &Path, name: &str) -> PathBuf {
         folder.join(if name.is_empty() { "file" } else { name })
     }
@@ -201,7 +201,7 @@ impl Planned<'_> {
         sync_folder(folder)
     }
 
-    /// Checks that the files of an earlier run are those of this plan.
+    /// Checks that the files of an earlier run have the lengths and headers of this plan.
     fn check(&self, folder: &Path) -> Result<(), CheckpointError> {
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
@@ -261,7 +261,7 @@ fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
 }
 
 impl Output<'_> {
-    /// Whether a weight is written, by this run or an earlier one.
+    /// Returns true if a weight is written, by this run or an earlier one.
     pub fn is_done(&self, at: usize) -> bool {
         self.done.contains(&at)
     }
@@ -287,11 +287,11 @@ impl Output<'_> {
     /// Writes a weight to its place: the one of the model, or what it was an outline of.
     ///
     /// # Errors
-    /// What cannot be made of the weight, tensors that are more or fewer than were planned or have
+    /// A weight that cannot be prepared, tensors that are more or fewer than were planned or have
     /// other lengths, and what the file system refuses.
     ///
     /// # Panics
-    /// If the model has not so many weights.
+    /// If `at` is not below the number of weights.
     pub fn write(&mut self, at: usize, weight: &Weight<'_>) -> Result<(), CheckpointError> {
         self.write_noting(at, weight, "")
     }
@@ -321,7 +321,7 @@ impl Output<'_> {
     /// As [`write`](Self::write).
     ///
     /// # Panics
-    /// If the model has not so many weights.
+    /// If `at` is not below the number of weights.
     pub fn write_noting(
         &mut self,
         at: usize,
@@ -350,13 +350,13 @@ impl Output<'_> {
         self.flush_if_due()
     }
 
-    /// Writes a weight of the model as it is, by small pieces that are read from its files.
+    /// Copies a weight of the model, by small pieces that are read from its files.
     ///
     /// # Errors
     /// As [`Planned::pieces`], [`Piece::read`] and [`put`](Self::put).
     ///
     /// # Panics
-    /// If the model has not so many weights.
+    /// If `at` is not below the number of weights.
     pub fn copy(&mut self, at: usize, reader: &Reader<'_>) -> Result<(), CheckpointError> {
         let planned = self.planned;
         planned.pieces(at)?.iter().try_for_each(|piece| self.put(piece, &piece.read(reader)?))
@@ -366,7 +366,7 @@ impl Output<'_> {
     /// in whatever order.
     ///
     /// # Errors
-    /// What the file system refuses.
+    /// Refusals of the file system.
     pub fn put(&mut self, piece: &Piece<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
         let plan = &self.planned.plan;
         plan.check_length(piece.file, &piece.tensor, piece.len() as u64, bytes.len())?;

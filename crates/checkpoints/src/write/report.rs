@@ -1,4 +1,4 @@
-//! What a caller learns: what was written, and what changed on the way.
+//! The report of a write: counts of what was written, and of what changed on the way.
 
 use std::fmt;
 
@@ -22,9 +22,9 @@ pub struct WriteReport {
     pub folded: CastReport,
     /// Tensor scales of which the reciprocal was written, as the dialect states the other.
     pub inverted: u64,
-    /// Those of them that do not come back when they are inverted again.
+    /// Inverted scales that do not come back when they are inverted again.
     pub inverted_inexactly: u64,
-    /// Those of them whose reciprocal is not an f32, and was rounded to one.
+    /// Inverted scales whose reciprocal is not an f32, and was rounded to one.
     pub inverted_rounded: u64,
     /// The largest relative error of these, of 2^-24 at most.
     pub inverted_error: f64,

@@ -2,16 +2,16 @@
 //!
 //! | file            | what it holds                                                       |
 //! |-----------------|---------------------------------------------------------------------|
-//! | `options.rs`    | what a user chooses, on the command line or in a recipe             |
-//! | `device.rs`     | where matrices are quantized, which a user chooses too              |
-//! | `engine.rs`     | what quantizes them there                                           |
+//! | `options.rs`    | the choices of a user, on the command line or in a recipe           |
+//! | `device.rs`     | the device on which matrices are quantized                          |
+//! | `engine.rs`     | the engine that quantizes them there                                |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
-//! | `plan.rs`       | what will be done to every tensor                                   |
+//! | `plan.rs`       | the plan for every tensor                                           |
 //! | `jobs.rs`       | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
-//! | `statistics.rs` | what a file knows of the inputs of layers                           |
+//! | `statistics.rs` | statistics of the inputs of layers, in a file                       |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
-//! | `ahead.rs`      | what will be read soon, which the system is told                    |
+//! | `ahead.rs`      | hints to the system about reads that follow                         |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
 //! | `budget.rs`     | memory that these share                                             |
 
@@ -114,7 +114,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// What a new user wants to see.
+/// Commands for a new user.
 const EXAMPLES: &str = "\
 Examples:
   fp4 quantize Qwen3-8B --dry-run
@@ -125,9 +125,9 @@ Examples:
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
-/// What the program takes besides weights: code, headers, buffers, the stacks of threads.
+/// Bytes that the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
-/// What the default allows beyond the largest group twice.
+/// Bytes that the default allows beyond the largest group twice.
 const ROOM: u64 = 256 << 20;
 
 /// Runs the command.

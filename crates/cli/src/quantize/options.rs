@@ -1,4 +1,4 @@
-//! What a user chooses, on the command line or in a recipe.
+//! The choices of a user, on the command line or in a recipe.
 
 use std::error::Error;
 use std::fmt;
@@ -79,10 +79,10 @@ pub(super) struct Options {
     calibration: Option<PathBuf>,
 }
 
-/// What `--method` takes.
+/// The help of `--method`.
 const METHOD: &str =
     "How scales and codes are chosen. The default is sse; methods with a star need --calibration";
-/// What `--preset` takes.
+/// The help of `--preset`.
 const PRESET: &str = "Which weights to quantize, chosen by their names";
 
 fn presets() -> String {
@@ -138,7 +138,7 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// What is done to a model, everything open decided. `path` is the file of the recipe.
+    /// Decides everything that a recipe leaves open. `path` is its file.
     pub(super) fn of(
         mut recipe: Recipe,
         path: Option<&Path>,
@@ -248,7 +248,7 @@ impl ResolvedOptions {
         selection.groups.iter().map(group).collect()
     }
 
-    /// Whether a method that is asked for needs statistics.
+    /// Returns true if a method that is asked for needs statistics.
     fn is_calibrated(&self) -> bool {
         let mut all = self.exceptions.iter().flatten().chain([&self.base]);
         all.any(|how| how.method.row().calibrated)
@@ -274,7 +274,7 @@ impl ResolvedOptions {
         }
     }
 
-    /// What is worth knowing before it is done.
+    /// Notes to print before the work begins.
     ///
     /// # Errors
     /// If the dialect is not written.
@@ -322,7 +322,7 @@ pub(super) struct Settings {
     together: Option<bool>,
     /// None: no method needs any.
     calibration: Option<PathBuf>,
-    /// What else is chosen for some weights, as the recipe says it.
+    /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
 }
 

@@ -21,7 +21,7 @@ use super::matrix::{Floats, Quantized, Quantizer, read};
 use crate::accuracy::{Squares, SquaresAt};
 use crate::error::CliError;
 
-/// What all threads know.
+/// The facts that all threads share.
 pub(super) struct Work<'w, 'c> {
     pub(super) reader: Reader<'c>,
     pub(super) model: &'w Model<'c>,
@@ -42,7 +42,7 @@ struct Loaded<'w> {
     taken: Taken<'w>,
 }
 
-/// What is ready to be written.
+/// A part of the result that is ready to be written.
 enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },

@@ -1,4 +1,4 @@
-//! What will be done to every tensor, and how large the result will be: known from headers alone.
+//! The plan for every tensor, and the size of the result: known from headers alone.
 
 use std::collections::BTreeMap;
 

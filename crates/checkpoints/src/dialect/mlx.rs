@@ -186,6 +186,10 @@ impl Write for Mlx {
         let metadata = vec![("format".to_owned(), "mlx".to_owned())];
         let config = match &model.config {
             Some(config) if model.quantization.dialect == self.name() => config.clone(),
+            // A model of floats has nothing to say.
+            Some(config) if scheme::schemes(model).is_empty() => {
+                scheme::without_quantization(config)
+            }
             _ => {
                 let quantization = quantization(model);
                 let mut config = scheme::with_quantization(model, quantization.clone());

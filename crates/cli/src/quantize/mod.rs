@@ -29,7 +29,6 @@ mod pipeline;
 mod plan;
 mod statistics;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::UNIX_EPOCH;
@@ -40,7 +39,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_search::{Method, RecipeScheme};
 
-use crate::accuracy::{Errors, Squares, SquaresAt};
+use crate::accuracy::{Errors, SquaresAt};
 use crate::checkpoint::{GGUF, Input, model, not_copied, packable, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
@@ -140,12 +139,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let mut selection = Selection::of(&model, &resolved.choice)?;
-    let wanted = selection.outline(&model);
-    let held = selection.keep_unheld(&model).map_err(|error| unheld(error, &wanted));
-    let refused = held.and_then(|()| Ok(selection.check_not_empty(&model)?)).err();
-    // The plan is shown before.
-    let refused = match refused {
+    let refused = match refusal(&mut selection, &model) {
         Some(refused) if !arguments.dry_run => return Err(refused),
+        // The plan is shown before.
         refused => refused,
     };
     let schemes = resolved.schemes(&model, &selection)?;
@@ -202,13 +198,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             ahead: &ahead,
             bar: &bar,
         };
-        let mut measured: BTreeMap<usize, Squares> = noted(&output);
-        let (error, squares) = write(&work, output)?;
+        let (error, measured) = write(&work, output)?;
         drop(announced);
         error.into_iter().for_each(unconfirmed);
-        // A group that was half done is quantized again, and measured.
-        measured.extend(squares);
-        let measured: Vec<_> = measured.into_iter().collect();
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
         let errors = Errors::new(&model, quantized - measured.len(), measured);
         finish(arguments.json, out, &report, errors)
@@ -229,6 +221,14 @@ fn print_warnings(report: &Report, dry_run: bool) {
     if !report.warnings().is_empty() && !dry_run {
         say(report.table(false, width()));
     }
+}
+
+/// Keeps the weights that the dialect cannot hold. Returns the error of the first of them, or that
+/// nothing is quantized.
+fn refusal(selection: &mut Selection, model: &Model<'_>) -> Option<CliError> {
+    let wanted = selection.outline(model);
+    let held = selection.keep_unheld(model).map_err(|error| unheld(error, &wanted));
+    held.and_then(|()| Ok(selection.check_not_empty(model)?)).err()
 }
 
 /// The error of a weight that the dialect cannot hold, with the options that help: --keep with its
@@ -289,11 +289,13 @@ fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 
-/// Does the work. Returns what the file system has not confirmed at its end, and the errors.
+/// Does the work. Returns what the file system has not confirmed at its end, and the errors, also
+/// those that an earlier run has noted.
 fn write(
     work: &Work<'_, '_>,
     mut output: Output<'_>,
 ) -> Result<(Option<CheckpointError>, Vec<SquaresAt>), CliError> {
+    let mut measured = noted(&output);
     let done = pipeline::run(work, &mut output);
     work.bar.finish_and_clear();
     let interrupted = |error: CliError, partial: &Path| {
@@ -305,7 +307,9 @@ fn write(
             let partial = output.keep().to_owned();
             let unconfirmed = output.finish();
             let unconfirmed = unconfirmed.map_err(|error| interrupted(error.into(), &partial))?;
-            Ok((unconfirmed, errors))
+            // A group that was half done is quantized again, and measured.
+            measured.extend(errors);
+            Ok((unconfirmed, measured.into_iter().collect()))
         }
         // What a user has to change makes another task; a machine may do better the next time.
         Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),

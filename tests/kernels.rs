@@ -1,5 +1,5 @@
-//! The CubeCL kernels against the oracle, on whatever runtime the build has: with `--features cpu`
-//! CubeCL's CPU runtime, with `--features cuda` a GPU.
+//! Compares the CubeCL kernels with the oracle, on CubeCL's CPU runtime (`--features cpu`) or on a
+//! GPU (`--features cuda`).
 
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
@@ -69,7 +69,7 @@ impl Device {
         }
     }
 
-    /// Runs every kernel along an axis of a matrix, and compares with the oracle.
+    /// Runs every kernel along an axis of a matrix, and compares the results with the oracle.
     fn check(&self, what: &str, dense: &Dense, axis: usize, scheme: Fp4Scheme) -> usize {
         self.check_view(what, dense, View::along(&[dense.rows, dense.cols], axis), scheme)
     }
@@ -115,7 +115,7 @@ impl Device {
             .expect("a plan")
     }
 
-    /// Without the tensor scale, against the oracle.
+    /// Compares fake quantization without the tensor scale with the oracle.
     fn check_block_scaled(&self, dense: &Dense, view: View, scheme: Fp4Scheme) {
         let dtype = KernelDtype::F32;
         let problem = Problem { view, dtype, scheme };
@@ -178,7 +178,7 @@ impl Device {
                 sum += f64::from(added[output]);
                 size += f64::from(added[output]).abs();
             }
-            // Rounding of f32 sums, and once to the dtype.
+            // Errors of f32 sums, and of one rounding to the dtype.
             let once = match dtype {
                 Dtype::F32 => 0.0,
                 Dtype::F16 => 2f64.powi(-11),
@@ -272,8 +272,8 @@ impl Device {
         for (found, expected) in
             [(total(&sums[..partial.count]), error), (total(&sums[partial.count..]), energy)]
         {
-            // Sums of f32 squares: they lose what is below the smallest square, and may overflow
-            // where the total does.
+            // Sums of f32 squares: tiny squares underflow, and a sum may overflow where the total
+            // does.
             let near = (found - expected).abs() <= 1e-5 * expected + 1e-30;
             let overflows = expected.is_nan() || expected > f64::from(f32::MAX);
             assert!(
@@ -284,8 +284,7 @@ impl Device {
     }
 }
 
-/// A product by every kernel that takes it: those by matrix instructions where there are any, of a
-/// small device in larger tiles.
+/// Plans every kernel that takes the matmul, also for a small device, which gets larger tiles.
 fn every_plan(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
     let mut plans = vec![matmul.gemv(device).expect("a plan")];
     for device in [*device, Capability { cubes: 4, ..*device }] {
@@ -300,7 +299,7 @@ fn every_plan(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
     plans
 }
 
-/// Values in the order of the packed matrix.
+/// Returns values in the order of the packed matrix.
 fn packed_rows(values: &[f32], view: View) -> Vec<f32> {
     let mut rows = vec![0.0; view.len()];
     for (at, &value) in values.iter().enumerate() {
@@ -309,7 +308,7 @@ fn packed_rows(values: &[f32], view: View) -> Vec<f32> {
     rows
 }
 
-/// The opposite of [`packed_rows`].
+/// Inverts [`packed_rows`].
 fn dense_order(rows: &[f32], view: View) -> Vec<f32> {
     (0..view.len()).map(|at| rows[packed_index(at, view)]).collect()
 }
@@ -378,7 +377,7 @@ fn searches() -> impl Iterator<Item = Method> {
     })
 }
 
-/// All of these on a GPU; one on the CPU runtime, which compiles slowly: there cases take turns.
+/// Returns all on a GPU. The CPU runtime compiles slowly: there cases take turns, one each.
 fn in_turn<T: Copy>(all: &[T], case: usize) -> Vec<T> {
     if cfg!(feature = "cpu") { vec![all[case % all.len()]] } else { all.to_vec() }
 }
@@ -391,7 +390,7 @@ fn follow(scheme: Fp4Scheme) -> Fp4Scheme {
 fn kernels_give_the_bits_of_the_oracle() {
     let device = Device::new();
     let mut compared = 0;
-    // A dtype changes how values are loaded and stored, not what is computed.
+    // A dtype changes only loads and stores: few schemes are enough for the others.
     for (dtype, schemes) in
         [(Dtype::F32, schemes()), (Dtype::F16, few_schemes()), (Dtype::Bf16, few_schemes())]
     {
@@ -425,7 +424,7 @@ fn special_values_follow_the_reference() {
     check_all("zeros", &Dense::new(32, 32, &[0.0; 1024], Dtype::F32));
 }
 
-/// Kernels are launched unchecked: what they would read beyond the end is refused.
+/// Kernels are launched without bounds checks, so that short memory has to be refused.
 #[test]
 fn memory_that_is_too_short_is_refused() {
     let device = Device::new();
@@ -510,7 +509,7 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
         for dtype in in_turn(&Dtype::ALL, number) {
             let values = Kind::Outliers.values(view.len(), view.len() as u64);
             let dense = Dense::new(1, view.len(), &values, dtype);
-            // Neighbours in the list differ in what a shape can matter to.
+            // Neighbours in the list use different code paths of a shape.
             for scheme in in_turn(&few_schemes(), number) {
                 device.check_view("shape", &dense, view, scheme);
             }
@@ -518,7 +517,7 @@ fn shapes_that_vectors_and_tiles_do_not_divide() {
     }
 }
 
-/// Straight from the codes, against products in f64 of what the oracle dequantizes.
+/// Compares matmuls with packed weights with f64 products of the dequantized weight.
 #[test]
 fn products_straight_from_the_codes() {
     let device = Device::new();
@@ -553,10 +552,10 @@ fn products_straight_from_the_codes() {
     }
 }
 
-/// Runs the wgmma kernel with emulated instructions. Each multiplication waits for all threads
-/// twice, which is slow on a CPU: few shapes.
+/// Tests the code around the instructions. Each emulated multiplication has two barriers, which are
+/// slow on hosts: few shapes.
 #[test]
-fn products_of_warpgroups_by_plain_operations() {
+fn emulated_wgmma_gives_the_products() {
     let mut device = Device::new();
     device.capability.wgmma = WgmmaSupport::Emulated;
     let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
@@ -642,10 +641,10 @@ fn products_are_the_same_every_time() {
     }
 }
 
-/// Also where a weight is so large that the next one is asked for late. Only products of few rows
-/// on Hopper read ahead; to others it makes no difference either.
+/// Also with a weight so large that the kernel prefetches late. Only matmuls with few rows on
+/// Hopper prefetch; others ignore the argument.
 #[test]
-fn to_read_a_weight_ahead_changes_no_product() {
+fn prefetching_a_weight_changes_no_output() {
     let device = Device::new();
     let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
     let weight = |n: usize, k: usize| Handles {
@@ -687,7 +686,7 @@ fn fake_quantization_may_leave_the_tensor_scale_out() {
     }
 }
 
-/// The transform along either axis, there and back, against the host engine.
+/// Compares the transform along either axis, and its inverse, with the host engine.
 #[test]
 fn hadamard_transforms() {
     let device = Device::new();
@@ -709,7 +708,7 @@ fn hadamard_transforms() {
     }
 }
 
-/// Weights of channels and Hessians of blocks, against the host engine.
+/// Compares searches by channel weights and by Hessians of blocks with the host engine.
 ///
 /// One case for every path: the CPU runtime compiles such long kernels slowly.
 #[test]
@@ -726,7 +725,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     let cases = [
         (contiguous, Kind::Outliers, Dtype::Bf16, by_row, Sse),
         (contiguous, Kind::Weights, Dtype::F32, by_row, Hessian),
-        // Scales far above those that are tried first, and divisions.
+        // Scales far above the first candidates, and divisions.
         (contiguous, Kind::Outliers, Dtype::Bf16, Fp4Scheme::nvfp4(), Hessian),
         (strided, Kind::Outliers, Dtype::F32, none, Hessian),
         (contiguous, Kind::Outliers, Dtype::Bf16, by_row, CoordinateDescent),
@@ -749,12 +748,12 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     }
 }
 
-/// Runs the transposes through shared memory that only GPUs need.
+/// Forces the detour through shared memory that only GPUs take by default.
 #[test]
-fn staged_exchanges_move_every_block_to_its_place() {
+fn shared_memory_transposes_keep_every_block() {
     let mut device = Device::new();
     device.capability.fast_shared_memory = true;
-    // As few cubes as stage something.
+    // The fewest cubes that transpose.
     for (dtype, scheme, inner) in
         [(Dtype::F32, Fp4Scheme::mxfp4(), 128), (Dtype::Bf16, Fp4Scheme::nvfp4(), 32)]
     {
@@ -765,10 +764,10 @@ fn staged_exchanges_move_every_block_to_its_place() {
     }
 }
 
-/// Runs the search with Hessians of blocks of 32 in shared memory. Inputs of one channel are all
-/// zeros: nothing stops the search early there, and its element has no best value.
+/// Forces the Hessians of blocks of 32 into shared memory. The inputs of one channel are all zeros:
+/// nothing stops the search early there, and its element has no best value.
 #[test]
-fn staged_hessians_give_the_bits_of_the_host() {
+fn hessians_in_shared_memory_give_the_bits_of_the_host() {
     let mut device = Device::new();
     device.capability.fast_shared_memory = true;
     let mut random = Random::new(12);
@@ -782,7 +781,7 @@ fn staged_hessians_give_the_bits_of_the_host() {
     device.check_importance(&dense, view, scheme, Importance::Blocks(&hessians));
 }
 
-/// Rows that are too many for a plane each.
+/// More rows than the device has planes.
 #[test]
 fn every_row_has_its_amax() {
     let Device { client, capability } = Device::new();
@@ -796,7 +795,7 @@ fn every_row_has_its_amax() {
     assert_bits("amax of rows", f32::from_bytes(&found), &expected);
 }
 
-/// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
+/// Compares X^T X with f64, for some of the tiles, and for activations added later.
 #[test]
 fn products_of_activations_are_added_up_in_tiles() {
     const SIDE: usize = GramLayout::SIDE;
@@ -809,7 +808,7 @@ fn products_of_activations_are_added_up_in_tiles() {
         (70, 300, 300),
         (50, 256, 16),
     ];
-    // Matrix instructions cut off what an f32 does not hold.
+    // Matrix instructions truncate to f32.
     let bound = if device.capability.mma { 1e-5 } else { 1e-14 };
     for dtype in Dtype::ALL {
         for (rows, channels, block_size) in shapes {
@@ -866,8 +865,8 @@ fn products_of_activations_are_added_up_in_tiles() {
     }
 }
 
-/// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one
-/// of these.
+/// Compares H, its factor and the channel weights with the host. Panels of 64 channels divide only
+/// one of these sizes.
 #[test]
 fn a_gram_matrix_is_factorized_as_on_the_host() {
     let Device { client, capability } = Device::new();
@@ -883,7 +882,7 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
         for at in 1..x.len() {
             x[at] = (x[at] + 0.7 * x[at - 1]) * if at % 7 == 0 { 1.5 } else { 0.8 };
         }
-        // As a device gets it.
+        // Rounded to f32, as it is uploaded.
         let exact = Gram::of(&x, channels).unwrap();
         let rounded = |row, col| exact.get(row, col).map(|sum| f64::from(sum as f32)).unwrap();
         let sums: Vec<_> =
@@ -916,7 +915,7 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
 }
 
-/// Products by tiles of either size, of rows that fill no whole number of them.
+/// Compares both sizes of tiles, with a number of rows that neither divides.
 #[test]
 fn tiles_of_gptq_make_no_difference_to_its_codes() {
     let Device { client, capability } = Device::new();

@@ -48,7 +48,7 @@ fn launch<F: Float>(
         return Ok(values);
     }
     let words = if thread_tile.contiguous_axis { 1 } else { scheme.block_size / 8 };
-    // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` do nothing.
     unsafe {
         dequantize_kernel::launch_unchecked::<F>(
             client,

@@ -65,7 +65,7 @@ fn launch_fake_quantize<E: Int, F: Float>(
     }
     let vectors = view.len() / launch.thread_tile.vector as usize;
     let blueprint = Blueprint::of(scheme, false);
-    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` write nothing.
     unsafe {
         fake_quantize_kernel::launch_unchecked::<E, F>(
             client,

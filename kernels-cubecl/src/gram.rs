@@ -92,7 +92,7 @@ impl Sum<'_> {
     fn mma<F: Float>(&self, left: &Handle, right: &Handle) {
         let Self { client, rows, sums, layout, tiles } = self;
         let vectors = layout.channels() / 8;
-        // SAFETY: the lengths are those of activations and tiles; values beyond the activations
+        // SAFETY: the lengths match activations and tiles; values beyond the activations
         // count as 0.
         unsafe {
             mma_kernel::launch_unchecked::<F>(
@@ -215,6 +215,7 @@ fn load_step<F: Float, X: Size>(
 /// Sums a tile per cube, 64 x 32 of it per plane. The next rows are loaded while some are
 /// multiplied.
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn mma_kernel<F: Float, X: Size, W: Size>(
     left: &[Vector<F, X>],
     right: &[Vector<F, X>],

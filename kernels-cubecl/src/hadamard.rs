@@ -60,7 +60,7 @@ fn launch_hadamard<E: Int, F: Float>(
     let thread_tile = launch.thread_tile;
     let vectors = problem.view.len() / thread_tile.vector as usize;
     let dims: DimsLaunch = dims(problem, &launch);
-    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` write nothing.
     unsafe {
         hadamard_kernel::launch_unchecked::<E, F>(
             client,

@@ -36,7 +36,7 @@ pub fn quantize(
 }
 
 /// [`quantize`] with errors weighted by input channel. `weights` are f32, one for every element
-/// along the axis, not negative. The method is [`Sse`](Method::Sse).
+/// along the axis, not negative. The method is [`Sse`](Method::SSE).
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -79,7 +79,7 @@ fn launch_quantize<E: Int>(
         return packed;
     }
     let words = problem.scheme.block_size / 8;
-    // SAFETY: the lengths are those of the problem, and units beyond `items` write nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` write nothing.
     unsafe {
         quantize_kernel::launch_unchecked::<E>(
             client,

@@ -80,7 +80,7 @@ fn run<E: Int>(
     let size = problem.scheme.block_size;
     let words = size / 8;
     let blueprint = Blueprint::of(&problem.scheme, false);
-    // SAFETY: the lengths are those of the problem; units beyond the last row write nothing.
+    // SAFETY: the lengths match the problem; units beyond the last row write nothing.
     unsafe {
         hessian_kernel::launch_unchecked::<E>(
             client,

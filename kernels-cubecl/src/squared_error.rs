@@ -59,7 +59,7 @@ fn launch<E: Int>(
     let by_row = packed.tensor_scales > 1;
     let count = launch.items as usize;
     let sums = client.empty(2 * 4 * count);
-    // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` do nothing.
     unsafe {
         squared_error_kernel::launch_unchecked::<E>(
             client,

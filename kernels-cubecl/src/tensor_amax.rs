@@ -59,7 +59,7 @@ fn launch<E: Int>(
     let count = launch.count();
     let dim = CubeDim::new_1d(UNITS);
     let vector = launch.thread_tile.vector as usize;
-    // SAFETY: the lengths are those of the problem, and units beyond `items` do nothing.
+    // SAFETY: the lengths match the problem, and units beyond `items` do nothing.
     unsafe {
         let values = BufferArg::from_raw_parts(values, view.len() / vector);
         let output = BufferArg::from_raw_parts(result.clone(), results);

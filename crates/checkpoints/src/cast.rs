@@ -18,7 +18,7 @@ use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::storage::Storage;
 
-/// What a cast did to a weight.
+/// Counts of what a cast changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CastReport {

@@ -1,4 +1,4 @@
-//! What the numbers of a tensor are: a dtype of safetensors, or a record of ggml.
+//! The type of a tensor's numbers: a dtype of safetensors, or a record of ggml.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::de::value::{Error, StrDeserializer};
 
 use crate::ggml::{self, Decode};
 
-/// What the numbers of a tensor are.
+/// The type of a tensor's numbers.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{DataType, Dtype};
@@ -133,8 +133,8 @@ impl DataType {
         }
     }
 
-    /// Returns true if the numbers are read as floats: F32, F16, BF16, and those records of ggml
-    /// that are decoded, of which FP4 is none.
+    /// Returns true if the numbers are read as floats: F32, F16, BF16, F64 rounded to f32, and the
+    /// [records of ggml that are decoded](Self::decoded_ggml), of which FP4 is none.
     ///
     /// ```
     /// use burn_fp4_checkpoints::DataType;
@@ -144,9 +144,23 @@ impl DataType {
     /// ```
     pub fn is_float(self) -> bool {
         match self {
-            Self::Plain(dtype) => [Dtype::F32, Dtype::F16, Dtype::BF16].contains(&dtype),
+            Self::Plain(dtype) => {
+                [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64].contains(&dtype)
+            }
             Self::Ggml(row) => row.decode.is_some(),
         }
+    }
+
+    /// The records of ggml other than FP4 that are read as floats.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::DataType;
+    ///
+    /// let names: Vec<_> = DataType::decoded_ggml().map(|row| row.name).collect();
+    /// assert!(names.contains(&"Q4_K") && !names.contains(&"IQ2_XXS"));
+    /// ```
+    pub fn decoded_ggml() -> impl Iterator<Item = &'static GgmlRow> {
+        GGML_OTHERS.iter().filter(|row| row.decode.is_some())
     }
 
     /// Bytes of the smallest run of numbers that is read by itself: a number's or a record's.
@@ -170,6 +184,10 @@ impl DataType {
             }
             Self::Plain(Dtype::BF16) => {
                 values.extend(pairs().map(|b| bf16::from_le_bytes(b).to_f32()));
+            }
+            Self::Plain(Dtype::F64) => {
+                let numbers = bytes.as_chunks().0;
+                values.extend(numbers.iter().map(|&number| f64::from_le_bytes(number) as f32));
             }
             Self::Plain(_) => return None,
             Self::Ggml(row) => {

@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint: which file, which tensor, what was expected and found.
+//! Errors of checkpoints: they name the file, the tensor, and what was expected and found.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ pub enum CheckpointError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What it said.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// The file system refused bytes of one tensor.
@@ -23,7 +23,7 @@ pub enum CheckpointError {
         file: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What it said.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// The path holds no checkpoint.
@@ -31,7 +31,7 @@ pub enum CheckpointError {
     NotACheckpoint {
         /// The path.
         path: PathBuf,
-        /// What would have been one.
+        /// A description of one.
         expected: &'static str,
     },
     /// The path holds weights as pickles of PyTorch.
@@ -51,7 +51,7 @@ pub enum CheckpointError {
     Header {
         /// The file.
         path: PathBuf,
-        /// What the format asks for.
+        /// The requirement of the format.
         expected: &'static str,
         /// The number found there.
         found: u64,
@@ -73,9 +73,9 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The field.
         field: String,
-        /// What is understood there.
+        /// The values that are understood.
         expected: &'static str,
-        /// What is there.
+        /// The value that is there.
         found: String,
     },
     /// Something is wrong with one tensor.
@@ -85,7 +85,7 @@ pub enum CheckpointError {
         file: PathBuf,
         /// Its name in the file.
         tensor: String,
-        /// What is wrong.
+        /// The problem.
         problem: TensorProblem,
     },
     /// Nothing says which dialect the checkpoint is written in.
@@ -138,7 +138,7 @@ pub enum CheckpointError {
     Refused {
         /// The file that says so.
         path: PathBuf,
-        /// What the checkpoint needs, in its own words.
+        /// The feature that the checkpoint needs, in its own words.
         what: String,
         /// Why it is not read.
         because: &'static str,
@@ -158,7 +158,7 @@ pub enum CheckpointError {
         dialect: &'static str,
         /// The weight.
         weight: String,
-        /// What it has no place for.
+        /// The property that it has no place for.
         what: &'static str,
     },
     /// Two tensors to be written have the same name.
@@ -173,7 +173,7 @@ pub enum CheckpointError {
         /// The target.
         path: PathBuf,
     },
-    /// The partial result of an earlier run beside the target would be lost.
+    /// The partial result of an earlier run would be lost.
     #[error(
         "{}: holds weights of an earlier run ({done}); remove it to start over", .path.display()
     )]
@@ -183,17 +183,19 @@ pub enum CheckpointError {
         /// How many weights are done.
         done: usize,
     },
-    /// What an earlier run has left beside the target was made from something else.
+    /// The partial result of an earlier run was made from something else.
     #[error(
-        "{}: left by a run with other options or another input; give the same, or remove it to \
-         start over",
+        "{}: left by a run with other options or another input, {differs}; give the same, or \
+         remove it to start over",
         .path.display()
     )]
     OtherTask {
         /// The folder with what there is of it.
         path: PathBuf,
+        /// The first difference.
+        differs: String,
     },
-    /// What is where a write would begin was not left by one.
+    /// A folder in the place of a partial result was not left by a write.
     #[error(
         "{}: was not left by a run of this program; move it away, or write to another name",
         .path.display()
@@ -231,13 +233,15 @@ pub enum CheckpointError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No weight would be quantized.
-    #[error("none of {tensors} tensors would be quantized: {reasons}")]
+    #[error("none of {tensors} tensors would be quantized: {reasons}; {remedy}")]
     NothingSelected {
         /// How many there are.
         tensors: usize,
         /// Why they are not: every reason with the first weight that has it, the closest to being
         /// quantized first.
         reasons: String,
+        /// The remedy for the first of them.
+        remedy: String,
     },
     /// No weight would be quantized, because all that could be are.
     #[error("nothing is left to quantize: `{weight}` is {format} already")]
@@ -273,7 +277,7 @@ pub enum CheckpointError {
     },
 }
 
-/// What is wrong with a tensor.
+/// The problem of a tensor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorProblem {
@@ -286,9 +290,9 @@ pub enum TensorProblem {
     /// The type of the numbers is another.
     #[error("expected dtype {expected}, found {found}")]
     Dtype {
-        /// What can be there.
+        /// The dtypes that can be there.
         expected: &'static str,
-        /// What is there.
+        /// The value that is there.
         found: String,
     },
     /// The shape is another.
@@ -312,9 +316,9 @@ pub enum TensorProblem {
     Unlike {
         /// Which of its facts.
         what: &'static str,
-        /// What the matrix before it has.
+        /// The value of the matrix before it.
         expected: String,
-        /// What it has.
+        /// Its own value.
         found: String,
     },
     /// The shape is larger than an address space, or not a whole number of bytes or records.
@@ -326,9 +330,9 @@ pub enum TensorProblem {
     /// The bytes are not as many as the shape asks for.
     #[error("the shape takes {expected} bytes, found {found}")]
     Bytes {
-        /// What dtype and shape take.
+        /// Bytes that dtype and shape take.
         expected: u64,
-        /// What the offsets say.
+        /// Bytes between the offsets.
         found: u64,
     },
     /// The bytes lie outside the file, overlap others, or leave a hole.
@@ -338,7 +342,7 @@ pub enum TensorProblem {
         begin: u64,
         /// Offset behind the last byte.
         end: u64,
-        /// What the format asks for.
+        /// The requirement of the format.
         expected: &'static str,
         /// Bytes of data in the file.
         limit: u64,
@@ -387,7 +391,7 @@ fn in_file(file: &Path) -> String {
     }
 }
 
-/// What to open instead of a file alone.
+/// The advice to open a folder instead of a file alone.
 fn folder_of(path: &Path) -> &'static str {
     match path.extension() {
         Some(end) if end == "safetensors" => "open its folder if that has a config.json, or ",
@@ -395,14 +399,16 @@ fn folder_of(path: &Path) -> &'static str {
     }
 }
 
-/// The command that writes pickles as safetensors files beside them: only tensors are loaded, and
-/// those that share memory get some of their own.
+/// The command that writes pickles as safetensors files next to them: only tensors are loaded, and
+/// those that share memory get some of their own. Of dictionaries in each other, such as
+/// `{"model": {..}, "epoch": 3}`, the one with the most tensors is the model.
 fn converts(files: &Path) -> String {
     format!(
         "python3 -c \"import glob, sys, torch; from safetensors.torch import save_file; \
-         [save_file({{k: v.contiguous().clone() for k, v in s.get('state_dict', s).items()}}, \
-         f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1]) \
-         for s in [torch.load(f, map_location='cpu', weights_only=True)]]\" '{}'",
+         most = lambda d: max([{{k: v.contiguous().clone() for k, v in d.items() \
+         if torch.is_tensor(v)}}, *(most(v) for v in d.values() if isinstance(v, dict))], \
+         key=len); [save_file(most(torch.load(f, map_location='cpu', weights_only=True)), \
+         f.rsplit('.', 1)[0] + '.safetensors') for f in glob.glob(sys.argv[1])]\" '{}'",
         // A shell that is handed the name reads nothing in it.
         files.display().to_string().replace('\'', r"'\''")
     )
@@ -412,7 +418,7 @@ fn converts(files: &Path) -> String {
 fn hint(nearest: &Option<String>, first: &str) -> String {
     match nearest {
         Some(nearest) => format!("; did you mean `{nearest}`?"),
-        None => format!(", such as `{first}`"),
+        None => format!(", such as `{first}`; name some of them, or leave it out"),
     }
 }
 
@@ -424,14 +430,16 @@ fn reason(error: &regex::Error) -> String {
 }
 
 impl CheckpointError {
-    /// What many dialects [cannot hold](Self::CannotHold), where decoding is the remedy.
+    /// A property that many dialects [cannot hold](Self::CannotHold), where decoding is the remedy.
     pub const FP4_TO_DECODE: &str = "FP4 weights; decode them";
     /// The same of FP8.
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
     /// The same of ggml's records other than FP4.
     pub const GGML_TO_DECODE: &str = "records of ggml; decode them";
-    /// What a dialect without tensor scales [cannot hold](Self::CannotHold), unless a user allows
-    /// that values change.
+    /// A property that a dialect of stacked experts alone [cannot hold](Self::CannotHold).
+    pub const NOT_EXPERTS: &str = "quantized layers other than stacked experts";
+    /// A property that a dialect without tensor scales [cannot hold](Self::CannotHold), unless a
+    /// user allows that values change.
     pub const NOT_FOLDED_EXACTLY: &str =
         "a tensor scale that cannot be folded exactly; allow it to be inexact";
 
@@ -440,7 +448,7 @@ impl CheckpointError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// What a dialect has no place for in a weight.
+    /// The error of a property of a weight that a dialect has no place for.
     pub(crate) fn cannot_hold(dialect: &'static str, weight: &str, what: &'static str) -> Self {
         Self::CannotHold { dialect, weight: weight.to_owned(), what }
     }

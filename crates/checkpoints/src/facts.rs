@@ -1,4 +1,4 @@
-//! What the codes and scales of an FP4 weight look like, counted.
+//! Counts of the codes and scales of an FP4 weight.
 
 use burn_fp4_formats::E2M1;
 

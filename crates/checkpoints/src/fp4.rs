@@ -75,7 +75,7 @@ impl<'a> Numbers<'a> {
         self.0.len() / 4
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -114,7 +114,7 @@ impl<'a> TensorScale<'a> {
     /// or the one that all of them share.
     ///
     /// # Panics
-    /// If there are several numbers, and not so many.
+    /// If there are several numbers, and `at` is not below their count.
     #[must_use]
     pub fn of_matrix(&self, at: usize) -> TensorScale<'_> {
         let numbers = self.stated();
@@ -181,7 +181,7 @@ pub enum Order {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Fp4Weight<'a> {
-    /// What the bits mean.
+    /// Meaning of the bits.
     pub format: Fp4Format,
     /// Numbers that share a block scale.
     pub block_size: usize,
@@ -295,7 +295,7 @@ impl Fp4Weight<'_> {
     /// number that scales it.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If `index` is not below their count.
     #[must_use]
     pub fn matrix(&self, index: usize) -> Fp4Weight<'_> {
         let count = self.stacked();

@@ -51,7 +51,7 @@ pub enum Granularity {
     Tensor,
     /// A row.
     Row,
-    /// A block of so many rows and columns; the last ones may be cut off.
+    /// A block of `rows` x `cols`; the last ones may be cut off.
     Block {
         /// Rows of a block.
         rows: usize,
@@ -111,7 +111,7 @@ impl<'a> Fp8Weight<'a> {
     /// One of the stacked matrices, or itself if it is a single one. No data is copied.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If `index` is not below their count.
     pub fn matrix(&self, index: usize) -> Fp8Weight<'_> {
         let (count, stack) = (self.stacked(), self.values.shape.len() - 2);
         assert!(index < count, "matrix {index} of {count}");

@@ -53,13 +53,13 @@ impl Json {
     /// Reads a text.
     ///
     /// # Errors
-    /// What is no JSON, nested deeper than 128, or of so many values that they would take 12 MB
+    /// A text that is not JSON, nested deeper than 128, or whose values would take 12 MB
     /// more than their text.
     pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
         Self::parse_within(text, text.len().saturating_add(FREE))
     }
 
-    /// Reads a text whose values take at most so many bytes of memory.
+    /// Reads a text whose values take at most `bytes` of memory.
     pub(crate) fn parse_within(text: &[u8], bytes: usize) -> Result<Self, serde_json::Error> {
         let left = Cell::new(bytes);
         let mut deserializer = serde_json::Deserializer::from_slice(text);
@@ -90,7 +90,7 @@ impl Json {
 
     /// Puts a field in its place, or at the end of the object.
     ///
-    /// What is no object becomes one.
+    /// Makes an object of any other value.
     pub fn set(&mut self, key: &str, value: Json) {
         if !matches!(self, Self::Object(_)) {
             *self = Self::Object(Vec::new());
@@ -360,7 +360,7 @@ impl<'de> Visitor<'de> for Values<'_> {
 mod tests {
     use super::*;
 
-    /// What Python 3.11 makes of it by `json.dumps(json.loads(text), indent=2)`.
+    /// The text that `json.dumps(json.loads(text), indent=2)` of Python 3.11 makes of it.
     #[test]
     fn texts_are_those_of_python() {
         let text = r#"{"rms_norm_eps": 1e-06, "rope_theta": 1E+16,

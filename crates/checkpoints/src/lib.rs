@@ -29,7 +29,7 @@
 //! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
 //! floats of.
 //!
-//! GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS are read as floats,
+//! [Many of ggml's quantized types](DataType::decoded_ggml) are read as floats,
 //! [bit for bit](Tensor::to_f32) as Python's gguf does. Only GGUF holds them as they are;
 //! [`WriteOptions::decode_ggml`] makes floats of them for the others.
 //!
@@ -60,7 +60,7 @@
 //! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
 //! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
 //! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
-//! | `system.rs` | what the system does with files beside reading and writing them |
+//! | `system.rs` | calls of the system on files: offsets, space, hints |
 //! | `architecture/` | what a weight is to its model: `table.rs` has a row an architecture |
 //! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
 //! | `json.rs` | [`Json`] that keeps the order of fields |

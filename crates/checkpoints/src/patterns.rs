@@ -70,7 +70,7 @@ pub enum Syntax {
 }
 
 impl Pattern {
-    /// What a producer's text means.
+    /// Reads a producer's text.
     #[must_use]
     pub fn parse(text: &str, syntax: Syntax) -> Self {
         let owned = text.to_owned();
@@ -128,7 +128,7 @@ impl Pattern {
         }
     }
 
-    /// Whether a pattern that was read again is this one.
+    /// Returns true if a pattern that was read again is this one.
     fn is_same(&self, read: &Self) -> bool {
         match (self, read) {
             (Self::Within(name), Self::PrefixStar(prefix)) => {
@@ -199,7 +199,7 @@ enum Kind {
 }
 
 impl Matcher {
-    /// Whether the pattern matches a name.
+    /// Returns true if the pattern matches a name.
     pub fn matches(&self, name: &str) -> bool {
         match &self.0 {
             Kind::Exact(exact) => exact == name,

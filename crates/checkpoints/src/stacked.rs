@@ -86,7 +86,7 @@ impl Fp4Weight<'_> {
     }
 }
 
-/// Whether two weights can be stacked.
+/// Checks that two weights can be stacked.
 fn like(
     before: &Fp4Weight<'_>,
     (name, weight): (&str, &Fp4Weight<'_>),
@@ -100,7 +100,7 @@ fn like(
     Ok(())
 }
 
-/// What stacked matrices have in common.
+/// Facts that stacked matrices have in common.
 fn facts(weight: &Fp4Weight<'_>) -> [(&'static str, String); 6] {
     let scale = match weight.tensor_scale {
         None => "none",

@@ -23,7 +23,7 @@ pub enum Storage {
     Columns,
     /// Codes row by row; block scales in tiles of 128 rows by 4 blocks.
     Tiled {
-        /// Whether the even code is the high nibble (comfy-kitchen, `float_utils.py`).
+        /// True if the even code is the high nibble (comfy-kitchen, `float_utils.py`).
         high_first: bool,
     },
     /// Records of ggml with scales and codes.
@@ -38,7 +38,7 @@ const fn record_scales(format: Fp4Format) -> usize {
     }
 }
 
-/// What a weight is, whatever the order of its bytes.
+/// Format and axes of a weight, whatever the order of its bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Geometry {
     pub(crate) format: Fp4Format,

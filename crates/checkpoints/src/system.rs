@@ -1,6 +1,5 @@
-//! What the system does with files beside reading and writing them in turn: access at an offset, by
-//! which threads share a handle; what is on the disk and what still fits; and hints, which it may
-//! ignore.
+//! Calls of the system on files: access at an offset, by which threads share a handle; bytes on the
+//! disk, and bytes that still fit; and hints, which the system may ignore.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -59,7 +58,7 @@ pub(crate) fn bytes_on_disk(file: &Metadata) -> u64 {
     file.len()
 }
 
-/// Whether two are of one file.
+/// Returns true if two are of one file.
 #[cfg(unix)]
 pub(crate) fn is_same(one: &Metadata, other: &Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -67,7 +66,7 @@ pub(crate) fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Whether two are of one file: not known, and files that are open cannot be replaced here.
+/// Returns true if two are of one file: not known, and open files cannot be replaced here.
 #[cfg(not(unix))]
 pub(crate) fn is_same(_: &Metadata, _: &Metadata) -> bool {
     true

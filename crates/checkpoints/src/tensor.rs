@@ -31,7 +31,7 @@ pub struct Tensor<'a> {
     pub name: Cow<'a, str>,
     /// The file; empty if it was made in memory.
     pub file: &'a Path,
-    /// What its numbers are.
+    /// The type of its numbers.
     pub dtype: DataType,
     /// Its shape, row-major: the last axis is contiguous.
     pub shape: Cow<'a, [usize]>,
@@ -79,7 +79,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Whether its numbers are of one of these dtypes.
+    /// Returns true if its numbers are of one of these dtypes.
     pub fn is(&self, dtypes: &[Dtype]) -> bool {
         self.plain().is_some_and(|dtype| dtypes.contains(&dtype))
     }
@@ -89,7 +89,7 @@ impl<'a> Tensor<'a> {
         self.shape.iter().product()
     }
 
-    /// Whether it has no number.
+    /// Returns true if it has no number.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -114,7 +114,8 @@ impl<'a> Tensor<'a> {
     pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
         self.check_bytes()?;
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for piece in self.pieces() {
+        // One piece at least: a tensor of no values is checked too.
+        for piece in self.pieces().chain(self.is_empty().then_some(&[][..])) {
             values.clear();
             let read = self.dtype.decode(piece, &mut values);
             read.ok_or_else(|| self.not_floats())?;
@@ -157,7 +158,7 @@ impl<'a> Tensor<'a> {
     }
 
     pub(crate) fn not_floats(&self) -> CheckpointError {
-        self.wrong_dtype("F32, F16, BF16, or a type of ggml that is decoded")
+        self.wrong_dtype("F32, F16, BF16, F64, or a type of ggml that is decoded")
     }
 
     pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> CheckpointError {
@@ -200,7 +201,7 @@ fn put<const N: usize>(values: &[f32], bytes: &mut Vec<u8>, number: impl Fn(f32)
 pub struct NewTensor<'w> {
     /// Its name in the file.
     pub name: String,
-    /// What its numbers are.
+    /// The type of its numbers.
     pub dtype: DataType,
     /// Its shape, row-major.
     pub shape: Vec<usize>,
@@ -248,7 +249,7 @@ impl<'w> NewTensor<'w> {
         Self { name: name.into(), dtype, shape: shape.into(), data: Data::Made(Box::new(make)) }
     }
 
-    /// A tensor of another name, as it is.
+    /// A copy of a tensor under another name.
     pub fn copy(name: impl Into<String>, tensor: &'w Tensor<'_>) -> Self {
         let (shape, data) = (tensor.shape.to_vec(), Data::Bytes(Cow::Borrowed(&*tensor.bytes)));
         Self { name: name.into(), dtype: tensor.dtype, shape, data }

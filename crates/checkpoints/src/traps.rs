@@ -1,4 +1,4 @@
-//! What is often wrong with FP4 checkpoints and shows in no error: scales in the wrong direction,
+//! Mistakes in FP4 checkpoints that show in no error: scales in the wrong direction,
 //! scales that ran out of range, layers that cannot run as one.
 
 use std::fmt;
@@ -16,7 +16,7 @@ pub struct Trap {
     pub weight: Option<String>,
     /// How many other weights it is true of too.
     pub others: usize,
-    /// What is suspicious, and what follows from it.
+    /// The suspicion, and what follows from it.
     pub what: String,
 }
 
@@ -80,7 +80,7 @@ fn push(traps: &mut Vec<Trap>, trap: Trap) {
     }
 }
 
-/// What shows in one weight.
+/// Finds traps in one weight.
 fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
     let Fp4Facts { blocks, largest, .. } = facts;
     let [least, most] = PLAUSIBLE;
@@ -139,7 +139,7 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     families(model).iter().filter_map(unlike).collect()
 }
 
-/// What shows in weights that inference engines run as one.
+/// Finds traps in weights that inference engines run as one.
 fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>) {
     // Those of a dialect that is only read are unknown.
     let written = dialect::writer(model.quantization.dialect);

@@ -35,7 +35,7 @@ pub struct Weight<'a> {
     /// The scale of the layer's quantized input: amax / 2688 for NVFP4 and amax / 448 for FP8 as
     /// a multiplier.
     pub input_scale: Option<TensorScale<'a>>,
-    /// What multiplies the layer's input before it is quantized (AWQ), one number a column.
+    /// Factors of the layer's input before it is quantized (AWQ), one number a column.
     pub pre_quant_scale: Option<Tensor<'a>>,
 }
 
@@ -59,7 +59,7 @@ pub struct Model<'a> {
     pub files: Vec<String>,
     /// `config.json`, as the source has it.
     pub config: Option<Json>,
-    /// What the source says of its quantization.
+    /// Facts of the source's quantization.
     pub quantization: Quantization,
     /// The key-value pairs of a GGUF source.
     pub gguf: Option<gguf::Metadata>,
@@ -67,7 +67,7 @@ pub struct Model<'a> {
     pub sidecars: Vec<PathBuf>,
 }
 
-/// What a source says of its quantization besides the weights.
+/// Facts of a source's quantization besides the weights.
 #[derive(Debug, Clone, Default)]
 pub struct Quantization {
     /// The dialect it was read from; empty if it was made in memory.
@@ -107,12 +107,12 @@ impl Weight<'_> {
         self.shape().iter().product()
     }
 
-    /// Whether it has none.
+    /// Returns true if it has no number.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What its numbers are, in a word or two.
+    /// Names the format of its numbers in a word or two.
     pub fn kind(&self) -> String {
         match &self.value {
             Value::Plain(tensor) => tensor.dtype.to_string(),
@@ -148,7 +148,7 @@ impl Weight<'_> {
         }
     }
 
-    /// Whether it is the scale, or the offset, of a quantized cache of keys and values, which is
+    /// Returns true for the scale, or the offset, of a quantized cache of keys and values, which is
     /// part of no layer's weight: `self_attn.k_proj.k_scale` and its like.
     pub fn is_cache_scale(&self) -> bool {
         let Value::Plain(tensor) = &self.value else { return false };
@@ -164,7 +164,7 @@ impl Weight<'_> {
         known && tensor.is(&[Dtype::F32, Dtype::F16, Dtype::BF16])
     }
 
-    /// Whether it is quantized to FP4 or FP8.
+    /// Returns true if it is quantized to FP4 or FP8.
     pub fn is_quantized(&self) -> bool {
         match self.value {
             Value::Plain(_) => false,

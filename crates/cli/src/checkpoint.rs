@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Checkpoint, DIALECTS, KnownBy, Model, Reader, dialect};
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, DIALECTS, KnownBy, Model, Reader, dialect,
+};
+use burn_fp4_search::formats::Fp4Format;
 use clap::builder::PossibleValuesParser;
 
 use crate::error::CliError;
@@ -29,13 +32,13 @@ impl Input {
 /// The dialect of GGUF files, and how their names end.
 pub(crate) const GGUF: &str = "gguf";
 
-/// Whether a path is that of a GGUF file, by its name.
+/// Returns true if a path names a GGUF file.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == GGUF)
 }
 
-/// The path to write to, without slashes at its end. A file in GGUF ends in `.gguf`, and nothing
-/// else does: it would not be read again.
+/// The path to write to, without slashes at its end. Nothing is there yet. A file in GGUF ends in
+/// `.gguf`, and nothing else does: it would not be read again.
 pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     let path: PathBuf = out.components().collect();
     let shown = path.display();
@@ -48,11 +51,13 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
             "{shown}: the dialect `{dialect}` is a folder; pass an --out that does not end in \
              .gguf, or --dialect {GGUF}"
         ))),
+        // A plan is refused as the run would be.
+        _ if path.symlink_metadata().is_ok() => Err(CheckpointError::Exists { path }.into()),
         (true, true) | (false, false) => Ok(path),
     }
 }
 
-/// What is in a checkpoint. The scales of whole tensors are in memory: who plans, warns or notes
+/// Reads a checkpoint's model. The scales of whole tensors are in memory: who plans, warns or notes
 /// looks at them, and must not meet a map whose file was cut off.
 pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let mut model = checkpoint.model()?;
@@ -60,7 +65,7 @@ pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     Ok(model)
 }
 
-/// What of a folder is not copied, in a line, if there is such.
+/// Names the files of a folder that are not copied, in a line, if there are any.
 pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
     let name = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -74,6 +79,16 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
 /// The names of the dialects that are read.
 pub(crate) fn readable() -> PossibleValuesParser {
     PossibleValuesParser::new(DIALECTS.iter().map(|dialect| dialect.name()))
+}
+
+/// The names of the dialects with a place for FP4.
+pub(crate) fn packable() -> Vec<&'static str> {
+    let holds = |name: &&str| {
+        dialect::writer(name).is_ok_and(|(_, writer)| {
+            Fp4Format::ALL.into_iter().any(|format| !writer.readers(format).is_empty())
+        })
+    };
+    dialect::written().into_iter().filter(holds).collect()
 }
 
 /// The names of the dialects that are written.

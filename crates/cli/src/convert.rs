@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, WriteOptions,
-    WriteReport, unlike_scales,
+    CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
+    WriteOptions, WriteReport, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
@@ -14,6 +14,7 @@ use crate::accuracy::{Errors, Squares};
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::error::CliError;
 use crate::interrupt::Announced;
+use crate::percent::Percent;
 use crate::print::{counted, next, print, print_json, warn};
 use crate::progress;
 use crate::readers;
@@ -93,7 +94,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     finished.map_err(CliError::meanwhile)?.into_iter().for_each(unconfirmed);
     let mut notes = changes(&planned.report());
     notes.extend(kept_notes(&model, planned.kept()));
-    notes.extend(result_notes(&model, dialect, &options)?);
+    notes.extend(result_notes(&model, dialect, &options, planned.kept())?);
     notes.extend(not_copied(&checkpoint));
     let report = Report::new(&model, dialect, &planned, notes);
     report.errors.warnings().iter().for_each(warn);
@@ -187,6 +188,7 @@ fn result_notes(
     model: &Model<'_>,
     dialect: &str,
     options: &WriteOptions,
+    kept: &[Kept],
 ) -> Result<Vec<String>, CliError> {
     let (_, writer) = dialect::writer(dialect)?;
     let mut notes = Vec::new();
@@ -208,20 +210,27 @@ fn result_notes(
     if dialect == GGUF && model.gguf.is_none() {
         notes.push(UNKNOWN_NAMES.to_owned());
     }
-    let formats = model.weights.iter().filter_map(|weight| match (&weight.value, options.cast) {
-        (Value::Fp4(_), Some(cast)) => Some((cast, cast.row().block_size)),
-        (Value::Fp4(fp4), None) => Some((fp4.format, fp4.block_size)),
-        (Value::Plain(_) | Value::Fp8(_), _) => None,
-    });
+    let becomes = |(at, weight): (usize, &Weight<'_>)| {
+        let Value::Fp4(fp4) = &weight.value else { return None };
+        let own = (fp4.format, fp4.block_size);
+        match kept.iter().find(|kept| kept.weight == at) {
+            Some(kept) => kept.floats.is_none().then_some(own),
+            None if options.decode_fp4.is_some() => None,
+            None => Some(options.cast.map_or(own, |cast| (cast, cast.row().block_size))),
+        }
+    };
+    let formats: Vec<_> = model.weights.iter().enumerate().filter_map(becomes).collect();
     // The configs of a copy are the source's own.
-    let copied = options.cast.is_none() && model.quantization.dialect == dialect;
-    if options.decode_fp4.is_none() && !copied {
+    let changed = options.cast.is_some() || options.decode_fp4.is_some();
+    let copied = !changed && model.quantization.dialect == dialect;
+    if !copied && !formats.is_empty() {
         notes.extend(readers::notes(dialect, formats)?);
+        notes.extend(readers::dtype_note(dialect, model));
     }
     Ok(notes)
 }
 
-/// What is true of GGUF files that were made from no GGUF file.
+/// The note on GGUF files that were made from another format.
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names of the input, so llama.cpp cannot run the file";
 
@@ -255,10 +264,14 @@ fn changes(report: &WriteReport) -> Vec<String> {
         }
     };
     let count = |count: u64, noun: &str| counted(count as usize, noun);
-    let (inverted, inexactly) = (report.inverted, report.inverted_inexactly);
-    let exactness = match inexactly {
-        0 => "all exact".to_owned(),
-        inexactly => format!("{inexactly} of them differ in the last bit"),
+    let inverted = report.inverted;
+    let exactness = match (report.inverted_rounded, report.inverted_inexactly) {
+        (0, _) => "all exact".to_owned(),
+        (rounded, lost) => format!(
+            "{rounded} of them rounded in the last bit, by {} at most, and {lost} not the same \
+             when inverted again",
+            Percent(100.0 * report.inverted_error)
+        ),
     };
     note(
         inverted,

@@ -23,12 +23,12 @@ pub(crate) enum CliError {
         option: &'static str,
     },
     /// The dialect has no place for a weight that would be quantized.
-    #[error("{error}; use --keep '{keep}' to leave it dense, or another --dialect")]
+    #[error("{error}; {remedy}")]
     Unheld {
         /// The weight, and what the dialect cannot hold.
         error: Box<CheckpointError>,
-        /// A pattern of the weight, and of those with its name in other layers.
-        keep: String,
+        /// Options that help.
+        remedy: String,
     },
     /// The file system refused what it allowed when the work began.
     #[error(transparent)]
@@ -207,11 +207,15 @@ fn remedy(error: &CheckpointError) -> &'static str {
             "; use `fp4 convert` to write quantized weights in another dialect or format"
         }
         CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. } => " with --from",
-        CheckpointError::Unfinished { .. } => ", or pass --resume to go on with it",
+        CheckpointError::Unfinished { .. } => {
+            ", or pass --resume to go on with it if `fp4 quantize` has left it"
+        }
+        CheckpointError::NothingSelected { .. } => " (--dialect, --only, --preset, --keep)",
         CheckpointError::CannotHold { what, .. } => match *what {
             CheckpointError::FP4_TO_DECODE => " with `fp4 convert --decode-fp4 bf16`",
             CheckpointError::FP8_TO_DECODE => " with `fp4 convert --decode-fp8 bf16`",
             CheckpointError::GGML_TO_DECODE => " with `fp4 convert --decode-ggml bf16`",
+            CheckpointError::NOT_EXPERTS => "; write another --dialect",
             CheckpointError::NOT_FOLDED_EXACTLY => " with `fp4 convert --inexact`",
             _ => "",
         },

@@ -2,13 +2,15 @@
 
 use std::fmt::Write as _;
 
+use burn_fp4_checkpoints::DataType;
 use burn_fp4_search::formats::{E2M1, Fp4Format, ScaleGrid};
 
 use crate::error::CliError;
 use crate::print::print;
 use crate::readers;
 
-/// Print the formats, their elements, block scales and sizes, and the readers of each dialect.
+/// Print the formats, their elements, block scales and sizes, the readers of each dialect, and the
+/// quantized types of GGUF that are read as floats.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Also print every code of the block scales and what it means.
@@ -26,7 +28,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             text.push_str(&scales(format));
         }
     }
-    print(&format!("{text}\n{}\n", readers::table()))
+    let types: Vec<_> = DataType::decoded_ggml().map(|row| row.name).collect();
+    let types = format!("Read as floats from GGUF: {}", types.join(", "));
+    print(&format!("{text}\n{}\n\n{types}\n", readers::table()))
 }
 
 /// The elements, which all formats share.

@@ -39,9 +39,20 @@ mod unix {
     use crate::print::say;
     use crate::size::Size;
 
+    /// The signals that this process ignores, a bit for each from the first on: as Linux says it.
+    fn ignored() -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    }
+
     pub(super) fn announce(bar: &ProgressBar, running: Arc<AtomicBool>, advice: &'static str) {
+        // A shell starts what runs in the background with SIGINT ignored.
+        let ignored = ignored();
+        let handled =
+            [SIGINT, SIGTERM].into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0);
         // Without the thread a signal ends the run all the same, without a word.
-        let Ok(mut signals) = Signals::new([SIGINT, SIGTERM]) else { return };
+        let Ok(mut signals) = Signals::new(handled) else { return };
         let bar = bar.downgrade();
         thread::spawn(move || {
             for signal in signals.forever() {

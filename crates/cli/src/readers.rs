@@ -1,6 +1,8 @@
 //! Programs that read what is written: a table for helps, and what a choice excludes.
 
 use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
+use burn_fp4_checkpoints::selection::DEFAULT;
+use burn_fp4_checkpoints::{Json, Model, Value};
 use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
@@ -59,4 +61,33 @@ pub(crate) fn notes(
         }
     }
     Ok(notes)
+}
+
+/// Says how transformers loads FP4 weights of compressed-tensors beside other floats than bf16: it
+/// decodes to bf16, and multiplies no numbers of two dtypes.
+pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
+    let config = model.config.as_ref();
+    let field = |key| config.and_then(|c| c.get(key).or_else(|| c.at(&["text_config", key])));
+    let stated = ["dtype", "torch_dtype"].into_iter().find_map(field).and_then(Json::as_str);
+    let found = || {
+        let floats = model.weights.iter().filter_map(|weight| match &weight.value {
+            Value::Plain(tensor) if tensor.shape.len() >= 2 => tensor.plain(),
+            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => None,
+        });
+        let mut known = floats.filter_map(|dtype| match dtype.to_string().as_str() {
+            "BF16" => Some("bfloat16"),
+            "F16" => Some("float16"),
+            "F32" => Some("float32"),
+            "F64" => Some("float64"),
+            _ => None,
+        });
+        known.next()
+    };
+    let dtype = stated.or_else(found).filter(|dtype| *dtype != "bfloat16")?;
+    (dialect == DEFAULT).then(|| {
+        format!(
+            "the model is in {dtype}, and transformers decodes FP4 to bfloat16: load the result \
+             with from_pretrained(.., dtype=\"bfloat16\")"
+        )
+    })
 }

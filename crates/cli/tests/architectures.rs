@@ -77,7 +77,7 @@ fn layers_of_gpt_2_stay_where_readers_would_turn_them_again() {
     let parent = tempdir().expect("a folder");
     folder(parent.path(), "model", GPT2, &GPT2_LAYER);
     for dialect in ["modelopt", "mlx"] {
-        let says = ["[inputs, outputs]", dialect, "`only` forces it"];
+        let says = ["[inputs, outputs]", dialect, "write the dialect compressed-tensors", "--only"];
         let quantize = format!("quantize model --out {dialect} --dialect {dialect}");
         fails(parent.path(), &quantize, 2, &says);
         succeeds(parent.path(), &format!("{quantize} --only *.c_*"));
@@ -87,6 +87,44 @@ fn layers_of_gpt_2_stay_where_readers_would_turn_them_again() {
             assert!((0.05..0.12).contains(&error), "{dialect}: {name}: {error}");
         }
     }
+}
+
+#[test]
+fn layers_of_gpt_2_become_floats_where_a_conversion_would_have_them_turned() {
+    let parent = tempdir().expect("a folder");
+    folder(parent.path(), "model", GPT2, &GPT2_LAYER);
+    succeeds(parent.path(), "quantize model --out out");
+    for (dialect, to) in [("modelopt", "to-modelopt"), ("mlx", "to-mlx"), ("gguf", "to.gguf")] {
+        let said = succeeds(parent.path(), &format!("convert out --out {to} --dialect {dialect}"));
+        let says = format!(
+            "note: `transformer.h.0.attn.c_attn.weight` and 3 others: kept as BF16: stored as \
+             [inputs, outputs], and readers of `{dialect}` expect [outputs, inputs]\n"
+        );
+        assert!(said.contains(&says), "{said}");
+        assert!(!said.contains("known that reads"), "nothing is FP4: {said}");
+        let checkpoint = Checkpoint::open(parent.path().join(to)).expect("a checkpoint");
+        let tensor = checkpoint.container().get("transformer.h.0.attn.c_attn.weight");
+        let tensor = tensor.expect("floats");
+        assert_eq!(
+            (tensor.dtype.to_string().as_str(), &tensor.shape[..]),
+            ("BF16", &[64, 192][..])
+        );
+    }
+    // A copy keeps what was forced.
+    succeeds(parent.path(), "quantize model --out forced --dialect modelopt --only *.c_*");
+    succeeds(parent.path(), "convert forced --out copy --dialect modelopt");
+    assert_eq!(packed_in(&parent.path().join("copy")).len(), 4);
+}
+
+#[test]
+fn a_tied_output_layer_of_gpt_2_is_ignored() {
+    let parent = tempdir().expect("a folder");
+    folder(parent.path(), "model", GPT2, &GPT2_LAYER);
+    succeeds(parent.path(), "quantize model --out out");
+    let config = fs::read_to_string(parent.path().join("out/config.json")).expect("a config");
+    let config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    let expected = serde_json::json!(["transformer.wte", "lm_head"]);
+    assert_eq!(config["quantization_config"]["ignore"], expected);
 }
 
 #[test]
@@ -156,7 +194,8 @@ fn a_stack_that_a_dialect_cannot_hold_is_a_row_of_the_plan_and_an_error_that_say
     ];
     folder(parent.path(), "model", r#"{"model_type": "gpt_oss"}"#, &shapes);
     let keep = "--keep 'model.layers.*.mlp.experts.down_proj'";
-    let says = ["model.layers.0.mlp.experts.down_proj`", "compressed-tensors", keep, "--dialect"];
+    let other = "--dialect modelopt";
+    let says = ["model.layers.0.mlp.experts.down_proj`", "compressed-tensors", keep, other];
     fails(parent.path(), "quantize model --out out", 2, &says);
     let (code, plan, error) = run(parent.path(), "quantize model --dry-run");
     assert!(code == 2 && error.contains(keep), "{error}");

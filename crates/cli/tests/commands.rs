@@ -91,7 +91,8 @@ fn a_conversion_there_and_back_is_the_same() {
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out a --dialect modelopt");
     let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
-    assert!(said.contains("14 tensor scales stored as reciprocals; "), "{said}");
+    let rounded = "14 tensor scales stored as reciprocals; 14 of them rounded in the last bit, by ";
+    assert!(said.contains(rounded) && said.contains("e-6 % at most, and "), "{said}");
     succeeds(folder.path(), "compare a b --tolerance 0.00001");
     succeeds(folder.path(), "convert a --out again --dialect modelopt");
     assert_same(&folder.path().join("a"), &folder.path().join("again"));
@@ -219,6 +220,57 @@ fn a_conversion_keeps_what_does_not_fit_and_what_is_asked_for() {
 }
 
 #[test]
+fn notes_of_a_conversion_are_about_what_stays_fp4() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out mx --dialect modelopt --format mxfp4");
+    let convert = "convert mx --dialect modelopt --decode-fp4 bf16";
+    let rounds = "TensorRT-LLM rounds inputs to FP8";
+    let said = succeeds(folder.path(), &format!("{convert} --out some --keep *.o_proj"));
+    assert!(said.contains("kept as mxfp4 32: asked") && said.contains(rounds), "{said}");
+    let said = succeeds(folder.path(), &format!("{convert} --out none"));
+    assert!(!said.contains(rounds), "{said}");
+    let error = run(folder.path(), "convert mx --out experts --dialect gpt-oss").2;
+    let says = "cannot hold quantized layers other than stacked experts; write another --dialect";
+    assert!(error.contains(says) && !error.contains("preset"), "{error}");
+}
+
+#[test]
+fn the_dtype_that_transformers_needs_is_noted() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", SMALL);
+    let config = fs::read_to_string(path.join("config.json")).expect("a config");
+    for (dtype, noted) in [("bfloat16", false), ("float16", true), ("float32", true)] {
+        let stated = config.replacen('{', &format!(r#"{{"dtype": "{dtype}", "#), 1);
+        fs::write(path.join("config.json"), stated).expect("a config");
+        let note = format!(
+            "note: the model is in {dtype}, and transformers decodes FP4 to bfloat16: load the \
+             result with from_pretrained(.., dtype=\"bfloat16\")"
+        );
+        let (code, _, said) = run(folder.path(), &format!("quantize model --out {dtype}"));
+        assert_eq!((code, said.contains(&note)), (0, noted), "{said}");
+        let other = format!("quantize model --out {dtype}-modelopt --dialect modelopt");
+        assert!(!run(folder.path(), &other).2.contains("from_pretrained"));
+        let convert = format!("convert {dtype}-modelopt --dialect compressed-tensors");
+        let said = succeeds(folder.path(), &format!("{convert} --out {dtype}-converted"));
+        assert_eq!(said.contains(&note), noted, "{said}");
+        let decoded = format!("{convert} --out {dtype}-decoded --decode-fp4 f32");
+        assert!(!succeeds(folder.path(), &decoded).contains("from_pretrained"));
+    }
+    // Where no config says it, the weights do.
+    let of = |dtype: &str, bytes: usize| {
+        let kind = if bytes == 4 { safetensors::Dtype::F32 } else { safetensors::Dtype::BF16 };
+        let name = "layers.0.o_proj.weight".to_owned();
+        let tensor =
+            model::Tensor { name, dtype: kind, shape: vec![2, 64], bytes: vec![0; 128 * bytes] };
+        model::write(&folder.path().join(format!("{dtype}.safetensors")), &[tensor]);
+        let quantize = format!("quantize {dtype}.safetensors --out {dtype}-alone");
+        run(folder.path(), &quantize).2.contains("the model is in float32")
+    };
+    assert!(of("f32", 4) && !of("bf16", 2));
+}
+
+#[test]
 fn a_checkpoint_is_not_read_as_what_it_says_it_is_not() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
@@ -339,17 +391,30 @@ fn each_checkpoint_of_a_comparison_is_given_its_dialect() {
     assert!(code == 0 && table.contains("compressed-tensors: "), "{table}");
     assert!(noted.contains("note: alone.safetensors: read as compressed-tensors, by"), "{noted}");
     succeeds(folder.path(), "compare alone.safetensors alone.safetensors");
-    // Those of MLX do not say the format.
-    succeeds(folder.path(), "quantize model --out mlx --dialect mlx");
-    let shard = folder.path().join("mlx/model-00001-of-00002.safetensors");
-    fs::copy(shard, folder.path().join("mlx.safetensors")).expect("a file");
+    // The shapes of MLX say the format.
+    for format in ["nvfp4", "mxfp4"] {
+        let options = format!("--dialect mlx --format {format}");
+        succeeds(folder.path(), &format!("quantize model --out mlx-{format} {options}"));
+        let shard = folder.path().join(format!("mlx-{format}/model-00001-of-00002.safetensors"));
+        fs::copy(shard, folder.path().join("mlx.safetensors")).expect("a file");
+        let (code, table, noted) = run(folder.path(), "inspect mlx.safetensors");
+        assert!(code == 0 && noted.contains("mlx.safetensors: read as mlx"), "{noted}");
+        assert!(table.contains(format), "{table}");
+    }
+    let words = model::Tensor {
+        name: "a.qweight".to_owned(),
+        dtype: safetensors::Dtype::U32,
+        shape: vec![2, 1],
+        bytes: vec![0; 8],
+    };
+    model::write(&folder.path().join("other.safetensors"), &[words]);
     let says = ["nothing says which dialect", "name one of modelopt, ", " with --from"];
-    fails(folder.path(), "inspect mlx.safetensors", 2, &says);
-    let (_, _, error) = run(folder.path(), "inspect mlx.safetensors");
+    fails(folder.path(), "inspect other.safetensors", 2, &says);
+    let (_, _, error) = run(folder.path(), "inspect other.safetensors");
     assert!(!error.contains("open_as"), "{error}");
-    let first = "compare mlx.safetensors alone.safetensors --json";
+    let first = "compare other.safetensors alone.safetensors --json";
     assert!(run(folder.path(), first).2.contains(" with --from-a"));
-    let second = "compare alone.safetensors mlx.safetensors --json";
+    let second = "compare alone.safetensors other.safetensors --json";
     assert!(run(folder.path(), second).2.contains(" with --from-b"));
     let from_b = "--from-b compressed-tensors";
     // A folder says two.
@@ -455,7 +520,7 @@ fn colors_only_reach_a_terminal() {
 fn formats_and_completions_are_printed() {
     let folder = tempdir().expect("a folder");
     let formats = succeeds(folder.path(), "formats --scales");
-    for word in ["nvfp4", "mxfp4", "448", "1.5", "4.5 bits", "2^(c - 127)"] {
+    for word in ["nvfp4", "mxfp4", "448", "1.5", "4.5 bits", "2^(c - 127)", "Q6_K, IQ4_NL, "] {
         assert!(formats.contains(word), "{formats} does not say {word}");
     }
     for shell in ["bash", "zsh", "fish"] {

@@ -166,7 +166,8 @@ fn only_the_same_task_is_gone_on_with() {
     child.kill().expect("it is killed");
     child.wait().expect("it ended");
     let other = "quantize model --out out --method amax --resume";
-    fails(folder.path(), other, 2, &[".out.partial", "other options"]);
+    let differs = r#", `method "sse"` there, `method "amax"` here; give the same"#;
+    fails(folder.path(), other, 2, &[".out.partial", "other options", differs]);
     // What is written already is not removed unasked.
     let partial = folder.path().join(".out.partial");
     note_first_weight(&partial);
@@ -176,6 +177,9 @@ fn only_the_same_task_is_gone_on_with() {
         fails(folder.path(), &command, 2, &says);
         assert!(partial.join("files").is_dir());
     }
+    let convert = "convert model --out out --dialect plain";
+    fails(folder.path(), convert, 2, &[says[0], "if `fp4 quantize` has left it"]);
+    assert!(partial.join("files").is_dir());
     fs::remove_dir_all(&partial).expect("a folder");
     succeeds(folder.path(), "quantize model --out out --method amax");
     succeeds(folder.path(), "quantize model --out again --method amax --resume");
@@ -221,7 +225,7 @@ const SHARDS: usize = 40;
 fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
     let folder = tempdir().expect("a folder");
     let path = model::sharded(folder.path(), "model", SHARDS, [512, 512]);
-    succeeds(folder.path(), "quantize model --out whole");
+    let whole = succeeds(folder.path(), "quantize model --out whole --json");
     let last = path.join(format!("model-{SHARDS:05}-of-{SHARDS:05}.safetensors"));
     let away = folder.path().join("away");
     let child = start(folder.path(), &["--memory", "72MB"]);
@@ -233,8 +237,10 @@ fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
         assert!(error.contains(word), "{error}");
     }
     assert_eq!(names(folder.path()), [".out.partial", "model", "whole"]);
-    let said = succeeds(folder.path(), "quantize model --out out --resume");
-    assert!(said.contains("error ") && said.contains("that an earlier run quantized)"), "{said}");
+    // The journal has the errors of what the first run did.
+    let resumed = succeeds(folder.path(), "quantize model --out out --resume --json");
+    let report = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("an object");
+    assert_eq!(report(&whole)["errors"], report(&resumed)["errors"]);
     assert_same(&folder.path().join("whole"), &folder.path().join("out"));
 }
 
@@ -276,7 +282,13 @@ fn a_run_that_a_signal_stops_says_how_to_go_on() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", LARGE);
     let options = ["--method", "sse-tensor-scale", "--resume"];
-    for (name, number) in [("INT", 2), ("TERM", 15)] {
+    // A shell in the background starts this with SIGINT ignored, and so does a program from here.
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.map_or(Ok(0), |mask| u64::from_str_radix(mask.trim(), 16));
+    let ignored = ignored.expect("a mask");
+    let signals = [("INT", 2), ("TERM", 15)];
+    for (name, number) in signals.into_iter().filter(|(_, n)| ignored >> (n - 1) & 1 == 0) {
         let child = start(folder.path(), &options);
         // The journal is there a moment before signals are waited for.
         std::thread::sleep(Duration::from_millis(300));
@@ -292,6 +304,31 @@ fn a_run_that_a_signal_stops_says_how_to_go_on() {
         assert!(last.ends_with("; run the same command with --resume to go on"), "{said}");
         assert_eq!(names(folder.path()), [".out.partial", "model"]);
     }
+}
+
+/// As a shell starts what runs in the background.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_was_started_with_a_signal_ignored_goes_on() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", LARGE);
+    let script = "trap '' INT; exec \"$0\" quantize model --out out --method sse-tensor-scale";
+    let mut child = Command::new("sh")
+        .current_dir(folder.path())
+        .args(["-c", script, env!("CARGO_BIN_EXE_fp4")])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a shell");
+    let journal = folder.path().join(".out.partial/journal");
+    while !journal.exists() && child.try_wait().expect("a child").is_none() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    let _ = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    let output = child.wait_with_output().expect("it ended");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !said.contains("stopped at"), "{said}");
+    assert_eq!(names(folder.path()), ["model", "out"]);
 }
 
 #[test]
@@ -493,15 +530,15 @@ fn what_another_version_or_another_config_began_is_not_gone_on_with() {
     child.wait().expect("it ended");
     let journal = folder.path().join(".out.partial/journal");
     let text = fs::read_to_string(&journal).expect("a journal");
-    let version = concat!("burn-fp4 ", env!("CARGO_PKG_VERSION"), ": ");
+    let version = concat!("burn-fp4 ", env!("CARGO_PKG_VERSION"), ", ");
     assert!(text.starts_with(version), "{text}");
-    fs::write(&journal, text.replace(version, "burn-fp4 0.0.9: ")).expect("a journal");
+    fs::write(&journal, text.replace(version, "burn-fp4 0.0.9, ")).expect("a journal");
     let resume = "quantize model --out out --resume";
-    fails(folder.path(), resume, 2, &[".out.partial", "other options"]);
+    fails(folder.path(), resume, 2, &[".out.partial", "`burn-fp4 0.0.9, ", "` here; give"]);
     fs::write(&journal, &text).expect("a journal");
     let config = fs::read_to_string(path.join("config.json")).expect("a config");
     fs::write(path.join("config.json"), config + "\n").expect("a config");
-    fails(folder.path(), resume, 2, &[".out.partial", "other options"]);
+    fails(folder.path(), resume, 2, &[".out.partial", "`model/config.json of ", "` here; give"]);
     assert_eq!(fs::read_to_string(&journal).expect("it stays"), text);
 }
 

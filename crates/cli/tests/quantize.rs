@@ -40,6 +40,8 @@ fn a_plan_is_printed_and_nothing_is_written() {
         assert!(plan.contains(word), "{plan} does not say {word}");
     }
     assert_eq!(names(folder.path()), ["model"]);
+    // What the run would refuse, the plan refuses.
+    fails(folder.path(), "quantize model --dry-run --out model", 2, &["model: already exists"]);
     let json = succeeds(folder.path(), "quantize model --dry-run --json --keep *.1.*.q_proj");
     let json: serde_json::Value = serde_json::from_str(&json).expect("an object");
     // With its query a layer keeps its key and its value.
@@ -551,6 +553,51 @@ fn fp8_is_read_and_quantized() {
 }
 
 #[test]
+fn float64_is_quantized_as_float32() {
+    let folder = tempdir().expect("a folder");
+    let write = |name: &str, wide: bool| {
+        let mut tensors = Vec::new();
+        for (at, weight) in ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().enumerate() {
+            let values = model::values(32 * 64, at as u64 + 1);
+            let mut tensor = floats(&format!("layers.0.{weight}.weight"), &[32, 64], &values);
+            if wide && at != 1 {
+                tensor.dtype = Dtype::F64;
+                tensor.bytes = values.iter().flat_map(|&v| f64::from(v).to_le_bytes()).collect();
+            }
+            tensors.push(tensor);
+        }
+        model::write(&folder.path().join(format!("{name}.safetensors")), &tensors);
+        let out = format!("quantize {name}.safetensors --out {name}");
+        let said = succeeds(folder.path(), &out);
+        assert!(said.contains("3 of 3 weights quantized"), "{said}");
+    };
+    write("narrow", false);
+    write("wide", true);
+    let [narrow, wide] = ["narrow", "wide"].map(|name| packed_in(&folder.path().join(name)));
+    assert!(narrow.len() == 3 && narrow == wide, "the same codes and scales");
+    succeeds(folder.path(), "compare narrow.safetensors wide.safetensors");
+}
+
+#[test]
+fn dialects_without_a_place_for_a_choice_are_not_offered() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let (code, _, error) = run(folder.path(), "quantize model --out out --dialect plain");
+    assert!(code == 2 && error.contains("[possible values: modelopt, "), "{error}");
+    fs::write(folder.path().join("recipe.toml"), "dialect = \"plain\"\n").expect("a recipe");
+    let says = ["dialect `plain` has no FP4; choose one of modelopt, miles, compressed-tensors, "];
+    fails(folder.path(), "quantize model --out out --recipe recipe.toml", 2, &says);
+    let (_, _, error) = run(folder.path(), "quantize model --out out --block-size 32");
+    let says = "cannot hold blocks of another size; leave out the block size, or use --dialect \
+                modelopt\n";
+    assert!(error.ends_with(says), "{error}");
+    succeeds(folder.path(), "quantize model --out out --block-size 32 --dialect modelopt");
+    let (_, _, error) =
+        run(folder.path(), "quantize model --out x --dialect gpt-oss --format mxfp4");
+    assert!(error.contains("; use --preset experts-only, or --dialect modelopt or "), "{error}");
+}
+
+#[test]
 fn a_recipe_says_the_same_as_the_command_line() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
@@ -836,13 +883,15 @@ fn choices_that_do_not_go_together_are_named() {
     let bad = |options: &str, says: &[&str]| {
         fails(folder.path(), &format!("quantize model --out out {options}"), 2, says);
     };
-    bad("--only nothing*", &["`only` pattern `nothing*`", "none of 19", "lm_head.weight"]);
+    let says = ["`only` pattern `nothing*`", "none of 19", "lm_head.weight`; name some of them"];
+    bad("--only nothing*", &says);
     bad("--keep *.o_proj --keep *.qkv_proj", &["`keep` pattern `*.qkv_proj`", "none of 19"]);
     bad("--keep *.o_porj", &["`*.o_porj` matches none of 19 tensors; did you mean `*.o_proj`?"]);
     bad("--only lm_haed", &["; did you mean `lm_head`?"]);
     bad("--keep model.layers.0.mlp", &["; did you mean `model.layers.0.mlp.*`?"]);
     bad("--preset experts-only", &["none of 19 tensors", "down_proj.weight`: not an expert"]);
-    bad("--keep *", &["none of 19 tensors", "`lm_head.weight`: asked to keep `*`"]);
+    let says = ["none of 19 tensors", "`lm_head.weight`: asked to keep `*`", "keep fewer (--"];
+    bad("--keep *", &says);
     bad("--keep *_proj", &["none of 19", "down_proj.weight`: asked to keep `*_proj`"]);
     bad("--format mxfp4 --rule te", &["te", "mxfp4"]);
     bad("--format mxfp4 --method four-over-six", &["four-over-six", "mxfp4"]);

@@ -79,7 +79,6 @@ pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
 pub use devices::extension::Fp4Backend;
 #[cfg(not(feature = "cube"))]
 pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};
-pub use hessian_factor::HessianFactor;
 // Public for the project's tests, which run it on devices with their own code.
 #[doc(hidden)]
 pub use devices::portable;
@@ -90,6 +89,7 @@ pub use error::panic_message;
 pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
+pub use hessian_factor::HessianFactor;
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use interpret::Interpreter;
 pub use layout::Fp4Layout;

@@ -51,7 +51,7 @@ pub struct HessianFactorHandles {
     definite: Handle,
 }
 
-/// Factorizes H on the device, in f64, given a Gram matrix that is summed in f32 as on devices.
+/// Factorizes H on the device, in f64, from a Gram matrix that is rounded to f32.
 ///
 /// # Errors
 /// [`Refusal`], also if the damping belongs to another Gram matrix, or to one that is kept in
@@ -186,7 +186,7 @@ impl Factorization<'_> {
         let tiles = sums.len();
         let order: Vec<u32> = damped.order().iter().map(|&channel| channel as u32).collect();
         let order = client.create_from_slice(u32::as_bytes(&order));
-        // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
+        // SAFETY: the lengths match the matrices; units beyond them do nothing.
         unsafe {
             arrange_kernel::launch_unchecked(
                 client,
@@ -209,7 +209,7 @@ impl Factorization<'_> {
         let Self { client, plan, .. } = *self;
         let side = plan.side() as u32;
         let dim = CubeDim::new_1d(UNITS);
-        // SAFETY: the lengths are those of the allocations.
+        // SAFETY: the lengths match the allocations.
         unsafe {
             diagonal_kernel::launch_unchecked(
                 client,
@@ -247,7 +247,7 @@ impl Factorization<'_> {
     /// Writes U in f32, and the channel weights.
     fn finish(&self) {
         let Self { client, channels, .. } = *self;
-        // SAFETY: the lengths are those of the matrices; units beyond them do nothing.
+        // SAFETY: the lengths match the matrices; units beyond them do nothing.
         unsafe {
             finish_kernel::launch_unchecked(
                 client,

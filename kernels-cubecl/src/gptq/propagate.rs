@@ -79,7 +79,7 @@ pub(crate) fn propagate(
     let updated = UpdatedChannelsLaunch::new(start, count, skipped, skip);
     let [all, first, width, first_error] =
         [channels, errors.first, errors.from.len(), errors.from.start].map(|length| length as u32);
-    // SAFETY: the lengths are those of the matrices; values beyond them are not stored.
+    // SAFETY: the lengths match the matrices; values beyond them are not stored.
     unsafe {
         propagate_kernel::launch_unchecked(
             client,

@@ -270,7 +270,7 @@ impl Weight<'_> {
     }
 
     /// Lets `improve` change one block after the other, and updates the residuals. In the last
-    /// sweep only those of later channels are updated: no others are read again.
+    /// sweep only residuals of later channels are updated: no others are read again.
     fn sweep(
         &self,
         residuals: &Handle,

@@ -35,7 +35,7 @@ pub(super) fn launch<F: Float>(
     let k_tile = 8 * plan.words as usize;
     let vector = plan.thread_tile.vector as usize;
     let widths = Widths { codes: k_tile, scales: block_size, input: vector, k_tile };
-    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
+    // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         gemv_kernel::launch_unchecked::<F>(
@@ -52,6 +52,7 @@ pub(super) fn launch<F: Float>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn gemv_kernel<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u8, W, X>,
     output: &mut [F],

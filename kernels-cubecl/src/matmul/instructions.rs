@@ -1,5 +1,5 @@
 //! [`WgmmaInstructions`]: asynchronous copies and matrix instructions of a warpgroup, which
-//! `wgmma.rs` is built on. `ptx.rs` has those of Hopper, `emulated.rs` plain code in their place.
+//! `wgmma.rs` is built on. `ptx.rs` implements them for Hopper, `emulated.rs` with plain code.
 //!
 //! A warpgroup, 4 planes, multiplies 64 rows of A, in registers, with `columns` rows of B, in
 //! shared memory, along 16 values of k: `sums[64, columns] += A x B^T`. Fragments of unit

@@ -59,7 +59,7 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 32, input: 8, k_tile: K_TILE };
-    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
+    // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         mma_kernel::launch_unchecked::<F, S>(
@@ -192,6 +192,7 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
 
 /// Runs the main loop at the head of this file. The next round is loaded while one is computed.
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
@@ -310,7 +311,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 struct BlockTiling {
     plan: Mma,
     block: u32,
-    /// Tiles of the input in a group: 2 if there is one tile of packed rows, so that two
+    /// Tiles of the input in a group: 2 if there is only one tile of packed rows, so that two
     /// independent instructions are in flight.
     tiles_per_group: u32,
     /// Number of groups.

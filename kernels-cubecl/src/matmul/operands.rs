@@ -93,7 +93,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
 ) -> OperandsLaunch<F, S, W, X> {
     let OperandHandles { weight, input, bias, prefetch } = handles;
     let Matmul { m, n, k, .. } = *matmul;
-    // SAFETY: the lengths are those of the matmul.
+    // SAFETY: the lengths match the matmul.
     unsafe {
         OperandsLaunch::new(
             weight.read(n * k, widths.codes, widths.scales),

@@ -304,7 +304,7 @@ impl Matmul {
         // From measurements on an H200. With more packed rows per cube the input is read less
         // often.
         let (n_planes, k_planes) = match self.m {
-            // Four planes each, if they are then all resident at once; otherwise eight.
+            // With more than two cubes per multiprocessor, smaller ones, so that all run at once.
             0..=4 if busy(1, 2 * sms + 1) => (1, 4),
             0..=4 => (1, 8),
             5..=8 if busy(2, sms) => (2, 4),

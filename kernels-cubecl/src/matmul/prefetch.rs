@@ -104,7 +104,7 @@ impl Prefetch {
         let PrefetchedPart { rows, codes, scales } = PrefetchedPart::of(&self.matmul)?;
         let n = self.matmul.n;
         let own = by.n * (by.k / 2 + by.k / by.block_size);
-        // SAFETY: the lengths are those of its matmul, which `check` compared with the memory.
+        // SAFETY: the lengths match its matmul, which `check` has compared with the memory.
         let buffers = unsafe {
             (
                 BufferArg::from_raw_parts(self.weight.codes, n * codes.0 / 4),

@@ -1,6 +1,6 @@
 //! A matmul with few rows of the input (small M), with the matrix instructions of a plane.
 //!
-//! The instruction, its lanes and the order of k are those of `mma.rs`. With a small input, reading
+//! Instruction, lanes and order of k are as in `mma.rs`. With a small input, reading
 //! the weight takes nearly all of the time. So a lane loads 32 bytes of codes at a time, a plane
 //! has 16 packed rows of its own, and planes divide k:
 //!
@@ -44,7 +44,7 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
-    // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
+    // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         small_m_kernel::launch_unchecked::<F, S>(

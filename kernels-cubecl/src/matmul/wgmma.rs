@@ -63,7 +63,7 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
     let count = CubeCount::Static(plan.cubes, 1, 1);
     let dim = CubeDim::new_1d(UNITS);
     if plan.split_k == 1 {
-        // SAFETY: the lengths are those of the matmul; rows beyond the last repeat it and are not
+        // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
         // stored.
         unsafe {
             wgmma_kernel::launch_unchecked::<I, F, F>(
@@ -163,7 +163,7 @@ struct Rings<W: Size, X: Size> {
 }
 
 /// A unit's copies of every k tile: places in the rings, and sources in the first k tile. Places
-/// count in vectors; those of the scales count in k tiles.
+/// count in vectors, but for the scales in k tiles.
 #[derive(CubeType)]
 struct Copies {
     /// Number of k tiles.
@@ -255,7 +255,7 @@ fn scale_words(blueprint: MatmulBlueprint) -> u32 {
 struct Half<F: Float, W: Size> {
     /// Two vectors of codes of both rows.
     codes: Array<Vector<u32, W>>,
-    /// Their factors: a pair holds those of every second k step.
+    /// Their factors: a pair is for every second k step.
     factors: Array<Vector<F, Const<2>>>,
 }
 

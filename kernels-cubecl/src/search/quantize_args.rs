@@ -35,7 +35,7 @@ pub(crate) fn quantize_args<E: Int, N: Size>(
 ) -> QuantizeArgsLaunch<E, N> {
     let Problem { view, scheme, .. } = problem;
     let tensor_scales = scheme.tensor_scales(view.packed_rows());
-    // SAFETY: the lengths are those of the problem.
+    // SAFETY: the lengths match the problem.
     unsafe {
         QuantizeArgsLaunch::new(
             BufferArg::from_raw_parts(values, view.len() / launch.thread_tile.vector as usize),

@@ -67,7 +67,7 @@ pub(crate) enum Transpose {
     AfterLoad,
 }
 
-/// Exchanges the codes and scales of this unit's tile for those of another.
+/// Exchanges this unit's codes and scales for another unit's.
 #[cube]
 pub(crate) fn smem_transpose<W: Size>(
     codes: &mut Array<Vector<u32, W>>,

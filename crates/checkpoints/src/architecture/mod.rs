@@ -5,12 +5,11 @@
 
 mod table;
 
-use crate::error::CheckpointError;
 use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::Model;
 pub(crate) use table::CONVOLUTION;
-use table::{ANY, KEPT, MODALITY, ROWS, Row};
+use table::{ANY, KEPT, LINEAR, MODALITY, ROWS, Row};
 
 /// The architecture of a model.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +60,24 @@ impl<'c> Architecture<'c> {
 
     /// Returns true if a module is known as a linear layer with a weight `[outputs, inputs]`.
     pub(crate) fn is_linear(self, module: &str) -> bool {
-        ends_with_any(module, self.row.linear)
+        match self.name {
+            Some(_) => ends_with_any(module, self.row.linear),
+            None => LINEAR.iter().any(|end| module.ends_with(end)),
+        }
+    }
+
+    /// The names of output layers that may be tied to an embedding and so have no tensor. If the
+    /// architecture is not known, the names of Llama-like models count where the config ties them.
+    ///
+    /// Configs of known architectures are not asked: transformers leaves out what is the default.
+    pub(crate) fn tied_output_layers(self) -> &'static [&'static str] {
+        let key = "tie_word_embeddings";
+        let said =
+            self.config.and_then(|config| config.get(key).or_else(|| config.at(&[TEXT, key])));
+        match self.name.is_some() || said.and_then(Json::as_bool) == Some(true) {
+            true => self.row.tied,
+            false => &[],
+        }
     }
 
     /// Returns true if the weight of a module, of this shape, is `[.., inputs, outputs]`.
@@ -88,20 +104,21 @@ impl<'c> Architecture<'c> {
     }
 
     /// Makes the names of modules that stay ready to be matched.
-    ///
-    /// # Errors
-    /// None: the patterns are those of the table.
-    pub(crate) fn kept(self) -> Result<Kept, CheckpointError> {
+    pub(crate) fn roles(self) -> Roles {
         let modalities = self.row.modalities.iter().map(|glob| (*glob, MODALITY));
         let all = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
-        let ready = |(glob, what)| Ok((Pattern::parse(glob, Syntax::Glob).matcher()?, what));
-        let matchers: Result<Vec<_>, CheckpointError> = all.map(ready).collect();
-        Ok(Kept { row: self.row, name: self.name, matchers: matchers? })
+        let matchers = all.map(|(glob, what)| (matcher(glob), what)).collect();
+        Roles { row: self.row, name: self.name, matchers }
     }
 }
 
+/// Makes a glob of a table ready to match names.
+pub(crate) fn matcher(glob: &str) -> Matcher {
+    Pattern::parse(glob, Syntax::Glob).matcher().expect("a glob is an expression")
+}
+
 /// The names of modules that stay, ready to be matched.
-pub(crate) struct Kept {
+pub(crate) struct Roles {
     row: &'static Row,
     name: Option<&'static str>,
     matchers: Vec<(Matcher, &'static str)>,
@@ -116,7 +133,7 @@ pub(crate) enum Role {
     Unlisted(&'static str),
 }
 
-impl Kept {
+impl Roles {
     /// Names the role of a matrix, or of a tensor with more axes, unless it is a linear weight.
     pub(crate) fn role(&self, module: &str, axes: usize) -> Option<Role> {
         // Three axes are a stack of matrices by their number alone.
@@ -227,12 +244,19 @@ mod tests {
     }
 
     #[test]
-    fn every_row_is_compared_with_transformers() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let path = path.join("../../tests/interop/architectures.py");
-        let script = std::fs::read_to_string(path).expect("the script");
+    fn every_row_is_compared_with_transformers_and_in_the_list_of_the_docs() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let read = |path: &str| std::fs::read_to_string(root.join(path)).expect("a text");
+        let script = read("tests/interop/architectures.py");
+        let truth = read("crates/checkpoints/tests/checkpoints/architectures.txt");
+        let page = read("docs/quantize-a-folder.md");
+        let (_, list) = page.split_once("| architecture | `model_type` |").expect("the list");
+        let (list, _) = list.split_once("\n\n").expect("an end");
+        let listed: BTreeSet<&str> = list.split([' ', ',', '|', '\n']).collect();
         for name in ROWS.iter().flat_map(|row| row.types) {
             assert!(script.contains(&format!("\"{name}\"")), "{name} is not in the script");
+            assert!(truth.contains(&format!("# {name} {{")), "{name} has no weights to test");
+            assert!(listed.contains(name), "{name} is not in docs/quantize-a-folder.md");
         }
     }
 }

@@ -11,7 +11,7 @@ pub(crate) struct Row {
     /// The values of `model_type` in `config.json`.
     pub(super) types: &'static [&'static str],
     /// Ends of the names of linear layers, whose weights are `[outputs, inputs]`, or
-    /// `[experts, outputs, inputs]`. An empty list selects every matrix that is not kept.
+    /// `[experts, outputs, inputs]`. Empty in [`ANY`], where every matrix that is not kept is one.
     pub(super) linear: &'static [&'static str],
     /// The same for weights `[inputs, outputs]`, or `[experts, inputs, outputs]`.
     pub(super) transposed: &'static [&'static str],
@@ -22,6 +22,8 @@ pub(crate) struct Row {
     pub(super) kept: &'static [(&'static str, &'static str)],
     /// Globs of modules that belong to another modality than the model.
     pub(super) modalities: &'static [&'static str],
+    /// Names of output layers that have no tensor in a file if they are tied to an embedding.
+    pub(super) tied: &'static [&'static str],
     /// Lists of name ends of layers that have one input if they have one parent. The first list
     /// with a layer's name counts; a list of one name is for a layer without a family.
     pub(super) families: &'static [&'static [&'static str]],
@@ -31,7 +33,7 @@ pub(crate) struct Row {
 ///
 /// These are the layers that ModelOpt never quantizes (`default_disabled_quantizers`), the heads
 /// and embeddings of transformers, and the same in the names of GGUF files.
-pub(super) const KEPT: [(&str, &str); 42] = [
+pub(super) const KEPT: [(&str, &str); 47] = [
     ("*lm_head*", "the output layer"),
     ("*output_layer*", "the output layer"),
     ("output", "the output layer"),
@@ -46,6 +48,11 @@ pub(super) const KEPT: [(&str, &str); 42] = [
     ("*classifier.out_proj", "the output layer"),
     ("score", "the output layer"),
     ("*.score", "the output layer"),
+    ("head", "the output layer"),
+    ("*.head", "the output layer"),
+    ("*_head", "the output layer"),
+    ("*classification_head*", "the output layer"),
+    ("*logits", "the output layer"),
     ("*embed*", "an embedding"),
     ("*wte", "an embedding"),
     ("*wpe", "an embedding"),
@@ -83,6 +90,10 @@ const STATE: &str = "a state's projection";
 /// Description of a part for images or sound in a model of text.
 pub(super) const MODALITY: &str = "part of another modality";
 
+/// Ends of the names of linear layers of architectures that are not in the table, where the class
+/// of a layer matters.
+pub(super) const LINEAR: [&str; 7] = ["_proj", "lm_head", "fc1", "fc2", "w1", "w2", "w3"];
+
 const MODALITIES: &[&str] = &["*visual*", "*vision*", "*audio*"];
 
 const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
@@ -104,6 +115,7 @@ pub(super) const ANY: Row = Row {
     inputs: &[],
     kept: &[],
     modalities: MODALITIES,
+    tied: &["lm_head"],
     families: &[
         CROSS[0],
         CROSS[1],
@@ -119,8 +131,35 @@ pub(super) const ANY: Row = Row {
     ],
 };
 
+const GPT_NEOX: Row = Row {
+    types: &["gpt_neox"],
+    linear: &["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    tied: &["embed_out"],
+    families: &[],
+    ..ANY
+};
+
+const OPT: Row = Row {
+    types: &["opt"],
+    linear: &["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "project_in", "project_out"],
+    families: &[CROSS[0], CROSS[1], QKV],
+    ..ANY
+};
+
+const BERT: Row = Row {
+    types: &["bert"],
+    linear: &["query", "key", "value", "dense"],
+    tied: &["cls.predictions.decoder"],
+    families: &[
+        &["crossattention.self.query"],
+        &["crossattention.self.key", "crossattention.self.value"],
+        &["query", "key", "value"],
+    ],
+    ..ANY
+};
+
 /// The architectures.
-pub(super) const ROWS: [Row; 14] = [
+pub(super) const ROWS: [Row; 18] = [
     Row {
         types: &[
             "llama",
@@ -208,27 +247,10 @@ pub(super) const ROWS: [Row; 14] = [
         families: &[],
         ..ANY
     },
-    Row {
-        types: &["gpt_neox", "falcon", "bloom"],
-        linear: &["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-        families: &[],
-        ..ANY
-    },
-    Row {
-        types: &["opt", "whisper"],
-        linear: &[
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "out_proj",
-            "fc1",
-            "fc2",
-            "project_in",
-            "project_out",
-        ],
-        families: &[CROSS[0], CROSS[1], QKV],
-        ..ANY
-    },
+    GPT_NEOX,
+    Row { types: &["falcon", "bloom"], tied: ANY.tied, ..GPT_NEOX },
+    OPT,
+    Row { types: &["whisper"], tied: &["proj_out"], ..OPT },
     // Both of its modalities are the model.
     Row {
         types: &["clip"],
@@ -243,19 +265,13 @@ pub(super) const ROWS: [Row; 14] = [
             "visual_projection",
         ],
         modalities: &[],
+        tied: &[],
         families: &[QKV],
         ..ANY
     },
-    Row {
-        types: &["bert", "roberta", "xlm-roberta", "vit"],
-        linear: &["query", "key", "value", "dense"],
-        families: &[
-            &["crossattention.self.query"],
-            &["crossattention.self.key", "crossattention.self.value"],
-            &["query", "key", "value"],
-        ],
-        ..ANY
-    },
+    BERT,
+    Row { types: &["roberta", "xlm-roberta"], tied: &["lm_head.decoder"], ..BERT },
+    Row { types: &["vit"], tied: &[], ..BERT },
     Row {
         types: &["distilbert"],
         linear: &[
@@ -268,6 +284,7 @@ pub(super) const ROWS: [Row; 14] = [
             "vocab_transform",
             "pre_classifier",
         ],
+        tied: &["vocab_projector"],
         families: &[&["q_lin", "k_lin", "v_lin"]],
         ..ANY
     },

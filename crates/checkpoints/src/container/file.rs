@@ -10,7 +10,7 @@ use crate::error::CheckpointError;
 
 /// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
 pub(super) const MAX_TEXT: u64 = 100_000_000;
-/// What is expected of one that has more.
+/// The expectation that a longer text breaks.
 pub(super) const TOO_LONG: &str = "a text of at most 100,000,000 bytes";
 
 /// A file in memory. The pages are read when they are touched.

@@ -72,6 +72,14 @@ impl Metadata {
         }
     }
 
+    /// Removes a key, if it is there.
+    pub(crate) fn remove(&mut self, key: &str) {
+        if let Some(place) = self.place_of(key) {
+            self.pairs -= 1;
+            self.bytes.drain(place);
+        }
+    }
+
     /// Where a key and its value are among the bytes.
     fn place_of(&self, key: &str) -> Option<Range<usize>> {
         let mut cursor = self.cursor();
@@ -403,5 +411,9 @@ mod tests {
         let differing = metadata.bytes.iter().zip(&before.bytes).filter(|(a, b)| a != b);
         assert_eq!(differing.collect::<Vec<_>>(), [(&38, &39)]);
         assert_eq!(metadata.place_of("general.file"), None);
+        metadata.remove("general.file_type");
+        metadata.remove("general.file");
+        assert_eq!((metadata.pairs, metadata.place_of("general.file_type")), (2, None));
+        assert!(metadata.place_of("general.quantization_version").is_some());
     }
 }

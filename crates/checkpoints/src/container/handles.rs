@@ -1,5 +1,5 @@
 //! Handles of the files that tensors are read from: one set for all readers of a container, of
-//! which so many are open at most, however many files there are.
+//! which a fixed number are open at most, however many files there are.
 
 use std::collections::VecDeque;
 use std::fs::File;

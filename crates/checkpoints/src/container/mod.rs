@@ -29,10 +29,12 @@ pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 
 /// How names of PyTorch's pickles end. To load one can run code: none is read.
 const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
-/// Pickles beside a model that hold none of its weights: what a trainer leaves.
+/// How the names of indexes end, such as `pytorch_model.bin.index.json`.
+const INDEX_END: &str = ".index.json";
+/// Pickles in a model's folder without weights: files that a trainer leaves.
 const TRAINER: [&str; 5] = ["training_args", "optimizer", "scheduler", "scaler", "rng_state"];
 
-/// What a file says about itself.
+/// A file's description of itself.
 #[derive(Debug)]
 pub enum Metadata {
     /// `__metadata__` of a safetensors file.
@@ -81,12 +83,12 @@ impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
     /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
-    /// A file stands for itself: configs beside it are only read if the folder is opened.
+    /// A file stands for itself: configs in its folder are only read if the folder is opened.
     ///
     /// The files must not change while they are open: they are mapped, not copied.
     ///
     /// # Errors
-    /// What cannot be read, and the first thing wrong in a header: lengths, dtypes, offsets that
+    /// Files that cannot be read, and the first mistake in a header: lengths, dtypes, offsets that
     /// overlap or leave the file, an index that does not fit the shards. PyTorch's pickles are
     /// [`CheckpointError::Pickle`], with the command that converts them.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
@@ -202,7 +204,10 @@ impl Container {
             let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name)
                 || self.files.iter().any(|file| file.path == path);
             let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
-            let weights = PICKLES.contains(&end) || ["safetensors", "gguf"].contains(&end);
+            // An index names shards that are not copied either.
+            let weights = PICKLES.contains(&end)
+                || ["safetensors", "gguf"].contains(&end)
+                || name.ends_with(INDEX_END);
             if ours {
                 continue;
             }
@@ -226,7 +231,7 @@ impl Container {
         self.entries.len()
     }
 
-    /// Whether there is no tensor.
+    /// Returns true if there is no tensor.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -303,7 +308,7 @@ impl Container {
         self.files.iter().filter_map(name).collect()
     }
 
-    /// What the first file says about itself, if there is one.
+    /// The first file's description of itself, if there is one.
     pub fn metadata(&self) -> Option<&Metadata> {
         self.files.first().map(|file| &file.metadata)
     }
@@ -334,13 +339,13 @@ impl Container {
         config.get(key).or_else(|| config.at(&["text_config", key])).filter(|q| **q != Json::Null)
     }
 
-    /// The folders, and files with weights of something else, beside the tensors: no copy of the
+    /// Folders, and files with other weights, that were found with the tensors: no copy of the
     /// checkpoint has them.
     pub fn left_out(&self) -> &[PathBuf] {
         &self.left_out
     }
 
-    /// The files beside the tensors that a copy of the checkpoint needs.
+    /// The other files of the folder, which a copy of the checkpoint needs.
     pub fn sidecars(&self) -> &[PathBuf] {
         &self.sidecars
     }

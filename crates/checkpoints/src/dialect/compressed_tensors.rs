@@ -395,17 +395,10 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
     }
 }
 
-/// Ends of names that linear layers have in architectures that are not known.
-const LINEAR: [&str; 7] = ["_proj", "lm_head", "fc1", "fc2", "w1", "w2", "w3"];
-
 /// The targets that cover all of these modules: the class of linear layers, and the names of those
 /// that may be of another, such as embeddings and GPT-2's `Conv1D`.
 fn targets(modules: &[&str], architecture: Architecture<'_>) -> Json {
-    let linear = |module: &str| match architecture.name() {
-        Some(_) => architecture.is_linear(module),
-        None => LINEAR.iter().any(|end| module.ends_with(end)),
-    };
-    let other = |module: &&&str| !linear(module);
+    let other = |module: &&&str| !architecture.is_linear(module);
     Json::strings(std::iter::once("Linear").chain(modules.iter().filter(other).copied()))
 }
 

@@ -6,7 +6,7 @@
 //! | `X.scale` | F32 | `[1]` or `[E]` | tensor scale, a multiplier |
 //! | `X.input_scale` | F32 | `[1]` or `[E]` | of the input, a multiplier |
 //!
-//! What is written keeps the source's names and numbers: a Hugging Face model's tensors are not
+//! A written file keeps the source's names and numbers: a Hugging Face model's tensors are not
 //! renamed, nor are the rows of its rotary attention permuted as llama.cpp's converter does, so
 //! that llama.cpp runs only what came from GGUF.
 //!
@@ -17,12 +17,12 @@ use burn_fp4_formats::Fp4Format;
 use super::parts::{self, Reader};
 use super::readers::{Program, ReadBy, tested};
 use super::traits::{Dialect, Frame, Write};
+use crate::architecture::stated;
 use crate::container::gguf::Metadata as Pairs;
 use crate::container::{Container, Metadata};
 use crate::dtype::{DataType, Dtype, GGML_MXFP4, GGML_NVFP4, GgmlRow};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
-use crate::json::Json;
 use crate::storage::{Storage, records};
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -96,12 +96,15 @@ fn read_weight<'a>(
     Ok(Some(weight))
 }
 
+/// Key of the [`file_type`].
+const FILE_TYPE: &str = "general.file_type";
 /// `GGML_QNT_VERSION`.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// `LlamaFileType` of gguf-py, by the matrices with the fewest bits: `MOSTLY_NVFP4`,
-/// `MOSTLY_MXFP4_MOE`, `MOSTLY_BF16`, `MOSTLY_F16` or `ALL_F32`. None: other records are among
-/// them, whose mixtures have numbers too.
+/// `LlamaFileType` of gguf-py: `MOSTLY_NVFP4` if a matrix is NVFP4, else `MOSTLY_MXFP4_MOE` if one
+/// is MXFP4. A model of floats is `MOSTLY_BF16`, `MOSTLY_F16` or `ALL_F32`, by the first of these
+/// dtypes that a matrix has. None: there are other records of ggml and no FP4; their mixtures have
+/// numbers that the types of tensors do not tell.
 fn file_type(model: &Model<'_>) -> Option<u32> {
     /// Larger than all numbers of floats, and smaller than those of FP4.
     const RECORDS: u32 = 37;
@@ -201,15 +204,18 @@ impl Write for Gguf {
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
-        let kind = model.config.as_ref().and_then(|config| config.get("model_type"));
-        let kind = kind.and_then(Json::as_str).unwrap_or("unknown");
+        let kind = stated(model.config.as_ref()).unwrap_or("unknown");
         let mut pairs = model.gguf.clone().unwrap_or_else(|| Pairs::new(kind));
         // A file that is copied says it as it did.
-        if model.quantization.dialect != self.name()
-            && let Some(number) = file_type(model)
-        {
-            pairs.set_u32("general.file_type", number);
-            pairs.set_u32("general.quantization_version", QUANTIZATION_VERSION);
+        if model.quantization.dialect != self.name() {
+            match file_type(model) {
+                Some(number) => {
+                    pairs.set_u32(FILE_TYPE, number);
+                    pairs.set_u32("general.quantization_version", QUANTIZATION_VERSION);
+                }
+                // Without it llama.cpp looks at the tensors.
+                None => pairs.remove(FILE_TYPE),
+            }
         }
         Ok(Frame::Gguf(pairs))
     }

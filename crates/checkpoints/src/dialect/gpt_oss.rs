@@ -101,9 +101,7 @@ impl Write for GptOss {
             return cannot("FP4 other than MXFP4 in blocks of 32");
         }
         if fp4.shape.len() != 3 || weight.name.ends_with(".weight") {
-            return cannot(
-                "quantized layers other than stacked experts; choose the preset `experts-only`",
-            );
+            return cannot(CheckpointError::NOT_EXPERTS);
         }
         if weight.pre_quant_scale.is_some() {
             return cannot("a scale before quantization");

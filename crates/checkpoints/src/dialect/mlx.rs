@@ -6,7 +6,8 @@
 //! | `X.scales` | U8 | `[.., N, K/16]` or `[.., N, K/32]` | block scales, E4M3 or E8M0 |
 //!
 //! `config.json` says `quantization: {group_size, bits, mode}`, and the same for a module under
-//! the module's name. A module without `X.scales` is not quantized. A tensor scale is folded into
+//! the module's name. A file alone has no config: there the mode is the one with as many scales for
+//! each word of codes. A module without `X.scales` is not quantized. A tensor scale is folded into
 //! the block scales before a weight is written: exactly, or only if the caller allows it.
 //!
 //! Sources: `mlx/python/src/ops.cpp` (quantize), `mlx_lm/utils.py`.
@@ -66,6 +67,7 @@ fn read_weight<'a>(
     let Some(scales) = reader.take(&format!("{module}.scales")) else { return Ok(None) };
     let own = config.and_then(|config| config.get(module)).filter(|own| own.as_object().is_some());
     let mode = own.or(config).and_then(|config| config.get("mode")).and_then(Json::as_str);
+    let mode = mode.or_else(|| mode_of(tensor, &scales).filter(|_| config.is_none()));
     let format = match mode {
         Some("nvfp4") => Fp4Format::NvFp4,
         Some("mxfp4") => Fp4Format::MxFp4,
@@ -92,6 +94,19 @@ fn read_weight<'a>(
     let parts = Parts { codes, scales, tensor_scale: None, order: Order::default() };
     let value = Value::Fp4(parts.rows(format)?);
     Ok(Some(Weight::new(&*tensor.name, 0, value)))
+}
+
+/// The mode of a weight by its shapes: words of a row of codes for each of its scales.
+fn mode_of(codes: &Tensor<'_>, scales: &Tensor<'_>) -> Option<&'static str> {
+    let known = codes.is(&[Dtype::U32]) && scales.is(&[Dtype::U8]);
+    let [words, blocks] = [codes, scales].map(|tensor| tensor.shape.last().copied());
+    let (words, blocks) = (words?, blocks.filter(|&blocks| blocks > 0 && known)?);
+    match (words / blocks, words % blocks) {
+        (2, 0) => Some("nvfp4"),
+        (4, 0) => Some("mxfp4"),
+        (8, 0) => Some("mxfp8"),
+        _ => None,
+    }
 }
 
 /// Words of four values, which are bytes of one.
@@ -171,6 +186,10 @@ impl Write for Mlx {
         let metadata = vec![("format".to_owned(), "mlx".to_owned())];
         let config = match &model.config {
             Some(config) if model.quantization.dialect == self.name() => config.clone(),
+            // A model of floats has nothing to say.
+            Some(config) if scheme::schemes(model).is_empty() => {
+                scheme::without_quantization(config)
+            }
             _ => {
                 let quantization = quantization(model);
                 let mut config = scheme::with_quantization(model, quantization.clone());

@@ -1,4 +1,4 @@
-//! What a checkpoint's names and numbers mean: one file a dialect, which answers the same few
+//! Meaning of a checkpoint's names and numbers: one file a dialect, which answers the same few
 //! questions, and one row in [`DIALECTS`].
 //!
 //! ```
@@ -38,7 +38,7 @@ pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Frame, Holds, Stated, Write};
 
-/// What a checkpoint is that says nothing else.
+/// The dialect of a checkpoint that names no other.
 static PLAIN: plain::Plain = plain::Plain { dialects: names };
 
 /// The dialects.

@@ -82,7 +82,7 @@ impl Dialect for ModelOpt {
     }
 }
 
-/// What the configs say; refuses algorithms that are not understood.
+/// Reads the configs; refuses algorithms that are not understood.
 pub(super) fn quantization(
     container: &Container,
     dialect: &'static str,

@@ -1,4 +1,4 @@
-//! What the dialects share: taking the parts of a weight out of a container, and putting them
+//! Steps that all dialects share: the parts of a weight are taken out of a container, and put
 //! together with every shape checked.
 
 use burn_fp4_formats::{FormatError, Fp4Format, ScaleLayout};
@@ -35,7 +35,7 @@ impl<'a> Reader<'a> {
         self.take(name).ok_or_else(missing)
     }
 
-    /// Whether a tensor is there.
+    /// Returns true if a tensor is there.
     pub(super) fn has(&self, name: &str) -> bool {
         self.container.position(name).is_some()
     }

@@ -2,6 +2,7 @@
 
 use burn_fp4_formats::Fp4Format;
 
+use crate::architecture::Architecture;
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp8::Granularity;
@@ -16,9 +17,9 @@ pub(super) enum Scheme {
     Fp4 {
         format: Fp4Format,
         block_size: usize,
-        /// Whether the input is quantized to FP4 with a scale that the file has.
+        /// True if the input is quantized to FP4 with a scale that the file has.
         activations: bool,
-        /// Whether the input is multiplied before it is quantized (AWQ).
+        /// True if the input is multiplied before it is quantized (AWQ).
         smoothed: bool,
     },
     /// FP8 with float scales.
@@ -63,8 +64,8 @@ pub(super) fn schemes<'m>(model: &'m Model<'_>) -> Vec<(Scheme, Vec<&'m str>)> {
 /// The algorithms of ModelOpt that quantize inputs as the layers run.
 const DYNAMIC: [&str; 3] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A8_MXFP4_FP8"];
 
-/// Whether the source says that inputs are quantized as the layers run, with scales that no file
-/// has.
+/// Returns true if the source says that inputs are quantized as the layers run, with scales that no
+/// file has.
 pub(crate) fn has_dynamic_inputs(model: &Model<'_>) -> bool {
     let key = "quantization_config";
     let config = model.config.as_ref();
@@ -92,7 +93,7 @@ fn says_dynamic(config: &Json) -> bool {
         || entries("quantized_layers").iter().any(|(_, layer)| algorithm(layer))
 }
 
-/// Whether a weight could be a layer's matrix that is left as it is: a float matrix `X.weight`.
+/// Returns true if a weight could be a layer's matrix that stays dense: a float matrix `X.weight`.
 pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
     let floats = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64];
     match &weight.value {
@@ -106,8 +107,8 @@ pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
 /// The ignore list of a model in another syntax.
 ///
 /// A pattern stays one where it can be said and hits no quantized module; otherwise the modules
-/// that it hits are listed. Dense matrices that no pattern hits are added, and output layers that
-/// have no tensor because they are tied to one, so that no reader takes them for quantized ones.
+/// that it hits are listed. Dense matrices that no pattern hits are added, and output layers of the
+/// architecture without a tensor, so that no reader takes them for quantized ones.
 pub(super) fn ignore_list(
     model: &Model<'_>,
     syntax: Syntax,
@@ -126,29 +127,32 @@ pub(super) fn ignore_list(
             kept.push(matcher);
         }
     }
-    for weight in model.weights.iter().filter(|weight| is_dense_matrix(weight)) {
-        let module = weight.module();
-        let listed = |module: &str| kept.iter().any(|matcher| matcher.matches(module));
-        if !listed(module) {
-            list.push(module.to_owned());
-        }
-        list.extend(tied_output_layer(model, module).filter(|head| !listed(head)));
-    }
+    let dense = model.weights.iter().filter(|weight| is_dense_matrix(weight));
+    let modules = dense.map(|weight| weight.module().to_owned()).chain(absent_heads(model));
+    let listed = |module: &String| kept.iter().any(|matcher| matcher.matches(module));
+    list.extend(modules.filter(|module| !listed(module)));
     let mut seen = std::collections::HashSet::new();
     list.retain(|text| seen.insert(text.clone()));
     Ok(list)
 }
 
-/// The output layer that is tied to a module, if it is the embedding of a language model and the
-/// config says so: by the names of `transformers`.
-fn tied_output_layer(model: &Model<'_>, module: &str) -> Option<String> {
-    let before = module.strip_suffix("model.embed_tokens")?;
-    let config = model.config.as_ref()?;
-    let key = "tie_word_embeddings";
-    let tied = config.get(key).or_else(|| config.at(&["text_config", key]));
-    let head = format!("{before}lm_head");
-    let has_own = model.weights.iter().any(|weight| weight.module() == head);
-    (tied.and_then(Json::as_bool) == Some(true) && !has_own).then_some(head)
+/// The output layers of the architecture that have no tensor, by the names of transformers. A
+/// model of several modalities may have them within its language model.
+fn absent_heads(model: &Model<'_>) -> Vec<String> {
+    let outer = |weight: &Weight<'_>| {
+        let before = weight.module().strip_suffix("model.embed_tokens")?;
+        (!before.is_empty()).then(|| before.to_owned())
+    };
+    let outer = model.weights.iter().find_map(outer);
+    let heads = Architecture::of(model).tied_output_layers().iter();
+    let named = |head: &&str| {
+        let within = outer.as_ref().map(|outer| format!("{outer}{head}"));
+        std::iter::once((*head).to_owned()).chain(within).collect::<Vec<_>>()
+    };
+    let absent = |names: &Vec<String>| {
+        !model.weights.iter().any(|weight| names.iter().any(|name| weight.module() == name))
+    };
+    heads.map(named).filter(absent).flatten().collect()
 }
 
 /// `config.json` with the quantization in its place; what else it says stays.

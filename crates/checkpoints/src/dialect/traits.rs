@@ -1,4 +1,4 @@
-//! What every dialect answers: how it is recognized, how it is read, and how it is written.
+//! The questions that every dialect answers: how it is recognized, read and written.
 
 use burn_fp4_formats::Fp4Format;
 
@@ -14,7 +14,7 @@ pub trait Dialect: Sync {
     /// Its name in errors and on command lines.
     fn name(&self) -> &'static str;
 
-    /// What in the configs or the metadata says that a checkpoint is of this dialect.
+    /// Names the field of the configs or the metadata by which a checkpoint is of this dialect.
     fn evidence(&self, container: &Container) -> Option<&'static str>;
 
     /// The dialect whose configs it has, if it has none of its own.
@@ -57,24 +57,24 @@ pub trait Write: Sync {
         Holds { tensor_scale: Stated::Multiplier, input_scale: true }
     }
 
-    /// Which of them it has a place for beside this weight.
+    /// The scales that it has a place for with this weight.
     fn holds_of(&self, _weight: &Weight<'_>) -> Holds {
         self.holds()
     }
 
-    /// Whether readers quantize the layer's input as the layer runs, if the file has no scale of
-    /// it.
+    /// Returns true if readers quantize the layer's input as the layer runs where the file has no
+    /// scale of it.
     fn quantizes_input(&self, _weight: &Weight<'_>) -> bool {
         true
     }
 
-    /// What the columns of a weight in blocks of this size have to be a multiple of.
+    /// A number that divides the columns of every weight in blocks of this size.
     fn columns(&self, _format: Fp4Format, block_size: usize) -> usize {
         block_size
     }
 
-    /// Whether readers run some layers as one (query, key and value; gate and up), which then need
-    /// one scheme and, if there is one, one tensor scale.
+    /// Returns true if readers run some layers as one (query, key and value; gate and up). These
+    /// need one scheme and, if there is one, one tensor scale.
     fn fuses(&self) -> bool {
         false
     }
@@ -105,7 +105,7 @@ pub trait Write: Sync {
 pub struct Holds {
     /// How it states the tensor scale.
     pub tensor_scale: Stated,
-    /// Whether it has the scale of a layer's input. Where not, it is left out, and counted.
+    /// True if it has the scale of a layer's input. Where not, it is left out, and counted.
     pub input_scale: bool,
 }
 
@@ -120,7 +120,7 @@ pub enum Stated {
     Folded,
 }
 
-/// What surrounds the tensors.
+/// Configs and metadata around the tensors.
 #[derive(Debug)]
 pub enum Frame {
     /// A folder of safetensors files.
@@ -142,7 +142,7 @@ pub(super) fn weight_map(shards: Vec<(String, String)>) -> Json {
     Json::Object(shards.into_iter().map(|(name, shard)| (name, Json::String(shard))).collect())
 }
 
-/// Whether `quantization_config.quant_method` is this one.
+/// Returns true if `quantization_config.quant_method` is this one.
 pub(super) fn quant_method(container: &Container, method: &str) -> bool {
     let found = container.quantization().and_then(|config| config.get("quant_method"));
     found.and_then(Json::as_str) == Some(method)

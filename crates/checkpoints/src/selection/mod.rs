@@ -36,7 +36,7 @@ pub const DEFAULT: &str = "compressed-tensors";
 /// Reasons that an error tells.
 const SHOWN: usize = 5;
 
-/// What a user chooses.
+/// The choices of a user.
 #[derive(Debug, Clone)]
 pub struct Choice {
     /// The format of what is quantized, where no exception says another.
@@ -58,12 +58,12 @@ pub struct Choice {
     /// Weights, of those that are chosen, that become something else. Of several exceptions that
     /// are about a weight the last one counts.
     pub exceptions: Vec<Exception>,
-    /// Whether layers that may be run as one are kept or quantized together, in one format and with
-    /// one tensor scale. None: if readers of the dialect run them as one.
+    /// Keeps or quantizes layers that may be run as one together, in one format and with one tensor
+    /// scale. None: if readers of the dialect run them as one.
     pub together: Option<bool>,
 }
 
-/// What a user chooses for some of the weights.
+/// The choices of a user for some of the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exception {
     /// Names of these weights or modules: [`Pattern`]s.
@@ -72,12 +72,12 @@ pub struct Exception {
     pub becomes: Option<(Fp4Format, usize)>,
 }
 
-/// What becomes of a weight.
+/// The fate of a weight.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
     /// It is quantized, with the group of this number.
     Quantize(usize),
-    /// It stays as it is.
+    /// It is kept.
     Keep(Reason),
 }
 
@@ -138,7 +138,7 @@ pub struct Matrices {
     pub rows: usize,
     /// Columns of each, along which blocks run: the inputs of the layer.
     pub cols: usize,
-    /// Whether the parameter is `[stacked, cols, rows]`.
+    /// True if the parameter is `[stacked, cols, rows]`.
     pub transposed: bool,
 }
 
@@ -162,7 +162,7 @@ impl Selection {
         let found = exceptions_of(model, &choice.exceptions)?;
         let layers = Layers::of(model, choice.preset, choice.first_layers, choice.last_layers)?;
         let architecture = Architecture::of(model);
-        let names = Names::of(choice.preset, architecture)?;
+        let names = Names::of(choice.preset, architecture);
         let judge =
             Judge { architecture, choice, dialect, writer, names, keep, only, layers: &layers };
         let mut reasons: Vec<Option<Reason>> =
@@ -277,12 +277,13 @@ impl Selection {
         if texts.is_empty() {
             texts.push("there is no matrix".to_owned());
         }
+        let remedy = reasons.first().map_or(&Reason::NoMatrix, |(reason, ..)| *reason).remedy();
         let (tensors, reasons) = (model.weights.len(), texts.join("; "));
-        Err(CheckpointError::NothingSelected { tensors, reasons })
+        Err(CheckpointError::NothingSelected { tensors, reasons, remedy })
     }
 
-    /// Whether what is written has a place for the tensor scales of formats that have them; where
-    /// not they are 1.
+    /// Returns true if the dialect has a place for the tensor scales of formats that have them. In
+    /// others they are 1.
     pub fn has_tensor_scales(&self) -> bool {
         self.scaled
     }
@@ -337,7 +338,7 @@ impl Choice {
         }
     }
 
-    /// What a weight becomes that an exception is about, or none. None: it is kept.
+    /// The format of a weight that an exception is about, or none. None: it is kept.
     fn becomes(&self, exception: Option<usize>) -> Option<(Fp4Format, usize)> {
         exception.map_or(Some((self.format, self.block_size)), |at| self.exceptions[at].becomes)
     }
@@ -369,7 +370,7 @@ impl Matrices {
     }
 }
 
-/// What is needed to judge a weight by itself.
+/// The facts by which a weight is judged by itself.
 struct Judge<'j> {
     architecture: Architecture<'j>,
     choice: &'j Choice,
@@ -382,7 +383,7 @@ struct Judge<'j> {
 }
 
 impl Judge<'_> {
-    /// Why a weight stays as it is, if it does. `exception` is the one that is about it, with the
+    /// Finds a reason to keep a weight. `exception` is the one that is about it, with the
     /// place of the name that is.
     fn keeps(&self, weight: &Weight<'_>, exception: Option<(usize, usize)>) -> Option<Reason> {
         if let Some(reason) = unfit(weight) {
@@ -422,7 +423,7 @@ pub(crate) fn matchers(texts: &[String]) -> Result<Vec<Matcher>, CheckpointError
     texts.iter().map(|text| Pattern::parse(text, Syntax::Both).matcher()).collect()
 }
 
-/// Whether a pattern is about a weight, or the module that it is the weight of.
+/// Returns true if a pattern is about a weight, or the module that it is the weight of.
 pub(crate) fn hits(matcher: &Matcher, weight: &Weight<'_>) -> bool {
     matcher.matches(&weight.name) || matcher.matches(weight.module())
 }
@@ -495,7 +496,7 @@ fn exceptions_of(
     }
 }
 
-/// What no choice of a user makes a matrix of floats.
+/// Finds a reason that no choice of a user overrides.
 fn unfit(weight: &Weight<'_>) -> Option<Reason> {
     match &weight.value {
         Value::Fp4(fp4) => return Some(Reason::Already(fp4.format.to_string())),

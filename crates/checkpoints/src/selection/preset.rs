@@ -6,9 +6,8 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use super::reason::Reason;
-use crate::architecture::{Architecture, Kept, Role};
-use crate::error::CheckpointError;
-use crate::patterns::{Matcher, Pattern, Syntax};
+use crate::architecture::{Architecture, Role, Roles, matcher};
+use crate::patterns::Matcher;
 use crate::weight::{Value, Weight};
 
 /// Which weights are quantized, by their names.
@@ -18,12 +17,12 @@ pub enum Preset {
     /// Every linear layer but those that no one quantizes.
     #[default]
     AllLinear,
-    /// Those of them in feed-forward networks and experts.
+    /// All of these in feed-forward networks and experts.
     MlpOnly,
-    /// Those of them in experts.
+    /// All of these in experts.
     ExpertsOnly,
-    /// What the converter of miles quantizes (`tools/convert_hf_to_nvfp4.py` of radixark/miles as
-    /// of pull request 1054): experts, routed and shared, by parts of their names.
+    /// The weights that the converter of miles quantizes (`tools/convert_hf_to_nvfp4.py` of
+    /// radixark/miles as of pull request 1054): experts, routed and shared, by parts of names.
     Miles,
 }
 
@@ -32,7 +31,7 @@ pub enum Preset {
 pub struct PresetRow {
     /// Its name on command lines.
     pub name: &'static str,
-    /// What it chooses, in a line.
+    /// The weights it chooses, in a line.
     pub summary: &'static str,
 }
 
@@ -80,8 +79,8 @@ impl Preset {
         }
     }
 
-    /// Whether a weight shares its tensor scale with its family: miles knows pairs of gate and up,
-    /// and of those only what is quantized.
+    /// Returns true if a weight shares its tensor scale with its family: miles knows pairs of gate
+    /// and up, and of these only what is quantized.
     pub(super) fn shares(self, name: &str) -> bool {
         let pair = [".gate_proj.", ".up_proj.", ".w1.", ".w3."];
         self != Self::Miles || pair.iter().any(|part| name.contains(part))
@@ -91,35 +90,24 @@ impl Preset {
 /// The names of a preset, ready to be matched.
 pub(super) struct Names {
     preset: Preset,
-    kept: Kept,
+    roles: Roles,
     /// Names, one of which is asked for, and what a weight is that has none of them.
     asked: Option<(Vec<Matcher>, &'static str)>,
 }
 
-fn matcher(glob: &str) -> Result<Matcher, CheckpointError> {
-    Pattern::parse(glob, Syntax::Glob).matcher()
-}
-
 impl Names {
-    /// # Errors
-    /// None: the patterns are those of this file.
-    pub(super) fn of(preset: Preset, architecture: Architecture) -> Result<Self, CheckpointError> {
+    pub(super) fn of(preset: Preset, architecture: Architecture) -> Self {
         let asked: Option<(&[&str], _)> = match preset {
             Preset::AllLinear | Preset::Miles => None,
             Preset::MlpOnly => Some((&MLP, "not a feed-forward network")),
             Preset::ExpertsOnly => Some((&EXPERTS, "not an expert")),
         };
-        let asked = match asked {
-            None => None,
-            Some((globs, what)) => {
-                let matchers: Result<Vec<_>, _> = globs.iter().map(|glob| matcher(glob)).collect();
-                Some((matchers?, what))
-            }
-        };
-        Ok(Self { preset, kept: architecture.kept()?, asked })
+        let ready = |globs: &[&str]| globs.iter().map(|glob| matcher(glob)).collect();
+        let asked = asked.map(|(globs, what)| (ready(globs), what));
+        Self { preset, roles: architecture.roles(), asked }
     }
 
-    /// Why a matrix stays as it is, if it does.
+    /// Finds a reason to keep a matrix.
     pub(super) fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
         let (name, module) = (&weight.name, weight.module());
         if self.preset == Preset::Miles {
@@ -133,7 +121,7 @@ impl Names {
         if !name.ends_with(".weight") && !stacked {
             return Some(Reason::Preset("not a layer weight"));
         }
-        match self.kept.role(module, weight.shape().len()) {
+        match self.roles.role(module, weight.shape().len()) {
             Some(Role::Other(what)) => return Some(Reason::Preset(what)),
             Some(Role::Unlisted(architecture)) => return Some(Reason::Unlisted(architecture)),
             None => {}

@@ -1,12 +1,14 @@
-//! Why a weight stays as it is.
+//! Reasons for which a weight is kept.
 
-/// Why a weight stays as it is.
+use crate::dialect;
+
+/// A reason for which a weight is kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     /// Not a matrix or a stack of matrices.
     #[error("not a matrix")]
     NoMatrix,
-    /// Its numbers are no floats that are read.
+    /// Its numbers are not floats that are read.
     #[error("{}", numbers(.0))]
     Dtype(String),
     /// It is FP4.
@@ -31,10 +33,7 @@ pub enum Reason {
     #[error("not a known linear layer of {0}")]
     Unlisted(&'static str),
     /// The parameter is `[inputs, outputs]`, as `Conv1D` of transformers has it.
-    #[error(
-        "stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]; `only` \
-         forces it"
-    )]
+    #[error("stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]")]
     Transposed(&'static str),
     /// The dialect has no place for the quantized weight.
     #[error("`{dialect}` cannot hold {what}")]
@@ -49,7 +48,7 @@ pub enum Reason {
     Columns {
         /// How many there are.
         cols: usize,
-        /// What would divide them.
+        /// A number that would divide them.
         of: usize,
     },
     /// It is run as one with another that is kept.
@@ -60,13 +59,27 @@ pub enum Reason {
 /// The numbers of a dtype that is not quantized.
 fn numbers(dtype: &str) -> String {
     match dtype.as_bytes() {
-        b"F64" => "float64 is not supported".to_owned(),
         [b'I' | b'U', b'0'..=b'9', ..] => format!("integers ({dtype})"),
         _ => format!("numbers of dtype {dtype}"),
     }
 }
 
 impl Reason {
+    /// Names the choice that makes the weight quantized.
+    pub(super) fn remedy(&self) -> String {
+        match self {
+            Self::Transposed(_) => {
+                let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
+                let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
+                format!("write the dialect {}, or force weights by their names", names.join(" or "))
+            }
+            Self::Columns { .. } => "choose another format or dialect".to_owned(),
+            Self::CannotHold { .. } => "choose another dialect".to_owned(),
+            Self::NoMatrix | Self::Dtype(_) => "choose a model with matrices of floats".to_owned(),
+            _ => "choose other weights, or keep fewer".to_owned(),
+        }
+    }
+
     /// How close the weight came to being quantized, as the place in a line: first is what is
     /// asked for and does not fit, last is what no one would quantize.
     pub(super) fn place(&self) -> usize {

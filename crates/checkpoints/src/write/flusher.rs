@@ -1,5 +1,5 @@
-//! What is written comes onto the disk, and is noted as done then, beside the writing of what
-//! follows.
+//! A thread that flushes written bytes to the disk, and then notes them as done, while more are
+//! written.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::thread::{Builder, JoinHandle};
 use super::journal::Journal;
 use crate::error::CheckpointError;
 
-/// What was written since the last one.
+/// Files, bytes and weights that were written since the last batch.
 #[derive(Default)]
 pub(super) struct Batch {
     /// The files that were written to, by their places in the plan: the handles that were written
@@ -38,7 +38,7 @@ impl Flusher {
     /// returns what it did not take.
     ///
     /// # Errors
-    /// What the file system refused, of a batch before.
+    /// Refusals of the file system, of a batch before.
     pub(super) fn take(
         &mut self,
         batch: Batch,
@@ -74,7 +74,7 @@ impl Flusher {
     /// Waits until it has done with what it took. The journal stays open, and locked.
     ///
     /// # Errors
-    /// What the file system refused.
+    /// Refusals of the file system.
     pub(super) fn end(&mut self) -> Result<(), CheckpointError> {
         let Some((sender, thread)) = self.running.take() else { return Ok(()) };
         drop(sender);

@@ -1,7 +1,7 @@
-//! What is done of a write, on the disk: a line for what is being written, then one for every
-//! weight whose bytes are there. A run that was killed is gone on with from it.
+//! The progress of a write, on the disk: a line for the task, then one for every weight whose bytes
+//! are there, with the caller's note on it. A run that was killed is gone on with from it.
 
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -11,8 +11,11 @@ use crate::system;
 
 /// Its name in the folder.
 pub(super) const JOURNAL: &str = "journal";
-/// What every journal begins with.
+/// The beginning of every journal.
 pub(super) const MARK: &str = "burn-fp4 ";
+
+/// Weights that are done, by their places, with the notes on them.
+pub(super) type Notes = BTreeMap<usize, String>;
 
 /// The open journal. Only one process has it.
 pub(super) struct Journal {
@@ -34,8 +37,8 @@ impl Journal {
         }
     }
 
-    /// Whether the journal is still what it was opened as: another process may have removed the
-    /// folder before it was locked.
+    /// Returns true if the journal is still the file that was opened: another process may have
+    /// removed the folder before it was locked.
     pub(super) fn is_in_place(&self) -> bool {
         let there = std::fs::symlink_metadata(&self.path).ok();
         let own = self.file.metadata().ok();
@@ -52,9 +55,9 @@ impl Journal {
         self.file.set_len(0).map_err(CheckpointError::io(&self.path))
     }
 
-    /// What is being written, and the weights that are done. A line that a kill cut off counts as
-    /// not there.
-    pub(super) fn read(&mut self) -> Result<Option<(String, HashSet<usize>)>, CheckpointError> {
+    /// Reads the task, and the weights that are done with the notes on them. A line that a kill cut
+    /// off counts as not there.
+    pub(super) fn read(&mut self) -> Result<Option<(String, Notes)>, CheckpointError> {
         // Bytes: a task has paths, which a kill may have cut off within a character.
         let mut bytes = Vec::new();
         self.file.read_to_end(&mut bytes).map_err(CheckpointError::io(&self.path))?;
@@ -66,7 +69,11 @@ impl Journal {
         let whole = String::from_utf8_lossy(&bytes[..kept]);
         let mut lines = whole.lines();
         let task = lines.next().filter(|task| !task.is_empty()).map(str::to_owned);
-        Ok(task.map(|task| (task, lines.filter_map(|line| line.parse().ok()).collect())))
+        let done = |line: &str| {
+            let (at, note) = line.split_once(' ').unwrap_or((line, ""));
+            Some((at.parse().ok()?, note.to_owned()))
+        };
+        Ok(task.map(|task| (task, lines.filter_map(done).collect())))
     }
 
     /// Adds lines, and waits until they are on the disk.
@@ -85,15 +92,16 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("burn-fp4-journal-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder");
         let path = folder.join("journal");
+        let done = Notes::from([(0, "1.5 2".to_owned()), (3, String::new())]);
         for (bytes, expected) in [
             (&b"task: modelle/\xC3"[..], None),
-            (&b"task\n0\n3\n1\xC3"[..], Some(("task".to_owned(), HashSet::from([0, 3])))),
+            (&b"task\n0 1.5 2\n3\n1\xC3"[..], Some(("task".to_owned(), done.clone()))),
         ] {
             std::fs::write(&path, bytes).expect("written");
             let found = Journal::open(&folder).and_then(|mut journal| journal.read());
             assert_eq!(found.expect("a journal"), expected);
             let kept = std::fs::read(&path).expect("a file");
-            assert_eq!(kept, if expected.is_some() { &b"task\n0\n3\n"[..] } else { b"" });
+            assert_eq!(kept, if expected.is_some() { &b"task\n0 1.5 2\n3\n"[..] } else { b"" });
         }
         std::fs::remove_dir_all(&folder).expect("removed");
     }

@@ -1,6 +1,6 @@
 //! Quantized weights that stay what they are, or become floats, while others are cast, folded or
-//! decoded: those that a user names, those whose columns do not fit, and what runs as one with
-//! either.
+//! decoded: those that a user names, those whose columns or axes do not fit, and what runs as one
+//! with any of these.
 
 use super::options::WriteOptions;
 use super::target::{Target, cast_of};
@@ -16,7 +16,7 @@ pub struct Kept {
     pub weight: usize,
     /// Why.
     pub reason: Reason,
-    /// The dtype it is decoded to, if the dialect has no place for it as it is. None: it stays.
+    /// The dtype it is decoded to, if the dialect has no place for its own format. None: it stays.
     pub floats: Option<Dtype>,
 }
 
@@ -34,7 +34,7 @@ pub(super) fn kept(
         }
         match asked.iter().position(|matcher| hits(matcher, weight)) {
             Some(at) => Some(Reason::Asked(keep[at].clone())),
-            None => unfit(weight, target),
+            None => unfit(model, weight, target),
         }
     };
     let mut reasons: Vec<Option<Reason>> = model.weights.iter().map(reason).collect();
@@ -44,16 +44,26 @@ pub(super) fn kept(
     let quantized = |(weight, reason): (usize, Option<Reason>)| {
         let value = &model.weights[weight];
         let reason = reason.filter(|_| value.is_quantized())?;
-        Some(Kept { weight, reason, floats: floats(value, target) })
+        let turned = matches!(reason, Reason::Transposed(_));
+        let holds = !turned && !target.folds(value) && target.writer.tensors(value).is_ok();
+        let floats = (!holds).then(|| floats(value, target));
+        Some(Kept { weight, reason, floats })
     };
     Ok(reasons.into_iter().enumerate().filter_map(quantized).collect())
 }
 
-/// Why blocks, or the records of the dialect, do not divide the columns of a weight, if so.
-fn unfit(weight: &Weight<'_>, target: &Target) -> Option<Reason> {
+/// Finds a reason why a weight does not fit: readers of the dialect would turn it again, or its
+/// blocks or the records of the dialect do not divide its columns. A dialect that the source is in
+/// already keeps what a user has forced into it.
+fn unfit(model: &Model<'_>, weight: &Weight<'_>, target: &Target) -> Option<Reason> {
     let Value::Fp4(fp4) = &weight.value else { return None };
     if target.options.decode_fp4.is_some() {
         return None;
+    }
+    let dialect = target.dialect.name();
+    let turned = fp4.transposed && fp4.shape.len() == 2 && !target.writer.turns();
+    if turned && model.quantization.dialect != dialect {
+        return Some(Reason::Transposed(dialect));
     }
     let own = (fp4.format, fp4.block_size);
     let becomes = cast_of(&target.options, fp4);
@@ -63,14 +73,13 @@ fn unfit(weight: &Weight<'_>, target: &Target) -> Option<Reason> {
     (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
 }
 
-/// The dtype that a weight is decoded to if the dialect has no place for it as it is.
-fn floats(weight: &Weight<'_>, target: &Target) -> Option<Dtype> {
-    let holds = !target.folds(weight) && target.writer.tensors(weight).is_ok();
+/// The dtype that a weight is decoded to if the dialect has no place for its format.
+fn floats(weight: &Weight<'_>, target: &Target) -> Dtype {
     let asked = match weight.value {
         Value::Fp8(_) => target.options.decode_fp8,
         Value::Plain(_) | Value::Fp4(_) => target.options.decode_fp4,
     };
-    (!holds).then(|| asked.unwrap_or(Dtype::BF16))
+    asked.unwrap_or(Dtype::BF16)
 }
 
 impl Kept {

@@ -11,11 +11,11 @@ pub enum Shards {
     /// scales. Files of a source that has some of these in another one are not written byte for
     /// byte. What came from no safetensors file goes into one.
     AsRead,
-    /// New files of at most so many bytes of data, unless a single weight has more.
+    /// New files of at most this number of bytes of data, unless a single weight has more.
     Size(u64),
 }
 
-/// What is done to the weights on the way.
+/// Changes of the weights on the way.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
     /// How tensors are spread over files; GGUF is always one.
@@ -29,7 +29,7 @@ pub struct WriteOptions {
     pub decode_fp4: Option<Dtype>,
     /// Records of ggml other than FP4, such as Q4_K, are decoded to this dtype (F32 or BF16).
     pub decode_ggml: Option<Dtype>,
-    /// Whether a tensor scale may be folded into the block scales where that changes values.
+    /// Allows a tensor scale to be folded into the block scales where that changes values.
     pub inexact: bool,
 }
 

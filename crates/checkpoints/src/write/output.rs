@@ -1,4 +1,4 @@
-//! The files of a plan, all or nothing: written weight by weight in a folder beside the target,
+//! The files of a plan, all or nothing: written weight by weight in a folder next to the target,
 //! flushed to the disk, and renamed.
 //!
 //! ```text
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::flusher::{Batch, Flusher};
-use super::journal::MARK;
+use super::journal::{MARK, Notes};
 use super::partial::{self, FILES};
 use super::planned::{Piece, Planned};
 use super::report::WriteReport;
@@ -26,12 +26,12 @@ use crate::system;
 use crate::tensor::Data;
 use crate::weight::Weight;
 
-/// What to do with the rest of an earlier write.
+/// The treatment of the rest of an earlier write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// Refuse to begin if there are weights in it, so that no work is lost unasked.
     First,
-    /// Remove it.
+    /// Remove it, but refuse to begin if there are weights of another task in it.
     Anew,
     /// Go on with it.
     Resume,
@@ -44,7 +44,7 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 const MOST_BYTES: u64 = 4 * FLUSH_BYTES;
 /// Files that are open between two flushes: there may be more files than a process may open.
 const MOST_FILES: usize = 8;
-/// Bytes of a file beside the tensors that are copied at a time.
+/// Bytes of a sidecar file that are copied at a time.
 const COPIED: usize = 1 << 20;
 
 /// A write that has begun. Unless it is finished, or asked to stay, it is removed; what an earlier
@@ -73,9 +73,10 @@ pub struct Output<'p> {
     partial: PathBuf,
     flusher: Flusher,
     done: HashSet<usize>,
+    earlier: Notes,
     /// Bytes that are left of weights of which pieces are written.
     left: HashMap<usize, u64>,
-    /// What is written and not flushed.
+    /// Bytes and weights that are written and not flushed.
     batch: Batch,
     flushed: Instant,
     stays: bool,
@@ -93,13 +94,13 @@ impl fmt::Debug for Output<'_> {
 }
 
 impl Planned<'_> {
-    /// Begins to write, beside `path`, as in the example of [`Output`]. `task` says in a line what
-    /// makes the bytes: only a write of the same task, by the same version of this library, is gone
-    /// on with.
+    /// Begins to write, next to `path`, as in the example of [`Output`]. `task` says in a line what
+    /// makes the bytes, in parts with `; ` between them: only a write of the same task, by the same
+    /// version of this library, is gone on with. An error names the first part that differs.
     ///
     /// # Errors
     /// Something is at `path`; another process writes there, or what is there was left by none;
-    /// an earlier write has left weights, of which `start` says nothing; what is gone on with was
+    /// an earlier write has left weights that `start` does not give up; what is gone on with was
     /// another task; there is too little space; and what the file system refuses.
     pub fn create(
         &self,
@@ -116,18 +117,19 @@ impl Planned<'_> {
         let parent = (parent.to_owned(), open_folder(parent)?);
         let partial = path.with_file_name(format!(".{}.partial", name.to_string_lossy()));
         let mut journal = partial::claim(&partial)?;
-        let task = self.task(task);
+        let (own, task) = (one_line(&format!(": {task}")), self.task(task));
         let old = journal.read()?;
         let new = old.is_none();
-        if let (Start::First, Some((_, done))) = (start, &old)
-            && !done.is_empty()
+        if let Some((found, done)) = old.as_ref().filter(|(_, done)| !done.is_empty())
+            && (start == Start::First || start == Start::Anew && !found.ends_with(&own))
         {
             return Err(CheckpointError::Unfinished { path: partial, done: done.len() });
         }
         let files = partial.join(FILES);
-        let (done, stays) = match old.filter(|_| start == Start::Resume) {
+        let (earlier, stays) = match old.filter(|_| start == Start::Resume) {
             Some((found, _)) if found != task => {
-                return Err(CheckpointError::OtherTask { path: partial });
+                let differs = difference(&found, &task);
+                return Err(CheckpointError::OtherTask { path: partial, differs });
             }
             Some((_, done)) => {
                 self.check(&files)?;
@@ -148,7 +150,7 @@ impl Planned<'_> {
                     }
                     return Err(error);
                 }
-                (HashSet::new(), false)
+                (Notes::new(), false)
             }
         };
         Ok(Output {
@@ -157,7 +159,8 @@ impl Planned<'_> {
             parent,
             partial,
             flusher: Flusher::new(journal),
-            done,
+            done: earlier.keys().copied().collect(),
+            earlier,
             left: HashMap::new(),
             batch: Batch::default(),
             flushed: Instant::now(),
@@ -169,11 +172,10 @@ impl Planned<'_> {
     fn task(&self, task: &str) -> String {
         let (weights, length) = (self.model.weights.len(), self.length());
         let (version, dialect) = (env!("CARGO_PKG_VERSION"), self.target.dialect.name());
-        format!("{MARK}{version}: {weights} weights, {length} bytes, {dialect}: {task}")
-            .replace('\n', " ")
+        one_line(&format!("{MARK}{version}, {weights} weights, {length} bytes, {dialect}: {task}"))
     }
 
-    /// The path of a file among those of a folder; a file that stands alone has no name.
+    /// The path of a file in a folder; a file that stands alone has no name.
     fn path(folder: &Path, name: &str) -> PathBuf {
         folder.join(if name.is_empty() { "file" } else { name })
     }
@@ -199,7 +201,7 @@ impl Planned<'_> {
         sync_folder(folder)
     }
 
-    /// Checks that the files of an earlier run are those of this plan.
+    /// Checks that the files of an earlier run have the lengths and headers of this plan.
     fn check(&self, folder: &Path) -> Result<(), CheckpointError> {
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
@@ -210,7 +212,8 @@ impl Planned<'_> {
                 && file.read_exact(&mut header).is_ok()
                 && header == planned.header;
             if !same {
-                return Err(CheckpointError::OtherTask { path });
+                let differs = "its length or header is another".to_owned();
+                return Err(CheckpointError::OtherTask { path, differs });
             }
         }
         Ok(())
@@ -234,6 +237,21 @@ impl Planned<'_> {
     }
 }
 
+fn one_line(text: &str) -> String {
+    text.replace('\n', " ")
+}
+
+/// The first part that differs between two tasks. What the library says of them comes last: options
+/// change it too.
+fn difference(old: &str, new: &str) -> String {
+    let [old, new] = [old, new].map(|task| {
+        let (own, parts) = task.split_once(": ").unwrap_or((task, ""));
+        parts.split("; ").chain([own]).collect::<Vec<_>>()
+    });
+    let pair = old.iter().zip(&new).find(|(old, new)| old != new);
+    pair.map_or("other parts".to_owned(), |(old, new)| format!("`{old}` there, `{new}` here"))
+}
+
 fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
     match fs::symlink_metadata(path) {
         Ok(_) => Err(CheckpointError::Exists { path: path.to_owned() }),
@@ -243,9 +261,15 @@ fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
 }
 
 impl Output<'_> {
-    /// Whether a weight is written, by this run or an earlier one.
+    /// Returns true if a weight is written, by this run or an earlier one.
     pub fn is_done(&self, at: usize) -> bool {
         self.done.contains(&at)
+    }
+
+    /// Weights that an earlier run has written, by their places in the model, each with the note
+    /// that it was [written](Self::write_noting) with.
+    pub fn earlier(&self) -> impl Iterator<Item = (usize, &str)> {
+        self.earlier.iter().map(|(&at, note)| (at, note.as_str()))
     }
 
     /// Keeps what is written if it is not finished, so that another run can go on with it, and
@@ -263,12 +287,47 @@ impl Output<'_> {
     /// Writes a weight to its place: the one of the model, or what it was an outline of.
     ///
     /// # Errors
-    /// What cannot be made of the weight, tensors that are more or fewer than were planned or have
+    /// A weight that cannot be prepared, tensors that are more or fewer than were planned or have
     /// other lengths, and what the file system refuses.
     ///
     /// # Panics
-    /// If the model has not so many weights.
+    /// If `at` is not below the number of weights.
     pub fn write(&mut self, at: usize, weight: &Weight<'_>) -> Result<(), CheckpointError> {
+        self.write_noting(at, weight, "")
+    }
+
+    /// Writes a weight with a note on it, which is kept as long as what is written is not finished:
+    /// who goes on with it finds it among the [earlier](Self::earlier) ones.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Dtype, Model, Start, Tensor, Value, Weight, WriteOptions};
+    /// # let path = std::env::temp_dir().join(format!("burn-fp4-noting-{}", std::process::id()));
+    /// # let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
+    /// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
+    /// # let model = Model { weights, ..Model::default() };
+    /// let planned = model.plan("plain", &WriteOptions::default())?;
+    /// let mut output = planned.create(&path, "an example", Start::First)?;
+    /// output.write_noting(0, &model.weights[0], "0.5 %")?;
+    /// output.keep();
+    /// drop(output);
+    /// let output = planned.create(&path, "an example", Start::Resume)?;
+    /// assert_eq!(output.earlier().collect::<Vec<_>>(), [(0, "0.5 %")]);
+    /// output.finish()?;
+    /// # std::fs::remove_dir_all(&path).expect("removed");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    ///
+    /// # Panics
+    /// If `at` is not below the number of weights.
+    pub fn write_noting(
+        &mut self,
+        at: usize,
+        weight: &Weight<'_>,
+        note: &str,
+    ) -> Result<(), CheckpointError> {
         let planned = self.planned;
         // What it counts was counted when the plan was made.
         let prepared = planned.target.prepare(weight, &mut WriteReport::default())?;
@@ -287,17 +346,17 @@ impl Output<'_> {
             planned.plan.check_length(file, &tensor.name, expected, made.len())?;
             self.put_bytes(file, &tensor.name, offset, &made)?;
         }
-        self.note(at);
+        self.note(at, note);
         self.flush_if_due()
     }
 
-    /// Writes a weight of the model as it is, by small pieces that are read from its files.
+    /// Copies a weight of the model, by small pieces that are read from its files.
     ///
     /// # Errors
     /// As [`Planned::pieces`], [`Piece::read`] and [`put`](Self::put).
     ///
     /// # Panics
-    /// If the model has not so many weights.
+    /// If `at` is not below the number of weights.
     pub fn copy(&mut self, at: usize, reader: &Reader<'_>) -> Result<(), CheckpointError> {
         let planned = self.planned;
         planned.pieces(at)?.iter().try_for_each(|piece| self.put(piece, &piece.read(reader)?))
@@ -307,7 +366,7 @@ impl Output<'_> {
     /// in whatever order.
     ///
     /// # Errors
-    /// What the file system refuses.
+    /// Refusals of the file system.
     pub fn put(&mut self, piece: &Piece<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
         let plan = &self.planned.plan;
         plan.check_length(piece.file, &piece.tensor, piece.len() as u64, bytes.len())?;
@@ -316,7 +375,7 @@ impl Output<'_> {
         *left -= bytes.len() as u64;
         if *left == 0 {
             self.left.remove(&piece.weight);
-            self.note(piece.weight);
+            self.note(piece.weight, "");
         }
         self.flush_if_due()
     }
@@ -350,9 +409,10 @@ impl Output<'_> {
     }
 
     /// Notes a weight as done once what is written so far is on the disk.
-    fn note(&mut self, at: usize) {
+    fn note(&mut self, at: usize, note: &str) {
         self.done.insert(at);
-        self.batch.lines.push_str(&format!("{at}\n"));
+        self.batch.lines.push_str(one_line(&format!("{at} {note}")).trim_end());
+        self.batch.lines.push('\n');
     }
 
     /// Hands what is written on to be flushed from time to time. Writing only waits where too much

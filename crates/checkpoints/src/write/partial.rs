@@ -1,4 +1,4 @@
-//! The folder beside the target in which a write grows: whose it is, and who has it.
+//! The folder next to the target in which a write grows: whose it is, and who has it.
 
 use std::fs;
 use std::io::{ErrorKind, Read};
@@ -7,7 +7,7 @@ use std::path::Path;
 use super::journal::{JOURNAL, Journal, MARK};
 use crate::error::CheckpointError;
 
-/// What becomes the target, or the file in it that does.
+/// The folder that becomes the target, or has the file that does.
 pub(super) const FILES: &str = "files";
 
 /// How often a folder is found to have been removed by another process, between two looks at it,
@@ -39,7 +39,8 @@ pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
     Err(CheckpointError::Busy { path: path.to_owned() })
 }
 
-/// What is removed has to be our own: a folder that is empty, or has a journal, and files at most.
+/// Checks that a folder that may be removed is our own: it is empty, or has a journal, and files at
+/// most.
 fn check_ours(path: &Path) -> Result<(), CheckpointError> {
     let io = CheckpointError::io;
     let foreign = || CheckpointError::NotOurs { path: path.to_owned() };

@@ -141,7 +141,7 @@ impl PlannedFiles {
         self.places(at).1.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Checks that the plan has a place for so many bytes of a tensor.
+    /// Checks that the plan has a place for `found` bytes of a tensor.
     pub(super) fn check_length(
         &self,
         file: usize,

@@ -29,7 +29,7 @@ impl fmt::Debug for Planned<'_> {
     }
 }
 
-/// A part of a weight that is written as it is: small enough for memory that is short.
+/// A part of a weight that is copied: small enough for memory that is short.
 pub struct Piece<'p> {
     /// The weight, by its place in the model.
     pub(super) weight: usize,
@@ -52,7 +52,7 @@ impl fmt::Debug for Piece<'_> {
 }
 
 impl Planned<'_> {
-    /// What will be written, and what changes on the way as far as the model tells now.
+    /// Counts what will be written and what changes on the way, as far as the model tells now.
     pub fn report(&self) -> WriteReport {
         self.plan.report
     }
@@ -78,13 +78,13 @@ impl Planned<'_> {
         (0..self.model.weights.len()).map(|at| self.plan.bytes(at)).collect()
     }
 
-    /// Returns true if a weight of the model is written as it is, by [pieces](Self::pieces): it is
+    /// Returns true if a weight of the model is copied, by [pieces](Self::pieces): it is
     /// not quantized to FP8 or FP4, and not decoded.
     pub fn copies(&self, at: usize) -> bool {
         self.target.copies(&self.model.weights[at])
     }
 
-    /// The pieces of a weight of the model that is written as it is, one at least.
+    /// The pieces of a weight of the model that is copied, one at least.
     ///
     /// # Errors
     /// [`CheckpointError::CannotHold`] for a weight that is not [copied](Self::copies).
@@ -115,7 +115,7 @@ impl Planned<'_> {
         Ok(pieces)
     }
 
-    /// The tensors of a weight of the model as it is.
+    /// The tensors of an unchanged weight of the model.
     fn tensors(&self, at: usize) -> Result<Vec<NewTensor<'_>>, CheckpointError> {
         self.target.writer.tensors(&self.model.weights[at])
     }
@@ -135,7 +135,7 @@ impl Piece<'_> {
         self.mapped.len()
     }
 
-    /// Whether it has none.
+    /// Returns true if it has none.
     pub fn is_empty(&self) -> bool {
         self.mapped.is_empty()
     }

@@ -1,4 +1,4 @@
-//! What a caller learns: what was written, and what changed on the way.
+//! The report of a write: counts of what was written, and of what changed on the way.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::cast::CastReport;
 /// Report of a conversion, and of what it changed.
 ///
 /// Displayed it is a line for what was written, and one for everything that changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct WriteReport {
     /// Files with tensors.
@@ -22,8 +22,12 @@ pub struct WriteReport {
     pub folded: CastReport,
     /// Tensor scales of which the reciprocal was written, as the dialect states the other.
     pub inverted: u64,
-    /// Those of them that do not come back when they are inverted again.
+    /// Inverted scales that do not come back when they are inverted again.
     pub inverted_inexactly: u64,
+    /// Inverted scales whose reciprocal is not an f32, and was rounded to one.
+    pub inverted_rounded: u64,
+    /// The largest relative error of these, of 2^-24 at most.
+    pub inverted_error: f64,
     /// Scales of inputs for which the dialect has no place.
     pub input_scales_left_out: u64,
     /// Layers whose inputs the source may quantize as they run, with scales that no file has, and
@@ -54,8 +58,11 @@ impl fmt::Display for WriteReport {
             }
         }
         if self.inverted > 0 {
-            let (inverted, inexactly) = (self.inverted, self.inverted_inexactly);
-            writeln!(f, "tensor scales that were inverted: {inverted}, inexactly: {inexactly}")?;
+            let (inverted, rounded) = (self.inverted, self.inverted_rounded);
+            let (lost, error) = (self.inverted_inexactly, self.inverted_error);
+            let lost = format!("not the same when inverted again: {lost}");
+            let rounded = format!("rounded: {rounded} by {error:.1e} at most");
+            writeln!(f, "tensor scales that were inverted: {inverted}, {rounded}, {lost}")?;
         }
         match self.input_scales_left_out {
             0 => {}
@@ -81,12 +88,14 @@ mod tests {
         let report = WriteReport { files: 1, tensors: 3, bytes: 144, ..WriteReport::default() };
         assert_eq!(report.to_string(), "tensors: 3 of 144 bytes, files: 1\n");
         let folded = CastReport { blocks: 8, changed_blocks: 2, changed_values: 5 };
-        let (inverted, inverted_inexactly) = (6, 1);
+        let (inverted, inverted_inexactly, inverted_rounded, inverted_error) = (6, 1, 5, 4e-8);
         let (input_scales_left_out, dynamic_inputs_left_out, decoded) = (4, 3, 7);
         let report = WriteReport {
             folded,
             inverted,
             inverted_inexactly,
+            inverted_rounded,
+            inverted_error,
             input_scales_left_out,
             dynamic_inputs_left_out,
             decoded,
@@ -95,7 +104,8 @@ mod tests {
         let lines = [
             "tensors: 3 of 144 bytes, files: 1",
             "blocks that took in a tensor scale: 8, 5 values of 2 changed",
-            "tensor scales that were inverted: 6, inexactly: 1",
+            "tensor scales that were inverted: 6, rounded: 5 by 4.0e-8 at most, not the same when \
+             inverted again: 1",
             "scales of quantized inputs that were left out: 4",
             "inputs that are no longer quantized as layers run: 3",
             "weights that were decoded to floats: 7",

@@ -17,12 +17,12 @@ use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::tensor::{Tensor, append};
 use crate::weight::{Value, Weight};
 
-/// What an error of decoding names in place of a dialect.
+/// The word for decoding in errors, in place of a dialect.
 const DECODING: &str = "decoding";
 /// Dtypes that values are not decoded to.
 const OTHER_DTYPES: &str = "dtypes other than F32 and BF16";
 
-/// What is written: the dialect, and what is done on the way.
+/// The dialect that is written, and the changes on the way.
 pub(super) struct Target {
     pub(super) dialect: &'static dyn Dialect,
     pub(super) writer: &'static dyn Write,
@@ -37,8 +37,8 @@ impl Target {
         self.others.get(&weight.name).unwrap_or(&self.options)
     }
 
-    /// Whether what becomes of a weight depends on its values, and not on names, shapes and scales
-    /// of whole tensors alone.
+    /// Returns true if the result depends on the values of a weight, and not on names, shapes and
+    /// scales of whole tensors alone.
     pub(super) fn looks_at_values(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
         let options = self.options_of(weight);
@@ -64,7 +64,7 @@ impl Target {
         }
     }
 
-    /// Returns true if a weight is written as it is: nothing is made of its bytes.
+    /// Returns true if the bytes of a weight are copied.
     pub(super) fn copies(&self, weight: &Weight<'_>) -> bool {
         !weight.is_quantized() && self.decoded_to(weight).is_none()
     }
@@ -183,6 +183,10 @@ fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {
         report.inverted += 1;
         let again = 1.0 / (1.0 / number);
         report.inverted_inexactly += u64::from(again.to_bits() != number.to_bits());
+        // The product of two f32 is exact in f64.
+        let error = (f64::from(1.0 / number) * f64::from(number) - 1.0).abs();
+        report.inverted_rounded += u64::from(error > 0.0);
+        report.inverted_error = report.inverted_error.max(error);
     }
 }
 

@@ -304,6 +304,51 @@ fn an_output_layer_that_is_tied_to_a_dense_embedding_is_ignored() {
 }
 
 #[test]
+fn reciprocals_of_tensor_scales_are_counted_where_they_are_rounded() {
+    let folder = folder("reciprocals");
+    for (scales, rounded) in [([0.25, 0.5], 0), ([0.25, 0.3], 1), ([0.001_234_5, 0.017], 2)] {
+        let path = folder.join(rounded.to_string());
+        let source = model(Fp4Format::NvFp4, scales, None);
+        let report = source.write(&path, "compressed-tensors", &WriteOptions::default());
+        let report = report.expect("written");
+        assert_eq!((report.inverted, report.inverted_rounded), (2, rounded));
+        assert_eq!(report.inverted_error > 0.0, rounded > 0);
+        assert!(report.inverted_error <= 0.5_f64.powi(24), "{}", report.inverted_error);
+    }
+}
+
+/// llama.cpp names a file by it.
+#[test]
+fn the_type_of_a_gguf_file_goes_with_the_weights_that_it_told_of() {
+    let folder = folder("file-type");
+    let q8_0 = models::ggml_rows().find(|row| row.name == "Q8_0").expect("a row");
+    let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
+    source.weights.push(models::ggml("blk.0.q.weight", q8_0, &[2, 32], vec![0; 2 * 34]));
+    let has = |path: &Path| {
+        let bytes = fs::read(path).expect("a file");
+        bytes.windows(17).any(|part| part == b"general.file_type")
+    };
+    let [before, after] = ["before.gguf", "after.gguf"].map(|name| folder.join(name));
+    source.write(&before, "gguf", &WriteOptions::default()).expect("written");
+    assert!(has(&before));
+    let decoded = WriteOptions { decode_fp4: Some(Dtype::BF16), ..WriteOptions::default() };
+    let checkpoint = Checkpoint::open(&before).expect("a checkpoint");
+    checkpoint.model().and_then(|model| model.write(&after, "gguf", &decoded)).expect("written");
+    assert!(!has(&after), "no type says what Q8_0 beside floats is");
+}
+
+#[test]
+fn tensors_of_no_values_are_decoded_only_if_others_of_their_kind_are() {
+    let empty = |dtype| Tensor::new("x", dtype, vec![0, 4], vec![]).expect("a tensor");
+    let decoded = empty(Dtype::F16).decode(Dtype::BF16).expect("floats");
+    assert_eq!((&decoded.shape[..], decoded.bytes.len()), (&[0, 4][..], 0));
+    for (from, to) in [(Dtype::I32, Dtype::F32), (Dtype::F32, Dtype::F16)] {
+        let error = empty(from).decode(to).expect_err("another dtype").to_string();
+        assert!(error.contains("expected dtype F32"), "{error}");
+    }
+}
+
+#[test]
 fn files_are_filled_up_to_a_size_and_published_whole() {
     let folder = folder("shards");
     let source = model(Fp4Format::NvFp4, [0.25, 0.5], Some(0.5));
@@ -348,27 +393,20 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
     let folder = folder("alone");
     let (nv, mx) = (Fp4Format::NvFp4, Fp4Format::MxFp4);
     for (written, format, read) in [
-        ("compressed-tensors", nv, Some("compressed-tensors")),
-        ("compressed-tensors", mx, Some("compressed-tensors")),
-        ("modelopt", nv, Some("modelopt")),
-        ("modelopt", mx, Some("modelopt")),
-        ("miles", nv, Some("modelopt")),
-        // Without its config it says nothing of its formats.
-        ("mlx", mx, None),
+        ("compressed-tensors", nv, "compressed-tensors"),
+        ("compressed-tensors", mx, "compressed-tensors"),
+        ("modelopt", nv, "modelopt"),
+        ("modelopt", mx, "modelopt"),
+        ("miles", nv, "modelopt"),
+        ("mlx", nv, "mlx"),
+        ("mlx", mx, "mlx"),
     ] {
         let path = folder.join(format!("{written}-{format}"));
-        let source = model(format, [0.25, 0.5], None);
+        let scales = if written == "mlx" { [1.0, 1.0] } else { [0.25, 0.5] };
+        let source = model(format, scales, None);
         source.write(&path, written, &WriteOptions::default()).expect("written");
         let alone = Checkpoint::open(path.join("model.safetensors")).expect("a file");
-        let Some(dialect) = read else {
-            let error = alone.model().map(|_| ()).expect_err("no dialect");
-            assert!(matches!(error, CheckpointError::NoDialect { .. }), "{error}");
-            let error = error.to_string();
-            assert!(error.contains("open its folder if"), "{error}");
-            assert!(error.contains("name one of modelopt, ") && !error.contains("open_as"));
-            continue;
-        };
-        assert_eq!((alone.dialect(), alone.known_by()), (dialect, KnownBy::Tensors));
+        assert_eq!((alone.dialect(), alone.known_by()), (read, KnownBy::Tensors));
         let whole = Checkpoint::open(&path).expect("a folder");
         assert_eq!(whole.known_by(), KnownBy::Claim);
         let (alone, whole) = (alone.weights().expect("weights"), whole.weights().expect("weights"));
@@ -378,6 +416,16 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
             assert_eq!(values(alone), values(whole), "{written}: {}", alone.name);
         }
     }
+    // Four integers of 8 bits in a word are no dialect's.
+    let path = folder.join("other.safetensors");
+    let words = ("a.qweight", Dtype::U32, vec![2, 1], vec![0; 8]);
+    raw_file(&path, &[], &[words]);
+    let alone = Checkpoint::open(&path).expect("a file");
+    let error = alone.model().map(|_| ()).expect_err("no dialect");
+    assert!(matches!(error, CheckpointError::NoDialect { .. }), "{error}");
+    let error = error.to_string();
+    assert!(error.contains("open its folder if"), "{error}");
+    assert!(error.contains("name one of modelopt, ") && !error.contains("open_as"));
     // Two dialects read these codes, and one of them the scale of the input too.
     let path = folder.join("quark.safetensors");
     let scale = |name| (name, Dtype::F32, vec![], 1.0_f32.to_le_bytes().to_vec());

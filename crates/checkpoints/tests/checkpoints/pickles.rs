@@ -15,6 +15,8 @@ fn refused(path: &Path) -> (PathBuf, PathBuf) {
     assert!(text.starts_with(&format!("{}: a pickle", path.display())), "{text}");
     assert!(text.contains("; convert it to safetensors: python3 -c \"import "), "{text}");
     assert!(text.ends_with(&format!("\" '{}'", all.display())), "{text}");
+    // Of dictionaries in each other, the one with the most tensors.
+    assert!(text.contains("isinstance(v, dict)") && text.contains("key=len"), "{text}");
     (path, all)
 }
 
@@ -49,7 +51,8 @@ fn pickles_beside_safetensors_are_left_out_of_a_copy() {
     let error = Container::open(&folder).expect_err("nothing there").to_string();
     assert!(error.ends_with("or safetensors files"), "{error}");
     raw_file(&folder.join("x.safetensors"), &[], &[("x", Dtype::U8, vec![1], vec![1])]);
-    let others = ["x.bin", "x.ckpt", "x.pt", "x.pth"].map(|name| folder.join(name));
+    let others =
+        ["x.bin", "x.bin.index.json", "x.ckpt", "x.pt", "x.pth"].map(|name| folder.join(name));
     others.iter().for_each(|path| fs::write(path, "").expect("a file"));
     let container = Container::open(&folder).expect("safetensors");
     assert_eq!(container.left_out(), [&[trainer], &others[..]].concat());

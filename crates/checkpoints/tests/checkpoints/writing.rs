@@ -124,10 +124,37 @@ fn what_was_gone_on_with_stays_without_being_asked_to() {
     drop(output);
     assert!(partial.exists());
     let other = planned.create(&out, "other", Start::Resume).err();
-    assert!(matches!(other, Some(CheckpointError::OtherTask { .. })));
+    let Some(CheckpointError::OtherTask { differs, .. }) = other else { panic!("it goes on") };
+    assert_eq!(differs, "`task` there, `other` here");
     assert!(partial.exists());
     drop(planned.create(&out, "other", Start::Anew).expect("it begins"));
     assert!(!partial.exists());
+}
+
+#[test]
+fn weights_of_another_task_are_not_removed() {
+    let folder = folder("anew");
+    let checkpoint = pieces(&folder);
+    let (model, reader) =
+        (checkpoint.model().expect("weights"), Reader::new(checkpoint.container()));
+    let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
+    let out = folder.join("out");
+    let mut output = planned.create(&out, "format a; size 1", Start::First).expect("it begins");
+    output.copy(1, &reader).expect("copied");
+    // Noted after a second at the latest, when something more is written.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    output.copy(1, &reader).expect("copied");
+    output.keep();
+    drop(output);
+    for task in ["convert", "size 1", ""] {
+        let other = planned.create(&out, task, Start::Anew).err();
+        assert!(matches!(other, Some(CheckpointError::Unfinished { done: 1, .. })), "{other:?}");
+    }
+    let error = planned.create(&out, "format a; size 2", Start::Resume).err();
+    let error = error.expect("another task").to_string();
+    assert!(error.contains(", `size 1` there, `size 2` here; give the same"), "{error}");
+    drop(planned.create(&out, "format a; size 1", Start::Anew).expect("its own is removed"));
+    assert!(!folder.join(".out.partial").exists());
 }
 
 #[test]

@@ -26,7 +26,7 @@ pub(super) struct Kernels {
 
 /// A float type that kernels read.
 pub(super) trait KernelElement: HostElement + bytemuck::Pod {
-    /// What kernels call it.
+    /// Its name in kernels.
     const DTYPE: Dtype;
 }
 
@@ -195,7 +195,7 @@ impl Kernels {
     }
 }
 
-/// What is launched for a scheme.
+/// The launch for a scheme.
 fn operation(scheme: &Fp4Scheme) -> Operation {
     match scheme.method.needs_hessians() {
         true => Operation::QuantizeByHessian,

@@ -2,16 +2,16 @@
 //!
 //! | file            | what it holds                                                       |
 //! |-----------------|---------------------------------------------------------------------|
-//! | `options.rs`    | what a user chooses, on the command line or in a recipe             |
-//! | `device.rs`     | where matrices are quantized, which a user chooses too              |
-//! | `engine.rs`     | what quantizes them there                                           |
+//! | `options.rs`    | the choices of a user, on the command line or in a recipe           |
+//! | `device.rs`     | the device on which matrices are quantized                          |
+//! | `engine.rs`     | the engine that quantizes them there                                |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
-//! | `plan.rs`       | what will be done to every tensor                                   |
+//! | `plan.rs`       | the plan for every tensor                                           |
 //! | `jobs.rs`       | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
-//! | `statistics.rs` | what a file knows of the inputs of layers                           |
+//! | `statistics.rs` | statistics of the inputs of layers, in a file                       |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
-//! | `ahead.rs`      | what will be read soon, which the system is told                    |
+//! | `ahead.rs`      | hints to the system about reads that follow                         |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
 //! | `budget.rs`     | memory that these share                                             |
 
@@ -35,12 +35,12 @@ use std::time::UNIX_EPOCH;
 
 use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, Model, Output, Reader, Start, Weight, WriteOptions,
+    Checkpoint, CheckpointError, Model, Output, Reader, Start, Value, Weight, WriteOptions, dialect,
 };
 use burn_fp4_search::{Fp4Scheme, Method};
 
 use crate::accuracy::{Errors, SquaresAt};
-use crate::checkpoint::{GGUF, Input, model, not_copied, target};
+use crate::checkpoint::{GGUF, Input, model, not_copied, packable, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
 use crate::interrupt::Announced;
@@ -56,16 +56,16 @@ use engine::Engine;
 use jobs::{Job, jobs};
 use matrix::Quantizer;
 use options::{Options, ResolvedOptions};
-use pipeline::Work;
+use pipeline::{Work, noted};
 use plan::Report;
 use statistics::StatisticsFile;
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
 /// INPUT is a safetensors file, a folder of a Hugging Face model or a GGUF file of any size, in
-/// f32, f16, bf16 or FP8; of GGUF also Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS. One weight
-/// after another passes through memory. OUT appears only when it is complete. Start with --dry-run,
-/// which shows the plan for every weight.
+/// f64, f32, f16, bf16 or FP8; of GGUF also the types that `fp4 formats` lists. One weight after
+/// another passes through memory. OUT appears only when it is complete. Start with --dry-run, which
+/// shows the plan for every weight.
 ///
 /// `config.json` names the architecture, which says what is a linear layer. If it is not known,
 /// names and shapes decide, and a warning says so.
@@ -113,7 +113,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// What a new user wants to see.
+/// Commands for a new user.
 const EXAMPLES: &str = "\
 Examples:
   fp4 quantize Qwen3-8B --dry-run
@@ -124,9 +124,9 @@ Examples:
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
-/// What the program takes besides weights: code, headers, buffers, the stacks of threads.
+/// Bytes that the program takes besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
-/// What the default allows beyond the largest group twice.
+/// Bytes that the default allows beyond the largest group twice.
 const ROOM: u64 = 256 << 20;
 
 /// Runs the command.
@@ -139,11 +139,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
     let mut selection = Selection::of(&model, &resolved.choice)?;
-    let mut held = selection.keep_unheld(&model).map_err(unheld);
-    if !arguments.dry_run {
-        std::mem::replace(&mut held, Ok(()))?;
-        selection.check_not_empty(&model)?;
-    }
+    let refused = match refusal(&mut selection, &model) {
+        Some(refused) if !arguments.dry_run => return Err(refused),
+        // The plan is shown before.
+        refused => refused,
+    };
     let schemes = resolved.schemes(&model, &selection)?;
     let statistics =
         resolved.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
@@ -174,7 +174,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             Some(out) if !arguments.dry_run => out,
             _ => {
                 print_plan(&report, arguments)?;
-                return held.and_then(|()| Ok(selection.check_not_empty(&model)?));
+                return refused.map_or(Ok(()), Err);
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::First };
@@ -201,7 +201,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let (error, measured) = write(&work, output)?;
         drop(announced);
         error.into_iter().for_each(unconfirmed);
-        // A group that was half done is quantized again, and measured.
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
         let errors = Errors::new(&model, quantized - measured.len(), measured);
         finish(arguments.json, out, &report, errors)
@@ -224,17 +223,47 @@ fn print_warnings(report: &Report, dry_run: bool) {
     }
 }
 
-/// The error of a weight that the dialect cannot hold, with what keeps it: the numbers of layers
-/// in its name become stars.
-fn unheld(error: CheckpointError) -> CliError {
+/// Keeps the weights that the dialect cannot hold. Returns the error of the first of them, or that
+/// nothing is quantized.
+fn refusal(selection: &mut Selection, model: &Model<'_>) -> Option<CliError> {
+    let wanted = selection.outline(model);
+    let held = selection.keep_unheld(model).map_err(|error| unheld(error, &wanted));
+    held.and_then(|()| Ok(selection.check_not_empty(model)?)).err()
+}
+
+/// The error of a weight that the dialect cannot hold, with the options that help: --keep with its
+/// name, where numbers of layers become stars, and the dialects that hold it.
+fn unheld(error: CheckpointError, wanted: &Model<'_>) -> CliError {
     let CheckpointError::CannotHold { weight, .. } = &error else { return error.into() };
+    let weight = weight.as_str();
+    let found = wanted.weights.iter().find(|found| found.name == weight);
+    let holds = |name: &&str| {
+        let writer = dialect::writer(name);
+        writer.is_ok_and(|(_, by)| found.is_some_and(|found| by.tensors(found).is_ok()))
+    };
+    let others: Vec<_> = packable().into_iter().filter(holds).collect();
+    let other = match &others[..] {
+        [] => "another --dialect".to_owned(),
+        others => format!("--dialect {}", others.join(" or ")),
+    };
     let module = weight.strip_suffix(".weight").unwrap_or(weight);
     let word = |word: &str| match word.bytes().all(|byte| byte.is_ascii_digit()) {
         true => "*".to_owned(),
         false => word.to_owned(),
     };
     let keep = module.split('.').map(word).collect::<Vec<_>>().join(".");
-    CliError::Unheld { error: error.into(), keep }
+    let wide = found.is_some_and(|found| match &found.value {
+        Value::Fp4(fp4) => fp4.block_size != fp4.format.row().block_size,
+        Value::Plain(_) | Value::Fp8(_) => false,
+    });
+    let experts = matches!(&error, CheckpointError::CannotHold { what, .. }
+        if *what == CheckpointError::NOT_EXPERTS);
+    let remedy = match wide {
+        _ if experts => format!("use --preset experts-only, or {other}"),
+        true => format!("leave out the block size, or use {other}"),
+        false => format!("use --keep '{keep}' to leave it dense, or {other}"),
+    };
+    CliError::Unheld { error: error.into(), remedy }
 }
 
 /// Says what was made, how good it is, and what to type next.
@@ -260,11 +289,13 @@ fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 
-/// Does the work. Returns what the file system has not confirmed at its end, and the errors.
+/// Does the work. Returns what the file system has not confirmed at its end, and the errors, also
+/// those that an earlier run has noted.
 fn write(
     work: &Work<'_, '_>,
     mut output: Output<'_>,
 ) -> Result<(Option<CheckpointError>, Vec<SquaresAt>), CliError> {
+    let mut measured = noted(&output);
     let done = pipeline::run(work, &mut output);
     work.bar.finish_and_clear();
     let interrupted = |error: CliError, partial: &Path| {
@@ -276,7 +307,9 @@ fn write(
             let partial = output.keep().to_owned();
             let unconfirmed = output.finish();
             let unconfirmed = unconfirmed.map_err(|error| interrupted(error.into(), &partial))?;
-            Ok((unconfirmed, errors))
+            // A group that was half done is quantized again, and measured.
+            measured.extend(errors);
+            Ok((unconfirmed, measured.into_iter().collect()))
         }
         // What a user has to change makes another task; a machine may do better the next time.
         Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),
@@ -334,10 +367,13 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
     }
 }
 
-/// All that decides about the bytes that are written, in a line: who resumes compares it.
+/// All that decides about the bytes that are written, in parts: a run that resumes compares them,
+/// and names the first that differs.
 fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
-    let recipe = serde_json::to_string(&resolved.recipe).expect("texts and numbers");
-    let mut task = format!("{}; {recipe}; from {}", resolved.settings(), checkpoint.dialect());
+    let settings = serde_json::to_value(resolved.settings()).expect("texts and numbers");
+    let option = |(name, value): (&String, &serde_json::Value)| format!("{name} {value}");
+    let options: Vec<_> = settings.as_object().expect("fields").iter().map(option).collect();
+    let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
     for path in files.chain(container.configs()).chain(resolved.recipe.calibration.clone()) {
@@ -345,7 +381,8 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        task.push_str(&format!("; {} {} {modified}", path.display(), metadata.len()));
+        let (path, length) = (path.display(), metadata.len());
+        task.push_str(&format!("; {path} of {length} bytes, modified at {modified}"));
     }
     Ok(task)
 }

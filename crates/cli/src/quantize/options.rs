@@ -1,18 +1,18 @@
-//! What a user chooses, on the command line or in a recipe.
+//! The choices of a user, on the command line or in a recipe.
 
 use std::error::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
+use burn_fp4_checkpoints::{Model, dialect};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Serialize;
 
-use crate::checkpoint::{GGUF, is_gguf, writable};
+use crate::checkpoint::{GGUF, is_gguf, packable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
 use crate::listed::{listed, methods};
@@ -31,7 +31,7 @@ pub(super) struct Options {
     /// The dialect to write: how tensors are named and laid out. A table below has its readers. The
     /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
     /// otherwise.
-    #[arg(long, value_name = "DIALECT", value_parser = writable())]
+    #[arg(long, value_name = "DIALECT", value_parser = PossibleValuesParser::new(packable()))]
     dialect: Option<String>,
     // The help lists the methods.
     #[arg(
@@ -79,10 +79,10 @@ pub(super) struct Options {
     calibration: Option<PathBuf>,
 }
 
-/// What `--method` takes.
+/// The help of `--method`.
 const METHOD: &str =
     "How scales and codes are chosen. The default is sse; methods with a star need --calibration";
-/// What `--preset` takes.
+/// The help of `--preset`.
 const PRESET: &str = "Which weights to quantize, chosen by their names";
 
 fn presets() -> String {
@@ -144,7 +144,7 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// What is done to a model, everything open decided. `path` is the file of the recipe.
+    /// Decides everything that a recipe leaves open. `path` is its file.
     pub(super) fn of(
         mut recipe: Recipe,
         path: Option<&Path>,
@@ -195,6 +195,13 @@ impl ResolvedOptions {
             }
             .to_owned()
         });
+        // A recipe may name it.
+        let (written, packable) = (dialect::written(), packable());
+        if written.contains(&&*dialect) && !packable.contains(&&*dialect) {
+            let names = packable.join(", ");
+            let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
+            return Err(CliError::Choice(what));
+        }
         let becomes = |how: &Fp4Scheme| (how.format(), how.block_size);
         let exception = |(weights, how): (&RecipeWeights, &Option<Fp4Scheme>)| Exception {
             names: weights.names.clone(),
@@ -247,7 +254,7 @@ impl ResolvedOptions {
         selection.groups.iter().map(group).collect()
     }
 
-    /// Whether a method that is asked for needs statistics.
+    /// Returns true if a method that is asked for needs statistics.
     fn is_calibrated(&self) -> bool {
         let mut all = self.exceptions.iter().flatten().chain([&self.base]);
         all.any(|how| how.method.row().calibrated)
@@ -273,7 +280,7 @@ impl ResolvedOptions {
         }
     }
 
-    /// What is worth knowing before it is done.
+    /// Notes to print before the work begins.
     ///
     /// # Errors
     /// If the dialect is not written.
@@ -298,6 +305,7 @@ impl ResolvedOptions {
         }
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         notes.extend(readers::notes(&self.choice.dialect, formats)?);
+        notes.extend(readers::dtype_note(&self.choice.dialect, model));
         Ok(notes)
     }
 }
@@ -320,7 +328,7 @@ pub(super) struct Settings {
     together: Option<bool>,
     /// None: no method needs any.
     calibration: Option<PathBuf>,
-    /// What else is chosen for some weights, as the recipe says it.
+    /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
 }
 

@@ -4,6 +4,7 @@
 //! The host quantizes a group of weights on all cores: one thread of each kind is enough. A device
 //! is kept busy by several, each of which sends values, waits, and fetches codes.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,10 +18,10 @@ use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
-use crate::accuracy::SquaresAt;
+use crate::accuracy::{Squares, SquaresAt};
 use crate::error::CliError;
 
-/// What all threads know.
+/// The facts that all threads share.
 pub(super) struct Work<'w, 'c> {
     pub(super) reader: Reader<'c>,
     pub(super) model: &'w Model<'c>,
@@ -41,7 +42,7 @@ struct Loaded<'w> {
     taken: Taken<'w>,
 }
 
-/// What is ready to be written.
+/// A part of the result that is ready to be written.
 enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
@@ -165,6 +166,25 @@ fn quantize<'w>(
     Ok(())
 }
 
+/// The errors of a weight as the note on it, exactly.
+fn note(Squares { values, outputs }: Squares) -> String {
+    let sums = values.into_iter().chain(outputs.into_iter().flatten());
+    sums.map(|sum| sum.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+/// The errors of weights that an earlier run has quantized, by their places in the model.
+pub(super) fn noted(output: &Output<'_>) -> BTreeMap<usize, Squares> {
+    let squares = |(at, note): (usize, &str)| {
+        let sums: Vec<f64> = note.split(' ').filter_map(|sum| sum.parse().ok()).collect();
+        match sums[..] {
+            [a, b] => Some((at, Squares { values: [a, b], outputs: None })),
+            [a, b, c, d] => Some((at, Squares { values: [a, b], outputs: Some([c, d]) })),
+            _ => None,
+        }
+    };
+    output.earlier().filter_map(squares).collect()
+}
+
 fn write(
     work: &Work<'_, '_>,
     made: &Receiver<Made<'_, '_>>,
@@ -177,7 +197,9 @@ fn write(
         match made {
             Made::Quantized { job, weights, taken } => {
                 begin(job.weights[0]);
-                weights.iter().try_for_each(|made| output.write(made.at, &made.weight))?;
+                for made in &weights {
+                    output.write_noting(made.at, &made.weight, &note(made.squares))?;
+                }
                 errors.extend(weights.iter().map(|made| (made.at, made.squares)));
                 drop((weights, taken));
                 work.bar.inc(job.bytes);

@@ -1,8 +1,8 @@
-//! What will be done to every tensor, and how large the result will be: known from headers alone.
+//! The plan for every tensor, and the size of the result: known from headers alone.
 
 use std::collections::BTreeMap;
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection, Warning};
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Reason, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
 use comfy_table::Table;
 use serde::Serialize;
@@ -22,6 +22,9 @@ pub(super) struct Row {
     to: String,
     /// Why it stays, or which it shares its tensor scale with.
     note: String,
+    /// The note for a table, where the names of neighbours are short.
+    #[serde(skip)]
+    short: String,
     bytes_before: u64,
     bytes_after: u64,
 }
@@ -44,15 +47,14 @@ impl Row {
     fn module(&self) -> &str {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
     }
+}
 
-    /// The note, in which a neighbour is known by its last words.
-    fn short_note(&self) -> String {
-        let note = match self.module().rsplit_once('.') {
-            Some((parent, _)) => self.note.replace(&format!("`{parent}."), "`"),
-            None => self.note.clone(),
-        };
-        note.replace(".weight`", "`").replace("one tensor scale with", "one scale with")
-    }
+/// The module of a weight in the words in which it differs from another one.
+fn short<'n>(name: &'n str, other: &str) -> &'n str {
+    let module = name.strip_suffix(".weight").unwrap_or(name);
+    let parent = other.strip_suffix(".weight").unwrap_or(other).rsplit_once('.');
+    let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
+    parent.and_then(within).unwrap_or(module)
 }
 
 /// The end of a name that has so many characters, behind a sign that something is missing.
@@ -77,14 +79,29 @@ impl Report {
         let row = |at: usize| {
             let (weight, target) = (&model.weights[at], &outline.weights[at]);
             let matrices = Matrices::of(model, weight);
-            let note = match &selection.decisions[at] {
-                Decision::Keep(reason) => reason.to_string(),
+            let [note, short] = match &selection.decisions[at] {
+                Decision::Keep(reason) => {
+                    let short = match reason {
+                        Reason::With(other) => {
+                            Reason::With(short(other, &weight.name).to_owned()).to_string()
+                        }
+                        other => other.to_string(),
+                    };
+                    [reason.to_string(), short]
+                }
                 Decision::Quantize(group) => match &selection.groups[*group][..] {
-                    [_] if matrices.transposed => "stored as [inputs, outputs]".to_owned(),
-                    [_] => String::new(),
+                    [_] if matrices.transposed => {
+                        ["stored as [inputs, outputs]"; 2].map(Into::into)
+                    }
+                    [_] => Default::default(),
                     members => {
                         let other = members.iter().find(|&&other| other != at).unwrap_or(&at);
-                        format!("one tensor scale with `{}`", model.weights[*other].name)
+                        let other = &model.weights[*other].name;
+                        let short = short(other, &weight.name);
+                        [
+                            format!("one tensor scale with `{other}`"),
+                            format!("one scale with `{short}`"),
+                        ]
                     }
                 },
             };
@@ -94,6 +111,7 @@ impl Report {
                 from: weight.kind(),
                 to: target.kind(),
                 note,
+                short,
                 bytes_before: weight.bytes() as u64,
                 bytes_after: after[at],
             }
@@ -163,7 +181,7 @@ impl Report {
             (0..self.weights.len()).partition(|&at| self.weights[at].shape.len() < 2);
         let same = |row: &'_ Row| (row.shape.clone(), row.from.clone(), row.to.clone());
         let rows = matrices.iter().map(|&at| &self.weights[at]);
-        let folded = fold(rows.map(|row| (row.module(), (same(row), row.short_note()))));
+        let folded = fold(rows.map(|row| (row.module(), (same(row), row.short.clone()))));
         let places = |one: Folded| Folded {
             members: one.members.into_iter().map(|at| matrices[at]).collect(),
             ..one
@@ -171,7 +189,7 @@ impl Report {
         let mut alike: BTreeMap<_, Vec<usize>> = BTreeMap::new();
         for at in vectors {
             let row = &self.weights[at];
-            alike.entry((&row.to, row.short_note())).or_default().push(at);
+            alike.entry((&row.to, &row.short)).or_default().push(at);
         }
         let name = |members: Vec<usize>| match members[..] {
             [one] => self.alone(one),
@@ -189,7 +207,7 @@ impl Report {
             (count, _) => format!("{count} x {:?}", first.shape),
         };
         let bytes = members.iter().map(|&at| self.weights[at].bytes_after).sum();
-        [name.clone(), shape, first.to.clone(), Size(bytes).to_string(), first.short_note()]
+        [name.clone(), shape, first.to.clone(), Size(bytes).to_string(), first.short.clone()]
     }
 
     /// The counts, the settings and the sizes, in a line.

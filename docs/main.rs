@@ -18,7 +18,7 @@ fn main() -> ExitCode {
 
 fn write() -> Result<usize, Box<dyn std::error::Error>> {
     let mut changed = 0;
-    for (path, text) in docs::generated()? {
+    for (path, text) in docs::made()? {
         let file = docs::root().join(&path);
         if fs::read_to_string(&file).ok().as_ref() != Some(&text) {
             fs::write(&file, text).map_err(|problem| format!("{path}: {problem}"))?;

@@ -11,8 +11,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
-    Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath, Method,
-    NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
+    Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath,
+    Method, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;

@@ -445,6 +445,8 @@ fn several_threads_may_make_a_model() {
 
 /// Tensors of another thread than made most are copied with their layout, and only they.
 #[test]
+// Without a Cube device a `GraphState` has no values, and what follows it never runs.
+#[cfg_attr(not(any(feature = "cpu", feature = "cuda")), allow(unused_mut, unused_variables))]
 fn tensors_of_other_threads_are_gathered() {
     each_device(|name, device| {
         // Others have no memory of threads.

@@ -407,7 +407,7 @@ mod tests {
             block_size: 16,
             axis: 0,
             weight_error,
-            products: Products::FromCodes,
+            products: MatmulPath::FromCodes,
         };
         for weight_error in [
             None,

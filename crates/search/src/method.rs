@@ -188,7 +188,7 @@ impl Method {
                 "sse-tensor-scale",
                 Self::Sse(Sse::TensorScale),
                 Nothing,
-                "the same with the best of 16 tensor scales",
+                "sse with the best of 16 tensor scales",
             )
             .only_nvfp4(),
             row(

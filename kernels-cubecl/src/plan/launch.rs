@@ -1,7 +1,7 @@
 //! [`plan`]: the launch of an operation.
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Admm, Blocks, Method};
+use burn_fp4_search::{Blocks, Method};
 use cubecl::prelude::CubeCount;
 
 use super::capability::{Capability, UNITS};
@@ -252,7 +252,7 @@ pub(crate) fn common_power_of_two(number: u32, limit: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_search::Fp4Scheme;
+    use burn_fp4_search::{Admm, Fp4Scheme};
 
     use super::super::capability::{CPU, GPU};
     use super::*;

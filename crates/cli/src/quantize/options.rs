@@ -268,7 +268,7 @@ impl ResolvedOptions {
             block_size: choice.block_size,
             dialect: choice.dialect,
             method: self.base.method,
-            rule: self.base.scheme.rule,
+            rule: self.base.rule,
             preset: choice.only.is_empty().then_some(choice.preset),
             only: choice.only,
             keep: choice.keep,

@@ -50,7 +50,7 @@ mod tests {
     use burn::tensor::{Device, Distribution, Tensor};
     use burn_fp4_ops::search::{Method, Sse};
     use burn_fp4_ops::{
-        Fp4Scheme, Fp4Tensor, Importance, Method, gram, quantize_by_importance,
+        Fp4Scheme, Fp4Tensor, Importance, gram, quantize_by_importance,
         quantize_with_best_tensor_scale,
     };
 

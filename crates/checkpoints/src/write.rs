@@ -120,9 +120,9 @@ impl<'a> Model<'a> {
     }
 
     /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: those
-    /// that a pattern of `keep` names, those whose columns do not fit, and those that readers of
-    /// the dialect run as one with them. What the dialect has no place for becomes floats.
-    /// [`Planned::kept`] lists them.
+    /// that a pattern of `keep` names, those whose columns do not fit or that readers of the
+    /// dialect would turn again, and those that they run as one with any of these. What the dialect
+    /// has no place for becomes floats. [`Planned::kept`] lists them.
     ///
     /// # Errors
     /// As there, and patterns that are none or match nothing.

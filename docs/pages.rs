@@ -67,7 +67,7 @@ fn no_page_types_a_figure() {
             let found = figures(line);
             assert!(
                 found.is_empty(),
-                "{path}:{number}: {found:?} was typed; put it into docs/benchmarks, with its machine"
+                "{path}:{number}: {found:?} was typed; put it into a file of docs/benchmarks"
             );
         }
     }

@@ -66,7 +66,7 @@ impl Table {
     /// Parses a file of figures.
     ///
     /// # Errors
-    /// [`DocsError::Table`] if the JSON has another form, a row, a date or a column is malformed, or
+    /// [`DocsError::Table`] if the JSON has another form, a row, date or column is malformed, or
     /// `other_runs` names a row or column that does not exist.
     pub fn read(id: &str, json: &str) -> Result<Self, DocsError> {
         let problem = |problem: String| DocsError::Table { id: id.to_owned(), problem };
@@ -154,8 +154,8 @@ impl Table {
         format!("{}; {date}, commit {commit}; `{command}`", capital(machine))
     }
 
-    /// Formats a sentence for each other run that measured one of these rows, or any row if none are
-    /// named. Each sentence follows a space.
+    /// Formats a sentence for each other run that measured one of these rows, or any row without
+    /// names. Each sentence follows a space.
     pub fn others(&self, rows: &[&str]) -> String {
         let mut text = String::new();
         for OtherRun { of, run } in &self.other_runs {

@@ -30,7 +30,7 @@ pub fn tables() -> Result<Vec<Table>, DocsError> {
     listed(FIGURES, ".json")?.into_iter().map(read).collect()
 }
 
-/// Generates all pages and plots. Returns their paths from the root of the project, and their texts.
+/// Generates all pages and plots. Returns their paths from the root of the project and their texts.
 ///
 /// # Errors
 /// [`DocsError`] with the file of figures, the page and line, or the file.

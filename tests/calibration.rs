@@ -190,7 +190,7 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
 }
 
 #[test]
-fn grams_are_those_of_inputs_that_a_copy_keeps() {
+fn recorded_grams_equal_those_of_kept_inputs() {
     for (name, device, _) in devices() {
         let batches = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
         check(&format!("{name} mlp"), &Mlp::new(&device), batches, &[]);
@@ -246,7 +246,7 @@ impl Words {
 }
 
 #[test]
-fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
+fn a_transposed_weight_is_calibrated_along_its_last_axis() {
     for (name, device, _) in devices() {
         let words = Words {
             tokens: EmbeddingConfig::new(48, 32).init(&device),
@@ -312,7 +312,7 @@ impl Watched for Normalized {
 }
 
 #[test]
-fn running_statistics_stay_where_they_are() {
+fn calibration_leaves_running_statistics_on_their_device() {
     for (name, device, _) in devices() {
         let net = Normalized {
             conv: Conv1dConfig::new(2, 4, 3).init(&device),
@@ -338,7 +338,7 @@ fn running_statistics_stay_where_they_are() {
 }
 
 #[test]
-fn halves_are_calibrated_without_loss() {
+fn half_precision_inputs_are_calibrated_in_f32() {
     for (name, device, dtypes) in devices() {
         for dtype in dtypes.into_iter().filter(|&dtype| dtype != DType::F32) {
             let mut layer = seeded(LinearConfig::new(32, 16).with_bias(false).init(&device), 3);
@@ -357,7 +357,7 @@ fn halves_are_calibrated_without_loss() {
 }
 
 #[test]
-fn what_cannot_be_recorded_is_an_error() {
+fn a_pass_that_cannot_be_recorded_is_an_error() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batch = || random(1, [4, 32], &device);
@@ -398,7 +398,7 @@ fn what_cannot_be_recorded_is_an_error() {
 }
 
 #[test]
-fn an_interrupted_calibration_goes_on_from_its_cache() {
+fn an_interrupted_calibration_resumes_from_its_cache() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batches = || (0..3).map(|seed| random(seed, [20, 32], &device)).collect::<Vec<_>>();
@@ -472,7 +472,7 @@ fn stands_still_in_the_middle() {
 }
 
 #[test]
-fn a_killed_process_is_gone_on_from() {
+fn a_killed_calibration_resumes() {
     let directory = std::env::temp_dir().join(format!("burn-fp4-killed-{}", std::process::id()));
     let mut process = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "stands_still_in_the_middle", "--ignored"])
@@ -509,7 +509,7 @@ fn a_killed_process_is_gone_on_from() {
 /// Statistics of layers depend on the module, on the batches that are summed up together, and on
 /// how the layers before were quantized: a cache of another calibration must not be used.
 #[test]
-fn a_cache_is_of_one_calibration() {
+fn a_cache_is_refused_by_another_calibration() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batches = || (0..3).map(|seed| random(seed, [20, 32], &device)).collect::<Vec<_>>();
@@ -615,7 +615,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
 }
 
 #[test]
-fn weights_are_divided_among_the_devices_of_a_calibration() {
+fn weights_are_divided_among_several_devices() {
     let batches =
         |device: &Device| (0..4).map(|seed| random(seed, [40, 32], device)).collect::<Vec<_>>();
     let forward = |model: &Mlp, x| model.forward(x);
@@ -664,7 +664,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
 }
 
 #[test]
-fn statistics_are_those_that_a_config_asks_for() {
+fn statistics_are_recorded_for_the_methods_of_a_config() {
     let forward = |model: &Mlp, x| model.forward(x);
     let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_search(ScaleSearch::Hessian));
     let gptq = Fp4Config::nvfp4().gptq(Gptq::default());
@@ -735,7 +735,7 @@ fn tied_weights_are_quantized_after_their_last_use() {
 }
 
 #[test]
-fn a_resumed_sequential_run_is_that_which_was_not_interrupted() {
+fn a_resumed_sequential_run_equals_an_uninterrupted_one() {
     let device = Device::flex();
     // The first weight is used twice, the second once between.
     let build = || {
@@ -851,7 +851,7 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
 }
 
 #[test]
-fn recorded_operations_give_what_the_module_gives() {
+fn recorded_operations_have_the_outputs_of_the_module() {
     // The bits of a replayed pass are those of the module: the last layer has the same inputs.
     let device = Device::flex();
     let model = Mlp::new(&device);

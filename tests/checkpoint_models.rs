@@ -286,7 +286,7 @@ const WRITTEN: [(&str, Fp4Format); 4] = [
 ];
 
 #[test]
-fn an_encoder_that_was_saved_and_loaded_computes_the_same_bits() {
+fn a_saved_and_loaded_encoder_computes_the_same_bits() {
     let device = Device::flex();
     let folder = folder("encoder");
     for (dialect, format) in WRITTEN {
@@ -383,7 +383,7 @@ fn foreign_llama(path: &Path, dialect: &str) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f3
 }
 
 #[test]
-fn what_others_wrote_means_in_burn_what_it_means_in_the_file() {
+fn files_of_other_tools_load_with_the_values_of_the_file() {
     let folder = folder("foreign");
     for dialect in ["modelopt", "compressed-tensors"] {
         let path = folder.join(dialect);
@@ -500,7 +500,7 @@ fn expert_values(matrices: &[Packed]) -> Vec<f32> {
 }
 
 #[test]
-fn stacked_and_split_experts_are_each_other_in_both_directions() {
+fn experts_are_stacked_and_split_in_both_directions() {
     let folder = folder("experts");
     let device = Device::flex();
     let (bias, bias_values) = dense("experts.up_bias", &[EXPERTS, 32], 5);
@@ -613,7 +613,7 @@ fn dense_experts_are_stacked_and_split_too() {
 }
 
 #[test]
-fn a_tensor_scale_that_its_reciprocal_loses_is_counted_and_off_by_an_ulp() {
+fn a_tensor_scale_that_is_inexact_as_a_reciprocal_is_counted() {
     let folder = folder("divisors");
     let device = Device::flex();
     let mut saved = seeded(Llama::new(&device), 5);
@@ -691,7 +691,7 @@ fn tied(device: &Device) -> Tied {
 }
 
 #[test]
-fn tied_parameters_are_one_tensor_in_files() {
+fn tied_parameters_are_one_tensor_in_a_file() {
     let folder = folder("tied");
     let device = Device::flex();
     let matrix = packed(3, Fp4Format::NvFp4, 32, 64, 0.5);
@@ -789,7 +789,7 @@ fn misfits() -> Vec<Misfit> {
 }
 
 #[test]
-fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
+fn a_mismatch_names_both_sides_and_changes_nothing() {
     let folder = folder("misfits");
     let device = Device::flex();
     let build = || seeded(LinearConfig::new(64, 32).init(&device), 8);
@@ -824,7 +824,7 @@ fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
 }
 
 #[test]
-fn what_a_map_says_wrong_is_an_error() {
+fn an_invalid_map_is_an_error() {
     let folder = folder("maps");
     let device = Device::flex();
     let path = folder.join("linear");
@@ -872,7 +872,7 @@ fn what_a_map_says_wrong_is_an_error() {
 }
 
 #[test]
-fn saved_files_are_cut_at_a_size_and_published_whole() {
+fn saved_files_are_split_at_a_size_and_published_atomically() {
     let folder = folder("shards");
     let device = Device::flex();
     let mut saved = seeded(Llama::new(&device), 5);
@@ -912,7 +912,7 @@ struct Buffers {
 }
 
 #[test]
-fn integers_and_truth_values_come_back() {
+fn integers_and_bools_survive_a_save_and_load() {
     let folder = folder("buffers");
     let device = Device::flex();
     let buffers = |positions: [i64; 3], mask: [[bool; 2]; 2]| Buffers {
@@ -1092,7 +1092,7 @@ fn recipes_have_the_names_of_the_checkpoint() {
 
 /// A configuration has one method for all weights, and cannot say what is done without statistics.
 #[test]
-fn a_recipe_says_which_weights_had_no_statistics() {
+fn a_recipe_names_the_weights_without_statistics() {
     let (device, map) = (Device::flex(), CheckpointMap::new());
     let dense = Net::new([32, 48, 16], &device);
     let mut calibration = Calibration::new();
@@ -1158,7 +1158,7 @@ fn scales_of_a_quantized_cache_are_left_out_and_counted() {
 
 /// gpt-oss says that the parameter is the other way round; of a square one the shape does not tell.
 #[test]
-fn a_weight_that_the_file_says_is_transposed_needs_the_layout_of_its_container() {
+fn a_transposed_weight_in_a_file_needs_the_layout_of_its_container() {
     let folder = folder("transposed");
     let device = Device::flex();
     for outputs in [64, 32] {
@@ -1205,7 +1205,7 @@ mod tables {
 }
 
 #[test]
-fn integers_and_truth_values_of_linear_layers_are_not_turned() {
+fn integers_and_bools_of_linear_layers_are_not_transposed() {
     let path = folder("tables").join("tables");
     let device = Device::flex();
     let tables = |table: [[i64; 3]; 2], mask: [[bool; 3]; 2]| tables::Linear {
@@ -1245,7 +1245,7 @@ fn stacked_fp8_is_split_into_layers() {
 }
 
 #[test]
-fn types_of_ggml_are_loaded_as_floats() {
+fn ggml_types_load_as_floats() {
     let path = folder("ggml").join("x.gguf");
     let device = Device::flex();
     let mut random = Random::new(8);

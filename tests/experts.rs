@@ -192,7 +192,7 @@ impl Gated {
 }
 
 #[test]
-fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
+fn experts_with_the_same_inputs_get_the_codes_they_get_alone() {
     const IDLE: usize = 1;
     let gptq = Gptq::default();
     for (name, device, _) in devices() {
@@ -279,7 +279,7 @@ fn an_expert_without_tokens_falls_back_and_the_report_says_which() {
 }
 
 #[test]
-fn experts_are_quantized_in_turn() {
+fn experts_are_quantized_sequentially() {
     let (train, _) = Digits::train_and_test();
     for (name, device, _) in devices() {
         let dense = trained(&device);
@@ -345,7 +345,7 @@ fn statistics_of_inputs_are_of_no_use_to_blocks_along_outputs() {
 }
 
 #[test]
-fn statistics_of_slices_can_be_handed_over() {
+fn statistics_of_slices_can_be_provided() {
     let device = Device::flex();
     let dense = Mixture::new(&device);
     let mut calibration = Calibration::new();
@@ -371,7 +371,7 @@ fn statistics_of_slices_can_be_handed_over() {
 }
 
 #[test]
-fn packed_experts_travel_with_records() {
+fn records_hold_packed_experts() {
     for (name, device, _) in devices() {
         let mut model = Mixture::new(&device);
         model.quantize_fp4(&by(ScaleSearch::Amax)).unwrap();

@@ -32,7 +32,7 @@ fn e8m0_magnitudes() -> Vec<f64> {
 }
 
 #[test]
-fn hand_written_landmarks() {
+fn formats_have_their_landmark_values() {
     for (row, code, value) in [
         (E4M3, 0x00, 0.0),
         (E4M3, 0x01, 1.0 / 512.0),
@@ -127,7 +127,7 @@ fn every_midpoint_and_its_neighbours_round_to_nearest_even() {
 }
 
 #[test]
-fn ties_of_e2m1_by_hand() {
+fn ties_of_e2m1_round_to_even() {
     let ties = [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)];
     for (value, code) in ties {
         assert_eq!(E2M1.encode(value), code, "{value}");
@@ -233,7 +233,7 @@ fn packed_matrices_are_validated_strictly() {
 }
 
 #[test]
-fn dequantization_by_hand() {
+fn dequantization_matches_values_computed_by_hand() {
     let mut packed = valid();
     packed.codes[0] = 0xF7; // 6 and -6
     packed.scales[0] = 0x40; // 2

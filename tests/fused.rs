@@ -163,7 +163,7 @@ fn linears_of_any_rank_are_fused() {
 }
 
 #[test]
-fn what_is_added_may_be_anything() {
+fn any_addend_is_fused_or_added() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let mut layer = linear(64, 64, false, DType::F32, &device);
@@ -266,7 +266,7 @@ fn attention_and_shared_weights_are_fused() {
 }
 
 #[test]
-fn what_is_not_such_a_product_is_left_alone() {
+fn other_uses_of_a_weight_are_not_fused() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let mut layer = linear(64, 64, false, DType::F32, &device);
@@ -297,7 +297,7 @@ fn what_is_not_such_a_product_is_left_alone() {
 }
 
 #[test]
-fn random_shapes_and_schemes() {
+fn random_shapes_and_schemes_are_multiplied() {
     let _alone = alone();
     let mut random_numbers = Random::new(12);
     for (name, device, dtypes) in cube_devices() {
@@ -408,7 +408,7 @@ fn the_dense_weight_is_never_made() {
 }
 
 #[test]
-fn embeddings_look_rows_up_from_their_codes() {
+fn embedding_lookups_are_fused() {
     let _alone = alone();
     let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     for (name, device, dtypes) in cube_devices() {
@@ -435,7 +435,7 @@ fn embeddings_look_rows_up_from_their_codes() {
 }
 
 #[test]
-fn what_is_not_such_a_lookup_is_left_alone() {
+fn other_uses_of_a_table_are_not_fused() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let indices = || Tensor::<2, Int>::from_data([[1, 0, 47], [5, 5, 2]], &device);
@@ -519,7 +519,7 @@ fn the_dense_table_of_an_embedding_is_never_made() {
 }
 
 #[test]
-fn adapters_over_codes_are_two_thin_products() {
+fn adapters_run_as_two_thin_products() {
     let _alone = alone();
     for (name, device, dtypes) in cube_devices() {
         for dtype in dtypes {
@@ -548,7 +548,7 @@ fn adapters_over_codes_are_two_thin_products() {
 }
 
 #[test]
-fn what_is_said_of_products_is_what_becomes_of_them() {
+fn reported_paths_of_products_are_the_taken_ones() {
     let _alone = alone();
     for (name, device, dtypes) in cube_devices() {
         for dtype in dtypes {
@@ -579,7 +579,7 @@ fn what_is_said_of_products_is_what_becomes_of_them() {
 }
 
 #[test]
-fn init_again_changes_nothing() {
+fn a_second_init_changes_nothing() {
     let _alone = alone();
     assert!(burn_fp4::init().is_ok());
     assert!(!burn_fp4::ops::multiplies_codes(&Device::flex()));

@@ -43,17 +43,17 @@ fn transformer_engine(file: &str, rule: ScaleRule) {
 }
 
 #[test]
-fn transformer_engine_up_to_2_13() {
+fn transformer_engine_up_to_2_13_has_the_same_bits() {
     transformer_engine("te_div6", ScaleRule::TeDivision);
 }
 
 #[test]
-fn transformer_engine_since_2_14() {
+fn transformer_engine_since_2_14_has_the_same_bits() {
     transformer_engine("te_rcp6", ScaleRule::Te);
 }
 
 #[test]
-fn transformer_engine_variants() {
+fn variants_of_transformer_engine_have_the_same_bits() {
     let golden = Golden::read("te_variants");
     let mut tally = Tally::default();
     for case in golden.cases("x") {
@@ -88,7 +88,7 @@ fn gist() {
 }
 
 #[test]
-fn torchao_mxfp4() {
+fn torchao_has_the_same_bits() {
     let golden = Golden::read("mxfp4_torchao");
     let modes = [
         ("floor", ScaleRule::Floor),
@@ -110,7 +110,7 @@ fn torchao_mxfp4() {
 /// qwantize's naive quantizers. Where an element lies exactly between two, qwantize takes the
 /// smaller magnitude and we the even code; everywhere else codes are equal.
 #[test]
-fn qwantize_naive() {
+fn qwantize_has_the_same_bits() {
     let (mut tally, mut ties) = (Tally::default(), 0);
     for file in ["qwantize_std0.02", "qwantize_std1.0"] {
         let golden = Golden::read(file);

@@ -176,7 +176,7 @@ fn a_hundred_blocks_of_one_id_are_calibrated_each_by_its_own_inputs() {
 }
 
 #[test]
-fn a_hundred_blocks_of_one_id_are_quantized_in_turn() {
+fn a_hundred_blocks_of_one_id_are_quantized_sequentially() {
     for (name, device, _) in devices() {
         let dense = cloned_and_filled(blocks(name), &device);
         let apart = with_ids_of_their_own(&dense);
@@ -241,7 +241,7 @@ fn ids_of_parts(module: &impl Module) -> Vec<u64> {
 }
 
 #[test]
-fn ties_that_hold_are_one_packing_and_those_that_do_not_are_two() {
+fn tied_weights_are_packed_once_and_parted_ones_twice() {
     for (name, device, _) in devices() {
         let tied = seeded(block(&device), 4);
         let other = weight_of(tied.clone(), tied.weight.val() * 2.0);

@@ -426,7 +426,7 @@ fn special_values_follow_the_reference() {
 
 /// Kernels are launched unchecked: what they would read beyond the end is refused.
 #[test]
-fn memory_that_is_too_short_is_refused() {
+fn handles_that_are_too_short_are_refused() {
     let device = Device::new();
     let (client, capability) = (&device.client, &device.capability);
     let scheme = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
@@ -464,7 +464,7 @@ fn memory_that_is_too_short_is_refused() {
 }
 
 #[test]
-fn golden_files() {
+fn kernels_give_the_bits_of_golden_files() {
     let device = Device::new();
     let mut cases = 0;
     for (file, rules) in [
@@ -492,7 +492,7 @@ fn golden_files() {
 }
 
 #[test]
-fn shapes_that_vectors_and_tiles_do_not_divide() {
+fn kernels_take_shapes_that_vectors_and_tiles_do_not_divide() {
     let device = Device::new();
     let views = [
         View { outer: 1, axis: 32, inner: 1 },
@@ -644,7 +644,7 @@ fn products_are_the_same_every_time() {
 /// Also where a weight is so large that the next one is asked for late. Only products of few rows
 /// on Hopper read ahead; to others it makes no difference either.
 #[test]
-fn to_read_a_weight_ahead_changes_no_product() {
+fn prefetching_the_next_weight_changes_no_product() {
     let device = Device::new();
     let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
     let weight = |outputs: usize, channels: usize| Handles {
@@ -682,7 +682,7 @@ fn to_read_a_weight_ahead_changes_no_product() {
 }
 
 #[test]
-fn fake_quantization_may_leave_the_tensor_scale_out() {
+fn fake_quantization_can_leave_out_the_tensor_scale() {
     let device = Device::new();
     let dense = Dense::new(64, 96, &Kind::Outliers.values(64 * 96, 6), Dtype::F32);
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
@@ -804,7 +804,7 @@ fn every_row_has_its_amax() {
 
 /// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
 #[test]
-fn products_of_activations_are_added_up_in_tiles() {
+fn gram_matrices_are_accumulated_in_tiles() {
     const SIDE: usize = GramTiles::SIDE;
     let device = Device::new();
     let shapes = [

@@ -112,7 +112,7 @@ fn adapted_values(linear: &Linear) -> Vec<f32> {
 }
 
 #[test]
-fn adapters_train_over_codes_that_stay() {
+fn adapters_train_and_codes_stay() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
         let net = adapted(&device);
@@ -163,7 +163,7 @@ fn only_adapters_are_trained() {
 }
 
 #[test]
-fn a_linear_layer_from_codes_has_the_outputs_and_gradients_of_its_adapted_weight() {
+fn fp4_linear_has_the_outputs_and_gradients_of_its_adapted_weight() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
         let (net, _) = train(adapted(&device), 3);
@@ -224,7 +224,7 @@ fn records_hold_codes_and_adapters() {
 }
 
 #[test]
-fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
+fn records_with_adapters_do_not_load_into_weights_without() {
     let device = Device::flex();
     let record = adapted(&device).into_record();
     let mut packed = two_layers(&device);
@@ -236,7 +236,7 @@ fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
 }
 
 #[test]
-fn adapters_that_were_loaded_go_on_training() {
+fn loaded_adapters_continue_training() {
     let device = Device::flex().autodiff();
     let (net, _) = train(adapted(&device), 5);
     let mut loaded = two_layers(&device);
@@ -268,7 +268,7 @@ fn a_record_without_adapters_freezes_nothing() {
 }
 
 #[test]
-fn merging_quantizes_what_the_adapters_made_of_the_weights() {
+fn merging_quantizes_the_adapted_weights() {
     for (name, device, _) in devices() {
         let (net, _) = train(adapted(&device.clone().autodiff()), 10);
         let mut net = net.valid();
@@ -315,7 +315,7 @@ fn materialized_adapters_are_in_the_dense_weight() {
 }
 
 #[test]
-fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
+fn adapters_without_a_weight_are_an_error_that_freezes_nothing() {
     let device = Device::flex().autodiff();
     let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -328,7 +328,7 @@ fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
 }
 
 #[test]
-fn a_dense_weight_gets_the_adapter_of_burn() {
+fn a_dense_weight_gets_burns_adapter() {
     let device = Device::flex().autodiff();
     let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4().exclude("second.*")).unwrap();
@@ -361,7 +361,7 @@ fn adapters_move_between_devices() {
 }
 
 #[test]
-fn factors_that_are_not_finite_are_not_merged() {
+fn adapters_that_are_not_finite_are_not_merged() {
     let device = Device::flex();
     let mut net = adapted(&device);
     struct Spoil;
@@ -428,7 +428,7 @@ fn step(words: Words) -> Words {
 }
 
 #[test]
-fn the_guide_leads_from_adapters_to_a_record_and_a_checkpoint() {
+fn the_steps_of_the_guide_end_in_a_record_and_a_checkpoint() {
     for (name, device, _) in devices() {
         let mut words = Words::new(&device.clone().autodiff());
         words.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -467,7 +467,7 @@ fn the_guide_leads_from_adapters_to_a_record_and_a_checkpoint() {
 }
 
 #[test]
-fn dense_weights_keep_their_dtype_whatever_that_of_their_adapters() {
+fn dense_weights_keep_their_dtype_with_adapters_of_another() {
     let device = Device::flex();
     let group = ParamGroup::from_path("embed.weight");
     let lora = Lora::new(4, 8.0).set_dtype(FloatDType::F16).set_param_group(group);
@@ -508,7 +508,7 @@ fn a_dense_weight_whose_adapter_is_not_finite_is_not_merged() {
 }
 
 #[test]
-fn what_merging_would_leave_attached_is_an_error_that_names_the_call() {
+fn an_attachment_that_merging_would_leave_is_an_error_that_names_the_call() {
     let mut words = Words::new(&Device::flex());
     let only_head = Fp4Config::nvfp4().include("head.*");
     words.fake_quantize_fp4(&only_head).unwrap();

@@ -107,7 +107,7 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
 }
 
 #[test]
-fn selection_by_pattern_container_and_layer() {
+fn weights_are_selected_by_pattern_container_and_layer() {
     let device = Device::flex();
     let select = |config: Fp4Config| {
         let report = Net::new(&device).quantize_fp4(&config).unwrap();
@@ -142,7 +142,7 @@ fn selection_by_pattern_container_and_layer() {
 }
 
 #[test]
-fn layers_of_a_module_without_lists_are_its_weights() {
+fn a_module_without_layer_lists_has_its_weights_as_layers() {
     #[derive(Module, Debug)]
     struct Three {
         a: Linear,
@@ -248,7 +248,7 @@ fn a_value_that_is_not_finite_is_an_error_naming_the_parameter() {
 }
 
 #[test]
-fn bits_per_weight_at_rest() {
+fn packed_weights_are_stored_in_4_6_bits() {
     struct Stored {
         floats: usize,
         integers: usize,
@@ -313,7 +313,7 @@ fn records_load_into_fresh_and_quantized_modules_on_any_device() {
 }
 
 #[test]
-fn records_that_do_not_fit_are_refused_and_change_nothing() {
+fn records_of_another_shape_are_refused_and_change_nothing() {
     let device = Device::flex();
     let mut net = Net::new(&device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -546,7 +546,7 @@ fn reports_serialize_and_display() {
 }
 
 #[test]
-fn what_is_known_of_inputs_decides_about_codes() {
+fn codes_depend_on_the_calibration() {
     for (name, device, _) in devices() {
         let build = || Net::new(&device);
         let tokens = tokens(&device);
@@ -634,7 +634,7 @@ fn options_of_gptq_are_checked_before_anything_changes() {
 }
 
 #[test]
-fn fp4_linear_is_a_linear_with_records_of_one() {
+fn fp4_linear_has_the_outputs_and_records_of_linear() {
     for (name, device, _) in devices() {
         for bias in [false, true] {
             let mut linear = seeded(LinearConfig::new(64, 40).with_bias(bias).init(&device), 3);
@@ -669,7 +669,7 @@ fn fp4_linear_is_a_linear_with_records_of_one() {
 }
 
 #[test]
-fn no_rows_of_input_are_no_rows_of_output() {
+fn inputs_without_rows_have_outputs_without_rows() {
     for (name, device, _) in devices() {
         let mut linear = Fp4Linear::from(LinearConfig::new(64, 32).init(&device));
         let mut embedding = Fp4Embedding::from(EmbeddingConfig::new(10, 64).init(&device));
@@ -697,7 +697,7 @@ fn no_rows_of_input_are_no_rows_of_output() {
 }
 
 #[test]
-fn a_tied_output_layer_multiplies_by_the_vectors_of_the_table() {
+fn a_tied_lm_head_multiplies_by_the_embedding() {
     for (name, device, _) in devices() {
         let mut table = seeded(Fp4Embedding::from(EmbeddingConfig::new(40, 64).init(&device)), 5);
         let values = TensorData::new(normals(6, 2 * 3 * 64), [2, 3, 64]);
@@ -721,7 +721,7 @@ fn a_tied_output_layer_multiplies_by_the_vectors_of_the_table() {
 }
 
 #[test]
-fn a_loss_of_no_rows_has_a_backward_pass() {
+fn a_loss_without_rows_has_a_backward_pass() {
     let device = Device::flex().autodiff();
     let mut linear = Fp4Linear::from(LinearConfig::new(64, 32).init(&device));
     linear.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -737,7 +737,7 @@ fn a_loss_of_no_rows_has_a_backward_pass() {
 }
 
 #[test]
-fn the_running_amax_sees_nothing_of_an_empty_batch() {
+fn an_empty_batch_does_not_change_the_running_amax() {
     let device = Device::flex().autodiff();
     let round = FakeQuantizeConfig::new(64).init(&device).unwrap();
     let _ = round.forward(Tensor::<2>::ones([1, 64], &device));
@@ -777,7 +777,7 @@ fn weights_without_values_stay_dense_with_a_reason() {
 }
 
 #[test]
-fn tables_of_long_names_fit_a_terminal() {
+fn reports_with_long_names_fit_a_terminal() {
     #[derive(Module, Debug)]
     struct Attention {
         query_projection_of_the_decoder: Linear,
@@ -829,7 +829,7 @@ fn with_weights(values: Vec<f32>, shape: [usize; 2], dtype: DType, device: &Devi
 }
 
 #[test]
-fn errors_of_very_small_and_very_large_weights_are_those_of_others() {
+fn relative_errors_do_not_depend_on_the_magnitude_of_weights() {
     // Kernels square in f32.
     let hosts = devices().into_iter().filter(|(name, ..)| ["flex", "ndarray"].contains(name));
     for (name, device, _) in hosts {
@@ -851,7 +851,7 @@ fn errors_of_very_small_and_very_large_weights_are_those_of_others() {
 }
 
 #[test]
-fn values_that_become_infinite_in_their_dtype_are_said() {
+fn values_that_overflow_their_dtype_are_reported() {
     let device = Device::flex();
     // 65504 is nearer to 4 x 2^14 than to 6 x 2^13, and 4 x 2^14 is no f16 number.
     let values = vec![65504.0; 32 * 4];

@@ -41,7 +41,7 @@ fn rows<const D: usize>(tensor: Tensor<D>, axis: usize) -> (Vec<f32>, usize, usi
 }
 
 #[test]
-fn any_rank_any_axis_any_device() {
+fn tensors_of_any_rank_quantize_along_any_axis_on_any_device() {
     fn check<const D: usize>(shape: [usize; D], axis: usize) {
         for (name, device, dtypes) in devices() {
             for dtype in dtypes {
@@ -106,7 +106,7 @@ fn views_quantize_like_copies_on(name: &str, device: &Device) {
 }
 
 #[test]
-fn a_transpose_moves_nothing_and_means_the_transpose() {
+fn a_transpose_copies_nothing() {
     let device = Device::flex();
     let weight = values([32, 48], &device, DType::F32);
     let packed = quantize(weight, 1, &Fp4Scheme::nvfp4()).unwrap();
@@ -199,7 +199,7 @@ fn matmul_multiplies_by_the_dequantized_weight() {
 }
 
 #[test]
-fn the_memory_of_a_dequantized_weight_is_used_again() {
+fn the_memory_of_a_dequantized_weight_is_reused() {
     let device = Device::flex();
     let weight = |seed: f32| {
         let values = values([1024, 1024], &device, DType::F32) * seed;
@@ -252,7 +252,7 @@ fn gradients_pass_straight_through_fake_quantization() {
 }
 
 #[test]
-fn errors_say_what_and_where() {
+fn errors_name_the_problem_and_its_place() {
     let device = Device::flex();
     let nvfp4 = Fp4Scheme::nvfp4();
     let tensor = Tensor::<2>::ones([16, 24], &device);
@@ -484,7 +484,7 @@ fn tensor_operations_measure_errors_of_any_magnitude() {
 
 /// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
 #[test]
-fn every_device_takes_what_a_packed_matrix_may_hold() {
+fn every_device_takes_every_valid_packed_matrix() {
     let values = Kind::Outliers.values(6 * 64, 4);
     let mut packed = oracle(&values, 6, 64, &Fp4Scheme::mxfp4()).unwrap();
     packed.tensor_scale = TensorScale::PerRow(vec![1.0; 6]);
@@ -499,7 +499,7 @@ fn every_device_takes_what_a_packed_matrix_may_hold() {
 }
 
 #[test]
-fn a_shape_of_too_many_values_is_an_error() {
+fn a_shape_that_overflows_is_an_error() {
     for shape in [[1 << 20, 1 << 20], [usize::MAX, 1 << 20]] {
         let layout =
             Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
@@ -574,7 +574,7 @@ fn an_index_out_of_range_panics_on_hosts_as_an_embedding_does() {
 }
 
 #[test]
-fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
+fn embedding_lookups_equal_the_dequantized_rows() {
     for (name, device, _) in devices() {
         let indices = || Tensor::<2, Int>::from_data([[0, 47, 7]], &device);
         let table = || Fp4Embedding::from(seeded(EmbeddingConfig::new(48, 64).init(&device), 3));
@@ -606,7 +606,7 @@ fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
 }
 
 #[test]
-fn what_becomes_of_products_is_said_with_a_remedy() {
+fn the_path_of_a_product_is_reported_with_a_remedy() {
     for (name, device, _) in devices() {
         let layout = |shape: &[usize]| {
             let (format, block_size) = (Fp4Format::NvFp4, 16);
@@ -631,7 +631,7 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
 }
 
 #[test]
-fn other_dtypes_are_written_or_refused_and_nothing_is_too_small() {
+fn f64_and_empty_tensors_are_dequantized_or_refused() {
     for (name, device, _) in devices() {
         let weight = values([32, 8], &device, DType::F32);
         let packed = quantize(weight, 0, &Fp4Scheme::nvfp4()).unwrap();
@@ -814,7 +814,7 @@ fn activations_decide_about_codes_on_every_device() {
 /// Sums in another order may change a code, so that kernels are compared by the error that they
 /// leave, `tr(E H E^T)`.
 #[test]
-fn gptq_leaves_as_little_error_on_every_device() {
+fn gptq_has_a_small_error_on_every_device() {
     let damped = Gptq { damping: 0.02, ..Gptq::default() };
     let steps = [
         Gptq { sweeps: 0, refits: 0, ..damped },
@@ -889,7 +889,7 @@ fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
 }
 
 #[test]
-fn a_curvature_made_on_a_device_is_for_weights_there() {
+fn a_curvature_of_a_device_is_for_weights_on_that_device() {
     let flex = Device::flex();
     let gram = gram(activations(100, 64, &flex)).unwrap();
     let (scheme, options) = (Fp4Scheme::nvfp4(), Gptq::default());
@@ -920,7 +920,7 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
 
 /// Rows that fill no whole number of tiles or vectors, with tensor scales of every kind.
 #[test]
-fn a_family_has_the_bits_of_its_members_alone() {
+fn weights_quantized_as_a_family_have_the_bits_they_get_alone() {
     let options = Gptq::default();
     // More than a group of channels.
     let gram = gram(activations(400, 160, &Device::flex())).unwrap();

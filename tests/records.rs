@@ -166,7 +166,7 @@ const SCALES: &str = "body.weight.fp4.nvfp4-block16-axis0.scales";
 const TENSOR_SCALE: &str = "body.weight.fp4.nvfp4-block16-axis0.tensor_scale";
 
 #[test]
-fn packed_parts_that_are_not_what_they_should_be_are_errors_that_name_them() {
+fn invalid_packed_parts_are_errors_that_name_them() {
     let _alone = alone();
     for (name, device, _) in tests::engines::devices() {
         let good = record(Net::quantized(&device));
@@ -223,7 +223,7 @@ fn packed_parts_that_are_not_what_they_should_be_are_errors_that_name_them() {
 }
 
 #[test]
-fn a_load_that_fails_changes_nothing_not_even_running_statistics() {
+fn a_failed_load_changes_nothing_not_even_running_statistics() {
     let _alone = alone();
     let device = Device::flex();
     let good = record(Net::quantized(&device));
@@ -361,7 +361,7 @@ fn within<T>(what: &str, file: usize, usual: usize, run: impl FnOnce() -> T) -> 
 }
 
 #[test]
-fn spoilt_records_are_typed_errors_or_load_and_take_no_memory_to_speak_of() {
+fn corrupt_records_load_or_fail_with_a_typed_error_in_bounded_memory() {
     let _alone = alone();
     let device = Device::flex();
     let folder = Folder::new("records");
@@ -520,7 +520,7 @@ fn mutated_cache(good: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 #[test]
-fn spoilt_calibration_caches_are_typed_errors_or_load_and_take_no_memory_to_speak_of() {
+fn corrupt_calibration_caches_load_or_fail_with_a_typed_error_in_bounded_memory() {
     let _alone = alone();
     let device = Device::flex();
     let folder = Folder::new("caches");

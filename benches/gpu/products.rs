@@ -1,4 +1,4 @@
-//! Speed of products with a packed weight.
+//! Speed of matmuls with a packed weight.
 
 use std::cell::Cell;
 
@@ -13,10 +13,10 @@ use burn_fp4_search::host::View;
 use crate::figures::Figures;
 use crate::{Arguments, median_seconds};
 
-/// Bytes of all weights that are multiplied in turn: more than a cache holds.
+/// Total bytes of the weights, which are used in turn: more than the cache holds.
 const TURN: usize = 200 << 20;
 
-/// NVFP4 weights `outputs x channels` that are multiplied in turn, and bf16 inputs of some rows.
+/// NVFP4 weights `n x k`, used in turn, and bf16 inputs of `m` rows.
 pub(crate) struct Turn<'a> {
     client: &'a Client,
     weights: Vec<PackedHandles>,
@@ -33,7 +33,7 @@ impl<'a> Turn<'a> {
         Self { client, weights, next: Cell::new(0), outputs, channels }
     }
 
-    /// Seconds of a product as it is planned, by many launches.
+    /// Measures the seconds of the planned matmul over many launches.
     pub(crate) fn seconds(&self, arguments: &Arguments, inputs: usize) -> f64 {
         let Self { client, weights, next, outputs, channels } = self;
         let scheme = Fp4Scheme::nvfp4();
@@ -46,7 +46,7 @@ impl<'a> Turn<'a> {
             dtype: Dtype::Bf16,
         };
         let planned = product.plan(&Capability::of(client)).expect("a plan");
-        // Where a dense product is faster, there is none.
+        // None if a dense matmul is faster.
         let Some(planned) = planned else { return f64::NAN };
         let input = client.create_from_slice(bf16::as_bytes(&floats(inputs * channels)));
         median_seconds(client, arguments, || {
@@ -60,7 +60,7 @@ fn floats(count: usize) -> Vec<bf16> {
     weights(count).into_iter().map(bf16::from_f32).collect()
 }
 
-/// As many weights as are more than a cache holds.
+/// Returns the number of weights that exceeds the cache.
 fn packed(client: &Client, problem: &Problem) -> Vec<PackedHandles> {
     let device = Capability::of(client);
     let View { outer, axis, inner } = problem.view;
@@ -75,12 +75,12 @@ fn packed(client: &Client, problem: &Problem) -> Vec<PackedHandles> {
     (0..TURN.div_ceil(bytes)).map(pack).collect()
 }
 
-/// Shapes of weights, `outputs x channels`.
+/// Shapes of weights, `n x k`.
 const SHAPES: [(usize, usize); 6] =
     [(8192, 8192), (4096, 4096), (6144, 4096), (11008, 4096), (28672, 4096), (4096, 14336)];
 
-/// bf16 inputs of some rows times weights that are not in the cache, as it is planned, and by every
-/// kernel.
+/// Measures matmuls of bf16 inputs with weights that are not in the cache: the planned kernel, and
+/// every kernel.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     let (dtype, most) = (Dtype::Bf16, 2048);
@@ -112,7 +112,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                 let mut row = |kernel: &str, launch: &dyn Fn()| {
                     let seconds = median_seconds(client, arguments, launch);
                     let bytes = bytes + 2 * inputs * (channels + outputs);
-                    // A copy moves as much at 4 TB/s.
+                    // Time of a copy of the same bytes at 4 TB/s.
                     let copy = bytes as f64 / 4.0e12;
                     let name = format!("{name}, {kernel}");
                     figures.push(Row::new(&name, outputs * channels, bytes, seconds, copy));

@@ -1,5 +1,5 @@
-//! Calibration: the inputs recorded from unmodified modules, against those that copies of the
-//! modules keep by hand.
+//! Calibration: inputs recorded from unmodified modules, against inputs that the forward passes of
+//! the tests keep themselves.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -26,7 +26,7 @@ use tests::engines::devices;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// Inputs `[.., channels]` by the paths of weights, as a forward pass came by them.
+/// Inputs `[.., channels]` of each weight, by path, in the order of the forward pass.
 type Kept = RefCell<Vec<(&'static str, Vec<f32>, usize)>>;
 
 fn keep<const D: usize>(kept: &Kept, paths: &[&'static str], input: &Tensor<D>) {
@@ -149,7 +149,7 @@ impl Watched for Stem {
     }
 }
 
-/// A device that is not this one.
+/// Returns a device other than this one.
 fn other_device(device: &Device) -> Device {
     if *device == Device::flex() { Device::ndarray() } else { Device::flex() }
 }
@@ -209,7 +209,7 @@ fn recorded_grams_equal_those_of_kept_inputs() {
             Tensor::<2, Int>::from_data(TensorData::new(tokens, shape), &device)
         };
         // Batches of different lengths.
-        let batches = vec![tokens(5), tokens(9)];
+        let batches = vec![tokens(5), tokens(7)];
         check(&format!("{name} transformer"), &block, batches, &["tokens.weight"]);
 
         let layer = seeded(LinearConfig::new(32, 32).init(&device), 4);
@@ -227,7 +227,7 @@ fn recorded_grams_equal_those_of_kept_inputs() {
     }
 }
 
-/// Tokens whose table is also what their scores are multiplied by.
+/// A model whose embedding is its `lm_head` too.
 #[derive(Module, Debug)]
 struct Words {
     tokens: Embedding,
@@ -294,7 +294,7 @@ fn a_transposed_weight_is_calibrated_along_its_last_axis() {
     }
 }
 
-/// A module with running statistics, which clones of it share.
+/// A module with running statistics, which its clones share.
 #[derive(Module, Debug)]
 struct Normalized {
     conv: Conv1d,
@@ -392,7 +392,7 @@ fn a_pass_that_cannot_be_recorded_is_an_error() {
     let infinite = batch().slice_fill([0..1, 0..1], f32::INFINITY);
     let error = run(&model, vec![infinite]).unwrap_err();
     assert!(matches!(&error, Fp4Error::Parameter { path, .. } if path == "layers.0.weight"));
-    // A module that is trained is calibrated as it is used.
+    // A module in training is calibrated in inference mode.
     let trained = Mlp::new(&device.clone().autodiff());
     assert!(run(&trained, vec![batch()]).is_ok());
 }
@@ -457,7 +457,7 @@ fn codes_by_gptq(options: CalibrationOptions<'_>) -> Vec<u8> {
 
 const CACHE_OF_KILLED: &str = "BURN_FP4_CACHE_OF_KILLED";
 
-/// Runs in a process of its own, which another test kills.
+/// Runs in a separate process, which another test kills.
 #[test]
 #[ignore = "never ends"]
 fn stands_still_in_the_middle() {
@@ -506,8 +506,8 @@ fn a_killed_calibration_resumes() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// Statistics of layers depend on the module, on the batches that are summed up together, and on
-/// how the layers before were quantized: a cache of another calibration must not be used.
+/// Statistics depend on the module, on the batches, and on the quantization of the layers before. A
+/// cache of another calibration must not be used.
 #[test]
 fn a_cache_is_refused_by_another_calibration() {
     let device = Device::flex();
@@ -555,7 +555,7 @@ fn a_cache_is_refused_by_another_calibration() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// The codes of a weight.
+/// Reads the codes of a weight.
 fn codes(linear: &Linear) -> Vec<u8> {
     let packed = linear.weight.reparameterization::<PackedWeight>().expect("quantized");
     packed.tensor::<2>().codes().into_data().iter::<u8>().collect()
@@ -784,7 +784,7 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
     assert_eq!(floats(tied.same.weight.val()), dense);
 }
 
-/// Layers with the same inputs, with one between them that has others.
+/// Layers with the same inputs, and one between them with other inputs.
 #[derive(Module, Debug)]
 struct Siblings {
     query: Linear,
@@ -852,7 +852,7 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
 
 #[test]
 fn recorded_operations_have_the_outputs_of_the_module() {
-    // The bits of a replayed pass are those of the module: the last layer has the same inputs.
+    // A replayed pass has the bits of the module: the last layer has the same inputs.
     let device = Device::flex();
     let model = Mlp::new(&device);
     let x = random(1, [8, 32], &device);

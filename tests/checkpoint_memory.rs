@@ -58,7 +58,7 @@ fn loading_peaks_at_the_packed_model_and_one_tensor() {
     tied_codes_are_in_memory_once();
 }
 
-/// An embedding and the output layer that is tied to it.
+/// Checks an embedding with a tied output layer.
 fn tied_codes_are_in_memory_once() {
     const ROWS: usize = 8192;
     let device = Device::flex();
@@ -87,7 +87,7 @@ fn tied_codes_are_in_memory_once() {
     assert!(tied.1.weight.reparameterization::<PackedWeight>().is_some());
 }
 
-/// Measured by hand: `cargo test --test checkpoint_memory -- --ignored --nocapture`.
+/// Measures load times, by hand: `cargo test --test checkpoint_memory -- --ignored --nocapture`.
 #[test]
 #[ignore = "takes time, and asserts none"]
 fn speed_of_loading_next_to_reading_the_file() {

@@ -1,5 +1,5 @@
-//! Every engine against the oracle, on inputs that have broken quantizers, and properties that hold
-//! for any shape, axis and dtype.
+//! Every engine against the oracle, on inputs that have broken quantizers; and properties of any
+//! shape, axis and dtype.
 
 use burn::backend::Backend;
 use burn::tensor::{FloatDType, TensorData, read_sync};
@@ -17,7 +17,8 @@ use tests::compare::{assert_bits, assert_same};
 use tests::engines::{Axis, engines};
 use tests::inputs::{Dense, Dtype, Kind};
 
-/// Every rule, search, granularity and source of the tensor scale, with both block sizes.
+/// Returns schemes with every rule, search, granularity and source of the tensor scale, and both
+/// block sizes.
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
     for rule in ScaleRule::ALL {
@@ -61,7 +62,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     schemes
 }
 
-/// The searches that are for every rule and need nothing but the weight.
+/// Returns the searches that work with every rule and need only the weight.
 fn searches() -> impl Iterator<Item = ScaleSearch> {
     let alone = Method::ALL.into_iter().map(Method::row).filter_map(|row| match row.chosen_by {
         ChosenBy::Search(search) if row.needs == Needs::Nothing => Some((search, row.formats)),
@@ -133,7 +134,7 @@ fn all_zeros_quantize_to_zeros() {
     assert_eq!(scale, TensorScale::One(f32::from_bits(0x0020_0000)), "as TransformerEngine has it");
 }
 
-/// Compares all engines with the oracle; returns how many values.
+/// Compares all engines with the oracle. Returns the number of compared values.
 fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> usize {
     let engines = engines();
     let oracle = engines[0].quantize(dense, axis, scheme).expect("the oracle takes everything");
@@ -148,7 +149,7 @@ fn compare_engines(what: &str, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) ->
     compared
 }
 
-/// A tensor scale for each row, of every exponent: subnormal ones too.
+/// Every exponent is a tensor scale of a row, including subnormal ones.
 #[test]
 fn tensor_operations_dequantize_by_tensor_scales_of_every_exponent() {
     let significands = [0, 1, 0x2A_AAAA, 0x7F_FFFF];
@@ -201,7 +202,7 @@ fn dequantize_by_tensor_operations<B: Backend>(packed: &Packed) -> Vec<f32> {
     read_sync(B::float_into_data(values)).expect("host memory").iter::<f32>().collect()
 }
 
-/// Values of a packed matrix by the host engine, along an axis of a matrix of this shape.
+/// Dequantizes a packed matrix with the host engine, along an axis of a matrix of this shape.
 fn host_dequantize(packed: &Packed, view: View) -> Vec<f32> {
     let mut values = vec![0.0; view.len()];
     let view_of = PackedView {

@@ -1,4 +1,4 @@
-//! Weights of rank 3: a mixture of experts, calibrated and quantized one matrix an expert.
+//! Weights of rank 3: a mixture of experts, calibrated and quantized expert by expert.
 
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ use tests::tensors::{floats, random};
 const UP: &str = "experts.up";
 const DOWN: &str = "experts.down";
 
-/// The experts by GPTQ; the router stays dense, so that images keep their experts.
+/// Quantizes the experts with GPTQ. The router stays dense: images keep their experts.
 fn by_gptq() -> Fp4Config {
     by(ScaleSearch::Amax).gptq(Gptq::default())
 }
@@ -31,12 +31,12 @@ fn forward(model: &Mixture, images: Tensor<2>) -> Tensor<2> {
     model.forward(images)
 }
 
-/// Images of the training part in four batches.
+/// Returns the training images in four batches.
 fn batches(digits: &Digits, device: &Device) -> Vec<Tensor<2>> {
     digits.images(device).chunk(4, 0)
 }
 
-/// A mixture that reads digits; it is trained once.
+/// Returns a trained mixture; all tests share it.
 fn trained(device: &Device) -> Mixture {
     static TRAINED: LazyLock<Mixture> = LazyLock::new(|| {
         let (train, _) = Digits::train_and_test();
@@ -45,14 +45,14 @@ fn trained(device: &Device) -> Mixture {
     TRAINED.clone().to_device(device)
 }
 
-/// A mixture that never chooses an expert.
+/// Returns a mixture that never routes an image to `expert`.
 fn without(expert: usize, mut model: Mixture) -> Mixture {
     let bias = model.router.bias.take().expect("a router with a bias");
     model.router.bias = Some(bias.map(|bias| bias.slice_fill(s![expert..expert + 1], -1e9f32)));
     model
 }
 
-/// Relative error of the scores.
+/// Computes the relative error of the logits.
 fn output_error(found: &Mixture, exact: &Mixture, images: &Tensor<2>) -> f64 {
     let sum = |values: Tensor<2>| values.powf_scalar(2.0).sum().into_scalar::<f64>();
     let expected = exact.forward(images.clone());
@@ -73,7 +73,7 @@ fn outcome<'a>(
     }
 }
 
-/// The images that an expert sees, the others as zeros.
+/// Returns the images of an expert, with zeros for the others.
 fn seen_by(expert: usize, routes: &Tensor<2, Bool>, images: &Tensor<2>) -> Tensor<2> {
     let [rows, _] = images.dims();
     images.clone() * routes.clone().slice([0..rows, expert..expert + 1]).float()
@@ -178,7 +178,7 @@ fn each_expert_is_quantized_by_its_own_statistics() {
     }
 }
 
-/// Experts with two layers of the same inputs.
+/// Experts with two layers that share their inputs.
 #[derive(Module, Debug)]
 struct Gated {
     gate: Param<Tensor<3>>,

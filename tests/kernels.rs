@@ -1,5 +1,5 @@
-//! The CubeCL kernels against the oracle, on whatever runtime the build has: with `--features cpu`
-//! CubeCL's CPU runtime, with `--features cuda` a GPU.
+//! The CubeCL kernels against the oracle: on CubeCL's CPU runtime with `--features cpu`, on a GPU
+//! with `--features cuda`.
 
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
@@ -283,8 +283,8 @@ impl Device {
     }
 }
 
-/// A product by every kernel that takes it: those by matrix instructions where there are any, of a
-/// small device in larger tiles.
+/// Runs a product on every kernel that takes it, including tensor-core kernels if the device has
+/// them, and larger tiles, as for a small device.
 fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
     let mut plans = vec![product.gemv(device).expect("a plan")];
     for device in [*device, Capability { cubes: 4, ..*device }] {
@@ -299,7 +299,7 @@ fn every_plan(product: &Product, device: &Capability) -> Vec<PlannedProduct> {
     plans
 }
 
-/// Values in the order of the packed matrix.
+/// Reorders values as in the packed matrix.
 fn packed_rows(values: &[f32], view: View) -> Vec<f32> {
     let mut rows = vec![0.0; view.len()];
     for (at, &value) in values.iter().enumerate() {
@@ -308,7 +308,7 @@ fn packed_rows(values: &[f32], view: View) -> Vec<f32> {
     rows
 }
 
-/// The opposite of [`packed_rows`].
+/// Inverse of [`packed_rows`].
 fn dense_order(rows: &[f32], view: View) -> Vec<f32> {
     (0..view.len()).map(|at| rows[packed_index(at, view)]).collect()
 }
@@ -321,7 +321,7 @@ fn packed_index(at: usize, view: View) -> usize {
 
 const STOCHASTIC: Rounding = Rounding::Stochastic(Draw { seed: 7 << 40 | 3, step: 5 << 33 | 1 });
 
-/// Everything a scheme can ask of a kernel.
+/// Returns schemes with every option of a kernel.
 fn schemes() -> Vec<Fp4Scheme> {
     let mut schemes = Vec::new();
     for rule in ScaleRule::ALL {
@@ -353,7 +353,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     schemes.into_iter().map(follow).collect()
 }
 
-/// One scheme for every path that a dtype or a shape can take.
+/// Returns a scheme for every path that depends on dtype or shape.
 fn few_schemes() -> Vec<Fp4Scheme> {
     let search = ScaleSearch::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
@@ -377,7 +377,8 @@ fn searches() -> impl Iterator<Item = ScaleSearch> {
     })
 }
 
-/// All of these on a GPU; one on the CPU runtime, which compiles slowly: there cases take turns.
+/// Returns all cases on a GPU, and one on the CPU runtime, which compiles slowly: there cases take
+/// turns.
 fn in_turn<T: Copy>(all: &[T], case: usize) -> Vec<T> {
     if cfg!(feature = "cpu") { vec![all[case % all.len()]] } else { all.to_vec() }
 }
@@ -424,7 +425,7 @@ fn special_values_follow_the_reference() {
     check_all("zeros", &Dense::new(32, 32, &[0.0; 1024], Dtype::F32));
 }
 
-/// Kernels are launched unchecked: what they would read beyond the end is refused.
+/// Kernels are launched without bounds checks: short handles have to be refused.
 #[test]
 fn handles_that_are_too_short_are_refused() {
     let device = Device::new();
@@ -517,7 +518,7 @@ fn kernels_take_shapes_that_vectors_and_tiles_do_not_divide() {
     }
 }
 
-/// Straight from the codes, against products in f64 of what the oracle dequantizes.
+/// Matmuls with packed weights, against products in f64 of the dequantized weights.
 #[test]
 fn products_straight_from_the_codes() {
     let device = Device::new();
@@ -584,7 +585,7 @@ fn products_of_random_shapes() {
     }
 }
 
-/// A block scale that is NaN makes the outputs of its packed row NaN, and no others.
+/// A NaN block scale makes the outputs of its packed row NaN, and no other outputs.
 #[test]
 fn products_with_scales_that_are_nan() {
     let device = Device::new();
@@ -641,8 +642,8 @@ fn products_are_the_same_every_time() {
     }
 }
 
-/// Also where a weight is so large that the next one is asked for late. Only products of few rows
-/// on Hopper read ahead; to others it makes no difference either.
+/// Includes a large weight, where the prefetch starts late. Only small-M products on Hopper
+/// prefetch; the argument must not change other products either.
 #[test]
 fn prefetching_the_next_weight_changes_no_product() {
     let device = Device::new();
@@ -693,7 +694,7 @@ fn fake_quantization_can_leave_out_the_tensor_scale() {
     }
 }
 
-/// The transform along either axis, there and back, against the host engine.
+/// The transform and its inverse along either axis, against the host engine.
 #[test]
 fn hadamard_transforms() {
     let device = Device::new();
@@ -715,9 +716,8 @@ fn hadamard_transforms() {
     }
 }
 
-/// Weights of channels and Hessians of blocks, against the host engine.
-///
-/// One case for every path: the CPU runtime compiles such long kernels slowly.
+/// Searches with channel weights and with Hessians, against the host engine. One case for each
+/// path: the CPU runtime compiles these long kernels slowly.
 #[test]
 fn searches_by_importance_give_the_bits_of_the_host() {
     use ScaleSearch::{CoordinateDescent, Hessian, Sse};
@@ -788,7 +788,7 @@ fn staged_hessians_give_the_bits_of_the_host() {
     device.check_importance(&dense, view, scheme, Importance::Blocks(&hessians));
 }
 
-/// Rows that are too many for a plane each.
+/// More rows than there are planes.
 #[test]
 fn every_row_has_its_amax() {
     let Device { client, capability } = Device::new();
@@ -802,7 +802,7 @@ fn every_row_has_its_amax() {
     assert_bits("amax of rows", f32::from_bytes(&found), &expected);
 }
 
-/// X^T X in tiles, next to f64: of some of the tiles, and of activations added later.
+/// `X^T X` in tiles, against f64: some of the tiles, and activations added later.
 #[test]
 fn gram_matrices_are_accumulated_in_tiles() {
     const SIDE: usize = GramTiles::SIDE;
@@ -872,8 +872,8 @@ fn gram_matrices_are_accumulated_in_tiles() {
     }
 }
 
-/// H, its factor and what errors cost, next to the host; panels of 64 channels divide none but one
-/// of these.
+/// `H`, its factor and the cost of errors, against the host. Panels of 64 channels divide only one
+/// of these sizes.
 #[test]
 fn a_gram_matrix_is_factorized_as_on_the_host() {
     let Device { client, capability } = Device::new();
@@ -922,7 +922,7 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
     assert_eq!(client.read_one_unchecked(found.definite().clone())[0], 0);
 }
 
-/// Products by tiles of either size, of rows that fill no whole number of them.
+/// Products with tiles of both sizes, of rows that the tiles do not divide.
 #[test]
 fn tiles_of_gptq_make_no_difference_to_its_codes() {
     let Device { client, capability } = Device::new();

@@ -18,7 +18,7 @@ fn two_layers(device: &Device) -> Net {
     Net::new([32, 48, 16], device)
 }
 
-/// With both weights packed and adapted.
+/// Returns a net with both weights packed and adapted.
 fn adapted(device: &Device) -> Net {
     let mut net = two_layers(device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -36,10 +36,13 @@ fn lora() -> Lora {
     Lora::new(4, 8.0)
 }
 
-/// Trains on random targets; gives the losses too.
+/// Rows of every input. With one number of rows, all tests share compiled kernels.
+const ROWS: usize = 8;
+
+/// Trains on random targets. Returns the net and the losses.
 fn train(mut net: Net, steps: usize) -> (Net, Vec<f32>) {
     let device = net.first.weight.val().device();
-    let (x, target) = (random(9, [64, 32], &device), random(10, [64, 16], &device));
+    let (x, target) = (random(9, [ROWS, 32], &device), random(10, [ROWS, 16], &device));
     let mut optimizer = AdamConfig::new().init();
     let mut losses = Vec::new();
     for _ in 0..steps {
@@ -59,7 +62,7 @@ fn adapter(linear: &Linear) -> &LoraAdapter {
     packed(linear).adapter().expect("adapted")
 }
 
-/// The bits of all integer tensors, which are codes and scales, with their paths.
+/// Reads all integer tensors, which are codes and scales, with their paths.
 fn codes(module: &impl Module) -> Vec<(String, Vec<i64>)> {
     struct Codes {
         stack: Vec<String>,
@@ -82,7 +85,7 @@ fn codes(module: &impl Module) -> Vec<(String, Vec<i64>)> {
     codes.found
 }
 
-/// Paths of float parameters, and whether they are trained.
+/// Returns the paths of float parameters, and true for those that are trained.
 fn trained(module: &impl Module) -> Vec<(String, bool)> {
     struct Trained {
         stack: Vec<String>,
@@ -104,7 +107,7 @@ fn trained(module: &impl Module) -> Vec<(String, bool)> {
     trained.found
 }
 
-/// `dequantized + scale a b`, summed up on the host.
+/// Computes `dequantized + scale a b` on the host.
 fn adapted_values(linear: &Linear) -> Vec<f32> {
     let dequantized = floats(packed(linear).tensor::<2>().dequantize());
     let delta = floats(adapter(linear).delta());
@@ -135,7 +138,7 @@ fn a_fresh_adapter_changes_nothing() {
     for (name, device, _) in devices() {
         let mut net = two_layers(&device);
         net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-        let x = random(5, [7, 32], &device);
+        let x = random(5, [ROWS, 32], &device);
         let expected = floats(net.forward(x.clone()));
         net.lora_fp4(&lora()).unwrap();
         assert_near(name, &floats(net.forward(x)), &expected, 1e-6);
@@ -169,8 +172,8 @@ fn fp4_linear_has_the_outputs_and_gradients_of_its_adapted_weight() {
         let (net, _) = train(adapted(&device), 3);
         let linear = net.first;
         let straight = Fp4Linear::from(linear.clone());
-        let x = || random(6, [5, 32], &device).require_grad();
-        let weights = random(7, [5, 48], &device);
+        let x = || random(6, [ROWS, 32], &device).require_grad();
+        let weights = random(7, [ROWS, 48], &device);
         let results = |x: &Tensor<2>, output: Tensor<2>| {
             let found = floats(output.clone());
             let gradients = (output * weights.clone()).sum().backward();
@@ -392,7 +395,7 @@ fn adapters_that_are_not_finite_are_not_merged() {
     assert!(matches!(&error, Fp4Error::Unused(lines) if lines[0].contains("frist")), "{error}");
 }
 
-/// A language model, as far as adapters are concerned.
+/// A minimal language model.
 #[derive(Module, Debug)]
 struct Words {
     embed: Embedding,
@@ -485,7 +488,7 @@ fn dense_weights_keep_their_dtype_with_adapters_of_another() {
     assert_eq!(codes(&words), codes_before);
 }
 
-/// Gives every factor `b`, `[4, outputs]`, a value.
+/// Sets every factor `b`, `[4, outputs]`.
 struct Fill(f32);
 
 impl ModuleMapper for Fill {

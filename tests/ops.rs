@@ -29,7 +29,7 @@ fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> T
         .cast(FloatDType::from(dtype))
 }
 
-/// The axis moved last, in f32 on the host: rows for the oracle.
+/// Moves the axis last, in f32 on the host: rows for the oracle.
 fn rows<const D: usize>(tensor: Tensor<D>, axis: usize) -> (Vec<f32>, usize, usize) {
     let cols = tensor.dims()[axis];
     let mut order: Vec<usize> = (0..D).filter(|&dim| dim != axis).collect();
@@ -119,8 +119,8 @@ fn a_transpose_copies_nothing() {
     );
 }
 
-/// Against sums in f64 of exact terms: rounding of f32 sums, of halves that a device may dequantize
-/// to, and of the output. Dense products on CUDA round f32 factors to 11 bits.
+/// Compares with sums in f64. The tolerance covers the rounding of f32 sums, of half-precision
+/// weights and of the output; dense products on CUDA round f32 factors to 11 bits.
 fn check_matmul<const D: usize>(
     what: &str,
     weight: &Fp4Tensor<2>,
@@ -333,13 +333,13 @@ fn parts_and_packed_matrices_are_checked() {
     ));
 }
 
-/// A device that is not this one.
+/// Returns a device other than this one.
 fn another(name: &str) -> Device {
     let mut devices = devices().into_iter();
     devices.find(|(other, ..)| *other != name).expect("there are two in every build").1
 }
 
-/// Codes, block scales and the bits of the tensor scale.
+/// Reads codes, block scales and the bits of the tensor scale.
 type Parts = (Tensor<2, Int>, Tensor<2, Int>, Tensor<1, Int>);
 
 fn parts_of(packed: &Fp4Tensor<2>) -> Parts {
@@ -368,7 +368,7 @@ fn each_wrong_part_is_an_error_that_names_it() {
     }
 }
 
-/// Checked without reading values back: dtypes, devices and shapes.
+/// Dtypes, devices and shapes are checked without reading values back.
 fn parts_of_a_wrong_kind_are_refused(name: &str, device: &Device, packed: &Fp4Tensor<2>) {
     let layout = packed.layout();
     let refused = |parts: Parts, error: OpsError| {
@@ -421,7 +421,7 @@ fn parts_of_a_wrong_kind_are_refused(name: &str, device: &Device, packed: &Fp4Te
     assert_eq!(axis, Err(OpsError::Axis { axis: 2, rank: 2 }), "{name}");
 }
 
-/// Values of scales are checked only by the constructor that reads them back.
+/// Only the constructor that reads scales back checks their values.
 fn wrong_scales_are_refused_where_they_are_read(
     name: &str,
     device: &Device,
@@ -482,7 +482,7 @@ fn tensor_operations_measure_errors_of_any_magnitude() {
     }
 }
 
-/// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
+/// A format without a tensor scale may have a tensor scale of 1 for each row.
 #[test]
 fn every_device_takes_every_valid_packed_matrix() {
     let values = Kind::Outliers.values(6 * 64, 4);
@@ -597,7 +597,7 @@ fn embedding_lookups_equal_the_dequantized_rows() {
                 assert!(near, "{name}: {found}, not {expected}");
             }
 
-            // Its records are those of Burn's.
+            // Its records load into Burn's layer.
             let mut other = EmbeddingConfig::new(48, 64).init(&device);
             other.load_fp4_record(table.into_record()).unwrap();
             assert_bits(name, &floats(other.forward(indices())), &found);
@@ -715,7 +715,7 @@ fn modelopt_functions_take_tensors_of_any_shape() {
     assert_eq!(floats(values)[..4], [0.5, 1.0, 6.0, -6.0]);
 }
 
-/// The backend that `Fusion` wraps, called directly.
+/// Kernels run on the backend that `Fusion` wraps.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn kernels_run_without_fusion_too() {
@@ -746,8 +746,8 @@ fn kernels_run_without_fusion_too() {
     }
 }
 
-/// Inputs of a layer `[rows, channels]` whose channels are correlated, values of bf16: a GPU
-/// multiplies them exactly, f32 it may round first.
+/// Makes inputs `[rows, channels]` with correlated channels and values of bf16. A GPU multiplies
+/// these exactly; it may round f32 first.
 fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
     let data = Kind::Weights.values(rows * channels, 21);
     let mut last = 0.0;
@@ -811,8 +811,8 @@ fn activations_decide_about_codes_on_every_device() {
     }
 }
 
-/// Sums in another order may change a code, so that kernels are compared by the error that they
-/// leave, `tr(E H E^T)`.
+/// Another order of summation may change a code: kernels are compared by their remaining error,
+/// `tr(E H E^T)`.
 #[test]
 fn gptq_has_a_small_error_on_every_device() {
     let damped = Gptq { damping: 0.02, ..Gptq::default() };
@@ -870,7 +870,7 @@ fn gptq_has_a_small_error_on_every_device() {
     }
 }
 
-/// `tr(E H E^T)` of the errors of a packed matrix.
+/// Computes `tr(E H E^T)` of the errors of a packed matrix.
 fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
     let errors: Vec<f64> = packed
         .dequantize()
@@ -918,7 +918,7 @@ fn a_curvature_of_a_device_is_for_weights_on_that_device() {
     }
 }
 
-/// Rows that fill no whole number of tiles or vectors, with tensor scales of every kind.
+/// Rows that tiles and vectors do not divide, with tensor scales of every kind.
 #[test]
 fn weights_quantized_as_a_family_have_the_bits_they_get_alone() {
     let options = Gptq::default();

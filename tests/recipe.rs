@@ -19,7 +19,7 @@ use tests::inputs::{Dense, Dtype, Kind, normals};
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// The golden bytes of TransformerEngine's column-wise output with the transform.
+/// Compares with golden bytes of TransformerEngine's column-wise output with the transform.
 #[test]
 fn the_hadamard_transform_is_transformer_engines() {
     let golden = Golden::read("te_variants");
@@ -85,7 +85,7 @@ fn the_inverse_hadamard_transform_undoes_the_transform() {
     assert_ne!(Hadamard::seeded(3), Hadamard::seeded(4));
 }
 
-/// A block with a scale of 1, so that its values are rounded as they are.
+/// Makes a block with a scale of 1: values are rounded without scaling.
 fn draw_codes(values: &[f32], draw: Draw) -> Packed {
     let scheme = Fp4Scheme::nvfp4()
         .with_tensor_scale(TensorScaling::Multiplier(1.0))
@@ -129,7 +129,7 @@ fn stochastic_rounding_is_unbiased() {
     }
 }
 
-/// Between two codes, exactly the expected share of all random bits rounds up.
+/// Exactly the expected share of all random bits rounds up.
 #[test]
 fn stochastic_rounding_has_the_right_probabilities() {
     for below in 0..7u8 {
@@ -178,7 +178,7 @@ fn random_bits_do_not_depend_on_the_engine() {
     assert!(drawn.validate().is_err());
 }
 
-/// A matrix in f64, for products that do not depend on an order of terms.
+/// A matrix in f64, for products without a dependence on the order of terms.
 #[derive(Clone)]
 struct Matrix {
     rows: usize,
@@ -247,7 +247,7 @@ impl Matrix {
     }
 }
 
-/// Forward, and both gradients, against products of what the oracle quantizes.
+/// The forward product and both gradients, against products of operands that the oracle quantizes.
 #[test]
 fn training_products_multiply_the_values_of_the_recipe() {
     let full = TrainRecipe::NVFP4;

@@ -1,5 +1,5 @@
-//! Forward passes that are recorded and replayed equal those that are run, bit for bit, on every
-//! device of this build: those without graphs run the pass, a GPU replays.
+//! A replay equals a forward pass bit for bit, on every device of this build. A GPU replays a
+//! captured graph; other devices run the pass.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,7 +52,7 @@ fn on_another_thread<T: Send + 'static>(make: impl FnOnce() -> T + Send + 'stati
     std::thread::spawn(make).join().expect("the thread runs")
 }
 
-/// Keys and values of attention, one for each position.
+/// KV cache: keys and values of attention, by position.
 #[derive(Clone)]
 struct Cache {
     keys: Tensor<2>,
@@ -79,7 +79,7 @@ impl ReplayTensors for Cache {
     }
 }
 
-/// A token attends to those before it: everything a decoder does with its cache.
+/// A decode step: a token is written into the KV cache and attends to the tokens before it.
 fn decode(net: &Net, cache: Cache, token: Tensor<2, Int>) -> (Cache, Vec<Tensor<2>>) {
     let Cache { keys, values, length } = cache;
     let x = net.table.forward(token).reshape([1, CHANNELS]);
@@ -279,7 +279,7 @@ fn an_old_state_can_be_an_output() {
     });
 }
 
-/// Written in place and an output, for inputs of several shapes.
+/// The new state is updated in place and is an output, for inputs of several shapes.
 #[test]
 fn a_new_state_can_be_an_output() {
     fn step(_: &Relu, keys: Tensor<2>, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
@@ -364,7 +364,7 @@ fn a_replay_moves_to_other_threads() {
     });
 }
 
-/// A service: one thread records, others quantize, load data, take memory and read.
+/// As in a service: one thread captures, others quantize, load data, allocate and read.
 #[test]
 fn other_threads_use_a_device_during_a_capture() {
     const THREADS: u64 = 4;
@@ -414,8 +414,8 @@ fn other_threads_use_a_device_during_a_capture() {
     });
 }
 
-/// Memory belongs to the thread that took it: of the first model only the biases to this one, of
-/// the second all but codes and scales of a layer.
+/// Memory belongs to the thread that allocated it. This thread owns only the biases of the first
+/// model, and all of the second but codes and scales of a layer.
 #[test]
 fn a_model_can_come_from_several_threads() {
     each_device(|name, device| {
@@ -443,7 +443,7 @@ fn a_model_can_come_from_several_threads() {
     });
 }
 
-/// Tensors of another thread than made most are copied with their layout, and only they.
+/// Only tensors of other threads than the one with the most bytes are copied, with their layout.
 #[test]
 fn tensors_of_other_threads_are_gathered() {
     each_device(|name, device| {
@@ -503,7 +503,8 @@ fn a_state_of_another_shape_is_an_error() {
     });
 }
 
-/// Where launches are recorded, a pass cannot read values, and says so; the device goes on working.
+/// On a device with graphs a pass cannot read values during a capture. It is an error, and the
+/// device stays usable.
 #[test]
 fn reading_values_during_a_capture_is_an_error() {
     each_device(|name, device| {
@@ -519,7 +520,7 @@ fn reading_values_during_a_capture_is_an_error() {
             assert!(matches!(error, ReplayError::Recording { .. }), "{error}");
         } else {
             assert_eq!(
-                floats(result.expect("run as it is")),
+                floats(result.expect("run without a graph")),
                 floats(forward(&Relu::new(), x.clone()))
             );
         }
@@ -602,7 +603,7 @@ fn inputs_with_gradients_are_not_captured() {
     each_device(|name, device| {
         let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| x.clone() * x);
         let x = Tensor::<1>::full([2], 3.0, &device.clone().autodiff()).require_grad();
-        let y = replay.run(x.clone()).expect("run as it is");
+        let y = replay.run(x.clone()).expect("run without a graph");
         assert!(!replay.is_graph(), "{name}");
         let gradient = x.grad(&y.sum().backward()).expect("it is differentiated");
         assert_eq!(floats(gradient), [6.0, 6.0], "{name}");

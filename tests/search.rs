@@ -1,4 +1,4 @@
-//! The searches against brute force in f64, and against what other projects found.
+//! The searches against brute force in f64, and against the results of other projects.
 
 use burn_fp4_formats::{E2M1, Fp4Format, Packed, ScaleGrid};
 use burn_fp4_search::host::{self, View};
@@ -13,7 +13,7 @@ use tests::inputs::Random;
 /// Draws 32 values.
 type Distribution = fn(&mut Random) -> Vec<f32>;
 
-/// Distributions that ask something of a scale search.
+/// Distributions that are hard for a scale search.
 const DISTRIBUTIONS: [(&str, Distribution); 8] = [
     ("normal", |r| (0..32).map(|_| r.normal()).collect()),
     ("heavy tails", |r| (0..32).map(|_| r.normal() / (r.uniform() + 1e-3)).collect()),
@@ -30,7 +30,7 @@ const DISTRIBUTIONS: [(&str, Distribution); 8] = [
     ("few", |r| (0..32).map(|_| if r.below(10) == 0 { r.normal() } else { 0.0 }).collect()),
 ];
 
-/// `rows` blocks of 32 of each distribution, `[8 * rows, 32]`.
+/// Draws `rows` blocks of 32 from each distribution, `[8 * rows, 32]`.
 fn blocks(rows: usize, seed: u64) -> Vec<f32> {
     let mut random = Random::new(seed);
     let mut values = Vec::new();
@@ -53,7 +53,7 @@ fn host_packed(
     host::quantize_packed(values, view, scheme, &amax, importance).expect("a valid problem")
 }
 
-/// The value of every scale of a format around an amax, times the tensor scale.
+/// Returns the values of all scales of a format around an amax, times the tensor scale, in order.
 fn all_scales(format: Fp4Format, amax: f64, tensor_scale: f64) -> Vec<f64> {
     match format.row().scale_grid() {
         ScaleGrid::Float(row) => {
@@ -66,7 +66,7 @@ fn all_scales(format: Fp4Format, amax: f64, tensor_scale: f64) -> Vec<f64> {
     }
 }
 
-/// The nearest E2M1 value, in f64.
+/// Rounds to the nearest E2M1 value, in f64.
 fn nearest(x: f64) -> f64 {
     let magnitude = x.abs().min(6.0);
     let step = if magnitude < 2.0 {
@@ -202,7 +202,7 @@ fn sse_of_tiles_equals_the_reference() {
     }
 }
 
-/// Activations `[rows, channels]` whose channels are correlated.
+/// Draws activations `[rows, channels]` with correlated channels.
 fn activations(rows: usize, channels: usize, seed: u64) -> Vec<f32> {
     let mut random = Random::new(seed);
     let mut values = Vec::new();
@@ -221,7 +221,7 @@ fn quadratic_form(hessian: &[f32], errors: &[f64]) -> f64 {
     (0..n * n).map(|at| f64::from(hessian[at]) * errors[at / n] * errors[at % n]).sum()
 }
 
-/// Every block's `r^T H r`.
+/// Computes `r^T H r` of each block.
 fn costs(packed: &Packed, values: &[f32], hessians: &BlockHessians) -> Vec<f64> {
     let square = packed.block_size * packed.block_size;
     let blocks = packed.blocks();
@@ -403,7 +403,7 @@ fn no_block_is_worse_than_qwantizes() {
     }
 }
 
-/// The methods in the order in which none may be worse than the one before, by `r^T H r`.
+/// Methods; none after the second may be worse than the second, in `r^T H r`.
 const ORDER: [ScaleSearch; 4] =
     [ScaleSearch::Hessian, ScaleSearch::CoordinateDescent, ScaleSearch::Admm, ScaleSearch::Joint];
 
@@ -436,7 +436,7 @@ fn each_search_is_no_worse_than_its_starting_point() {
     }
 }
 
-/// Scale and codes of a short block by trying all there are.
+/// Tries all scales and codes of a block with three nonzero channels.
 #[test]
 fn joint_search_equals_brute_force_on_three_channels() {
     let mut random = Random::new(3);
@@ -544,7 +544,7 @@ fn gptq_handles_degenerate_activations() {
     }
 }
 
-/// `|X (Wq - W)^T|^2`, in f64.
+/// Computes `|X (Wq - W)^T|^2`, in f64.
 fn output_error(packed: &Packed, values: &[f32], x: &[f32]) -> f64 {
     let quantized = packed.dequantize();
     let cols = packed.cols;
@@ -596,7 +596,7 @@ fn gptq_lowers_the_error_of_outputs_with_every_sweep() {
     }
 }
 
-/// ModelOpt's sweeps over the 126 scales, on a GPU: the winners are amaxes of blocks.
+/// ModelOpt's sweep over the 126 scales, on a GPU. Its results are stored as amaxes of blocks.
 #[test]
 fn no_block_is_worse_than_modelopts_sweep() {
     let golden = Golden::read("modelopt");

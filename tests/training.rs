@@ -36,7 +36,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     ]
 }
 
-/// Gradients of a loss with respect to the input and both weights.
+/// Computes the gradients of a loss with respect to the input and both weights.
 fn gradients(net: &Net, x: &Tensor<2>) -> Vec<Vec<f32>> {
     let x = x.clone().require_grad();
     let gradients = net.forward(x.clone()).powf_scalar(2.0).sum().backward();
@@ -95,8 +95,8 @@ fn saturated_values_can_be_given_no_gradient() {
     }
 }
 
-/// The gradient of a learned tensor scale against finite differences of what its rule says: codes,
-/// block scales and rounding errors in units of the scale stay as they are.
+/// The gradient of a learned tensor scale, against finite differences with fixed codes, block
+/// scales and relative rounding errors.
 #[test]
 fn a_learned_scale_has_the_gradient_of_its_rule() {
     let values = Kind::Weights.values(32 * 48, 8);
@@ -187,7 +187,7 @@ struct Tied {
     second: Linear,
 }
 
-/// Burn gives the gradient of a parameter that stands in two places to the first one.
+/// Burn gives the gradient of a tied parameter to its first place.
 #[test]
 fn tied_weights_learn_one_scale_and_convert_with_it() {
     let device = Device::flex().autodiff();

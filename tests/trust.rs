@@ -42,7 +42,7 @@ fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a Products {
     }
 }
 
-/// One step of Adam against random targets.
+/// Runs one step of Adam against random targets.
 fn step(net: Net) -> Net {
     let device = net.first.weight.val().device();
     let (x, target) = (random(5, [16, 32], &device), random(6, [16, 16], &device));
@@ -408,7 +408,7 @@ fn errors_name_axis_remedy_and_cause_once() {
 
 // Calibration checks only what the configuration uses.
 
-/// A network whose last layer is given infinities.
+/// A network whose last layer has infinite inputs.
 #[derive(Module, Debug)]
 struct Overflow {
     body: Linear,
@@ -452,7 +452,7 @@ fn infinite_inputs_of_a_dense_layer_are_ignored() {
 
 // Other containers.
 
-/// Tokens whose table is also what their scores are multiplied by.
+/// A model whose embedding is its `lm_head` too.
 #[derive(Module, Debug)]
 struct Words {
     tokens: Fp4Embedding,
@@ -541,7 +541,7 @@ fn convolutions_are_quantized_by_their_container() {
         let expected = floats(expected.dequantize());
         assert_eq!(floats(image.conv.weight.val()), expected, "{name}");
         let x = random(5, [2, 16, 4, 4], &device);
-        // The layers run as those of the module that was made dense again.
+        // The layers have the outputs of the materialized module.
         let materialized = image.clone().materialize();
         assert_eq!(floats(image.forward(x.clone())), floats(materialized.forward(x)), "{name}");
         assert_ne!(*products(&report, "conv.weight"), Products::FromCodes, "{name}");

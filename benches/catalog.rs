@@ -25,7 +25,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The rates that follow from a time; `copy` is the time of a copy of the input.
+    /// Computes the rates from a time; `copy` is the time of a copy of the input.
     pub fn new(operation: &str, values: usize, bytes: usize, seconds: f64, copy: f64) -> Self {
         Self {
             operation: operation.to_owned(),
@@ -39,7 +39,7 @@ impl Row {
     }
 }
 
-/// Median seconds of a run, after one that is not counted.
+/// Measures the median seconds of a run, after a warm-up run.
 pub fn median_seconds(runs: usize, mut run: impl FnMut()) -> f64 {
     run();
     let mut times: Vec<f64> = (0..runs)
@@ -86,7 +86,7 @@ pub fn print(rows: &[Row], json: bool) {
     println!("{table}");
 }
 
-/// Pseudo-random values, roughly normal with standard deviation 0.02.
+/// Makes pseudo-random values, roughly normal with standard deviation 0.02.
 pub fn weights(count: usize) -> Vec<f32> {
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let mut uniform = || {

@@ -1,4 +1,4 @@
-//! Speed of the host engine, next to a copy of the same input: `cargo bench --bench host`.
+//! Speed of the host engine, relative to a copy of the same input: `cargo bench --bench host`.
 
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
@@ -6,12 +6,12 @@ use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
 use burn_fp4_search::{Admm, BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule};
 use clap::Parser;
 
-/// Speed of the host engine, next to a copy of the same input.
+/// Measures the host engine, relative to a copy of the same input.
 #[derive(Parser)]
 struct Arguments {
     /// Measure only operations whose name contains this.
     filter: Option<String>,
-    /// The filter is the whole name.
+    /// Match the whole name instead.
     #[arg(long)]
     exact: bool,
     /// Rows of the matrix.
@@ -23,7 +23,7 @@ struct Arguments {
     /// Timed runs per operation; the median counts.
     #[arg(long, default_value_t = 15)]
     runs: usize,
-    /// Print an array of objects instead of a table.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
     /// Option that `cargo bench` passes.
@@ -75,18 +75,18 @@ fn measure<T: HostElement>(dtype: &str, arguments: &Arguments, values: &[T], row
     }
 }
 
-/// Values of one dtype, and what is measured with them.
+/// Values of one dtype, and the results for them.
 struct Bench<'a, T> {
     dtype: &'a str,
     arguments: &'a Arguments,
     values: &'a [T],
-    /// Seconds that a copy of the values takes.
+    /// Seconds of a copy of the values.
     copy: f64,
     rows: &'a mut Vec<Row>,
 }
 
 impl<T: HostElement> Bench<'_, T> {
-    /// Measures an operation, if it is asked for.
+    /// Measures an operation if the filter matches it.
     fn time(&mut self, name: String, bytes: usize, run: impl FnMut()) {
         let wanted = self.arguments.filter.as_ref().is_none_or(|filter| {
             if self.arguments.exact { name == *filter } else { name.contains(filter) }
@@ -97,13 +97,13 @@ impl<T: HostElement> Bench<'_, T> {
         }
     }
 
-    /// Memory for codes and block scales.
+    /// Allocates codes and block scales.
     fn packed(&self, scheme: &Fp4Scheme) -> (Vec<u8>, Vec<u8>) {
         let count = self.values.len();
         (vec![0; count / 2], vec![0; count / scheme.block_size])
     }
 
-    /// The searches that need activations, the Hessians of the blocks included.
+    /// Measures the searches that need activations, including the Hessians of the blocks.
     fn searches_by_hessian(&mut self) {
         let (values, cols) = (self.values, self.arguments.cols);
         let view = View::rows(self.arguments.rows, cols);
@@ -138,13 +138,13 @@ impl<T: HostElement> Bench<'_, T> {
         }
     }
 
-    /// A scheme that needs no activations; for runs of elements without a search, the way back too.
+    /// Measures a scheme that needs no activations, and dequantization where there is no search.
     fn scheme(&mut self, name: &str, view: View, scheme: &Fp4Scheme, output: &mut [T]) {
         let (dtype, values) = (self.dtype, self.values);
         let dense_bytes = size_of_val(values);
         let (mut codes, mut scales) = self.packed(scheme);
         let packed_bytes = codes.len() + scales.len();
-        // MXFP4 and rules without a tensor scale need no pass over the data for it.
+        // MXFP4 and rules without a tensor scale need no pass for the amax.
         let reads = if scheme.rule.row().tensor_scale { 2 } else { 1 };
         let mut quantize = || {
             let amax = if reads == 2 { host::amax(values, view, scheme) } else { vec![1.0] };

@@ -6,16 +6,16 @@ use burn::tensor::{Device, Distribution, Tensor};
 use burn_fp4::{Fp4Config, Fp4Linear, Fp4Module};
 use clap::Parser;
 
-/// Speed of linear layers on the host in f32, dense and quantized, next to the dense one.
+/// Measures linear layers on the host in f32, dense and quantized.
 #[derive(Parser)]
 struct Arguments {
-    /// Inputs and outputs of a layer.
+    /// Input and output features of a layer.
     #[arg(long, default_value_t = 4096)]
     side: usize,
     /// Timed runs per layer; the median counts.
     #[arg(long, default_value_t = 15)]
     runs: usize,
-    /// Print an array of objects instead of a table.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
     /// Option that `cargo bench` passes.

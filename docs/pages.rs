@@ -68,7 +68,7 @@ fn no_page_types_a_figure() {
             let found = figures(&written);
             assert!(
                 found.is_empty(),
-                "{path}:{line}: {found:?} was typed: put it into docs/benchmarks, with its machine"
+                "{path}:{line}: {found:?} was typed: put it into a file of docs/benchmarks"
             );
         }
     }

@@ -1,11 +1,9 @@
 #!/bin/sh
-# LLVM for the features `cpu` and `cuda`, on a Debian machine that reaches Debian's packages but
-# not GitHub.
+# Installs LLVM for the features `cpu` and `cuda` on Debian without access to GitHub.
 #
-# CubeCL 0.11 compiles its kernels through LLVM, whose prebuilt bundle its build script downloads
-# from GitHub. Where that works, this script is not needed. Elsewhere it puts Debian's LLVM 22 in
-# the folder where the build script looks for the bundle. Needs root. Does nothing where the bundle
-# is already there.
+# CubeCL 0.11 compiles its kernels with LLVM; its build script downloads a prebuilt bundle from
+# GitHub. This script puts Debian's LLVM 22 where the build script looks for the bundle. Needs root.
+# Does nothing if the bundle is installed.
 set -eu
 
 bundle="${XDG_DATA_HOME:-$HOME/.local/share}/tracel/tracel-llvm-23.1.0-4"
@@ -22,8 +20,7 @@ fi
 mkdir -p "$bundle/bin"
 ln -sfn "$llvm/lib" "$bundle/lib"
 ln -sfn "$llvm/include" "$bundle/include"
-# Debian's llvm-config names libz3 by its path, and lists archives of Polly that Debian does not
-# ship.
+# Debian's llvm-config lists libz3 by its path, and archives of Polly that Debian does not ship.
 cat > "$bundle/bin/llvm-config" <<EOF
 #!/bin/sh
 "$llvm/bin/llvm-config" "\$@" |

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Formats, files and the host engine under the address sanitizer, the engine with the instructions
-# of each kind of processor that this one has. Needs nightly Rust; x86-64.
+# Tests formats, files and the host engine with the address sanitizer. The engine runs with each
+# instruction set that this processor has. Needs nightly Rust on x86-64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=x86_64-unknown-linux-gnu
 export RUSTFLAGS="-Zsanitizer=address"
-# The lines of what it finds.
+# Line numbers in the sanitizer's reports.
 export CARGO_PROFILE_DEV_DEBUG=line-tables-only
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/sanitize"
 test() { cargo +nightly test --locked --target "$target" "$@"; }

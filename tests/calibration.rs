@@ -1,5 +1,5 @@
-//! Calibration: the inputs recorded from unmodified modules, against those that copies of the
-//! modules keep by hand.
+//! Calibration: inputs recorded from unmodified modules, against inputs that the forward passes of
+//! the tests keep themselves.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -26,7 +26,7 @@ use tests::engines::devices;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// Inputs `[.., channels]` by the paths of weights, as a forward pass came by them.
+/// Inputs `[.., channels]` of each weight, by path, in the order of the forward pass.
 type Kept = RefCell<Vec<(&'static str, Vec<f32>, usize)>>;
 
 fn keep<const D: usize>(kept: &Kept, paths: &[&'static str], input: &Tensor<D>) {
@@ -149,7 +149,7 @@ impl Watched for Stem {
     }
 }
 
-/// A device that is not this one.
+/// Returns a device other than this one.
 fn other_device(device: &Device) -> Device {
     if *device == Device::flex() { Device::ndarray() } else { Device::flex() }
 }
@@ -190,7 +190,7 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
 }
 
 #[test]
-fn grams_are_those_of_inputs_that_a_copy_keeps() {
+fn recorded_grams_equal_those_of_kept_inputs() {
     for (name, device, _) in devices() {
         let batches = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
         check(&format!("{name} mlp"), &Mlp::new(&device), batches, &[]);
@@ -209,7 +209,7 @@ fn grams_are_those_of_inputs_that_a_copy_keeps() {
             Tensor::<2, Int>::from_data(TensorData::new(tokens, shape), &device)
         };
         // Batches of different lengths.
-        let batches = vec![tokens(5), tokens(9)];
+        let batches = vec![tokens(5), tokens(7)];
         check(&format!("{name} transformer"), &block, batches, &["tokens.weight"]);
 
         let layer = seeded(LinearConfig::new(32, 32).init(&device), 4);
@@ -227,7 +227,7 @@ fn grams_are_those_of_inputs_that_a_copy_keeps() {
     }
 }
 
-/// Tokens whose table is also what their scores are multiplied by.
+/// A model whose embedding is its `lm_head` too.
 #[derive(Module, Debug)]
 struct Words {
     tokens: Embedding,
@@ -246,7 +246,7 @@ impl Words {
 }
 
 #[test]
-fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
+fn a_transposed_weight_is_calibrated_along_its_last_axis() {
     for (name, device, _) in devices() {
         let words = Words {
             tokens: EmbeddingConfig::new(48, 32).init(&device),
@@ -294,7 +294,7 @@ fn a_weight_that_is_used_transposed_is_calibrated_along_its_last_axis() {
     }
 }
 
-/// A module with running statistics, which clones of it share.
+/// A module with running statistics, which its clones share.
 #[derive(Module, Debug)]
 struct Normalized {
     conv: Conv1d,
@@ -312,7 +312,7 @@ impl Watched for Normalized {
 }
 
 #[test]
-fn running_statistics_stay_where_they_are() {
+fn calibration_leaves_running_statistics_on_their_device() {
     for (name, device, _) in devices() {
         let net = Normalized {
             conv: Conv1dConfig::new(2, 4, 3).init(&device),
@@ -338,7 +338,7 @@ fn running_statistics_stay_where_they_are() {
 }
 
 #[test]
-fn halves_are_calibrated_without_loss() {
+fn half_precision_inputs_are_calibrated_in_f32() {
     for (name, device, dtypes) in devices() {
         for dtype in dtypes.into_iter().filter(|&dtype| dtype != DType::F32) {
             let mut layer = seeded(LinearConfig::new(32, 16).with_bias(false).init(&device), 3);
@@ -357,7 +357,7 @@ fn halves_are_calibrated_without_loss() {
 }
 
 #[test]
-fn what_cannot_be_recorded_is_an_error() {
+fn a_pass_that_cannot_be_recorded_is_an_error() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batch = || random(1, [4, 32], &device);
@@ -392,13 +392,13 @@ fn what_cannot_be_recorded_is_an_error() {
     let infinite = batch().slice_fill([0..1, 0..1], f32::INFINITY);
     let error = run(&model, vec![infinite]).unwrap_err();
     assert!(matches!(&error, Fp4Error::Parameter { path, .. } if path == "layers.0.weight"));
-    // A module that is trained is calibrated as it is used.
+    // A module in training is calibrated in inference mode.
     let trained = Mlp::new(&device.clone().autodiff());
     assert!(run(&trained, vec![batch()]).is_ok());
 }
 
 #[test]
-fn an_interrupted_calibration_goes_on_from_its_cache() {
+fn an_interrupted_calibration_resumes_from_its_cache() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batches = || (0..3).map(|seed| random(seed, [20, 32], &device)).collect::<Vec<_>>();
@@ -457,7 +457,7 @@ fn codes_by_gptq(options: CalibrationOptions<'_>) -> Vec<u8> {
 
 const CACHE_OF_KILLED: &str = "BURN_FP4_CACHE_OF_KILLED";
 
-/// Runs in a process of its own, which another test kills.
+/// Runs in a separate process, which another test kills.
 #[test]
 #[ignore = "never ends"]
 fn stands_still_in_the_middle() {
@@ -472,7 +472,7 @@ fn stands_still_in_the_middle() {
 }
 
 #[test]
-fn a_killed_process_is_gone_on_from() {
+fn a_killed_calibration_resumes() {
     let directory = std::env::temp_dir().join(format!("burn-fp4-killed-{}", std::process::id()));
     let mut process = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "stands_still_in_the_middle", "--ignored"])
@@ -506,10 +506,10 @@ fn a_killed_process_is_gone_on_from() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// Statistics of layers depend on the module, on the batches that are summed up together, and on
-/// how the layers before were quantized: a cache of another calibration must not be used.
+/// Statistics depend on the module, on the batches, and on the quantization of the layers before. A
+/// cache of another calibration must not be used.
 #[test]
-fn a_cache_is_of_one_calibration() {
+fn a_cache_is_refused_by_another_calibration() {
     let device = Device::flex();
     let model = Mlp::new(&device);
     let batches = || (0..3).map(|seed| random(seed, [20, 32], &device)).collect::<Vec<_>>();
@@ -555,7 +555,7 @@ fn a_cache_is_of_one_calibration() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// The codes of a weight.
+/// Reads the codes of a weight.
 fn codes(linear: &Linear) -> Vec<u8> {
     let packed = linear.weight.reparameterization::<PackedWeight>().expect("quantized");
     packed.tensor::<2>().codes().into_data().iter::<u8>().collect()
@@ -618,7 +618,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
 }
 
 #[test]
-fn weights_are_divided_among_the_devices_of_a_calibration() {
+fn weights_are_divided_among_several_devices() {
     let batches =
         |device: &Device| (0..4).map(|seed| random(seed, [40, 32], device)).collect::<Vec<_>>();
     let forward = |model: &Mlp, x| model.forward(x);
@@ -670,7 +670,7 @@ fn weights_are_divided_among_the_devices_of_a_calibration() {
 }
 
 #[test]
-fn statistics_are_those_that_a_config_asks_for() {
+fn statistics_are_recorded_for_the_methods_of_a_config() {
     let forward = |model: &Mlp, x| model.forward(x);
     let by_hessian = Fp4Config::new(Fp4Scheme::nvfp4().with_method(Method::Hessian));
     let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
@@ -741,7 +741,7 @@ fn tied_weights_are_quantized_after_their_last_use() {
 }
 
 #[test]
-fn a_resumed_sequential_run_is_that_which_was_not_interrupted() {
+fn a_resumed_sequential_run_equals_an_uninterrupted_one() {
     let device = Device::flex();
     // The first weight is used twice, the second once between.
     let build = || {
@@ -790,7 +790,7 @@ fn a_tied_weight_may_stay_dense_in_one_place() {
     assert_eq!(floats(tied.same.weight.val()), dense);
 }
 
-/// Layers with the same inputs, with one between them that has others.
+/// Layers with the same inputs, and one between them with other inputs.
 #[derive(Module, Debug)]
 struct Siblings {
     query: Linear,
@@ -857,8 +857,8 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
 }
 
 #[test]
-fn recorded_operations_give_what_the_module_gives() {
-    // The bits of a replayed pass are those of the module: the last layer has the same inputs.
+fn recorded_operations_have_the_outputs_of_the_module() {
+    // A replayed pass has the bits of the module: the last layer has the same inputs.
     let device = Device::flex();
     let model = Mlp::new(&device);
     let x = random(1, [8, 32], &device);

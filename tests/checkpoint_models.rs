@@ -31,7 +31,7 @@ use tests::inputs::{Random, normals};
 use tests::modules::{Net, seeded};
 use tests::tensors::{floats, random};
 
-/// An empty folder.
+/// Makes an empty folder.
 fn folder(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("checkpoint_models").join(name);
     if path.exists() {
@@ -45,7 +45,7 @@ fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
     floats(tensor).into_iter().map(f32::to_bits).collect()
 }
 
-/// `[rows, cols]` as `[cols, rows]`.
+/// Transposes `[rows, cols]`.
 fn transposed(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     (0..rows * cols).map(|at| values[at % rows * cols + at / rows]).collect()
 }
@@ -62,7 +62,7 @@ fn refused<M: Module>(path: &Path, module: &mut M, map: &CheckpointMap) -> Vec<M
     }
 }
 
-/// Random codes and scales.
+/// Makes random codes and scales.
 fn packed(seed: u64, format: Fp4Format, rows: usize, cols: usize, g: f32) -> Packed {
     let mut random = Random::new(seed);
     let block_size = format.row().block_size;
@@ -92,7 +92,7 @@ fn dense(name: &str, shape: &[usize], seed: u64) -> (Weight<'static>, Vec<f32>) 
     (weight, values.into_iter().map(|value| value.to_f32()).collect())
 }
 
-/// FP8 with a scale for all.
+/// Makes an FP8 tensor with one scale.
 fn fp8(name: &str, rows: usize, cols: usize, seed: u64) -> (Weight<'static>, Vec<f32>) {
     let mut random = Random::new(seed);
     let codes: Vec<u8> = (0..rows * cols).map(|_| random.below(0x7F) as u8).collect();
@@ -224,7 +224,7 @@ fn tokens(device: &Device) -> Tensor<2, Int> {
     Tensor::from_ints([[1, 2, 3, 47, 19], [0, 5, 6, 7, 8]], device)
 }
 
-/// From the names of `transformers`, and back.
+/// Maps the names of `transformers` to parameter paths, and back.
 fn llama_map() -> CheckpointMap {
     CheckpointMap::new()
         .rename(r"^model\.", "")
@@ -250,8 +250,8 @@ fn with_norms<M: Module>(module: M, seed: u64) -> M {
     module.map(&mut Fill(seed))
 }
 
-/// A multiplier that comes back from its reciprocal, so that a dialect that states divisors holds
-/// it.
+/// Returns a tensor scale that equals the reciprocal of its reciprocal: dialects that store the
+/// reciprocal hold it exactly.
 fn invertible(scheme: Fp4Scheme) -> Fp4Config {
     let g = 1.0 / 5_003.0_f32;
     assert_eq!(1.0 / (1.0 / g), g, "the premise");
@@ -277,7 +277,7 @@ fn files(path: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Every dialect with the formats that hold all of a model of linear layers.
+/// Returns every dialect with the formats in which it holds a model of linear layers.
 const WRITTEN: [(&str, Fp4Format); 4] = [
     ("modelopt", Fp4Format::NvFp4),
     ("modelopt", Fp4Format::MxFp4),
@@ -286,7 +286,7 @@ const WRITTEN: [(&str, Fp4Format); 4] = [
 ];
 
 #[test]
-fn an_encoder_that_was_saved_and_loaded_computes_the_same_bits() {
+fn a_saved_and_loaded_encoder_computes_the_same_bits() {
     let device = Device::flex();
     let folder = folder("encoder");
     for (dialect, format) in WRITTEN {
@@ -350,7 +350,7 @@ fn a_llama_is_saved_with_the_names_of_transformers_and_loaded_again() {
     }
 }
 
-/// A file as others write it, and the values that it means, in the order of [`Llama::linears`].
+/// A file as another tool writes it, and its values, in the order of [`Llama::linears`].
 fn foreign_llama(path: &Path, dialect: &str) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
     let (embedding, embedding_values) = dense("model.embed_tokens.weight", &[VOCABULARY, WIDTH], 1);
     let (norm, norm_values) = dense("model.norm.weight", &[WIDTH], 2);
@@ -383,7 +383,7 @@ fn foreign_llama(path: &Path, dialect: &str) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f3
 }
 
 #[test]
-fn what_others_wrote_means_in_burn_what_it_means_in_the_file() {
+fn files_of_other_tools_load_with_the_values_of_the_file() {
     let folder = folder("foreign");
     for dialect in ["modelopt", "compressed-tensors"] {
         let path = folder.join(dialect);
@@ -447,7 +447,7 @@ fn a_linear_that_stores_columns_gets_the_same_weight() {
     }
 }
 
-/// Experts `[experts, in, out]`, multiplied as `x.matmul(weight)`.
+/// Experts `[experts, in, out]`, used as `x.matmul(weight)`.
 #[derive(Module, Debug)]
 struct Experts {
     up: Param<Tensor<3>>,
@@ -459,7 +459,7 @@ struct Mixture {
     experts: Experts,
 }
 
-/// Experts that are layers of their own.
+/// Experts as separate layers.
 #[derive(Module, Debug)]
 struct Separate {
     experts: Vec<Expert>,
@@ -476,7 +476,7 @@ fn mixture(device: &Device) -> Mixture {
     mixture_of(device, [64, 32], 32)
 }
 
-/// Experts of this matrix and bias.
+/// Makes experts from a matrix and a bias.
 fn mixture_of(device: &Device, [rows, cols]: [usize; 2], bias: usize) -> Mixture {
     let up = Param::from_tensor(Tensor::<3>::zeros([EXPERTS, rows, cols], device));
     let up_bias = Param::from_tensor(Tensor::<2>::zeros([EXPERTS, bias], device));
@@ -488,19 +488,19 @@ fn separate(device: &Device) -> Separate {
     Separate { experts: (0..EXPERTS).map(expert).collect() }
 }
 
-/// The matrices `[out, in]` of the experts, each with a tensor scale of its own.
+/// Makes the matrices `[out, in]` of the experts, each with its own tensor scale.
 fn expert_matrices(format: Fp4Format) -> Vec<Packed> {
     let g = |at: usize| if format.row().tensor_scale { 0.25 * (at + 1) as f32 } else { 1.0 };
     (0..EXPERTS).map(|at| packed(at as u64, format, 32, 64, g(at))).collect()
 }
 
-/// The values of a parameter `[experts, in, out]`.
+/// Reads the values of a parameter `[experts, in, out]`.
 fn expert_values(matrices: &[Packed]) -> Vec<f32> {
     matrices.iter().flat_map(|matrix| transposed(&matrix.dequantize(), 32, 64)).collect()
 }
 
 #[test]
-fn stacked_and_split_experts_are_each_other_in_both_directions() {
+fn experts_are_stacked_and_split_in_both_directions() {
     let folder = folder("experts");
     let device = Device::flex();
     let (bias, bias_values) = dense("experts.up_bias", &[EXPERTS, 32], 5);
@@ -613,7 +613,7 @@ fn dense_experts_are_stacked_and_split_too() {
 }
 
 #[test]
-fn a_tensor_scale_that_its_reciprocal_loses_is_counted_and_off_by_an_ulp() {
+fn a_tensor_scale_that_is_inexact_as_a_reciprocal_is_counted() {
     let folder = folder("divisors");
     let device = Device::flex();
     let mut saved = seeded(Llama::new(&device), 5);
@@ -691,7 +691,7 @@ fn tied(device: &Device) -> Tied {
 }
 
 #[test]
-fn tied_parameters_are_one_tensor_in_files() {
+fn tied_parameters_are_one_tensor_in_a_file() {
     let folder = folder("tied");
     let device = Device::flex();
     let matrix = packed(3, Fp4Format::NvFp4, 32, 64, 0.5);
@@ -732,13 +732,13 @@ fn tied_parameters_are_one_tensor_in_files() {
     assert!(!folder.join("refused").exists());
 }
 
-/// The bias that fits, and its values.
+/// Makes a bias that fits, and returns its values.
 fn fitting_bias() -> (Weight<'static>, Vec<f32>) {
     dense("bias", &[32], 3)
 }
 
-/// A checkpoint that does not fit a linear layer `[64, 32]`, what its error says, and the map that
-/// allows it, if one does.
+/// A checkpoint that does not fit a linear layer `[64, 32]`, the text of its error, and the map
+/// that allows it, if any.
 type Misfit = (Vec<Weight<'static>>, &'static str, Option<CheckpointMap>);
 
 fn misfits() -> Vec<Misfit> {
@@ -789,7 +789,7 @@ fn misfits() -> Vec<Misfit> {
 }
 
 #[test]
-fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
+fn a_mismatch_names_both_sides_and_changes_nothing() {
     let folder = folder("misfits");
     let device = Device::flex();
     let build = || seeded(LinearConfig::new(64, 32).init(&device), 8);
@@ -824,7 +824,7 @@ fn whatever_does_not_fit_is_named_with_both_sides_and_changes_nothing() {
 }
 
 #[test]
-fn what_a_map_says_wrong_is_an_error() {
+fn an_invalid_map_is_an_error() {
     let folder = folder("maps");
     let device = Device::flex();
     let path = folder.join("linear");
@@ -872,7 +872,7 @@ fn what_a_map_says_wrong_is_an_error() {
 }
 
 #[test]
-fn saved_files_are_cut_at_a_size_and_published_whole() {
+fn saved_files_are_split_at_a_size_and_published_atomically() {
     let folder = folder("shards");
     let device = Device::flex();
     let mut saved = seeded(Llama::new(&device), 5);
@@ -912,7 +912,7 @@ struct Buffers {
 }
 
 #[test]
-fn integers_and_truth_values_come_back() {
+fn integers_and_bools_survive_a_save_and_load() {
     let folder = folder("buffers");
     let device = Device::flex();
     let buffers = |positions: [i64; 3], mask: [[bool; 2]; 2]| Buffers {
@@ -963,7 +963,7 @@ fn dense_tensors_get_the_dtype_of_their_parameter() {
     load(&path, &mut half, &map);
     assert_eq!(half.gamma.val().dtype(), DType::BF16);
     assert_eq!(floats(half.gamma.val()), values[0]);
-    // Saved as it is.
+    // Saved unchanged.
     let again = folder.join("again");
     half.save_fp4(&again, "plain", &map).unwrap();
     let checkpoint = Checkpoint::open(&again).unwrap();
@@ -972,7 +972,7 @@ fn dense_tensors_get_the_dtype_of_their_parameter() {
     assert_eq!(saved.bytes, source.container().get("weight").unwrap().bytes);
 }
 
-/// As the command `fp4` reads them: by the names of the checkpoint, stacked as there.
+/// The command `fp4` reads these files: names and stacking must be those of the checkpoint.
 #[test]
 fn statistics_are_written_under_the_names_of_the_checkpoint() {
     let file = folder("statistics").join("statistics.safetensors");
@@ -1041,7 +1041,7 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
     assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
 }
 
-/// As the command `fp4` reads them: by the names of the checkpoint, stacked as there.
+/// The command `fp4` reads these files: names and stacking must be those of the checkpoint.
 #[test]
 fn recipes_have_the_names_of_the_checkpoint() {
     let device = Device::flex();
@@ -1090,9 +1090,9 @@ fn recipes_have_the_names_of_the_checkpoint() {
     assert_eq!(of.include, ["embed.weight", "head.weight"]);
 }
 
-/// A configuration has one method for all weights, and cannot say what is done without statistics.
+/// A configuration has one method for all weights: it cannot express a fallback for some.
 #[test]
-fn a_recipe_says_which_weights_had_no_statistics() {
+fn a_recipe_names_the_weights_without_statistics() {
     let (device, map) = (Device::flex(), CheckpointMap::new());
     let dense = Net::new([32, 48, 16], &device);
     let mut calibration = Calibration::new();
@@ -1156,9 +1156,9 @@ fn scales_of_a_quantized_cache_are_left_out_and_counted() {
     }
 }
 
-/// gpt-oss says that the parameter is the other way round; of a square one the shape does not tell.
+/// A gpt-oss file says that its weight is transposed; the shape of a square weight does not.
 #[test]
-fn a_weight_that_the_file_says_is_transposed_needs_the_layout_of_its_container() {
+fn a_transposed_weight_in_a_file_needs_the_layout_of_its_container() {
     let folder = folder("transposed");
     let device = Device::flex();
     for outputs in [64, 32] {
@@ -1205,7 +1205,7 @@ mod tables {
 }
 
 #[test]
-fn integers_and_truth_values_of_linear_layers_are_not_turned() {
+fn integers_and_bools_of_linear_layers_are_not_transposed() {
     let path = folder("tables").join("tables");
     let device = Device::flex();
     let tables = |table: [[i64; 3]; 2], mask: [[bool; 3]; 2]| tables::Linear {
@@ -1245,7 +1245,7 @@ fn stacked_fp8_is_split_into_layers() {
 }
 
 #[test]
-fn types_of_ggml_are_loaded_as_floats() {
+fn ggml_types_load_as_floats() {
     let path = folder("ggml").join("x.gguf");
     let device = Device::flex();
     let mut random = Random::new(8);

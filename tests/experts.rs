@@ -1,4 +1,4 @@
-//! Weights of rank 3: a mixture of experts, calibrated and quantized one matrix an expert.
+//! Weights of rank 3: a mixture of experts, calibrated and quantized expert by expert.
 
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ use tests::tensors::{floats, random};
 const UP: &str = "experts.up";
 const DOWN: &str = "experts.down";
 
-/// The experts by GPTQ; the router stays dense, so that images keep their experts.
+/// Quantizes the experts with GPTQ. The router stays dense: images keep their experts.
 fn by_gptq() -> Fp4Config {
     by(Method::Amax).method(Method::GPTQ)
 }
@@ -31,12 +31,12 @@ fn forward(model: &Mixture, images: Tensor<2>) -> Tensor<2> {
     model.forward(images)
 }
 
-/// Images of the training part in four batches.
+/// Returns the training images in four batches.
 fn batches(digits: &Digits, device: &Device) -> Vec<Tensor<2>> {
     digits.images(device).chunk(4, 0)
 }
 
-/// A mixture that reads digits; it is trained once.
+/// Returns a trained mixture; all tests share it.
 fn trained(device: &Device) -> Mixture {
     static TRAINED: LazyLock<Mixture> = LazyLock::new(|| {
         let (train, _) = Digits::train_and_test();
@@ -45,14 +45,14 @@ fn trained(device: &Device) -> Mixture {
     TRAINED.clone().to_device(device)
 }
 
-/// A mixture that never chooses an expert.
+/// Returns a mixture that never routes an image to `expert`.
 fn without(expert: usize, mut model: Mixture) -> Mixture {
     let bias = model.router.bias.take().expect("a router with a bias");
     model.router.bias = Some(bias.map(|bias| bias.slice_fill(s![expert..expert + 1], -1e9f32)));
     model
 }
 
-/// Relative error of the scores.
+/// Computes the relative error of the logits.
 fn output_error(found: &Mixture, exact: &Mixture, images: &Tensor<2>) -> f64 {
     let sum = |values: Tensor<2>| values.powf_scalar(2.0).sum().into_scalar::<f64>();
     let expected = exact.forward(images.clone());
@@ -73,7 +73,7 @@ fn outcome<'a>(
     }
 }
 
-/// The images that an expert sees, the others as zeros.
+/// Returns the images of an expert, with zeros for the others.
 fn seen_by(expert: usize, routes: &Tensor<2, Bool>, images: &Tensor<2>) -> Tensor<2> {
     let [rows, _] = images.dims();
     images.clone() * routes.clone().slice([0..rows, expert..expert + 1]).float()
@@ -178,7 +178,7 @@ fn each_expert_is_quantized_by_its_own_statistics() {
     }
 }
 
-/// Experts with two layers of the same inputs.
+/// Experts with two layers that share their inputs.
 #[derive(Module, Debug)]
 struct Gated {
     gate: Param<Tensor<3>>,
@@ -192,7 +192,7 @@ impl Gated {
 }
 
 #[test]
-fn layers_of_experts_with_the_same_inputs_get_the_codes_they_get_alone() {
+fn experts_with_the_same_inputs_get_the_codes_they_get_alone() {
     const IDLE: usize = 1;
     let gptq = Gptq::default();
     for (name, device, _) in devices() {
@@ -279,7 +279,7 @@ fn an_expert_without_tokens_falls_back_and_the_report_says_which() {
 }
 
 #[test]
-fn experts_are_quantized_in_turn() {
+fn experts_are_quantized_sequentially() {
     let (train, _) = Digits::train_and_test();
     for (name, device, _) in devices() {
         let dense = trained(&device);
@@ -345,7 +345,7 @@ fn statistics_of_inputs_are_of_no_use_to_blocks_along_outputs() {
 }
 
 #[test]
-fn statistics_of_slices_can_be_handed_over() {
+fn statistics_of_slices_can_be_provided() {
     let device = Device::flex();
     let dense = Mixture::new(&device);
     let mut calibration = Calibration::new();
@@ -371,7 +371,7 @@ fn statistics_of_slices_can_be_handed_over() {
 }
 
 #[test]
-fn packed_experts_travel_with_records() {
+fn records_hold_packed_experts() {
     for (name, device, _) in devices() {
         let mut model = Mixture::new(&device);
         model.quantize_fp4(&by(Method::Amax)).unwrap();

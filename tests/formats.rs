@@ -1,4 +1,4 @@
-//! The domains of 4 and 8 bits, exhaustively, against hand-written values.
+//! Formats of 4 and 8 bits, exhaustively, against hand-written values.
 
 use burn_fp4_formats::{
     E2M1, E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, FormatError, Fp4Format, Minifloat,
@@ -8,7 +8,7 @@ use burn_fp4_formats::{
 /// The magnitudes of E2M1, from the OCP specification.
 const E2M1_MAGNITUDES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// 2^exponent; `powi` promises no precision, and Miri takes it at its word.
+/// Computes 2^exponent. `powi` has no guaranteed precision, and Miri makes use of that.
 fn power(exponent: i32) -> f64 {
     f64::from_bits(((1023 + exponent) as u64) << 52)
 }
@@ -32,7 +32,7 @@ fn e8m0_magnitudes() -> Vec<f64> {
 }
 
 #[test]
-fn hand_written_landmarks() {
+fn formats_have_their_landmark_values() {
     for (row, code, value) in [
         (E4M3, 0x00, 0.0),
         (E4M3, 0x01, 1.0 / 512.0),
@@ -87,7 +87,7 @@ fn every_code_decodes_to_its_value() {
     assert!(E8M0.decode(0xFF).is_nan() && E8M0_VALUES[0xFF].is_nan());
 }
 
-/// Rounds by looking at every magnitude: the nearest, of two the one with the even code.
+/// Rounds to the nearest of all magnitudes, ties to the even code.
 fn nearest(magnitudes: &[f64], value: f64) -> u8 {
     let distance = |code: usize| (magnitudes[code] - value).abs();
     let better = |best: usize, code: usize| {
@@ -127,7 +127,7 @@ fn every_midpoint_and_its_neighbours_round_to_nearest_even() {
 }
 
 #[test]
-fn ties_of_e2m1_by_hand() {
+fn ties_of_e2m1_round_to_even() {
     let ties = [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)];
     for (value, code) in ties {
         assert_eq!(E2M1.encode(value), code, "{value}");
@@ -148,7 +148,7 @@ fn nibbles_go_low_first_and_come_back() {
     assert_eq!(packed, all);
 }
 
-/// The layout as torch code writes it: reshape (R/128, 4, 32, C/4, 4), permute (0, 3, 2, 1, 4).
+/// Lays out scales as torch code does: reshape (R/128, 4, 32, C/4, 4), permute (0, 3, 2, 1, 4).
 fn tiled_by_permutation(scales: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     let (padded_rows, padded_blocks) = (rows.div_ceil(128) * 128, blocks.div_ceil(4) * 4);
     let mut tiled = Vec::new();
@@ -233,7 +233,7 @@ fn packed_matrices_are_validated_strictly() {
 }
 
 #[test]
-fn dequantization_by_hand() {
+fn dequantization_matches_values_computed_by_hand() {
     let mut packed = valid();
     packed.codes[0] = 0xF7; // 6 and -6
     packed.scales[0] = 0x40; // 2

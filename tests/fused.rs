@@ -1,6 +1,5 @@
-//! Unmodified layers with packed weights, straight from the codes: which products and lookups are
-//! found in the stream of operations, and what comes out. Every test calls `init` first, before any
-//! operation on a Cube device.
+//! Fused products and lookups of unmodified layers with packed weights: the operations that are
+//! fused, and their results. Every test calls `init` before any operation on a Cube device.
 
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
@@ -26,7 +25,7 @@ use tests::inputs::Random;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// One test at a time: the counters are the process's.
+/// Serializes the tests: the counters are global.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     let guard = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -34,7 +33,7 @@ fn alone() -> MutexGuard<'static, ()> {
     guard
 }
 
-/// The devices that have kernels, and their dtypes.
+/// Returns the devices with kernels, and their dtypes.
 fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
 }
@@ -60,7 +59,7 @@ const fn looked_up(lookups: u64) -> FusedProducts {
     FusedProducts { fused: 0, lookups, dense: 0 }
 }
 
-/// Recognized, but dequantized first.
+/// Counts products that are recognized, but run dense.
 const fn dequantized(dense: u64) -> FusedProducts {
     FusedProducts { fused: 0, lookups: 0, dense }
 }
@@ -84,7 +83,7 @@ fn embedding(rows: usize, cols: usize, dtype: DType, device: &Device) -> Embeddi
     cast(seeded(EmbeddingConfig::new(rows, cols).init(device), rows as u64), dtype)
 }
 
-/// The product in f64, with the weight that the layer dequantizes.
+/// Computes the product in f64 with the dequantized weight, and the sums of magnitudes.
 fn expected<const D: usize>(layer: &Linear, x: &Tensor<D>) -> (Vec<f64>, Vec<f64>) {
     let [channels, outputs] = layer.weight.shape().dims();
     let weight = floats(layer.weight.val());
@@ -121,7 +120,7 @@ fn assert_product<const D: usize>(what: &str, layer: &Linear, x: &Tensor<D>, fou
     };
     let packed = layer.weight.reparameterization::<PackedWeight>();
     let adapted = packed.is_some_and(|packed| packed.adapter().is_some());
-    // Dense products, and those of adapters, round f32 factors to 11 bits on CUDA.
+    // Dense products and products of adapters round f32 factors to 11 bits on CUDA.
     let burns = what.starts_with("cuda") && (what.contains("dense") || adapted);
     let dense = if dtype == DType::F32 && burns { 2e-3 } else { 1e-5 };
     for (at, (found, (sum, size))) in found.iter().zip(sums.iter().zip(&sizes)).enumerate() {
@@ -165,7 +164,7 @@ fn linears_of_any_rank_are_fused() {
 }
 
 #[test]
-fn what_is_added_may_be_anything() {
+fn any_addend_is_fused_or_added() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let mut layer = linear(64, 64, false, DType::F32, &device);
@@ -216,7 +215,7 @@ fn products_of_tensors_and_of_fp4_linears_are_fused() {
     }
 }
 
-/// A thread reads what another one made through views of its own, and frees them.
+/// A thread reads tensors of another thread through views of its own, and frees them.
 #[test]
 fn products_on_another_thread_are_fused() {
     let _alone = alone();
@@ -268,7 +267,7 @@ fn attention_and_shared_weights_are_fused() {
 }
 
 #[test]
-fn what_is_not_such_a_product_is_left_alone() {
+fn other_uses_of_a_weight_are_not_fused() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let mut layer = linear(64, 64, false, DType::F32, &device);
@@ -299,12 +298,12 @@ fn what_is_not_such_a_product_is_left_alone() {
 }
 
 #[test]
-fn random_shapes_and_schemes() {
+fn random_shapes_and_schemes_are_multiplied() {
     let _alone = alone();
     let mut random_numbers = Random::new(12);
     for (name, device, dtypes) in cube_devices() {
         // The CPU runtime compiles every shape for seconds.
-        let cases = if name == "cpu" { 50 } else { 200 };
+        let cases = if name == "cpu" { 25 } else { 200 };
         for at in 0..cases {
             let schemes = [
                 Fp4Scheme::nvfp4(),
@@ -339,7 +338,7 @@ fn random_shapes_and_schemes() {
     }
 }
 
-/// The product on the backend that fusion stands before.
+/// Runs the product on the backend below fusion.
 fn without_fusion(weight: &Fp4Tensor<2>, x: Tensor<2>) -> Vec<f32> {
     let DispatchDevice::Cube(device) = x.device().as_dispatch().clone() else {
         panic!("a Cube device")
@@ -410,7 +409,7 @@ fn the_dense_weight_is_never_made() {
 }
 
 #[test]
-fn embeddings_look_rows_up_from_their_codes() {
+fn embedding_lookups_are_fused() {
     let _alone = alone();
     let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
     for (name, device, dtypes) in cube_devices() {
@@ -437,7 +436,7 @@ fn embeddings_look_rows_up_from_their_codes() {
 }
 
 #[test]
-fn what_is_not_such_a_lookup_is_left_alone() {
+fn other_uses_of_a_table_are_not_fused() {
     let _alone = alone();
     for (name, device, _) in cube_devices() {
         let indices = || Tensor::<2, Int>::from_data([[1, 0, 47], [5, 5, 2]], &device);
@@ -521,7 +520,7 @@ fn the_dense_table_of_an_embedding_is_never_made() {
 }
 
 #[test]
-fn adapters_over_codes_are_two_thin_products() {
+fn adapters_run_as_two_thin_products() {
     let _alone = alone();
     for (name, device, dtypes) in cube_devices() {
         for dtype in dtypes {
@@ -550,7 +549,7 @@ fn adapters_over_codes_are_two_thin_products() {
 }
 
 #[test]
-fn what_is_said_of_products_is_what_becomes_of_them() {
+fn reported_paths_of_products_are_the_taken_ones() {
     let _alone = alone();
     for (name, device, dtypes) in cube_devices() {
         for dtype in dtypes {
@@ -581,7 +580,7 @@ fn what_is_said_of_products_is_what_becomes_of_them() {
 }
 
 #[test]
-fn init_again_changes_nothing() {
+fn a_second_init_changes_nothing() {
     let _alone = alone();
     assert!(burn_fp4::init().is_ok());
     assert!(!burn_fp4::ops::multiplies_codes(&Device::flex()));

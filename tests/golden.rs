@@ -1,4 +1,4 @@
-//! Codes and scales equal to those of the other projects, byte for byte, from every engine.
+//! Every engine gives the codes and scales of other projects, byte for byte.
 
 use burn_fp4_formats::{E2M1, Packed, unpack_nibbles};
 use burn_fp4_search::{
@@ -43,17 +43,17 @@ fn transformer_engine(file: &str, rule: ScaleRule) {
 }
 
 #[test]
-fn transformer_engine_up_to_2_13() {
+fn transformer_engine_up_to_2_13_has_the_same_bits() {
     transformer_engine("te_div6", ScaleRule::TeDivision);
 }
 
 #[test]
-fn transformer_engine_since_2_14() {
+fn transformer_engine_since_2_14_has_the_same_bits() {
     transformer_engine("te_rcp6", ScaleRule::Te);
 }
 
 #[test]
-fn transformer_engine_variants() {
+fn variants_of_transformer_engine_have_the_same_bits() {
     let golden = Golden::read("te_variants");
     let mut tally = Tally::default();
     for case in golden.cases("x") {
@@ -95,7 +95,7 @@ fn torch_recipe() {
 }
 
 #[test]
-fn torchao_mxfp4() {
+fn torchao_has_the_same_bits() {
     let golden = Golden::read("mxfp4_torchao");
     let modes = [
         ("floor", ScaleRule::Floor),
@@ -114,10 +114,10 @@ fn torchao_mxfp4() {
     tally.finish("mxfp4_torchao");
 }
 
-/// qwantize's naive quantizers. Where an element lies exactly between two, qwantize takes the
-/// smaller magnitude and we the even code; everywhere else codes are equal.
+/// qwantize's naive quantizers. On a tie, qwantize takes the smaller magnitude and we the even
+/// code; all other codes are equal.
 #[test]
-fn qwantize_naive() {
+fn qwantize_has_the_same_bits() {
     let (mut tally, mut ties) = (Tally::default(), 0);
     for file in ["qwantize_std0.02", "qwantize_std1.0"] {
         let golden = Golden::read(file);
@@ -178,8 +178,8 @@ fn compare_with_qwantize(
     ties
 }
 
-/// How far, in ulps, scales that ModelOpt computed on a GPU may be from ours. Triton's division is
-/// an approximation: most scales are equal, some 1 ulp away, and about one in thousands is 2 away.
+/// Allowed difference, in ulps, of scales that ModelOpt computed on a GPU. Triton's division is an
+/// approximation: most scales are equal, some 1 ulp away, and about one in thousands is 2 away.
 const MODELOPT_SCALE_ULPS: u32 = 2;
 
 /// ModelOpt ran on a GPU: scales within [`MODELOPT_SCALE_ULPS`], at most 1 in a thousand
@@ -236,7 +236,8 @@ fn modelopt_functions() {
     assert!(compared_values > 0 && apart * 1000 <= compared_values);
 }
 
-/// Apart by no more than most scales are: 1 ulp of a scale is up to two of its multiple.
+/// Returns true if values differ as much as most scales do: 1 ulp of a scale is up to 2 ulps of its
+/// multiple.
 fn within_two_ulps(a: f32, b: f32, dense: &Dense) -> bool {
     let shift = match dense.dtype() {
         tests::inputs::Dtype::F32 => 0,

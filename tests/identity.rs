@@ -1,5 +1,5 @@
-//! Weights are told apart by their values, not by their ids: Burn gives clones of a parameter one
-//! id, and keeps it when their values come to differ, by an optimizer step or a record.
+//! Weights are identified by their values, not by their ids: Burn's clones of a parameter share an
+//! id, and keep it when an optimizer step or a record changes their values.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -22,11 +22,11 @@ use tests::engines::devices;
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// So many on hosts; CubeCL's CPU runtime takes minutes for as many.
+/// Number of blocks on hosts; fewer on CubeCL's CPU runtime, which would take minutes.
 const BLOCKS: usize = 100;
 const WIDTH: usize = 32;
 
-/// Blocks with residual connections, so that activations stay of one size.
+/// Blocks with residual connections, which keep the size of activations.
 #[derive(Module, Debug)]
 struct Stack {
     blocks: Vec<Linear>,
@@ -54,7 +54,7 @@ fn weight_of(linear: Linear, values: Tensor<2>) -> Linear {
     Linear { weight: linear.weight.map(|_| values), ..linear }
 }
 
-/// Clones of one block, filled from a file that holds as many different ones under the same id.
+/// Clones of one block, filled from a file with different blocks of the same id.
 fn cloned_and_filled(blocks: usize, device: &Device) -> Stack {
     let block = block(device);
     let values = |at: usize| random(at as u64, [WIDTH, WIDTH], device) * 0.1;
@@ -68,7 +68,7 @@ fn cloned_and_filled(blocks: usize, device: &Device) -> Stack {
     stack
 }
 
-/// The same weights, each with an id of its own.
+/// Returns the same weights with different ids.
 fn with_ids_of_their_own(stack: &Stack) -> Stack {
     let blocks = stack.blocks.iter().cloned();
     let fresh = blocks.map(|mut block| {
@@ -87,7 +87,7 @@ fn all_packed(stack: &Stack) -> Vec<Packed> {
     stack.blocks.iter().map(packed).collect()
 }
 
-/// Asserts that every block has what the same block has where ids do not repeat.
+/// Asserts that every block equals the block of a model whose ids do not repeat.
 fn assert_each_has_its_own(what: &str, found: &Stack, expected: &Stack) {
     let (found, expected) = (all_packed(found), all_packed(expected));
     for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -101,13 +101,13 @@ fn by(search: Method) -> Fp4Config {
     Fp4Config::new(Fp4Scheme::nvfp4().with_method(search))
 }
 
-/// Methods that look at weights only.
+/// Returns methods that need only weights.
 fn methods_without_inputs() -> Vec<(&'static str, Fp4Config)> {
     let four_over_six = Method::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
     vec![("amax", by(Method::Amax)), ("four over six", by(four_over_six)), ("sse", by(Method::SSE))]
 }
 
-/// Methods that need statistics of inputs.
+/// Returns methods that need statistics of inputs.
 fn methods_with_inputs() -> Vec<(&'static str, Fp4Config)> {
     vec![
         ("hessian", by(Method::Hessian)),
@@ -120,7 +120,7 @@ fn batches(device: &Device) -> Vec<Tensor<2>> {
     (0..2).map(|seed| random(1000 + seed, [64, WIDTH], device)).collect()
 }
 
-/// Two devices that weights are divided among.
+/// Returns two devices to divide weights among.
 fn pairs() -> Vec<(&'static str, [Device; 2])> {
     vec![
         ("flex and ndarray", [Device::flex(), Device::ndarray()]),
@@ -171,7 +171,7 @@ fn a_hundred_blocks_of_one_id_are_calibrated_each_by_its_own_inputs() {
 }
 
 #[test]
-fn a_hundred_blocks_of_one_id_are_quantized_in_turn() {
+fn a_hundred_blocks_of_one_id_are_quantized_sequentially() {
     for (name, device, _) in devices() {
         let dense = cloned_and_filled(blocks(name), &device);
         let apart = with_ids_of_their_own(&dense);
@@ -222,7 +222,7 @@ fn a_hundred_blocks_of_one_id_are_divided_among_two_devices() {
     }
 }
 
-/// The ids of the integer tensors of a module: the codes and scales of its packed weights.
+/// Collects the ids of integer tensors: codes and scales of packed weights.
 fn ids_of_parts(module: &impl Module) -> Vec<u64> {
     struct Ids(Vec<u64>);
     impl ModuleVisitor for Ids {
@@ -236,7 +236,7 @@ fn ids_of_parts(module: &impl Module) -> Vec<u64> {
 }
 
 #[test]
-fn ties_that_hold_are_one_packing_and_those_that_do_not_are_two() {
+fn tied_weights_are_packed_once_and_parted_ones_twice() {
     for (name, device, _) in devices() {
         let tied = seeded(block(&device), 4);
         let other = weight_of(tied.clone(), tied.weight.val() * 2.0);
@@ -284,7 +284,7 @@ struct Twins {
     second: Linear,
 }
 
-/// Burn gives the gradient of a parameter that stands in two places to the first one.
+/// Burn gives the gradient of a tied parameter to its first place.
 #[test]
 fn weights_that_an_optimizer_step_parted_are_quantized_apart() {
     let device = Device::flex().autodiff();
@@ -339,7 +339,7 @@ fn packed_records_fill_clones_of_one_block_each_with_its_own() {
     assert_eq!(weights.len(), 8);
 }
 
-/// A module written by hand that maps its layers in another order than it visits them.
+/// A hand-written module that maps its layers in another order than it visits them.
 #[derive(Debug, Clone)]
 struct Backwards {
     a: Linear,

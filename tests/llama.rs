@@ -1,4 +1,4 @@
-//! The example `llama`: what `transformers` computes, in floats and from FP4.
+//! The example `llama` against `transformers`, dense and in FP4.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

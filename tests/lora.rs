@@ -18,7 +18,7 @@ fn two_layers(device: &Device) -> Net {
     Net::new([32, 48, 16], device)
 }
 
-/// With both weights packed and adapted.
+/// Returns a net with both weights packed and adapted.
 fn adapted(device: &Device) -> Net {
     let mut net = two_layers(device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -36,10 +36,13 @@ fn lora() -> Lora {
     Lora::new(4, 8.0)
 }
 
-/// Trains on random targets; gives the losses too.
+/// Rows of every input. With one number of rows, all tests share compiled kernels.
+const ROWS: usize = 8;
+
+/// Trains on random targets. Returns the net and the losses.
 fn train(mut net: Net, steps: usize) -> (Net, Vec<f32>) {
     let device = net.first.weight.val().device();
-    let (x, target) = (random(9, [64, 32], &device), random(10, [64, 16], &device));
+    let (x, target) = (random(9, [ROWS, 32], &device), random(10, [ROWS, 16], &device));
     let mut optimizer = AdamConfig::new().init();
     let mut losses = Vec::new();
     for _ in 0..steps {
@@ -59,7 +62,7 @@ fn adapter(linear: &Linear) -> &LoraAdapter {
     packed(linear).adapter().expect("adapted")
 }
 
-/// The bits of all integer tensors, which are codes and scales, with their paths.
+/// Reads all integer tensors, which are codes and scales, with their paths.
 fn codes(module: &impl Module) -> Vec<(String, Vec<i64>)> {
     struct Codes {
         stack: Vec<String>,
@@ -82,7 +85,7 @@ fn codes(module: &impl Module) -> Vec<(String, Vec<i64>)> {
     codes.found
 }
 
-/// Paths of float parameters, and whether they are trained.
+/// Returns the paths of float parameters, and true for those that are trained.
 fn trained(module: &impl Module) -> Vec<(String, bool)> {
     struct Trained {
         stack: Vec<String>,
@@ -104,7 +107,7 @@ fn trained(module: &impl Module) -> Vec<(String, bool)> {
     trained.found
 }
 
-/// `dequantized + scale a b`, summed up on the host.
+/// Computes `dequantized + scale a b` on the host.
 fn adapted_values(linear: &Linear) -> Vec<f32> {
     let dequantized = floats(packed(linear).tensor::<2>().dequantize());
     let delta = floats(adapter(linear).delta());
@@ -112,7 +115,7 @@ fn adapted_values(linear: &Linear) -> Vec<f32> {
 }
 
 #[test]
-fn adapters_train_over_codes_that_stay() {
+fn adapters_train_and_codes_stay() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
         let net = adapted(&device);
@@ -135,7 +138,7 @@ fn a_fresh_adapter_changes_nothing() {
     for (name, device, _) in devices() {
         let mut net = two_layers(&device);
         net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-        let x = random(5, [7, 32], &device);
+        let x = random(5, [ROWS, 32], &device);
         let expected = floats(net.forward(x.clone()));
         net.lora_fp4(&lora()).unwrap();
         assert_near(name, &floats(net.forward(x)), &expected, 1e-6);
@@ -163,14 +166,14 @@ fn only_adapters_are_trained() {
 }
 
 #[test]
-fn a_linear_layer_from_codes_has_the_outputs_and_gradients_of_its_adapted_weight() {
+fn fp4_linear_has_the_outputs_and_gradients_of_its_adapted_weight() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
         let (net, _) = train(adapted(&device), 3);
         let linear = net.first;
         let straight = Fp4Linear::from(linear.clone());
-        let x = || random(6, [5, 32], &device).require_grad();
-        let weights = random(7, [5, 48], &device);
+        let x = || random(6, [ROWS, 32], &device).require_grad();
+        let weights = random(7, [ROWS, 48], &device);
         let results = |x: &Tensor<2>, output: Tensor<2>| {
             let found = floats(output.clone());
             let gradients = (output * weights.clone()).sum().backward();
@@ -224,7 +227,7 @@ fn records_hold_codes_and_adapters() {
 }
 
 #[test]
-fn records_with_adapters_do_not_load_where_weights_are_packed_without() {
+fn records_with_adapters_do_not_load_into_weights_without() {
     let device = Device::flex();
     let record = adapted(&device).into_record();
     let mut packed = two_layers(&device);
@@ -264,7 +267,7 @@ fn only_factors_of_a_parameter_are_called_an_adapter() {
 }
 
 #[test]
-fn adapters_that_were_loaded_go_on_training() {
+fn loaded_adapters_continue_training() {
     let device = Device::flex().autodiff();
     let (net, _) = train(adapted(&device), 5);
     let mut loaded = two_layers(&device);
@@ -296,7 +299,7 @@ fn a_record_without_adapters_freezes_nothing() {
 }
 
 #[test]
-fn merging_quantizes_what_the_adapters_made_of_the_weights() {
+fn merging_quantizes_the_adapted_weights() {
     for (name, device, _) in devices() {
         let (net, _) = train(adapted(&device.clone().autodiff()), 10);
         let mut net = net.valid();
@@ -344,7 +347,7 @@ fn materialized_adapters_are_in_the_dense_weight() {
 }
 
 #[test]
-fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
+fn adapters_without_a_weight_are_an_error_that_freezes_nothing() {
     let device = Device::flex().autodiff();
     let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -357,7 +360,7 @@ fn adapters_for_nothing_are_an_error_that_freezes_nothing() {
 }
 
 #[test]
-fn a_dense_weight_gets_the_adapter_of_burn() {
+fn a_dense_weight_gets_burns_adapter() {
     let device = Device::flex().autodiff();
     let mut net = two_layers(&device);
     net.quantize_fp4(&Fp4Config::nvfp4().exclude("second.*")).unwrap();
@@ -390,7 +393,7 @@ fn adapters_move_between_devices() {
 }
 
 #[test]
-fn factors_that_are_not_finite_are_not_merged() {
+fn adapters_that_are_not_finite_are_not_merged() {
     let device = Device::flex();
     let mut net = adapted(&device);
     struct Spoil;
@@ -421,7 +424,7 @@ fn factors_that_are_not_finite_are_not_merged() {
     assert!(matches!(&error, Fp4Error::Unused(lines) if lines[0].contains("frist")), "{error}");
 }
 
-/// A language model, as far as adapters are concerned.
+/// A minimal language model.
 #[derive(Module, Debug)]
 struct Words {
     embed: Embedding,
@@ -457,7 +460,7 @@ fn step(words: Words) -> Words {
 }
 
 #[test]
-fn the_guide_leads_from_adapters_to_a_record_and_a_checkpoint() {
+fn the_steps_of_the_guide_end_in_a_record_and_a_checkpoint() {
     for (name, device, _) in devices() {
         let mut words = Words::new(&device.clone().autodiff());
         words.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -496,7 +499,7 @@ fn the_guide_leads_from_adapters_to_a_record_and_a_checkpoint() {
 }
 
 #[test]
-fn dense_weights_keep_their_dtype_whatever_that_of_their_adapters() {
+fn dense_weights_keep_their_dtype_with_adapters_of_another() {
     let device = Device::flex();
     let group = ParamGroup::from_path("embed.weight");
     let lora = Lora::new(4, 8.0).set_dtype(FloatDType::F16).set_param_group(group);
@@ -514,7 +517,7 @@ fn dense_weights_keep_their_dtype_whatever_that_of_their_adapters() {
     assert_eq!(codes(&words), codes_before);
 }
 
-/// Gives every factor `b`, `[4, outputs]`, a value.
+/// Sets every factor `b`, `[4, outputs]`.
 struct Fill(f32);
 
 impl ModuleMapper for Fill {
@@ -537,7 +540,7 @@ fn a_dense_weight_whose_adapter_is_not_finite_is_not_merged() {
 }
 
 #[test]
-fn what_merging_would_leave_attached_is_an_error_that_names_the_call() {
+fn an_attachment_that_merging_would_leave_is_an_error_that_names_the_call() {
     let mut words = Words::new(&Device::flex());
     let only_head = Fp4Config::nvfp4().include("head.*");
     words.fake_quantize_fp4(&only_head).unwrap();

@@ -9,10 +9,10 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-const WIDTH: usize = 2048;
+const WIDTH: usize = 1024;
 const LAYERS: usize = 24;
 
-/// 100 million weights: each is freed when it is packed, so the peak is hardly more than the dense
+/// 25 million weights. Each is freed when it is packed: the peak is hardly more than the dense
 /// model, and afterwards only codes and scales are left.
 #[test]
 fn quantizing_in_place_peaks_barely_above_the_dense_model() {

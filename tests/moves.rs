@@ -18,8 +18,8 @@ const LAYERS: usize = 4;
 /// Bytes of the weights in f32.
 const DENSE: usize = 4 * LAYERS * WIDTH * WIDTH;
 
-/// Packed on one host device, and printed: Burn then initializes its lazy parameters to read their
-/// shapes.
+/// Returns a packed model on one host device. It was printed: that makes Burn initialize its lazy
+/// parameters.
 fn used() -> Vec<Linear> {
     let device = Device::ndarray();
     let config = LinearConfig::new(WIDTH, WIDTH).with_bias(false);
@@ -32,12 +32,12 @@ fn used() -> Vec<Linear> {
     model
 }
 
-/// The bytes of codes and scales, of which a tensor has a few more.
+/// Bytes of codes and scales, with some room for tensor scales.
 fn is_packed_size(bytes: usize) -> bool {
     bytes as f64 <= 1.1 * (4.5 / 32.0) * DENSE as f64
 }
 
-/// One test, since memory is counted for the whole program.
+/// The only test of this binary: memory is counted for the whole process.
 #[test]
 fn moved_modules_hold_codes_and_no_dense_zeros() {
     let there = Device::flex();

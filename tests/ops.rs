@@ -29,7 +29,7 @@ fn values<const D: usize>(shape: [usize; D], device: &Device, dtype: DType) -> T
         .cast(FloatDType::from(dtype))
 }
 
-/// The axis moved last, in f32 on the host: rows for the oracle.
+/// Moves the axis last, in f32 on the host: rows for the oracle.
 fn rows<const D: usize>(tensor: Tensor<D>, axis: usize) -> (Vec<f32>, usize, usize) {
     let cols = tensor.dims()[axis];
     let mut order: Vec<usize> = (0..D).filter(|&dim| dim != axis).collect();
@@ -41,7 +41,7 @@ fn rows<const D: usize>(tensor: Tensor<D>, axis: usize) -> (Vec<f32>, usize, usi
 }
 
 #[test]
-fn any_rank_any_axis_any_device() {
+fn tensors_of_any_rank_quantize_along_any_axis_on_any_device() {
     fn check<const D: usize>(shape: [usize; D], axis: usize) {
         for (name, device, dtypes) in devices() {
             for dtype in dtypes {
@@ -106,7 +106,7 @@ fn views_quantize_like_copies_on(name: &str, device: &Device) {
 }
 
 #[test]
-fn a_transpose_moves_nothing_and_means_the_transpose() {
+fn a_transpose_copies_nothing() {
     let device = Device::flex();
     let weight = values([32, 48], &device, DType::F32);
     let packed = quantize(weight, 1, &Fp4Scheme::nvfp4()).unwrap();
@@ -119,8 +119,8 @@ fn a_transpose_moves_nothing_and_means_the_transpose() {
     );
 }
 
-/// Against sums in f64 of exact terms: rounding of f32 sums, of halves that a device may dequantize
-/// to, and of the output. Dense products on CUDA round f32 factors to 11 bits.
+/// Compares with sums in f64. The tolerance covers the rounding of f32 sums, of half-precision
+/// weights and of the output; dense products on CUDA round f32 factors to 11 bits.
 fn check_matmul<const D: usize>(
     what: &str,
     weight: &Fp4Tensor<2>,
@@ -199,7 +199,7 @@ fn matmul_multiplies_by_the_dequantized_weight() {
 }
 
 #[test]
-fn the_memory_of_a_dequantized_weight_is_used_again() {
+fn the_memory_of_a_dequantized_weight_is_reused() {
     let device = Device::flex();
     let weight = |seed: f32| {
         let values = values([1024, 1024], &device, DType::F32) * seed;
@@ -252,7 +252,7 @@ fn gradients_pass_straight_through_fake_quantization() {
 }
 
 #[test]
-fn errors_say_what_and_where() {
+fn errors_name_the_problem_and_its_place() {
     let device = Device::flex();
     let nvfp4 = Fp4Scheme::nvfp4();
     let tensor = Tensor::<2>::ones([16, 24], &device);
@@ -333,13 +333,13 @@ fn parts_and_packed_matrices_are_checked() {
     ));
 }
 
-/// A device that is not this one.
+/// Returns a device other than this one.
 fn another(name: &str) -> Device {
     let mut devices = devices().into_iter();
     devices.find(|(other, ..)| *other != name).expect("there are two in every build").1
 }
 
-/// Codes, block scales and the bits of the tensor scale.
+/// Reads codes, block scales and the bits of the tensor scale.
 type Parts = (Tensor<2, Int>, Tensor<2, Int>, Tensor<1, Int>);
 
 fn parts_of(packed: &Fp4Tensor<2>) -> Parts {
@@ -368,7 +368,7 @@ fn each_wrong_part_is_an_error_that_names_it() {
     }
 }
 
-/// Checked without reading values back: dtypes, devices and shapes.
+/// Dtypes, devices and shapes are checked without reading values back.
 fn parts_of_a_wrong_kind_are_refused(name: &str, device: &Device, packed: &Fp4Tensor<2>) {
     let layout = packed.layout();
     let refused = |parts: Parts, error: OpsError| {
@@ -421,7 +421,7 @@ fn parts_of_a_wrong_kind_are_refused(name: &str, device: &Device, packed: &Fp4Te
     assert_eq!(axis, Err(OpsError::Axis { axis: 2, rank: 2 }), "{name}");
 }
 
-/// Values of scales are checked only by the constructor that reads them back.
+/// Only the constructor that reads scales back checks their values.
 fn wrong_scales_are_refused_where_they_are_read(
     name: &str,
     device: &Device,
@@ -482,9 +482,9 @@ fn tensor_operations_measure_errors_of_any_magnitude() {
     }
 }
 
-/// Valid though pointless: a format without a tensor scale, with one of 1 for each row.
+/// A format without a tensor scale may have a tensor scale of 1 for each row.
 #[test]
-fn every_device_takes_what_a_packed_matrix_may_hold() {
+fn every_device_takes_every_valid_packed_matrix() {
     let values = Kind::Outliers.values(6 * 64, 4);
     let mut packed = oracle(&values, 6, 64, &Fp4Scheme::mxfp4()).unwrap();
     packed.tensor_scale = TensorScale::PerRow(vec![1.0; 6]);
@@ -499,7 +499,7 @@ fn every_device_takes_what_a_packed_matrix_may_hold() {
 }
 
 #[test]
-fn a_shape_of_too_many_values_is_an_error() {
+fn a_shape_that_overflows_is_an_error() {
     for shape in [[1 << 20, 1 << 20], [usize::MAX, 1 << 20]] {
         let layout =
             Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
@@ -574,7 +574,7 @@ fn an_index_out_of_range_panics_on_hosts_as_an_embedding_does() {
 }
 
 #[test]
-fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
+fn embedding_lookups_equal_the_dequantized_rows() {
     for (name, device, _) in devices() {
         let indices = || Tensor::<2, Int>::from_data([[0, 47, 7]], &device);
         let table = || Fp4Embedding::from(seeded(EmbeddingConfig::new(48, 64).init(&device), 3));
@@ -597,7 +597,7 @@ fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
                 assert!(near, "{name}: {found}, not {expected}");
             }
 
-            // Its records are those of Burn's.
+            // Its records load into Burn's layer.
             let mut other = EmbeddingConfig::new(48, 64).init(&device);
             other.load_fp4_record(table.into_record()).unwrap();
             assert_bits(name, &floats(other.forward(indices())), &found);
@@ -606,7 +606,7 @@ fn an_embedding_looks_up_what_it_dequantizes_and_may_be_tied() {
 }
 
 #[test]
-fn what_becomes_of_products_is_said_with_a_remedy() {
+fn the_path_of_a_product_is_reported_with_a_remedy() {
     for (name, device, _) in devices() {
         let layout = |shape: &[usize]| {
             let (format, block_size) = (Fp4Format::NvFp4, 16);
@@ -639,7 +639,7 @@ fn what_becomes_of_products_is_said_with_a_remedy() {
 }
 
 #[test]
-fn other_dtypes_are_written_or_refused_and_nothing_is_too_small() {
+fn f64_and_empty_tensors_are_dequantized_or_refused() {
     for (name, device, _) in devices() {
         let weight = values([32, 8], &device, DType::F32);
         let packed = quantize(weight, 0, &Fp4Scheme::nvfp4()).unwrap();
@@ -723,7 +723,7 @@ fn modelopt_functions_take_tensors_of_any_shape() {
     assert_eq!(floats(values)[..4], [0.5, 1.0, 6.0, -6.0]);
 }
 
-/// The backend that `Fusion` wraps, called directly.
+/// Kernels run on the backend that `Fusion` wraps.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn kernels_run_without_fusion_too() {
@@ -754,8 +754,8 @@ fn kernels_run_without_fusion_too() {
     }
 }
 
-/// Inputs of a layer `[rows, channels]` whose channels are correlated, values of bf16: a GPU
-/// multiplies them exactly, f32 it may round first.
+/// Makes inputs `[rows, channels]` with correlated channels and values of bf16. A GPU multiplies
+/// these exactly; it may round f32 first.
 fn activations(rows: usize, channels: usize, device: &Device) -> Tensor<2> {
     let data = Kind::Weights.values(rows * channels, 21);
     let mut last = 0.0;
@@ -819,10 +819,10 @@ fn activations_decide_about_codes_on_every_device() {
     }
 }
 
-/// Sums in another order may change a code, so that kernels are compared by the error that they
-/// leave, `tr(E H E^T)`.
+/// Another order of summation may change a code: kernels are compared by their remaining error,
+/// `tr(E H E^T)`.
 #[test]
-fn gptq_leaves_as_little_error_on_every_device() {
+fn gptq_has_a_small_error_on_every_device() {
     let damped = Gptq { damping: 0.02, ..Gptq::default() };
     let steps = [
         Gptq { sweeps: 0, refits: 0, ..damped },
@@ -878,7 +878,7 @@ fn gptq_leaves_as_little_error_on_every_device() {
     }
 }
 
-/// `tr(E H E^T)` of the errors of a packed matrix.
+/// Computes `tr(E H E^T)` of the errors of a packed matrix.
 fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
     let errors: Vec<f64> = packed
         .dequantize()
@@ -897,7 +897,7 @@ fn cost(packed: &Packed, values: &[f32], gram: &Gram) -> f64 {
 }
 
 #[test]
-fn a_curvature_made_on_a_device_is_for_weights_there() {
+fn a_curvature_of_a_device_is_for_weights_on_that_device() {
     let flex = Device::flex();
     let gram = gram(activations(100, 64, &flex)).unwrap();
     let (scheme, options) = (Fp4Scheme::nvfp4(), Gptq::default());
@@ -927,9 +927,9 @@ fn a_curvature_made_on_a_device_is_for_weights_there() {
     }
 }
 
-/// Rows that fill no whole number of tiles or vectors, with tensor scales of every kind.
+/// Rows that tiles and vectors do not divide, with tensor scales of every kind.
 #[test]
-fn a_family_has_the_bits_of_its_members_alone() {
+fn weights_quantized_as_a_family_have_the_bits_they_get_alone() {
     let options = Gptq::default();
     // More than a group of channels.
     let gram = gram(activations(400, 160, &Device::flex())).unwrap();

@@ -19,7 +19,7 @@ use tests::inputs::{Dense, Dtype, Kind, normals};
 use tests::modules::seeded;
 use tests::tensors::{floats, random};
 
-/// The golden bytes of TransformerEngine's column-wise output with the transform.
+/// Compares with golden bytes of TransformerEngine's column-wise output with the transform.
 #[test]
 fn the_hadamard_transform_is_transformer_engines() {
     let golden = Golden::read("te_variants");
@@ -57,7 +57,7 @@ fn the_hadamard_transform_is_transformer_engines() {
 }
 
 #[test]
-fn the_hadamard_transform_is_undone() {
+fn the_inverse_hadamard_transform_undoes_the_transform() {
     for (name, device, _) in devices() {
         for signs in [0, 0xD7E8, Hadamard::seeded(3).signs] {
             let transform = Hadamard { signs };
@@ -85,7 +85,7 @@ fn the_hadamard_transform_is_undone() {
     assert_ne!(Hadamard::seeded(3), Hadamard::seeded(4));
 }
 
-/// A block with a scale of 1, so that its values are rounded as they are.
+/// Makes a block with a scale of 1: values are rounded without scaling.
 fn draw_codes(values: &[f32], draw: Draw) -> Packed {
     let scheme = Fp4Scheme::nvfp4()
         .with_tensor_scale(TensorScaling::Multiplier(1.0))
@@ -95,7 +95,7 @@ fn draw_codes(values: &[f32], draw: Draw) -> Packed {
 }
 
 #[test]
-fn random_codes_are_unbiased() {
+fn stochastic_rounding_is_unbiased() {
     const DRAWS: u64 = 4096;
     // Each block holds a 6, whose scale is 1.
     let mut grid: Vec<f32> = (-48..=48).map(|eighth| eighth as f32 / 8.0).collect();
@@ -129,9 +129,9 @@ fn random_codes_are_unbiased() {
     }
 }
 
-/// Between two codes, exactly the expected share of all random bits rounds up.
+/// Exactly the expected share of all random bits rounds up.
 #[test]
-fn probabilities_of_random_codes_are_right() {
+fn stochastic_rounding_has_the_right_probabilities() {
     for below in 0..7u8 {
         let (low, high) = (E2M1_VALUES[below as usize], E2M1_VALUES[below as usize + 1]);
         for eighth in 0..8 {
@@ -151,7 +151,7 @@ fn probabilities_of_random_codes_are_right() {
 }
 
 #[test]
-fn draws_do_not_depend_on_who_draws() {
+fn random_bits_do_not_depend_on_the_engine() {
     for (name, device, _) in devices() {
         let values = Kind::Outliers.values(64 * 96, 3);
         let draw = Draw { seed: 1 << 50 | 9, step: 77 };
@@ -178,7 +178,7 @@ fn draws_do_not_depend_on_who_draws() {
     assert!(drawn.validate().is_err());
 }
 
-/// A matrix in f64, for products that do not depend on an order of terms.
+/// A matrix in f64, for products without a dependence on the order of terms.
 #[derive(Clone)]
 struct Matrix {
     rows: usize,
@@ -247,9 +247,9 @@ impl Matrix {
     }
 }
 
-/// Forward, and both gradients, against products of what the oracle quantizes.
+/// The forward product and both gradients, against products of operands that the oracle quantizes.
 #[test]
-fn products_multiply_the_values_that_the_recipe_names() {
+fn training_products_multiply_the_values_of_the_recipe() {
     let full = TrainRecipe::NVFP4;
     let mxfp4 = Some(Fp4Scheme::mxfp4());
     let recipes = [
@@ -335,7 +335,7 @@ fn products_of_halves_are_rounded_once() {
 }
 
 #[test]
-fn train_linear_is_a_linear_with_records_of_one() {
+fn train_linear_has_the_outputs_and_records_of_linear() {
     for (name, device, _) in devices() {
         let training = device.clone().autodiff();
         let linear = seeded(LinearConfig::new(48, 32).init(&training), 2);

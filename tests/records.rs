@@ -1,7 +1,7 @@
-//! Records and calibration caches that are not what they should be: typed errors that change
-//! nothing, and no more memory than twice the file.
+//! Corrupt records and calibration caches: typed errors that change nothing, with at most twice the
+//! memory of the file.
 //!
-//! `BURN_FP4_MUTATIONS` is how many mutations each test tries, 300 if it is not set.
+//! `BURN_FP4_MUTATIONS` sets the number of mutations of each test (default: 300).
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,7 +29,7 @@ static ALLOCATOR: PeakAlloc = PeakAlloc;
 /// declared length, before they read it.
 const SLACK: usize = 4 << 20;
 
-/// Memory is counted for the whole program, so one test runs at a time.
+/// Serializes the tests: memory is counted for the whole process.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -42,7 +42,7 @@ fn mutations() -> usize {
     }
 }
 
-/// A folder of this process, which is removed with the value.
+/// A folder that is removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -127,14 +127,14 @@ fn bytes(bytes: &[u8]) -> Bytes {
     Bytes::from_bytes_vec(bytes.to_vec())
 }
 
-/// A record whose tensors were changed by hand, unless it cannot be written.
+/// Makes a record with changed tensors; `None` if it cannot be written.
 fn edited(record: &[u8], edit: impl FnOnce(&mut Vec<burn_pack::Tensor>)) -> Option<Vec<u8>> {
     let mut tensors = Reader::from_bytes(bytes(record)).unwrap().into_tensors().unwrap();
     edit(&mut tensors);
     Some(Writer::new(tensors).into_bytes().ok()?.to_vec())
 }
 
-/// The same with a tensor that has this name.
+/// Changes the tensor of this name.
 fn with_tensor(record: &[u8], name: &str, edit: impl FnOnce(&mut burn_pack::Tensor)) -> Vec<u8> {
     let edited = edited(record, |tensors| {
         let found = tensors.iter_mut().find(|tensor| tensor.name == name);
@@ -143,12 +143,12 @@ fn with_tensor(record: &[u8], name: &str, edit: impl FnOnce(&mut burn_pack::Tens
     edited.expect("it can be written")
 }
 
-/// The same tensor of another dtype, whose values are as long.
+/// Gives a tensor another dtype of the same size.
 fn retyped(tensor: &mut burn_pack::Tensor, dtype: DType) {
     tensor.dtype = dtype;
 }
 
-/// The same tensor with other bytes.
+/// Gives a tensor other bytes.
 fn refilled(tensor: &mut burn_pack::Tensor, fill: impl FnOnce(&mut Vec<u8>)) {
     let mut values = tensor.to_bytes().unwrap().to_vec();
     fill(&mut values);
@@ -158,7 +158,7 @@ fn refilled(tensor: &mut burn_pack::Tensor, fill: impl FnOnce(&mut Vec<u8>)) {
 
 fn load(net: &mut Net, record: &[u8]) -> Result<(), Fp4Error> {
     let record = ModuleRecord::from_bytes(bytes(record));
-    net.load_fp4_record(record.expect("the bytes are those of a record"))
+    net.load_fp4_record(record.expect("the bytes of a record"))
 }
 
 const CODES: &str = "body.weight.fp4.nvfp4-block16-axis0.codes";
@@ -166,7 +166,7 @@ const SCALES: &str = "body.weight.fp4.nvfp4-block16-axis0.scales";
 const TENSOR_SCALE: &str = "body.weight.fp4.nvfp4-block16-axis0.tensor_scale";
 
 #[test]
-fn packed_parts_that_are_not_what_they_should_be_are_errors_that_name_them() {
+fn invalid_packed_parts_are_errors_that_name_them() {
     let _alone = alone();
     for (name, device, _) in tests::engines::devices() {
         let good = record(Net::quantized(&device));
@@ -223,7 +223,7 @@ fn packed_parts_that_are_not_what_they_should_be_are_errors_that_name_them() {
 }
 
 #[test]
-fn a_load_that_fails_changes_nothing_not_even_running_statistics() {
+fn a_failed_load_changes_nothing_not_even_running_statistics() {
     let _alone = alone();
     let device = Device::flex();
     let good = record(Net::quantized(&device));
@@ -260,8 +260,8 @@ fn a_load_that_fails_changes_nothing_not_even_running_statistics() {
     assert_eq!(floats(net.norm.running_mean.value()), floats(random(8, [WIDTH], &device)));
 }
 
-/// The bytes before the data: a header of ten, of which the last four are the length of a CBOR map
-/// of tensors, and this map.
+/// Returns the length of the part before the data: a header of ten bytes, whose last four are the
+/// length of a CBOR map of tensors, and the map.
 fn end_of_metadata(record: &[u8]) -> usize {
     10 + u32::from_le_bytes(record[6..10].try_into().expect("four bytes")) as usize
 }
@@ -274,7 +274,7 @@ fn flip(bytes: &mut [u8], range: std::ops::Range<usize>, random: &mut Random) {
     }
 }
 
-/// One of many ways to spoil a record.
+/// Corrupts a record in one of many ways.
 fn mutated_record(good: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bad = good.to_vec();
     let metadata = end_of_metadata(good);
@@ -349,7 +349,7 @@ fn mutated_record(good: &[u8], random: &mut Random) -> Vec<u8> {
     bad
 }
 
-/// Runs what must neither panic nor allocate more than twice a file, beyond what was `usual`.
+/// Runs a closure that must not panic, nor allocate more than `usual` and twice the file.
 fn within<T>(what: &str, file: usize, usual: usize, run: impl FnOnce() -> T) -> T {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
@@ -361,7 +361,7 @@ fn within<T>(what: &str, file: usize, usual: usize, run: impl FnOnce() -> T) -> 
 }
 
 #[test]
-fn spoilt_records_are_typed_errors_or_load_and_take_no_memory_to_speak_of() {
+fn corrupt_records_load_or_fail_with_a_typed_error_in_bounded_memory() {
     let _alone = alone();
     let device = Device::flex();
     let folder = Folder::new("records");
@@ -410,7 +410,7 @@ fn spoilt_records_are_typed_errors_or_load_and_take_no_memory_to_speak_of() {
     assert!(refused > 0, "nothing was refused");
 }
 
-/// A module that is calibrated.
+/// A module to calibrate.
 #[derive(Module, Debug)]
 struct Layers {
     layers: Vec<Linear>,
@@ -429,7 +429,7 @@ fn calibrated(layers: &Layers, cache: &Path) -> Result<Calibration, Fp4Error> {
         .run(batches, |layers: &Layers, x| layers.forward(x))
 }
 
-/// The files below a folder.
+/// Lists the files below a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<_> =
@@ -438,8 +438,8 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The same file of a cache with the checksum of what it holds now, if it can be read: what is
-/// checked after the checksum is reached.
+/// Updates the checksum of a cache file, if it can be read: the checks after the checksum are then
+/// reached.
 fn with_its_checksum(good: &[u8], mut bad: Vec<u8>) -> Vec<u8> {
     let checksum = |file: &[u8]| {
         let file = SafeTensors::deserialize(file).ok()?;
@@ -458,7 +458,7 @@ fn with_its_checksum(good: &[u8], mut bad: Vec<u8>) -> Vec<u8> {
     bad
 }
 
-/// One of many ways to spoil a file of a cache.
+/// Corrupts a file of a cache in one of many ways.
 fn mutated_cache(good: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bad = good.to_vec();
     let header = 8 + u64::from_le_bytes(good[..8].try_into().expect("eight bytes")) as usize;
@@ -520,7 +520,7 @@ fn mutated_cache(good: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 #[test]
-fn spoilt_calibration_caches_are_typed_errors_or_load_and_take_no_memory_to_speak_of() {
+fn corrupt_calibration_caches_load_or_fail_with_a_typed_error_in_bounded_memory() {
     let _alone = alone();
     let device = Device::flex();
     let folder = Folder::new("caches");

@@ -1,5 +1,5 @@
-//! Forward passes that are recorded and replayed equal those that are run, bit for bit, on every
-//! device of this build: those without graphs run the pass, a GPU replays.
+//! A replay equals a forward pass bit for bit, on every device of this build. A GPU replays a
+//! captured graph; other devices run the pass.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,7 +52,7 @@ fn on_another_thread<T: Send + 'static>(make: impl FnOnce() -> T + Send + 'stati
     std::thread::spawn(make).join().expect("the thread runs")
 }
 
-/// Keys and values of attention, one for each position.
+/// KV cache: keys and values of attention, by position.
 #[derive(Clone)]
 struct Cache {
     keys: Tensor<2>,
@@ -79,7 +79,7 @@ impl ReplayTensors for Cache {
     }
 }
 
-/// A token attends to those before it: everything a decoder does with its cache.
+/// A decode step: a token is written into the KV cache and attends to the tokens before it.
 fn decode(net: &Net, cache: Cache, token: Tensor<2, Int>) -> (Cache, Vec<Tensor<2>>) {
     let Cache { keys, values, length } = cache;
     let x = net.table.forward(token).reshape([1, CHANNELS]);
@@ -110,7 +110,7 @@ fn has_graphs(device: &str) -> bool {
 }
 
 #[test]
-fn a_replay_is_a_forward_pass() {
+fn a_replay_equals_a_forward_pass() {
     each_device(|name, device| {
         let net = Net::new(device);
         let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
@@ -158,7 +158,7 @@ fn a_stack_of_layers_is_replayed() {
 }
 
 #[test]
-fn outputs_stay_as_they_were() {
+fn a_later_run_does_not_change_earlier_outputs() {
     each_device(|name, device| {
         let net = Net::new(device);
         let mut replay = Replay::new(net, |net: &Net, x: Tensor<2>| {
@@ -207,7 +207,7 @@ fn a_cache_is_written_in_place() {
 
 /// State that is not updated in place, or is swapped, is carried from run to run too.
 #[test]
-fn a_state_may_be_anything() {
+fn state_that_is_not_updated_in_place_is_carried_along() {
     fn step(
         scale: &f32,
         (a, b, c): (Tensor<1>, Tensor<1>, Vec<Tensor<1, Int>>),
@@ -256,7 +256,7 @@ fn shapes_share_a_state() {
 
 /// The old state may be an output itself, or a part or a view of one.
 #[test]
-fn an_old_state_may_be_an_output() {
+fn an_old_state_can_be_an_output() {
     type Outputs = (Tensor<2>, Tensor<2>, Tensor<2>, Tensor<2>);
     fn step(_: &Relu, a: Tensor<2>, x: Tensor<2>) -> (Tensor<2>, Outputs) {
         let part = a.clone().slice([1..2, 0..3]);
@@ -279,9 +279,9 @@ fn an_old_state_may_be_an_output() {
     });
 }
 
-/// Written in place and an output, for inputs of several shapes.
+/// The new state is updated in place and is an output, for inputs of several shapes.
 #[test]
-fn a_new_state_may_be_an_output() {
+fn a_new_state_can_be_an_output() {
     fn step(_: &Relu, keys: Tensor<2>, x: Tensor<2>) -> (Tensor<2>, Tensor<2>) {
         let at = Tensor::arange(0..x.dims()[0] as i64, &x.device());
         let keys = keys.select_assign(0, at, x, IndexingUpdateOp::Add);
@@ -302,7 +302,7 @@ fn a_new_state_may_be_an_output() {
 }
 
 #[test]
-fn a_changed_model_is_recorded_anew() {
+fn a_changed_model_is_captured_again() {
     each_device(|name, device| {
         let net = Net::new(device);
         let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
@@ -364,9 +364,9 @@ fn a_replay_moves_to_other_threads() {
     });
 }
 
-/// A service: one thread records, others quantize, load data, take memory and read.
+/// As in a service: one thread captures, others quantize, load data, allocate and read.
 #[test]
-fn other_threads_use_a_device_while_one_records() {
+fn other_threads_use_a_device_during_a_capture() {
     const THREADS: u64 = 4;
     each_device(|name, device| {
         let recordings = if has_graphs(name) { 24 } else { 2 };
@@ -414,10 +414,10 @@ fn other_threads_use_a_device_while_one_records() {
     });
 }
 
-/// Memory belongs to the thread that took it: of the first model only the biases to this one, of
-/// the second all but codes and scales of a layer.
+/// Memory belongs to the thread that allocated it. This thread owns only the biases of the first
+/// model, and all of the second but codes and scales of a layer.
 #[test]
-fn several_threads_may_make_a_model() {
+fn a_model_can_come_from_several_threads() {
     each_device(|name, device| {
         let forward = |net: &Net, x: Tensor<2>| net.forward(x);
         let dense = Net::dense(device);
@@ -443,7 +443,7 @@ fn several_threads_may_make_a_model() {
     });
 }
 
-/// Tensors of another thread than made most are copied with their layout, and only they.
+/// Only tensors of other threads than the one with the most bytes are copied, with their layout.
 #[test]
 // Without a Cube device a `GraphState` has no values, and what follows it never runs.
 #[cfg_attr(not(any(feature = "cpu", feature = "cuda")), allow(unused_mut, unused_variables))]
@@ -479,7 +479,7 @@ fn tensors_of_other_threads_are_gathered() {
 }
 
 #[test]
-fn the_oldest_recording_goes_first() {
+fn the_oldest_graph_is_dropped_first() {
     each_device(|name, device| {
         let forward = |net: &Net, x: Tensor<2>| net.forward(x);
         let mut replay = Replay::new(Net::new(device), forward).with_most_recordings(2);
@@ -505,9 +505,10 @@ fn a_state_of_another_shape_is_an_error() {
     });
 }
 
-/// Where launches are recorded, a pass cannot read values, and says so; the device goes on working.
+/// On a device with graphs a pass cannot read values during a capture. It is an error, and the
+/// device stays usable.
 #[test]
-fn reading_values_cannot_be_recorded() {
+fn reading_values_during_a_capture_is_an_error() {
     each_device(|name, device| {
         let forward = |_: &Relu, x: Tensor<1>| {
             let sum = x.clone().sum().into_scalar::<f32>();
@@ -521,7 +522,7 @@ fn reading_values_cannot_be_recorded() {
             assert!(matches!(error, ReplayError::Recording { .. }), "{error}");
         } else {
             assert_eq!(
-                floats(result.expect("run as it is")),
+                floats(result.expect("run without a graph")),
                 floats(forward(&Relu::new(), x.clone()))
             );
         }
@@ -530,9 +531,9 @@ fn reading_values_cannot_be_recorded() {
     });
 }
 
-/// The inner one is an error where passes are recorded, and not a wait that never ends.
+/// On a device with graphs the inner replay fails; it must not deadlock.
 #[test]
-fn a_pass_that_is_recorded_records_no_other() {
+fn a_capture_inside_a_capture_is_an_error() {
     each_device(|name, device| {
         let net = Net::new(device);
         let pass = |net: &Net, x: Tensor<2>| {
@@ -547,9 +548,9 @@ fn a_pass_that_is_recorded_records_no_other() {
     });
 }
 
-/// The state is what it was, and the replay goes on.
+/// After a failed capture the state is unchanged, and the replay continues.
 #[test]
-fn a_recording_that_fails_costs_no_state() {
+fn a_failed_capture_keeps_the_state() {
     type Inputs = (Tensor<1>, Option<Tensor<1>>);
     fn step(_: &Relu, total: Tensor<1>, (x, read): Inputs) -> (Tensor<1>, Tensor<1>) {
         let factor = read.map_or(1.0, |read| read.into_scalar::<f32>());
@@ -575,9 +576,9 @@ fn a_recording_that_fails_costs_no_state() {
     });
 }
 
-/// Where the pass is run as it is, a panic takes its state along; no recording does.
+/// Without graphs, a panic of the pass loses its state; a capture keeps it.
 #[test]
-fn a_panic_is_not_the_end() {
+fn a_replay_works_with_a_new_state_after_a_panic() {
     fn step(_: &Relu, total: Tensor<1>, x: Tensor<1>) -> (Tensor<1>, Tensor<1>) {
         assert_ne!(x.dims(), [3], "of three");
         let total = total + x.sum();
@@ -600,18 +601,18 @@ fn a_panic_is_not_the_end() {
 }
 
 #[test]
-fn inputs_that_are_differentiated_are_not_recorded() {
+fn inputs_with_gradients_are_not_captured() {
     each_device(|name, device| {
         let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| x.clone() * x);
         let x = Tensor::<1>::full([2], 3.0, &device.clone().autodiff()).require_grad();
-        let y = replay.run(x.clone()).expect("run as it is");
+        let y = replay.run(x.clone()).expect("run without a graph");
         assert!(!replay.is_graph(), "{name}");
         let gradient = x.grad(&y.sum().backward()).expect("it is differentiated");
         assert_eq!(floats(gradient), [6.0, 6.0], "{name}");
     });
 }
 
-/// A pass is run as it is where there is nothing to record, and else only until it is recorded.
+/// With graphs, the pass runs only until it is captured; without, it runs each time.
 #[test]
 fn a_replay_does_not_run_the_pass() {
     static RUNS: AtomicUsize = AtomicUsize::new(0);

@@ -52,7 +52,7 @@ fn close(found: f64, expected: f64, by: f64) {
 }
 
 #[test]
-fn errors_are_those_of_weights_and_outputs_that_were_quantized() {
+fn predicted_errors_equal_those_of_quantized_weights_and_outputs() {
     let device = Device::flex();
     let net = Net::new(&device);
     let x = inputs(&device);
@@ -95,7 +95,7 @@ fn errors_are_those_of_weights_and_outputs_that_were_quantized() {
 }
 
 #[test]
-fn the_growth_of_a_loss_is_that_of_second_order() {
+fn predicted_loss_growth_equals_the_second_order_term() {
     // Targets are normal around the outputs, so that the loss is at its minimum, and the growth
     // half the square of what the outputs change by.
     let device = Device::flex();
@@ -139,7 +139,7 @@ fn the_growth_of_a_loss_is_that_of_second_order() {
 }
 
 #[test]
-fn a_choice_quantizes_what_it_says_within_its_budget() {
+fn a_choice_quantizes_as_predicted_within_its_budget() {
     let device = Device::flex();
     let net: Vec<Net> = (0..3).map(|_| Net::new(&device)).collect();
     let calibration = Calibration::of(&net)
@@ -200,7 +200,7 @@ fn a_choice_quantizes_what_it_says_within_its_budget() {
 }
 
 #[test]
-fn a_configuration_with_a_budget_does_both() {
+fn a_configuration_with_a_budget_chooses_and_quantizes() {
     let device = Device::flex();
     let net = Net::new(&device);
     let calibration = Calibration::of(&net).run([inputs(&device)], Net::forward).unwrap();
@@ -248,7 +248,7 @@ fn a_configuration_with_a_budget_does_both() {
 }
 
 #[test]
-fn candidates_that_do_not_divide_a_weight_are_left_out_if_that_is_skipped() {
+fn candidates_with_indivisible_blocks_are_left_out_if_those_are_skipped() {
     let device = Device::flex();
     let layers: Vec<Linear> =
         [48, 64].map(|inputs| LinearConfig::new(inputs, 16).init(&device)).into();
@@ -267,7 +267,7 @@ fn candidates_that_do_not_divide_a_weight_are_left_out_if_that_is_skipped() {
 }
 
 #[test]
-fn outputs_are_those_of_more_inputs_than_a_tile_has_and_of_experts() {
+fn output_errors_cover_inputs_of_several_tiles_and_experts() {
     let device = Device::flex();
     let layer = LinearConfig::new(192, 32).with_bias(false).init(&device);
     let x = Tensor::<2>::random([256, 192], Distribution::Normal(0.0, 1.0), &device);
@@ -316,7 +316,7 @@ fn outputs_are_those_of_more_inputs_than_a_tile_has_and_of_experts() {
 }
 
 #[test]
-fn losses_are_those_of_the_module_whatever_it_was_trained_for() {
+fn predicted_losses_do_not_depend_on_training_state() {
     let device = Device::flex();
     let net = Net::new(&device);
     let batches: Vec<_> = (0..4).map(|_| inputs(&device)).collect();
@@ -357,7 +357,7 @@ fn losses_are_those_of_the_module_whatever_it_was_trained_for() {
 }
 
 #[test]
-fn candidates_that_a_method_is_not_defined_for_are_left_out() {
+fn candidates_without_a_method_are_left_out() {
     assert_eq!(Candidate::ALL, CANDIDATES);
     let device = Device::flex();
     let net = Net::new(&device);

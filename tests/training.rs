@@ -36,7 +36,7 @@ fn schemes() -> Vec<Fp4Scheme> {
     ]
 }
 
-/// Gradients of a loss with respect to the input and both weights.
+/// Computes the gradients of a loss with respect to the input and both weights.
 fn gradients(net: &Net, x: &Tensor<2>) -> Vec<Vec<f32>> {
     let x = x.clone().require_grad();
     let gradients = net.forward(x.clone()).powf_scalar(2.0).sum().backward();
@@ -47,7 +47,7 @@ fn gradients(net: &Net, x: &Tensor<2>) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn gradients_are_those_of_the_dense_model_at_the_rounded_weights() {
+fn gradients_equal_those_of_the_dense_model_at_the_rounded_weights() {
     for (name, device, _) in devices() {
         for device in [device.clone().autodiff(), device.autodiff().gradient_checkpointing()] {
             let dense = two_layers(&device);
@@ -75,7 +75,7 @@ fn gradients_are_those_of_the_dense_model_at_the_rounded_weights() {
 }
 
 #[test]
-fn what_saturates_may_have_no_gradient() {
+fn saturated_values_can_be_given_no_gradient() {
     for (name, device, _) in devices() {
         let device = device.autodiff();
         // OCP's rule gives an amax of 7 a scale of 1: 6.5 and 7 are cut off, 6 is not.
@@ -95,8 +95,8 @@ fn what_saturates_may_have_no_gradient() {
     }
 }
 
-/// The gradient of a learned tensor scale against finite differences of what its rule says: codes,
-/// block scales and rounding errors in units of the scale stay as they are.
+/// The gradient of a learned tensor scale, against finite differences with fixed codes, block
+/// scales and relative rounding errors.
 #[test]
 fn a_learned_scale_has_the_gradient_of_its_rule() {
     let values = Kind::Weights.values(32 * 48, 8);
@@ -148,7 +148,7 @@ fn a_learned_scale_has_the_gradient_of_its_rule() {
 }
 
 #[test]
-fn learned_scales_learn() {
+fn a_learned_scale_is_trained_recorded_and_converted() {
     let device = Device::flex().autodiff();
     let mut linear = seeded(LinearConfig::new(64, 64).with_bias(false).init(&device), 5);
     let config = Fp4Config::nvfp4().learn_tensor_scale();
@@ -187,9 +187,9 @@ struct Tied {
     second: Linear,
 }
 
-/// Burn gives the gradient of a parameter that stands in two places to the first one.
+/// Burn gives the gradient of a tied parameter to its first place.
 #[test]
-fn tied_weights_learn_one_scale_and_are_converted_as_they_became() {
+fn tied_weights_learn_one_scale_and_convert_with_it() {
     let device = Device::flex().autodiff();
     let first = seeded(LinearConfig::new(32, 32).with_bias(false).init(&device), 8);
     let mut net = Tied { second: first.clone(), first };
@@ -215,7 +215,7 @@ fn tied_weights_learn_one_scale_and_are_converted_as_they_became() {
 }
 
 #[test]
-fn packed_records_do_not_load_where_something_else_is_attached() {
+fn packed_records_do_not_load_over_another_attachment() {
     let device = Device::flex();
     let net = two_layers(&device);
     let (mut packed, mut fake) = (net.clone(), net);
@@ -229,7 +229,7 @@ fn packed_records_do_not_load_where_something_else_is_attached() {
 }
 
 #[test]
-fn an_amax_beside_the_scheme_needs_one_tensor_scale_made_from_it() {
+fn a_tensor_amax_needs_a_scheme_with_one_tensor_scale() {
     let device = Device::flex();
     let values = random(3, [4, 32], &device);
     let row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
@@ -323,7 +323,7 @@ fn a_fake_quantized_model_trains_saves_and_converts() {
 }
 
 #[test]
-fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
+fn a_failed_fake_quantization_changes_nothing() {
     let device = Device::flex();
     let net = two_layers(&device);
     let refused = |config: Fp4Config| {
@@ -382,7 +382,7 @@ fn what_cannot_be_fake_quantized_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn activations_are_rounded_by_their_own_or_a_running_amax() {
+fn activations_are_rounded_with_their_own_or_a_running_amax() {
     for (name, device, _) in devices() {
         let x = random(3, [4, 6, 32], &device);
         let dynamic = FakeQuantizeConfig::new(32).with_range(ActivationRange::Dynamic);

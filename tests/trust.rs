@@ -42,7 +42,7 @@ fn products<'a>(report: &'a Fp4Report, path: &str) -> &'a MatmulPath {
     }
 }
 
-/// One step of Adam against random targets.
+/// Runs one step of Adam against random targets.
 fn step(net: Net) -> Net {
     let device = net.first.weight.val().device();
     let (x, target) = (random(5, [16, 32], &device), random(6, [16, 16], &device));
@@ -54,7 +54,7 @@ fn step(net: Net) -> Net {
 // Dense again.
 
 #[test]
-fn a_materialized_module_trains_what_was_trained_before() {
+fn a_materialized_module_trains_the_parameters_trained_before() {
     let mut net = two_layers(&Device::flex().autodiff());
     net.second = net.second.no_grad();
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
@@ -69,7 +69,7 @@ fn a_materialized_module_trains_what_was_trained_before() {
 }
 
 #[test]
-fn a_module_that_was_quantized_out_of_training_trains_once_materialized() {
+fn a_module_quantized_without_autodiff_trains_once_materialized() {
     let mut net = two_layers(&Device::flex().autodiff()).valid();
     net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let net = net.materialize().train();
@@ -97,7 +97,7 @@ fn a_square_column_layout_saves_and_loads_as_before_once_materialized() {
 }
 
 #[test]
-fn a_weight_of_zeros_is_a_weight_of_zeros_once_materialized() {
+fn a_weight_of_zeros_survives_materialization() {
     for (name, device, _) in devices() {
         let config = LinearConfig::new(32, 16).with_bias(false);
         let mut linear = config.init(&device);
@@ -182,7 +182,7 @@ fn a_failed_sequential_quantization_leaves_the_module_as_it_was() {
 // Codes from elsewhere, and schemes path by path.
 
 #[test]
-fn codes_of_ones_own_are_attached_path_by_path() {
+fn provided_codes_are_attached_by_path() {
     for (name, device, _) in devices() {
         let dense = two_layers(&device);
         let mut net = dense.clone();
@@ -225,7 +225,7 @@ fn codes_of_ones_own_are_attached_path_by_path() {
 }
 
 #[test]
-fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
+fn provided_codes_of_another_shape_are_an_error_that_changes_nothing() {
     let device = Device::flex();
     let mut net = two_layers(&device);
     let expected = weights(&net);
@@ -261,7 +261,7 @@ fn codes_that_do_not_fit_are_an_error_that_changes_nothing() {
 }
 
 #[test]
-fn the_last_override_that_fits_a_path_is_its_scheme() {
+fn the_last_matching_override_wins() {
     for (name, device, _) in devices() {
         let dense = two_layers(&device);
         let sse = Fp4Scheme::nvfp4().with_method(Method::SSE);
@@ -286,7 +286,7 @@ fn the_last_override_that_fits_a_path_is_its_scheme() {
 // Reports and errors leave nothing out.
 
 #[test]
-fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
+fn a_calibrated_method_without_calibration_is_an_error() {
     let device = Device::flex();
     let dense = two_layers(&device);
     let by = |search| Fp4Config::new(Fp4Scheme::nvfp4().with_method(search));
@@ -305,7 +305,7 @@ fn methods_that_need_inputs_are_an_error_where_no_weight_is_calibrated() {
 }
 
 #[test]
-fn the_report_says_what_was_asked_for_what_was_done_and_why() {
+fn the_report_says_which_method_was_asked_for_and_used_and_why() {
     for (name, device, _) in devices() {
         let mut net = two_layers(&device);
         let mut calibration = Calibration::new();
@@ -327,7 +327,7 @@ fn the_report_says_what_was_asked_for_what_was_done_and_why() {
 }
 
 #[test]
-fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_report() {
+fn unused_parts_of_a_configuration_are_an_error_or_in_the_report() {
     let device = Device::flex();
     let dense = two_layers(&device);
     let mut calibration = Calibration::new();
@@ -361,7 +361,7 @@ fn parts_of_a_configuration_that_nothing_uses_are_an_error_or_lines_of_the_repor
 }
 
 #[test]
-fn the_report_says_of_each_weight_how_its_products_run_and_what_would_help() {
+fn the_report_says_how_products_of_each_weight_run_with_a_remedy() {
     let device = Device::flex();
     let report = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let of_linear = products(&report, "first.weight");
@@ -385,7 +385,7 @@ fn a_forgotten_init_is_in_the_report() {
 }
 
 #[test]
-fn errors_say_the_axis_the_remedy_and_the_cause_once() {
+fn errors_name_axis_remedy_and_cause_once() {
     let device = Device::flex();
     let mut net = vec![LinearConfig::new(24, 16).init(&device)];
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
@@ -409,7 +409,7 @@ fn errors_say_the_axis_the_remedy_and_the_cause_once() {
 
 // Calibration checks only what the configuration uses.
 
-/// A network whose last layer is given infinities.
+/// A network whose last layer has infinite inputs.
 #[derive(Module, Debug)]
 struct Overflow {
     body: Linear,
@@ -424,7 +424,7 @@ impl Overflow {
 }
 
 #[test]
-fn infinite_inputs_of_a_layer_that_stays_dense_do_not_matter() {
+fn infinite_inputs_of_a_dense_layer_are_ignored() {
     for (name, device, _) in devices() {
         let linear = || LinearConfig::new(32, 32).init(&device);
         let dense = seeded(Overflow { body: linear(), scores: linear() }, 2);
@@ -453,7 +453,7 @@ fn infinite_inputs_of_a_layer_that_stays_dense_do_not_matter() {
 
 // Other containers.
 
-/// Tokens whose table is also what their scores are multiplied by.
+/// A model whose embedding is its `lm_head` too.
 #[derive(Module, Debug)]
 struct Words {
     tokens: Fp4Embedding,
@@ -468,7 +468,7 @@ impl Words {
 }
 
 #[test]
-fn embeddings_look_rows_up_from_their_codes_and_may_be_tied_to_an_output() {
+fn packed_embeddings_look_up_rows_and_can_be_tied() {
     for (name, device, _) in devices() {
         let embedding: Embedding = EmbeddingConfig::new(48, 32).init(&device);
         let layer = LinearConfig::new(32, 32).init(&device);
@@ -494,7 +494,7 @@ fn embeddings_look_rows_up_from_their_codes_and_may_be_tied_to_an_output() {
 }
 
 #[test]
-fn a_layer_that_was_trained_in_fp4_is_quantized_and_is_a_linear_layer_again() {
+fn a_layer_trained_in_fp4_is_quantized_and_becomes_a_linear_layer() {
     let device = Device::flex();
     let linear = seeded(LinearConfig::new(32, 48).init(&device), 2);
     let (id, expected) = (linear.weight.id, floats(linear.weight.val()));
@@ -542,7 +542,7 @@ fn convolutions_are_quantized_by_their_container() {
         let expected = floats(expected.dequantize());
         assert_eq!(floats(image.conv.weight.val()), expected, "{name}");
         let x = random(5, [2, 16, 4, 4], &device);
-        // The layers run as those of the module that was made dense again.
+        // The layers have the outputs of the materialized module.
         let materialized = image.clone().materialize();
         assert_eq!(floats(image.forward(x.clone())), floats(materialized.forward(x)), "{name}");
         assert_ne!(*products(&report, "conv.weight"), MatmulPath::FromCodes, "{name}");
@@ -550,7 +550,7 @@ fn convolutions_are_quantized_by_their_container() {
 }
 
 #[test]
-fn a_parameter_that_is_no_part_of_a_layer_is_quantized_by_its_container() {
+fn a_parameter_outside_a_layer_is_quantized_by_its_container() {
     /// Multiplied without a layer.
     #[derive(Module, Debug)]
     struct Bare {

@@ -1,4 +1,4 @@
-//! Calibration of a stack of decoder blocks, and what follows it.
+//! Calibration of a stack of decoder layers, and GPTQ with its statistics.
 
 use std::time::Instant;
 
@@ -13,12 +13,12 @@ use burn_fp4::{
 
 use crate::figures::Figures;
 
-/// Channels, and those of the hidden layer.
+/// Hidden size and intermediate size.
 const WIDTH: usize = 4096;
 const HIDDEN: usize = 11008;
 const HEADS: usize = 32;
 const CHARACTERS: usize = 4096;
-/// Batches of sequences of tokens.
+/// Calibration batches, sequences of a batch, and tokens of a sequence.
 const BATCHES: usize = 16;
 const SEQUENCES: usize = 8;
 const TOKENS: usize = 512;
@@ -96,7 +96,7 @@ impl Block {
     }
 }
 
-/// Adds the times of calibrating and quantizing that many blocks, on one device and on several.
+/// Measures calibration and quantization of decoder layers, on one device and on several.
 pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
     let device = Device::cuda(0);
     let model = Decoder::new(blocks, &device);
@@ -124,13 +124,13 @@ pub(crate) fn measure(blocks: usize, devices: usize, figures: &mut Figures) {
     }
 }
 
-/// How many scales are equal, and of how many.
+/// Counts the equal scales, and all scales.
 fn agreement<T: PartialEq>(left: &[Vec<T>], right: &[Vec<T>]) -> String {
     let pairs = || left.iter().flatten().zip(right.iter().flatten());
     format!("{} of {}", pairs().filter(|(left, right)| left == right).count(), pairs().count())
 }
 
-/// The statistics of the layers' inputs, and the block scales of every weight by GPTQ.
+/// Statistics of the layer inputs, and the block scales of each weight from GPTQ.
 fn measure_on(
     model: &Decoder,
     batches: &[Tensor<2, Int>],

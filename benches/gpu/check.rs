@@ -1,4 +1,4 @@
-//! Bits: everything the kernels compute, against the reference quantizer run on all cores.
+//! Checks the bits of the kernels against the reference quantizer, which runs on all cores.
 
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
@@ -17,7 +17,7 @@ use rayon::prelude::*;
 /// Length of the blocked axis.
 const AXIS: usize = 4096;
 
-/// Every rule, search and tile in every dtype along either axis.
+/// Checks every rule, search and tile in every dtype along either axis.
 pub(crate) fn every_rule(client: &Client, values: usize) {
     let rows = (values / 2 / AXIS).next_multiple_of(16);
     let mut schemes: Vec<_> = ScaleRule::ALL.into_iter().map(Fp4Scheme::of).collect();
@@ -40,7 +40,7 @@ pub(crate) fn every_rule(client: &Client, values: usize) {
     }
 }
 
-/// Random magnitudes around 2^-10 .. 2^10 with outliers, every row around a power of two of its
+/// Makes random magnitudes around 2^-10 .. 2^10 with outliers. Each row has a power of two of its
 /// own.
 fn random<T: HostElement>(rows: usize, seed: u64) -> Vec<T> {
     let mut values = vec![T::default(); rows * AXIS];
@@ -99,7 +99,7 @@ fn every_axis<T: HostElement + CubeElement>(
         assert_eq!(f32::from_bytes(&found), [amax], "{name}: amax");
         let [restored, fake] = [&restored, &fake].map(|bytes| T::from_bytes(bytes));
         if scheme.rounding != Rounding::Nearest {
-            // Random codes depend on the position of an element in the whole tensor.
+            // Stochastic rounding depends on the index of an element in the whole tensor.
             let whole = host::quantize_packed(&values, view, &scheme, &[amax], Importance::Uniform);
             let whole = whole.expect("a valid problem");
             assert!(
@@ -142,7 +142,7 @@ fn every_axis<T: HostElement + CubeElement>(
     }
 }
 
-/// Sixteen rows by the reference quantizer, or where that tries every scale there is, by the host
+/// Quantizes sixteen rows with the reference quantizer. Where that tries every scale, uses the host
 /// engine, which tests compare with it bit for bit.
 fn expected(dense: &[f32], cols: usize, scheme: &Fp4Scheme, amax: f32) -> Packed {
     if scheme.method == Method::SSE {
@@ -163,7 +163,7 @@ fn by_host(
     host::quantize_packed(dense, view, scheme, &[amax], importance).expect("a valid problem")
 }
 
-/// The searches by Hessian against the host engine.
+/// Checks the searches with Hessians against the host engine.
 pub(crate) fn by_hessian(client: &Client, values: usize) {
     let device = Capability::of(client);
     let rows = (values / AXIS).next_multiple_of(16);

@@ -1,10 +1,10 @@
-//! A table, or an array of objects, that is printed row by row.
+//! Results printed row by row, as a table or as JSON.
 
 use std::io::{self, Write};
 
 use benches::Row;
 
-/// Prints every figure as soon as it is measured.
+/// Prints each result as soon as it is measured.
 pub(crate) struct Figures {
     json: bool,
     printed: usize,
@@ -16,7 +16,7 @@ impl Figures {
         Self { json, printed: 0 }
     }
 
-    /// Prints a row, the first one with what comes before it.
+    /// Prints a row; the first one after its header.
     pub(crate) fn push(&mut self, row: Row) {
         let first = self.printed == 0;
         self.printed += 1;
@@ -38,7 +38,7 @@ impl Figures {
         print(&text);
     }
 
-    /// Ends the array.
+    /// Prints the end of the JSON array.
     pub(crate) fn finish(self) {
         if self.json {
             print(if self.printed == 0 { "[]\n" } else { "\n]\n" });

@@ -1,5 +1,5 @@
-//! Forward passes of Burn's own layers in bf16, dense and quantized in place: launched one by one,
-//! replayed, and what the memory of the weights allows.
+//! Forward passes of Burn's own layers in bf16, dense and quantized in place: launched, replayed,
+//! and the bound from the memory bandwidth.
 
 use benches::Row;
 use burn::nn::LinearConfig;
@@ -12,11 +12,11 @@ use crate::figures::Figures;
 use crate::model::{SIDE, Stack, wall};
 use crate::products::Turn;
 
-/// Hidden size and MLP of the stack's blocks.
+/// Hidden size and intermediate size of the stack.
 const HIDDEN: usize = 4096;
 const INNER: usize = 11008;
 
-/// Adds single layers, and the linear layers of a decoder.
+/// Measures single layers, and the linear layers of a decoder.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0);
     let bandwidth = bandwidth(arguments, &device);
@@ -24,7 +24,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
     stack(arguments, &device, bandwidth, figures);
 }
 
-/// Bytes a second that a copy on the device reads and writes.
+/// Measures the bytes per second that a device copy reads and writes.
 fn bandwidth(arguments: &Arguments, device: &Device) -> f64 {
     let values = random([SIDE, SIDE], device);
     let copies = 20;
@@ -40,7 +40,7 @@ fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::<D>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(DType::BF16)
 }
 
-/// Several, so that their weights are not in the cache.
+/// Several layers, so that their weights are not in the cache.
 fn layers(
     client: &Client,
     arguments: &Arguments,
@@ -85,7 +85,7 @@ fn layers(
     }
 }
 
-/// The linear layers of 16 decoder blocks: one token.
+/// Measures one token through the linear layers of 16 decoder layers.
 fn stack(arguments: &Arguments, device: &Device, bandwidth: f64, figures: &mut Figures) {
     let shapes = [(HIDDEN, HIDDEN); 4].into_iter().chain([
         (HIDDEN, INNER),
@@ -157,7 +157,7 @@ fn through(stack: &Stack, token: Tensor<2>) -> Tensor<2> {
     chained(&stack.layers, |layer, x| layer.forward(x), token)
 }
 
-/// Layers as blocks have them, without what is between.
+/// Linear layers of decoder layers, without attention and norms.
 fn chained<L>(
     layers: &[L],
     forward: impl Fn(&L, Tensor<2>) -> Tensor<2>,

@@ -16,7 +16,7 @@ use crate::check::upload;
 use crate::figures::Figures;
 use crate::{Arguments, median_seconds};
 
-/// Every operation on bf16, along either axis, at three sizes.
+/// Measures every operation on bf16, along either axis, at three sizes.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
     for shape in [[1024, 1024], [4096, 11008], [8192, 8192]] {
@@ -45,7 +45,7 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
     }
 }
 
-/// A matrix in device memory, and what is measured with it.
+/// A matrix in device memory, and the results for it.
 struct Bench<'a> {
     client: &'a Client,
     device: Capability,
@@ -53,7 +53,7 @@ struct Bench<'a> {
     figures: &'a mut Figures,
     shape: [usize; 2],
     values: Handle,
-    /// Seconds that a copy of the values takes.
+    /// Seconds of a copy of the values.
     copy: f64,
 }
 
@@ -63,7 +63,7 @@ impl Bench<'_> {
         2 * self.shape[0] * self.shape[1]
     }
 
-    /// Bytes that quantizing reads and writes.
+    /// Bytes that quantization reads and writes.
     fn bytes(&self, problem: &Problem) -> usize {
         self.dense_bytes() + problem.code_bytes() + problem.scale_bytes()
     }
@@ -82,7 +82,7 @@ impl Bench<'_> {
         self.arguments.filter.as_ref().is_none_or(|part| name.contains(part))
     }
 
-    /// Measures an operation, if it is asked for.
+    /// Measures an operation if the filter matches it.
     fn row(&mut self, name: &str, bytes: usize, launch: &dyn Fn()) {
         if self.wanted(name) {
             let seconds = median_seconds(self.client, self.arguments, launch);
@@ -92,7 +92,7 @@ impl Bench<'_> {
         }
     }
 
-    /// The amax of the values, measured alone and before NVFP4.
+    /// Computes the amax; measured alone and before NVFP4.
     fn amax(&mut self, axis: usize) -> Handle {
         let (client, device, values) = (self.client, self.device, self.values.clone());
         let nvfp4 = self.problem(axis, Fp4Scheme::nvfp4());
@@ -158,7 +158,7 @@ impl Bench<'_> {
         });
     }
 
-    /// Dequantization, and fake quantization.
+    /// Measures dequantization and fake quantization.
     fn values_of_codes(&mut self, axis: usize, amax: &Handle) {
         let (client, device, values) = (self.client, self.device, self.values.clone());
         for (name, scheme) in [("nvfp4", Fp4Scheme::nvfp4()), ("mxfp4", Fp4Scheme::mxfp4())] {
@@ -179,7 +179,7 @@ impl Bench<'_> {
     }
 }
 
-/// A copy, 16 bytes a unit.
+/// Copies a buffer, 16 bytes per thread.
 fn copied(client: &Client, source: Handle, vectors: usize) -> Handle {
     let target = client.empty(vectors * 16);
     // SAFETY: both buffers hold `vectors` times four words.

@@ -1,6 +1,5 @@
-//! The CubeCL kernels on a GPU: first their bits against the reference quantizer, then their speed
-//! next to a copy on the device, every figure printed as it comes: `cargo bench -p benches
-//! --features cuda --bench gpu`.
+//! The CubeCL kernels on a GPU. Checks their bits against the reference quantizer, then measures
+//! their speed relative to a device copy: `cargo bench -p benches --features cuda --bench gpu`.
 
 #[cfg(feature = "cuda")]
 mod calibrate;
@@ -27,14 +26,14 @@ use burn_fp4_cubecl::cubecl::{Device, future};
 use clap::Parser;
 use figures::Figures;
 
-/// Checks the CubeCL kernels against the reference quantizer, then measures them next to a device
-/// copy.
+/// Checks the CubeCL kernels against the reference quantizer, then measures them relative to a
+/// device copy.
 #[derive(Parser)]
 struct Arguments {
     /// Measure only operations whose name contains this.
     filter: Option<String>,
-    /// Random values that every rule and dtype is checked with, half of them along either axis; 0
-    /// checks nothing.
+    /// Random values to check every rule and dtype with, half of them along each axis; 0 skips the
+    /// check.
     #[arg(long, default_value_t = 1 << 22)]
     check: usize,
     /// Launches per measurement.
@@ -43,38 +42,38 @@ struct Arguments {
     /// Measurements; the median counts.
     #[arg(long, default_value_t = 9)]
     runs: usize,
-    /// Measure products by this kernel alone, or by the one that is planned.
+    /// Measure matmuls with this kernel only; by default, with the planned one.
     #[arg(long, value_parser = ["planned", "gemv", "small-m", "mma", "wgmma"])]
     products: Option<String>,
     #[cfg(feature = "cuda")]
-    /// Weights of the model that is quantized in place, in units of 2^20; 0 leaves it out.
+    /// Weights of the model to quantize in place, in units of 2^20; 0 skips it.
     #[arg(long, default_value_t = 1024)]
     model: usize,
     #[cfg(feature = "cuda")]
-    /// Measure layers and a stack of them, dense and quantized in place, too.
+    /// Also measure single layers and a stack, dense and quantized in place.
     #[arg(long)]
     forward: bool,
     #[cfg(feature = "cuda")]
-    /// Measure a decoder in the shapes of an 8B model too.
+    /// Also measure a decode step of an 8B model.
     #[arg(long)]
     decoder: bool,
     #[cfg(feature = "cuda")]
-    /// Replay so often, on eight threads, and compare with forward passes.
+    /// Number of replays on eight threads to compare with forward passes.
     #[arg(long, default_value_t = 0)]
     soak: usize,
     #[cfg(feature = "cuda")]
-    /// Measure steps of training too.
+    /// Also measure training steps.
     #[arg(long)]
     train: bool,
     #[cfg(feature = "cuda")]
-    /// Calibrate and quantize that many blocks of a decoder too.
+    /// Number of decoder layers to calibrate and quantize.
     #[arg(long, default_value_t = 0)]
     calibrate: usize,
     #[cfg(feature = "cuda")]
-    /// And once more on that many GPUs.
+    /// Number of GPUs for a second calibration run.
     #[arg(long, default_value_t = 1)]
     devices: usize,
-    /// Print an array of objects instead of a table.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
     /// Option that `cargo bench` passes.
@@ -122,13 +121,13 @@ fn main() {
     figures.finish();
 }
 
-/// Waits for everything launched.
+/// Waits for all launches.
 fn wait(client: &Client) {
     future::block_on(client.sync()).expect("the device answers");
 }
 
-/// Median seconds of a launch, from a wait around many: recorded once and replayed where the device
-/// has graphs, so that what the host takes to launch does not count.
+/// Measures the median seconds of a launch, averaged over many. On a device with graphs, launches
+/// are captured once and replayed: launch overhead of the host does not count.
 fn median_seconds(client: &Client, arguments: &Arguments, launch: impl Fn()) -> f64 {
     let launch_all = || (0..arguments.launches).for_each(|_| launch());
     launch();
@@ -139,8 +138,8 @@ fn median_seconds(client: &Client, arguments: &Arguments, launch: impl Fn()) -> 
             wait(client);
             let start = Instant::now();
             match &graph {
-                // SAFETY: what the launches read lives as long as `launch`, and what they write is
-                // memory that CubeCL keeps for the graph.
+                // SAFETY: the inputs live as long as `launch`, and CubeCL keeps the memory of the
+                // outputs for the graph.
                 Ok(graph) => unsafe { graph.replay() }.expect("what was recorded"),
                 Err(_) => launch_all(),
             }
@@ -156,14 +155,14 @@ fn median_seconds(client: &Client, arguments: &Arguments, launch: impl Fn()) -> 
     times[times.len() / 2]
 }
 
-/// A graph of all launches.
+/// Captures a graph of all launches.
 fn recorded(client: &Client, launch_all: impl Fn()) -> Result<Graph, ServerError> {
     client.graph_prepare()?;
-    // The recording takes the memory that they leave.
+    // The capture takes the memory that they free.
     launch_all();
     wait(client);
     if let Err(error) = client.start_capture() {
-        // The preparation ends too.
+        // A failed capture ends the preparation too.
         let _ = client.stop_capture();
         return Err(error);
     }

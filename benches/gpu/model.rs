@@ -1,4 +1,4 @@
-//! Speed as a user of Burn sees it: tensors through the public functions, and a model in place.
+//! Speed of the public API: operations on Burn tensors, and a model quantized in place.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Gptq, ops};
 use crate::Arguments;
 use crate::figures::Figures;
 
-/// Length of either side of a weight.
+/// Rows and columns of a weight.
 pub(crate) const SIDE: usize = 8192;
 
 #[derive(Module, Debug)]
@@ -98,8 +98,8 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     row(&format!("model of {layers} Linear, quantize_fp4"), values, 2 * values, times[1]);
 }
 
-/// Median seconds of a run between two waits, after three that are not counted. What it returns is
-/// kept until then: what is dropped before it ran is not computed.
+/// Measures the median seconds of a run between two waits, after three warm-up runs. The result is
+/// kept until the second wait: a tensor dropped before it ran is not computed.
 pub(crate) fn wall<R>(arguments: &Arguments, device: &Device, mut run: impl FnMut() -> R) -> f64 {
     let mut times: Vec<_> = (0..arguments.runs + 3)
         .map(|_| {

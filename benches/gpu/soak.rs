@@ -1,5 +1,5 @@
-//! Replays for long: changing inputs, threads, weights quantized anew and dropped in between. No
-//! output may differ from the forward pass, no memory may be lost.
+//! Soak test of replay: changing inputs and threads, weights requantized and dropped in between. No
+//! output may differ from the forward pass, and no memory may leak.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +33,7 @@ fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache
     (cache, hidden + mean)
 }
 
-/// Replays so often in all, on several threads.
+/// Compares `replays` replays with forward passes, on several threads.
 pub(crate) fn soak(replays: usize) {
     let device = Device::cuda(0);
     let layers = (0..6).map(|_| {
@@ -48,7 +48,7 @@ pub(crate) fn soak(replays: usize) {
     packed.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
     let (different, compared, failed) =
         (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
-    // The threads stay: memory is kept for each that a device has seen.
+    // Threads are reused: the device keeps memory for each thread it has seen.
     let (begin, end) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
@@ -89,7 +89,7 @@ pub(crate) fn soak(replays: usize) {
     assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
 }
 
-/// Outputs that differ, outputs compared, runs that could not be recorded.
+/// Returns the numbers of outputs that differ, outputs compared, and runs that failed to capture.
 fn thread_runs(device: &Device, dense: &Net, packed: Net, seed: usize, runs: usize) -> [usize; 3] {
     let empty = || Tensor::<2>::zeros([CONTEXT, SIDE], device).cast(DType::BF16);
     let mut model = packed;
@@ -116,7 +116,7 @@ fn thread_runs(device: &Device, dense: &Net, packed: Net, seed: usize, runs: usi
             compared += 1;
             different += usize::from(found.into_data() != expected.into_data());
         }
-        // Quantized anew, by another method at times, and dropped.
+        // Requantized, sometimes with another method, and dropped.
         if run % 64 == 63 {
             let config = if run % 128 == 63 { Fp4Config::mxfp4() } else { Fp4Config::nvfp4() };
             model = dense.clone();

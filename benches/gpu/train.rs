@@ -12,7 +12,7 @@ use burn_fp4::{Fp4Config, Fp4Module, Fp4Scheme, Fp4TrainLinear, Method, TrainRec
 use crate::Arguments;
 use crate::figures::Figures;
 
-/// Length of either side of the weight.
+/// Rows and columns of the weight.
 const SIDE: usize = 4096;
 /// Rows of the input.
 const BATCH: usize = 512;
@@ -20,7 +20,7 @@ const BATCH: usize = 512;
 /// Steps between two waits.
 const STEPS: usize = 20;
 
-/// Adds steps of forward pass, backward pass and SGD in bf16, with a bf16 input that wants its
+/// Measures steps of forward pass, backward pass and SGD in bf16, with a bf16 input that requires a
 /// gradient.
 pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     let device = Device::cuda(0).autodiff();
@@ -56,7 +56,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
     row("bf16, again", step(&device, linear(), &input, runs, |linear, x| linear.forward(x)));
 }
 
-/// Median seconds of a step.
+/// Measures the median seconds of a step.
 fn step<M: Module>(
     device: &Device,
     mut module: M,

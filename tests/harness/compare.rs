@@ -2,7 +2,7 @@
 
 use burn_fp4_formats::{E4M3, Fp4Format, Packed};
 
-/// How many codes and scales were compared, over all cases.
+/// Number of codes and scales compared, over all cases.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Tally {
     /// Matrices.
@@ -14,7 +14,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Asserts that codes and scales are those of a golden file.
+    /// Asserts that codes and scales equal a golden file.
     pub fn check(&mut self, what: &str, packed: &Packed, codes: &[u8], scales: &[u8]) {
         assert_eq!(packed.codes.len(), codes.len(), "{what}: length of codes");
         assert_eq!(packed.scales.len(), scales.len(), "{what}: length of scales");
@@ -58,7 +58,7 @@ pub fn assert_same(what: &str, found: &Packed, expected: &Packed) {
     assert_eq!(bits(found), bits(expected), "{what}: tensor scale");
 }
 
-/// The bits of an f32, the same for every NaN.
+/// Returns the bits of an f32, the same for every NaN.
 pub fn canonical_bits(value: f32) -> u32 {
     if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
 }
@@ -80,7 +80,7 @@ pub const ROUNDING: f64 = 2e-6;
 /// The same on CUDA, where Burn rounds factors to 11 bits. Quantized factors have fewer.
 pub const ROUNDING_OF_FACTORS: f64 = 1e-3;
 
-/// Asserts that two slices differ by at most `tolerance`, in units of the largest expected value.
+/// Asserts that two slices differ by at most `tolerance`, relative to the largest expected value.
 pub fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f64) {
     let scale = expected.iter().fold(0.0f32, |a, b| a.max(b.abs()));
     assert_eq!(found.len(), expected.len(), "{what}");

@@ -1,4 +1,4 @@
-//! Every engine that quantizes a matrix, behind one signature.
+//! All engines that quantize a matrix, with one signature.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -13,7 +13,7 @@ use burn_fp4_search::{Fp4Scheme, Importance, TensorScaling, quantize};
 
 use crate::inputs::{Dense, Values};
 
-/// Which axis of a matrix the blocks run along.
+/// Axis of a matrix that the blocks run along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
     /// Down the columns: the packed matrix is the transpose.
@@ -22,10 +22,10 @@ pub enum Axis {
     Last = 1,
 }
 
-/// How an engine quantizes a matrix along an axis; `None` where it does not take the dtype.
+/// Quantizes a matrix along an axis; `None` if the engine does not take the dtype.
 type Quantize = Box<dyn Fn(&Dense, Axis, &Fp4Scheme) -> Option<Packed>>;
 
-/// An engine.
+/// A quantization engine.
 pub struct Engine {
     /// Name in messages.
     pub name: &'static str,
@@ -40,13 +40,13 @@ impl Engine {
         Self { name, quantize: Box::new(quantize) }
     }
 
-    /// Quantizes a matrix along an axis; `None` where the engine does not take its dtype.
+    /// Quantizes a matrix along an axis; `None` if the engine does not take its dtype.
     pub fn quantize(&self, dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Packed> {
         (self.quantize)(dense, axis, scheme)
     }
 }
 
-/// Every engine of this build, the oracle first; the Burn [`devices`] among them.
+/// Returns every engine of this build, including the Burn [`devices`]. The oracle is the first.
 pub fn engines() -> Vec<Engine> {
     let mut engines = vec![
         Engine::new("oracle", oracle),
@@ -90,7 +90,7 @@ fn host_packed<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> 
         .expect("a valid problem")
 }
 
-/// Through the public function on a Burn device.
+/// Quantizes with the public function on a Burn device.
 fn on_device(data: TensorData, axis: Axis, scheme: &Fp4Scheme, device: &Device) -> Packed {
     let dtype = data.dtype();
     let tensor = Tensor::<2>::from_data(data, (device, dtype));
@@ -99,7 +99,7 @@ fn on_device(data: TensorData, axis: Axis, scheme: &Fp4Scheme, device: &Device) 
         .expect("a valid problem")
 }
 
-/// A matrix as Burn's tensor data, in its own dtype.
+/// Converts a matrix to Burn's tensor data, in its own dtype.
 pub fn tensor_data(dense: &Dense) -> TensorData {
     let shape = [dense.rows, dense.cols];
     match &dense.values {
@@ -118,7 +118,7 @@ fn portable_ndarray(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Option<Pac
         .then(|| by_tensor_operations::<NdArray>(dense, axis, scheme))
 }
 
-/// The bodies made of tensor operations, which these devices otherwise override.
+/// Quantizes with tensor operations; the hosts override these with their own engine.
 fn by_tensor_operations<B: Backend>(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Packed {
     let device = B::Device::default();
     let values = B::float_from_data(tensor_data(dense), &device);
@@ -163,7 +163,7 @@ fn ints<B: Backend>(tensor: IntTensor<B>) -> TensorData {
     read_sync(B::int_into_data(tensor)).expect("host memory")
 }
 
-/// The Burn devices of this build, and the dtypes they have: a row for every device.
+/// Returns the Burn devices of this build and their dtypes.
 pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     vec![
         ("flex", Device::flex(), vec![DType::F32, DType::F16, DType::BF16]),

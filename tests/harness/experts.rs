@@ -1,4 +1,5 @@
-//! A mixture of experts that reads handwritten digits: weights of rank 3, one matrix an expert.
+//! A mixture of experts that classifies handwritten digits. Weights have rank 3: a matrix for each
+//! expert.
 
 use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -12,12 +13,12 @@ use crate::modules::seeded;
 
 /// Pixels of an image, 8 x 8.
 pub const PIXELS: usize = 64;
-/// Experts of a mixture.
+/// Number of experts.
 pub const EXPERTS: usize = 8;
 const HIDDEN: usize = 32;
 const DIGITS: usize = 10;
 
-/// Handwritten digits and what they show.
+/// Handwritten digits and their labels.
 #[derive(Debug, Clone)]
 pub struct Digits {
     pixels: Vec<f32>,
@@ -40,13 +41,13 @@ impl Digits {
         (train, test)
     }
 
-    /// All images, `[n, 64]`.
+    /// Returns all images, `[n, 64]`.
     pub fn images(&self, device: &Device) -> Tensor<2> {
         let shape = [self.labels.len(), PIXELS];
         Tensor::from_data(TensorData::new(self.pixels.clone(), shape), device)
     }
 
-    /// Images at these indices, `[n, 64]`, and their labels `[n]`.
+    /// Returns the images at these indices, `[n, 64]`, and their labels `[n]`.
     fn batch(&self, indices: &[usize], device: &Device) -> (Tensor<2>, Tensor<1, Int>) {
         let pixels: Vec<_> = indices
             .iter()
@@ -59,26 +60,26 @@ impl Digits {
     }
 }
 
-/// The weights of all experts, two layers each, multiplied as `x.matmul(weight)`.
+/// Weights of all experts, two layers each, used as `x.matmul(weight)`.
 #[derive(Module, Debug)]
 pub struct Experts {
-    /// `[experts, pixels, hidden]`.
+    /// Weights of the first layer, `[experts, pixels, hidden]`.
     pub up: Param<Tensor<3>>,
-    /// `[experts, hidden, digits]`.
+    /// Weights of the second layer, `[experts, hidden, digits]`.
     pub down: Param<Tensor<3>>,
 }
 
-/// Two of eight experts for every image, chosen by a router.
+/// A mixture of experts with a router, which picks two of eight experts for each image.
 #[derive(Module, Debug)]
 pub struct Mixture {
-    /// Scores the experts of an image.
+    /// Router of the images to experts.
     pub router: Linear,
-    /// Experts to choose from.
+    /// Weights of the experts.
     pub experts: Experts,
 }
 
 impl Mixture {
-    /// A mixture that has learned nothing yet, the same in every run.
+    /// Creates an untrained mixture, the same in every run.
     pub fn new(device: &Device) -> Self {
         let weight = |seed, [inputs, outputs]: [usize; 2]| {
             let scale = (2.0 / inputs as f32).sqrt();
@@ -93,25 +94,26 @@ impl Mixture {
         }
     }
 
-    /// Which experts see which images, `[n, experts]`: two for every image.
+    /// Returns the mask of experts for each image, `[n, experts]`: two per image.
     pub fn routes(&self, images: Tensor<2>) -> Tensor<2, Bool> {
         chosen(self.router.forward(images))
     }
 
-    /// Scores of the ten digits, `[n, 10]`, for images `[n, 64]`. An expert computes all images,
-    /// those that are not its own as zeros.
+    /// Returns the logits `[n, 10]` of images `[n, 64]`. Every expert computes all images, with
+    /// zeros for the images of other experts.
     pub fn forward(&self, images: Tensor<2>) -> Tensor<2> {
-        let scores = self.router.forward(images.clone());
-        let chosen = chosen(scores.clone());
-        let gates = softmax(scores.mask_fill(chosen.clone().bool_not(), f32::NEG_INFINITY), 1);
+        let router_logits = self.router.forward(images.clone());
+        let chosen = chosen(router_logits.clone());
+        let gates =
+            softmax(router_logits.mask_fill(chosen.clone().bool_not(), f32::NEG_INFINITY), 1);
         // [experts, n, 1]
         let by_expert = |gates: Tensor<2>| gates.transpose().unsqueeze_dim::<3>(2);
         let own = images.unsqueeze_dim::<3>(0) * by_expert(chosen.float());
-        let read = relu(own.matmul(self.experts.up.val())).matmul(self.experts.down.val());
-        (read * by_expert(gates)).sum_dim(0).squeeze_dim::<2>(0)
+        let outputs = relu(own.matmul(self.experts.up.val())).matmul(self.experts.down.val());
+        (outputs * by_expert(gates)).sum_dim(0).squeeze_dim::<2>(0)
     }
 
-    /// Trains by Adam, with a penalty on experts that are chosen more often than others.
+    /// Trains with Adam and a load-balancing loss.
     pub fn train_on(mut self, digits: &Digits, epochs: usize) -> Self {
         const BATCH: usize = 64;
         let device = &self.router.weight.val().device();
@@ -125,9 +127,9 @@ impl Mixture {
             }
             for indices in order.chunks(BATCH) {
                 let (images, labels) = digits.batch(indices, device);
-                let scores = self.router.forward(images.clone());
-                let images_each = chosen(scores.clone()).float().mean_dim(0);
-                let unbalanced = (softmax(scores, 1).mean_dim(0) * images_each).sum();
+                let router_logits = self.router.forward(images.clone());
+                let images_each = chosen(router_logits.clone()).float().mean_dim(0);
+                let unbalanced = (softmax(router_logits, 1).mean_dim(0) * images_each).sum();
                 let loss = loss_function.forward(self.forward(images), labels)
                     + unbalanced * (0.1 * EXPERTS as f32);
                 let gradients = GradientsParams::from_grads(loss.backward(), &self);
@@ -137,24 +139,24 @@ impl Mixture {
         self
     }
 
-    /// Share of images that are read correctly.
+    /// Computes the share of images classified correctly.
     pub fn accuracy(&self, digits: &Digits, device: &Device) -> f64 {
         let count = digits.labels.len();
         let labels = TensorData::new(digits.labels.clone(), [count]);
         let labels = Tensor::<1, Int>::from_data(labels, device);
-        let read = self.forward(digits.images(device)).argmax(1).reshape([count]);
-        read.equal(labels).int().sum().into_scalar::<i64>() as f64 / count as f64
+        let predicted = self.forward(digits.images(device)).argmax(1).reshape([count]);
+        predicted.equal(labels).int().sum().into_scalar::<i64>() as f64 / count as f64
     }
 }
 
-/// The two largest scores of each row, as a mask.
-fn chosen(scores: Tensor<2>) -> Tensor<2, Bool> {
-    let shape = scores.dims();
-    let largest = |scores: Tensor<2>| {
-        let highest = scores.clone().max_dim(1).expand(shape);
-        scores.equal(highest)
+/// Masks the two largest logits of each row.
+fn chosen(logits: Tensor<2>) -> Tensor<2, Bool> {
+    let shape = logits.dims();
+    let largest = |logits: Tensor<2>| {
+        let highest = logits.clone().max_dim(1).expand(shape);
+        logits.equal(highest)
     };
-    let first = largest(scores.clone());
-    let second = largest(scores.mask_fill(first.clone(), f32::NEG_INFINITY));
+    let first = largest(logits.clone());
+    let second = largest(logits.mask_fill(first.clone(), f32::NEG_INFINITY));
     first.bool_or(second)
 }

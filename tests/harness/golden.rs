@@ -8,7 +8,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::inputs::{Dense, Values};
 
-/// The folder of golden files: `FP4_GOLDEN`, or the project's own.
+/// Returns the folder of golden files: `FP4_GOLDEN`, or the project's own.
 pub fn folder() -> PathBuf {
     match std::env::var_os("FP4_GOLDEN") {
         Some(folder) => folder.into(),
@@ -28,7 +28,7 @@ struct Tensor {
 }
 
 impl Golden {
-    /// Reads `<name>.safetensors`; a missing or empty file is a failure, never a skip.
+    /// Reads `<name>.safetensors`. Panics if the file is missing or empty.
     pub fn read(name: &str) -> Self {
         let path = folder().join(format!("{name}.safetensors"));
         let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
@@ -45,7 +45,7 @@ impl Golden {
         Self { tensors }
     }
 
-    /// The prefixes of all tensors named `<prefix>/<suffix>`.
+    /// Returns the prefixes of all tensors named `<prefix>/<suffix>`.
     pub fn cases(&self, suffix: &str) -> Vec<String> {
         let suffix = format!("/{suffix}");
         self.tensors
@@ -66,22 +66,22 @@ impl Golden {
         tensor
     }
 
-    /// A tensor of bytes.
+    /// Reads a tensor of bytes.
     pub fn bytes(&self, name: &str) -> &[u8] {
         &self.get(name, Dtype::U8).bytes
     }
 
-    /// A tensor of f32.
+    /// Reads a tensor of f32.
     pub fn floats(&self, name: &str) -> Vec<f32> {
         read_f32(&self.get(name, Dtype::F32).bytes)
     }
 
-    /// Shape of a tensor.
+    /// Returns the shape of a tensor.
     pub fn shape(&self, name: &str) -> &[usize] {
         &self.tensors[name].shape
     }
 
-    /// A matrix in its own dtype; a tensor of a higher rank with its leading dimensions folded.
+    /// Reads a matrix in its own dtype; leading dimensions of a tensor of higher rank are folded.
     pub fn dense(&self, name: &str) -> Dense {
         let tensor = &self.tensors[name];
         let cols = *tensor.shape.last().expect("a matrix");

@@ -1,4 +1,4 @@
-//! Inputs: matrices in the three dtypes, and a generator of awkward ones.
+//! Inputs: matrices in three dtypes, and generators of awkward values.
 
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::Hadamard;
@@ -43,7 +43,7 @@ pub struct Dense {
 }
 
 impl Dense {
-    /// Rounds f32 values to a dtype.
+    /// Creates a matrix from f32 values, rounded to a dtype.
     pub fn new(rows: usize, cols: usize, values: &[f32], dtype: Dtype) -> Self {
         assert_eq!(values.len(), rows * cols);
         let values = match dtype {
@@ -54,7 +54,7 @@ impl Dense {
         Self { rows, cols, values }
     }
 
-    /// The values in f32, exactly.
+    /// Converts the values to f32, exactly.
     pub fn to_f32(&self) -> Vec<f32> {
         match &self.values {
             Values::F32(values) => values.clone(),
@@ -63,7 +63,7 @@ impl Dense {
         }
     }
 
-    /// The dtype.
+    /// Returns the dtype.
     pub fn dtype(&self) -> Dtype {
         match self.values {
             Values::F32(_) => Dtype::F32,
@@ -72,7 +72,7 @@ impl Dense {
         }
     }
 
-    /// The Hadamard transform by the host engine, of every 16 neighbours along an axis.
+    /// Applies the host engine's Hadamard transform to every 16 neighbours along an axis.
     pub fn hadamard(&self, view: View, transform: Hadamard, inverse: bool) -> Self {
         fn of<T: HostElement>(
             values: &[T],
@@ -92,7 +92,7 @@ impl Dense {
         Self { values, ..*self }
     }
 
-    /// Columns and rows exchanged.
+    /// Transposes the matrix.
     pub fn transposed(&self) -> Self {
         let values = self.to_f32();
         let transposed: Vec<_> = (0..self.rows * self.cols)
@@ -102,17 +102,17 @@ impl Dense {
     }
 }
 
-/// A small counter-based generator, so that tests repeat.
+/// A small counter-based generator: tests are deterministic.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of a seed.
+    /// Seeds the generator.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 
-    /// 64 random bits (splitmix64).
+    /// Returns 64 random bits (splitmix64).
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut bits = self.0;
@@ -121,24 +121,24 @@ impl Random {
         bits ^ bits >> 31
     }
 
-    /// Uniform in [0, 1).
+    /// Returns a uniform value in [0, 1).
     pub fn uniform(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 24) as f32
     }
 
-    /// Below a bound.
+    /// Returns a number below a bound.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.bits() % bound as u64) as usize
     }
 
-    /// Roughly normal with deviation 1 (sum of four uniforms).
+    /// Returns a roughly normal value with deviation 1 (sum of four uniforms).
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.uniform()).sum();
         (sum - 2.0) * 1.732
     }
 }
 
-/// Roughly normal values with deviation 1.
+/// Draws roughly normal values with deviation 1.
 pub fn normals(seed: u64, count: usize) -> Vec<f32> {
     let mut random = Random::new(seed);
     (0..count).map(|_| random.normal()).collect()
@@ -172,7 +172,7 @@ impl Kind {
         Self::Subnormal,
     ];
 
-    /// `count` values of this kind.
+    /// Draws `count` values of this kind.
     pub fn values(self, count: usize, seed: u64) -> Vec<f32> {
         let mut random = Random::new(seed);
         (0..count)

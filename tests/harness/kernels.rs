@@ -1,4 +1,4 @@
-//! The CubeCL kernels as an engine, on whatever runtime the build has.
+//! The CubeCL kernels as an engine, on the runtime of the build.
 
 use burn_fp4_cubecl::cubecl::Device;
 use burn_fp4_cubecl::cubecl::client::Client;
@@ -12,7 +12,7 @@ use burn_fp4_search::{Fp4Scheme, TensorScaling};
 use crate::engines::Axis;
 use crate::inputs::{Dense, Dtype, Values};
 
-/// Quantizes a matrix along an axis.
+/// Quantizes a matrix along an axis with the kernels.
 pub(crate) fn kernels(dense: &Dense, axis: Axis, scheme: &Fp4Scheme) -> Packed {
     let client = Device::default().client();
     let device = Capability::of(&client);

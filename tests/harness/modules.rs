@@ -1,5 +1,5 @@
-//! Modules whose parameters are the same in every run: the random numbers of a device are shared by
-//! the threads of a test run.
+//! Modules with the same parameters in every run. Burn's initializers cannot do that: tests that
+//! run in parallel share the random numbers of a device.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -10,26 +10,26 @@ use crate::inputs::normals;
 /// Two linear layers with a tanh between them.
 #[derive(Module, Debug)]
 pub struct Net {
-    /// The first.
+    /// First layer.
     pub first: Linear,
-    /// The second.
+    /// Second layer.
     pub second: Linear,
 }
 
 impl Net {
-    /// With so many inputs, values between the layers, and outputs.
+    /// Creates a net with these numbers of inputs, hidden values, and outputs.
     pub fn new([inputs, inner, outputs]: [usize; 3], device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         seeded(Self { first: linear(inputs, inner), second: linear(inner, outputs) }, 3)
     }
 
-    /// `[.., inputs]` to `[.., outputs]`.
+    /// Maps `[.., inputs]` to `[.., outputs]`.
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         self.second.forward(self.first.forward(x).tanh())
     }
 }
 
-/// Fills every weight and bias with normal values, scaled as Burn's initializers do; the factors of
+/// Fills every weight and bias with normal values, scaled as Burn's initializers do. Scales of
 /// normalizations stay.
 pub fn seeded<M: Module>(module: M, seed: u64) -> M {
     module.map(&mut Fill { seed, name: Vec::new() })

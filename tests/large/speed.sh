@@ -3,7 +3,7 @@
 #
 #   tests/large/speed.sh FOLDER GIGABYTES [OPTION..]      FOLDER gets input, copy and output
 #
-# Options are those of fp4 quantize, such as --device cuda. FP4 is the program (default: fp4),
+# Takes the options of fp4 quantize, such as --device cuda. FP4 is the program (default: fp4),
 # PYTHON has numpy (default: python3).
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"

@@ -79,7 +79,7 @@ impl DeviceOptions {
 /// Options of an embedding that is tied to the `lm_head`.
 #[derive(clap::Args)]
 pub(crate) struct TiedEmbeddingOptions {
-    /// Format of a tied embedding in memory: as loaded, or quantized, also for its use as `lm_head`.
+    /// Format of a tied embedding, also in its use as `lm_head`: as loaded, or quantized.
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
 }

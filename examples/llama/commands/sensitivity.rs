@@ -32,8 +32,8 @@ pub(crate) struct Arguments {
     /// Also quantize each layer alone, and compare its measured divergence with the prediction.
     #[arg(long)]
     measure: bool,
-    /// Budget in bits per weight: choose formats, quantize, and measure the perplexity. Compares with
-    /// a model whose first and last layer stay dense, and with a budget of that size.
+    /// Budget in bits per weight: choose formats, quantize, and measure the perplexity. Compares
+    /// with a model whose first and last layer stay dense, and with a budget of that size.
     #[arg(long, value_name = "BITS")]
     budget: Vec<f64>,
     /// Save the configuration of the first budget, as JSON.

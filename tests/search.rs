@@ -397,7 +397,7 @@ fn no_block_is_worse_than_qwantizes() {
     }
 }
 
-/// Methods; methods after the second may be worse than the second, in `r^T H r`.
+/// Methods. Those after the second are not worse than the second, in `r^T H r`.
 const ORDER: [Method; 3] = [Method::Hessian, Method::CoordinateDescent, Method::ADMM];
 
 #[test]

@@ -88,9 +88,9 @@ pub fn quantize_with_hessian_factor<const D: usize>(
 
 /// [`quantize_with_hessian_factor`] of several matrices that are multiplied by the same
 /// activations, such as query, key and value, each by a scheme of its own: the same codes, and on a
-/// device with kernels in less time. There most steps wait for the one before, however few the rows, so
-/// that neighbours of one dtype are quantized as one if their schemes differ in the tensor scale
-/// alone, up to 2^27 values together. One with a given multiplier is quantized by itself.
+/// device with kernels in less time. There most steps wait for the one before, however few the
+/// rows, so that neighbours of one dtype are quantized as one if their schemes differ in the tensor
+/// scale alone, up to 2^27 values together. One with a given multiplier is quantized by itself.
 ///
 /// What is returned may be parts of one memory: whoever keeps one of the tensors keeps all of it.
 ///

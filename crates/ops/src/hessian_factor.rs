@@ -12,8 +12,8 @@ use crate::devices::cube::device::with_kernels;
 use crate::error::OpsError;
 
 /// The Cholesky factor of an inverse damped Hessian, computed once for all weights of a device that
-/// are multiplied by the same activations: on the device if that has kernels, otherwise on all cores
-/// of the host.
+/// are multiplied by the same activations: on the device if that has kernels, otherwise on all
+/// cores of the host.
 pub struct HessianFactor {
     device: Device,
     place: Place,

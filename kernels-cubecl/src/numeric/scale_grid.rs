@@ -161,7 +161,7 @@ pub(crate) fn is_positive(code: u32, #[comptime] grid: ScaleGrid) -> bool {
 
 // Searches.
 
-/// How a search normalizes a block: elements are multiplied by `factor`. A code of a float grid
+/// Normalizes a block for a search: elements are multiplied by `factor`. A code of a float grid
 /// then has its own value, and a power of two is 2^(code - base).
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct BlockNormalization {

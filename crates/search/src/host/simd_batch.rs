@@ -1,8 +1,8 @@
 //! [`BlockBatch`]: a batch of blocks that stays in the first-level cache.
 //!
 //! ```text
-//! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    the order of a contiguous axis
-//! Order::Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    the order of a strided axis, and of searches
+//! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    order of a contiguous axis
+//! Order::Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    order of a strided axis, and of searches
 //! ```
 //!
 //! The compiler vectorizes the loops over a batch: no branch depends on the data and no order of

@@ -1,8 +1,10 @@
-//! How a checkpoint is named on the command line.
+//! Checkpoints as the command line names them.
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::{Checkpoint, DIALECTS, KnownBy, Model, Reader, dialect};
+use burn_fp4_checkpoints::{
+    Checkpoint, DIALECTS, DataType, KnownBy, Model, Reader, Value, Weight, dialect,
+};
 use clap::builder::PossibleValuesParser;
 
 use crate::error::CliError;
@@ -26,10 +28,20 @@ impl Input {
     }
 }
 
+/// Returns true if a weight is FP4, FP8 or in quantized records of ggml.
+pub(crate) fn is_quantized(weight: &Weight<'_>) -> bool {
+    weight.is_quantized() || is_of_ggml(weight)
+}
+
+/// Returns true if a weight is in quantized records of ggml other than FP4.
+pub(crate) fn is_of_ggml(weight: &Weight<'_>) -> bool {
+    matches!(&weight.value, Value::Plain(tensor) if matches!(tensor.dtype, DataType::Ggml(_)))
+}
+
 /// The dialect of GGUF files, and how their names end.
 pub(crate) const GGUF: &str = "gguf";
 
-/// Whether a path is that of a GGUF file, by its name.
+/// Returns true if a path is named like a GGUF file.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == GGUF)
 }
@@ -52,15 +64,15 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     }
 }
 
-/// What is in a checkpoint. The scales of whole tensors are in memory: who plans, warns or notes
-/// looks at them, and must not meet a map whose file was cut off.
+/// Reads the model of a checkpoint, with the scales of whole tensors in memory: plans, warnings and
+/// notes look at them, and must not meet a map whose file was cut off.
 pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let mut model = checkpoint.model()?;
     Reader::new(checkpoint.container()).scales(&mut model)?;
     Ok(model)
 }
 
-/// What of a folder is not copied, in a line, if there is such.
+/// Lists what is not copied from a folder, in a line. None: everything is.
 pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
     let name = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

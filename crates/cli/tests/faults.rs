@@ -1,5 +1,5 @@
-//! What can go wrong while a checkpoint is quantized: every fault is one line that names file and
-//! tensor, the input stays as it is, and nothing is under the name of the output.
+//! Faults while a checkpoint is quantized: each is one line that names file and tensor, the input
+//! does not change, and nothing is under the name of the output.
 
 mod model;
 

@@ -15,7 +15,7 @@ fn golden(name: &str) -> String {
     golden.to_str().expect("unicode").to_owned()
 }
 
-/// What the converter was run with, in our words.
+/// The options of the converter, in words of this program.
 const MILES: &str = "--preset miles --first-layers-high-precision 1 --last-layers-high-precision 1 \
                      --keep *mlp.experts.0.up_proj*";
 
@@ -365,7 +365,7 @@ fn stacked_matrices_are_quantized_by_their_own_statistics() {
     }
 }
 
-/// Of which no more than a piece is in memory.
+/// Checks tensors that are kept, of which no more than a piece is in memory.
 #[test]
 fn what_is_kept_is_copied_in_pieces() {
     let folder = tempdir().expect("a folder");
@@ -751,7 +751,7 @@ fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
     assert!(table.contains("14 of 19 weights quantized"), "{table}");
 }
 
-/// Of an expert that no token chose.
+/// The statistics of an expert that no token chose.
 #[test]
 fn statistics_of_no_inputs_leave_the_search_by_the_weight() {
     let folder = tempdir().expect("a folder");

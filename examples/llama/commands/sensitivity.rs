@@ -45,7 +45,7 @@ pub(crate) struct Arguments {
     /// Where to save the statistics of the inputs of layers, for `fp4 quantize --calibration`.
     #[arg(long, value_name = "FILE")]
     save_calibration: Option<PathBuf>,
-    /// Where to write a page with bars.
+    /// Where to write a page with bars, on which the choice of the first budget is marked.
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
     #[command(flatten)]
@@ -121,7 +121,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let measured = if arguments.measure { context.measured(&found, &config)? } else { Vec::new() };
     let budgets = context.budgets(&found, &config)?;
     if let Some(path) = &arguments.page {
-        std::fs::write(path, found.html()).with_context(|| path.display().to_string())?;
+        let budget = arguments.budget.first().map(|bits| Budget::BitsPerWeight(*bits));
+        let choice = budget.map(|budget| found.choose(budget)).transpose()?;
+        std::fs::write(path, found.html(choice.as_ref()))
+            .with_context(|| path.display().to_string())?;
     }
     let report = Report { sensitivity: found, measured, budgets };
     print(&report, arguments.json, || lines(&report))

@@ -37,7 +37,7 @@ impl Device {
         }
     }
 
-    /// That it is not in this program.
+    /// The error of a device that is not in this program.
     pub(super) fn not_built(self) -> CliError {
         let problem = format!(
             "this fp4 is built without it; run `cargo install --path crates/cli --features {}`",

@@ -1,11 +1,11 @@
-//! What quantizes matrices: the host, or the kernels of a device, with the same bits.
+//! The engines that quantize matrices, with the same bits: the host, or the kernels of a device.
 
 use super::device::Device;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::Kernels;
 use crate::error::CliError;
 
-/// What quantizes matrices.
+/// An engine that quantizes matrices.
 pub(super) enum Engine {
     /// The host engine, on all cores.
     Host,

@@ -45,7 +45,7 @@ impl<'g> Group<'g> {
     }
 }
 
-/// Whether weights are of one float type, which the search reads as it is.
+/// Returns true if weights have one float type, which the search reads directly.
 pub(super) fn native<'w, 'a: 'w>(weights: &(impl Iterator<Item = &'w Weight<'a>> + Clone)) -> bool {
     let dtype = |weight: &Weight<'_>| match &weight.value {
         Value::Plain(tensor) => tensor.plain(),

@@ -17,7 +17,7 @@ pub(super) struct Job {
     pub(super) bytes: u64,
     /// Bytes of memory: of one that is copied piece by piece, those of a piece.
     pub(super) memory: u64,
-    /// Those of them that are still taken when it is quantized and not yet written.
+    /// The part that is still taken when it is quantized and not yet written.
     pub(super) made: u64,
 }
 

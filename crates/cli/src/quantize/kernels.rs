@@ -26,7 +26,7 @@ pub(super) struct Kernels {
 
 /// A float type that kernels read.
 pub(super) trait KernelElement: HostElement + bytemuck::Pod {
-    /// What kernels call it.
+    /// The name of the type in kernels.
     const DTYPE: Dtype;
 }
 
@@ -199,7 +199,7 @@ impl Kernels {
     }
 }
 
-/// What is launched for a scheme.
+/// The operation that is launched for a scheme.
 fn operation(scheme: &Fp4Scheme) -> Operation {
     match scheme.search.needs_hessians() {
         true => Operation::QuantizeByHessian,

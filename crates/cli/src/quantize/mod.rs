@@ -2,7 +2,7 @@
 //!
 //! | file            | what it holds                                                       |
 //! |-----------------|---------------------------------------------------------------------|
-//! | `options.rs`    | what a user chooses, on the command line or in a recipe             |
+//! | `options.rs`    | choices of a user, on the command line or in a recipe               |
 //! | `device.rs`     | where matrices are quantized, which a user chooses too              |
 //! | `engine.rs`     | what quantizes them there                                           |
 //! | `kernels.rs`    | matrices quantized by the kernels of a device                       |
@@ -113,7 +113,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// What a new user wants to see.
+/// Examples for a new user.
 const EXAMPLES: &str = "\
 Examples:
   fp4 quantize Qwen3-8B --dry-run
@@ -124,9 +124,9 @@ Examples:
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
-/// What the program takes besides weights: code, headers, buffers, the stacks of threads.
+/// Memory of the program besides weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
-/// What the default allows beyond the largest group twice.
+/// Memory that the default allows beyond the largest group twice.
 const ROOM: u64 = 256 << 20;
 
 /// Runs the command.
@@ -138,7 +138,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
-    let mut selection = Selection::of(&model, &resolved.choice)?;
+    let selection = Selection::of(&model, &resolved.choice);
+    let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let mut held = selection.keep_unheld(&model).map_err(unheld);
     if !arguments.dry_run {
         std::mem::replace(&mut held, Ok(()))?;
@@ -167,7 +168,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = resolved.notes(&model, &schemes)?.into_iter().chain(not_copied);
+        let notes = resolved.notes(&model, &selection, &schemes)?.into_iter().chain(not_copied);
         notes.for_each(note);
         print_warnings(&report, arguments.dry_run);
         let out = match &out {
@@ -208,7 +209,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     })
 }
 
-/// Prints what would become of every weight.
+/// Prints the plan for every weight.
 fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
     if arguments.json {
         return print_json(report);
@@ -334,7 +335,8 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
     }
 }
 
-/// All that decides about the bytes that are written, in a line: who resumes compares it.
+/// Names all that decides about the bytes that are written, in a line, which a resumed run
+/// compares.
 fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
     let recipe = serde_json::to_string(&resolved.recipe).expect("texts and numbers");
     let mut task = format!("{}; {recipe}; from {}", resolved.settings(), checkpoint.dialect());

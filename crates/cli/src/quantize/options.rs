@@ -1,12 +1,12 @@
-//! What a user chooses, on the command line or in a recipe.
+//! Choices of a user, on the command line or in a recipe.
 
 use std::error::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use burn_fp4_checkpoints::Model;
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
+use burn_fp4_checkpoints::{CheckpointError, Model};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, Recipe, RecipeError, RecipeScheme, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -79,10 +79,10 @@ pub(super) struct Options {
     calibration: Option<PathBuf>,
 }
 
-/// What `--method` takes.
+/// Describes the values of `--method`.
 const METHOD: &str =
     "How scales and codes are chosen. The default is sse; methods with a star need --calibration";
-/// What `--preset` takes.
+/// Describes the values of `--preset`.
 const PRESET: &str = "Which weights to quantize, chosen by their names";
 
 fn presets() -> String {
@@ -98,6 +98,17 @@ where
 }
 
 impl Options {
+    /// The error of a selection, in which a pattern of the command line has the name of its option.
+    pub(super) fn named(&self, error: CheckpointError) -> CliError {
+        let stated = match &error {
+            CheckpointError::NoMatch { list: "keep", .. } => !self.keep.is_empty(),
+            CheckpointError::NoMatch { list: "only", .. } => !self.only.is_empty(),
+            _ => false,
+        };
+        let error = CliError::from(error);
+        if stated { error.of_option() } else { error }
+    }
+
     /// These choices, and a recipe's where they are open.
     pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Recipe, CliError> {
         let recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
@@ -138,7 +149,7 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// What is done to a model, everything open decided. `path` is the file of the recipe.
+    /// Decides everything that is open, for a model. `path` is the file of the recipe.
     pub(super) fn of(
         mut recipe: Recipe,
         path: Option<&Path>,
@@ -241,7 +252,7 @@ impl ResolvedOptions {
         selection.groups.iter().map(group).collect()
     }
 
-    /// Whether a method that is asked for needs statistics.
+    /// Returns true if a method that is asked for needs statistics.
     fn is_calibrated(&self) -> bool {
         let mut all = self.exceptions.iter().flatten().chain([&self.base]);
         all.any(|how| how.method.row().calibrated)
@@ -267,16 +278,25 @@ impl ResolvedOptions {
         }
     }
 
-    /// What is worth knowing before it is done.
+    /// Lists facts to know before the work begins.
     ///
     /// # Errors
     /// If the dialect is not written.
     pub(super) fn notes(
         &self,
         model: &Model<'_>,
+        selection: &Selection,
         schemes: &[RecipeScheme],
     ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
+        let scaled = |how: &RecipeScheme| how.scheme.format().row().tensor_scale;
+        if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
+            let dialect = &self.choice.dialect;
+            notes.push(format!(
+                "the dialect `{dialect}` has no tensor scales: block scales alone hold the range, \
+                 which raises the error of small weights; other dialects have tensor scales"
+            ));
+        }
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
             let (path, method) = (path.display(), self.base.method);
             let others = self.exceptions.iter().flatten().any(|how| how.method != method);
@@ -314,7 +334,7 @@ pub(super) struct Settings {
     together: Option<bool>,
     /// None: no method needs any.
     calibration: Option<PathBuf>,
-    /// What else is chosen for some weights, as the recipe says it.
+    /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
 }
 

@@ -20,7 +20,7 @@ use super::matrix::{Floats, Quantized, Quantizer, read};
 use crate::accuracy::SquaresAt;
 use crate::error::CliError;
 
-/// What all threads know.
+/// The state that all threads share.
 pub(super) struct Work<'w, 'c> {
     pub(super) reader: Reader<'c>,
     pub(super) model: &'w Model<'c>,
@@ -41,7 +41,7 @@ struct Loaded<'w> {
     taken: Taken<'w>,
 }
 
-/// What is ready to be written.
+/// A result that is ready to be written.
 enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },

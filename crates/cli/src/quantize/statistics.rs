@@ -1,4 +1,4 @@
-//! What a file knows of the inputs of layers.
+//! Statistics of the inputs of layers, read from a file.
 
 use std::path::{Path, PathBuf};
 

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::counted::counted;
+
 /// Names of one pattern.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Folded {
@@ -21,7 +23,7 @@ impl Folded {
     pub(crate) fn shape(&self, shape: &[usize]) -> String {
         match (self.members.len(), shape.len()) {
             (1, _) => format!("{shape:?}"),
-            (count, 0 | 1) => format!("{count} tensors"),
+            (count, 0 | 1) => counted(count, "tensor"),
             (count, _) => format!("{count} x {shape:?}"),
         }
     }

@@ -77,7 +77,7 @@ fn layers_of_gpt_2_stay_where_readers_would_turn_them_again() {
     let parent = tempdir().expect("a folder");
     folder(parent.path(), "model", GPT2, &GPT2_LAYER);
     for dialect in ["modelopt", "mlx"] {
-        let says = ["[inputs, outputs]", dialect, "`only` forces it"];
+        let says = ["[inputs, outputs]", dialect, "--only forces it"];
         let quantize = format!("quantize model --out {dialect} --dialect {dialect}");
         fails(parent.path(), &quantize, 2, &says);
         succeeds(parent.path(), &format!("{quantize} --only *.c_*"));

@@ -32,7 +32,7 @@ pub enum Reason {
     Unlisted(&'static str),
     /// The parameter is `[inputs, outputs]`, as `Conv1D` of transformers has it.
     #[error(
-        "stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]; `only` \
+        "stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]; --only \
          forces it"
     )]
     Transposed(&'static str),

@@ -172,7 +172,7 @@ fn a_weight_stored_by_inputs_is_kept_where_no_reader_turns_it() {
         let Decision::Keep(reason) = &selection.decisions[0] else { panic!("{dialect}") };
         assert_eq!(*reason, Reason::Transposed(dialect));
         let text = reason.to_string();
-        assert!(text.contains("[inputs, outputs]") && text.contains("`only` forces it"), "{text}");
+        assert!(text.contains("[inputs, outputs]") && text.contains("--only forces it"), "{text}");
         let only = vec!["*c_attn".to_owned()];
         let choice =
             Choice { only, dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) };

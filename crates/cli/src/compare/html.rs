@@ -84,7 +84,7 @@ fn title(report: &Report) -> String {
             format!("The quantized weights of {b} differ from {a} by {mean} on average")
         }
         _ if !report.finds_difference() && report.weights.iter().all(same) => {
-            format!("The weights of {b} are the same as those of {a}")
+            format!("{b} has the same weights as {a}")
         }
         _ if !report.finds_difference() => {
             let tolerance = report.tolerance_percent;

@@ -23,7 +23,7 @@ use report::{Relation, Report, Row};
 ///
 /// The error of a weight is |B - A| / |A|, with Euclidean norms. A mean error is the mean of the
 /// errors of the weights, as `fp4 quantize` prints it: each weight counts once, whatever its size.
-/// Weights that are quantized in neither A nor B are counted apart.
+/// Quantized weights are counted apart from the others, which `fp4 quantize` keeps.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -164,7 +164,7 @@ fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) ->
         left: pair[0].kind(),
         right: pair[1].kind(),
         shape: pair[0].shape().to_vec(),
-        quantized: pair.iter().any(is_quantized),
+        quantized: is_changed(pair),
         relation: Relation::NotComparable,
         error_percent: f64::NAN,
         largest_difference: f64::NAN,
@@ -183,6 +183,14 @@ fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) ->
         Err(problem) => row.problem = Some(problem),
     }
     row
+}
+
+/// Returns true if a weight is FP4 in A or B, or if only one of them has its quantized format: a
+/// weight that was kept in FP8 or in a type of ggml has no error.
+fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
+    let is_fp4 = |weight: &Weight<'_>| matches!(weight.value, Value::Fp4(_));
+    let kinds_differ = pair[0].kind() != pair[1].kind();
+    pair.iter().any(is_fp4) || (kinds_differ && pair.iter().any(is_quantized))
 }
 
 /// How far the two forms of a weight are apart; otherwise, why that cannot be said.

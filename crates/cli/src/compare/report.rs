@@ -13,8 +13,7 @@ pub(super) struct Report {
     pub(super) right: String,
     /// The largest relative error that is no difference, in percent.
     pub(super) tolerance_percent: f64,
-    /// The mean error of weights that are quantized in A or B and can be compared, in percent.
-    /// None: there are none.
+    /// The mean error of quantized weights that can be compared, in percent. None: there are none.
     pub(super) quantized_error_percent: Option<f64>,
     /// The mean error of the others.
     pub(super) kept_error_percent: Option<f64>,
@@ -54,7 +53,7 @@ pub(super) struct Row {
     pub(super) right: String,
     /// The shape in A.
     pub(super) shape: Vec<usize>,
-    /// True if it is quantized in A or B.
+    /// True if it is FP4 in A or B, or has another quantized format in one of them.
     pub(super) quantized: bool,
     pub(super) relation: Relation,
     pub(super) error_percent: f64,
@@ -104,7 +103,7 @@ impl Report {
         rows
     }
 
-    /// Counts the weights by how they relate, those quantized in A or B apart from the others.
+    /// Counts the weights by how they relate, the quantized ones apart from the others.
     pub(super) fn counts(&self) -> String {
         let of =
             |quantized: bool| self.weights.iter().filter(move |row| row.quantized == quantized);
@@ -128,7 +127,7 @@ impl Report {
                 text.push(format!("{}: {}", counted(all, "quantized weight"), related(true)));
                 if others > 0 {
                     let others = counted(others, "other weight");
-                    text.push(format!("{others}, not quantized: {}", related(false)));
+                    text.push(format!("{others}: {}", related(false)));
                 }
             }
         }

@@ -61,19 +61,21 @@ fn picture(evaluations: &[Evaluation]) -> String {
     let mut top = 0;
     for panel in panels {
         let colour = usize::from(panel[0].format != evaluations[0].format);
-        draw_panel(&mut svg, panel, top, colour);
+        // Panels of a weight have one scale, so that their bars can be compared.
+        let of_weight = evaluations.iter().filter(|one| one.name == panel[0].name);
+        let most = of_weight.filter_map(finite_error).fold(0.0, f64::max);
+        draw_panel(&mut svg, panel, top, (colour, most));
         top += TITLE + BAR * panel.len() + SCALE;
     }
     svg + "</svg>\n"
 }
 
-fn draw_panel(svg: &mut String, panel: &[Evaluation], top: usize, colour: usize) {
+fn draw_panel(svg: &mut String, panel: &[Evaluation], top: usize, (colour, most): (usize, f64)) {
     let first = &panel[0];
     let title = format!("{}, {} {}: error of outputs, %", first.name, first.format, first.block);
     let title = escaped(&end_of(&title, CHARACTERS));
     let (begin, bottom) = (top + TITLE, top + TITLE + BAR * panel.len());
     let _ = writeln!(svg, "<text class=\"title\" x=\"20\" y=\"{}\">{title}</text>", top + 28);
-    let most = panel.iter().filter_map(finite_error).fold(0.0, f64::max);
     let marks = marks(if most > 0.0 { most } else { 1.0 });
     let end = marks.last().map_or(1.0, |(mark, _)| *mark);
     let length = |error: f64| LONGEST as f64 * error / end;

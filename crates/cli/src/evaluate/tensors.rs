@@ -11,7 +11,7 @@ pub(crate) struct Matrix {
     pub(crate) values: Vec<f32>,
 }
 
-/// Reads a matrix: with any number of columns, or activations with those of their weight.
+/// Reads a matrix of any number of columns, or activations with the columns of their weight.
 pub(crate) fn matrix(
     file: &Container,
     name: &str,

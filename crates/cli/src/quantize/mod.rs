@@ -72,6 +72,9 @@ use statistics::StatisticsFile;
 ///
 /// vLLM, SGLang and TensorRT-LLM run query, key and value as one layer, and gate and up. Dialects
 /// for them keep or quantize these together, with one tensor scale.
+///
+/// The last lines are the mean and the largest error. The error of a weight is |Q - W| / |W|; in
+/// the mean each quantized weight counts once, whatever its size. `fp4 compare` has the same mean.
 #[derive(clap::Args)]
 #[command(after_long_help = format!("{}\n\n{EXAMPLES}", readers::table()))]
 pub(crate) struct Arguments {
@@ -87,8 +90,8 @@ pub(crate) struct Arguments {
     /// --only override both. Only a file can choose another format, block size, method or rule for
     /// some of the weights, or keep them dense, in tables `[[weights]]` with their `names`. If
     /// several tables name a weight, the last one wins. Only a file can say with `together` whether
-    /// layers that run as one stay together, whatever the dialect is. A budget in Burn saves such a
-    /// file.
+    /// layers that run as one stay together, whatever the dialect is. `save_recipe` of burn-fp4
+    /// writes such a file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
     /// Where weights are quantized. The result has the same bytes everywhere.
@@ -124,7 +127,7 @@ Examples:
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
-/// Memory of the program besides weights: code, headers, buffers, the stacks of threads.
+/// Memory of the program without weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
 /// Memory that the default allows beyond the largest group twice.
 const ROOM: u64 = 256 << 20;

@@ -25,10 +25,10 @@ pub(super) struct Options {
     /// The format: nvfp4 (the default) or mxfp4.
     #[arg(long)]
     format: Option<Fp4Format>,
-    /// Weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
+    /// The number of weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write: how tensors are named and laid out. A table below has its readers. The
+    /// The dialect to write: names and layout of the tensors. The table below lists its readers. The
     /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
     /// otherwise.
     #[arg(long, value_name = "DIALECT", value_parser = writable())]
@@ -43,7 +43,7 @@ pub(super) struct Options {
     )]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
-    /// (before, and of --preset miles).
+    /// (earlier versions).
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(|rule| rule.row().name)))]
     rule: Option<ScaleRule>,
     // The help lists the presets.
@@ -55,20 +55,20 @@ pub(super) struct Options {
         long_help = presets(),
     )]
     preset: Option<Preset>,
-    /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are wild
-    /// cards, and a pattern with them matches the whole name. `re:` starts a regular expression,
-    /// which matches from the start of the name, and to its end only with `$`. The name is that of
-    /// the weight or of its module. A pattern that matches no weight is an error.
+    /// Do not quantize the weights that this name or pattern matches; may be repeated. `*` and `?`
+    /// are wild cards, and a pattern matches the whole name of a weight or of its module:
+    /// `*.o_proj`. `re:` starts a regular expression, which matches from the start of the name, and
+    /// to its end only with `$`. A pattern that matches no weight is an error.
     #[arg(long, value_name = "GLOB")]
     keep: Vec<String>,
     /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
     /// be repeated.
     #[arg(long, value_name = "GLOB", conflicts_with = "preset")]
     only: Vec<String>,
-    /// Keep this number of layers at the start.
+    /// Do not quantize this number of layers at the start.
     #[arg(long, value_name = "N")]
     first_layers_high_precision: Option<usize>,
-    /// Keep this number of layers at the end.
+    /// Do not quantize this number of layers at the end.
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
     /// Input statistics, for methods that need them: a safetensors file with the matrix `X^T X` or

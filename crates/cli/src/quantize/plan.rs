@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::device::Device;
 use super::options::Settings;
+use crate::counted::counted;
 use crate::fold::{Folded, fold_weights, natural};
 use crate::size::Size;
 use crate::table::{Column, table};
@@ -137,7 +138,7 @@ impl Report {
     /// The counts, the settings and the sizes, in a line.
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
-        let (quantized, of) = (self.quantized, self.weights.len());
+        let (quantized, of) = (self.quantized, counted(self.weights.len(), "weight"));
         let on = match self.device {
             Device::Flex => String::new(),
             device => format!(", on {}", device.name()),
@@ -152,7 +153,7 @@ impl Report {
         };
         let share = 100.0 * self.bytes_after as f64 / self.bytes_before.max(1) as f64;
         format!(
-            "{quantized} of {of} weights quantized{formats} ({settings}{on}): {before} -> {after} \
+            "{quantized} of {of} quantized{formats} ({settings}{on}): {before} -> {after} \
              ({share:.0} %)"
         )
     }
@@ -222,15 +223,12 @@ mod tests {
 
     #[test]
     fn rows_whose_names_have_no_room_stay_distinguishable() {
-        let long = "model.language_model.layers";
-        let layer = |at: usize, shape: [usize; 2]| {
-            (format!("{long}.{at}.self_attn.o_proj.weight"), shape.to_vec())
-        };
-        let report = report(&[layer(0, [4096, 64]), layer(1, [4096, 64]), layer(7, [4096, 64])]);
-        let text = report.table(true, Some(56));
-        let words = ["layers.0.", "layers.1.", "layers.7."];
-        for word in words {
+        let name = |at: usize| format!("model.layers.{at}.mlp.shared_experts.down_proj.weight");
+        let layers = [0, 1, 7].map(|at| (name(at), vec![4096, 64]));
+        let text = report(&layers).table(true, Some(56));
+        for word in ["layers.0.", "layers.1.", "layers.7."] {
             assert!(text.contains(word), "{text} does not say {word}");
         }
+        assert!(text.lines().all(|line| line.chars().count() <= 56), "{text}");
     }
 }

@@ -193,10 +193,47 @@ fn a_choice_quantizes_as_predicted_within_its_budget() {
     let error = sensitivity.choose(Budget::BitsPerWeight(4.0)).unwrap_err();
     assert!(matches!(error, Fp4Error::Budget { .. }), "{error}");
     assert!(sensitivity.choose(Budget::BitsPerWeight(f64::NAN)).is_err());
-    let (table, page) = (sensitivity.to_string(), sensitivity.html());
-    for text in ["1.query.weight", "nvfp4/32", "mxfp4/32", "dense"] {
+    let (table, page) = (sensitivity.to_string(), sensitivity.html(None));
+    for text in ["1.query.weight", "nvfp4/32", "mxfp4/32"] {
         assert!(table.contains(text) && page.contains(text), "{text}");
     }
+    assert!(table.contains("dense"), "{table}");
+}
+
+/// The rows of a page.
+fn rows(page: &str) -> Vec<&str> {
+    page.lines().filter(|line| line.starts_with("<tr><td>")).collect()
+}
+
+#[test]
+fn a_page_has_a_row_for_each_group_with_the_choice_marked_and_the_worst_first() {
+    let device = Device::flex();
+    let net = Net::new(&device);
+    let calibration = Calibration::of(&net).run([inputs(&device)], Net::forward).unwrap();
+    let config = Fp4Config::nvfp4().unused(Unused::Report).share_scale(["query", "key"]);
+    let config = config.with_calibration(&calibration);
+    let found = net.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap();
+    let plain = found.html(None);
+    assert_eq!(rows(&plain).len(), found.groups.len());
+    assert!(plain.contains("white-space: nowrap") && !plain.contains("class=\"chosen\""));
+    assert!(!plain.contains("dense"), "dense candidates have no error to show");
+    for row in rows(&plain) {
+        assert_eq!([row.matches("bar0").count(), row.matches("bar1").count()], [1, 1], "{row}");
+    }
+    let worst = |at: usize| {
+        let errors = found.groups[at].candidates.iter().filter_map(|one| one.error());
+        errors.fold(0.0, f64::max)
+    };
+    let first = (0..found.groups.len()).max_by(|a, b| worst(*a).total_cmp(&worst(*b))).unwrap();
+    assert!(rows(&plain)[0].contains(&found.groups[first].paths[0]), "{plain}");
+    let choice = found.choose(Budget::BitsPerWeight(12.0)).unwrap();
+    let page = found.html(Some(&choice));
+    for (group, chosen) in found.groups.iter().zip(&choice.candidates) {
+        let row = rows(&page).into_iter().find(|row| row.contains(&group.paths[0])).unwrap();
+        let marked = format!("<div class=\"chosen\">{} ✓</div>", chosen.candidate);
+        assert!(row.contains(&marked), "{row} does not mark {marked}");
+    }
+    assert!(page.contains("bits a value.</p>"), "{page}");
 }
 
 #[test]

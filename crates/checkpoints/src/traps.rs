@@ -24,6 +24,7 @@ impl fmt::Display for Trap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.weight, self.others) {
             (Some(weight), 0) => write!(f, "`{weight}`: {}", self.what),
+            (Some(weight), 1) => write!(f, "`{weight}` and 1 other: {}", self.what),
             (Some(weight), n) => write!(f, "`{weight}` and {n} others: {}", self.what),
             (None, _) => f.write_str(&self.what),
         }

@@ -1,9 +1,13 @@
-//! How far weights that were written are from those that were read, measured while both are in
+//! Errors of weights that were written against those that were read, measured while both are in
 //! memory.
+//!
+//! The error of a weight is `|Wq - W| / |W|`. The mean of several is that of their errors: each
+//! weight counts once, whatever its size.
 
 use burn_fp4_checkpoints::Model;
 use serde::Serialize;
 
+use crate::counted::counted;
 use crate::percent::Percent;
 
 /// Sums of squares over a weight: of what quantization changed, and of what was there, in f64.
@@ -37,7 +41,7 @@ const SHOWN: usize = 5;
 /// The errors of a run.
 #[derive(Serialize)]
 pub(crate) struct Errors {
-    /// The mean over the weights, in percent. None: nothing was measured.
+    /// The mean of the errors of the weights, in percent. None: nothing was measured.
     mean_percent: Option<f64>,
     /// The weight with the largest error.
     worst: Option<WeightError>,
@@ -97,9 +101,9 @@ impl Errors {
                 .to_owned();
         };
         let (mean, most) = (Percent(mean), Percent(worst.error_percent));
-        let mut text = format!("error {mean}, worst {most} {}", worst.name);
+        let mut text = format!("mean error {mean}, worst {most} {}", worst.name);
         if let Some(outputs) = self.mean_output_percent {
-            text.push_str(&format!("; error of outputs {}", Percent(outputs)));
+            text.push_str(&format!("; mean error of outputs {}", Percent(outputs)));
         }
         match self.not_measured {
             0 => {}
@@ -119,16 +123,15 @@ impl Errors {
         };
         let mut warnings: Vec<String> = far.iter().take(SHOWN).map(warning).collect();
         if far.len() > SHOWN {
-            let more = far.len() - SHOWN;
-            warnings.push(format!(
-                "{more} more weights have an error beyond {WARNED} %; --json lists all"
-            ));
+            let more = counted(far.len() - SHOWN, "more weight");
+            warnings.push(format!("an error beyond {WARNED} %: {more}; --json lists all"));
         }
         warnings
     }
 }
 
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+/// Returns the mean of errors. None: there are none.
+pub(crate) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (count, sum) = values.fold((0_usize, 0.0), |(count, sum), value| (count + 1, sum + value));
     (count > 0).then(|| sum / count as f64)
 }

@@ -1,9 +1,9 @@
-//! How a checkpoint is named on the command line.
+//! Checkpoints as the command line names them.
 
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, DIALECTS, KnownBy, Model, Reader, dialect,
+    Checkpoint, CheckpointError, DIALECTS, DataType, KnownBy, Model, Reader, Value, Weight, dialect,
 };
 use burn_fp4_search::formats::Fp4Format;
 use clap::builder::PossibleValuesParser;
@@ -29,10 +29,20 @@ impl Input {
     }
 }
 
+/// Returns true if a weight is FP4, FP8 or in quantized records of ggml.
+pub(crate) fn is_quantized(weight: &Weight<'_>) -> bool {
+    weight.is_quantized() || is_of_ggml(weight)
+}
+
+/// Returns true if a weight is in quantized records of ggml other than FP4.
+pub(crate) fn is_of_ggml(weight: &Weight<'_>) -> bool {
+    matches!(&weight.value, Value::Plain(tensor) if matches!(tensor.dtype, DataType::Ggml(_)))
+}
+
 /// The dialect of GGUF files, and how their names end.
 pub(crate) const GGUF: &str = "gguf";
 
-/// Returns true if a path names a GGUF file.
+/// Returns true if a path has the extension of a GGUF file.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == GGUF)
 }
@@ -57,15 +67,15 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     }
 }
 
-/// Reads a checkpoint's model. The scales of whole tensors are in memory: who plans, warns or notes
-/// looks at them, and must not meet a map whose file was cut off.
+/// Reads a checkpoint's model with the scales of whole tensors in memory: plans, warnings and
+/// notes look at them, and must not meet a map whose file was cut off.
 pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let mut model = checkpoint.model()?;
     Reader::new(checkpoint.container()).scales(&mut model)?;
     Ok(model)
 }
 
-/// Names the files of a folder that are not copied, in a line, if there are any.
+/// Lists the files that are not copied from a folder, in a line; `None` if all are copied.
 pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
     let name = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -12,10 +12,11 @@ use serde::Serialize;
 
 use crate::accuracy::{Errors, Squares};
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
+use crate::counted::counted;
 use crate::error::CliError;
 use crate::interrupt::Announced;
 use crate::percent::Percent;
-use crate::print::{counted, next, print, print_json, warn};
+use crate::print::{next, print, print_json, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
@@ -87,7 +88,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let model = model(&checkpoint)?;
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
-    let planned = planned.map_err(|error| CliError::from(error).meanwhile())?;
+    let planned = planned.map_err(|error| CliError::from(error).of_option().meanwhile())?;
     let mut output = planned.create(&out, "convert", Start::Anew)?;
     let written = write(&planned, &mut output, &model, &reader);
     let finished = written.and_then(|()| Ok(output.finish()?));
@@ -230,7 +231,7 @@ fn result_notes(
     Ok(notes)
 }
 
-/// The note on GGUF files that were made from another format.
+/// The note on GGUF files that were not made from another one.
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names of the input, so llama.cpp cannot run the file";
 
@@ -281,7 +282,12 @@ fn changes(report: &WriteReport) -> Vec<String> {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
         note(
             blocks,
-            format!("{blocks} blocks were {what}: {values} values in {changed} of them changed"),
+            format!(
+                "{} {what}: {} changed in {}",
+                count(blocks, "block"),
+                count(values, "value"),
+                count(changed, "block")
+            ),
         );
     }
     let left_out = report.input_scales_left_out;

@@ -6,18 +6,22 @@ use std::path::PathBuf;
 use burn_fp4_checkpoints::{CheckpointError, TensorProblem};
 use burn_fp4_search::{RecipeError, SearchError};
 
+use crate::counted::counted;
 use crate::size::Size;
 
-/// What ends a command.
+/// The end of a command that failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
     #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
     Checkpoint(#[from] CheckpointError),
+    /// A pattern of an option matches nothing.
+    #[error("{}", with_dashes(.0))]
+    Pattern(Box<CheckpointError>),
     /// One of several checkpoints does not say its dialect.
     #[error("{error} with {option}")]
     Dialect {
-        /// What it says instead.
+        /// The error without the option.
         error: Box<CheckpointError>,
         /// The option that names its dialect.
         option: &'static str,
@@ -38,7 +42,7 @@ pub(crate) enum CliError {
         "{error}; run the same command with --resume to go on, or remove {}", .partial.display()
     )]
     Interrupted {
-        /// What went wrong.
+        /// The error.
         error: Box<CliError>,
         /// Where it is.
         partial: PathBuf,
@@ -46,7 +50,7 @@ pub(crate) enum CliError {
     /// Something has to be changed, and what an earlier run has written stays.
     #[error("{error}; what an earlier run has written stays: {}", .partial.display())]
     Left {
-        /// What is wrong.
+        /// The error.
         error: Box<CliError>,
         /// Where it is.
         partial: PathBuf,
@@ -65,7 +69,7 @@ pub(crate) enum CliError {
     OnDevice {
         /// The weight, or the first of those that share a tensor scale.
         name: String,
-        /// What it said, in a line.
+        /// Its message, in a line.
         problem: String,
     },
     /// There is less memory than a group of weights takes.
@@ -73,9 +77,9 @@ pub(crate) enum CliError {
     Memory {
         /// The weight, or the first of those that share a tensor scale.
         weight: String,
-        /// What the work on it takes.
+        /// The memory for the work on it.
         needed: Size,
-        /// What is allowed.
+        /// The memory that is allowed.
         found: Size,
     },
     /// A recipe cannot be read, or its choices do not go together.
@@ -100,7 +104,7 @@ pub(crate) enum CliError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error.
         source: std::io::Error,
     },
     /// A folder is not a file of weights and activations.
@@ -118,25 +122,25 @@ pub(crate) enum CliError {
     NoWeights {
         /// The file.
         path: PathBuf,
-        /// What is there instead.
+        /// The tensors that are there.
         found: String,
     },
     /// A tensor is missing.
-    #[error("tensor `{name}` is missing; add {reason}")]
+    #[error("tensor `{name}` is missing; add the activations of `{weight}`")]
     Missing {
         /// Its name.
         name: String,
-        /// What asks for it.
-        reason: String,
+        /// The weight that they are of.
+        weight: String,
     },
     /// A tensor has the wrong shape.
     #[error("tensor `{name}`: expected shape {expected}, found {found:?}")]
     Shape {
         /// Its name.
         name: String,
-        /// What it has to be.
+        /// The shape that is needed.
         expected: String,
-        /// What it is.
+        /// Its shape.
         found: Vec<usize>,
     },
     /// A tensor cannot be used.
@@ -144,7 +148,7 @@ pub(crate) enum CliError {
     Tensor {
         /// Its name.
         name: String,
-        /// What is wrong.
+        /// The error.
         source: SearchError,
     },
     /// A tensor of a known file cannot be used.
@@ -154,26 +158,27 @@ pub(crate) enum CliError {
         file: PathBuf,
         /// Its name.
         name: String,
-        /// What is wrong.
+        /// The error.
         source: SearchError,
     },
     /// Nothing asked for goes together.
     #[error("nothing to evaluate: {0}")]
     Nothing(String),
     /// Some methods failed on some weights; everything else was evaluated and printed.
-    #[error("{failed} of {of} evaluations failed; the first: {first}")]
+    #[error("{failed} of {} failed: {errors}", counted(*.of, "evaluation"))]
     Failed {
         /// How many.
         failed: usize,
         /// How many were asked for.
         of: usize,
-        /// What was wrong with the first of them.
-        first: String,
+        /// Each error once, with its methods.
+        errors: String,
     },
     /// There is no bar to draw.
     #[error(
         "{path}: nothing to draw: expected a finite error on the evaluation activations, \
-         found none in {of} evaluations",
+         found none in {}",
+        counted(*.of, "evaluation"),
         path = .path.display()
     )]
     NothingToDraw {
@@ -181,14 +186,6 @@ pub(crate) enum CliError {
         path: PathBuf,
         /// How many evaluations there are.
         of: usize,
-    },
-    /// A plot cannot be drawn.
-    #[error("{path}: {problem}", path = .path.display())]
-    Plot {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        problem: String,
     },
 }
 
@@ -200,7 +197,7 @@ fn keep(source: &SearchError, name: &str) -> String {
     }
 }
 
-/// What to do about an error of the library, in words of the command line.
+/// Returns the remedy for an error of the library, in words of the command line.
 fn remedy(error: &CheckpointError) -> &'static str {
     match error {
         CheckpointError::AlreadyQuantized { .. } => {
@@ -223,7 +220,28 @@ fn remedy(error: &CheckpointError) -> &'static str {
     }
 }
 
+/// Names the option, as the command line has it, instead of the list of the library.
+fn with_dashes(error: &CheckpointError) -> String {
+    let text = error.to_string();
+    match error {
+        CheckpointError::NoMatch { list, .. } => {
+            text.replacen(&format!("`{list}`"), &format!("--{list}"), 1)
+        }
+        _ => text,
+    }
+}
+
 impl CliError {
+    /// The error of a pattern on the command line, if it is one.
+    pub(crate) fn of_option(self) -> Self {
+        match self {
+            Self::Checkpoint(error @ CheckpointError::NoMatch { .. }) => {
+                Self::Pattern(Box::new(error))
+            }
+            other => other,
+        }
+    }
+
     /// The error of work that has begun: files that are missing, or may not be read or written,
     /// were there and allowed before, so that it is not the command that is wrong.
     pub(crate) fn meanwhile(self) -> Self {

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::counted::counted;
+
 /// Names of one pattern.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Folded {
@@ -9,6 +11,22 @@ pub(crate) struct Folded {
     pub(crate) name: String,
     /// The members, by their places in what was folded.
     pub(crate) members: Vec<usize>,
+}
+
+impl Folded {
+    /// Makes a row of one weight.
+    pub(crate) fn alone(name: &str, at: usize) -> Self {
+        Self { name: name.to_owned(), members: vec![at] }
+    }
+
+    /// Describes the shape of its members, which they share unless they are vectors.
+    pub(crate) fn shape(&self, shape: &[usize]) -> String {
+        match (self.members.len(), shape.len()) {
+            (1, _) => format!("{shape:?}"),
+            (count, 0 | 1) => counted(count, "tensor"),
+            (count, _) => format!("{count} x {shape:?}"),
+        }
+    }
 }
 
 /// A part of a name, in natural order: numbers by their size, before texts.
@@ -60,6 +78,28 @@ pub(crate) fn fold<'n, K: Ord>(names: impl IntoIterator<Item = (&'n str, K)>) ->
         }
     }
     folded.sort_by_key(|folded| folded.members[0]);
+    folded
+}
+
+/// Folds weights, each with its module, its shape and a key: matrices by pattern, shape and key, and
+/// behind them vectors by key alone, of which a model has many.
+pub(crate) fn fold_weights<K: Ord + Clone>(weights: &[(&str, &[usize], K)]) -> Vec<Folded> {
+    let (vectors, matrices): (Vec<usize>, Vec<usize>) =
+        (0..weights.len()).partition(|&at| weights[at].1.len() < 2);
+    let named = matrices.iter().map(|&at| &weights[at]);
+    let mut folded = fold(named.map(|(name, shape, key)| (*name, (*shape, key.clone()))));
+    for one in &mut folded {
+        one.members.iter_mut().for_each(|at| *at = matrices[*at]);
+    }
+    let mut alike: BTreeMap<&K, Vec<usize>> = BTreeMap::new();
+    for at in vectors {
+        alike.entry(&weights[at].2).or_default().push(at);
+    }
+    let row = |members: Vec<usize>| match members[..] {
+        [one] => Folded::alone(weights[one].0, one),
+        _ => Folded { name: "vectors and scalars (see --all)".to_owned(), members },
+    };
+    folded.extend(alike.into_values().map(row));
     folded
 }
 
@@ -173,6 +213,20 @@ mod tests {
         let mut members: Vec<usize> = some.into_iter().flat_map(|folded| folded.members).collect();
         members.sort_unstable();
         assert_eq!(members, (0..11).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn vectors_are_one_row_behind_the_matrices_of_a_pattern() {
+        let (matrix, vector) = ([2, 2].as_slice(), [2].as_slice());
+        let weights =
+            [("l.0.norm", vector, 'a'), ("l.0.up", matrix, 'a'), ("l.1.norm", vector, 'a')];
+        let all = [&weights[..], &[("l.1.up", matrix, 'a'), ("bias", vector, 'b')]].concat();
+        let folded = fold_weights(&all);
+        let rows: Vec<_> = folded.iter().map(|one| (one.name.as_str(), &one.members[..])).collect();
+        let vectors = ("vectors and scalars (see --all)", &[0, 2][..]);
+        assert_eq!(rows, [("l.{0..1}.up", &[1, 3][..]), vectors, ("bias", &[4])]);
+        let shapes = [folded[0].shape(matrix), folded[1].shape(vector), folded[2].shape(vector)];
+        assert_eq!(shapes, ["2 x [2, 2]", "2 tensors", "[2]"]);
     }
 
     #[test]

@@ -1,26 +1,31 @@
-//! `fp4 inspect`: what is in a checkpoint, and what is suspicious about it.
+//! `fp4 inspect`: the weights of a checkpoint, and defects that no reader reports.
 
-use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
-use comfy_table::Table;
+use burn_fp4_checkpoints::{Checkpoint, Dtype, Fp4Facts, Reader, Value, Weight, traps};
 use serde::Serialize;
 
-use crate::checkpoint::{Input, model};
+use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};
+use crate::counted::counted;
 use crate::error::CliError;
-use crate::print::{self, print, print_json};
+use crate::fold::{Folded, fold_weights, natural};
+use crate::print::{print, print_json, warning};
 use crate::progress;
 use crate::size::Size;
-use crate::table::{Column, table};
+use crate::table::{Column, table, width};
 
-/// List the weights of a checkpoint (format, bits, scales, saturated and zero blocks), and warn of
-/// frequent defects that no reader reports.
+/// List the weights of a checkpoint with formats, sizes and scales, and warn of defects that no
+/// reader reports.
 ///
-/// Warnings: tensor scales that look like their reciprocal, blocks lost to a scale of 0, NaN
-/// scales, saturated scales, constant input scales, and query/key/value or gate/up layers that
-/// engines cannot run as one.
+/// Warnings: NaN and infinite values, tensor scales that look like their reciprocal, blocks lost to
+/// a scale of 0, NaN scales, saturated scales, constant input scales, and query/key/value or
+/// gate/up layers that engines cannot run as one.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
+    /// Print a line for every tensor. Otherwise names that differ in numbers alone are one line,
+    /// with the range of their scales, and so are vectors.
+    #[arg(long)]
+    all: bool,
     /// Print a JSON object with weights, warnings and totals instead of a table.
     #[arg(long)]
     json: bool,
@@ -29,6 +34,7 @@ pub(crate) struct Arguments {
 #[derive(Serialize)]
 struct Report {
     dialect: &'static str,
+    /// In the natural order of their names.
     weights: Vec<Row>,
     warnings: Vec<String>,
     totals: Totals,
@@ -41,11 +47,15 @@ struct Row {
     shape: Vec<usize>,
     bytes: usize,
     bits_per_weight: f64,
+    /// Values that are NaN or infinite, of weights in F32, F16 and BF16.
+    not_finite: u64,
     #[serde(flatten)]
     fp4: Option<Blocks>,
+    #[serde(skip)]
+    group: Group,
 }
 
-/// What only FP4 has.
+/// Facts that only FP4 has.
 #[derive(Serialize)]
 struct Blocks {
     smallest_scale: f32,
@@ -63,28 +73,35 @@ struct Totals {
     values: usize,
     bytes: usize,
     bits_per_weight: f64,
+    /// By format, the quantized ones first.
+    formats: Vec<FormatTotals>,
+}
+
+/// How a format is counted: quantized ones first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+enum Group {
+    Quantized,
+    OfGgml,
+    #[default]
+    Dense,
+}
+
+/// The weights of a format.
+#[derive(Serialize)]
+struct FormatTotals {
+    format: String,
+    weights: usize,
+    bytes: usize,
+    bits_per_weight: f64,
 }
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let report = examine(&arguments.input.open()?).map_err(CliError::meanwhile)?;
-    if arguments.json {
-        return print_json(&report);
+    match arguments.json {
+        true => print_json(&report),
+        false => print(&report.text(arguments.all, width())),
     }
-    let totals = &report.totals;
-    let mut text = format!("{}\n", table_of(&report.weights));
-    text.push_str(&format!(
-        "{}: {} of {} weights quantized, {}, {:.3} bits a value\n",
-        report.dialect,
-        totals.quantized,
-        totals.weights,
-        Size(totals.bytes as u64),
-        totals.bits_per_weight
-    ));
-    for warning in &report.warnings {
-        text.push_str(&format!("{}\n", print::warning(warning)));
-    }
-    print(&text)
 }
 
 fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
@@ -93,7 +110,6 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
     let bar = progress::bytes(total as u64, 0);
     let (mut weights, mut facts) = (Vec::new(), Vec::new());
-    let mut totals = Totals { weights: model.weights.len(), ..Totals::default() };
     for weight in &model.weights {
         bar.set_message(weight.name.clone());
         let found = match &weight.value {
@@ -103,71 +119,247 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
             },
             Value::Plain(_) | Value::Fp8(_) => None,
         };
-        totals.quantized += usize::from(weight.is_quantized());
-        totals.values += weight.len();
-        totals.bytes += weight.bytes();
-        weights.push(row(weight, found.as_ref()));
+        weights.push(Row::new(weight, found.as_ref(), not_finite(&reader, weight)?));
         facts.push(found);
         bar.inc(weight.bytes() as u64);
     }
     bar.finish_and_clear();
-    totals.bits_per_weight = bits(totals.bytes, totals.values);
-    let warnings = traps(&model, &facts).iter().map(ToString::to_string).collect();
+    weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
+    let totals = Totals::new(&weights);
+    let found = traps(&model, &facts).iter().map(ToString::to_string).collect::<Vec<_>>();
+    let warnings = weights.iter().filter_map(Row::warning).chain(found).collect();
     Ok(Report { dialect: checkpoint.dialect(), weights, warnings, totals })
+}
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+/// Counts the values of a weight in F32, F16 or BF16 that are NaN or infinite: all bits of their
+/// exponents are set. Memory is that of a piece.
+fn not_finite<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<u64, CliError> {
+    let Value::Plain(tensor) = &weight.value else { return Ok(0) };
+    let count: fn(&[u8]) -> usize = match tensor.plain() {
+        Some(Dtype::F32) => |piece| count(piece, |[_, _, low, high]: [u8; 4]| [low, high], 0x7F80),
+        Some(Dtype::BF16) => |piece| count(piece, |bytes: [u8; 2]| bytes, 0x7F80),
+        Some(Dtype::F16) => |piece| count(piece, |bytes: [u8; 2]| bytes, 0x7C00),
+        Some(_) | None => return Ok(0),
+    };
+    let mut piece = vec![0; PIECE.min(tensor.bytes.len())];
+    let mut found = 0;
+    for mapped in tensor.bytes.chunks(PIECE) {
+        let piece = &mut piece[..mapped.len()];
+        reader.read(&tensor.name, mapped, piece)?;
+        found += count(piece) as u64;
+    }
+    Ok(found)
+}
+
+/// Counts the numbers whose highest two bytes, in little-endian order, have all bits of a mask.
+fn count<const N: usize>(bytes: &[u8], high: fn([u8; N]) -> [u8; 2], mask: u16) -> usize {
+    let (numbers, _) = bytes.as_chunks::<N>();
+    numbers.iter().filter(|bytes| u16::from_le_bytes(high(**bytes)) & mask == mask).count()
 }
 
 fn bits(bytes: usize, values: usize) -> f64 {
     8.0 * bytes as f64 / values.max(1) as f64
 }
 
-fn row(weight: &Weight<'_>, facts: Option<&Fp4Facts>) -> Row {
-    let fp4 = facts.map(|facts| Blocks {
-        smallest_scale: facts.scales[0],
-        largest_scale: facts.scales[1],
-        tensor_scale: facts.multiplier,
-        blocks: facts.blocks,
-        zero_blocks: facts.zero_blocks,
-        saturated_blocks: facts.saturated_blocks,
-    });
-    Row {
-        name: weight.name.clone(),
-        format: weight.kind(),
-        shape: weight.shape().to_vec(),
-        bytes: weight.bytes(),
-        bits_per_weight: bits(weight.bytes(), weight.len()),
-        fp4,
+impl Row {
+    fn new(weight: &Weight<'_>, facts: Option<&Fp4Facts>, not_finite: u64) -> Self {
+        let fp4 = facts.map(|facts| Blocks {
+            smallest_scale: facts.scales[0],
+            largest_scale: facts.scales[1],
+            tensor_scale: facts.multiplier,
+            blocks: facts.blocks,
+            zero_blocks: facts.zero_blocks,
+            saturated_blocks: facts.saturated_blocks,
+        });
+        Self {
+            name: weight.name.clone(),
+            format: weight.kind(),
+            shape: weight.shape().to_vec(),
+            bytes: weight.bytes(),
+            bits_per_weight: bits(weight.bytes(), weight.len()),
+            not_finite,
+            fp4,
+            group: match (is_of_ggml(weight), is_quantized(weight)) {
+                (true, _) => Group::OfGgml,
+                (false, true) => Group::Quantized,
+                (false, false) => Group::Dense,
+            },
+        }
+    }
+
+    /// The name without `.weight`.
+    fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Warns of values that no command quantizes.
+    fn warning(&self) -> Option<String> {
+        let (name, found) = (&self.name, self.not_finite);
+        let keep = match self.shape.len() {
+            0 | 1 => String::new(),
+            _ => format!(", or pass --keep '{name}' to `fp4 quantize`"),
+        };
+        let count = counted(found as usize, "NaN or infinite value");
+        (found > 0).then(|| format!("`{name}`: {count}; fix the weight{keep}"))
     }
 }
 
-fn table_of(rows: &[Row]) -> Table {
-    let mut table = table(&[
-        ("weight", Column::Name),
-        ("format", Column::Name),
-        ("shape", Column::Name),
-        ("bits", Column::Figure),
-        ("largest\nscale", Column::Figure),
-        ("tensor\nscale", Column::Figure),
-        ("saturated\nblocks", Column::Figure),
-        ("zero\nblocks", Column::Figure),
-    ]);
-    for row in rows {
-        let bits = format!("{:.2}", row.bits_per_weight);
-        let mut cells =
-            vec![row.name.clone(), row.format.clone(), format!("{:?}", row.shape), bits];
-        if let Some(fp4) = &row.fp4 {
-            let percent = |count: u64| match (count, 100.0 * count as f64 / fp4.blocks as f64) {
-                (0, _) => "0 %".to_owned(),
-                (_, share) if share < 0.01 => "< 0.01 %".to_owned(),
-                (_, share) => format!("{share:.2} %"),
-            };
-            cells.extend([
-                format!("{:.2e}", fp4.largest_scale),
-                format!("{:.2e}", fp4.tensor_scale),
-                percent(fp4.saturated_blocks),
-                percent(fp4.zero_blocks),
+impl Totals {
+    fn new(rows: &[Row]) -> Self {
+        let [bytes, values] = sums(rows);
+        let mut formats: Vec<(Group, &str)> =
+            rows.iter().map(|row| (row.group, row.format.as_str())).collect();
+        formats.sort_unstable();
+        formats.dedup();
+        let of_format = |(_, format): (Group, &str)| {
+            let of: Vec<&Row> = rows.iter().filter(|row| row.format == format).collect();
+            let ([bytes, values], weights) = (sums(of.iter().copied()), of.len());
+            let format = format.to_owned();
+            FormatTotals { format, weights, bytes, bits_per_weight: bits(bytes, values) }
+        };
+        Self {
+            weights: rows.len(),
+            quantized: rows.iter().filter(|row| row.group != Group::Dense).count(),
+            values,
+            bytes,
+            bits_per_weight: bits(bytes, values),
+            formats: formats.into_iter().map(of_format).collect(),
+        }
+    }
+}
+
+/// Warnings of NaN and infinite values that are printed.
+const SHOWN: usize = 5;
+
+impl Report {
+    fn text(&self, all: bool, width: Option<u16>) -> String {
+        let mut text = format!("{}\n\n{}", self.table(all, width), self.summary(width));
+        let broken = self.weights.iter().filter(|row| row.not_finite > 0).count();
+        let more = broken.saturating_sub(SHOWN);
+        for warned in self.warnings[..broken - more].iter().chain(&self.warnings[broken..]) {
+            text.push_str(&format!("\n{}", warning(warned)));
+        }
+        if more > 0 {
+            let more = counted(more, "more weight");
+            let more = warning(format!("NaN or infinite values: {more}; --json lists all"));
+            text.push_str(&format!("\n{more}"));
+        }
+        text
+    }
+
+    fn folded(&self, all: bool) -> Vec<Folded> {
+        if all {
+            let rows = self.weights.iter().enumerate();
+            return rows.map(|(at, row)| Folded::alone(row.module(), at)).collect();
+        }
+        let rows = self.weights.iter();
+        let rows = rows.map(|row| (row.module(), &row.shape[..], row.format.as_str()));
+        fold_weights(&rows.collect::<Vec<_>>())
+    }
+
+    fn table(&self, all: bool, width: Option<u16>) -> String {
+        let columns = [
+            ("weight", Column::Name),
+            ("format", Column::Name),
+            ("shape", Column::Name),
+            ("bits", Column::Figure),
+            ("size", Column::Figure),
+            ("largest\nscale", Column::Figure),
+            ("tensor\nscale", Column::Figure),
+            ("saturated\nblocks", Column::Figure),
+            ("zero\nblocks", Column::Figure),
+        ];
+        let optional =
+            ["largest\nscale", "tensor\nscale", "size", "zero\nblocks", "saturated\nblocks"];
+        let rows = self.folded(all).iter().map(|folded| self.line(folded)).collect();
+        table(&columns, &optional, rows, width)
+    }
+
+    fn line(&self, folded: &Folded) -> Vec<String> {
+        let members: Vec<&Row> = folded.members.iter().map(|&at| &self.weights[at]).collect();
+        let first = members[0];
+        let [bytes, values] = sums(members.iter().copied());
+        let mut line = vec![
+            folded.name.clone(),
+            first.format.clone(),
+            folded.shape(&first.shape),
+            format!("{:.2}", bits(bytes, values)),
+            Size(bytes as u64).to_string(),
+        ];
+        let blocks: Vec<&Blocks> = members.iter().filter_map(|row| row.fp4.as_ref()).collect();
+        if !blocks.is_empty() {
+            let sum = |of: fn(&Blocks) -> u64| blocks.iter().map(|one| of(one)).sum::<u64>();
+            let share = |of: fn(&Blocks) -> u64| share(sum(of), sum(|one| one.blocks));
+            line.extend([
+                range(blocks.iter().map(|one| one.largest_scale)),
+                range(blocks.iter().map(|one| one.tensor_scale)),
+                share(|one| one.saturated_blocks),
+                share(|one| one.zero_blocks),
             ]);
         }
-        table.add_row(cells);
+        line
     }
-    table
+
+    /// Counts weights and bytes, of all and of each format.
+    fn summary(&self, width: Option<u16>) -> String {
+        let Totals { weights, quantized, bytes, bits_per_weight, .. } = self.totals;
+        let of_ggml = self.weights.iter().any(|row| row.group == Group::OfGgml);
+        let how = if of_ggml { " by types of ggml" } else { "" };
+        let weights = counted(weights, "weight");
+        let columns = [
+            ("format", Column::Name),
+            ("weights", Column::Figure),
+            ("size", Column::Figure),
+            ("share", Column::Figure),
+            ("bits a weight", Column::Figure),
+        ];
+        let row = |one: &FormatTotals| {
+            let share = 100.0 * one.bytes as f64 / bytes.max(1) as f64;
+            vec![
+                one.format.clone(),
+                one.weights.to_string(),
+                Size(one.bytes as u64).to_string(),
+                format!("{share:.0} %"),
+                format!("{:.2}", one.bits_per_weight),
+            ]
+        };
+        let formats = self.totals.formats.iter().map(row).collect();
+        format!(
+            "{}\n\n{}: {quantized} of {weights} quantized{how}, {}, {bits_per_weight:.2} bits a \
+             weight",
+            table(&columns, &[], formats, width),
+            self.dialect,
+            Size(bytes as u64),
+        )
+    }
+}
+
+/// Sums the bytes and the values of weights.
+fn sums<'r>(rows: impl IntoIterator<Item = &'r Row>) -> [usize; 2] {
+    let add = |[bytes, values]: [usize; 2], row: &Row| [bytes + row.bytes, values + row.len()];
+    rows.into_iter().fold([0; 2], add)
+}
+
+/// Shows the smallest and the largest of numbers, or the one that all of them are.
+fn range(numbers: impl Iterator<Item = f32> + Clone) -> String {
+    let least = numbers.clone().fold(f32::INFINITY, f32::min);
+    let [least, most] =
+        [least, numbers.fold(f32::NEG_INFINITY, f32::max)].map(|n| format!("{n:.2e}"));
+    if least == most { most } else { format!("{least}..{most}") }
+}
+
+/// Shows a count of blocks in percent. One that is not 0 does not look like 0.
+fn share(count: u64, of: u64) -> String {
+    match (count, 100.0 * count as f64 / of.max(1) as f64) {
+        (0, _) => "0 %".to_owned(),
+        (_, share) if share < 0.01 => "< 0.01 %".to_owned(),
+        (_, share) => format!("{share:.2} %"),
+    }
 }

@@ -4,18 +4,20 @@
 //! |------------------|-----------------------------------------------------------------------|
 //! | `quantize/`      | `fp4 quantize`: plan, recipe, statistics, and the line of threads     |
 //! | `convert.rs`     | `fp4 convert`: the same numbers in another dialect                    |
-//! | `inspect.rs`     | `fp4 inspect`: what is in a checkpoint, and what is suspicious        |
-//! | `compare/`       | `fp4 compare`: how far two checkpoints are apart, and a page of it    |
+//! | `inspect.rs`     | `fp4 inspect`: the weights of a checkpoint, and its defects           |
+//! | `compare/`       | `fp4 compare`: the difference of two checkpoints, and a page of it    |
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
 //! | `formats.rs`     | `fp4 formats`: tables of codes, and of programs that read dialects    |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
 //! | `listed.rs`      | the names that an option takes, as its help lists them                |
 //! | `readers.rs`     | programs that read what is written, as helps and notes name them      |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
+//! | `counted.rs`     | numbers of things as people write them                                |
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `percent.rs`     | relative errors as people read them                                   |
 //! | `accuracy.rs`    | the errors of a run, by weight                                        |
-//! | `table.rs`       | tables                                                                |
+//! | `table.rs`       | tables that fit the terminal                                          |
+//! | `page.rs`        | parts of pages and pictures                                           |
 //! | `fold.rs`        | names of a repeated pattern as one row, and their natural order       |
 //! | `print.rs`       | what goes to standard output and standard error                       |
 //! | `progress.rs`    | how far long work is, also where there is no terminal                 |
@@ -27,6 +29,7 @@ mod checkpoint;
 mod compare;
 mod completions;
 mod convert;
+mod counted;
 mod error;
 mod evaluate;
 mod fold;
@@ -34,6 +37,7 @@ mod formats;
 mod inspect;
 mod interrupt;
 mod listed;
+mod page;
 mod percent;
 mod print;
 mod progress;
@@ -54,7 +58,7 @@ struct Arguments {
     command: Command,
 }
 
-/// What every command ends with.
+/// The last lines of the help.
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 `compare` found a difference; 2 the command, or a file that it names, is \
 wrong; 3 the machine failed (disk full, a read error, a file that changed meanwhile); 130 and 143 \

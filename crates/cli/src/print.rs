@@ -53,12 +53,6 @@ pub(crate) fn say(line: impl Display) {
     let _ = writeln!(anstream::stderr(), "{line}");
 }
 
-/// A number of things, of which one is no plural.
-pub(crate) fn counted(count: usize, noun: &str) -> String {
-    let end = if count == 1 { "" } else { "s" };
-    format!("{count} {noun}{end}")
-}
-
 /// Says the command that looks at what was made.
 pub(crate) fn next(out: &Path) -> String {
     let path = out.display().to_string();

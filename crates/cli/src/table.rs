@@ -1,10 +1,12 @@
-//! Tables, on a terminal no wider than that where this is possible.
+//! Tables that fit the terminal: columns are left out first, then names are cut at the left.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use comfy_table::{
     CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Table, TableStyle, Width,
 };
 
-/// What a column holds.
+/// The content of a column.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Column {
     /// Names, which are not broken into lines.
@@ -18,19 +20,61 @@ pub(crate) enum Column {
 /// A line below the header, and nothing else: names are long, and borders take their place.
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
-/// Characters of a line of a broken text at least.
-pub(crate) const NARROWEST: u16 = 16;
+/// The least characters of a line of a broken text, and of a name that is cut.
+const NARROWEST: usize = 16;
+/// Spaces between columns.
+const GAP: usize = 2;
 
-/// A table without rows.
-pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
+/// Lays out a table for a terminal of `width` columns, or with lines of any length without one.
+///
+/// Where there is no room, the `optional` columns are left out, the first of them first; then the
+/// names in the first column are cut at the left.
+pub(crate) fn table(
+    columns: &[(&str, Column)],
+    optional: &[&str],
+    mut rows: Vec<Vec<String>>,
+    width: Option<u16>,
+) -> String {
+    let widths: Vec<usize> = (0..columns.len()).map(|at| needed(columns[at], &rows, at)).collect();
+    let total = |shown: &[usize]| shown.iter().map(|&at| widths[at] + GAP).sum::<usize>();
+    let mut shown: Vec<usize> = (0..columns.len()).collect();
+    if let Some(room) = width.map(usize::from) {
+        for left_out in optional {
+            if total(&shown) > room {
+                shown.retain(|&at| columns[at].0 != *left_out);
+            }
+        }
+        if total(&shown) > room {
+            let names = room.saturating_sub(total(&shown[1..]) + GAP).max(NARROWEST);
+            shorten(&mut rows, names);
+        }
+    }
+    let columns: Vec<_> = shown.iter().map(|&at| columns[at]).collect();
+    let mut table = empty(&columns);
+    if let Some(width) = width {
+        table.set_width(width);
+    }
+    for row in &rows {
+        table.add_row(shown.iter().map(|&at| row.get(at).map_or("", String::as_str)));
+    }
+    table.trim_fmt()
+}
+
+/// Returns the characters that a column takes: of a text the least, of others the most.
+fn needed((head, holds): (&str, Column), rows: &[Vec<String>], at: usize) -> usize {
+    let cells = rows.iter().filter_map(|row| row.get(at)).flat_map(|cell| cell.lines());
+    let widest = cells.chain(head.lines()).map(|line| line.chars().count()).max().unwrap_or(0);
+    if holds == Column::Text { widest.min(NARROWEST) } else { widest }
+}
+
+fn empty(columns: &[(&str, Column)]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_header(columns.iter().map(|(name, _)| *name));
-    // Elsewhere than on a terminal lines are as long as they are.
-    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.force_no_tty().set_content_arrangement(ContentArrangement::Dynamic);
     for (column, (_, holds)) in table.column_iter_mut().zip(columns) {
         column.set_constraint(match holds {
             Column::Name | Column::Figure => ColumnConstraint::ContentWidth,
-            Column::Text => ColumnConstraint::LowerBoundary(Width::Fixed(NARROWEST)),
+            Column::Text => ColumnConstraint::LowerBoundary(Width::Fixed(NARROWEST as u16)),
         });
         // The style separates columns by one more.
         column.set_padding((0, 1));
@@ -41,7 +85,89 @@ pub(crate) fn table(columns: &[(&str, Column)]) -> Table {
     table
 }
 
-/// Columns of the terminal that standard output is. None: it is something else.
+/// Shortens the first cells to `room` characters. Names that would look the same are broken into
+/// lines instead.
+fn shorten(rows: &mut [Vec<String>], room: usize) {
+    let mut names: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for row in rows.iter() {
+        names.entry(end_of(&row[0], room)).or_default().insert(row[0].clone());
+    }
+    for row in rows {
+        let end = end_of(&row[0], room);
+        let alone = names[&end].len() == 1;
+        row[0] = if alone { end } else { broken(&row[0], room) };
+    }
+}
+
+/// Returns the last `most` characters of a name, behind a sign that something is missing.
+pub(crate) fn end_of(name: &str, most: usize) -> String {
+    let count = name.chars().count();
+    match count.checked_sub(most) {
+        None | Some(0) => name.to_owned(),
+        Some(more) => ['…'].into_iter().chain(name.chars().skip(more + 1)).collect(),
+    }
+}
+
+/// Breaks a name into lines of at most `most` characters, behind dots where there are some.
+fn broken(name: &str, most: usize) -> String {
+    let mut lines = vec![String::new()];
+    for word in name.split_inclusive('.') {
+        let letters: Vec<char> = word.chars().collect();
+        for part in letters.chunks(most - GAP) {
+            let last = lines.last_mut().expect("there is a first line");
+            if last.chars().count() + part.len() > most {
+                lines.push(" ".repeat(GAP));
+            }
+            lines.last_mut().expect("there is a line").extend(part);
+        }
+    }
+    lines.join("\n")
+}
+
+/// Returns the columns of the terminal: of COLUMNS if that is set, else of standard output. None:
+/// it is not a terminal.
 pub(crate) fn width() -> Option<u16> {
-    Table::new().width()
+    let stated = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    stated.filter(|&columns| columns > 0).or_else(|| Table::new().width())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COLUMNS: [(&str, Column); 3] =
+        [("weight", Column::Name), ("bytes", Column::Figure), ("note", Column::Text)];
+
+    fn shown(names: &[&str], width: u16) -> String {
+        let row = |name: &&str| vec![(*name).to_owned(), "1.0 MB".to_owned(), "a note".repeat(9)];
+        table(&COLUMNS, &["bytes"], names.iter().map(row).collect(), Some(width))
+    }
+
+    #[test]
+    fn the_end_of_a_name_is_what_tells_it_from_others() {
+        assert_eq!(end_of("model.up", 8), "model.up");
+        assert_eq!(end_of("model.up", 4), "….up");
+    }
+
+    #[test]
+    fn columns_are_left_out_before_names_are_cut() {
+        let name = "model.layers.31.self_attn.q_proj";
+        let wide = table(&COLUMNS, &["bytes"], vec![vec![name.into()]], None);
+        assert!(wide.contains("bytes") && wide.contains(name), "{wide}");
+        for (width, bytes, whole) in [(62, true, true), (54, false, true), (40, false, false)] {
+            let text = shown(&[name], width);
+            assert_eq!((text.contains("bytes"), text.contains(name)), (bytes, whole), "{text}");
+            assert!(text.contains("self_attn.q_proj"), "{text}");
+            assert!(text.lines().all(|line| line.chars().count() <= width.into()), "{text}");
+        }
+    }
+
+    #[test]
+    fn names_that_would_look_the_same_are_broken_into_lines() {
+        let names = ["model.layers.{0..30}.mlp.down_proj", "model.layers.31.mlp.down_proj", "up"];
+        let text = shown(&names, 36);
+        assert!(text.contains("{0..30}") && text.contains("layers.31.") && text.contains("up "));
+        assert!(text.lines().all(|line| line.chars().count() <= 36), "{text}");
+        assert_eq!(broken("model.layers.31.up", 12), "model.\n  layers.31.\n  up");
+    }
 }

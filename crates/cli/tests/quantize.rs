@@ -15,7 +15,7 @@ fn golden(name: &str) -> String {
     golden.to_str().expect("unicode").to_owned()
 }
 
-/// What the converter was run with, in our words.
+/// The options of the converter, in words of this program.
 const MILES: &str = "--preset miles --first-layers-high-precision 1 --last-layers-high-precision 1 \
                      --keep *mlp.experts.0.up_proj*";
 
@@ -150,7 +150,7 @@ fn a_run_says_how_good_it_was_and_what_to_type_next() {
     model::write(&folder.path().join("model.safetensors"), &tensors);
     let said = succeeds(folder.path(), "quantize model.safetensors --out out");
     let lines: Vec<&str> = said.lines().collect();
-    assert!(lines[1].starts_with("error ") && lines[1].contains(" %, worst "), "{said}");
+    assert!(lines[1].starts_with("mean error ") && lines[1].contains(" %, worst "), "{said}");
     assert!(lines[1].contains(".o_proj.weight"), "{said}");
     assert_eq!(lines[2..], ["next: fp4 inspect out"]);
     let json = succeeds(folder.path(), "quantize model.safetensors --out again --json");
@@ -240,7 +240,7 @@ fn with_statistics_gptq_says_the_error_of_outputs_too() {
     assert!((found - expected).abs() < 1e-2 * expected, "{found}, expected {expected}");
     assert!(found < 0.7 * of("error_percent"), "{json}");
     let said = succeeds(folder.path(), &format!("{quantize} gptq --out again"));
-    assert!(said.contains("; error of outputs "), "{said}");
+    assert!(said.contains("; mean error of outputs "), "{said}");
     let said = succeeds(folder.path(), &format!("{quantize} hessian --out hessian"));
     assert!(!said.contains("outputs"), "{said}");
 }
@@ -269,7 +269,7 @@ fn every_dialect_and_format_is_written_and_read_again() {
         let (code, json, error) = run(folder.path(), &format!("compare model {out} --json"));
         assert_eq!(code, 1, "{error}");
         let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
-        let percent = report["error_percent"].as_f64().expect("a number");
+        let percent = report["quantized_error_percent"].as_f64().expect("a number");
         assert!((5.0..14.0).contains(&percent), "{out}: {percent}");
         assert_eq!(report["only_left"], serde_json::json!([]), "{out}");
     }
@@ -282,7 +282,7 @@ fn methods_and_memory_do_not_change_who_is_right() {
     let error = |out: &str| {
         let (_, json, _) = run(folder.path(), &format!("compare model {out} --json"));
         let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
-        report["error_percent"].as_f64().expect("a number")
+        report["quantized_error_percent"].as_f64().expect("a number")
     };
     for method in ["amax", "four-over-six", "sse", "sse-tensor-scale"] {
         succeeds(folder.path(), &format!("quantize model --out {method} --method {method}"));
@@ -377,7 +377,7 @@ fn stacked_matrices_are_quantized_by_their_own_statistics() {
     }
 }
 
-/// Of which no more than a piece is in memory.
+/// Checks tensors that are kept, of which no more than a piece is in memory.
 #[test]
 fn what_is_kept_is_copied_in_pieces() {
     let folder = tempdir().expect("a folder");
@@ -466,7 +466,7 @@ fn statistics_weigh_errors() {
     assert!(note.contains("moments.safetensors"), "{note}");
     let other = "quantize model --out x --method sse-weighted --calibration other.safetensors";
     model::write(&folder.path().join("other.safetensors"), &[model::tensor("other", &[8], 1)]);
-    let says = ["other.safetensors", "any of the 14 weights", "it has `other`"];
+    let says = ["other.safetensors", "no statistics of the 14 weights", "it has `other`"];
     fails(folder.path(), other, 2, &says);
     moments.remove(0);
     model::write(&folder.path().join("moments.safetensors"), &moments);
@@ -808,7 +808,7 @@ fn what_is_quantized_already_is_kept_in_the_words_of_another_dialect() {
     assert!(table.contains("14 of 19 weights quantized"), "{table}");
 }
 
-/// Of an expert that no token chose.
+/// The statistics of an expert that no token chose.
 #[test]
 fn statistics_of_no_inputs_leave_the_search_by_the_weight() {
     let folder = tempdir().expect("a folder");
@@ -883,11 +883,12 @@ fn choices_that_do_not_go_together_are_named() {
     let bad = |options: &str, says: &[&str]| {
         fails(folder.path(), &format!("quantize model --out out {options}"), 2, says);
     };
-    let says = ["`only` pattern `nothing*`", "none of 19", "lm_head.weight`; name some of them"];
+    let says = ["--only pattern `nothing*`", "none of 19", "lm_head.weight`; name some of them"];
     bad("--only nothing*", &says);
-    bad("--keep *.o_proj --keep *.qkv_proj", &["`keep` pattern `*.qkv_proj`", "none of 19"]);
+    bad("--keep *.o_proj --keep *.qkv_proj", &["--keep pattern `*.qkv_proj`", "none of 19"]);
     bad("--keep *.o_porj", &["`*.o_porj` matches none of 19 tensors; did you mean `*.o_proj`?"]);
     bad("--only lm_haed", &["; did you mean `lm_head`?"]);
+    bad("--keep o_proj", &["--keep pattern `o_proj`", "; did you mean `*.o_proj`?"]);
     bad("--keep model.layers.0.mlp", &["; did you mean `model.layers.0.mlp.*`?"]);
     bad("--preset experts-only", &["none of 19 tensors", "down_proj.weight`: not an expert"]);
     let says = ["none of 19 tensors", "`lm_head.weight`: asked to keep `*`", "keep fewer (--"];

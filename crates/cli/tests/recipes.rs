@@ -28,7 +28,7 @@ fn load() -> Llama<Linear> {
     folder.load(&Device::flex()).expect("its weights").0
 }
 
-/// What the layers of the model are given by some of the book.
+/// The inputs that the layers of the model are given for a part of the book.
 fn calibration(model: &Llama<Linear>) -> Calibration {
     let folder = Folder::open(&genesis()).expect("the model");
     let tokenizer = folder.tokenizer().expect("a tokenizer");

@@ -46,7 +46,7 @@ pub(crate) struct Arguments {
     /// Save the statistics of layer inputs, for `fp4 quantize --calibration`.
     #[arg(long, value_name = "FILE")]
     save_calibration: Option<PathBuf>,
-    /// Write an HTML page with a bar chart.
+    /// Write an HTML page with a bar chart, on which the choice of the first budget is marked.
     #[arg(long, value_name = "FILE")]
     page: Option<PathBuf>,
     #[command(flatten)]
@@ -123,7 +123,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         if arguments.measure { context.measured(&sensitivity, &config)? } else { Vec::new() };
     let budgets = context.budgets(&sensitivity, &config)?;
     if let Some(path) = &arguments.page {
-        std::fs::write(path, sensitivity.html()).with_context(|| path.display().to_string())?;
+        let budget = arguments.budget.first().map(|bits| Budget::BitsPerWeight(*bits));
+        let choice = budget.map(|budget| found.choose(budget)).transpose()?;
+        std::fs::write(path, sensitivity.html(choice.as_ref()))
+            .with_context(|| path.display().to_string())?;
     }
     let report = Report { sensitivity, measured, budgets };
     print(&report, arguments.json, || lines(arguments, &report))

@@ -444,11 +444,11 @@ pub(crate) fn check_matches(
 
 fn no_match(model: &Model<'_>, list: &'static str, pattern: &str) -> CheckpointError {
     let names: Vec<&str> = model.weights.iter().map(|weight| weight.name.as_str()).collect();
-    let matches = |found: &String| {
+    let matches = |found: &str| {
         let matcher = Pattern::parse(found, Syntax::Both).matcher();
         matcher.is_ok_and(|matcher| model.weights.iter().any(|weight| hits(&matcher, weight)))
     };
-    let nearest = nearest::nearest(&names, pattern).filter(matches);
+    let nearest = nearest::nearest(&names, pattern, matches);
     let first = names.first().copied().unwrap_or("none").to_owned();
     let (pattern, tensors) = (pattern.to_owned(), names.len());
     CheckpointError::NoMatch { list, pattern, tensors, first, nearest }

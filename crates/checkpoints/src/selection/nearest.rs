@@ -7,19 +7,37 @@ use strsim::osa_distance;
 /// Characters of wild cards.
 const WILD: [char; 2] = ['*', '?'];
 
-/// Finds the pattern nearest to one that matches no name: with what is in a module, or with its
-/// words spelt as those of the names are. The caller checks that it matches.
-pub(super) fn nearest(names: &[&str], pattern: &str) -> Option<String> {
+/// Finds the pattern nearest to one that matches no name: its words spelt as the names have them,
+/// and with wild cards around them. `matches` tells whether a pattern matches any name.
+pub(super) fn nearest(
+    names: &[&str],
+    pattern: &str,
+    matches: impl Fn(&str) -> bool,
+) -> Option<String> {
     if pattern.starts_with("re:") {
         return None;
     }
-    let within = format!("{pattern}.");
-    if !pattern.contains(WILD) && names.iter().any(|name| name.starts_with(&within)) {
-        return Some(format!("{within}*"));
-    }
+    let widened = |text: &str| {
+        let mut all = vec![text.to_owned()];
+        if !text.contains(WILD) {
+            all.extend([format!("{text}.*"), format!("*.{text}"), format!("*.{text}.*")]);
+        }
+        if text.len() >= LEAST {
+            all.push(format!("*{}*", text.trim_matches('*')));
+        }
+        all.into_iter().find(|found| matches(found))
+    };
+    widened(pattern).or_else(|| widened(&spelt(names, pattern)?))
+}
+
+/// The least letters that are looked for inside of words: fewer are everywhere.
+const LEAST: usize = 3;
+
+/// Spells the words of a pattern as the names have them.
+fn spelt(names: &[&str], pattern: &str) -> Option<String> {
     let known: BTreeSet<&str> = names.iter().flat_map(|name| name.split('.')).collect();
     let words: Option<Vec<String>> = pattern.split('.').map(|word| respelt(&known, word)).collect();
-    words.map(|words| words.join(".")).filter(|found| found != pattern)
+    words.map(|words| words.join("."))
 }
 
 /// A word of a pattern as a name has it, whatever wild cards are around it.
@@ -44,21 +62,33 @@ fn respelt(known: &BTreeSet<&str>, word: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::patterns::{Pattern, Syntax};
 
     #[test]
     fn a_pattern_is_spelt_as_the_names_are() {
         let names = ["lm_head.weight", "model.layers.0.mlp.up_proj.weight", "a.o_proj.weight"];
+        let matches = |pattern: &str| {
+            let matcher = Pattern::parse(pattern, Syntax::Both).matcher().expect("a pattern");
+            let module = |name: &str| matcher.matches(name.trim_end_matches(".weight"));
+            names.iter().any(|name| matcher.matches(name) || module(name))
+        };
         for (pattern, expected) in [
             ("lm_haed", Some("lm_head")),
             ("*.o_porj", Some("*.o_proj")),
             ("model.layer.*.mlp.*", Some("model.layers.*.mlp.*")),
             ("*up_prj*", Some("*up_proj*")),
             ("model.layers.0.mlp", Some("model.layers.0.mlp.*")),
+            ("o_proj", Some("*.o_proj")),
+            ("o_porj", Some("*.o_proj")),
+            ("mlp", Some("*.mlp.*")),
+            ("mlp.up_proj", Some("*.mlp.up_proj")),
+            ("_proj", Some("*_proj*")),
+            ("oj", None),
             ("model.layers.7.mlp.up_proj", None),
             ("nothing*", None),
             ("re:lm_haed", None),
         ] {
-            assert_eq!(nearest(&names, pattern).as_deref(), expected, "{pattern}");
+            assert_eq!(nearest(&names, pattern, matches).as_deref(), expected, "{pattern}");
         }
     }
 }

@@ -1,89 +1,130 @@
-//! A comparison as a page that needs nothing else: tables, plots in SVG, in light and dark.
+//! A page of a comparison that needs nothing else: tables and plots, in light and dark.
 
 use std::fmt::Write as _;
+use std::path::Path;
 
 use burn_fp4_search::formats::E2M1;
 
-use super::report::{Report, Row};
+use super::report::{Relation, Report, Row};
+use crate::page::{escaped, made, marks};
 use crate::percent::Percent;
+use crate::table::end_of;
 
 /// Bars of the plot of errors.
 const BARS: usize = 25;
+/// Characters of a name for which there is room in front of a bar.
+const NAME: usize = 62;
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --line: #d7dce1;
-  --bar: #2f6fb3; --soft: #6b7681; }
+  --bar: #d6601e; --soft: #6b7681; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --bar: #6aa9e8; --soft: #98a3ad; } }
+  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --bar: #ee8a4c; --soft: #98a3ad; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
-th, td { text-align: left; padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td { overflow-wrap: anywhere; } .soft { color: var(--soft); }
+th, td { text-align: left; vertical-align: top; padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.name { overflow-wrap: anywhere; } .soft, footer { color: var(--soft); }
+footer { margin-top: 2rem; font-size: 0.85rem; }
 .wide { overflow-x: auto; }
 svg { width: 100%; min-width: 40rem; height: auto; }
 svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg rect { fill: var(--bar); } svg line { stroke: var(--line); }
 ";
 
-/// The page.
+/// Renders the page.
 pub(super) fn page(report: &Report) -> String {
     let rows = report.worst();
     let mut body = String::new();
-    let (left, right) = (escape(&report.left), escape(&report.right));
+    let [left, right] = [&report.left, &report.right].map(|path| escaped(path));
+    let title = escaped(&title(report));
     let _ = write!(
         body,
-        "<h1>{right}</h1>\n<p>B: {right}, compared with A: {left}</p>\n<p>{}</p>\n",
-        escape(&report.counts())
+        "<h1>{title}</h1>\n<p>A: {left}<br>B: {right}</p>\n<p>{}</p>\n",
+        escaped(&report.counts())
     );
     for line in report.errors().iter().chain([&report.verdict]) {
-        let _ = writeln!(body, "<p>{}</p>", escape(line));
+        let _ = writeln!(body, "<p>{}</p>", escaped(line));
     }
     for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
         if !names.is_empty() {
-            let names: Vec<String> = names.iter().map(|name| escape(name)).collect();
-            let _ = writeln!(body, "<p>Only in {side}: {}</p>", names.join(", "));
+            let names: Vec<String> = names.iter().map(|name| escaped(name)).collect();
+            let _ = writeln!(body, "<p class=\"name\">Only in {side}: {}</p>", names.join(", "));
         }
     }
-    let _ = write!(body, "<h2>Largest relative errors</h2>\n{}", errors(&rows));
+    let quantized = rows.iter().any(|row| row.quantized);
+    let of = if quantized { "quantized weights" } else { "weights" };
+    let bars = rows.iter().filter(|row| row.quantized == quantized).copied();
+    let _ = write!(body, "<h2>Largest errors of {of}, in percent</h2>\n{}", errors(bars));
     if report.codes != [0; 16] {
-        let _ = write!(body, "<h2>Codes, in percent</h2>\n{}", codes(&report.codes));
+        let _ = write!(body, "<h2>Share of each code, in percent</h2>\n{}", codes(&report.codes));
     }
     let _ = write!(body, "<h2>All weights, worst first</h2>\n{}", table(&rows));
+    let _ = writeln!(body, "<footer>{}</footer>", made());
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>fp4 compare</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n\
+         <title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n\
          </html>\n"
     )
 }
 
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+/// States the result in a sentence that names both checkpoints by the ends of their paths.
+fn title(report: &Report) -> String {
+    let name = |path: &str| match Path::new(path).file_name() {
+        Some(name) => name.to_string_lossy().into_owned(),
+        None => path.to_owned(),
+    };
+    let [a, b] = [&report.left, &report.right].map(|path| name(path));
+    let same = |row: &Row| row.relation == Relation::Same;
+    match report.quantized_error_percent.map(Percent) {
+        Some(mean) if mean.0 > 0.0 => {
+            format!("The quantized weights of {b} differ from {a} by {mean} on average")
+        }
+        _ if !report.finds_difference() && report.weights.iter().all(same) => {
+            format!("{b} has the same weights as {a}")
+        }
+        _ if !report.finds_difference() => {
+            let tolerance = report.tolerance_percent;
+            format!("The weights of {b} differ from {a} by no more than {tolerance} %")
+        }
+        _ => format!("The weights of {b} differ from {a}"),
+    }
 }
 
-/// A bar for each of the worst weights.
-fn errors(rows: &[&Row]) -> String {
-    let finite = |row: &&&Row| row.error_percent > 0.0 && row.error_percent.is_finite();
-    let rows: Vec<_> = rows.iter().filter(finite).take(BARS).collect();
+/// Draws a bar for each of the worst weights, over a scale.
+fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
+    let finite = |row: &&Row| row.error_percent > 0.0 && row.error_percent.is_finite();
+    let rows: Vec<&Row> = rows.filter(finite).take(BARS).collect();
     let most = rows.iter().map(|row| row.error_percent).fold(0.0, f64::max);
     if most == 0.0 {
         return "<p class=\"soft\">none</p>\n".to_owned();
     }
-    let height = 18 * rows.len() + 4;
+    let (marks, bottom) = (marks(most), 18 * rows.len() + 4);
+    let end = marks.last().map_or(most, |(mark, _)| *mark);
+    let length = |percent: f64| 300.0 * percent / end;
+    let height = bottom + 20;
     let mut svg = format!("<div class=\"wide\"><svg viewBox=\"0 0 800 {height}\" role=\"img\">\n");
+    for (mark, text) in &marks {
+        let x = 425.0 + length(*mark);
+        let _ = writeln!(
+            svg,
+            "<line x1=\"{x:.1}\" y1=\"0\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
+             <text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{text}</text>",
+            bottom + 14
+        );
+    }
     for (at, row) in rows.iter().enumerate() {
-        let (y, width) = (18 * at + 2, 300.0 * row.error_percent / most);
-        let name = escape(&row.name);
+        let (y, width) = (18 * at + 2, length(row.error_percent));
+        let name = escaped(&end_of(row.module(), NAME));
         let _ = writeln!(
             svg,
             "<text x=\"415\" y=\"{}\" text-anchor=\"end\">{name}</text>\
              <rect x=\"425\" y=\"{y}\" width=\"{width:.1}\" height=\"13\"/>\
-             <text x=\"{:.1}\" y=\"{}\">{}</text>",
+             <text x=\"740\" y=\"{}\">{}</text>",
             y + 11,
-            430.0 + width,
             y + 11,
             Percent(row.error_percent)
         );
@@ -91,7 +132,7 @@ fn errors(rows: &[&Row]) -> String {
     svg + "</svg></div>\n"
 }
 
-/// A bar for each code, from -6 to 6.
+/// Draws a bar for each code, from -6 to 6.
 fn codes(counts: &[u64; 16]) -> String {
     let total: u64 = counts.iter().sum();
     let order = (8..16).rev().chain(0..8_u8);
@@ -121,20 +162,23 @@ fn codes(counts: &[u64; 16]) -> String {
 
 fn table(rows: &[&Row]) -> String {
     let mut html = String::from(
-        "<table>\n<tr><th>weight</th><th>A</th><th>B</th><th class=\"number\">error</th>\
-         <th class=\"number\">largest difference</th></tr>\n",
+        "<div class=\"wide\"><table>\n<tr><th>weight</th><th>A</th><th>B</th>\
+         <th class=\"number\">error</th><th class=\"number\">largest difference</th></tr>\n",
     );
     for row in rows {
         let numbers = match &row.problem {
-            Some(problem) => format!("<td colspan=\"2\">{}</td>", escape(problem)),
+            Some(problem) => format!("<td colspan=\"2\">{}</td>", escaped(problem)),
             None => format!(
                 "<td class=\"number\">{}</td><td class=\"number\">{:.3e}</td>",
                 Percent(row.error_percent),
                 row.largest_difference
             ),
         };
-        let [name, left, right] = [&row.name, &row.left, &row.right].map(|text| escape(text));
-        let _ = writeln!(html, "<tr><td>{name}</td><td>{left}</td><td>{right}</td>{numbers}</tr>");
+        let [name, left, right] = [&row.name, &row.left, &row.right].map(|text| escaped(text));
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"name\">{name}</td><td>{left}</td><td>{right}</td>{numbers}</tr>"
+        );
     }
-    html + "</table>\n"
+    html + "</table></div>\n"
 }

@@ -1,23 +1,29 @@
-//! `fp4 compare`: how far two checkpoints are apart.
+//! `fp4 compare`: the difference of two checkpoints, weight by weight.
 
 mod html;
 mod report;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use crate::checkpoint::{model, open, readable};
-use crate::error::CliError;
-use crate::percent::Percent;
-use crate::print::{counted, print, print_json};
-use crate::progress;
-use crate::table::{Column, table};
 use burn_fp4_checkpoints::{Checkpoint, Reader, Value, Weight};
+
+use crate::accuracy::mean;
+use crate::checkpoint::{is_quantized, model, open, readable};
+use crate::counted::counted;
+use crate::error::CliError;
+use crate::fold::{Folded, fold_weights, natural};
+use crate::percent::Percent;
+use crate::print::{print, print_json};
+use crate::progress;
+use crate::table::{Column, table, width};
 use report::{Relation, Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
 ///
-/// The error of a weight is the Euclidean norm of B - A over that of A.
+/// The error of a weight is |B - A| / |A|, with Euclidean norms. A mean error is the mean of the
+/// errors of the weights, as `fp4 quantize` prints it: each weight counts once, whatever its size.
+/// Quantized weights are counted apart from the others, which `fp4 quantize` keeps.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -33,12 +39,16 @@ pub(crate) struct Arguments {
     /// The dialect to read B in, if nothing in it says which.
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     from_b: Option<String>,
-    /// The largest relative error, in percent, that is not a difference.
+    /// Errors up to this, in percent, are no difference.
     #[arg(long, value_name = "PERCENT", default_value_t = 0.0, value_parser = tolerance)]
     tolerance: f64,
     /// Write a page with plots, in one file.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Print a line for every weight that differs. Otherwise names that differ in numbers alone are
+    /// one line, with the mean and the largest error.
+    #[arg(long)]
+    all: bool,
     /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -67,7 +77,7 @@ struct Sums {
 /// The options that name the dialects of A and of B.
 const FROM: [&str; 2] = ["--from-a", "--from-b"];
 
-/// Rows of a table on a terminal.
+/// Rows of a table, and names, that are printed without --all.
 const SHOWN: usize = 20;
 
 /// Runs the command. Returns true if a difference was found.
@@ -84,7 +94,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     if arguments.json {
         print_json(&report)?;
     } else {
-        print(&summary(&report))?;
+        print(&summary(&report, arguments.all, width()))?;
     }
     Ok(report.finds_difference())
 }
@@ -102,7 +112,6 @@ fn compare(
         left: arguments.left.display().to_string(),
         right: arguments.right.display().to_string(),
         tolerance_percent: arguments.tolerance,
-        error_percent: 0.0,
         quantized_error_percent: None,
         kept_error_percent: None,
         different: 0,
@@ -115,8 +124,6 @@ fn compare(
     };
     let readers = (Reader::new(left.container()), Reader::new(right.container()));
     let bar = progress::bytes(a.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
-    // Of weights that are quantized in A or B, and of all others.
-    let mut totals: [Option<[f64; 2]>; 2] = [None; 2];
     let mut codes = [[0; 16]; 2];
     for weight in &a.weights {
         bar.set_message(weight.name.clone());
@@ -124,12 +131,7 @@ fn compare(
             None => report.only_left.push(weight.name.clone()),
             Some(other) => {
                 let pair = [readers.0.weight(weight)?, readers.1.weight(other)?];
-                let (row, squares) = pair_of(&pair, arguments.tolerance, &mut codes);
-                let quantized = pair.iter().any(Weight::is_quantized);
-                if row.problem.is_none() {
-                    let total = totals[usize::from(!quantized)].get_or_insert_default();
-                    total.iter_mut().zip(squares).for_each(|(sum, square)| *sum += square);
-                }
+                let row = row_of(&pair, arguments.tolerance, &mut codes);
                 report.different += usize::from(row.relation == Relation::Different);
                 report.not_comparable += usize::from(row.relation == Relation::NotComparable);
                 report.weights.push(row);
@@ -138,21 +140,20 @@ fn compare(
         bar.inc(weight.bytes() as u64);
     }
     bar.finish_and_clear();
-    let known: HashMap<&str, ()> = a.weights.iter().map(|w| (w.name.as_str(), ())).collect();
-    let extra = b.weights.iter().filter(|weight| !known.contains_key(weight.name.as_str()));
+    let known: HashSet<&str> = a.weights.iter().map(|weight| weight.name.as_str()).collect();
+    let extra = b.weights.iter().filter(|weight| !known.contains(weight.name.as_str()));
     report.only_right = extra.map(|weight| weight.name.clone()).collect();
-    let all =
-        totals.iter().flatten().fold([0.0; 2], |sum, part| [sum[0] + part[0], sum[1] + part[1]]);
-    report.error_percent = Percent::of(all).0;
-    let percents = totals.map(|total| total.map(|squares| Percent::of(squares).0));
-    [report.quantized_error_percent, report.kept_error_percent] = percents;
+    report.weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
+    for names in [&mut report.only_left, &mut report.only_right] {
+        names.sort_by(|a, b| natural(a).cmp(&natural(b)));
+    }
     report.codes = if codes[1] == [0; 16] { codes[0] } else { codes[1] };
-    report.verdict = report.verdict_of();
+    report.conclude();
     Ok(report)
 }
 
-/// Compares the two forms of a weight; the sums of squares are those of its difference and of A.
-fn pair_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) -> (Row, [f64; 2]) {
+/// Compares the two forms of a weight.
+fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) -> Row {
     for (weight, codes) in pair.iter().zip(codes) {
         if let Value::Fp4(fp4) = &weight.value {
             codes.iter_mut().zip(fp4.facts().codes).for_each(|(sum, count)| *sum += count);
@@ -162,6 +163,8 @@ fn pair_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) -
         name: pair[0].name.clone(),
         left: pair[0].kind(),
         right: pair[1].kind(),
+        shape: pair[0].shape().to_vec(),
+        quantized: is_changed(pair),
         relation: Relation::NotComparable,
         error_percent: f64::NAN,
         largest_difference: f64::NAN,
@@ -176,13 +179,18 @@ fn pair_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) -
                 false if percent <= tolerance => Relation::Within,
                 false => Relation::Different,
             };
-            (row, squares)
         }
-        Err(problem) => {
-            row.problem = Some(problem);
-            (row, [0.0; 2])
-        }
+        Err(problem) => row.problem = Some(problem),
     }
+    row
+}
+
+/// Returns true if a weight is FP4 in A or B, or if only one of them has its quantized format: a
+/// weight that was kept in FP8 or in a type of ggml has no error.
+fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
+    let is_fp4 = |weight: &Weight<'_>| matches!(weight.value, Value::Fp4(_));
+    let kinds_differ = pair[0].kind() != pair[1].kind();
+    pair.iter().any(is_fp4) || (kinds_differ && pair.iter().any(is_quantized))
 }
 
 /// How far the two forms of a weight are apart; otherwise, why that cannot be said.
@@ -228,41 +236,91 @@ fn sums_of(a: &[f32], b: &[f32]) -> Result<Sums, &'static str> {
     Ok(sums)
 }
 
-fn summary(report: &Report) -> String {
-    let mut table = table(&[
+/// Rows of weights that differ, the worst first.
+fn folded(report: &Report, all: bool) -> Vec<(Folded, Vec<&Row>)> {
+    let rows: Vec<&Row> =
+        report.weights.iter().filter(|row| row.relation != Relation::Same).collect();
+    let key = |row: &Row| (row.left.clone(), row.right.clone(), row.problem.clone());
+    let folded: Vec<Folded> = match all {
+        true => rows.iter().enumerate().map(|(at, row)| Folded::alone(row.module(), at)).collect(),
+        false => {
+            let weights = rows.iter().map(|row| (row.module(), &row.shape[..], key(row)));
+            fold_weights(&weights.collect::<Vec<_>>())
+        }
+    };
+    let with_members = |one: Folded| {
+        let members: Vec<&Row> = one.members.iter().map(|&at| rows[at]).collect();
+        (one, members)
+    };
+    let mut folded: Vec<_> = folded.into_iter().map(with_members).collect();
+    let worst = |members: &[&Row]| {
+        // Weights that cannot be compared are before all errors.
+        let error =
+            |row: &&Row| if row.problem.is_some() { f64::INFINITY } else { row.error_percent };
+        members.iter().map(error).fold(0.0, f64::max)
+    };
+    folded.sort_by(|(_, a), (_, b)| worst(b).total_cmp(&worst(a)));
+    folded
+}
+
+/// The cells of a row.
+fn line((folded, members): &(Folded, Vec<&Row>)) -> Vec<String> {
+    let first = members[0];
+    let mut line = vec![
+        folded.name.clone(),
+        folded.shape(&first.shape),
+        first.left.clone(),
+        first.right.clone(),
+    ];
+    match &first.problem {
+        Some(problem) => {
+            line.extend([String::new(), String::new(), String::new(), problem.clone()])
+        }
+        None => {
+            let errors = members.iter().map(|row| row.error_percent);
+            let most = Percent(errors.clone().fold(0.0, f64::max));
+            let mean = Percent(mean(errors).unwrap_or(0.0));
+            let difference = members.iter().map(|row| row.largest_difference).fold(0.0, f64::max);
+            line.extend([mean.to_string(), most.to_string(), format!("{difference:.1e}")]);
+        }
+    }
+    line
+}
+
+fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
+    let rows = folded(report, all);
+    let shown = if all { rows.len() } else { rows.len().min(SHOWN) };
+    let mut columns = vec![
         ("weight", Column::Name),
+        ("shape", Column::Name),
         ("A", Column::Name),
         ("B", Column::Name),
-        ("error", Column::Figure),
-        ("largest difference", Column::Figure),
-    ]);
-    let differing: Vec<&Row> =
-        report.worst().into_iter().filter(|row| row.relation != Relation::Same).collect();
-    for row in differing.iter().take(SHOWN) {
-        let numbers = match &row.problem {
-            Some(problem) => [problem.clone(), String::new()],
-            None => {
-                let error = Percent(row.error_percent).to_string();
-                [error, format!("{:.3e}", row.largest_difference)]
-            }
-        };
-        let names = [row.name.clone(), row.left.clone(), row.right.clone()];
-        table.add_row(names.into_iter().chain(numbers));
+        ("mean\nerror", Column::Figure),
+        ("largest\nerror", Column::Figure),
+        ("largest\ndifference", Column::Figure),
+    ];
+    if rows.iter().any(|(_, members)| members[0].problem.is_some()) {
+        columns.push(("problem", Column::Text));
     }
+    let optional = ["largest\ndifference", "shape", "A"];
     let mut text = String::new();
-    if !differing.is_empty() {
-        text.push_str(&format!("{table}\n"));
+    if !rows.is_empty() {
+        let lines = rows[..shown].iter().map(line).collect();
+        text.push_str(&format!("{}\n\n", table(&columns, &optional, lines, width)));
     }
-    if differing.len() > SHOWN {
-        let rest = counted(differing.len() - SHOWN, "more weight");
-        text.push_str(&format!("and {rest} with smaller errors; --json lists all\n"));
+    if rows.len() > shown {
+        let rest = rows[shown..].iter().map(|(_, members)| members.len()).sum();
+        let rest = counted(rest, "more weight");
+        text.push_str(&format!("and {rest} with smaller errors; --all lists all\n"));
     }
     for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
-        for name in names.iter().take(SHOWN) {
+        let shown = if all { names.len() } else { names.len().min(SHOWN) };
+        for name in &names[..shown] {
             text.push_str(&format!("only in {side}: {name}\n"));
         }
-        if names.len() > SHOWN {
-            text.push_str(&format!("and {} more only in {side}\n", names.len() - SHOWN));
+        if names.len() > shown {
+            let rest = counted(names.len() - shown, "more weight");
+            text.push_str(&format!("and {rest} only in {side}; --all lists all\n"));
         }
     }
     text.push_str(&format!("{}\n", report.counts()));

@@ -1,31 +1,31 @@
-//! What a comparison finds.
+//! The findings of a comparison, and the sentences about them.
 
 use serde::Serialize;
 
+use crate::accuracy::mean;
+use crate::counted::counted;
 use crate::percent::Percent;
-use crate::print::counted;
 
-/// What a comparison finds.
+/// The findings of a comparison.
 #[derive(Serialize)]
 pub(super) struct Report {
     pub(super) left: String,
     pub(super) right: String,
     /// The largest relative error that is no difference, in percent.
     pub(super) tolerance_percent: f64,
-    /// Relative error of all weights together that can be compared, in percent.
-    pub(super) error_percent: f64,
-    /// The same of weights that are quantized in A or B. None: there are none.
+    /// The mean error of quantized weights that can be compared, in percent. None: there are none.
     pub(super) quantized_error_percent: Option<f64>,
-    /// The same of all others.
+    /// The mean error of the others.
     pub(super) kept_error_percent: Option<f64>,
     /// Weights in both that differ by more than the tolerance.
     pub(super) different: usize,
     /// Weights in both that cannot be compared.
     pub(super) not_comparable: usize,
+    /// In the natural order of their names.
     pub(super) weights: Vec<Row>,
     pub(super) only_left: Vec<String>,
     pub(super) only_right: Vec<String>,
-    /// How often each code stands in the FP4 weights of B, or of A if B has none.
+    /// Counts of each code in the FP4 weights of B, or of A if B has none.
     pub(super) codes: [u64; 16],
     /// The last line that is printed.
     pub(super) verdict: String,
@@ -51,6 +51,10 @@ pub(super) struct Row {
     pub(super) name: String,
     pub(super) left: String,
     pub(super) right: String,
+    /// The shape in A.
+    pub(super) shape: Vec<usize>,
+    /// True if it is FP4 in A or B, or has another quantized format in one of them.
+    pub(super) quantized: bool,
     pub(super) relation: Relation,
     pub(super) error_percent: f64,
     pub(super) largest_difference: f64,
@@ -59,7 +63,25 @@ pub(super) struct Row {
     pub(super) problem: Option<String>,
 }
 
+impl Row {
+    /// The name without `.weight`.
+    pub(super) fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+}
+
 impl Report {
+    /// Sets the means and the verdict, once all weights are known.
+    pub(super) fn conclude(&mut self) {
+        let mean_of = |quantized| {
+            let rows = self.weights.iter();
+            let compared = rows.filter(|row| row.problem.is_none() && row.quantized == quantized);
+            mean(compared.map(|row| row.error_percent))
+        };
+        [self.quantized_error_percent, self.kept_error_percent] = [true, false].map(mean_of);
+        self.verdict = self.verdict_of();
+    }
+
     /// Returns true if anything differs, is missing or cannot be compared.
     pub(super) fn finds_difference(&self) -> bool {
         let missing = self.only_left.len() + self.only_right.len();
@@ -81,36 +103,53 @@ impl Report {
         rows
     }
 
-    /// Counts the weights by how they relate, in a line.
+    /// Counts the weights by how they relate, the quantized ones apart from the others.
     pub(super) fn counts(&self) -> String {
-        let count = |relation| self.weights.iter().filter(|row| row.relation == relation).count();
-        let parts = [
-            (count(Relation::Same), "the same"),
-            (count(Relation::Within), "within the tolerance"),
-            (count(Relation::Different), "different"),
-            (count(Relation::NotComparable), "not comparable"),
-            (self.only_left.len(), "only in A"),
-            (self.only_right.len(), "only in B"),
-        ];
-        let there = parts.into_iter().filter(|(count, _)| *count > 0);
-        let text = there.map(|(count, what)| format!("{count} {what}")).collect::<Vec<_>>();
-        let all = self.weights.len() + self.only_left.len() + self.only_right.len();
-        format!("{}: {}", counted(all, "weight"), text.join(", "))
+        let of =
+            |quantized: bool| self.weights.iter().filter(move |row| row.quantized == quantized);
+        let related = |quantized: bool| {
+            let parts = [
+                (Relation::Same, "the same"),
+                (Relation::Within, "within the tolerance"),
+                (Relation::Different, "different"),
+                (Relation::NotComparable, "not comparable"),
+            ];
+            let count = |relation| of(quantized).filter(|row| row.relation == relation).count();
+            let counts = parts.map(|(relation, what)| (count(relation), what));
+            let there = counts.into_iter().filter(|(count, _)| *count > 0);
+            there.map(|(count, what)| format!("{count} {what}")).collect::<Vec<_>>().join(", ")
+        };
+        let mut text = Vec::new();
+        match [of(true).count(), of(false).count()] {
+            [0, 0] => {}
+            [0, all] => text.push(format!("{}: {}", counted(all, "weight"), related(false))),
+            [all, others] => {
+                text.push(format!("{}: {}", counted(all, "quantized weight"), related(true)));
+                if others > 0 {
+                    let others = counted(others, "other weight");
+                    text.push(format!("{others}: {}", related(false)));
+                }
+            }
+        }
+        for (names, side) in [(&self.only_left, "A"), (&self.only_right, "B")] {
+            if !names.is_empty() {
+                text.push(format!("{} only in {side}", counted(names.len(), "weight")));
+            }
+        }
+        text.join("; ")
     }
 
-    /// The errors of quantized and of other weights, in a line, if some are quantized.
+    /// States the mean errors of quantized and of other weights, in a line, if some are quantized.
     pub(super) fn errors(&self) -> Option<String> {
         let quantized = Percent(self.quantized_error_percent?);
-        Some(match self.kept_error_percent {
-            Some(kept) => {
-                format!("error of quantized weights {quantized}, of all others {}", Percent(kept))
-            }
-            None => format!("error of quantized weights {quantized}"),
-        })
+        let others =
+            self.kept_error_percent.map(|kept| format!(", of the others {}", Percent(kept)));
+        let others = others.unwrap_or_default();
+        Some(format!("mean error of quantized weights {quantized}{others}"))
     }
 
     /// States the largest error, and whether it is within the tolerance.
-    pub(super) fn verdict_of(&self) -> String {
+    fn verdict_of(&self) -> String {
         let tolerance = format!("{} %", self.tolerance_percent);
         let worst = self.worst().into_iter().find(|row| row.problem.is_none());
         let Some(worst) = worst else {

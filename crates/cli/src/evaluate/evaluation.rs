@@ -1,10 +1,10 @@
-//! What a method reaches on a weight, and all of that as a table.
+//! The errors of a method on a weight, and tables of them.
 
 use burn_fp4_search::Method;
 use burn_fp4_search::formats::Fp4Format;
-use comfy_table::Table;
 use serde::Serialize;
 
+use crate::fold::{Folded, fold};
 use crate::table::{self, Column};
 
 /// A method on a weight.
@@ -21,12 +21,12 @@ pub(crate) struct Evaluation {
     /// The damping, where one was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) damping: Option<f64>,
-    /// What came of it.
+    /// The result.
     #[serde(flatten)]
     pub(crate) outcome: Outcome,
 }
 
-/// What a method reaches on a weight, or why it does not.
+/// The errors of a method on a weight, or the reason why it failed.
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Outcome {
@@ -34,12 +34,12 @@ pub(crate) enum Outcome {
     Measured(Figures),
     /// It did not.
     Failed {
-        /// What was wrong.
+        /// The reason.
         error: String,
     },
 }
 
-/// What a method reaches on a weight.
+/// The errors of a method on a weight.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Figures {
     /// `|Wq - W| / |W|`.
@@ -63,6 +63,14 @@ impl Evaluation {
         }
     }
 
+    /// The figures, if the method ran.
+    pub(crate) fn figures(&self) -> Option<&Figures> {
+        match &self.outcome {
+            Outcome::Measured(figures) => Some(figures),
+            Outcome::Failed { .. } => None,
+        }
+    }
+
     /// Why the method failed.
     pub(crate) fn error(&self) -> Option<&str> {
         match &self.outcome {
@@ -72,30 +80,55 @@ impl Evaluation {
     }
 }
 
-/// One row an evaluation.
-pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
-    let mut header = vec![
-        ("name", Column::Name),
+/// Folds evaluations of names that differ in numbers alone, with the means of their figures.
+pub(crate) fn folded(evaluations: &[Evaluation]) -> Vec<Evaluation> {
+    let names = evaluations.iter().map(|one| {
+        let key = (one.format.row().name, one.block, one.label(), one.error());
+        (one.name.as_str(), key)
+    });
+    let row = |folded: Folded| {
+        let members = || folded.members.iter().map(|&at| &evaluations[at]);
+        let first = &evaluations[folded.members[0]];
+        let figures: Vec<&Figures> = members().filter_map(Evaluation::figures).collect();
+        let outcome = match figures.is_empty() {
+            true => first.outcome.clone(),
+            false => Outcome::Measured(Figures::mean(&figures)),
+        };
+        Evaluation { name: folded.name.clone(), outcome, ..first.clone() }
+    };
+    fold(names).into_iter().map(row).collect()
+}
+
+impl Figures {
+    /// Takes the mean of each figure.
+    fn mean(all: &[&Self]) -> Self {
+        let mean =
+            |of: fn(&Self) -> f64| all.iter().map(|one| of(one)).sum::<f64>() / all.len() as f64;
+        Self {
+            weight_error_percent: mean(|one| one.weight_error_percent),
+            calibration_error_percent: mean(|one| one.calibration_error_percent),
+            evaluation_error_percent: mean(|one| one.evaluation_error_percent),
+            sqnr_db: mean(|one| one.sqnr_db),
+            seconds: mean(|one| one.seconds),
+        }
+    }
+}
+
+/// Lays out a row for each evaluation.
+pub(crate) fn table(evaluations: &[Evaluation], width: Option<u16>) -> String {
+    let columns = [
+        ("weight", Column::Name),
         ("format", Column::Name),
-        ("block", Column::Figure),
         ("method", Column::Name),
-        ("weight %", Column::Figure),
-        ("calibration %", Column::Figure),
-        ("evaluation %", Column::Figure),
-        ("SQNR dB", Column::Figure),
+        ("weight\nerror, %", Column::Figure),
+        ("calibration\nerror, %", Column::Figure),
+        ("evaluation\nerror, %", Column::Figure),
+        ("SQNR\ndB", Column::Figure),
         ("seconds", Column::Figure),
     ];
-    if evaluations.iter().any(|evaluation| evaluation.error().is_some()) {
-        header.push(("error", Column::Text));
-    }
-    let mut table = table::table(&header);
-    for evaluation in evaluations {
-        let mut row = vec![
-            evaluation.name.clone(),
-            evaluation.format.to_string(),
-            evaluation.block.to_string(),
-            evaluation.label(),
-        ];
+    let row = |evaluation: &Evaluation| {
+        let format = format!("{} {}", evaluation.format, evaluation.block);
+        let mut row = vec![evaluation.name.clone(), format, evaluation.label()];
         match &evaluation.outcome {
             Outcome::Measured(figures) => row.extend([
                 format!("{:.3}", figures.weight_error_percent),
@@ -104,12 +137,10 @@ pub(crate) fn table(evaluations: &[Evaluation]) -> Table {
                 format!("{:.2}", figures.sqnr_db),
                 format!("{:.3}", figures.seconds),
             ]),
-            Outcome::Failed { error } => {
-                row.extend(["-"; 5].map(str::to_owned));
-                row.push(error.clone());
-            }
+            Outcome::Failed { .. } => row.extend(["failed"; 5].map(str::to_owned)),
         }
-        table.add_row(row);
-    }
-    table
+        row
+    };
+    let optional = ["SQNR\ndB", "seconds", "calibration\nerror, %"];
+    table::table(&columns, &optional, evaluations.iter().map(row).collect(), width)
 }

@@ -1,4 +1,4 @@
-//! `fp4 evaluate`: which methods run on which weights, and what they reach.
+//! `fp4 evaluate`: the errors of methods on weights and activations of a file.
 
 mod evaluation;
 mod plot;
@@ -12,11 +12,14 @@ use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, Statistics};
 
+use crate::counted::counted;
 use crate::error::CliError;
+use crate::fold::natural;
 use crate::listed::methods;
 use crate::print::{note, print, print_json};
 use crate::progress;
-use evaluation::{Evaluation, Figures, Outcome, table};
+use crate::table::width;
+use evaluation::{Evaluation, Figures, Outcome, folded, table};
 use tensors::{Matrix, matrix};
 
 /// Compare methods on the weights of a file: the error of the weights, and of the outputs of their
@@ -25,8 +28,8 @@ use tensors::{Matrix, matrix};
 /// For every tensor `<name>.weight` [out, in] the file has activations `<name>.calibration`
 /// [any, in], which methods may use, and `<name>.evaluation` [any, in], which they may not.
 ///
-/// If a method fails on a weight, its row has the error, and all others are evaluated. The exit
-/// code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
+/// If a method fails on a weight, all others are evaluated, and the error is printed at the end. The
+/// exit code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// A safetensors or GGUF file of weights and activations: f32, f16 or bf16, or types of ggml
@@ -52,6 +55,10 @@ pub(crate) struct Arguments {
     /// `X^T X`, which are added to it.
     #[arg(long, value_delimiter = ',')]
     damping: Vec<f64>,
+    /// Print a line for every weight. Otherwise names that differ in numbers alone are one line,
+    /// with the means of their figures.
+    #[arg(long)]
+    all: bool,
     /// Draw the errors on the evaluation activations, after everything is printed.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
@@ -87,7 +94,7 @@ struct Layer {
     evaluation: Matrix,
 }
 
-/// What one method is asked to do.
+/// A method with its format, block size and damping.
 #[derive(Clone, Copy)]
 struct Task {
     method: Method,
@@ -117,23 +124,42 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     }
     bar.finish_and_clear();
 
-    if arguments.json {
-        print_json(&evaluations)?;
-    } else {
-        print(&table(&evaluations).to_string())?;
+    let rows = if arguments.all { evaluations.clone() } else { folded(&evaluations) };
+    match arguments.json {
+        true => print_json(&evaluations)?,
+        false => print(&table(&rows, width()))?,
     }
     if let Some(path) = &arguments.plot {
-        plot::draw(path, &evaluations)?;
+        plot::draw(path, &rows)?;
     }
-    let mut errors = evaluations.iter().filter_map(Evaluation::error);
-    match errors.next() {
-        None => Ok(()),
-        Some(first) => Err(CliError::Failed {
-            failed: 1 + errors.count(),
-            of: evaluations.len(),
-            first: first.to_owned(),
-        }),
+    failures(&evaluations)
+}
+
+/// Errors that are told of the evaluations that failed.
+const TOLD: usize = 5;
+
+/// Tells each error once, with the methods that it stopped.
+fn failures(evaluations: &[Evaluation]) -> Result<(), CliError> {
+    let mut errors: Vec<(&str, Vec<String>)> = Vec::new();
+    let failed = evaluations.iter().filter_map(|one| Some((one.error()?, one.label())));
+    for (error, method) in failed.clone() {
+        match errors.iter_mut().find(|(known, _)| *known == error) {
+            Some((_, methods)) if methods.contains(&method) => {}
+            Some((_, methods)) => methods.push(method),
+            None => errors.push((error, vec![method])),
+        }
     }
+    if errors.is_empty() {
+        return Ok(());
+    }
+    let told = errors.iter().take(TOLD);
+    let told = told.map(|(error, methods)| format!("{}: {error}", methods.join(", ")));
+    let mut told = told.collect::<Vec<_>>().join("; ");
+    if errors.len() > TOLD {
+        let more = counted(errors.len() - TOLD, "more error");
+        told.push_str(&format!("; and {more} (--json lists all)"));
+    }
+    Err(CliError::Failed { failed: failed.count(), of: evaluations.len(), errors: told })
 }
 
 impl Arguments {
@@ -189,7 +215,7 @@ fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
     }
     let file = Container::open(&arguments.file)?;
     let mut names: Vec<String> = file.tensors().map(|tensor| tensor.name.into_owned()).collect();
-    names.sort_unstable();
+    names.sort_by(|a, b| natural(a).cmp(&natural(b)));
     let weights: Vec<_> = names.iter().filter_map(|name| name.strip_suffix(".weight")).collect();
     if weights.is_empty() {
         let found = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
@@ -198,10 +224,10 @@ fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
     weights
         .into_iter()
         .map(|name| {
-            let weight = matrix(&file, &format!("{name}.weight"), None, "it was just there")?;
-            let reason = format!("the activations of `{name}.weight`");
-            let activations =
-                |kind| matrix(&file, &format!("{name}.{kind}"), Some(weight.cols), &reason);
+            let weight_name = format!("{name}.weight");
+            let weight = matrix(&file, &weight_name, None)?;
+            let of = Some((weight_name.as_str(), weight.cols));
+            let activations = |kind| matrix(&file, &format!("{name}.{kind}"), of);
             let (calibration, evaluation) =
                 (activations("calibration")?, activations("evaluation")?);
             Ok(Layer { name: name.to_owned(), weight, calibration, evaluation })

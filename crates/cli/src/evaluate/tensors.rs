@@ -11,25 +11,25 @@ pub(crate) struct Matrix {
     pub(crate) values: Vec<f32>,
 }
 
-/// A matrix with any number of columns, or with as many as `reason` asks for.
+/// Reads a matrix of any number of columns, or activations with the columns of their weight.
 pub(crate) fn matrix(
     file: &Container,
     name: &str,
-    cols: Option<usize>,
-    reason: &str,
+    weight: Option<(&str, usize)>,
 ) -> Result<Matrix, CliError> {
     let Some(tensor) = file.get(name) else {
-        return Err(CliError::Missing { name: name.to_owned(), reason: reason.to_owned() });
+        let weight = weight.map_or(name, |(weight, _)| weight).to_owned();
+        return Err(CliError::Missing { name: name.to_owned(), weight });
     };
-    match (&*tensor.shape, cols) {
-        (&[rows, columns], expected) if expected.is_none_or(|expected| expected == columns) => {
+    match (&*tensor.shape, weight) {
+        (&[rows, columns], weight) if weight.is_none_or(|(_, expected)| expected == columns) => {
             let weight = Weight::new(name, 0, Value::Plain(tensor));
             let values = Reader::new(file).values(&weight).map_err(CliError::from);
             Ok(Matrix { rows, cols: columns, values: values.map_err(CliError::meanwhile)? })
         }
-        (found, cols) => {
-            let expected = match cols {
-                Some(cols) => format!("[any, {cols}], {reason}"),
+        (found, weight) => {
+            let expected = match weight {
+                Some((weight, cols)) => format!("[any, {cols}], the inputs of `{weight}`"),
                 None => "[rows, columns]".to_owned(),
             };
             Err(CliError::Shape { name: name.to_owned(), expected, found: found.to_vec() })

@@ -1,4 +1,4 @@
-//! Engines that quantize matrices: the host, or the kernels of a device, with the same bits.
+//! Engines that quantize matrices, with the same bits: the host, or the kernels of a device.
 
 use super::device::Device;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -45,7 +45,7 @@ impl<'g> Group<'g> {
     }
 }
 
-/// Returns true if all weights are of one float type that the search reads.
+/// Returns true if all weights have one float type that the search reads directly.
 pub(super) fn native<'w, 'a: 'w>(weights: &(impl Iterator<Item = &'w Weight<'a>> + Clone)) -> bool {
     let dtype = |weight: &Weight<'_>| match &weight.value {
         Value::Plain(tensor) => tensor.plain(),

@@ -195,7 +195,7 @@ impl Kernels {
     }
 }
 
-/// The launch for a scheme.
+/// Returns the operation of a scheme.
 fn operation(scheme: &Fp4Scheme) -> Operation {
     match scheme.method.needs_hessians() {
         true => Operation::QuantizeByHessian,

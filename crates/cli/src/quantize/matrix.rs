@@ -83,7 +83,7 @@ pub(super) struct Quantized {
     pub(super) squares: Squares,
 }
 
-/// The engine and the statistics that weights are quantized by.
+/// The engine and the statistics that weights are quantized with.
 pub(super) struct Quantizer<'q> {
     pub(super) engine: &'q Engine,
     pub(super) statistics: Option<&'q StatisticsFile>,

@@ -72,6 +72,9 @@ use statistics::StatisticsFile;
 ///
 /// vLLM, SGLang and TensorRT-LLM run query, key and value as one layer, and gate and up. Dialects
 /// for them keep or quantize these together, with one tensor scale.
+///
+/// The last lines are the mean and the largest error. The error of a weight is |Q - W| / |W|; in
+/// the mean each quantized weight counts once, whatever its size. `fp4 compare` has the same mean.
 #[derive(clap::Args)]
 #[command(after_long_help = format!("{}\n\n{EXAMPLES}", readers::table()))]
 pub(crate) struct Arguments {
@@ -87,8 +90,8 @@ pub(crate) struct Arguments {
     /// --only override both. Only a file can choose another format, block size, method or rule for
     /// some of the weights, or keep them dense, in tables `[[weights]]` with their `names`. If
     /// several tables name a weight, the last one wins. Only a file can say with `together` whether
-    /// layers that run as one stay together, whatever the dialect is. A budget in Burn saves such a
-    /// file.
+    /// layers that run as one stay together, whatever the dialect is. `save_recipe` of burn-fp4
+    /// writes such a file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
     /// Where weights are quantized. The result has the same bytes everywhere.
@@ -124,9 +127,9 @@ Examples:
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
 
-/// Bytes that the program takes besides weights: code, headers, buffers, the stacks of threads.
+/// Memory of the program without weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
-/// Bytes that the default allows beyond the largest group twice.
+/// Memory that the default allows beyond the largest group twice.
 const ROOM: u64 = 256 << 20;
 
 /// Runs the command.
@@ -138,7 +141,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
     let dialect = &resolved.choice.dialect;
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
-    let mut selection = Selection::of(&model, &resolved.choice)?;
+    let selection = Selection::of(&model, &resolved.choice);
+    let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let refused = match refusal(&mut selection, &model) {
         Some(refused) if !arguments.dry_run => return Err(refused),
         // The plan is shown before.
@@ -167,7 +171,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = resolved.notes(&model, &schemes)?.into_iter().chain(not_copied);
+        let notes = resolved.notes(&model, &selection, &schemes)?.into_iter().chain(not_copied);
         notes.for_each(note);
         print_warnings(&report, arguments.dry_run);
         let out = match &out {
@@ -207,7 +211,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     })
 }
 
-/// Prints what would become of every weight.
+/// Prints the plan for every weight.
 fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
     if arguments.json {
         return print_json(report);
@@ -367,8 +371,8 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
     }
 }
 
-/// All that decides about the bytes that are written, in parts: a run that resumes compares them,
-/// and names the first that differs.
+/// Describes all choices that decide about the bytes written, one in each part. A resumed run
+/// compares the parts and names the first that differs.
 fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
     let settings = serde_json::to_value(resolved.settings()).expect("texts and numbers");
     let option = |(name, value): (&String, &serde_json::Value)| format!("{name} {value}");

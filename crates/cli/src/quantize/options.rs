@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
-use burn_fp4_checkpoints::{Model, dialect};
+use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -25,10 +25,10 @@ pub(super) struct Options {
     /// The format: nvfp4 (the default) or mxfp4.
     #[arg(long)]
     format: Option<Fp4Format>,
-    /// Weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
+    /// The number of weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write: how tensors are named and laid out. A table below has its readers. The
+    /// The dialect to write: names and layout of the tensors. The table below lists its readers. The
     /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
     /// otherwise.
     #[arg(long, value_name = "DIALECT", value_parser = PossibleValuesParser::new(packable()))]
@@ -43,7 +43,7 @@ pub(super) struct Options {
     )]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
-    /// (before, and of --preset miles).
+    /// (earlier versions).
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
     // The help lists the presets.
@@ -55,20 +55,20 @@ pub(super) struct Options {
         long_help = presets(),
     )]
     preset: Option<Preset>,
-    /// Keep weights of this name, or that match this pattern; may be repeated. `*` and `?` are wild
-    /// cards, and a pattern with them matches the whole name. `re:` starts a regular expression,
-    /// which matches from the start of the name, and to its end only with `$`. The name is that of
-    /// the weight or of its module. A pattern that matches no weight is an error.
+    /// Do not quantize the weights that this name or pattern matches; may be repeated. `*` and `?`
+    /// are wild cards, and a pattern matches the whole name of a weight or of its module:
+    /// `*.o_proj`. `re:` starts a regular expression, which matches from the start of the name, and
+    /// to its end only with `$`. A pattern that matches no weight is an error.
     #[arg(long, value_name = "GLOB")]
     keep: Vec<String>,
     /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
     /// be repeated.
     #[arg(long, value_name = "GLOB", conflicts_with = "preset")]
     only: Vec<String>,
-    /// Keep this number of layers at the start.
+    /// Do not quantize this number of layers at the start.
     #[arg(long, value_name = "N")]
     first_layers_high_precision: Option<usize>,
-    /// Keep this number of layers at the end.
+    /// Do not quantize this number of layers at the end.
     #[arg(long, value_name = "N")]
     last_layers_high_precision: Option<usize>,
     /// Input statistics, for methods that need them: a safetensors file with the matrix `X^T X` or
@@ -104,6 +104,17 @@ where
 }
 
 impl Options {
+    /// The error of a selection, in which a pattern of the command line has the name of its option.
+    pub(super) fn named(&self, error: CheckpointError) -> CliError {
+        let stated = match &error {
+            CheckpointError::NoMatch { list: "keep", .. } => !self.keep.is_empty(),
+            CheckpointError::NoMatch { list: "only", .. } => !self.only.is_empty(),
+            _ => false,
+        };
+        let error = CliError::from(error);
+        if stated { error.of_option() } else { error }
+    }
+
     /// These choices, and a recipe's where they are open.
     pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Recipe, CliError> {
         let recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
@@ -280,16 +291,25 @@ impl ResolvedOptions {
         }
     }
 
-    /// Notes to print before the work begins.
+    /// Returns notes to print before the work begins.
     ///
     /// # Errors
     /// If the dialect is not written.
     pub(super) fn notes(
         &self,
         model: &Model<'_>,
+        selection: &Selection,
         schemes: &[Fp4Scheme],
     ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
+        let scaled = |how: &RecipeScheme| how.scheme.format().row().tensor_scale;
+        if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
+            let dialect = &self.choice.dialect;
+            notes.push(format!(
+                "the dialect `{dialect}` has no tensor scales: block scales alone hold the range, \
+                 which raises the error of small weights; other dialects have tensor scales"
+            ));
+        }
         if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
             let (path, method) = (path.display(), self.base.method);
             let others = self.exceptions.iter().flatten().any(|how| how.method != method);

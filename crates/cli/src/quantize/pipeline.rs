@@ -21,7 +21,7 @@ use super::matrix::{Floats, Quantized, Quantizer, read};
 use crate::accuracy::{Squares, SquaresAt};
 use crate::error::CliError;
 
-/// The facts that all threads share.
+/// The state that all threads share.
 pub(super) struct Work<'w, 'c> {
     pub(super) reader: Reader<'c>,
     pub(super) model: &'w Model<'c>,

@@ -1,17 +1,15 @@
-//! The plan for every tensor, and the size of the result: known from headers alone.
-
-use std::collections::BTreeMap;
+//! The plan for every tensor and the size of the result, known from headers alone.
 
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Reason, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
-use comfy_table::Table;
 use serde::Serialize;
 
 use super::device::Device;
 use super::options::Settings;
-use crate::fold::{Folded, fold, natural};
+use crate::counted::counted;
+use crate::fold::{Folded, fold_weights, natural};
 use crate::size::Size;
-use crate::table::{Column, NARROWEST, table};
+use crate::table::{Column, table};
 
 /// The plan of a tensor.
 #[derive(Serialize)]
@@ -55,15 +53,6 @@ fn short<'n>(name: &'n str, other: &str) -> &'n str {
     let parent = other.strip_suffix(".weight").unwrap_or(other).rsplit_once('.');
     let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
     parent.and_then(within).unwrap_or(module)
-}
-
-/// The end of a name that has so many characters, behind a sign that something is missing.
-fn end_of(name: &str, most: usize) -> String {
-    let count = name.chars().count();
-    match count.checked_sub(most) {
-        None | Some(0) => name.to_owned(),
-        Some(more) => ['…'].into_iter().chain(name.chars().skip(more + 1)).collect(),
-    }
 }
 
 impl Report {
@@ -134,86 +123,40 @@ impl Report {
         &self.warnings
     }
 
-    /// A line for every pattern of names, or with `all` for every tensor, on a terminal of this
-    /// width: where there is no room, without bytes, and with the ends of long names.
-    pub(super) fn table(&self, all: bool, width: Option<u16>) -> Table {
+    /// Lays out the plan with a line for every pattern of names, or with `all` for every tensor.
+    pub(super) fn table(&self, all: bool, width: Option<u16>) -> String {
         let columns = [
             ("weight", Column::Name),
             ("shape", Column::Name),
             ("becomes", Column::Name),
-            ("bytes", Column::Figure),
+            ("size", Column::Figure),
             ("note", Column::Text),
         ];
-        let mut lines: Vec<[String; 5]> = match all {
-            true => (0..self.weights.len()).map(|at| self.line(&self.alone(at))).collect(),
-            false => self.folded().iter().map(|one| self.line(one)).collect(),
-        };
-        let widest = |at: usize| {
-            let cells = lines.iter().map(|line| line[at].chars().count());
-            cells.chain([columns[at].0.len()]).max().unwrap_or(0)
-        };
-        // Columns are separated by two.
-        let needed = |shown: &[usize]| shown.iter().map(|&at| widest(at) + 2).sum::<usize>();
-        let room = width.map(|width| usize::from(width.saturating_sub(NARROWEST)));
-        let mut shown = vec![0, 1, 2, 3, 4];
-        if room.is_some_and(|room| needed(&[0, 1, 2, 3]) > room) {
-            shown.retain(|&at| columns[at].0 != "bytes");
-        }
-        if let Some(room) = room.filter(|room| needed(&[0, 1, 2]) > *room) {
-            let room = room.saturating_sub(needed(&[1, 2]) + 2).max(usize::from(NARROWEST));
-            lines.iter_mut().for_each(|line| line[0] = end_of(&line[0], room));
-        }
-        let mut table = table(&shown.iter().map(|&at| columns[at]).collect::<Vec<_>>());
-        for line in &lines {
-            table.add_row(shown.iter().map(|&at| &line[at]));
-        }
-        table
+        let rows = self.folded(all).iter().map(|one| self.line(one)).collect();
+        table(&columns, &["size"], rows, width)
     }
 
-    fn alone(&self, at: usize) -> Folded {
-        Folded { name: self.weights[at].module().to_owned(), members: vec![at] }
-    }
-
-    /// Matrices of one pattern that become the same, and behind them the vectors by what keeps
-    /// them, of which a model has many.
-    fn folded(&self) -> Vec<Folded> {
-        let (vectors, matrices): (Vec<usize>, Vec<usize>) =
-            (0..self.weights.len()).partition(|&at| self.weights[at].shape.len() < 2);
-        let same = |row: &'_ Row| (row.shape.clone(), row.from.clone(), row.to.clone());
-        let rows = matrices.iter().map(|&at| &self.weights[at]);
-        let folded = fold(rows.map(|row| (row.module(), (same(row), row.short.clone()))));
-        let places = |one: Folded| Folded {
-            members: one.members.into_iter().map(|at| matrices[at]).collect(),
-            ..one
-        };
-        let mut alike: BTreeMap<_, Vec<usize>> = BTreeMap::new();
-        for at in vectors {
-            let row = &self.weights[at];
-            alike.entry((&row.to, &row.short)).or_default().push(at);
+    fn folded(&self, all: bool) -> Vec<Folded> {
+        if all {
+            let rows = self.weights.iter().enumerate();
+            return rows.map(|(at, row)| Folded::alone(row.module(), at)).collect();
         }
-        let name = |members: Vec<usize>| match members[..] {
-            [one] => self.alone(one),
-            _ => Folded { name: "vectors and scalars (see --all)".to_owned(), members },
-        };
-        let vectors = alike.into_values().map(name);
-        folded.into_iter().map(places).chain(vectors).collect()
+        let key = |row: &Row| (row.from.clone(), row.to.clone(), row.short_note());
+        let rows = self.weights.iter().map(|row| (row.module(), &row.shape[..], key(row)));
+        fold_weights(&rows.collect::<Vec<_>>())
     }
 
-    fn line(&self, Folded { name, members }: &Folded) -> [String; 5] {
-        let first = &self.weights[members[0]];
-        let shape = match (members.len(), first.shape.len()) {
-            (1, _) => format!("{:?}", first.shape),
-            (count, 0 | 1) => format!("{count} tensors"),
-            (count, _) => format!("{count} x {:?}", first.shape),
-        };
-        let bytes = members.iter().map(|&at| self.weights[at].bytes_after).sum();
-        [name.clone(), shape, first.to.clone(), Size(bytes).to_string(), first.short.clone()]
+    fn line(&self, folded: &Folded) -> Vec<String> {
+        let first = &self.weights[folded.members[0]];
+        let bytes = folded.members.iter().map(|&at| self.weights[at].bytes_after).sum();
+        let (name, shape) = (folded.name.clone(), folded.shape(&first.shape));
+        vec![name, shape, first.to.clone(), Size(bytes).to_string(), first.short.clone()]
     }
 
     /// The counts, the settings and the sizes, in a line.
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
-        let (quantized, of) = (self.quantized, self.weights.len());
+        let (quantized, of) = (self.quantized, counted(self.weights.len(), "weight"));
         let on = match self.device {
             Device::Flex => String::new(),
             device => format!(", on {}", device.name()),
@@ -228,7 +171,7 @@ impl Report {
         };
         let share = 100.0 * self.bytes_after as f64 / self.bytes_before.max(1) as f64;
         format!(
-            "{quantized} of {of} weights quantized{formats} ({settings}{on}): {before} -> {after} \
+            "{quantized} of {of} quantized{formats} ({settings}{on}): {before} -> {after} \
              ({share:.0} %)"
         )
     }
@@ -283,24 +226,27 @@ mod tests {
     #[test]
     fn a_plan_of_a_repeated_layer_fits_a_terminal_of_80_columns() {
         let report = layers(36);
-        let wide = report.table(false, None).to_string();
+        let wide = report.table(false, None);
         let row = "model.layers.{0..35}.self_attn.k_proj  36 x [64, 64]  nvfp4 16";
         assert!(wide.contains(row), "{wide}");
-        assert!(wide.contains("bytes") && wide.contains("36 tensors"), "{wide}");
+        assert!(wide.contains("size") && wide.contains("36 tensors"), "{wide}");
         assert_eq!(wide.lines().count(), 6, "{wide}");
         for width in [80, 60] {
-            let shown = report.table(false, Some(width)).column_max_content_widths();
-            // The note is broken into lines; the others are as wide as their content.
-            let fixed: u16 = shown[..shown.len() - 1].iter().map(|width| width + 2).sum();
-            assert!(fixed + NARROWEST <= width, "{width}: {shown:?}");
+            let text = report.table(false, Some(width));
+            assert!(text.lines().all(|line| line.chars().count() <= width.into()), "{text}");
         }
-        assert!(report.table(false, Some(60)).to_string().contains("…"));
-        assert_eq!(report.table(true, None).to_string().lines().count(), 2 + 4 * 36);
+        assert!(report.table(false, Some(60)).contains("…"));
+        assert_eq!(report.table(true, None).lines().count(), 2 + 4 * 36);
     }
 
     #[test]
-    fn the_end_of_a_name_is_what_tells_it_from_others() {
-        assert_eq!(end_of("model.up", 8), "model.up");
-        assert_eq!(end_of("model.up", 4), "….up");
+    fn rows_whose_names_have_no_room_stay_distinguishable() {
+        let name = |at: usize| format!("model.layers.{at}.mlp.shared_experts.down_proj.weight");
+        let layers = [0, 1, 7].map(|at| (name(at), vec![4096, 64]));
+        let text = report(&layers).table(true, Some(56));
+        for word in ["layers.0.", "layers.1.", "layers.7."] {
+            assert!(text.contains(word), "{text} does not say {word}");
+        }
+        assert!(text.lines().all(|line| line.chars().count() <= 56), "{text}");
     }
 }

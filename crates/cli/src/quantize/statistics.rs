@@ -1,10 +1,11 @@
-//! Statistics of the inputs of layers, in a file.
+//! Statistics of the inputs of layers, read from a file.
 
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Reader, Tensor, Weight};
 use burn_fp4_search::{Gram, Method, Needs, SearchError};
 
+use crate::counted::counted;
 use crate::error::CliError;
 
 /// A file of statistics: safetensors, or an imatrix of llama.cpp.
@@ -51,9 +52,9 @@ impl StatisticsFile {
         };
         let found = self.file.tensors().next();
         Err(CliError::Choice(format!(
-            "{}: no statistics of any of the {} weights to quantize, such as `{}`; it has {}",
+            "{}: no statistics of the {} to quantize, such as `{}`; it has {}",
             self.path.display(),
-            weights.len(),
+            counted(weights.len(), "weight"),
             first.name,
             found.map_or("nothing".to_owned(), |tensor| format!("`{}`", tensor.name))
         )))

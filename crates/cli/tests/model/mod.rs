@@ -262,7 +262,7 @@ pub(crate) fn names(folder: &Path) -> Vec<String> {
 /// Format, codes and block scales of what is quantized, by its name in files.
 pub(crate) type Packed = BTreeMap<String, (String, Vec<u8>, Vec<u8>)>;
 
-/// What of these weights is quantized.
+/// The quantized ones of these weights.
 pub(crate) fn packed(weights: &[Weight<'_>]) -> Packed {
     let one = |weight: &Weight<'_>| match &weight.value {
         Value::Fp4(fp4) => {
@@ -274,7 +274,7 @@ pub(crate) fn packed(weights: &[Weight<'_>]) -> Packed {
     weights.iter().filter_map(one).collect()
 }
 
-/// What is quantized of a folder or file.
+/// The quantized weights of a folder or file.
 pub(crate) fn packed_in(path: &Path) -> Packed {
     let checkpoint = Checkpoint::open(path).expect("a checkpoint");
     packed(&checkpoint.weights().expect("weights"))

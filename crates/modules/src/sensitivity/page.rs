@@ -2,68 +2,109 @@
 
 use std::fmt::Write as _;
 
-use super::report::{Sensitivity, row};
+use super::budget::BudgetChoice;
+use super::candidate::Candidate;
+use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity, row};
 
+/// Orange for the first candidate, grey for the second: they can be told apart in print.
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --line: #d7dce1;
-  --bar: #2f6fb3; }
+  --soft: #6b7681; --bar0: #d6601e; --bar1: #787878; --bar2: #2f6fb3; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --bar: #6aa9e8; } }
+  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --soft: #98a3ad;
+    --bar0: #ee8a4c; --bar1: #9aa0a6; --bar2: #6aa9e8; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { text-align: left; padding: 0.2rem 0.6rem; vertical-align: top; }
-tbody { border-top: 1px solid var(--line); }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
-.bar { min-width: 10rem; width: 40%; vertical-align: middle; }
-.bar div { background: var(--bar); height: 0.8em; }
+tbody tr { border-top: 1px solid var(--line); }
+td div { height: 1.5em; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.bar { min-width: 10rem; width: 40%; }
+.bar div div { height: 0.8em; position: relative; top: 0.35em; }
+.bar0 { background: var(--bar0); } .bar1 { background: var(--bar1); }
+.bar2 { background: var(--bar2); } .chosen { font-weight: bold; }
 ";
 
+/// Colours of candidates; more of them begin again.
+const COLOURS: usize = 3;
+
 impl Sensitivity {
-    /// A page for a browser, which needs nothing else: a bar for every candidate of every group,
-    /// and all figures.
-    pub fn html(&self) -> String {
-        page(self)
+    /// A page for a browser, which needs nothing else: a row for every group, the largest errors
+    /// first, with a bar for every candidate in FP4, and all figures. A choice is marked.
+    pub fn html(&self, choice: Option<&BudgetChoice>) -> String {
+        page(self, choice)
     }
 }
 
-/// The page. Bars are as long as the square root of the error that candidates are compared by.
-fn page(sensitivity: &Sensitivity) -> String {
+/// Renders the page. Bars are as long as the square root of the error that candidates are compared
+/// by.
+fn page(sensitivity: &Sensitivity, choice: Option<&BudgetChoice>) -> String {
     let errors = sensitivity.groups.iter().flat_map(|group| &group.candidates);
     let most = errors.filter_map(|one| one.error()).fold(0.0, f64::max).sqrt();
+    let chosen = |at: usize| choice.and_then(|choice| choice.candidates.get(at));
+    let mut groups: Vec<_> = sensitivity.groups.iter().enumerate().collect();
+    groups.sort_by(|(_, a), (_, b)| largest(b).total_cmp(&largest(a)));
     let mut body = String::new();
-    for group in &sensitivity.groups {
-        body.push_str("<tbody>\n");
-        for (at, candidate) in group.candidates.iter().enumerate() {
-            let [paths, name, bits, weight, output, loss] = row(group, candidate).map(escaped);
-            let paths = if at == 0 { paths.replace('\n', "<br>") } else { String::new() };
-            let share = candidate.error().map_or(0.0, |error| error.max(0.0).sqrt() / most);
-            let width = if share.is_finite() { 100.0 * share } else { 0.0 };
-            let _ = writeln!(
-                body,
-                "<tr><td>{paths}</td><td>{name}</td><td class=\"bar\"><div \
-                 style=\"width:{width:.2}%\"></div></td><td class=\"number\">{bits}</td>\
-                 <td class=\"number\">{weight}</td><td class=\"number\">{output}</td>\
-                 <td class=\"number\">{loss}</td></tr>"
-            );
-        }
-        body.push_str("</tbody>\n");
+    for (at, group) in groups {
+        let chosen = chosen(at).map(|one| one.candidate);
+        body.push_str(&row_of(group, chosen, most));
     }
+    let budget = choice.map_or(String::new(), |choice| {
+        format!(" Bold: the choice within {:.3} bits a value.", choice.bits_per_weight)
+    });
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <title>FP4 sensitivity</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
          <h1>What FP4 costs each weight</h1>\n\
-         <p>{} groups, {} values. Bars: the growth of the loss where it is known, else the error \
-         of the outputs; both as square roots.</p>\n\
-         <table>\n<thead><tr><th>weights</th><th>candidate</th><th></th>\
+         <p>{} groups, {} values, the largest errors first. Bars: the growth of the loss if it is \
+         known, otherwise the error of the outputs; both as square roots.{budget}</p>\n\
+         <div class=\"wide\"><table>\n<thead><tr><th>weights</th><th>format</th><th></th>\
          <th class=\"number\">bits</th><th class=\"number\">weight error %</th>\
          <th class=\"number\">output error %</th><th class=\"number\">loss</th></tr></thead>\n\
-         {body}</table>\n</body>\n</html>\n",
+         <tbody>\n{body}</tbody>\n</table></div>\n</body>\n</html>\n",
         sensitivity.groups.len(),
         sensitivity.groups.iter().map(|group| group.values).sum::<usize>(),
     )
+}
+
+/// The largest error of a group, by which groups are sorted; of weights where nothing else is
+/// known.
+fn largest(group: &GroupSensitivity) -> f64 {
+    let error = |one: &CandidateSensitivity| one.error().unwrap_or(one.weight_error);
+    group.candidates.iter().map(error).fold(0.0, f64::max)
+}
+
+/// Renders the row of a group, with a line for each candidate in FP4 in every cell. Dense
+/// candidates have no error, and are named only where one is chosen.
+fn row_of(group: &GroupSensitivity, chosen: Option<Candidate>, most: f64) -> String {
+    let mut cells: [String; 6] = Default::default();
+    let fp4 = group.candidates.iter().filter(|one| one.candidate != Candidate::Dense);
+    for (at, one) in fp4.enumerate() {
+        let [_, name, figures @ ..] = row(group, one).map(escaped);
+        let (class, name) = match chosen == Some(one.candidate) {
+            true => (" class=\"chosen\"", format!("{name} ✓")),
+            false => ("", name),
+        };
+        let share = one.error().map_or(0.0, |error| error.max(0.0).sqrt() / most);
+        let width = if share.is_finite() { 100.0 * share } else { 0.0 };
+        let colour = at % COLOURS;
+        let bar = format!("<div class=\"bar{colour}\" style=\"width:{width:.2}%\"></div>");
+        let lines = [name, bar].into_iter().chain(figures);
+        for (cell, line) in cells.iter_mut().zip(lines) {
+            let _ = write!(cell, "<div{class}>{line}</div>");
+        }
+    }
+    if chosen == Some(Candidate::Dense) {
+        let _ = write!(cells[0], "<div class=\"chosen\">{} ✓</div>", Candidate::Dense);
+    }
+    let paths = escaped(group.paths.join("\n")).replace('\n', "<br>");
+    let [names, bars, figures @ ..] = cells;
+    let figures = figures.map(|cell| format!("<td class=\"number\">{cell}</td>")).concat();
+    format!("<tr><td>{paths}</td><td>{names}</td><td class=\"bar\">{bars}</td>{figures}</tr>\n")
 }
 
 fn escaped(text: String) -> String {

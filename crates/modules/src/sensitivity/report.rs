@@ -25,7 +25,7 @@ use super::candidate::Candidate;
 /// let [packed, dense] = [&group.candidates[0], &group.candidates[1]];
 /// assert!(group.bits(packed) < 4.6 && group.bits(dense) == 32.0);
 /// assert_eq!((packed.error(), dense.error()), (None, Some(0.0))); // no calibration
-/// assert!(sensitivity.html().contains("nvfp4/16"));
+/// assert!(sensitivity.html(None).contains("nvfp4/16"));
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -1,0 +1,254 @@
+//! The output of every command on a terminal: tables in its width, plurals, colours.
+
+mod model;
+
+use std::fs;
+use std::path::Path;
+
+use half::bf16;
+use model::{SMALL, Sizes, Tensor, fp4, run, succeeds};
+use safetensors::tensor::Dtype;
+use tempfile::tempdir;
+
+/// The layers of a usual model, small enough for a test.
+const LAYERS: Sizes = Sizes(32, 32, 32);
+
+/// Runs a command as on a terminal of some columns, and returns the printed text.
+fn in_columns(folder: &Path, columns: usize, arguments: &str) -> String {
+    let output = fp4()
+        .current_dir(folder)
+        .env("COLUMNS", columns.to_string())
+        .args(arguments.split_whitespace())
+        .output()
+        .expect("it runs");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The lines of tables: sentences have no wide spaces.
+fn table_of(text: &str) -> Vec<&str> {
+    text.lines().filter(|line| line.contains("  ") || line.contains('─')).collect()
+}
+
+/// Writes weights with activations for `fp4 evaluate`.
+fn layers(path: &Path, names: &[&str]) {
+    let tensor = |(at, name): (usize, String)| {
+        let values = model::values(80 * 64, at as u64 + 1);
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Tensor { name, dtype: Dtype::F32, shape: vec![80, 64], bytes }
+    };
+    let kinds =
+        |name: &&str| ["weight", "calibration", "evaluation"].map(|kind| format!("{name}.{kind}"));
+    let names = names.iter().flat_map(kinds);
+    model::write(path, &names.enumerate().map(tensor).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_table_of_every_command_fits_80_columns_and_rows_can_be_told_apart() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", LAYERS);
+    succeeds(path, "quantize model --out out");
+    let names = ["model.layers.2.self_attn.q_proj", "model.layers.31.self_attn.q_proj"];
+    layers(&path.join("layers.safetensors"), &names);
+    let evaluate = "evaluate layers.safetensors --methods sse,coordinate-descent,gptq-textbook";
+    for command in [
+        "quantize model --dry-run",
+        "inspect model",
+        "inspect out",
+        "compare model out",
+        evaluate,
+        "formats",
+    ] {
+        let all = match command {
+            "formats" => String::new(),
+            _ => format!("{command} --all"),
+        };
+        for columns in [80, 60] {
+            for command in [command, &all] {
+                let text = in_columns(path, columns, command);
+                let rows = table_of(&text);
+                assert!(command.is_empty() || rows.len() > 2, "{command}: {text}");
+                for row in &rows {
+                    let fits = row.chars().count() <= columns || command == "formats";
+                    assert!(fits, "{command} in {columns} columns: {row}\n{text}");
+                }
+                let mut once = rows.clone();
+                once.sort_unstable();
+                once.dedup();
+                let repeated = rows.len() - once.len();
+                // Below each of two headers is a line.
+                assert!(repeated <= 1 || command == "formats", "{command}: {text}");
+            }
+        }
+        let rows = table_of(&in_columns(path, 80, command)).len();
+        assert!(rows < 30, "{command}: {rows} rows");
+        assert!(table_of(&in_columns(path, 80, &all)).len() > rows || command == "formats");
+    }
+    let text = in_columns(path, 80, "inspect out --all");
+    let at = |name: &str| text.find(name).unwrap_or_else(|| panic!("{name}: {text}"));
+    assert!(at("layers.2.mlp.up_proj") < at("layers.10.mlp.up_proj"));
+}
+
+#[test]
+fn rows_of_a_pattern_are_one_with_the_mean_and_the_largest_error() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", LAYERS);
+    let said = succeeds(folder.path(), "quantize model --out out");
+    let inspected = succeeds(folder.path(), "inspect out");
+    let row = "model.layers.{0..31}.mlp.down_proj     nvfp4 16  32 x [32, 32]";
+    assert!(inspected.contains(row), "{inspected}");
+    assert!(inspected.contains("65 tensors"), "{inspected}");
+    let (_, compared, _) = run(folder.path(), "compare model out");
+    let row = "model.layers.{0..31}.mlp.down_proj     32 x [32, 32]  BF16  nvfp4 16  ";
+    assert!(compared.contains(row), "{compared}");
+    // The mean that `quantize` prints is that of `compare`.
+    let mean = |text: &str, word: &str| {
+        let (_, rest) = text.split_once(word).unwrap_or_else(|| panic!("{word}: {text}"));
+        rest.split(" %").next().expect("a number").to_owned()
+    };
+    let [ours, theirs] = [mean(&said, "mean error "), mean(&compared, "of quantized weights ")];
+    assert_eq!(ours, theirs);
+    assert!(
+        compared.contains("224 quantized weights: 224 different; 67 other weights: 67 the same\n")
+    );
+}
+
+#[test]
+fn inspection_says_what_is_quantized_in_types_of_ggml() {
+    let folder = tempdir().expect("a folder");
+    // 20 bytes of 32 numbers.
+    let mut random = model::random(3);
+    let bytes = (0..32 * 8 * 20).map(|_| ((random() + 0.5) * 64.0) as u8).collect();
+    let norm = 1.0_f32.to_le_bytes().repeat(256);
+    let tensors = [
+        ("blk.0.attn_q.weight".to_owned(), vec![32, 256], 3, bytes),
+        ("blk.0.attn_norm.weight".to_owned(), vec![256], 0, norm),
+    ];
+    model::write_gguf(&folder.path().join("q.gguf"), &tensors);
+    let text = succeeds(folder.path(), "inspect q.gguf");
+    let line = "gguf: 1 of 2 weights quantized by types of ggml, 6.1 kB, 5.";
+    assert!(text.contains(line), "{text}");
+    let words: Vec<Vec<&str>> = text.lines().map(|l| l.split_whitespace().collect()).collect();
+    assert!(words.contains(&vec!["Q4_1", "1", "5.1", "kB", "83", "%", "5.00"]), "{text}");
+}
+
+#[test]
+fn inspection_warns_of_values_that_are_not_finite() {
+    let folder = tempdir().expect("a folder");
+    let tensor = |(at, broken): (usize, &[f32])| {
+        let mut values = model::values(16 * 64, at as u64 + 1);
+        values[..broken.len()].copy_from_slice(broken);
+        let bytes = values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes());
+        let name = format!("layers.{at}.o_proj.weight");
+        Tensor { name, dtype: Dtype::BF16, shape: vec![16, 64], bytes: bytes.collect() }
+    };
+    let broken: [&[f32]; 3] = [&[f32::NAN], &[], &[f32::INFINITY, 1.0, f32::NEG_INFINITY]];
+    let tensors: Vec<_> = broken.into_iter().enumerate().map(tensor).collect();
+    model::write(&folder.path().join("nan.safetensors"), &tensors);
+    let text = succeeds(folder.path(), "inspect nan.safetensors");
+    let warned: Vec<&str> = text.lines().filter(|line| line.starts_with("warning: ")).collect();
+    let warning = |at: usize, count: &str| {
+        let name = format!("layers.{at}.o_proj.weight");
+        format!(
+            "warning: `{name}`: {count}; fix the weight, or pass --keep '{name}' to `fp4 quantize`"
+        )
+    };
+    let expected = [warning(0, "1 NaN or infinite value"), warning(2, "2 NaN or infinite values")];
+    assert_eq!(warned, expected);
+}
+
+#[test]
+fn a_dialect_without_tensor_scales_is_said_to_cost_accuracy() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let note = "note: the dialect `mlx` has no tensor scales";
+    for (options, noted) in [
+        ("--dialect mlx", true),
+        ("--dialect mlx --format mxfp4", false),
+        ("--dialect modelopt", false),
+    ] {
+        let (_, _, said) = run(folder.path(), &format!("quantize model --dry-run {options}"));
+        assert_eq!(said.contains(note), noted, "{options}: {said}");
+    }
+}
+
+#[test]
+fn the_same_error_of_several_methods_is_told_once() {
+    let folder = tempdir().expect("a folder");
+    layers(&folder.path().join("layers.safetensors"), &["up"]);
+    let (code, table, error) =
+        run(folder.path(), "evaluate layers.safetensors --methods gptq,gptq-textbook --damping=-1");
+    assert_eq!(code, 2, "{error}");
+    assert_eq!(error.matches("damping is -1").count(), 1, "{error}");
+    assert!(error.contains("4 of 4 evaluations failed: "), "{error}");
+    assert!(error.contains("gptq-textbook -1"), "{error}");
+    assert!(table.contains("failed") && !table.contains("damping is"), "{table}");
+}
+
+#[test]
+fn a_page_of_a_comparison_says_a_sentence_and_keeps_to_what_is_quantized() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out");
+    run(folder.path(), "compare model out --html page.html");
+    let page = fs::read_to_string(folder.path().join("page.html")).expect("a page");
+    let title = "<h1>The quantized weights of out differ from model by 8.";
+    assert!(page.contains(title) && page.contains("white-space: nowrap"), "{page}");
+    let version = format!("<footer>fp4 {}, 20", env!("CARGO_PKG_VERSION"));
+    assert!(page.contains(&version) && page.contains("<line "), "{page}");
+    let (_, bars) = page.split_once("<h2>Largest errors of quantized weights").expect("bars");
+    let (bars, _) = bars.split_once("<h2>").expect("what follows");
+    assert!(bars.contains("q_proj") && !bars.contains("norm") && !bars.contains("lm_head"));
+}
+
+#[test]
+fn a_plot_has_a_dark_form_and_the_lines_of_its_scale_behind_bars() {
+    let folder = tempdir().expect("a folder");
+    layers(&folder.path().join("layers.safetensors"), &["l.0.up", "l.1.up"]);
+    let command = "evaluate layers.safetensors --methods sse,amax --plot errors.svg";
+    succeeds(folder.path(), command);
+    let svg = fs::read_to_string(folder.path().join("errors.svg")).expect("a picture");
+    for word in ["prefers-color-scheme: dark", "l.{0..1}.up, nvfp4 16", "class=\"bar1\""] {
+        assert!(svg.contains(word), "the picture does not say {word}: {svg}");
+    }
+    assert!(svg.find("<line ") < svg.find("<rect class=\"bar"), "{svg}");
+}
+
+#[test]
+fn warnings_are_yellow_and_errors_red_on_terminals_only() {
+    let folder = tempdir().expect("a folder");
+    let values = [f32::NAN; 64].map(f32::to_le_bytes).concat();
+    let name = "layers.0.o_proj.weight".to_owned();
+    let tensor = Tensor { name, dtype: Dtype::F32, shape: vec![2, 32], bytes: values };
+    model::write(&folder.path().join("nan.safetensors"), &[tensor]);
+    let of = |command: &str, variables: &[(&str, &str)]| {
+        let output = fp4()
+            .current_dir(folder.path())
+            .args(command.split_whitespace())
+            .env_remove("NO_COLOR")
+            .envs(variables.iter().copied())
+            .output()
+            .expect("it runs");
+        [output.stdout, output.stderr]
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
+            .concat()
+    };
+    let (yellow, red) = ("\u{1b}[1m\u{1b}[33mwarning:", "\u{1b}[1m\u{1b}[31merror:");
+    let forced = ("CLICOLOR_FORCE", "1");
+    for (command, coloured) in [
+        ("inspect nan.safetensors", yellow),
+        ("quantize nan.safetensors --dry-run", yellow),
+        ("quantize nan.safetensors --out out", red),
+        ("convert nan.safetensors --out nan.safetensors --dialect plain", red),
+        ("compare nan.safetensors nowhere", red),
+        ("evaluate nowhere", red),
+        ("inspect nowhere", red),
+    ] {
+        let text = of(command, &[forced]);
+        assert!(text.contains(coloured), "{command}: {text:?}");
+        for variables in [&[][..], &[forced, ("NO_COLOR", "1")]] {
+            let text = of(command, variables);
+            assert!(!text.contains('\u{1b}'), "{command}: {text:?}");
+        }
+    }
+}

@@ -88,7 +88,7 @@ impl<B: Backend> Floats<B> {
     pub(super) fn or_from(&self, mask: Mask<B>, other: &Self) -> Self {
         Self(B::float_mask_where(self.0.clone(), mask.0, other.0.clone()))
     }
-    /// Takes the maximum along a dimension, which keeps length 1: NaN if a value is NaN, 0 if empty.
+    /// Takes the maximum along a dimension, which keeps length 1: NaN if a value is, 0 if empty.
     pub(super) fn max_dim(&self, dim: usize) -> Self {
         let mut shape = self.shape();
         if shape.contains(&0) {

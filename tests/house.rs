@@ -31,7 +31,15 @@ const ERRORS_OF_THE_GUIDE: [(&str, &str); 4] = [
 ];
 
 /// The documents whose paths have to exist.
-const DOCUMENTS: [&str; 1] = ["CONTRIBUTING.md"];
+const DOCUMENTS: [&str; 7] = [
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "docs/recipes/device.md",
+    "docs/recipes/dialect.md",
+    "docs/recipes/method.md",
+    "docs/recipes/more.md",
+    "docs/recipes/rule.md",
+];
 
 /// The most characters of a line.
 const COLUMNS: usize = 100;

@@ -302,7 +302,7 @@ impl ResolvedOptions {
         schemes: &[Fp4Scheme],
     ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
-        let scaled = |how: &RecipeScheme| how.scheme.format().row().tensor_scale;
+        let scaled = |how: &Fp4Scheme| how.format().row().tensor_scale;
         if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
             let dialect = &self.choice.dialect;
             notes.push(format!(

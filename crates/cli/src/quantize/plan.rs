@@ -141,7 +141,7 @@ impl Report {
             let rows = self.weights.iter().enumerate();
             return rows.map(|(at, row)| Folded::alone(row.module(), at)).collect();
         }
-        let key = |row: &Row| (row.from.clone(), row.to.clone(), row.short_note());
+        let key = |row: &Row| (row.from.clone(), row.to.clone(), row.short.clone());
         let rows = self.weights.iter().map(|row| (row.module(), &row.shape[..], key(row)));
         fold_weights(&rows.collect::<Vec<_>>())
     }

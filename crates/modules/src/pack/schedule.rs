@@ -101,7 +101,7 @@ pub(crate) fn quantize_each(
     let results: Result<Vec<_>, _> = results.into_iter().collect();
     let quantized: BTreeMap<_, _> = results?.into_iter().flatten().collect();
     moved(&all, || {
-        quantized.into_values().zip(&homes).map(|(one, home)| one.to_device(home)).collect()
+        quantized.into_values().zip(&homes).map(|(one, home)| one.moved_to(home)).collect()
     })
 }
 

@@ -1,6 +1,6 @@
 //! Sums of squares in f32 of values of any magnitude: one sum for each of three ranges. Kernels of
-//! Cube devices fill the middle one alone; [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error)
-//! says what that costs.
+//! Cube devices fill the middle one alone;
+//! [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error) says what that costs.
 //!
 //! The square of an f32 value below 1e-19 or above 1e19 is no f32 number. So values are multiplied
 //! by a power of two before they are squared, another one in each range (Blue, "A Portable Fortran

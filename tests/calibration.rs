@@ -580,9 +580,7 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
                 |model: &Mlp, x| model.forward(x),
             )
             .unwrap();
-        // Searches by Hessian keep blocks of the Gram matrices alone.
-        let is_whole = config.scheme.method.gptq().is_some();
-        assert_eq!(report.relative_output_error().is_some(), is_whole, "{report}");
+        assert!(report.relative_output_error().is_some(), "{report}");
         let skips = !config.exclude.is_empty();
         assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
         // By hand: each layer by its inputs behind the layers that are quantized already.

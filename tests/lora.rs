@@ -252,15 +252,15 @@ fn only_factors_of_a_parameter_are_called_an_adapter() {
     let device = Device::flex();
     let linear = || LinearConfig::new(32, 32).with_bias(false).init(&device);
     let problem = |record| {
-        let mut fewer = Fewer { linear: linear() };
+        let mut fewer = vec![Fewer { linear: linear() }];
         match fewer.load_fp4_record(record).unwrap_err() {
             Fp4Error::Record { problem, .. } => problem,
             error => panic!("{error}"),
         }
     };
-    let named = Named { linear: linear(), lora: vec![linear()] };
+    let named = vec![Named { linear: linear(), lora: vec![linear()] }];
     assert_eq!(problem(named.into_record()), "the record has tensors that the module lacks");
-    let mut adapted = Fewer { linear: linear() };
+    let mut adapted = vec![Fewer { linear: linear() }];
     adapted.lora_fp4(&lora()).unwrap();
     let problem = problem(adapted.into_record());
     assert!(problem.contains("call `lora_fp4` on the module before loading"), "{problem}");

@@ -1,5 +1,6 @@
 //! Sums of squares in f32 for values of any magnitude, one sum for each of three ranges. Kernels of
 //! Cube devices fill only the middle range, at the cost that
+//!
 //! [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error) names.
 //!
 //! The square of an f32 value below 1e-19 or above 1e19 is not an f32 number. So each range has a

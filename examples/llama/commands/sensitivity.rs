@@ -124,7 +124,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let budgets = context.budgets(&sensitivity, &config)?;
     if let Some(path) = &arguments.page {
         let budget = arguments.budget.first().map(|bits| Budget::BitsPerWeight(*bits));
-        let choice = budget.map(|budget| found.choose(budget)).transpose()?;
+        let choice = budget.map(|budget| sensitivity.choose(budget)).transpose()?;
         std::fs::write(path, sensitivity.html(choice.as_ref()))
             .with_context(|| path.display().to_string())?;
     }

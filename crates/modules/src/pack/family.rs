@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ptr;
 
-use burn_fp4_ops::{Fp4Layout, Fp4Tensor, Gram, OpsError, quantize_family};
+use burn_fp4_ops::{Fp4Tensor, Gram, OpsError, quantize_family};
 
 use super::output_error::output_sums;
 use super::weight::{
@@ -78,7 +78,7 @@ fn quantize_slice<'a>(
     hessian_factors: &mut HessianFactorCache<'a>,
 ) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
     let (weight, WeightTask { plan, inputs, .. }) = &family[0];
-    let axis = axis_of_matrices(&plan.layout).expect("families are of matrices");
+    let axis = plan.axis_of_matrices().expect("families are of matrices");
     let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
     match (plan.scheme.method.gptq(), inputs.and_then(|inputs| inputs.of(slice))) {
         (Some(options), Some(gram)) => {
@@ -92,14 +92,9 @@ fn quantize_slice<'a>(
     }
 }
 
-/// The axis that blocks run along in the matrices of the last two axes, if in these.
-pub(super) fn axis_of_matrices(layout: &Fp4Layout) -> Option<usize> {
-    layout.axis.checked_sub(layout.shape.len().checked_sub(2)?)
-}
-
 /// The first Gram matrix of a weight that GPTQ quantizes matrix by matrix.
 fn first_gram<'a>(task: &WeightTask<'a>) -> Option<&'a Gram> {
-    axis_of_matrices(&task.plan.layout)?;
+    task.plan.axis_of_matrices()?;
     task.choice().method.gptq()?;
     task.inputs?.grams().next()
 }
@@ -111,7 +106,7 @@ fn joins(one: &WeightTask<'_>, other: &WeightTask<'_>) -> bool {
     };
     let known = |task: &WeightTask<'_>| {
         let plan = task.plan;
-        (task.choice(), plan.slices(), axis_of_matrices(&plan.layout), plan.scheme.block_size)
+        (task.choice(), plan.slices(), plan.axis_of_matrices(), plan.scheme.block_size)
     };
     known(one) == known(other)
         && (0..one.plan.slices()).all(|slice| of(one, slice) == of(other, slice))
@@ -122,7 +117,7 @@ mod tests {
     use std::borrow::Cow;
 
     use burn_fp4_ops::search::Method;
-    use burn_fp4_ops::{Fp4Scheme, Gptq};
+    use burn_fp4_ops::{Fp4Layout, Fp4Scheme, Gptq};
 
     use super::*;
     use crate::pack::inputs::Inputs;

@@ -11,6 +11,7 @@
 //! | `family.rs`       | weights of the same inputs, which GPTQ quantizes side by side       |
 //! | `schedule.rs`     | weights assigned to devices and quantized there                     |
 //! | `install.rs`      | packed weights in the place of dense ones, one after the other      |
+//! | `gram_cache.rs`   | Gram matrices on the devices of weights                             |
 //! | `output_error.rs` | squared errors of the outputs of layers                             |
 //! | `outcome.rs`      | report entries for packed weights                                   |
 //! | `edit.rs`         | packed weights of a module: found, edited, alone of all attachments |
@@ -20,6 +21,7 @@
 pub(crate) mod compact;
 pub(crate) mod edit;
 pub(crate) mod family;
+pub(crate) mod gram_cache;
 pub(crate) mod inputs;
 pub(crate) mod install;
 pub(crate) mod measure;

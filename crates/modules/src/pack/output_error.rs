@@ -1,10 +1,9 @@
 //! Squared errors of the outputs of layers, from the Gram matrices of their inputs.
 
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fp4_ops::{Gram, OpsError};
-use rayon::prelude::*;
 
-use super::family::axis_of_matrices;
+use super::gram_cache::GramCache;
 use super::weight::{AnyWeight, Quantized, WeightTask};
 
 /// Sums up, for each weight with whole Gram matrices of its inputs, a unit and in squares of it
@@ -59,7 +58,7 @@ pub(crate) fn read_output_sums(sums: &[f32]) -> Option<[f64; 2]> {
 /// Returns the axis of a weight's matrices that inputs are along, and the Gram matrices by slice;
 /// nothing unless all slices have a whole one and inputs other than zeros were seen.
 fn known_inputs<'a>(task: &WeightTask<'a>) -> Option<(usize, Vec<(usize, &'a Gram)>)> {
-    let (axis, inputs) = (axis_of_matrices(&task.plan.layout)?, task.inputs?);
+    let (axis, inputs) = (task.plan.axis_of_matrices()?, task.inputs?);
     let whole = inputs.grams().filter(|gram| gram.is_whole()).count();
     let slices = 0..task.plan.slices();
     if whole < slices.len() {
@@ -68,36 +67,4 @@ fn known_inputs<'a>(task: &WeightTask<'a>) -> Option<(usize, Vec<(usize, &'a Gra
     // Slices without inputs have no outputs.
     let seen: Vec<_> = slices.filter_map(|slice| Some((slice, inputs.of(slice)?))).collect();
     (!seen.is_empty()).then_some((axis, seen))
-}
-
-/// The Gram matrix that was uploaded last: weights that are multiplied by the same activations
-/// follow each other.
-#[derive(Default)]
-pub(crate) struct GramCache<'a> {
-    last: Option<(&'a Gram, Tensor<2>)>,
-}
-
-impl<'a> GramCache<'a> {
-    /// Returns the whole matrix in f32.
-    fn of(&mut self, gram: &'a Gram, device: &Device) -> Tensor<2> {
-        if let Some((known, hessian)) = &self.last
-            && std::ptr::eq(*known, gram)
-            && hessian.device() == *device
-        {
-            return hessian.clone();
-        }
-        // Freed before the next one is uploaded: it may be large.
-        self.last = None;
-        let channels = gram.channels();
-        let mut values = vec![0.0; channels * channels];
-        values.par_chunks_exact_mut(channels).enumerate().for_each(|(row, values)| {
-            for (col, value) in values.iter_mut().enumerate() {
-                *value = gram.get(row, col).unwrap_or_default() as f32;
-            }
-        });
-        let data = TensorData::new(values, [channels, channels]);
-        let hessian = Tensor::from_data(data, (device, DType::F32));
-        self.last = Some((gram, hessian.clone()));
-        hessian
-    }
 }

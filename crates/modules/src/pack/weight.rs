@@ -19,8 +19,8 @@ use crate::report::Fallback;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 use crate::walk::plan::WeightPlan;
 
+use super::gram_cache::GramCache;
 use super::inputs::Inputs;
-use super::output_error::GramCache;
 
 /// A dense weight of any rank.
 pub(crate) trait AnyWeight: Send {
@@ -157,7 +157,7 @@ pub(crate) struct WeightTask<'a> {
 pub(crate) struct Quantized {
     pub(crate) packed: PackedWeight,
     pub(crate) choice: MethodUsed,
-    /// Made by [`output_sums`](super::output_error::output_sums).
+    /// Sums of squares over the outputs of its layer, if its inputs are known.
     pub(crate) output_sums: Option<Tensor<1>>,
 }
 

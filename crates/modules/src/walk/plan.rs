@@ -36,6 +36,11 @@ impl WeightPlan {
         let leading = shape.len().saturating_sub(2);
         if *axis < leading { 1 } else { shape[..leading].iter().product() }
     }
+
+    /// Returns the axis that blocks run along in the matrices of the last two axes, if they do.
+    pub(crate) fn axis_of_matrices(&self) -> Option<usize> {
+        self.layout.axis.checked_sub(self.layout.shape.len().checked_sub(2)?)
+    }
 }
 
 /// The decision about every float parameter of a module.

@@ -141,6 +141,6 @@ pub(crate) fn table(evaluations: &[Evaluation], width: Option<u16>) -> String {
         }
         row
     };
-    let optional = ["SQNR\ndB", "seconds", "calibration\nerror, %"];
+    let optional = ["SQNR\ndB", "seconds", "calibration\nerror, %", "weight\nerror, %"];
     table::table(&columns, &optional, evaluations.iter().map(row).collect(), width)
 }

@@ -12,9 +12,11 @@ use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 
-/// The program.
+/// The program, as if it is not on a terminal.
 pub(crate) fn fp4() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_fp4"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fp4"));
+    command.env_remove("COLUMNS");
+    command
 }
 
 /// Runs the program in a folder; its exit code, and what it says on stdout and on stderr.

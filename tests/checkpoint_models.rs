@@ -1090,9 +1090,8 @@ fn recipes_have_the_names_of_the_checkpoint() {
     assert_eq!(of.include, ["embed.weight", "head.weight"]);
 }
 
-/// A configuration has one method for all weights: it cannot express a fallback for some.
 #[test]
-fn a_recipe_names_the_weights_without_statistics() {
+fn a_recipe_has_the_method_of_each_weight_and_a_module_obeys_it() {
     let (device, map) = (Device::flex(), CheckpointMap::new());
     let dense = Net::new([32, 48, 16], &device);
     let mut calibration = Calibration::new();
@@ -1102,11 +1101,13 @@ fn a_recipe_names_the_weights_without_statistics() {
     let [_, first, second] = &recipe.weights[..] else { panic!("{recipe:?}") };
     assert_eq!(first.names, ["first.weight"]);
     assert_eq!([first.method, second.method], [Some(Method::GPTQ), Some(Method::SSE)]);
-    match Fp4Config::of_recipe(&recipe, &dense, &map) {
-        Err(Fp4Error::RecipeParameter { path, problem }) => {
-            assert!(path == "first.weight" && problem.contains("`gptq` beside"), "{problem}");
-        }
-        other => panic!("{other:?}"),
+    let again = Fp4Config::of_recipe(&recipe, &dense, &map).unwrap();
+    let report = dense.clone().quantize_fp4(&again.with_calibration(&calibration)).unwrap();
+    for (one, method) in report.parameters.iter().zip([Method::GPTQ, Method::SSE]) {
+        let Outcome::Quantized { scheme, fallback: None, .. } = &one.outcome else {
+            panic!("{report}")
+        };
+        assert_eq!(scheme.method, method, "{}", one.path);
     }
 }
 

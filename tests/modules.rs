@@ -859,7 +859,7 @@ fn reports_with_long_names_fit_a_terminal() {
         // The end of a name says more than its beginning.
         assert!(table.contains("decoder.weight"), "{table}");
     }
-    assert!(report.contains("shared tensor scales: 0.{"), "{report}");
+    assert!(report.contains(" in all:\n  0.{"), "{report}");
 }
 
 #[test]

@@ -282,9 +282,9 @@ impl Fp4Report {
         }
         match groups[..] {
             [] => Ok(()),
-            [group] => write!(f, "\nshared tensor scale: {group}"),
+            [group] => write!(f, "\nshared tensor scale:\n  {group}"),
             [first, ..] => {
-                write!(f, "\nshared tensor scales: {first}, and {} more", groups.len() - 1)
+                write!(f, "\nshared tensor scales, {} in all:\n  {first}", groups.len())
             }
         }
     }

@@ -366,7 +366,7 @@ mod tests {
             ),
             (
                 "rule = \"torch-recipe\"\nmethod = \"four-over-six\"",
-                "weights `a`: Method::FOUR_OVER_SIX",
+                "weights `a`: method `four-over-six` does not go with rule `torch-recipe`",
             ),
         ] {
             let found = wrong(&format!("names = [\"a\"]\n{text}"));

@@ -828,7 +828,10 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
         let batch = || [random(3, [300, Siblings::WIDTH], &device)];
         let calibration = Calibration::of(&dense).run(batch(), forward).unwrap();
         let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
-        for scheme in [Fp4Scheme::nvfp4(), by_row, Fp4Scheme::mxfp4()] {
+        // GPTQ compiles for half a minute per scheme on CubeCL's CPU runtime.
+        let schemes = [by_row, Fp4Scheme::mxfp4(), Fp4Scheme::nvfp4()];
+        let count = if name == "cpu" { 2 } else { 3 };
+        for scheme in schemes.into_iter().take(count) {
             let config = Fp4Config::new(scheme).method(Method::Gptq(gptq));
             let mut at_once = dense.clone();
             at_once.quantize_fp4(&config.clone().with_calibration(&calibration)).unwrap();

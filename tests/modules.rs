@@ -207,7 +207,7 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
     let error = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "parameter `0.weight`: axis 0 has 24 values, which blocks of 16 do not divide; use \
+        "parameter `0.weight`: axis 0: its 24 values are not a multiple of the block size 16; use \
          `exclude` to keep it dense, or `indivisible(Indivisible::Skip)` for all such weights"
     );
     // Nothing was changed.
@@ -876,7 +876,7 @@ fn advice_for_layers_of_burn_can_be_followed() {
             *products,
             MatmulPath::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
         );
-        assert!(products.to_string().contains("a module of your own"), "{products}");
+        assert!(products.to_string().contains("write the module with `Fp4Linear`"), "{products}");
     }
     assert!(!report.to_string().contains("Fp4Linear::from"), "{report}");
 }

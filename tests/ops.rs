@@ -264,7 +264,7 @@ fn errors_name_the_problem_and_its_place() {
     assert_eq!(quantize(tensor.clone(), 1, &nvfp4).unwrap_err(), indivisible(1));
     let error = quantize(tensor.clone().transpose(), 0, &nvfp4).unwrap_err();
     assert_eq!(error, indivisible(0));
-    let said = "axis 0 has 24 values, which blocks of 16 do not divide";
+    let said = "axis 0: its 24 values are not a multiple of the block size 16";
     assert_eq!(error.to_string(), said);
     let doubles = Tensor::<1>::ones([16], (&device, DType::F64));
     assert_eq!(quantize(doubles, 0, &nvfp4).unwrap_err(), OpsError::DType { found: DType::F64 });

@@ -81,8 +81,8 @@ pub(crate) fn fold<'n, K: Ord>(names: impl IntoIterator<Item = (&'n str, K)>) ->
     folded
 }
 
-/// Folds weights, each with its module, its shape and a key: matrices by pattern, shape and key, and
-/// behind them vectors by key alone, of which a model has many.
+/// Folds weights, each with its module, its shape and a key: matrices by pattern, shape and key,
+/// and behind them vectors by key alone, of which a model has many.
 pub(crate) fn fold_weights<K: Ord + Clone>(weights: &[(&str, &[usize], K)]) -> Vec<Folded> {
     let (vectors, matrices): (Vec<usize>, Vec<usize>) =
         (0..weights.len()).partition(|&at| weights[at].1.len() < 2);

@@ -6,8 +6,6 @@ use core::hash::{Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::SearchError;
-
 /// Orders the blocks of input channels for rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -72,16 +70,5 @@ impl Gptq {
     /// The options by bits, which are equal where they are the same options.
     fn key(&self) -> (u64, BlockOrder, usize, usize) {
         (self.damping.to_bits(), self.order, self.sweeps, self.refits)
-    }
-
-    /// Checks the damping.
-    ///
-    /// # Errors
-    /// [`SearchError::Damping`] if it is negative or not finite.
-    pub(crate) fn check_damping(&self) -> Result<(), SearchError> {
-        if self.damping.is_finite() && self.damping >= 0.0 {
-            return Ok(());
-        }
-        Err(SearchError::Damping { found: self.damping })
     }
 }

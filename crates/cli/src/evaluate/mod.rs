@@ -28,8 +28,8 @@ use tensors::{Matrix, matrix};
 /// For every tensor `<name>.weight` [out, in] the file has activations `<name>.calibration`
 /// [any, in], which methods may use, and `<name>.evaluation` [any, in], which they may not.
 ///
-/// If a method fails on a weight, all others are evaluated, and the error is printed at the end. The
-/// exit code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
+/// If a method fails on a weight, all others are evaluated, and the error is printed at the end.
+/// The exit code is 0 if none failed and 2 otherwise, also if nothing could be evaluated or drawn.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// A safetensors or GGUF file of weights and activations: f32, f16 or bf16, or types of ggml

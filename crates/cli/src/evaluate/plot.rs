@@ -25,7 +25,8 @@ const CHARACTERS: usize = 100;
 /// The colours of the other pictures of this project: orange, and grey for a second format.
 const STYLE: &str = "
 text { font: 14px sans-serif; fill: #1c2024; } .title { font-size: 16px; font-weight: bold; }
-.paper { fill: #ffffff; } line { stroke: #d7dce1; } .bar0 { fill: #d6601e; } .bar1 { fill: #787878; }
+.paper { fill: #ffffff; } line { stroke: #d7dce1; }
+.bar0 { fill: #d6601e; } .bar1 { fill: #787878; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6e9ec; } .paper { fill: #14181c; } line { stroke: #333b43; }
   .bar0 { fill: #ee8a4c; } .bar1 { fill: #9aa0a6; } }

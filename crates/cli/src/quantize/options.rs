@@ -25,11 +25,12 @@ pub(super) struct Options {
     /// The format: nvfp4 (the default) or mxfp4.
     #[arg(long)]
     format: Option<Fp4Format>,
-    /// The number of weights that share a block scale. The default is the format's: 16 for nvfp4, 32 for mxfp4.
+    /// The number of weights that share a block scale. The default is the format's: 16 for nvfp4,
+    /// 32 for mxfp4.
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
-    /// The dialect to write: names and layout of the tensors. The table below lists its readers. The
-    /// default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
+    /// The dialect to write: names and layout of the tensors. The table below lists its readers.
+    /// The default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
     /// otherwise.
     #[arg(long, value_name = "DIALECT", value_parser = PossibleValuesParser::new(packable()))]
     dialect: Option<String>,

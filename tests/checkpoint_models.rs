@@ -23,7 +23,7 @@ use burn_fp4::checkpoints::{
 use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
     Calibration, Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error,
-    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Method, Mismatch, PackedWeight, Recipe,
+    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Method, Mismatch, Outcome, PackedWeight, Recipe,
     TensorScaling,
 };
 use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};

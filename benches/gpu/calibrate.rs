@@ -8,7 +8,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNor
 use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use burn_fp4::{
-    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, Method, PackedWeight,
+    Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Method, PackedWeight,
 };
 
 use crate::figures::Figures;

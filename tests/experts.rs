@@ -152,8 +152,8 @@ fn each_expert_is_quantized_by_its_own_statistics() {
         let report = model.quantize_fp4(&by_gptq().with_calibration(&calibration)).unwrap();
         let gptq = Gptq::default();
         for path in [UP, DOWN] {
-            let (asked, chosen_by, fallback) = outcome(&report, path);
-            assert_eq!([asked, chosen_by], [&Method::Gptq(gptq); 2], "{name} {path}");
+            let (asked, method, fallback) = outcome(&report, path);
+            assert_eq!([asked, method], [&Method::Gptq(gptq); 2], "{name} {path}");
             assert_eq!(fallback, None, "{name} {path}");
         }
         let weights = [
@@ -211,8 +211,8 @@ fn experts_with_the_same_inputs_get_the_codes_they_get_alone() {
         let report = model.quantize_fp4(&config).unwrap();
         let layers = dense.layers().into_iter().zip(model.layers());
         for ((path, dense), (_, packed)) in layers {
-            let (_, chosen_by, fallback) = outcome(&report, path);
-            assert_eq!(*chosen_by, Method::Gptq(gptq), "{name} {path}");
+            let (_, method, fallback) = outcome(&report, path);
+            assert_eq!(*method, Method::Gptq(gptq), "{name} {path}");
             let idle = Fallback::Slices { without_inputs: vec![IDLE] };
             assert_eq!(fallback, Some(&idle), "{name} {path}");
             let amax = ops::amax(dense.val()).unwrap().into_scalar::<f32>();

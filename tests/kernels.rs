@@ -16,7 +16,7 @@ use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, SearchError,
+    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, SearchError, Sse,
     TensorScaling, quantize as oracle,
 };
 use tests::compare::{assert_bits, assert_same};
@@ -713,7 +713,8 @@ fn hadamard_transforms() {
 /// One case for every path: the CPU runtime compiles such long kernels slowly.
 #[test]
 fn searches_by_importance_give_the_bits_of_the_host() {
-    use Method::{CoordinateDescent, Hessian, Sse};
+    use Method::{CoordinateDescent, Hessian};
+    const WEIGHTED: Method = Method::Sse(Sse::Weighted);
     let device = Device::new();
     let mut random = Random::new(11);
     let contiguous = View::rows(5, 96);
@@ -723,15 +724,15 @@ fn searches_by_importance_give_the_bits_of_the_host() {
     let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
     let none = Fp4Scheme::of(ScaleRule::NoTensorScale).with_block_size(32);
     let cases = [
-        (contiguous, Kind::Outliers, Dtype::Bf16, by_row, Sse),
+        (contiguous, Kind::Outliers, Dtype::Bf16, by_row, WEIGHTED),
         (contiguous, Kind::Weights, Dtype::F32, by_row, Hessian),
         // Scales far above the first candidates, and divisions.
         (contiguous, Kind::Outliers, Dtype::Bf16, Fp4Scheme::nvfp4(), Hessian),
         (strided, Kind::Outliers, Dtype::F32, none, Hessian),
         (contiguous, Kind::Outliers, Dtype::Bf16, by_row, CoordinateDescent),
-        (strided, Kind::Weights, Dtype::Bf16, tiles, Sse),
+        (strided, Kind::Weights, Dtype::Bf16, tiles, WEIGHTED),
         (strided, Kind::Ties, Dtype::F16, Fp4Scheme::mxfp4(), Hessian),
-        (slabs, Kind::Ties, Dtype::F16, none, Sse),
+        (slabs, Kind::Ties, Dtype::F16, none, WEIGHTED),
         (slabs, Kind::Weights, Dtype::F16, Fp4Scheme::nvfp4(), CoordinateDescent),
     ];
     for (view, kind, dtype, scheme, search) in cases {
@@ -741,7 +742,7 @@ fn searches_by_importance_give_the_bits_of_the_host() {
         let x: Vec<f32> = (0..40 * view.axis).map(|_| random.normal()).collect();
         let hessians = BlockHessians::of(&x, view.axis, scheme.block_size).unwrap();
         let importance = match search {
-            Sse => Importance::Channels(&weights),
+            WEIGHTED => Importance::Channels(&weights),
             _ => Importance::Blocks(&hessians),
         };
         device.check_importance(&dense, view, scheme, importance);

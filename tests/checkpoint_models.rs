@@ -1103,7 +1103,7 @@ fn a_recipe_has_the_method_of_each_weight_and_a_module_obeys_it() {
     assert_eq!([first.method, second.method], [Some(Method::GPTQ), Some(Method::SSE)]);
     let again = Fp4Config::of_recipe(&recipe, &dense, &map).unwrap();
     let report = dense.clone().quantize_fp4(&again.with_calibration(&calibration)).unwrap();
-    for (one, method) in report.parameters.iter().zip([Method::GPTQ, Method::SSE]) {
+    for (one, method) in report.quantized().zip([Method::GPTQ, Method::SSE]) {
         let Outcome::Quantized { scheme, fallback: None, .. } = &one.outcome else {
             panic!("{report}")
         };

@@ -1,6 +1,5 @@
 //! Sums of squares in f32 for values of any magnitude, one sum for each of three ranges. Kernels of
 //! Cube devices fill only the middle range, at the cost that
-//!
 //! [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error) names.
 //!
 //! The square of an f32 value below 1e-19 or above 1e19 is not an f32 number. So each range has a
@@ -23,6 +22,7 @@ pub(crate) const RANGES: [Range; 3] = [
 ];
 
 /// Converts a sum of squares in f64 to the sums of all ranges.
+#[cfg(any(feature = "flex", feature = "ndarray", test))]
 pub(crate) fn ranges_of(sum: f64) -> [f32; 3] {
     let root = sum.sqrt();
     let is_within = |range: &Range| root < f64::from(range.end);

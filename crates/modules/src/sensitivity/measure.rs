@@ -53,6 +53,7 @@ pub(super) struct Dense {
     pub(super) values: Tensor<3>,
     rounded: fn(&PackedWeight, [usize; 3]) -> Tensor<3>,
     bytes: usize,
+    #[cfg(feature = "autodiff")]
     plan: WeightPlan,
 }
 
@@ -158,7 +159,13 @@ impl Weights {
                 let cols = plan.layout.shape[D - 1];
                 let rows = values.shape().num_elements() / cols / plan.slices();
                 let values = values.reshape([plan.slices(), rows, cols]);
-                let dense = Dense { values, rounded: rounded::<D>, bytes, plan: plan.clone() };
+                let dense = Dense {
+                    values,
+                    rounded: rounded::<D>,
+                    bytes,
+                    #[cfg(feature = "autodiff")]
+                    plan: plan.clone(),
+                };
                 self.found.insert(path, dense);
             }
         }
@@ -268,6 +275,7 @@ fn errors(
 impl Dense {
     /// The axis of `[slices, rows, cols]` that inputs are along: 1 or 2. None if they are along one
     /// that slices are not divided at.
+    #[cfg(feature = "autodiff")]
     pub(super) fn input_axis(&self) -> Option<usize> {
         (self.plan.layout.axis + 3).checked_sub(self.plan.layout.shape.len()).filter(|&at| at > 0)
     }

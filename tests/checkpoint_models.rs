@@ -1355,7 +1355,7 @@ fn quantized_embeddings_are_covered_by_the_config_of_compressed_tensors() {
     let container = checkpoint.container();
     assert!(container.get("embed.weight_packed").is_some());
     let config = container.quantization().expect("a config");
-    let targets = config.at(&["config_groups", "group_0", "targets"]).expect("targets");
+    let targets = &config["config_groups"]["group_0"]["targets"];
     assert_eq!(targets.to_string(), r#"["Linear","embed","head"]"#);
     let mut loaded = tied(&device);
     let report = load(&path, &mut loaded, &CheckpointMap::new());

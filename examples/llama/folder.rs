@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4::checkpoints::{Dtype, Json, Model, Tensor, Value, Weight, WriteOptions};
+use burn_fp4::checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
 use burn_fp4::formats::bf16;
 use burn_fp4::{
     Checkpoint, CheckpointMap, Fp4Module, LoadCheckpoint, LoadReport, Mismatch, WriteReport,
@@ -89,7 +89,7 @@ impl Folder {
 /// The path exists, or a file cannot be written.
 pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteReport> {
     let dtype = LlamaConfig::parse(config.as_bytes())?.dtype;
-    let config = Some(Json::parse(config.as_bytes())?);
+    let config = Some(serde_json::from_str(config)?);
     let model = Model { config, ..narrowed(model, dtype.as_deref())? };
     let report = write(model, out, "plain")?;
     let tokenizer_config = serde_json::json!({

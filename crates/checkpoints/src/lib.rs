@@ -63,7 +63,7 @@
 //! | `system.rs` | calls of the system on files: offsets, space, hints |
 //! | `architecture/` | what a weight is to its model: `table.rs` has a row an architecture |
 //! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
-//! | `json.rs` | [`Json`] that keeps the order of fields |
+//! | `json.rs` | JSON text as Python's `json` module writes it |
 //! | `error.rs` | [`CheckpointError`] |
 
 #![warn(missing_debug_implementations)]
@@ -101,7 +101,6 @@ pub use error::{CheckpointError, TensorProblem};
 pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};
-pub use json::Json;
 pub use patterns::{Matcher, Pattern, Syntax};
 pub use reader::Reader;
 pub use storage::Storage;

@@ -19,7 +19,6 @@ use std::fmt;
 use regex::{Regex, RegexBuilder};
 
 use crate::error::CheckpointError;
-use crate::json::Json;
 
 /// Most bytes of a compiled expression, of which a file may have many: names of modules take a
 /// few thousand, `a{9999}` some million.
@@ -94,10 +93,11 @@ impl Pattern {
         }
     }
 
-    /// The texts of a list in a config; what is no text is left out.
-    pub(crate) fn list(list: Option<&Json>, syntax: Syntax) -> Vec<Self> {
-        let texts = list.and_then(Json::as_array).unwrap_or_default();
-        texts.iter().filter_map(Json::as_str).map(|text| Self::parse(text, syntax)).collect()
+    /// Parses the texts of a list in a config, and leaves out all other values.
+    pub(crate) fn list(list: Option<&serde_json::Value>, syntax: Syntax) -> Vec<Self> {
+        let items = list.and_then(serde_json::Value::as_array).into_iter().flatten();
+        let texts = items.filter_map(serde_json::Value::as_str);
+        texts.map(|text| Self::parse(text, syntax)).collect()
     }
 
     /// The pattern as a producer writes it, if it can.

@@ -7,7 +7,6 @@ use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
 use crate::patterns::Pattern;
 use crate::tensor::Tensor;
 
@@ -58,7 +57,7 @@ pub struct Model<'a> {
     /// Names of the files that [`Weight::file`] counts.
     pub files: Vec<String>,
     /// `config.json`, as the source has it.
-    pub config: Option<Json>,
+    pub config: Option<serde_json::Value>,
     /// Facts of the source's quantization.
     pub quantization: Quantization,
     /// The key-value pairs of a GGUF source.
@@ -75,11 +74,11 @@ pub struct Quantization {
     /// The modules that are not quantized.
     pub ignore: Vec<Pattern>,
     /// How the cache of keys and values is quantized, in the source's words.
-    pub kv_cache: Option<Json>,
+    pub kv_cache: Option<serde_json::Value>,
     /// The producer.
-    pub producer: Option<Json>,
+    pub producer: Option<serde_json::Value>,
     /// `hf_quant_config.json`, as the source has it.
-    pub quant_config: Option<Json>,
+    pub quant_config: Option<serde_json::Value>,
 }
 
 impl Weight<'_> {

@@ -2,7 +2,7 @@
 
 use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
 use burn_fp4_checkpoints::selection::DEFAULT;
-use burn_fp4_checkpoints::{Json, Model, Value};
+use burn_fp4_checkpoints::{Model, Value};
 use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
@@ -67,8 +67,9 @@ pub(crate) fn notes(
 /// decodes to bf16, and multiplies no numbers of two dtypes.
 pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
     let config = model.config.as_ref();
-    let field = |key| config.and_then(|c| c.get(key).or_else(|| c.at(&["text_config", key])));
-    let stated = ["dtype", "torch_dtype"].into_iter().find_map(field).and_then(Json::as_str);
+    let field = |key| config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key)));
+    let stated = ["dtype", "torch_dtype"].into_iter().find_map(field);
+    let stated = stated.and_then(serde_json::Value::as_str);
     let found = || {
         let floats = model.weights.iter().filter_map(|weight| match &weight.value {
             Value::Plain(tensor) if tensor.shape.len() >= 2 => tensor.plain(),

@@ -521,13 +521,13 @@ pub trait Fp4Module: Module {
     /// ```
     /// use burn::nn::LinearConfig;
     /// use burn::tensor::Device;
-    /// use burn_fp4_modules::checkpoints::{Json, Value};
+    /// use burn_fp4_modules::checkpoints::Value;
     /// use burn_fp4_modules::{CheckpointMap, Fp4Config, Fp4Module};
     ///
     /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
     /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
     /// let mut checkpoint = layer.checkpoint_fp4(&CheckpointMap::new())?;
-    /// checkpoint.config = Some(Json::object([("model_type", Json::String("toy".to_owned()))]));
+    /// checkpoint.config = Some(serde_json::json!({"model_type": "toy"}));
     /// let packed = checkpoint.weights.iter().find(|weight| weight.name == "weight").unwrap();
     /// assert!(matches!(packed.value, Value::Fp4(_)));
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())

@@ -5,7 +5,6 @@
 
 mod table;
 
-use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::Model;
 pub(crate) use table::CONVOLUTION;
@@ -17,7 +16,7 @@ pub(crate) struct Architecture<'c> {
     row: &'static Row,
     /// Its `model_type`, if that is in the table.
     name: Option<&'static str>,
-    config: Option<&'c Json>,
+    config: Option<&'c serde_json::Value>,
 }
 
 /// Ends of the class names of transformers, behind the name of the architecture.
@@ -27,20 +26,20 @@ const CLASS_ENDS: [&str; 4] = ["For", "Model", "LMHead", "EncoderModel"];
 const TEXT: &str = "text_config";
 
 /// The `model_type` that a config states.
-pub(crate) fn stated(config: Option<&Json>) -> Option<&str> {
-    config?.get("model_type").and_then(Json::as_str)
+pub(crate) fn stated(config: Option<&serde_json::Value>) -> Option<&str> {
+    config?["model_type"].as_str()
 }
 
 impl<'c> Architecture<'c> {
     /// The architecture that a config names: by its `model_type`, that of its `text_config`, or
     /// where there is no `model_type` by a class in `architectures`.
-    pub(crate) fn of_config(config: Option<&'c Json>) -> Self {
+    pub(crate) fn of_config(config: Option<&'c serde_json::Value>) -> Self {
         let text = config.and_then(|config| config.get(TEXT));
         let same = |name: &str| find(|known| known == name);
         let by_type = [config, text].into_iter().filter_map(stated).find_map(same);
         let classes = config.filter(|_| stated(config).is_none());
-        let classes = classes.and_then(|config| config.get("architectures")?.as_array());
-        let by_class = || classes?.iter().filter_map(Json::as_str).find_map(of_class);
+        let classes = classes.and_then(|config| config["architectures"].as_array());
+        let by_class = || classes?.iter().filter_map(|class| class.as_str()).find_map(of_class);
         let (row, name) = match by_type.or_else(by_class) {
             Some((row, name)) => (row, Some(name)),
             None => (&ANY, None),
@@ -72,9 +71,8 @@ impl<'c> Architecture<'c> {
     /// Configs of known architectures are not asked: transformers leaves out what is the default.
     pub(crate) fn tied_output_layers(self) -> &'static [&'static str] {
         let key = "tie_word_embeddings";
-        let said =
-            self.config.and_then(|config| config.get(key).or_else(|| config.at(&[TEXT, key])));
-        match self.name.is_some() || said.and_then(Json::as_bool) == Some(true) {
+        let said = self.config.and_then(|config| config.get(key).or_else(|| config[TEXT].get(key)));
+        match self.name.is_some() || said.is_some_and(|said| *said == true) {
             true => self.row.tied,
             false => &[],
         }
@@ -92,7 +90,7 @@ impl<'c> Architecture<'c> {
     /// A number in the config.
     fn size(self, field: &str) -> Option<usize> {
         let config = self.config?;
-        let size = config.get(field).or_else(|| config.at(&[TEXT, field]))?;
+        let size = config.get(field).or_else(|| config[TEXT].get(field))?;
         size.as_u64().map(|size| size as usize)
     }
 
@@ -176,15 +174,14 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::Path;
 
+    use serde_json::json;
+
     use super::*;
 
     #[test]
     fn axes_that_files_have_in_either_order_are_told_by_the_size_of_the_inputs() {
-        let text = Json::object([
-            ("hidden_size", 64_u64.into()),
-            ("moe_intermediate_size", 48_u64.into()),
-        ]);
-        let config = Json::object([("model_type", "qwen3_vl_moe".into()), (TEXT, text)]);
+        let text = json!({"hidden_size": 64, "moe_intermediate_size": 48});
+        let config = json!({"model_type": "qwen3_vl_moe", "text_config": text});
         let of = Architecture::of_config(Some(&config));
         let module = |name| format!("model.language_model.layers.0.mlp.experts.{name}");
         for (name, shape, transposed) in [
@@ -198,14 +195,14 @@ mod tests {
         }
     }
 
-    fn named(config: Json) -> Option<&'static str> {
+    fn named(config: serde_json::Value) -> Option<&'static str> {
         Architecture::of_config(Some(&config)).name()
     }
 
     #[test]
     fn an_architecture_is_that_of_the_type_of_the_text_or_of_the_class() {
-        let kind = |kind: &str| Json::object([("model_type", kind.into())]);
-        let class = |class: &str| Json::object([("architectures", Json::strings([class]))]);
+        let kind = |kind: &str| json!({"model_type": kind});
+        let class = |class: &str| json!({"architectures": [class]});
         assert_eq!(named(kind("gpt_neox")), Some("gpt_neox"));
         assert_eq!(named(kind("unheard_of")), None);
         assert_eq!(named(class("GPTNeoXForCausalLM")), Some("gpt_neox"));
@@ -214,10 +211,10 @@ mod tests {
         assert_eq!(named(class("T5EncoderModel")), Some("t5"));
         assert_eq!(named(class("Qwen3NextForCausalLM")), None);
         let mut wrapped = kind("unheard_of");
-        wrapped.set("text_config", kind("llama"));
+        wrapped["text_config"] = kind("llama");
         assert_eq!(named(wrapped), Some("llama"));
         let mut other = class("LlamaForCausalLM");
-        other.set("model_type", "unheard_of".into());
+        other["model_type"] = json!("unheard_of");
         assert_eq!(named(other), None, "its type counts, not its class");
         assert_eq!(Architecture::of_config(None).name(), None);
     }

@@ -2,7 +2,7 @@
 //!
 //! Nothing here reads a tensor's bytes: opening takes as long as reading the headers does. The
 //! length of a header, index or config is checked first: at most 100 MB, as in the `safetensors`
-//! library. Memory is proportional to their lengths.
+//! library. Memory is proportional to their lengths: a byte of a config takes up to 150 bytes.
 
 mod entry;
 mod file;
@@ -21,7 +21,6 @@ use self::file::{Mapped, read_text};
 use self::handles::Handles;
 use self::safetensors::{INDEX, SINGLE};
 use crate::error::{CheckpointError, TensorProblem};
-use crate::json::Json;
 use crate::tensor::Tensor;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -72,8 +71,8 @@ pub struct Container {
     root: PathBuf,
     files: Vec<File>,
     entries: IndexMap<String, Entry>,
-    config: Option<Json>,
-    quant_config: Option<Json>,
+    config: Option<serde_json::Value>,
+    quant_config: Option<serde_json::Value>,
     sidecars: Vec<PathBuf>,
     left_out: Vec<PathBuf>,
     handles: Handles,
@@ -322,21 +321,21 @@ impl Container {
     }
 
     /// `config.json` of the folder.
-    pub fn config(&self) -> Option<&Json> {
+    pub fn config(&self) -> Option<&serde_json::Value> {
         self.config.as_ref()
     }
 
     /// `hf_quant_config.json` of the folder.
-    pub fn quant_config(&self) -> Option<&Json> {
+    pub fn quant_config(&self) -> Option<&serde_json::Value> {
         self.quant_config.as_ref()
     }
 
     /// `quantization_config` of `config.json`, or of its `text_config`, where multimodal models
     /// have it.
-    pub fn quantization(&self) -> Option<&Json> {
+    pub fn quantization(&self) -> Option<&serde_json::Value> {
         let config = self.config()?;
         let key = "quantization_config";
-        config.get(key).or_else(|| config.at(&["text_config", key])).filter(|q| **q != Json::Null)
+        config.get(key).or_else(|| config["text_config"].get(key)).filter(|q| !q.is_null())
     }
 
     /// Folders, and files with other weights, that were found with the tensors: no copy of the
@@ -411,10 +410,10 @@ fn blame(error: CheckpointError, tensor: &str) -> CheckpointError {
 }
 
 /// Reads a config, if there is one.
-fn optional_json(path: &Path) -> Result<Option<Json>, CheckpointError> {
+fn optional_json(path: &Path) -> Result<Option<serde_json::Value>, CheckpointError> {
     if !path.is_file() {
         return Ok(None);
     }
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
-    Json::parse(&read_text(path)?).map(Some).map_err(json)
+    serde_json::from_slice(&read_text(path)?).map(Some).map_err(json)
 }

@@ -11,12 +11,12 @@ use std::path::Path;
 use indexmap::IndexMap;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_json::json;
 
 use super::entry::{Entries, Entry, by_data};
 use super::file::{MAX_TEXT, Mapped, read_text};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
-use crate::json::Json;
 
 /// The name of the index of a folder.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -268,10 +268,9 @@ pub(crate) fn layout(
         let (a, b) = (&tensors[a], &tensors[b]);
         b.1.cmp(&a.1).then(a.0.cmp(b.0))
     });
-    let mut fields = Vec::with_capacity(tensors.len() + 1);
+    let mut fields = serde_json::Map::with_capacity(tensors.len() + 1);
     if !metadata.is_empty() {
-        let texts = metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into()));
-        fields.push((METADATA.to_owned(), Json::Object(texts.collect())));
+        fields.insert(METADATA.to_owned(), metadata.iter().cloned().collect());
     }
     let mut offsets = vec![0; tensors.len()];
     let mut end = 0;
@@ -280,14 +279,11 @@ pub(crate) fn layout(
         offsets[at] = end;
         let begin = end;
         end += bytes;
-        let entry = Json::object([
-            ("dtype", dtype.to_string().as_str().into()),
-            ("shape", Json::Array(shape.iter().map(|&axis| (axis as u64).into()).collect())),
-            ("data_offsets", Json::Array(vec![begin.into(), end.into()])),
-        ]);
-        fields.push((name.to_owned(), entry));
+        let dtype = dtype.to_string();
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]});
+        fields.insert(name.to_owned(), entry);
     }
-    let mut text = Json::Object(fields).to_string().into_bytes();
+    let mut text = serde_json::to_vec(&fields).expect("every JSON value can be written");
     text.resize(text.len().next_multiple_of(8), b' ');
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
     header.append(&mut text);

@@ -22,7 +22,6 @@ use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Numbers, Order, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 
@@ -49,15 +48,13 @@ impl Dialect for ComfyUi {
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         let text = container.metadata_text(METADATA).unwrap_or("{}");
-        let metadata = Json::parse(text.as_bytes()).map_err(|source| {
+        let metadata: serde_json::Value = serde_json::from_str(text).map_err(|source| {
             let path = container.root().to_owned();
             CheckpointError::Json { path, what: METADATA, source }
         })?;
-        let layers = metadata.get("layers").and_then(Json::as_object).unwrap_or_default();
-        let format = |layer: &Json| layer.get("format").and_then(Json::as_str).map(str::to_owned);
-        let layers: HashMap<&str, String> = layers
-            .iter()
-            .map(|(name, layer)| (name.as_str(), format(layer).unwrap_or_default()))
+        let layers = metadata["layers"].as_object().into_iter().flatten();
+        let layers: HashMap<&str, &str> = layers
+            .map(|(name, layer)| (name.as_str(), layer["format"].as_str().unwrap_or_default()))
             .collect();
         let companions = [".weight_scale", ".weight_scale_2"];
         let weights = parts::read(container, &companions, |reader, tensor| {
@@ -73,14 +70,14 @@ impl Dialect for ComfyUi {
 
 fn read_weight<'a>(
     container: &Container,
-    layers: &HashMap<&str, String>,
+    layers: &HashMap<&str, &str>,
     reader: &mut Reader<'a>,
     tensor: &Tensor<'a>,
 ) -> Result<Option<Weight<'a>>, CheckpointError> {
     let Some(module) = tensor.name.strip_suffix(".weight") else { return Ok(None) };
     // Opened as this dialect without metadata, a file has only NVFP4.
     let format = match layers.get(module) {
-        Some(format) => format.as_str(),
+        Some(format) => *format,
         None if layers.is_empty() && reader.has(&format!("{module}.weight_scale_2")) => "nvfp4",
         None => return Ok(None),
     };

@@ -20,6 +20,7 @@
 //! `entrypoints/convert/converters/modelopt_nvfp4.py` of compressed-tensors 0.20.
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
@@ -31,7 +32,6 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::fp8::{Fp8Weight, Granularity};
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -84,7 +84,7 @@ impl Dialect for CompressedTensors {
             ignore: Pattern::list(ignore, Syntax::Regex),
             kv_cache: config
                 .and_then(|c| c.get("kv_cache_scheme"))
-                .filter(|s| **s != Json::Null)
+                .filter(|s| !s.is_null())
                 .cloned(),
             producer: None,
             quant_config: None,
@@ -119,25 +119,24 @@ fn beside_layers(name: &str) -> Option<String> {
 /// Refuses transforms and formats that are not understood; the size of FP8's blocks.
 fn check_config(
     container: &Container,
-    config: Option<&Json>,
+    config: Option<&serde_json::Value>,
 ) -> Result<[usize; 2], CheckpointError> {
     let path = || container.root().join(CONFIG);
     let mut block = [128, 128];
     let Some(config) = config else { return Ok(block) };
-    let transforms = config.get("transform_config").filter(|t| **t != Json::Null);
-    if let Some(groups) = transforms.and_then(|t| t.get("config_groups")).and_then(Json::as_object)
+    if let Some(groups) = config["transform_config"]["config_groups"].as_object()
         && !groups.is_empty()
     {
-        let kind =
-            |group: &Json| group.get("type").and_then(Json::as_str).unwrap_or("?").to_owned();
-        let kinds: Vec<String> = groups.iter().map(|(_, group)| kind(group)).collect();
+        let kind = |group: &serde_json::Value| group["type"].as_str().unwrap_or("?").to_owned();
+        let kinds: Vec<String> = groups.values().map(kind).collect();
         let what = format!("transform_config ({})", kinds.join(", "));
         let because = "its layers compute on transformed inputs";
         return Err(CheckpointError::Refused { path: path(), what, because });
     }
-    let groups = config.get("config_groups").and_then(Json::as_object).unwrap_or_default();
-    let formats = groups.iter().map(|(_, group)| group.get("format"));
-    for format in formats.chain([config.get("format")]).flatten().filter(|f| **f != Json::Null) {
+    let groups = config["config_groups"].as_object();
+    let groups = || groups.into_iter().flat_map(serde_json::Map::values);
+    let formats = groups().chain([config]).map(|of| &of["format"]);
+    for format in formats.filter(|format| !format.is_null()) {
         if !format.as_str().is_some_and(|format| FORMATS.contains(&format)) {
             return Err(CheckpointError::Field {
                 path: path(),
@@ -147,11 +146,12 @@ fn check_config(
             });
         }
     }
-    for (_, group) in groups {
-        let structure = group.at(&["weights", "block_structure"]).and_then(Json::as_array);
-        let sizes = structure.map(|s| s.iter().map(Json::as_u64).collect::<Vec<_>>());
-        if let Some([Some(rows), Some(cols)]) = sizes.as_deref() {
-            block = [*rows as usize, *cols as usize];
+    for group in groups() {
+        let sizes = group["weights"]["block_structure"].as_array();
+        if let Some([rows, cols]) = sizes.map(Vec::as_slice)
+            && let (Some(rows), Some(cols)) = (rows.as_u64(), cols.as_u64())
+        {
+            block = [rows as usize, cols as usize];
         }
     }
     Ok(block)
@@ -287,7 +287,7 @@ impl Write for CompressedTensors {
     }
 
     fn quantizes_input(&self, weight: &Weight<'_>) -> bool {
-        scheme::scheme(weight).is_none_or(|scheme| group(scheme).2 != Json::Null)
+        scheme::scheme(weight).is_none_or(|scheme| !group(scheme).2.is_null())
     }
 
     fn fuses(&self) -> bool {
@@ -343,37 +343,35 @@ fn fp8_tensors<'w>(module: &str, fp8: &'w Fp8Weight<'_>) -> Vec<NewTensor<'w>> {
 }
 
 /// How numbers are quantized (`quant_args.py`).
-fn args(bits: u64, strategy: &str, dynamic: Json) -> Json {
-    Json::object([
-        ("num_bits", bits.into()),
-        ("type", "float".into()),
-        ("strategy", strategy.into()),
-        ("symmetric", true.into()),
-        ("dynamic", dynamic),
-    ])
+fn args(bits: u64, strategy: &str, dynamic: serde_json::Value) -> serde_json::Value {
+    json!({
+        "num_bits": bits,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": true,
+        "dynamic": dynamic,
+    })
 }
 
 /// `format` of a group, its weights and its input (`quant_scheme.py`).
-fn group(scheme: Scheme) -> (&'static str, Json, Json) {
+fn group(scheme: Scheme) -> (&'static str, serde_json::Value, serde_json::Value) {
     let grouped = |bits, strategy, size: u64, scale: &str, dynamic| {
         let mut args = args(bits, strategy, dynamic);
-        args.set("group_size", size.into());
-        args.set("scale_dtype", scale.into());
+        args["group_size"] = json!(size);
+        args["scale_dtype"] = json!(scale);
         args
     };
-    let no = Json::from(false);
+    let (no, none) = (json!(false), json!(null));
     match scheme {
         Scheme::Fp4 { format: Fp4Format::NvFp4, activations, .. } => {
             let args = |dynamic| grouped(4, "tensor_group", 16, "torch.float8_e4m3fn", dynamic);
-            let input = if activations { args("local".into()) } else { Json::Null };
+            let input = if activations { args(json!("local")) } else { none };
             ("nvfp4-pack-quantized", args(no), input)
         }
         Scheme::Fp4 { format: Fp4Format::MxFp4, .. } => {
-            ("mxfp4-pack-quantized", grouped(4, "group", 32, "torch.uint8", no), Json::Null)
+            ("mxfp4-pack-quantized", grouped(4, "group", 32, "torch.uint8", no), none)
         }
-        Scheme::MxFp8 => {
-            ("mxfp8-quantized", grouped(8, "group", 32, "torch.uint8", no), Json::Null)
-        }
+        Scheme::MxFp8 => ("mxfp8-quantized", grouped(8, "group", 32, "torch.uint8", no), none),
         Scheme::Fp8 { granularity, activations } => {
             let mut weights = match granularity {
                 Granularity::Tensor => args(8, "tensor", no.clone()),
@@ -381,14 +379,13 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
                 Granularity::Block { .. } => args(8, "block", no.clone()),
             };
             if let Granularity::Block { rows, cols } = granularity {
-                let sizes = [rows, cols].map(|size| (size as u64).into());
-                weights.set("block_structure", Json::Array(sizes.into()));
+                weights["block_structure"] = json!([rows, cols]);
             }
             let input = match granularity {
                 _ if activations => args(8, "tensor", no),
                 // As ModelOpt's FP8_PER_CHANNEL_PER_TOKEN, and FP8_DYNAMIC here.
-                Granularity::Row => args(8, "token", true.into()),
-                Granularity::Tensor | Granularity::Block { .. } => Json::Null,
+                Granularity::Row => args(8, "token", json!(true)),
+                Granularity::Tensor | Granularity::Block { .. } => none,
             };
             ("float-quantized", weights, input)
         }
@@ -397,30 +394,30 @@ fn group(scheme: Scheme) -> (&'static str, Json, Json) {
 
 /// The targets that cover all of these modules: the class of linear layers, and the names of those
 /// that may be of another, such as embeddings and GPT-2's `Conv1D`.
-fn targets(modules: &[&str], architecture: Architecture<'_>) -> Json {
+fn targets(modules: &[&str], architecture: Architecture<'_>) -> serde_json::Value {
     let other = |module: &&&str| !architecture.is_linear(module);
-    Json::strings(std::iter::once("Linear").chain(modules.iter().filter(other).copied()))
+    std::iter::once("Linear").chain(modules.iter().filter(other).copied()).collect()
 }
 
-fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
+fn quantization_config(model: &Model<'_>) -> Result<serde_json::Value, CheckpointError> {
     let schemes = scheme::schemes(model);
-    let mut groups = Vec::new();
+    let mut groups = serde_json::Map::new();
     let mut formats = Vec::new();
     for (at, (scheme, modules)) in schemes.iter().enumerate() {
         let (format, weights, input) = group(*scheme);
         let targets = match schemes.len() {
             1 => targets(modules, Architecture::of(model)),
-            _ => Json::strings(modules.iter().copied()),
+            _ => json!(modules),
         };
         formats.push(format);
-        let group = Json::object([
-            ("targets", targets),
-            ("weights", weights),
-            ("input_activations", input),
-            ("output_activations", Json::Null),
-            ("format", format.into()),
-        ]);
-        groups.push((format!("group_{at}"), group));
+        let group = json!({
+            "targets": targets,
+            "weights": weights,
+            "input_activations": input,
+            "output_activations": null,
+            "format": format,
+        });
+        groups.insert(format!("group_{at}"), group);
     }
     formats.dedup();
     let format = match formats[..] {
@@ -430,16 +427,16 @@ fn quantization_config(model: &Model<'_>) -> Result<Json, CheckpointError> {
     };
     // ModelOpt's object is the same three fields; of its names only this one has a counterpart.
     let kv_cache = match &model.quantization.kv_cache {
-        Some(scheme) if scheme.as_object().is_some() => scheme.clone(),
-        Some(scheme) if scheme.as_str() == Some("FP8") => args(8, "tensor", false.into()),
-        Some(_) | None => Json::Null,
+        Some(scheme) if scheme.is_object() => scheme.clone(),
+        Some(scheme) if *scheme == "FP8" => args(8, "tensor", json!(false)),
+        Some(_) | None => json!(null),
     };
-    Ok(Json::object([
-        ("config_groups", Json::Object(groups)),
-        ("format", format.into()),
-        ("ignore", Json::strings(scheme::ignore_list(model, Syntax::Regex)?)),
-        ("kv_cache_scheme", kv_cache),
-        ("quant_method", "compressed-tensors".into()),
-        ("quantization_status", "compressed".into()),
-    ]))
+    Ok(json!({
+        "config_groups": groups,
+        "format": format,
+        "ignore": scheme::ignore_list(model, Syntax::Regex)?,
+        "kv_cache_scheme": kv_cache,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }))
 }

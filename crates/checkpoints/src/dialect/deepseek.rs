@@ -18,7 +18,6 @@ use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::Order;
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
@@ -40,9 +39,7 @@ impl Dialect for DeepSeek {
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         let config = container.quantization();
-        let sizes =
-            config.and_then(|config| config.get("weight_block_size")).and_then(Json::as_array);
-        let size = |at: usize| sizes?.get(at)?.as_u64();
+        let size = |at: usize| config?["weight_block_size"][at].as_u64();
         let block = [0, 1].map(|at| size(at).map_or(128, |size| size as usize));
         let weights = parts::read(container, &[".weight_scale_inv"], |reader, tensor| {
             read_weight(container, reader, tensor, block)
@@ -78,13 +75,13 @@ fn read_weight<'a>(
         let value = Value::Fp8(Fp8Weight::new(tensor.clone(), scales, block)?);
         return Ok(Some(Weight::new(&*tensor.name, 0, value)));
     }
-    let expert_dtype = container.config().and_then(|config| config.get("expert_dtype"));
-    if container.config().is_some() && expert_dtype.and_then(Json::as_str) != Some("fp4") {
+    let expert_dtype = container.config().map(|config| &config["expert_dtype"]);
+    if let Some(found) = expert_dtype.filter(|dtype| **dtype != "fp4") {
         return Err(CheckpointError::Field {
             path: container.root().join(CONFIG),
             field: "expert_dtype".to_owned(),
             expected: "fp4, as there are weights of 4 bits",
-            found: expert_dtype.unwrap_or(&Json::Null).to_string(),
+            found: found.to_string(),
         });
     }
     let codes = tensor.clone();

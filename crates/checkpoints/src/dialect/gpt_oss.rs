@@ -11,6 +11,7 @@
 //! Sources: `gpt_oss/torch/weights.py` of openai/gpt-oss, `integrations/mxfp4.py` of transformers.
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
@@ -20,7 +21,6 @@ use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::Order;
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -140,10 +140,10 @@ impl Write for GptOss {
         let config = match &model.config {
             Some(config) if model.quantization.dialect == self.name() => config.clone(),
             _ => {
-                let modules = Json::strings(ignore_list(model, Syntax::Unmarked)?);
-                let fields =
-                    [("modules_to_not_convert", modules), ("quant_method", "mxfp4".into())];
-                with_quantization(model, Json::object(fields))
+                let modules = ignore_list(model, Syntax::Unmarked)?;
+                let quantization =
+                    json!({"modules_to_not_convert": modules, "quant_method": "mxfp4"});
+                with_quantization(model, quantization)
             }
         };
         Ok(Frame::Folder { metadata: torch_metadata(), configs: vec![(CONFIG, config)] })

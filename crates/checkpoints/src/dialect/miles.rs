@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::readers::ReadBy;
 use super::traits::{Dialect, Frame, Write, total_size, weight_map};
@@ -18,7 +19,6 @@ use super::{modelopt, scheme};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::error::CheckpointError;
 use crate::fp4::{Numbers, TensorScale};
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -91,37 +91,34 @@ impl Write for Miles {
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
-        let ignore = Json::strings(ignore_list(model));
+        let ignore = ignore_list(model);
         let kin = [self.name(), modelopt::ModelOpt.name()].contains(&model.quantization.dialect);
         let old = model.config.as_ref().filter(|_| kin);
         let old = old.and_then(|config| config.get("quantization_config")).cloned();
-        let mut config = old.unwrap_or_else(|| Json::Object(Vec::new()));
-        config.set("quant_algo", "NVFP4".into());
-        config.set("quant_method", "modelopt".into());
-        config.set("group_size", 16_u64.into());
-        config.set("ignore", ignore.clone());
+        let mut config = old.filter(|old| old.is_object()).unwrap_or_else(|| json!({}));
+        config["quant_algo"] = json!("NVFP4");
+        config["quant_method"] = json!("modelopt");
+        config["group_size"] = json!(16);
+        config["ignore"] = json!(ignore);
         if config.get("kv_cache_scheme").is_none() {
-            let scheme =
-                [("dynamic", false.into()), ("num_bits", 8_u64.into()), ("type", "float".into())];
-            config.set("kv_cache_scheme", Json::object(scheme));
+            config["kv_cache_scheme"] = json!({"dynamic": false, "num_bits": 8, "type": "float"});
         }
-        let export = model.quantization.quant_config.clone().filter(|_| kin);
-        let producer = || Json::object([("producer", Json::object([("name", "modelopt".into())]))]);
-        let mut export = export.unwrap_or_else(producer);
-        let quantization = [
-            ("quant_algo", "NVFP4".into()),
-            ("kv_cache_quant_algo", "FP8".into()),
-            ("group_size", 16_u64.into()),
-            ("exclude_modules", ignore),
-        ];
-        export.set("quantization", Json::object(quantization));
+        let export = model.quantization.quant_config.clone();
+        let export = export.filter(|export| kin && export.is_object());
+        let mut export = export.unwrap_or_else(|| json!({"producer": {"name": "modelopt"}}));
+        export["quantization"] = json!({
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ignore,
+        });
         let config = scheme::with_quantization(model, config);
         let configs = vec![(CONFIG, config), (QUANT_CONFIG, export)];
         Ok(Frame::Folder { metadata: scheme::torch_metadata(), configs })
     }
 
-    fn index(&self, shards: Vec<(String, String)>, total: u64) -> Json {
-        Json::object([("weight_map", weight_map(shards)), ("metadata", total_size(total))])
+    fn index(&self, shards: Vec<(String, String)>, total: u64) -> serde_json::Value {
+        json!({"weight_map": weight_map(shards), "metadata": total_size(total)})
     }
 }
 

@@ -13,6 +13,7 @@
 //! Sources: `mlx/python/src/ops.cpp` (quantize), `mlx_lm/utils.py`.
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, tested};
@@ -23,7 +24,6 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::Order;
 use crate::fp8::{Fp8Weight, Granularity};
-use crate::json::Json;
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
 
@@ -59,14 +59,14 @@ impl Dialect for Mlx {
 
 fn read_weight<'a>(
     container: &Container,
-    config: Option<&Json>,
+    config: Option<&serde_json::Value>,
     reader: &mut Reader<'a>,
     tensor: &Tensor<'a>,
 ) -> Result<Option<Weight<'a>>, CheckpointError> {
     let Some(module) = tensor.name.strip_suffix(".weight") else { return Ok(None) };
     let Some(scales) = reader.take(&format!("{module}.scales")) else { return Ok(None) };
-    let own = config.and_then(|config| config.get(module)).filter(|own| own.as_object().is_some());
-    let mode = own.or(config).and_then(|config| config.get("mode")).and_then(Json::as_str);
+    let own = config.and_then(|config| config.get(module)).filter(|own| own.is_object());
+    let mode = own.or(config).and_then(|config| config["mode"].as_str());
     let mode = mode.or_else(|| mode_of(tensor, &scales).filter(|_| config.is_none()));
     let format = match mode {
         Some("nvfp4") => Fp4Format::NvFp4,
@@ -193,7 +193,7 @@ impl Write for Mlx {
             _ => {
                 let quantization = quantization(model);
                 let mut config = scheme::with_quantization(model, quantization.clone());
-                config.set("quantization", quantization);
+                config["quantization"] = quantization;
                 config
             }
         };
@@ -202,24 +202,21 @@ impl Write for Mlx {
 }
 
 /// `quantization`: the first scheme for all, the modules of the others by name.
-fn quantization(model: &Model<'_>) -> Json {
+fn quantization(model: &Model<'_>) -> serde_json::Value {
     let fields = |scheme: &Scheme| {
         let (group_size, bits, mode) = match scheme {
-            Scheme::Fp4 { format: Fp4Format::NvFp4, .. } => (16_u64, 4_u64, "nvfp4"),
+            Scheme::Fp4 { format: Fp4Format::NvFp4, .. } => (16, 4, "nvfp4"),
             Scheme::Fp4 { format: Fp4Format::MxFp4, .. } => (32, 4, "mxfp4"),
             Scheme::Fp8 { .. } | Scheme::MxFp8 => (32, 8, "mxfp8"),
         };
-        vec![
-            ("group_size".to_owned(), group_size.into()),
-            ("bits".to_owned(), bits.into()),
-            ("mode".to_owned(), mode.into()),
-        ]
+        json!({"group_size": group_size, "bits": bits, "mode": mode})
     };
     let schemes = scheme::schemes(model);
-    let mut config = schemes.first().map_or_else(Vec::new, |(scheme, _)| fields(scheme));
+    let mut config = schemes.first().map_or_else(|| json!({}), |(scheme, _)| fields(scheme));
     for (scheme, modules) in schemes.iter().skip(1) {
-        let own = Json::Object(fields(scheme));
-        config.extend(modules.iter().map(|module| ((*module).to_owned(), own.clone())));
+        for module in modules {
+            config[*module] = fields(scheme);
+        }
     }
-    Json::Object(config)
+    config
 }

@@ -31,7 +31,6 @@ mod traits;
 use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
-use crate::json::Json;
 use crate::tensor::Tensor;
 use crate::weight::{Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
@@ -101,7 +100,7 @@ pub(crate) fn detect(
                 path: container.root().to_owned(),
                 field: "quantization_config.quant_method".to_owned(),
                 expected: "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao",
-                found: quantization.get("quant_method").unwrap_or(&Json::Null).to_string(),
+                found: quantization["quant_method"].to_string(),
             }),
         },
         _ => Err(CheckpointError::Ambiguous {

@@ -17,6 +17,7 @@
 //! `modelopt/torch/export`.
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source};
@@ -27,7 +28,6 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::fp8::{Fp8Weight, Granularity};
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::storage::transpose;
 use crate::tensor::{NewTensor, Tensor};
@@ -93,18 +93,17 @@ pub(super) fn quantization(
         [(config, "ignore", CONFIG), (export, "exclude_modules", QUANT_CONFIG)]
     {
         let Some(source) = source else { continue };
-        if let Some(algorithm) = source.get("quant_algo").and_then(Json::as_str) {
+        if let Some(algorithm) = source["quant_algo"].as_str() {
             check_algorithm(container, file, "quant_algo".to_owned(), algorithm)?;
         }
-        let layers = source.get("quantized_layers").and_then(Json::as_object).unwrap_or_default();
-        for (module, layer) in layers {
-            if let Some(algorithm) = layer.get("quant_algo").and_then(Json::as_str) {
+        for (module, layer) in source["quantized_layers"].as_object().into_iter().flatten() {
+            if let Some(algorithm) = layer["quant_algo"].as_str() {
                 let field = format!("quantized_layers.{module}.quant_algo");
                 check_algorithm(container, file, field, algorithm)?;
             }
         }
-        for item in source.get(field).and_then(Json::as_array).unwrap_or_default() {
-            if item.as_str().is_none() {
+        for item in source[field].as_array().into_iter().flatten() {
+            if !item.is_string() {
                 return Err(CheckpointError::Field {
                     path: container.root().join(file),
                     field: field.to_owned(),
@@ -117,7 +116,7 @@ pub(super) fn quantization(
     let list = config.and_then(|config| config.get("ignore"));
     let list = list.or_else(|| export?.get("exclude_modules"));
     // ModelOpt writes null for what is not quantized.
-    let stated = |value: &&Json| **value != Json::Null;
+    let stated = |value: &&serde_json::Value| !value.is_null();
     let field = |name| config.and_then(|config| config.get(name)).filter(stated).cloned();
     let exported = |name| container.quant_config().and_then(|export| export.get(name)).cloned();
     let exported_cache = || export?.get("kv_cache_quant_algo").filter(stated).cloned();
@@ -351,21 +350,17 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
 }
 
 /// How numbers are quantized, in the words of `config.json`.
-fn floats(bits: u64, group_size: Option<usize>) -> Json {
-    let mut spec = Json::object([
-        ("dynamic", false.into()),
-        ("num_bits", bits.into()),
-        ("type", "float".into()),
-    ]);
+fn floats(bits: u64, group_size: Option<usize>) -> serde_json::Value {
+    let mut spec = json!({"dynamic": false, "num_bits": bits, "type": "float"});
     if let Some(size) = group_size {
-        spec.set("group_size", (size as u64).into());
+        spec["group_size"] = json!(size);
     }
     spec
 }
 
 /// `weights` and `input_activations` of a config group, for the algorithms that have one
 /// (`convert_hf_config.py`).
-fn group(scheme: Scheme) -> Option<Vec<(String, Json)>> {
+fn group(scheme: Scheme) -> Option<serde_json::Value> {
     let (weights, activations) = match scheme {
         Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, activations, .. } => {
             let spec = floats(4, Some(block_size));
@@ -377,54 +372,49 @@ fn group(scheme: Scheme) -> Option<Vec<(String, Json)>> {
         Scheme::MxFp8 => (floats(8, Some(32)), Some(floats(8, Some(32)))),
         Scheme::Fp4 { .. } | Scheme::Fp8 { .. } => return None,
     };
-    let activations = activations.map(|spec| ("input_activations".to_owned(), spec));
-    Some(activations.into_iter().chain([("weights".to_owned(), weights)]).collect())
+    let activations = activations.map(|spec| ("input_activations", spec));
+    Some(activations.into_iter().chain([("weights", weights)]).collect())
 }
 
 /// `quantization_config` of `config.json`, and `hf_quant_config.json`.
-fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
+fn configs(model: &Model<'_>) -> Result<(serde_json::Value, serde_json::Value), CheckpointError> {
     let schemes = scheme::schemes(model);
-    let ignore = Json::strings(scheme::ignore_list(model, Syntax::Glob)?);
-    let mut config = Json::Object(Vec::new());
-    let mut export = Json::Object(Vec::new());
-    let mut groups = Json::Object(Vec::new());
-    let mut layers = Vec::new();
+    let ignore = scheme::ignore_list(model, Syntax::Glob)?;
+    let mut config = json!({});
+    let mut export = json!({});
+    let mut groups = serde_json::Map::new();
+    let mut layers = serde_json::Map::new();
     let mixed = schemes.len() > 1;
     for (at, (scheme, modules)) in schemes.iter().enumerate() {
         let (name, group_size) = algorithm(*scheme);
         for module in modules.iter().filter(|_| mixed) {
-            let mut layer = Json::object([("quant_algo", name.into())]);
+            let mut layer = json!({"quant_algo": name});
             if let Some(size) = group_size {
-                layer.set("group_size", (size as u64).into());
+                layer["group_size"] = json!(size);
             }
-            layers.push(((*module).to_owned(), layer));
+            layers.insert((*module).to_owned(), layer);
         }
-        if let Some(mut fields) = group(*scheme) {
-            let targets = match mixed {
-                true => Json::strings(modules.iter().copied()),
-                false => Json::strings(["Linear"]),
-            };
-            fields.push(("targets".to_owned(), targets));
-            groups.set(&format!("group_{at}"), Json::Object(fields));
+        if let Some(mut group) = group(*scheme) {
+            group["targets"] = if mixed { json!(modules) } else { json!(["Linear"]) };
+            groups.insert(format!("group_{at}"), group);
         }
     }
-    let layers = Json::Object(layers);
     let single = schemes.first().map(|(scheme, _)| algorithm(*scheme));
     let algorithm = if mixed { Some(("MIXED_PRECISION", None)) } else { single };
-    if groups != Json::Object(Vec::new()) {
-        config.set("config_groups", groups);
+    if !groups.is_empty() {
+        config["config_groups"] = groups.into();
     }
     if mixed {
-        config.set("quantized_layers", layers.clone());
+        config["quantized_layers"] = json!(layers);
     }
-    config.set("ignore", ignore.clone());
+    config["ignore"] = json!(ignore);
     if let Some((name, group_size)) = algorithm {
-        config.set("quant_algo", name.into());
-        export.set("quant_algo", name.into());
+        config["quant_algo"] = json!(name);
+        export["quant_algo"] = json!(name);
         // vLLM asks for the field, as ModelOpt writes it, if `config.json` says nothing.
-        export.set("kv_cache_quant_algo", Json::Null);
+        export["kv_cache_quant_algo"] = json!(null);
         if let Some(size) = group_size {
-            export.set("group_size", (size as u64).into());
+            export["group_size"] = json!(size);
         }
     }
     if let Some(scheme) = &model.quantization.kv_cache {
@@ -433,22 +423,20 @@ fn configs(model: &Model<'_>) -> Result<(Json, Json), CheckpointError> {
             Some("FP8") => floats(8, None),
             Some(_) | None => scheme.clone(),
         };
-        config.set("kv_cache_scheme", words);
-        let (bits, kind) = (scheme.get("num_bits"), scheme.get("type"));
-        let fp8 =
-            bits.and_then(Json::as_u64) == Some(8) && kind.and_then(Json::as_str) == Some("float");
+        config["kv_cache_scheme"] = words;
+        let fp8 = scheme["num_bits"] == 8 && scheme["type"] == "float";
         // A scheme without a name of ModelOpt's stands in `config.json` alone.
         if let Some(name) = scheme.as_str().or(fp8.then_some("FP8")) {
-            export.set("kv_cache_quant_algo", name.into());
+            export["kv_cache_quant_algo"] = json!(name);
         }
     }
-    export.set("exclude_modules", ignore);
+    export["exclude_modules"] = json!(ignore);
     if mixed {
-        export.set("quantized_layers", layers);
+        export["quantized_layers"] = layers.into();
     }
     let producer = model.quantization.producer.clone();
-    let producer = producer.unwrap_or_else(|| Json::object([("name", "modelopt".into())]));
-    config.set("producer", producer.clone());
-    config.set("quant_method", "modelopt".into());
-    Ok((config, Json::object([("producer", producer), ("quantization", export)])))
+    let producer = producer.unwrap_or_else(|| json!({"name": "modelopt"}));
+    config["producer"] = producer.clone();
+    config["quant_method"] = json!("modelopt");
+    Ok((config, json!({"producer": producer, "quantization": export})))
 }

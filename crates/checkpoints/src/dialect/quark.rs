@@ -16,7 +16,6 @@ use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
 use crate::patterns::{Pattern, Syntax};
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
@@ -53,10 +52,13 @@ impl Dialect for Quark {
 }
 
 /// Rotations leave layers that compute on rotated inputs.
-fn refuse_rotations(container: &Container, config: Option<&Json>) -> Result<(), CheckpointError> {
-    let algorithms = config.and_then(|config| config.get("algo_config"));
-    for algorithm in algorithms.and_then(Json::as_array).unwrap_or_default() {
-        let name = algorithm.get("name").and_then(Json::as_str).unwrap_or_default();
+fn refuse_rotations(
+    container: &Container,
+    config: Option<&serde_json::Value>,
+) -> Result<(), CheckpointError> {
+    let algorithms = config.and_then(|config| config["algo_config"].as_array());
+    for algorithm in algorithms.into_iter().flatten() {
+        let name = algorithm["name"].as_str().unwrap_or_default();
         // `rotation`, `quarot`, and what names the matrix.
         if ["rot", "hadamard"].iter().any(|part| name.to_ascii_lowercase().contains(part)) {
             return Err(CheckpointError::Refused {

@@ -6,7 +6,6 @@ use crate::architecture::Architecture;
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp8::Granularity;
-use crate::json::Json;
 use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Value, Weight};
 
@@ -69,28 +68,27 @@ const DYNAMIC: [&str; 3] = ["FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A8_MXFP4_FP
 pub(crate) fn has_dynamic_inputs(model: &Model<'_>) -> bool {
     let key = "quantization_config";
     let config = model.config.as_ref();
-    let config = config.and_then(|c| c.get(key).or_else(|| c.at(&["text_config", key])));
+    let config = config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key)));
     let export = model.quantization.quant_config.as_ref();
     let export = export.and_then(|export| export.get("quantization"));
     [config, export].into_iter().flatten().any(says_dynamic)
 }
 
-fn says_dynamic(config: &Json) -> bool {
-    let entries = |key| config.get(key).and_then(Json::as_object).unwrap_or_default();
-    let is_true = |value: Option<&Json>| value.and_then(Json::as_bool) == Some(true);
-    let algorithm = |of: &Json| {
-        let name = of.get("quant_algo").and_then(Json::as_str).unwrap_or_default();
+fn says_dynamic(config: &serde_json::Value) -> bool {
+    let entries = |key| config[key].as_object().into_iter().flat_map(serde_json::Map::values);
+    let algorithm = |of: &serde_json::Value| {
+        let name = of["quant_algo"].as_str().unwrap_or_default();
         DYNAMIC.iter().any(|known| known.eq_ignore_ascii_case(name))
     };
     // compressed-tensors, where `dynamic` of NVFP4 is a text: it has a scale in the file.
-    entries("config_groups").iter().any(|(_, g)| is_true(g.at(&["input_activations", "dynamic"])))
+    entries("config_groups").any(|group| group["input_activations"]["dynamic"] == true)
         // Quark.
-        || is_true(config.at(&["global_quant_config", "input_tensors", "is_dynamic"]))
+        || config["global_quant_config"]["input_tensors"]["is_dynamic"] == true
         // DeepSeek.
-        || config.get("activation_scheme").and_then(Json::as_str) == Some("dynamic")
+        || config["activation_scheme"] == "dynamic"
         // ModelOpt.
         || algorithm(config)
-        || entries("quantized_layers").iter().any(|(_, layer)| algorithm(layer))
+        || entries("quantized_layers").any(algorithm)
 }
 
 /// Returns true if a weight could be a layer's matrix that stays dense: a float matrix `X.weight`.
@@ -155,33 +153,33 @@ fn absent_heads(model: &Model<'_>) -> Vec<String> {
     heads.map(named).filter(absent).flatten().collect()
 }
 
-/// `config.json` with the quantization in its place; what else it says stays.
-pub(super) fn with_quantization(model: &Model<'_>, quantization: Json) -> Json {
+/// Returns `config.json` with the quantization in its place; all other fields stay.
+pub(super) fn with_quantization(
+    model: &Model<'_>,
+    quantization: serde_json::Value,
+) -> serde_json::Value {
     let key = "quantization_config";
-    let mut config = model.config.clone().unwrap_or_else(|| Json::Object(Vec::new()));
+    let mut config =
+        model.config.as_ref().and_then(|config| config.as_object()).cloned().unwrap_or_default();
     // MLX has its own field for it.
-    config.remove("quantization");
-    let nested = config.at(&["text_config", key]).is_some() && config.get(key).is_none();
-    match config.get("text_config").cloned().filter(|_| nested) {
-        Some(mut text_config) => {
-            text_config.set(key, quantization);
-            config.set("text_config", text_config);
-        }
-        None => config.set(key, quantization),
+    config.shift_remove("quantization");
+    let nested = !config.contains_key(key);
+    match config.get_mut("text_config").and_then(|text| text.get_mut(key)) {
+        Some(old) if nested => *old = quantization,
+        Some(_) | None => drop(config.insert(key.to_owned(), quantization)),
     }
-    config
+    config.into()
 }
 
-/// `config.json` that says nothing of a quantization.
-pub(super) fn without_quantization(config: &Json) -> Json {
+/// Returns `config.json` without its quantization.
+pub(super) fn without_quantization(config: &serde_json::Value) -> serde_json::Value {
     let mut config = config.clone();
-    config.remove("quantization_config");
-    config.remove("quantization");
-    if config.at(&["text_config", "quantization_config"]).is_some()
-        && let Some(mut text_config) = config.get("text_config").cloned()
-    {
-        text_config.remove("quantization_config");
-        config.set("text_config", text_config);
+    if let Some(fields) = config.as_object_mut() {
+        fields.shift_remove("quantization_config");
+        fields.shift_remove("quantization");
+        if let Some(text_config) = fields.get_mut("text_config").and_then(|c| c.as_object_mut()) {
+            text_config.shift_remove("quantization_config");
+        }
     }
     config
 }

@@ -19,7 +19,6 @@ use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 
@@ -76,12 +75,13 @@ fn read_weight<'a>(
     let Some(text) = container.metadata_text(&name) else {
         return Err(field("what the tensor is, in the metadata", "nothing"));
     };
-    let facts = Json::parse(text.as_bytes()).map_err(|source| {
+    let facts: serde_json::Value = serde_json::from_str(text).map_err(|source| {
         let path = tensor.file.to_owned();
         CheckpointError::Json { path, what: "metadata of a tensor", source }
     })?;
-    let kind = facts.get("_type").and_then(Json::as_str).unwrap_or_default();
-    let element = facts.at(&["_data", "elem_dtype", "_data"]).and_then(Json::as_str);
+    let kind = facts["_type"].as_str().unwrap_or_default();
+    let data = &facts["_data"];
+    let element = data["elem_dtype"]["_data"].as_str();
     let format = match (kind, element) {
         ("NVFP4Tensor", _) => Some(Fp4Format::NvFp4),
         ("MXTensor", Some(element)) if element.contains("float4") => Some(Fp4Format::MxFp4),
@@ -96,10 +96,9 @@ fn read_weight<'a>(
     let stated = reader.numbers(&format!("{stem}_per_tensor_scale"))?;
     let (codes, tensor_scale) = (tensor.clone(), stated.map(TensorScale::Multiplier));
     let parts = Parts { codes, scales, tensor_scale, order: Order::ScalesFirst };
-    let swizzled = facts.at(&["_data", "is_swizzled_scales"]).and_then(Json::as_bool);
-    let value = match swizzled {
-        Some(true) => parts.tiled(format, false)?,
-        _ => parts.rows(format)?,
+    let value = match data["is_swizzled_scales"] == true {
+        true => parts.tiled(format, false)?,
+        false => parts.rows(format)?,
     };
     let mut weight = Weight::new(name, 0, Value::Fp4(value));
     let input = reader.numbers(&format!("{stem}_act_per_tensor_scale"))?;

@@ -1,11 +1,11 @@
 //! The questions that every dialect answers: how it is recognized, read and written.
 
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::readers::ReadBy;
 use crate::container::{Container, gguf::Metadata};
 use crate::error::CheckpointError;
-use crate::json::Json;
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Weight};
 
@@ -93,10 +93,10 @@ pub trait Write: Sync {
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError>;
 
     /// The text of the index, of the shard of every tensor and the bytes of all of them.
-    fn index(&self, mut shards: Vec<(String, String)>, total: u64) -> Json {
+    fn index(&self, mut shards: Vec<(String, String)>, total: u64) -> serde_json::Value {
         // As `save_pretrained` of transformers: sorted.
         shards.sort();
-        Json::object([("metadata", total_size(total)), ("weight_map", weight_map(shards))])
+        json!({"metadata": total_size(total), "weight_map": weight_map(shards)})
     }
 }
 
@@ -128,22 +128,21 @@ pub enum Frame {
         /// `__metadata__` of every file.
         metadata: Vec<(String, String)>,
         /// Names and contents of the configs.
-        configs: Vec<(&'static str, Json)>,
+        configs: Vec<(&'static str, serde_json::Value)>,
     },
     /// One GGUF file.
     Gguf(Metadata),
 }
 
-pub(super) fn total_size(total: u64) -> Json {
-    Json::object([("total_size", total.into())])
+pub(super) fn total_size(total: u64) -> serde_json::Value {
+    json!({"total_size": total})
 }
 
-pub(super) fn weight_map(shards: Vec<(String, String)>) -> Json {
-    Json::Object(shards.into_iter().map(|(name, shard)| (name, Json::String(shard))).collect())
+pub(super) fn weight_map(shards: Vec<(String, String)>) -> serde_json::Value {
+    shards.into_iter().collect()
 }
 
 /// Returns true if `quantization_config.quant_method` is this one.
 pub(super) fn quant_method(container: &Container, method: &str) -> bool {
-    let found = container.quantization().and_then(|config| config.get("quant_method"));
-    found.and_then(Json::as_str) == Some(method)
+    container.quantization().is_some_and(|config| config["quant_method"] == method)
 }

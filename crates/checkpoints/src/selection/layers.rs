@@ -3,7 +3,6 @@
 use super::preset::Preset;
 use crate::container::CONFIG;
 use crate::error::CheckpointError;
-use crate::json::Json;
 use crate::weight::Model;
 
 /// The layers that are kept.
@@ -41,8 +40,9 @@ impl Layers {
     ) -> Result<Self, CheckpointError> {
         let key = "num_hidden_layers";
         let config = model.config.as_ref();
-        let stated = config.and_then(|c| c.get(key).or_else(|| c.at(&["text_config", key])));
-        let stated = stated.and_then(Json::as_u64).map(|count| count as usize);
+        let stated =
+            config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key))?.as_u64());
+        let stated = stated.map(|count| count as usize);
         let count = match stated {
             Some(count) => count,
             None if preset == Preset::Miles => {

@@ -120,9 +120,9 @@ pub struct Selection {
 ///
 /// ```
 /// use burn_fp4_checkpoints::selection::Matrices;
-/// use burn_fp4_checkpoints::{Dtype, Json, Model, Tensor, Value, Weight};
+/// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
 ///
-/// let config = Some(Json::object([("model_type", "gpt_oss".into())]));
+/// let config = Some(serde_json::json!({"model_type": "gpt_oss"}));
 /// let model = Model { config, ..Model::default() };
 /// let tensor = Tensor::new("experts.down_proj", Dtype::BF16, vec![2, 8, 4], vec![0; 128])?;
 /// let weight = Weight::new("experts.down_proj", 0, Value::Plain(tensor));
@@ -591,7 +591,6 @@ fn groups(
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
-    use crate::json::Json;
     use crate::tensor::Tensor;
 
     fn choice(dialect: &str) -> Choice {
@@ -676,7 +675,7 @@ mod tests {
     #[test]
     fn one_of_a_pair_of_miles_is_kept_alone_unless_the_user_wants_them_together() {
         let pair = layer(&["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]);
-        let config = Some(Json::object([("num_hidden_layers", 1_u64.into())]));
+        let config = Some(serde_json::json!({"num_hidden_layers": 1}));
         let model = Model { config, ..pair };
         let of = |together| {
             let (preset, keep) = (Preset::Miles, vec!["*.up_proj".to_owned()]);

@@ -13,7 +13,7 @@ use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::json::Json;
+use crate::json::to_python;
 use crate::reader::Reader;
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Value, Weight};
@@ -176,7 +176,7 @@ impl PlannedFiles {
         specs: &[Vec<Spec>],
         files: Assignment,
         metadata: &[(String, String)],
-        configs: Vec<(&'static str, Json)>,
+        configs: Vec<(&'static str, serde_json::Value)>,
     ) -> Result<(), CheckpointError> {
         let mut shards = Vec::new();
         for (name, weights) in files {
@@ -197,7 +197,7 @@ impl PlannedFiles {
             let places = places(specs, &weights, &offsets);
             self.files.push(PlannedFile { name, header, weights, places, length });
         }
-        let configs = configs.into_iter().map(|(name, json)| (name.to_owned(), json.pretty()));
+        let configs = configs.iter().map(|(name, json)| ((*name).to_owned(), to_python(json)));
         let mut texts: Vec<(String, String)> = configs.collect();
         if !matches!(&self.files[..], [one] if one.name == safetensors::SINGLE) {
             // In the order of the weights, whichever file they are in.
@@ -205,7 +205,7 @@ impl PlannedFiles {
             let order: HashMap<_, _> = order.zip(0_usize..).collect();
             shards.sort_by_key(|(name, _)| order.get(name.as_str()).copied());
             let index = target.writer.index(shards, self.report.bytes);
-            texts.push((safetensors::INDEX.to_owned(), index.pretty()));
+            texts.push((safetensors::INDEX.to_owned(), to_python(&index)));
         }
         self.texts = Some(texts);
         Ok(())

@@ -6,8 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fp4_checkpoints::selection::{Choice, Decision, Matrices, Reason, Selection, Warning};
-use burn_fp4_checkpoints::{Checkpoint, Dtype, Json, Model, Tensor, Value, Weight, WriteOptions};
+use burn_fp4_checkpoints::{Checkpoint, Dtype, Model, Tensor, Value, Weight, WriteOptions};
 use burn_fp4_formats::Fp4Format;
+use serde_json::json;
 
 use super::models::fp4;
 use super::random::Random;
@@ -39,12 +40,12 @@ fn known(line: &'static str) -> Known {
 }
 
 /// The architectures: their configs, and their weights.
-fn architectures() -> Vec<(&'static str, Json, Vec<Known>)> {
+fn architectures() -> Vec<(&'static str, serde_json::Value, Vec<Known>)> {
     let one = |text: &'static str| {
         let (head, lines) = text.split_once('\n').expect("a head");
         let (name, sizes) = head.split_once(' ').expect("a name and sizes");
-        let mut config = Json::parse(sizes.as_bytes()).expect("JSON");
-        config.set("model_type", name.into());
+        let mut config: serde_json::Value = sizes.parse().expect("JSON");
+        config["model_type"] = json!(name);
         (name, config, lines.lines().map(known).collect())
     };
     TRUTH.split("# ").skip(1).map(one).collect()
@@ -56,7 +57,7 @@ fn dense(name: &str, shape: &[usize]) -> Weight<'static> {
     Weight::new(name, 0, Value::Plain(tensor.expect("a shape")))
 }
 
-fn model(config: Option<Json>, weights: &[Known]) -> Model<'static> {
+fn model(config: Option<serde_json::Value>, weights: &[Known]) -> Model<'static> {
     let weights = weights.iter().map(|known| dense(known.name, &known.shape)).collect();
     Model { weights, config, ..Model::default() }
 }
@@ -127,7 +128,7 @@ fn a_tensor_scale_is_shared_by_the_layers_of_one_input() {
 fn a_model_of_an_unknown_architecture_is_quantized_by_names_with_a_warning() {
     let names = ["layers.0.q_proj.weight", "layers.0.odd.weight", "embed.weight"];
     let weights = || names.iter().map(|name| dense(name, &[32, 32])).collect();
-    let kind = |kind: &str| Json::object([("model_type", kind.into())]);
+    let kind = |kind: &str| json!({"model_type": kind});
     for (config, model_type) in
         [(None, None), (Some(kind("unheard_of")), Some("unheard_of".to_owned()))]
     {
@@ -162,7 +163,7 @@ fn ignored(model: &Model<'_>, dialect: &str) -> Vec<String> {
     model.write(&path, dialect, &WriteOptions::default()).expect("written");
     let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
     let config = checkpoint.container().quantization().expect("a config");
-    let list = config.get("ignore").and_then(Json::as_array).expect("a list");
+    let list = config["ignore"].as_array().expect("a list");
     list.iter().map(|name| name.as_str().expect("a text").to_owned()).collect()
 }
 
@@ -183,7 +184,7 @@ fn output_layers_without_a_tensor_are_ignored_by_their_names_in_the_architecture
         ("vit", "vit.encoder.layer.0.output.dense", "vit.embeddings.projection", &[]),
     ] {
         let dense = |name: &str| dense(&format!("{name}.weight"), &[32, 32]);
-        let config = Some(Json::object([("model_type", kind.into())]));
+        let config = Some(json!({"model_type": kind}));
         let weights = vec![dense(embedding), dense(layer)];
         let model = Model { weights, config, ..Model::default() };
         let mut outline = select(&model, "compressed-tensors").outline(&model);
@@ -223,7 +224,7 @@ fn convolutions_are_no_stacks_of_matrices() {
 
 #[test]
 fn a_weight_stored_by_inputs_is_kept_where_no_reader_turns_it() {
-    let config = || Some(Json::object([("model_type", "gpt2".into())]));
+    let config = || Some(json!({"model_type": "gpt2"}));
     let weights = || vec![dense("h.0.attn.c_attn.weight", &[64, 192])];
     let model = Model { weights: weights(), config: config(), ..Model::default() };
     for dialect in ["modelopt", "mlx", "gguf"] {

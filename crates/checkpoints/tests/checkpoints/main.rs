@@ -24,12 +24,13 @@ use std::time::Instant;
 
 use burn_fp4_checkpoints::cast::{cast, fold};
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity, Json, KnownBy,
+    Checkpoint, CheckpointError, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity, KnownBy,
     Model, Numbers, Pattern, Shards, Storage, Syntax, Tensor, TensorProblem, TensorScale, Value,
     Weight, WriteOptions,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
+use serde_json::json;
 
 use counting::{Counting, peak};
 use models::{experts, fp4, mixed, model, raw_file, scalar, writable};
@@ -247,12 +248,11 @@ fn configs_keep_what_is_not_ours_and_translate_ignore_lists() {
     fs::write(folder.join("tokenizer.json"), "{}").expect("a file");
     source.sidecars.push(folder.join("tokenizer.json"));
     source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
-    let config = Json::parse(&fs::read(path.join("config.json")).expect("a config")).expect("JSON");
-    assert_eq!(config.at(&["odd_field", "a"]).expect("kept").to_string(), "[1.5,null]");
-    let keys: Vec<&str> =
-        config.as_object().expect("object").iter().map(|(k, _)| k.as_str()).collect();
+    let config = config_of(&path, "config.json");
+    assert_eq!(config["odd_field"]["a"], json!([1.5, null]));
+    let keys: Vec<&str> = config.as_object().expect("object").keys().map(String::as_str).collect();
     assert_eq!(keys, ["model_type", "odd_field", "layers", "quantization_config"]);
-    let ignore = config.at(&["quantization_config", "ignore"]).expect("a list").to_string();
+    let ignore = config["quantization_config"]["ignore"].to_string();
     assert_eq!(
         ignore,
         r#"["lm_head","re:model\\.layers\\.0\\.mlp\\.gate.*","model.embed_tokens"]"#
@@ -270,9 +270,9 @@ fn configs_keep_what_is_not_ours_and_translate_ignore_lists() {
     let input = checkpoint.container().get("model.layers.0.self_attn.k_proj.input_scale");
     assert_eq!(input.expect("carried").to_f32().expect("f32"), [0.5]);
     let config = checkpoint.container().quantization().expect("a config");
-    let ignore = config.get("ignore").expect("a list").to_string();
+    let ignore = config["ignore"].to_string();
     assert_eq!(ignore, r#"["lm_head","model.layers.0.mlp.gate*","model.embed_tokens"]"#);
-    assert_eq!(config.get("quant_algo").and_then(Json::as_str), Some("NVFP4"));
+    assert_eq!(config["quant_algo"], "NVFP4");
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn an_output_layer_that_is_tied_to_a_dense_embedding_is_ignored() {
         source.write(&path, name, &WriteOptions::default()).expect("written");
         let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
         let config = checkpoint.container().quantization().expect("a config");
-        let list = config.get("ignore").expect("a list").to_string();
+        let list = config["ignore"].to_string();
         fs::remove_dir_all(&path).expect("a folder");
         (list.contains(r#""lm_head""#), list)
     };
@@ -294,7 +294,7 @@ fn an_output_layer_that_is_tied_to_a_dense_embedding_is_ignored() {
         for (tied, expected) in [(Some(true), true), (Some(false), false), (None, false)] {
             let mut config = source.config.clone().expect("a config");
             if let Some(tied) = tied {
-                config.set("tie_word_embeddings", Json::Bool(tied));
+                config["tie_word_embeddings"] = json!(tied);
             }
             let source = Model { config: Some(config), ..source.clone() };
             let (found, list) = ignored(&source, dialect);
@@ -835,14 +835,14 @@ fn twenty_gigabytes_are_opened_and_listed_without_being_read() {
     const SHARDS: usize = 5;
     const LAYERS: usize = 3600;
     let folder = folder("sparse");
-    let mut weight_map = Vec::new();
+    let mut weight_map = serde_json::Map::new();
     for shard in 0..SHARDS {
         let name = format!("model-{shard:05}.safetensors");
         let names = sparse_shard(&folder.join(&name), shard, LAYERS, 1024, 2048);
-        weight_map.extend(names.into_iter().map(|tensor| (tensor, Json::String(name.clone()))));
+        weight_map.extend(names.into_iter().map(|tensor| (tensor, json!(name))));
     }
-    let index = Json::object([("weight_map", Json::Object(weight_map))]);
-    fs::write(folder.join("model.safetensors.index.json"), index.pretty()).expect("written");
+    let index = json!({"weight_map": weight_map});
+    fs::write(folder.join("model.safetensors.index.json"), index.to_string()).expect("written");
     let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
     fs::write(folder.join("config.json"), config).expect("written");
     let start = Instant::now();
@@ -924,8 +924,8 @@ fn what_multiplies_the_input_is_carried_or_refused() {
     let path = folder.join("modelopt");
     source.write(&path, "modelopt", &WriteOptions::default()).expect("written");
     let checkpoint = Checkpoint::open(&path).expect("modelopt");
-    let algorithm = checkpoint.container().quantization().and_then(|c| c.get("quant_algo"));
-    assert_eq!(algorithm.and_then(Json::as_str), Some("NVFP4_AWQ"));
+    let config = checkpoint.container().quantization().expect("a config");
+    assert_eq!(config["quant_algo"], "NVFP4_AWQ");
     let read = checkpoint.model().expect("weights");
     assert_eq!(read.weights.iter().filter(|weight| weight.pre_quant_scale.is_some()).count(), 2);
     for dialect in ["compressed-tensors", "gguf", "mlx", "miles"] {
@@ -1006,7 +1006,7 @@ fn targets_of_compressed_tensors_cover_quantized_embeddings() {
         source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
         let checkpoint = Checkpoint::open(&path).expect("a checkpoint");
         let config = checkpoint.container().quantization().expect("a config");
-        config.at(&["config_groups", "group_0", "targets"]).expect("targets").to_string()
+        config["config_groups"]["group_0"]["targets"].to_string()
     };
     assert_eq!(targets(&source, "linear"), r#"["Linear"]"#);
     let embedding =
@@ -1099,8 +1099,8 @@ fn scales_of_a_quantized_cache_are_known_in_every_dialect() {
 }
 
 /// The config of a folder.
-fn config_of(path: &Path, name: &str) -> Json {
-    Json::parse(&fs::read(path.join(name)).expect("a config")).expect("JSON")
+fn config_of(path: &Path, name: &str) -> serde_json::Value {
+    serde_json::from_slice(&fs::read(path.join(name)).expect("a config")).expect("JSON")
 }
 
 #[test]
@@ -1110,51 +1110,49 @@ fn a_cache_is_quantized_only_if_the_source_says_so() {
     let mut source = model(Fp4Format::NvFp4, [0.25, 0.5], None);
     source.write(&first, "modelopt", &WriteOptions::default()).expect("written");
     let given = config_of(&first, "hf_quant_config.json");
-    let fp8 = Json::object([
-        ("num_bits", 8_u64.into()),
-        ("type", "float".into()),
-        ("strategy", "tensor".into()),
-        ("symmetric", true.into()),
-        ("dynamic", false.into()),
-    ]);
-    let path = ["quantization", "kv_cache_quant_algo"];
+    let fp8 = json!({
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": true,
+        "dynamic": false,
+    });
+    let name_of = |export: &serde_json::Value| {
+        export["quantization"].get("kv_cache_quant_algo").expect("a field").clone()
+    };
     // With this option the configs are written anew.
     let cast = WriteOptions { cast: Some(Fp4Format::NvFp4), ..WriteOptions::default() };
-    let cases = [(Json::Null, Json::Null, None), ("FP8".into(), fp8, Some("FP8"))];
-    for (at, (stated, scheme, name)) in cases.into_iter().enumerate() {
+    let cases = [(json!(null), json!(null)), (json!("FP8"), fp8)];
+    for (at, (name, scheme)) in cases.into_iter().enumerate() {
         let mut export = given.clone();
-        let mut quantization = export.get(path[0]).expect("an object").clone();
-        quantization.set(path[1], stated);
-        export.set(path[0], quantization);
-        fs::write(first.join("hf_quant_config.json"), export.pretty()).expect("written");
+        export["quantization"]["kv_cache_quant_algo"] = name.clone();
+        fs::write(first.join("hf_quant_config.json"), export.to_string()).expect("written");
         let checkpoint = Checkpoint::open(&first).expect("modelopt");
         let read = checkpoint.model().expect("weights");
         let [there, back, again] =
             ["ct", "back", "again"].map(|n| folder.join(format!("{n}-{at}")));
         read.write(&there, "compressed-tensors", &WriteOptions::default()).expect("written");
         let found = config_of(&there, "config.json");
-        assert_eq!(found.at(&["quantization_config", "kv_cache_scheme"]), Some(&scheme));
+        assert_eq!(found["quantization_config"].get("kv_cache_scheme"), Some(&scheme));
         let converted = Checkpoint::open(&there).expect("compressed-tensors");
         let converted = converted.model().expect("weights");
         converted.write(&back, "modelopt", &WriteOptions::default()).expect("written");
         read.write(&again, "modelopt", &cast).expect("written");
         for path_of_it in [back, again] {
             let export = config_of(&path_of_it, "hf_quant_config.json");
-            let stated = name.map_or(Json::Null, Json::from);
-            assert_eq!(export.at(&path), Some(&stated), "{path_of_it:?}");
+            assert_eq!(name_of(&export), name, "{path_of_it:?}");
             let config = config_of(&path_of_it, "config.json");
-            let scheme = config.at(&["quantization_config", "kv_cache_scheme"]);
-            let kind = scheme.and_then(|scheme| scheme.get("type")).and_then(Json::as_str);
-            assert_eq!(kind, name.map(|_| "float"), "{path_of_it:?}");
+            let kind = config["quantization_config"]["kv_cache_scheme"]["type"].as_str();
+            assert_eq!(kind, name.as_str().map(|_| "float"), "{path_of_it:?}");
         }
     }
-    let four = Json::object([("num_bits", 4_u64.into()), ("type", "float".into())]);
+    let four = json!({"num_bits": 4, "type": "float"});
     source.quantization.kv_cache = Some(four.clone());
     let other = folder.join("four");
     source.write(&other, "modelopt", &WriteOptions::default()).expect("written");
-    assert_eq!(config_of(&other, "hf_quant_config.json").at(&path), Some(&Json::Null));
+    assert_eq!(name_of(&config_of(&other, "hf_quant_config.json")), json!(null));
     let config = config_of(&other, "config.json");
-    assert_eq!(config.at(&["quantization_config", "kv_cache_scheme"]), Some(&four));
+    assert_eq!(config["quantization_config"]["kv_cache_scheme"], four);
 }
 
 /// `FP8_DYNAMIC` of compressed-tensors; DeepSeek's FP8 has an input in groups of 128.
@@ -1164,16 +1162,11 @@ fn inputs_that_are_quantized_as_layers_run_are_said_or_counted() {
     let rows = folder.join("rows");
     mixed().write(&rows, "compressed-tensors", &WriteOptions::default()).expect("written");
     let config = config_of(&rows, "config.json");
-    let groups = config.at(&["quantization_config", "config_groups"]).expect("groups");
-    let strategy = |group: &Json, of: &str| {
-        group.at(&[of, "strategy"]).and_then(Json::as_str).unwrap_or_default().to_owned()
-    };
-    let groups = groups.as_object().expect("an object").iter().map(|(_, group)| group);
-    let mut rows = groups.filter(|group| strategy(group, "weights") == "channel");
-    let rows = rows.next().expect("a group of rows");
-    assert_eq!(strategy(rows, "input_activations"), "token");
-    let dynamic = rows.at(&["input_activations", "dynamic"]);
-    assert_eq!(dynamic.and_then(Json::as_bool), Some(true));
+    let groups = config["quantization_config"]["config_groups"].as_object().expect("groups");
+    let rows = groups.values().find(|group| group["weights"]["strategy"] == "channel");
+    let inputs = &rows.expect("a group of rows")["input_activations"];
+    assert_eq!(inputs["strategy"], "token");
+    assert_eq!(inputs["dynamic"], true);
 
     let source = folder.join("source");
     fs::create_dir(&source).expect("a folder");
@@ -1183,9 +1176,9 @@ fn inputs_that_are_quantized_as_layers_run_are_said_or_counted() {
     ];
     raw_file(&source.join("model.safetensors"), &[], &tensors);
     for (scheme, expected) in [("dynamic", 1), ("static", 0)] {
-        let fields = [("quant_method", "fp8".into()), ("activation_scheme", scheme.into())];
-        let config = Json::object([("quantization_config", Json::object(fields))]);
-        fs::write(source.join("config.json"), config.pretty()).expect("a config");
+        let quantization = json!({"quant_method": "fp8", "activation_scheme": scheme});
+        let config = json!({"quantization_config": quantization});
+        fs::write(source.join("config.json"), config.to_string()).expect("a config");
         let checkpoint = Checkpoint::open(&source).expect("deepseek");
         let model = checkpoint.model().expect("weights");
         for dialect in ["compressed-tensors", "modelopt"] {
@@ -1352,14 +1345,14 @@ fn a_weight_whose_scales_lie_in_another_file_is_written_into_one() {
     ];
     raw_file(&source.join(files[0]), &[], &codes);
     raw_file(&source.join(files[1]), &[], &others);
-    let map = [
-        ("x.weight", files[0].into()),
-        ("x.weight_scale", files[1].into()),
-        ("x.weight_scale_2", files[1].into()),
-        ("y.weight", files[1].into()),
-    ];
-    let index = Json::object([("weight_map", Json::object(map))]);
-    fs::write(source.join("model.safetensors.index.json"), index.pretty()).expect("an index");
+    let map = json!({
+        "x.weight": files[0],
+        "x.weight_scale": files[1],
+        "x.weight_scale_2": files[1],
+        "y.weight": files[1],
+    });
+    let index = json!({"weight_map": map});
+    fs::write(source.join("model.safetensors.index.json"), index.to_string()).expect("an index");
     let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#;
     fs::write(source.join("config.json"), config).expect("a config");
     let checkpoint = Checkpoint::open(&source).expect("modelopt");
@@ -1375,8 +1368,7 @@ fn a_weight_whose_scales_lie_in_another_file_is_written_into_one() {
         ("x.weight_scale_2", files[0]),
         ("y.weight", files[1]),
     ] {
-        let found = index.at(&["weight_map", name]).and_then(Json::as_str);
-        assert_eq!(found, Some(file), "{name}");
+        assert_eq!(index["weight_map"][name], file, "{name}");
     }
     let again = Checkpoint::open(&out).expect("modelopt");
     assert_eq!(fp4_weights(&again.model().expect("weights")), fp4_weights(&read));

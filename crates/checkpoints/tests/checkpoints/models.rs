@@ -4,11 +4,12 @@ use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{
-    DataType, Dtype, Fp4Weight, Fp8Weight, GgmlRow, Json, Model, Numbers, Pattern, Quantization,
-    Syntax, Tensor, TensorScale, Value, Weight,
+    DataType, Dtype, Fp4Weight, Fp8Weight, GgmlRow, Model, Numbers, Pattern, Quantization, Syntax,
+    Tensor, TensorScale, Value, Weight,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{Fp4Format, Packed};
+use serde_json::json;
 
 use super::random::Random;
 
@@ -88,11 +89,11 @@ pub(crate) fn model(format: Fp4Format, scales: [f32; 2], input: Option<f32>) -> 
         weights.push(weight);
     }
     weights.push(dense("lm_head.weight", &[32, 64], random));
-    let config = br#"{"model_type": "toy", "odd_field": {"z": 1, "a": [1.5, null]}, "layers": 1}"#;
+    let config = json!({"model_type": "toy", "odd_field": {"z": 1, "a": [1.5, null]}, "layers": 1});
     let ignore = ["lm_head", "model.layers.0.mlp.gate*"];
     Model {
         weights,
-        config: Some(Json::parse(config).expect("JSON")),
+        config: Some(config),
         quantization: Quantization {
             ignore: ignore.map(|text| Pattern::parse(text, Syntax::Glob)).into(),
             ..Quantization::default()
@@ -113,7 +114,7 @@ pub(crate) fn experts(format: Fp4Format) -> Model<'static> {
     }
     let bias = dense("model.layers.0.mlp.experts.gate_up_proj_bias", &[3, 16], random);
     let router = dense("model.layers.0.mlp.router.weight", &[3, 64], random);
-    let config = Json::parse(br#"{"model_type": "gpt_oss"}"#).expect("JSON");
+    let config = json!({"model_type": "gpt_oss"});
     Model { weights: vec![router, stacked, bias], config: Some(config), ..Model::default() }
 }
 

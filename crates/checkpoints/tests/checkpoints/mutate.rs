@@ -1,7 +1,8 @@
 //! Mutations of files: of their bytes, of their configs, and of their tensors with a header that
 //! fits what was changed, so that the mutation reaches the dialect.
 
-use burn_fp4_checkpoints::{Container, DataType, Json, Metadata};
+use burn_fp4_checkpoints::{Container, DataType, Metadata};
+use serde_json::Value;
 
 use super::random::Random;
 
@@ -73,58 +74,57 @@ const WORDS: [&str; 28] = [
 
 /// Changes some values and fields of a JSON text.
 pub(crate) fn json(text: &[u8], random: &mut Random) -> Vec<u8> {
-    let Ok(mut json) = Json::parse(text) else { return text.to_vec() };
+    let Ok(mut json) = serde_json::from_slice(text) else { return text.to_vec() };
     for _ in 0..=random.below(3) {
         let mut at = random.below(nodes(&json));
         change(&mut json, &mut at, random);
     }
-    json.pretty().into_bytes()
+    serde_json::to_vec_pretty(&json).expect("JSON")
 }
 
-fn nodes(json: &Json) -> usize {
+fn nodes(json: &Value) -> usize {
     1 + match json {
-        Json::Array(items) => items.iter().map(nodes).sum(),
-        Json::Object(fields) => fields.iter().map(|(_, value)| nodes(value)).sum::<usize>(),
-        Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => 0,
+        Value::Array(items) => items.iter().map(nodes).sum(),
+        Value::Object(fields) => fields.values().map(nodes).sum::<usize>(),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => 0,
     }
 }
 
 /// Changes the node that comes `at` in order; whether it was found.
-fn change(json: &mut Json, at: &mut usize, random: &mut Random) -> bool {
+fn change(json: &mut Value, at: &mut usize, random: &mut Random) -> bool {
     if *at == 0 {
         *json = changed(json, random);
         return true;
     }
     *at -= 1;
     match json {
-        Json::Array(items) => items.iter_mut().any(|item| change(item, at, random)),
-        Json::Object(fields) => fields.iter_mut().any(|(_, value)| change(value, at, random)),
-        Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => false,
+        Value::Array(items) => items.iter_mut().any(|item| change(item, at, random)),
+        Value::Object(fields) => fields.values_mut().any(|value| change(value, at, random)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
     }
 }
 
-fn changed(json: &Json, random: &mut Random) -> Json {
+fn changed(json: &Value, random: &mut Random) -> Value {
     let number = |random: &mut Random| {
         let numbers = [0, 1, 2, 16, 32, 127, 1 << 31, 1 << 32, 1 << 63, u64::MAX];
-        Json::from(*random.choose(&numbers))
+        Value::from(*random.choose(&numbers))
     };
     match (json, random.below(8)) {
-        (Json::Object(fields), 0..=4) if !fields.is_empty() => {
-            let mut fields = fields.clone();
+        (Value::Object(fields), 0..=4) if !fields.is_empty() => {
+            let mut fields: Vec<_> = fields.clone().into_iter().collect();
             let at = random.below(fields.len());
-            match random.below(5) {
+            match random.below(4) {
                 0 => drop(fields.remove(at)),
-                1 => fields.push(fields[at].clone()),
-                2 => fields[at].0 = (*random.choose(&WORDS)).to_owned(),
-                3 => fields[at].1 = Json::Object(fields.clone()),
+                1 => fields[at].0 = (*random.choose(&WORDS)).to_owned(),
+                2 => fields[at].1 = json.clone(),
                 _ => {
                     let from = random.below(fields.len());
                     fields[at].1 = fields[from].1.clone();
                 }
             }
-            Json::Object(fields)
+            fields.into_iter().collect()
         }
-        (Json::Array(items), 0..=3) if !items.is_empty() => {
+        (Value::Array(items), 0..=3) if !items.is_empty() => {
             let mut items = items.clone();
             let at = random.below(items.len());
             match random.below(3) {
@@ -132,14 +132,14 @@ fn changed(json: &Json, random: &mut Random) -> Json {
                 1 => items.push(items[at].clone()),
                 _ => items[at] = number(random),
             }
-            Json::Array(items)
+            Value::Array(items)
         }
-        (Json::Number(_), 0..=4) => number(random),
-        (Json::String(_), 0..=4) => Json::from(*random.choose(&WORDS)),
-        (_, 5) => Json::Null,
-        (_, 6) => Json::Array(vec![number(random), json.clone()]),
-        (_, 7) => Json::from(random.one_in(2)),
-        _ => Json::from(*random.choose(&WORDS)),
+        (Value::Number(_), 0..=4) => number(random),
+        (Value::String(_), 0..=4) => Value::from(*random.choose(&WORDS)),
+        (_, 5) => Value::Null,
+        (_, 6) => Value::Array(vec![number(random), json.clone()]),
+        (_, 7) => Value::from(random.one_in(2)),
+        _ => Value::from(*random.choose(&WORDS)),
     }
 }
 
@@ -343,7 +343,7 @@ impl Sheet {
     }
 
     fn safetensors(&self) -> Vec<u8> {
-        let text = |text: &str| Json::from(text).to_string();
+        let text = |text: &str| Value::from(text).to_string();
         let fields = self.metadata.iter().map(|(k, v)| format!("{}:{}", text(k), text(v)));
         let fields: Vec<String> = fields.collect();
         let mut header = vec![format!("\"__metadata__\":{{{}}}", fields.join(","))];

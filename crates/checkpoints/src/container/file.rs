@@ -8,10 +8,13 @@ use memmap2::Mmap;
 
 use crate::error::CheckpointError;
 
-/// Most bytes that a JSON text (header, index, config) may have; the limit of safetensors.
-pub(super) const MAX_TEXT: u64 = 100_000_000;
-/// The expectation that a longer text breaks.
-pub(super) const TOO_LONG: &str = "a text of at most 100,000,000 bytes";
+/// A limit on the length of a text, and its words in an error.
+pub(super) struct Limit(pub(super) u64, &'static str);
+
+/// Most bytes of a header or index: the limit of the `safetensors` library.
+pub(super) const HEADER: Limit = Limit(100_000_000, "a text of at most 100,000,000 bytes");
+/// Most bytes of a config, whose values take up to 150 bytes for each byte of text.
+pub(super) const CONFIG: Limit = Limit(16_000_000, "a text of at most 16,000,000 bytes");
 
 /// A file in memory. The pages are read when they are touched.
 #[derive(Debug)]
@@ -36,15 +39,15 @@ impl Mapped {
     }
 }
 
-/// Reads a text of at most [`MAX_TEXT`] bytes.
-pub(super) fn read_text(path: &Path) -> Result<Vec<u8>, CheckpointError> {
+/// Reads a text within a limit.
+pub(super) fn read_text(path: &Path, limit: &Limit) -> Result<Vec<u8>, CheckpointError> {
     let file = File::open(path).map_err(CheckpointError::io(path))?;
     let found = file.metadata().map_err(CheckpointError::io(path))?.len();
-    if found > MAX_TEXT {
-        let (path, expected) = (path.to_owned(), TOO_LONG);
+    if found > limit.0 {
+        let (path, expected) = (path.to_owned(), limit.1);
         return Err(CheckpointError::Header { path, expected, found });
     }
     let mut text = Vec::with_capacity(found as usize);
-    file.take(MAX_TEXT).read_to_end(&mut text).map_err(CheckpointError::io(path))?;
+    file.take(limit.0).read_to_end(&mut text).map_err(CheckpointError::io(path))?;
     Ok(text)
 }

@@ -1,8 +1,8 @@
 //! The files of a checkpoint, opened by memory map: names, shapes and bytes, without a meaning.
 //!
 //! Nothing here reads a tensor's bytes: opening takes as long as reading the headers does. The
-//! length of a header, index or config is checked first: at most 100 MB, as in the `safetensors`
-//! library. Memory is proportional to their lengths: a byte of a config takes up to 150 bytes.
+//! length of a header or index is checked first (at most 100 MB, as in the `safetensors` library),
+//! and of a config (16 MB). A byte of a config takes up to 150 bytes of memory.
 
 mod entry;
 mod file;
@@ -415,5 +415,5 @@ fn optional_json(path: &Path) -> Result<Option<serde_json::Value>, CheckpointErr
         return Ok(None);
     }
     let json = |source| CheckpointError::Json { path: path.to_owned(), what: "config", source };
-    serde_json::from_slice(&read_text(path)?).map(Some).map_err(json)
+    serde_json::from_slice(&read_text(path, &file::CONFIG)?).map(Some).map_err(json)
 }

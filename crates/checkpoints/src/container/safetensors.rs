@@ -14,7 +14,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::json;
 
 use super::entry::{Entries, Entry, by_data};
-use super::file::{MAX_TEXT, Mapped, read_text};
+use super::file::{HEADER, Mapped, read_text};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 
@@ -99,7 +99,7 @@ fn split<'a>(path: &Path, bytes: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), Check
         return Err(wrong("8 bytes of header length", bytes.len() as u64));
     };
     let length = u64::from_le_bytes(*length);
-    if length > MAX_TEXT {
+    if length > HEADER.0 {
         return Err(wrong("a header of at most 100,000,000 bytes", length));
     }
     if length > rest.len() as u64 {
@@ -234,7 +234,7 @@ pub(super) fn read_index(path: &Path) -> Result<IndexMap<String, String>, Checkp
         weight_map: IndexMap<String, String>,
     }
 
-    let text = read_text(path)?;
+    let text = read_text(path, &HEADER)?;
     let wrong = |source| CheckpointError::Json { path: path.to_owned(), what: "index", source };
     // serde takes a list for an object of these fields too.
     if !text.trim_ascii_start().starts_with(b"{") {

@@ -426,6 +426,11 @@ fn activations_are_rounded_with_their_own_or_a_running_amax() {
     }
     let device = Device::flex();
     assert!(FakeQuantizeConfig::new(24).init(&device).is_err());
+    for method in Method::NAMED.map(|row| row.method) {
+        let scheme = Fp4Scheme::nvfp4().with_method(method);
+        let round = FakeQuantizeConfig::new(32).with_scheme(scheme).init(&device);
+        assert_eq!(round.is_ok(), method.is_blockwise(), "{method}");
+    }
     let momentum = ActivationRange::Static { momentum: 0.0 };
     assert!(FakeQuantizeConfig::new(32).with_range(momentum).init(&device).is_err());
 }

@@ -1,6 +1,6 @@
 //! Quantization: codes and scales of a tensor.
 
-use burn_fp4_search::Method;
+use burn_fp4_search::{Method, Sse};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -51,11 +51,16 @@ pub fn quantize_weighted(
     let launch = plan(Operation::Quantize, problem, device)?;
     problem.check_values(&values)?;
     problem.check_amax(&amax)?;
+    let found = problem.scheme.method;
+    let fits = match (found, &weights) {
+        (Method::Sse(Sse::Weighted), None) => false,
+        (Method::Sse(_), _) | (_, None) => true,
+        _ => false,
+    };
+    if !fits {
+        return Err(Refusal::Method { operation: Operation::Quantize, found });
+    }
     if let Some(weights) = &weights {
-        if !matches!(problem.scheme.method, Method::Sse(_)) {
-            let (operation, found) = (Operation::Quantize, problem.scheme.method);
-            return Err(Refusal::Method { operation, found });
-        }
         check_memory("weights", weights, 4 * problem.view.axis)?;
     }
     Ok(if launch.thread_tile.wide() {

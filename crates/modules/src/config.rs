@@ -243,7 +243,7 @@ impl Fp4Config {
 
     /// This configuration with statistics of the inputs of layers, which the methods need that are
     /// [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated). A weight without statistics
-    /// falls back to [`Method::Sse`], and the report says so; if no selected weight has any, that
+    /// falls back to [`Method::SSE`], and the report says so; if no selected weight has any, that
     /// is an error.
     pub fn with_calibration(&self, calibration: &Calibration) -> Self {
         Self { calibration: calibration.clone(), ..self.clone() }
@@ -331,7 +331,7 @@ impl Fp4Config {
     /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) in one call, whose report
     /// [saves](crate::Fp4Report::save_recipe) the choice. It needs a calibration with whole
     /// matrices `X^T X`, whatever the method does. The candidates' schemes take the place of this
-    /// configuration's, of which the method counts; schemes of [`with`](Self::with), and a budget
+    /// configuration's, of which the method counts; overrides ([`with`](Self::with)), and a budget
     /// that all weights fit as they are, are errors. The errors of outputs say nothing of the loss;
     /// where there is one,
     /// [`fp4_sensitivity_of_loss`](crate::Fp4Module::fp4_sensitivity_of_loss) chooses better.

@@ -12,11 +12,11 @@ use crate::squares::squared_sums;
 use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) with costs of errors: a weight for each channel for
-/// [`Method::SSE`](crate::Method::SSE), a Hessian for each block for the searches that
-/// need activations.
+/// [`Method::Sse`](crate::Method::Sse), a Hessian for each block for the searches that need
+/// activations.
 ///
-/// ADMM ([`Admm`](crate::Method::ADMM), [`AdmmPublished`](crate::Method::Admm(Admm::Published)))
-/// runs on the host, wherever the tensor is. The others run on its device, if it has kernels.
+/// [`Method::Admm`](crate::Method::Admm) runs on the host, wherever the tensor is. The others run
+/// on its device, if it has kernels.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

@@ -145,7 +145,7 @@ impl fmt::Display for DequantizeReason {
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
-/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, MatmulPath, DequantizeReason, products};
+/// use burn_fp4_ops::{Fp4Layout, Fp4Scheme, DequantizeReason, MatmulPath, matmul_path};
 ///
 /// let layout = Fp4Layout::new(&[64, 32].into(), 0, &Fp4Scheme::nvfp4())?;
 /// let found = matmul_path(&layout, DType::F32, &Device::flex());

@@ -10,7 +10,7 @@
 //! |------------------------|------------------------------------------------------------------|
 //! | `scheme.rs`            | [`Fp4Scheme`]: the choices for a tensor; its tensor factors      |
 //! | `rule.rs`              | [`ScaleRule`]: the published rules for scales and codes          |
-//! | `method.rs`            | [`Method`], and the table of methods with names                   |
+//! | `method.rs`            | [`Method`], and the table of methods with names                  |
 //! | `names.rs`             | parsing and printing of the names in these rows                  |
 //! | `rows.rs`              | the macro of these tables                                        |
 //! | `scale_grid.rs`        | the block scales of a format                                     |

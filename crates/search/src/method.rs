@@ -218,7 +218,7 @@ impl Method {
                 "admm",
                 Self::ADMM,
                 BlockHessians,
-                "ADMM from the best known point, best iterate kept",
+                "ADMM from the best known solution, best iterate kept",
             ),
             row("gptq-textbook", Self::Gptq(Gptq::TEXTBOOK), Gram, "GPTQ as published"),
             row("gptq", Self::GPTQ, Gram, "GPTQ by activity, then sweeps over codes and scales"),
@@ -237,7 +237,12 @@ impl Method {
         let default = match self {
             Self::FourOverSix { .. } => Self::FOUR_OVER_SIX,
             Self::Gptq(options) if options != Gptq::TEXTBOOK => Self::GPTQ,
-            other => other,
+            Self::Gptq(_)
+            | Self::Amax
+            | Self::Sse(_)
+            | Self::Hessian
+            | Self::CoordinateDescent
+            | Self::Admm(_) => self,
         };
         NAMED.iter().find(|row| row.method == default).expect("every method has a row")
     }
@@ -255,6 +260,11 @@ impl Method {
     /// Returns true if the method searches blocks with their Hessians.
     pub const fn needs_hessians(self) -> bool {
         matches!(self, Self::Hessian | Self::CoordinateDescent | Self::Admm(_))
+    }
+
+    /// Returns true if the method quantizes each block by itself, from its values alone.
+    pub const fn is_blockwise(self) -> bool {
+        matches!(self, Self::Amax | Self::FourOverSix { .. } | Self::Sse(Sse::Uniform))
     }
 
     /// Returns the options of GPTQ; `None` for other methods.
@@ -295,13 +305,15 @@ enum Written {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum WrittenOptions {
-    FourOverSix {
-        #[serde(default)]
-        range: E4m3Range,
-        #[serde(default)]
-        error: ErrorMetric,
-    },
+    FourOverSix(FourOverSix),
     Gptq(Gptq),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FourOverSix {
+    range: E4m3Range,
+    error: ErrorMetric,
 }
 
 impl From<Method> for Written {
@@ -309,12 +321,18 @@ impl From<Method> for Written {
         let row = method.row();
         match method {
             Method::FourOverSix { range, error } if method != row.method => {
-                Self::Options(WrittenOptions::FourOverSix { range, error })
+                Self::Options(WrittenOptions::FourOverSix(FourOverSix { range, error }))
             }
             Method::Gptq(options) if method != row.method => {
                 Self::Options(WrittenOptions::Gptq(options))
             }
-            _ => Self::Name(row.name.to_owned()),
+            Method::FourOverSix { .. }
+            | Method::Gptq(_)
+            | Method::Amax
+            | Method::Sse(_)
+            | Method::Hessian
+            | Method::CoordinateDescent
+            | Method::Admm(_) => Self::Name(row.name.to_owned()),
         }
     }
 }
@@ -327,7 +345,7 @@ impl TryFrom<Written> for Method {
             Written::Name(name) => {
                 Self::named(&name).ok_or_else(|| format!("unknown method `{name}`"))
             }
-            Written::Options(WrittenOptions::FourOverSix { range, error }) => {
+            Written::Options(WrittenOptions::FourOverSix(FourOverSix { range, error })) => {
                 Ok(Self::FourOverSix { range, error })
             }
             Written::Options(WrittenOptions::Gptq(options)) => Ok(Self::Gptq(options)),
@@ -361,5 +379,13 @@ mod tests {
             assert_eq!(method.to_string().parse(), Ok(method.row().method));
         }
         assert_eq!(read("method = { gptq = { damping = 0.1 } }"), tuned);
+        for wrong in [
+            "{ four-over-six = { range = \"256\", error = \"mse\", rnge = 1 } }",
+            "{ four-over-six = { range = \"256\" } }",
+            "{ gptq = { dampening = 0.1 } }",
+            "\"gptqq\"",
+        ] {
+            assert!(toml::from_str::<File>(&format!("method = {wrong}")).is_err(), "{wrong}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Rules, searches and methods by the names in their rows, for command lines, files and reports.
+//! Rules and methods by the names in their rows, for command lines, files and reports.
 
 use core::fmt;
 use core::str::FromStr;

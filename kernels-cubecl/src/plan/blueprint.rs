@@ -34,7 +34,11 @@ impl Blueprint {
         let has_tensor_scale = scheme.rule.row().tensor_scale;
         Self {
             rule: scheme.rule,
-            method: scheme.method,
+            // What tells the kinds apart is outside of kernels.
+            method: match scheme.method {
+                Method::Sse(_) => Method::SSE,
+                other => other,
+            },
             stochastic: scheme.rounding != Rounding::Nearest,
             block_size: scheme.block_size as u32,
             weighted,

@@ -1,7 +1,7 @@
 //! [`plan`]: the launch of an operation.
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Method};
+use burn_fp4_search::{Blocks, Method, Sse};
 use cubecl::prelude::CubeCount;
 
 use super::capability::{Capability, UNITS};
@@ -70,9 +70,10 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
         let fits = match scheme.method {
             Method::Hessian | Method::CoordinateDescent => by_hessian,
-            Method::Amax | Method::FourOverSix { .. } | Method::Sse(_) => !by_hessian,
-            // These have no kernel: the host runs them.
-            Method::Admm(_) | Method::Gptq(_) => false,
+            Method::Amax | Method::FourOverSix { .. } | Method::Sse(Sse::Uniform) => !by_hessian,
+            Method::Sse(Sse::Weighted) => operation == Operation::Quantize,
+            // These have no kernel: the host runs them, or calls one for every tensor scale.
+            Method::Sse(Sse::TensorScale) | Method::Admm(_) | Method::Gptq(_) => false,
         };
         if !fits {
             return Err(Refusal::Method { operation, found: scheme.method });
@@ -368,9 +369,9 @@ mod tests {
         let cubes = 625 * 4;
         let launch = of(Method::Hessian, View::rows(40_000, 64)).unwrap();
         assert_eq!(launch, Launch { cubes: [cubes, 1], units, items: cubes * units, thread_tile });
-        for search in [Method::ADMM, Method::Admm(Admm::Published), Method::SSE] {
-            let refused = of(search, View::rows(300, 64));
-            assert!(matches!(refused, Err(Refusal::Method { .. })), "{search:?}: {refused:?}");
+        for method in [Method::ADMM, Method::Admm(Admm::Published), Method::SSE] {
+            let refused = of(method, View::rows(300, 64));
+            assert!(matches!(refused, Err(Refusal::Method { .. })), "{method:?}: {refused:?}");
         }
         // Few values, but more than 2^32 elements of Hessians.
         let refused = of(Method::Hessian, View::rows(1, 1 << 28));

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn methods_that_no_search_is_take_effect() {
+    fn weighted_and_tensor_scale_methods_take_effect() {
         let device = Device::flex();
         let layer = LinearConfig::new(64, 32).with_bias(false).init(&device);
         let dense = layer.weight.val();

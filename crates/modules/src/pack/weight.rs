@@ -333,7 +333,7 @@ impl<'a> HessianFactorCache<'a> {
             return Ok(hessian_factor.clone());
         }
         // Freed before the next one is made: they may be large.
-        *self = Self::default();
+        self.last = None;
         let hessian_factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
         self.last = Some((gram, hessian_factor.clone()));
         Ok(hessian_factor)

@@ -61,7 +61,7 @@ pub(crate) fn quantize_within<M: Module>(
     budget: Budget,
 ) -> Result<Fp4Report, Fp4Error> {
     if !config.overrides.is_empty() {
-        let problem = "a budget chooses the formats; remove the schemes set using `with`";
+        let problem = "a budget chooses the formats; remove the overrides set using `with`";
         return Err(Fp4Error::Sensitivity(problem));
     }
     let config = Fp4Config { budget: None, ..config.clone() };

@@ -94,8 +94,8 @@ impl FakeQuantizeConfig {
         let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
         let Self { channels, scheme, range, saturated } = *self;
         scheme.check_columns(channels).map_err(OpsError::from)?;
-        if scheme.method.needs_hessians() {
-            return refuse("the scale search", "it is for weights");
+        if !scheme.method.is_blockwise() {
+            return refuse("the method", "it is for weights; use amax, four-over-six or sse");
         }
         if scheme.rounding != Rounding::Nearest {
             return refuse("stochastic rounding", "every step would draw the same numbers");

@@ -96,9 +96,10 @@ impl TrainRecipe {
             if scheme.tensor_scale == TensorScaling::Row {
                 return refuse("it has a tensor scale for each row; use one for the tensor");
             }
-            if scheme.method.needs_hessians() {
+            if !scheme.method.is_blockwise() {
                 return refuse(
-                    "its search needs activations, which is too slow in training; use another",
+                    "its method needs activations or the whole tensor, which is too slow in \
+                     training; use amax, four-over-six or sse",
                 );
             }
             if scheme.rounding != Rounding::Nearest {

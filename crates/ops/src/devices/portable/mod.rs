@@ -3,7 +3,7 @@
 //!
 //! It uses only comparisons, selections and single-rounded f32 arithmetic, so every backend with
 //! IEEE f32 arithmetic gets every bit right. It needs several times the memory of the input.
-//! Searches with fused multiply-adds, from [`Method::Sse(_)`](crate::Method::Sse(_)) on, and
+//! Searches with fused multiply-adds, from [`Method::Sse`](crate::Method::Sse) on, and
 //! stochastic rounding read the values back and run on the host.
 
 pub(crate) mod bias;

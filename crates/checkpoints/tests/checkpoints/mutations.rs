@@ -1,5 +1,5 @@
-//! Mutated files, for every reader: no panic, an error that names the tensor if it is about one, and
-//! no more memory than the files, which are small, and 16 MB.
+//! Mutated files, for every reader: no panic, an error that names the tensor if it is about one,
+//! and no more memory than the files, which are small, and 16 MB.
 //!
 //! `BURN_FP4_MUTATIONS` is how many mutations each test tries, 300 if it is not set.
 

@@ -436,6 +436,8 @@ impl CheckpointError {
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
     /// The same of ggml's records other than FP4.
     pub const GGML_TO_DECODE: &str = "records of ggml; decode them";
+    /// A property that a dialect of MXFP4 alone [cannot hold](Self::CannotHold).
+    pub const NOT_MXFP4: &str = "FP4 other than MXFP4 in blocks of 32";
     /// A property that a dialect of stacked experts alone [cannot hold](Self::CannotHold).
     pub const NOT_EXPERTS: &str = "quantized layers other than stacked experts";
     /// A property that a dialect without tensor scales [cannot hold](Self::CannotHold), unless a

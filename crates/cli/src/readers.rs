@@ -63,6 +63,27 @@ pub(crate) fn notes(
     Ok(notes)
 }
 
+/// The note on a Hugging Face folder that is made from a GGUF file.
+pub(crate) const GGUF_NAMES: &str = "the tensors keep the names of GGUF, and no config.json describes the model; no program is \
+     known that loads the result";
+
+/// Says which readers cannot load layers that the source stores as `[inputs, outputs]`.
+///
+/// # Errors
+/// If the dialect is not written.
+pub(crate) fn turned_note(dialect: &str) -> Result<String, CliError> {
+    let (_, writer) = writer(dialect)?;
+    Ok(match writer.turns() {
+        true => "the model stores layers as [inputs, outputs]; they are written as [outputs, \
+                 inputs], which transformers does not load for such models"
+            .to_owned(),
+        false => format!(
+            "the model stores layers as [inputs, outputs], and readers of `{dialect}` expect \
+             [outputs, inputs]"
+        ),
+    })
+}
+
 /// Says how transformers loads FP4 weights of compressed-tensors beside other floats than bf16: it
 /// decodes to bf16, and multiplies no numbers of two dtypes.
 pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {

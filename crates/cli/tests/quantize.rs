@@ -833,6 +833,42 @@ fn statistics_of_no_inputs_leave_the_search_by_the_weight() {
 }
 
 #[test]
+fn weights_that_were_chosen_and_cannot_be_quantized_are_named() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let options = "--only *.q_proj --only *.o_proj";
+    let (code, _, error) = run(folder.path(), &format!("quantize model --out out {options}"));
+    assert_eq!(code, 0, "{error}");
+    let says = "q_proj` stay: runs as one with `k_proj`, which stays";
+    assert!(error.contains("warning: ") && error.contains(says), "{error}");
+    // All are named, in one line.
+    assert_eq!(error.matches("which stays").count(), 1, "{error}");
+    let (_, _, all) = run(folder.path(), "quantize model --out all");
+    assert!(!all.contains("warning"), "{all}");
+}
+
+#[test]
+fn a_dialect_of_experts_says_what_is_missing() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let plan = "quantize model --dry-run --dialect gpt-oss";
+    fails(folder.path(), plan, 2, &["cannot hold FP4 other than MXFP4", "use --format mxfp4"]);
+    let says = ["the model has no stacked experts; use --dialect "];
+    fails(folder.path(), &format!("{plan} --format mxfp4"), 2, &says);
+}
+
+#[test]
+fn a_folder_made_from_gguf_says_that_no_program_loads_it() {
+    let folder = tempdir().expect("a folder");
+    model::gguf(&folder.path().join("model.gguf"));
+    let (code, _, error) =
+        run(folder.path(), "quantize model.gguf --out out --dialect compressed-tensors");
+    assert_eq!(code, 0, "{error}");
+    assert!(error.contains("no program is known that loads the result"), "{error}");
+    assert!(!error.contains("from_pretrained"), "{error}");
+}
+
+#[test]
 fn patterns_of_a_recipe_that_match_nothing_are_named() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

@@ -21,7 +21,7 @@ use crate::error::Fp4Error;
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_fp4_modules::{Calibration, Fp4Config, Fp4Module, ops::Gptq};
+/// use burn_fp4_modules::{Calibration, Fp4Config, Fp4Module, Method};
 ///
 /// let device = Device::flex();
 /// let mut model = LinearConfig::new(64, 32).init(&device);

@@ -98,7 +98,7 @@ impl Write for GptOss {
             Value::Fp4(fp4) => fp4,
         };
         if fp4.format != Fp4Format::MxFp4 || fp4.block_size != 2 * BLOCK_BYTES {
-            return cannot("FP4 other than MXFP4 in blocks of 32");
+            return cannot(CheckpointError::NOT_MXFP4);
         }
         if fp4.shape.len() != 3 || weight.name.ends_with(".weight") {
             return cannot(CheckpointError::NOT_EXPERTS);

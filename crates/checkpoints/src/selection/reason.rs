@@ -65,6 +65,16 @@ fn numbers(dtype: &str) -> String {
 }
 
 impl Reason {
+    /// Returns true if the weight was chosen to be quantized and cannot be.
+    pub fn is_unmet(&self) -> bool {
+        match self {
+            Self::Smoothed | Self::Transposed(_) | Self::CannotHold { .. } => true,
+            Self::Columns { .. } | Self::With(_) => true,
+            Self::NoMatrix | Self::Dtype(_) | Self::Already(_) | Self::Asked(_) => false,
+            Self::NotAsked | Self::Layer(_) | Self::Preset(_) | Self::Unlisted(_) => false,
+        }
+    }
+
     /// Names the choice that makes the weight quantized.
     pub(super) fn remedy(&self) -> String {
         match self {

@@ -222,7 +222,12 @@ fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
 /// Prints the warnings, and the plan that they ask to check if nothing else does.
 fn print_warnings(report: &Report, dry_run: bool) {
     report.warnings().iter().for_each(warn);
-    if !report.warnings().is_empty() && !dry_run {
+    if dry_run {
+        return;
+    }
+    if report.warnings().is_empty() {
+        report.unmet().iter().for_each(warn);
+    } else {
         say(report.table(false, width()));
     }
 }
@@ -260,10 +265,19 @@ fn unheld(error: CheckpointError, wanted: &Model<'_>) -> CliError {
         Value::Fp4(fp4) => fp4.block_size != fp4.format.row().block_size,
         Value::Plain(_) | Value::Fp8(_) => false,
     });
-    let experts = matches!(&error, CheckpointError::CannotHold { what, .. }
-        if *what == CheckpointError::NOT_EXPERTS);
+    let cannot = |what: &str| {
+        matches!(&error, CheckpointError::CannotHold { what: found, .. }
+        if *found == what)
+    };
+    let has_stacks = wanted.weights.iter().any(|weight| weight.shape().len() > 2);
     let remedy = match wide {
-        _ if experts => format!("use --preset experts-only, or {other}"),
+        _ if cannot(CheckpointError::NOT_MXFP4) => format!("use --format mxfp4, or {other}"),
+        _ if cannot(CheckpointError::NOT_EXPERTS) && has_stacks => {
+            format!("use --preset experts-only, or {other}")
+        }
+        _ if cannot(CheckpointError::NOT_EXPERTS) => {
+            format!("the model has no stacked experts; use {other}")
+        }
         true => format!("leave out the block size, or use {other}"),
         false => format!("use --keep '{keep}' to leave it dense, or {other}"),
     };

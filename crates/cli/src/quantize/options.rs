@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Matrices, Preset, Selection};
 use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
@@ -326,7 +326,15 @@ impl ResolvedOptions {
         }
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         notes.extend(readers::notes(&self.choice.dialect, formats)?);
-        notes.extend(readers::dtype_note(&self.choice.dialect, model));
+        let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
+        let turned = selection.groups.iter().flatten().any(turned);
+        if turned && model.gguf.is_none() {
+            notes.push(readers::turned_note(&self.choice.dialect)?);
+        } else if model.gguf.is_some() && self.choice.dialect != GGUF {
+            notes.push(readers::GGUF_NAMES.to_owned());
+        } else {
+            notes.extend(readers::dtype_note(&self.choice.dialect, model));
+        }
         Ok(notes)
     }
 }

@@ -23,6 +23,9 @@ pub(super) struct Row {
     /// The note for a table, where the names of neighbours are short.
     #[serde(skip)]
     short: String,
+    /// True if it was chosen to be quantized and cannot be.
+    #[serde(skip)]
+    unmet: bool,
     bytes_before: u64,
     bytes_after: u64,
 }
@@ -101,6 +104,10 @@ impl Report {
                 to: target.kind(),
                 note,
                 short,
+                unmet: match &selection.decisions[at] {
+                    Decision::Keep(reason) => reason.is_unmet(),
+                    Decision::Quantize(_) => false,
+                },
                 bytes_before: weight.bytes() as u64,
                 bytes_after: after[at],
             }
@@ -121,6 +128,21 @@ impl Report {
     /// The warnings, as lines.
     pub(super) fn warnings(&self) -> &[Warning] {
         &self.warnings
+    }
+
+    /// Describes the weights that were chosen to be quantized and cannot be, a line for every
+    /// pattern of names.
+    pub(super) fn unmet(&self) -> Vec<String> {
+        let unmet: Vec<&Row> = self.weights.iter().filter(|row| row.unmet).collect();
+        let rows = unmet.iter().map(|row| (row.module(), &row.shape[..], row.short.clone()));
+        let line = |one: Folded| {
+            let short = &unmet[one.members[0]].short;
+            match one.members.len() {
+                1 => format!("`{}` stays: {short}", one.name),
+                count => format!("{count} x `{}` stay: {short}", one.name),
+            }
+        };
+        fold_weights(&rows.collect::<Vec<_>>()).into_iter().map(line).collect()
     }
 
     /// Lays out the plan with a line for every pattern of names, or with `all` for every tensor.

@@ -64,8 +64,8 @@ pub(crate) fn notes(
 }
 
 /// The note on a Hugging Face folder that is made from a GGUF file.
-pub(crate) const GGUF_NAMES: &str = "the tensors keep the names of GGUF, and no config.json describes the model; no program is \
-     known that loads the result";
+pub(crate) const GGUF_NAMES: &str = "the tensors keep their names of GGUF, and there is no \
+                                     config.json; no program is known that loads the result";
 
 /// Says which readers cannot load layers that the source stores as `[inputs, outputs]`.
 ///

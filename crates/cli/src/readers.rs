@@ -84,8 +84,8 @@ pub(crate) fn turned_note(dialect: &str) -> Result<String, CliError> {
     })
 }
 
-/// Says how transformers loads FP4 weights of compressed-tensors beside other floats than bf16: it
-/// decodes to bf16, and multiplies no numbers of two dtypes.
+/// Describes how transformers loads FP4 weights of compressed-tensors if the other weights are not
+/// bf16: it decodes to bf16, and does not multiply numbers of two dtypes.
 pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
     let config = model.config.as_ref();
     let field = |key| config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key)));

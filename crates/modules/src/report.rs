@@ -306,6 +306,8 @@ impl ParameterReport {
 
     /// Returns `|X (quantized - dense)| / |X dense|` for the calibrated inputs X, Euclidean: how
     /// far the outputs of the layer are off. Nothing without whole Gram matrices of these inputs.
+    /// Sums are f32: terms that cancel leave a small error imprecise, and 0 if rounding makes the
+    /// sum negative.
     pub fn relative_output_error(&self) -> Option<f64> {
         self.output_error().map(|error| error.relative())
     }

@@ -16,7 +16,7 @@ pub struct Crate {
     modules: BTreeMap<Names, Module>,
 }
 
-/// What a file says about names.
+/// Names that a file defines, imports and uses.
 #[derive(Default)]
 struct Module {
     file: String,

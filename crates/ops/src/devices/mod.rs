@@ -3,7 +3,8 @@
 //! | file                     | contents                                                          |
 //! |--------------------------|-------------------------------------------------------------------|
 //! | `extension.rs`           | [`Fp4Backend`](crate::Fp4Backend), and the list of devices        |
-//! | `host.rs`                | the host engine, for `flex.rs` and `ndarray.rs`                   |
+//! | `host.rs`                | the host engine, for devices in host memory                       |
+//! | `flex.rs`, `ndarray.rs`  | these devices                                                     |
 //! | `scratch.rs`             | memory of a dequantized weight, kept for the next one             |
 //! | `cube/`                  | kernels on CUDA and CubeCL's CPU runtime, graphs on CUDA          |
 //! | `no_graph.rs`            | graphs in a build without Cube devices                            |

@@ -31,9 +31,10 @@ const ERRORS_OF_THE_GUIDE: [(&str, &str); 4] = [
 ];
 
 /// The documents whose paths have to exist.
-const DOCUMENTS: [&str; 7] = [
+const DOCUMENTS: [&str; 8] = [
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
+    "docs/recipes/burn-0.23.md",
     "docs/recipes/device.md",
     "docs/recipes/dialect.md",
     "docs/recipes/method.md",

@@ -6,6 +6,7 @@ use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
 use burn::module::Module;
 use burn::nn::EmbeddingConfig;
+use burn::tensor::quantization::{QuantScheme, QuantStore, QuantValue, ScaleDtype};
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
@@ -1015,5 +1016,43 @@ fn a_bias_of_another_dtype_is_cast_to_that_of_the_input() {
         let output = linear(input.clone(), &weight, Some(bias.clone())).unwrap();
         let expected = linear(input, &weight, Some(bias.clone().cast(FloatDType::F32))).unwrap();
         assert_eq!(output.into_data(), expected.into_data(), "{rows} rows");
+    }
+}
+
+/// Burn 0.22 holds E2M1 on Cube devices alone, eight codes in a word.
+#[test]
+fn quantized_tensors_of_burn_have_the_same_codes_and_scales() {
+    let schemes = [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()];
+    for (name, device, _) in devices() {
+        if !["cpu", "cuda"].contains(&name) {
+            continue;
+        }
+        for (scheme, axis) in schemes.into_iter().flat_map(|scheme| [(scheme, 0), (scheme, 1)]) {
+            let what = format!("{name} {:?} axis {axis}", scheme.format());
+            let packed = quantize(values([64, 96], &device, DType::F32), axis, &scheme).unwrap();
+            let mut block = [1; 2];
+            block[axis] = scheme.block_size as u8;
+            let of_burn = QuantScheme::default()
+                .with_value(QuantValue::E2M1)
+                .with_store(QuantStore::PackedU32(1 - axis));
+            let host = packed.to_packed().unwrap();
+            let mut bytes = [host.codes.as_slice(), &host.scales].concat();
+            let of_burn = match scheme.format() {
+                Fp4Format::NvFp4 => {
+                    bytes.extend(host.tensor_scale.of_row(0).to_ne_bytes());
+                    of_burn.per_block(block, ScaleDtype::UE4M3).per_tensor(ScaleDtype::F32)
+                }
+                Fp4Format::MxFp4 => of_burn.per_block(block, ScaleDtype::UE8M0),
+            };
+            let data = TensorData::from_bytes_vec(bytes.clone(), [64, 96], DType::QFloat(of_burn));
+            let tensor = Tensor::<2>::from_data(data, &device);
+            assert_eq!(tensor.clone().into_data().as_bytes(), bytes, "{what}");
+            // Burn multiplies the scales first, and rounds their product.
+            let found = floats(tensor.dequantize());
+            for (found, expected) in found.iter().zip(floats(packed.dequantize())) {
+                let error = (found - expected).abs();
+                assert!(error <= 2e-7 * expected.abs(), "{what}: {found}, {expected}");
+            }
+        }
     }
 }

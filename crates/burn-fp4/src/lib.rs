@@ -31,6 +31,8 @@
 //! | `prelude.rs` | the names that most programs need                                        |
 //! | `guide/`     | the guide: pages whose code is compiled, and mostly run                  |
 
+#![forbid(unsafe_code)]
+
 pub mod guide;
 pub mod prelude;
 

@@ -30,6 +30,7 @@ pub enum DataType {
 
 /// The facts of a ggml record type.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct GgmlRow {
     /// Its name in ggml.
     pub name: &'static str,
@@ -109,12 +110,14 @@ const GGML_PLAIN: [(u32, Dtype); 8] = [
 
 impl DataType {
     /// The dtype of a safetensors header.
+    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         let name: StrDeserializer<'_, Error> = name.into_deserializer();
         Dtype::deserialize(name).ok().map(Self::Plain)
     }
 
     /// The type of a GGUF file.
+    #[must_use]
     pub fn of_ggml(id: u32) -> Option<Self> {
         if let Some((_, dtype)) = GGML_PLAIN.iter().find(|(number, _)| *number == id) {
             return Some(Self::Plain(*dtype));
@@ -202,6 +205,7 @@ impl DataType {
     /// Bytes of a tensor of this shape, if they are a whole number that a machine can address.
     ///
     /// No product of some of the axes overflows either, whichever of them are 0.
+    #[must_use]
     pub fn bytes(self, shape: &[usize]) -> Option<usize> {
         let nonzero = shape.iter().map(|&axis| axis.max(1));
         nonzero.clone().try_fold(64_usize, usize::checked_mul)?;

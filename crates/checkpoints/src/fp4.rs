@@ -369,6 +369,7 @@ impl Fp4Weight<'_> {
     }
 
     /// The multiplier of every stacked matrix.
+    #[must_use]
     pub fn multipliers(&self) -> Vec<f32> {
         let stated = self.tensor_scale.as_ref().map(|scale| scale.multipliers().to_vec());
         spread(stated.unwrap_or_else(|| vec![1.0]), self.stacked())

@@ -112,6 +112,7 @@ impl<'a> Fp8Weight<'a> {
     ///
     /// # Panics
     /// If `index` is not below their count.
+    #[must_use]
     pub fn matrix(&self, index: usize) -> Fp8Weight<'_> {
         let (count, stack) = (self.stacked(), self.values.shape.len() - 2);
         assert!(index < count, "matrix {index} of {count}");

@@ -200,6 +200,7 @@ enum Kind {
 
 impl Matcher {
     /// Returns true if the pattern matches a name.
+    #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         match &self.0 {
             Kind::Exact(exact) => exact == name,

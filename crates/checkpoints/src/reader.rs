@@ -44,6 +44,7 @@ impl<'c> Reader<'c> {
     pub const PIECE: usize = PIECE;
 
     /// A reader of a container's files, none of which it opens yet.
+    #[must_use]
     pub fn new(container: &'c Container) -> Self {
         Self { container }
     }

@@ -135,6 +135,7 @@ impl<'a> Tensor<'a> {
     ///
     /// # Panics
     /// If there are fewer axes, or `index` is not below their product.
+    #[must_use]
     pub fn part(&self, axes: usize, index: usize) -> Tensor<'_> {
         let (stack, shape) = self.shape.split_at(axes);
         let count: usize = stack.iter().product();
@@ -229,6 +230,7 @@ impl fmt::Debug for Data<'_> {
 
 impl<'w> NewTensor<'w> {
     /// A tensor whose bytes are at hand.
+    #[must_use]
     pub fn bytes(
         name: impl Into<String>,
         dtype: Dtype,
@@ -250,6 +252,7 @@ impl<'w> NewTensor<'w> {
     }
 
     /// A copy of a tensor under another name.
+    #[must_use]
     pub fn copy(name: impl Into<String>, tensor: &'w Tensor<'_>) -> Self {
         let (shape, data) = (tensor.shape.to_vec(), Data::Bytes(Cow::Borrowed(&*tensor.bytes)));
         Self { name: name.into(), dtype: tensor.dtype, shape, data }

@@ -68,6 +68,7 @@ pub struct Model<'a> {
 
 /// Facts of a source's quantization besides the weights.
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct Quantization {
     /// The dialect it was read from; empty if it was made in memory.
     pub dialect: &'static str,
@@ -83,6 +84,7 @@ pub struct Quantization {
 
 impl Weight<'_> {
     /// A weight without scales of its input.
+    #[must_use]
     pub fn new(name: impl Into<String>, file: usize, value: Value<'_>) -> Weight<'_> {
         Weight { name: name.into(), file, value, input_scale: None, pre_quant_scale: None }
     }

@@ -7,6 +7,7 @@ use crate::packed::Packed;
 /// Computes the value of one element: `(element x block scale) x tensor scale` in f32.
 ///
 /// The first product is exact (at most 2 and 4 significant bits); the second rounds once.
+#[must_use]
 pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale: f32) -> f32 {
     (E2M1.decode(code) * format.row().block_scale.decode(block_scale)) * tensor_scale
 }
@@ -18,6 +19,7 @@ impl Packed {
     ///
     /// # Panics
     /// If the lengths do not fit the shape; see [`validate`](Self::validate).
+    #[must_use]
     pub fn dequantize(&self) -> Vec<f32> {
         let mut values = Vec::with_capacity(self.rows * self.cols);
         for row in 0..self.rows {

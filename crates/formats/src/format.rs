@@ -24,6 +24,7 @@ pub const BLOCK_SIZES: [usize; 2] = [16, 32];
 
 /// The facts of an [`Fp4Format`].
 #[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct FormatRow {
     /// Name in files, tables and on command lines.
     pub name: &'static str,

@@ -29,6 +29,9 @@
 //! | `dequantize.rs`   | [`Packed::dequantize`], the oracle that every engine is compared with |
 //! | `error.rs`        | [`FormatError`]: problems of codes, scales and names                  |
 
+#![forbid(unsafe_code)]
+#![warn(missing_debug_implementations)]
+
 mod dequantize;
 mod error;
 mod format;

@@ -13,6 +13,14 @@ pub enum Nan {
 /// The facts of a small floating-point format.
 ///
 /// A code holds, from the top: a sign bit if `signed`, `exponent_bits`, `mantissa_bits`.
+///
+/// ```
+/// use burn_fp4_formats::{E2M1, E4M3};
+///
+/// assert_eq!(E2M1.decode(0b1101), -3.0);
+/// assert_eq!(E2M1.encode(2.5), E2M1.encode(2.0), "a tie goes to the even code");
+/// assert_eq!(E4M3.max_value(), 448.0);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Minifloat {
     /// Common name of the format.
@@ -122,6 +130,7 @@ impl Minifloat {
     }
 
     /// Returns true if a code is NaN.
+    #[must_use]
     pub const fn is_nan(&self, code: u8) -> bool {
         matches!(self.nan, Nan::AllOnes) && code & self.magnitude_mask() == self.magnitude_mask()
     }
@@ -129,6 +138,7 @@ impl Minifloat {
     /// Decodes a code. The result is exact, because f32 holds every value of these formats.
     ///
     /// Bits above [`bits`](Self::bits) are ignored.
+    #[must_use]
     pub const fn decode(&self, code: u8) -> f32 {
         if self.is_nan(code) {
             return f32::NAN;
@@ -150,6 +160,7 @@ impl Minifloat {
     /// The sign bit of `value` is kept, so a negative value that rounds to zero gives the code of
     /// -0. NaN gives the positive NaN code, or 0 if the format has none. An unsigned format takes
     /// every value at or below its smallest to code 0.
+    #[must_use]
     pub fn encode(&self, value: f32) -> u8 {
         if value.is_nan() {
             return self.nan_code();
@@ -182,6 +193,7 @@ impl Minifloat {
 
 /// Computes 2^exponent, exactly, for exponents from -149 to 127. `powi` does not promise precision,
 /// and is 0 below -127.
+#[must_use]
 pub const fn power_of_two(exponent: i32) -> f32 {
     if exponent >= -126 {
         f32::from_bits(((exponent + 127) as u32) << 23)

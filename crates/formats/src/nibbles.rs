@@ -7,6 +7,16 @@
 ///
 /// The upper four bits of each input byte are ignored.
 ///
+/// ```
+/// use burn_fp4_formats::{pack_nibbles, unpack_nibbles};
+///
+/// let (mut bytes, mut codes) = ([0; 2], [0; 4]);
+/// pack_nibbles(&[1, 2, 3, 4], &mut bytes);
+/// assert_eq!(bytes, [0x21, 0x43]);
+/// unpack_nibbles(&bytes, &mut codes);
+/// assert_eq!(codes, [1, 2, 3, 4]);
+/// ```
+///
 /// # Panics
 /// If `bytes` is not half as long as `codes`.
 pub fn pack_nibbles(codes: &[u8], bytes: &mut [u8]) {

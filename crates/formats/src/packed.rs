@@ -19,6 +19,7 @@ pub enum TensorScale {
 
 impl TensorScale {
     /// Returns the multiplier of a row.
+    #[must_use]
     pub fn of_row(&self, row: usize) -> f32 {
         match self {
             Self::One(scale) => *scale,
@@ -38,6 +39,23 @@ impl TensorScale {
 /// A quantized matrix `[rows, cols]` in host memory. Blocks run along a row.
 ///
 /// It is serialized field by field; call [`validate`](Self::validate) on a matrix that was read.
+///
+/// ```
+/// use burn_fp4_formats::{Fp4Format, Packed, TensorScale};
+///
+/// let packed = Packed {
+///     format: Fp4Format::NvFp4,
+///     block_size: 16,
+///     rows: 1,
+///     cols: 16,
+///     codes: vec![0x21; 8],  // elements 0.5 and 1
+///     scales: vec![0x40],    // the block scale 2
+///     tensor_scale: TensorScale::One(3.0),
+/// };
+/// packed.validate()?;
+/// assert_eq!(packed.dequantize()[..2], [3.0, 6.0]);
+/// # Ok::<(), burn_fp4_formats::FormatError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Packed {
     /// Format of the codes and scales.

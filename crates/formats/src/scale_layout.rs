@@ -24,6 +24,7 @@ const TILE_BLOCKS: usize = 4;
 
 impl ScaleLayout {
     /// Number of bytes of the scales.
+    #[must_use]
     pub const fn len(self, rows: usize, blocks: usize) -> usize {
         match self {
             Self::RowMajor => rows * blocks,
@@ -37,6 +38,7 @@ impl ScaleLayout {
     ///
     /// Within a tile the 128 rows stand as 32 groups of the rows r, r + 32, r + 64, r + 96 (cuBLAS,
     /// "1D block scaling factors layout").
+    #[must_use]
     pub const fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
         match self {
             Self::RowMajor => row * blocks + block,
@@ -51,6 +53,15 @@ impl ScaleLayout {
     }
 
     /// Orders row-major scales in this layout; padding is 0.
+    ///
+    /// ```
+    /// use burn_fp4_formats::ScaleLayout;
+    ///
+    /// let tiled = ScaleLayout::Tiled128x4.arrange(&[1, 2, 3, 4], 2, 2)?; // 2 rows of 2 blocks
+    /// assert_eq!((tiled[..2].to_vec(), tiled[16..18].to_vec()), (vec![1, 2], vec![3, 4]));
+    /// assert_eq!(ScaleLayout::Tiled128x4.restore(&tiled, 2, 2)?, [1, 2, 3, 4]);
+    /// # Ok::<(), burn_fp4_formats::FormatError>(())
+    /// ```
     ///
     /// # Errors
     /// [`FormatError::Length`] unless there are `rows * blocks` scales.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 /// weight counts once for each place.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Budget {
     /// Mean bits per value, without tensor scales: NVFP4 takes 4.5, MXFP4 4.25.
     BitsPerWeight(f64),

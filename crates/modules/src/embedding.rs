@@ -37,6 +37,7 @@ impl Fp4Embedding {
     /// # Panics
     /// If the indices are on another device, and on hosts for one out of range, as [`Embedding`]
     /// does.
+    #[must_use]
     pub fn forward(&self, indices: Tensor<2, Int>) -> Tensor<3> {
         let packed = self.weight.reparameterization::<PackedWeight>();
         match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {
@@ -70,6 +71,7 @@ impl Fp4Embedding {
     /// # Panics
     /// If the last axis of the hidden states is not `d_model`, or their dtype is not f32, f16 or
     /// bf16.
+    #[must_use]
     pub fn project<const D: usize>(&self, hidden: Tensor<D>) -> Tensor<D> {
         let packed = self.weight.reparameterization::<PackedWeight>();
         match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {

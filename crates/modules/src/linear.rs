@@ -39,6 +39,7 @@ impl Fp4Linear {
     ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not f32, f16 or bf16.
+    #[must_use]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let packed = self.weight.reparameterization::<PackedWeight>();

@@ -74,6 +74,7 @@ impl fmt::Debug for Calibration {
 
 impl Calibration {
     /// Without any statistics.
+    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }

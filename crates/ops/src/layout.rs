@@ -95,6 +95,7 @@ impl Fp4Layout {
     }
 
     /// Returns the view of the dense tensor along the axis.
+    #[must_use]
     pub fn view(&self) -> View {
         View::along(&self.shape, self.axis)
     }

@@ -26,6 +26,7 @@ const CHUNK: usize = 1024;
 
 impl Gram {
     /// Creates the whole matrix, of no activations yet.
+    #[must_use]
     pub fn new(channels: usize) -> Self {
         Self::of_nothing(GramLayout::compact(channels, channels))
     }
@@ -332,6 +333,7 @@ impl Gram {
     }
 
     /// Rounds [`values`](Self::values) to f32.
+    #[must_use]
     pub fn to_f32(&self) -> Vec<f32> {
         self.values.par_iter().map(|&value| value as f32).collect()
     }

@@ -20,6 +20,7 @@ impl GramLayout {
     /// Returns the layout of devices for a matrix of blocks along the diagonal; one block of all
     /// channels is the whole matrix. Elements of tiles below the diagonal of the matrix are
     /// ignored.
+    #[must_use]
     pub fn of_device(channels: usize, block_size: usize) -> Self {
         let inside = block_size > 0 && Self::SIDE.is_multiple_of(block_size);
         Self { channels, side: Self::SIDE, diagonal: inside || channels <= Self::SIDE }
@@ -28,6 +29,7 @@ impl GramLayout {
     /// Returns the layout of a [`Gram`](crate::Gram), with both halves of the tiles on the
     /// diagonal: a tile for every block, or a whole matrix without channels beyond the last if it
     /// fits one tile.
+    #[must_use]
     pub fn compact(channels: usize, block_size: usize) -> Self {
         let whole = block_size == channels;
         let side = if whole { channels.clamp(1, Self::SIDE) } else { block_size.max(1) };
@@ -89,6 +91,7 @@ impl GramLayout {
 
     /// Groups tiles by column: each column of tiles with the rows of tiles of it that are in the
     /// range.
+    #[must_use]
     pub fn columns(&self, tiles: Range<usize>) -> Vec<(usize, Range<usize>)> {
         let mut columns = Vec::new();
         let mut start = 0;

@@ -10,6 +10,21 @@ use crate::rounding::Draw;
 ///
 /// The matrix is orthogonal: if both operands of a product are transformed, the product stays the
 /// same. Source: TransformerEngine's reference quantizer, `with_rht`.
+///
+/// ```
+/// use burn_fp4_search::Hadamard;
+/// use burn_fp4_search::host::{View, hadamard};
+///
+/// let (view, transform) = (View::rows(1, 16), Hadamard::default());
+/// let mut outlier = [0.0f32; 16];
+/// outlier[3] = 8.0;
+/// let (mut spread, mut back) = ([0.0; 16], [0.0; 16]);
+/// hadamard(&outlier, view, transform, false, &mut spread)?;
+/// assert!(spread.iter().all(|value| value.abs() == 2.0));
+/// hadamard(&spread, view, transform, true, &mut back)?;
+/// assert_eq!(back, outlier);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hadamard {
     /// Bit i is set where `s_i` is -1.
@@ -30,6 +45,7 @@ impl Hadamard {
     pub const TRANSFORMER_ENGINE: Self = Self { signs: 0xD7E8 };
 
     /// Draws random signs.
+    #[must_use]
     pub fn seeded(seed: u64) -> Self {
         let [signs, ..] = Draw { seed, step: 0 }.group(0);
         Self { signs }

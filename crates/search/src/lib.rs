@@ -35,6 +35,7 @@
 //! | `recipe.rs`            | [`Recipe`]: the choices for the weights of a model, as TOML      |
 //! | `error.rs`             | [`SearchError`], [`RecipeError`]                                 |
 
+#![warn(missing_debug_implementations)]
 // Loops over lanes and matrices use the indices of the formulas.
 #![allow(clippy::needless_range_loop)]
 

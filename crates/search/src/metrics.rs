@@ -10,6 +10,7 @@ use crate::quantize_weight::dense_rows;
 
 /// The error of a quantized weight, in the measures of other projects.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Metrics {
     /// `|Wq - W| / |W|` in percent, Euclidean; 0 for an all-zero weight that stayed so.
     pub weight_error_percent: f64,
@@ -22,6 +23,16 @@ const CHUNK: usize = 1024;
 
 impl Metrics {
     /// Compares a weight `[rows, cols]` with its quantized form.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Fp4Scheme, Metrics, quantize};
+    ///
+    /// let weight: Vec<f32> = (0..16).map(|at| (at as f32).sin()).collect();
+    /// let packed = quantize(&weight, 1, 16, &Fp4Scheme::nvfp4())?;
+    /// let metrics = Metrics::of(&weight, &packed)?;
+    /// assert!(metrics.weight_error_percent < 15.0 && metrics.sqnr_db > 16.0);
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
     ///
     /// # Errors
     /// [`SearchError::Format`] if the weight does not have the shape of the packed one.

@@ -17,6 +17,7 @@ const SMALLEST_SCALE_AMAX: f32 = 1.0 / (1 << 24) as f32;
 /// Unquantized it is `amax / 6`. Quantized, it is rounded to a block scale, where the largest amax
 /// (`global_amax`, or the largest in `amax`) maps to `largest_scale` (448, or 256 to leave room for
 /// Four Over Six). Unlike in a checkpoint, a small block scale may become 0.
+#[must_use]
 pub fn compute_fp4_scales(
     amax: &[f32],
     global_amax: Option<f32>,

@@ -13,6 +13,7 @@ pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Returns four random words for a counter.
 #[inline(always)]
+#[must_use]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let [first, third] =

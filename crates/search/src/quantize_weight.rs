@@ -33,6 +33,18 @@ impl Method {
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram
     /// matrix.
     ///
+    /// ```
+    /// use burn_fp4_search::formats::Fp4Format;
+    /// use burn_fp4_search::{Gram, Method};
+    ///
+    /// let weight: Vec<f32> = (0..2 * 32).map(|at| (at as f32).sin()).collect();
+    /// let inputs: Vec<f32> = (0..64 * 32).map(|at| (at as f32 * 0.7).cos()).collect();
+    /// let gram = Gram::of(&inputs, 32)?; // 64 inputs of 32 channels
+    /// let packed = Method::GPTQ.quantize(&weight, 2, 32, Fp4Format::NvFp4, 16, Some(&gram))?;
+    /// assert_eq!(packed.bytes(), 2 * 32 / 2 + 2 * 2 + 4);
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
+    ///
     /// # Errors
     /// A weight that is not finite; a format that the method is not defined for; a block size that
     /// does not divide the columns; a Gram matrix of another number of channels, or a missing one

@@ -34,17 +34,20 @@ impl Draw {
     pub const GROUP: u32 = 8;
 
     /// Returns the key.
+    #[must_use]
     pub const fn key(self) -> [u32; 2] {
         [self.seed as u32, (self.seed >> 32) as u32]
     }
 
     /// Returns the last two words of the counter.
+    #[must_use]
     pub const fn counter(self) -> [u32; 2] {
         [self.step as u32, (self.step >> 32) as u32]
     }
 
     /// Returns the random bits of the eight neighbouring elements of a group.
     #[inline(always)]
+    #[must_use]
     pub fn group(self, group: u32) -> [u16; Self::GROUP as usize] {
         let [low, high] = self.counter();
         let words = philox([group, 0, low, high], self.key());
@@ -52,6 +55,7 @@ impl Draw {
     }
 
     /// Derives another sequence of the same seed, for example for another tensor of the same step.
+    #[must_use]
     pub fn stream(self, stream: u64) -> Self {
         let [a, b, c, d] = [stream as u32, (stream >> 32) as u32, u32::MAX, u32::MAX];
         let [low, high, ..] = philox([a, b, c, d], self.key());
@@ -61,6 +65,7 @@ impl Draw {
 
 /// Rounds an element to an E2M1 code: up in magnitude if `(bits + 1/2) / 2^16` is less than its
 /// distance from the code below, as a fraction of the step to the code above. A NaN gives 0.
+#[must_use]
 pub fn stochastic_code(element: f32, bits: u16) -> u8 {
     if element.is_nan() {
         return 0;

@@ -102,6 +102,7 @@ const fn power(
 
 /// The facts of a [`ScaleRule`].
 #[derive(Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RuleRow {
     /// Name in reports, in files and on command lines.
     pub name: &'static str,
@@ -154,6 +155,7 @@ pub enum Normalization {
 
 impl Normalization {
     /// Returns true if elements are divided by the scale instead of multiplied.
+    #[must_use]
     pub const fn divides(self) -> bool {
         matches!(self, Self::Division)
     }
@@ -164,6 +166,7 @@ impl ScaleRule {
     pub const SMALLEST_DIVISOR: f32 = 1e-12;
 
     /// Returns the default rule of a format, the first of its rules.
+    #[must_use]
     pub fn of_format(format: Fp4Format) -> Self {
         let of_format = |rule: &Self| rule.row().format == format;
         Self::ALL.into_iter().find(of_format).expect("every format has a rule")
@@ -171,6 +174,7 @@ impl ScaleRule {
 
     /// Returns the code of the scale for a block with this amax: the nearest scale, or a power of
     /// two, clamped to the largest.
+    #[must_use]
     pub fn block_scale(self, amax: f32, factor: TensorFactor) -> u8 {
         let row = &self.row().format.row().block_scale;
         match self.row().scale {
@@ -183,6 +187,7 @@ impl ScaleRule {
 
     /// Returns the multiplier of elements before they are rounded to E2M1; 1 where they are divided
     /// instead ([`Normalization::Division`]).
+    #[must_use]
     pub fn multiplier(self, block_scale: u8, factor: TensorFactor) -> f32 {
         let decode = |code| self.row().format.row().block_scale.decode(code);
         match self.row().normalization {
@@ -199,6 +204,7 @@ impl ScaleRule {
     }
 
     /// Returns the code of an element.
+    #[must_use]
     pub fn code(self, element: f32, block_scale: u8, multiplier: f32) -> u8 {
         E2M1.encode(self.normalized(element, block_scale, multiplier))
     }

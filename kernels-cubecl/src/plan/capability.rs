@@ -42,6 +42,7 @@ pub enum WgmmaSupport {
 
 impl Capability {
     /// Reads the capability of a client's device.
+    #[must_use]
     pub fn of(client: &Client) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;

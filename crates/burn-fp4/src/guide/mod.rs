@@ -20,6 +20,7 @@
 //! | [`records`]     | saving, loading, moving; limits of devices                 |
 //! | [`errors`]      | every error, with its cause and fix                        |
 //! | [`numerics`]    | bits of the formats, and why engines agree                 |
+//! | [`burn_quantization`] | Burn's own quantized tensors, converted               |
 
 #[doc = include_str!("quantize.md")]
 pub mod quantize {}
@@ -65,3 +66,6 @@ pub mod errors {}
 
 #[doc = include_str!("numerics.md")]
 pub mod numerics {}
+
+#[doc = include_str!("burn_quantization.md")]
+pub mod burn_quantization {}

@@ -73,6 +73,7 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
 
 /// How the dialect of a checkpoint is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KnownBy {
     /// Its configs or metadata name it, or name none, as nothing is quantized.
     Claim,
@@ -215,6 +216,7 @@ pub fn writer(name: &str) -> Result<(&'static dyn Dialect, &'static dyn Write), 
 }
 
 /// The names of the dialects that are written.
+#[must_use]
 pub fn written() -> Vec<&'static str> {
     DIALECTS.iter().filter(|d| d.writer().is_some()).map(|d| d.name()).collect()
 }

@@ -3,6 +3,7 @@
 
 /// A program that reads checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Program {
     /// vLLM.
     Vllm,
@@ -20,6 +21,7 @@ pub enum Program {
 
 /// The facts of a [`Program`].
 #[derive(Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProgramRow {
     /// Its name in tables.
     pub name: &'static str,
@@ -62,6 +64,7 @@ pub enum Known {
 
 /// A program that reads a format in a dialect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ReadBy {
     /// The program.
     pub program: Program,

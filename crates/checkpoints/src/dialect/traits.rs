@@ -102,6 +102,7 @@ pub trait Write: Sync {
 
 /// Which scales a dialect has a place for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Holds {
     /// How it states the tensor scale.
     pub tensor_scale: Stated,

@@ -11,6 +11,7 @@ use crate::weight::{Model, Value, Weight};
 
 /// A quantized weight that is not changed as all others are.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Kept {
     /// The weight, by its place in the model.
     pub weight: usize,

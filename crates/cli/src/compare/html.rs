@@ -12,8 +12,9 @@ use crate::table::end_of;
 
 /// Bars of the plot of errors.
 const BARS: usize = 25;
-/// Characters of a name for which there is room in front of a bar.
+/// Characters of a name for which there is room in front of a bar, and the width of one.
 const NAME: usize = 62;
+const CHARACTER: f64 = 6.6;
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --line: #d7dce1;
@@ -23,6 +24,7 @@ const STYLE: &str = "
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+p::first-letter { text-transform: uppercase; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { text-align: left; vertical-align: top; padding: 0.2rem 0.6rem; }
 th, td { border-bottom: 1px solid var(--line); }
@@ -105,11 +107,14 @@ fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
     }
     let (marks, bottom) = (marks(most), 18 * rows.len() + 4);
     let end = marks.last().map_or(most, |(mark, _)| *mark);
-    let length = |percent: f64| 300.0 * percent / end;
+    let names: Vec<String> = rows.iter().map(|row| end_of(row.module(), NAME)).collect();
+    let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    let left = 20.0 + CHARACTER * longest as f64;
+    let length = |percent: f64| (725.0 - left) * percent / end;
     let height = bottom + 20;
     let mut svg = format!("<div class=\"wide\"><svg viewBox=\"0 0 800 {height}\" role=\"img\">\n");
     for (mark, text) in &marks {
-        let x = 425.0 + length(*mark);
+        let x = left + length(*mark);
         let _ = writeln!(
             svg,
             "<line x1=\"{x:.1}\" y1=\"0\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
@@ -117,15 +122,16 @@ fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
             bottom + 14
         );
     }
-    for (at, row) in rows.iter().enumerate() {
+    for (at, (row, name)) in rows.iter().zip(&names).enumerate() {
         let (y, width) = (18 * at + 2, length(row.error_percent));
-        let name = escaped(&end_of(row.module(), NAME));
         let _ = writeln!(
             svg,
-            "<text x=\"415\" y=\"{}\" text-anchor=\"end\">{name}</text>\
-             <rect x=\"425\" y=\"{y}\" width=\"{width:.1}\" height=\"13\"/>\
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"end\">{}</text>\
+             <rect x=\"{left:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"13\"/>\
              <text x=\"740\" y=\"{}\">{}</text>",
+            left - 10.0,
             y + 11,
+            escaped(name),
             y + 11,
             Percent(row.error_percent)
         );

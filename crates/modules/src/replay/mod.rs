@@ -192,6 +192,7 @@ impl From<OpsError> for ReplayError {
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
     /// Makes a replay of a pass without state.
+    #[must_use]
     pub fn new(model: M, forward: fn(&M, I) -> O) -> Self
     where
         M: 'static,
@@ -205,6 +206,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors> Replay<M, I, O> {
 
 impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Replay<M, I, O, S> {
     /// Makes a replay of a pass that hands a state from each run to the next.
+    #[must_use]
     pub fn with_state(model: M, state: S, forward: fn(&M, S, I) -> (S, O)) -> Self
     where
         M: 'static,
@@ -286,6 +288,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// Ends it and gives the model back.
+    #[must_use]
     pub fn into_model(self) -> M {
         self.model
     }

@@ -34,6 +34,7 @@ const COLOURS: usize = 3;
 impl Sensitivity {
     /// A page for a browser, which needs nothing else: a row for every group, the largest errors
     /// first, with a bar for every candidate in FP4, and all figures. A choice is marked.
+    #[must_use]
     pub fn html(&self, choice: Option<&BudgetChoice>) -> String {
         page(self, choice)
     }
@@ -53,7 +54,7 @@ fn page(sensitivity: &Sensitivity, choice: Option<&BudgetChoice>) -> String {
         body.push_str(&row_of(group, chosen, most));
     }
     let budget = choice.map_or(String::new(), |choice| {
-        format!(" Bold: the choice within {:.3} bits a value.", choice.bits_per_weight)
+        format!(" Bold: the choice, {:.3} bits a value.", choice.bits_per_weight)
     });
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\

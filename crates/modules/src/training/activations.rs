@@ -14,6 +14,7 @@ use crate::error::Fp4Error;
 /// way.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ActivationRange {
     /// The amax of every tensor.
     Dynamic,
@@ -158,6 +159,7 @@ impl FakeQuantize {
     ///
     /// # Panics
     /// If the last axis has another length, or the dtype is not f32, f16 or bf16.
+    #[must_use]
     pub fn forward<const D: usize>(&self, activations: Tensor<D>) -> Tensor<D> {
         let found = activations.dims()[D - 1];
         assert_eq!(found, self.channels, "the last axis of the activations");

@@ -66,6 +66,7 @@ impl Fp4TrainLinear {
     ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not that of the weight.
+    #[must_use]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let step = match input.device().is_autodiff() {
             true => self.step.fetch_add(1, Ordering::Relaxed),

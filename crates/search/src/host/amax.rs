@@ -16,6 +16,7 @@ use crate::tensor_scale::TensorScaling;
 /// Computes the amax for the tensor scale: one value, or one per packed row.
 ///
 /// A NaN among the values makes the result NaN.
+#[must_use]
 pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
     match scheme.tensor_scale {
         TensorScaling::Amax(amax) => vec![amax],
@@ -25,6 +26,7 @@ pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec
 }
 
 /// Returns the largest magnitude of all values, NaN if one of them is.
+#[must_use]
 pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
     let largest =
         values.par_chunks(TASK).map(|values| arch().dispatch(LargestMagnitude { values })).max();
@@ -32,6 +34,7 @@ pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
 }
 
 /// Returns the largest magnitude of each packed row, NaN if one of its values is.
+#[must_use]
 pub fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
     if view.is_empty() {
         return vec![0.0; view.packed_rows()];

@@ -31,6 +31,17 @@ const ONE_THREAD: usize = 1 << 17;
 /// rows of `channels` elements, without its dense values: `[inputs, outputs]`, summed in f32 and
 /// rounded once.
 ///
+/// ```
+/// use burn_fp4_search::host::matmul;
+/// use burn_fp4_search::{Fp4Scheme, quantize};
+///
+/// let weight = quantize(&[1.0; 2 * 16], 2, 16, &Fp4Scheme::nvfp4())?;
+/// let mut output = [0.0; 2];
+/// matmul(&[0.5; 16], (&weight).into(), [2, 16], &mut output)?;
+/// assert_eq!(output, [8.0, 8.0]);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Errors
 /// A block size that the format does not allow or that does not divide the channels, or a slice of
 /// the wrong length.

@@ -23,6 +23,19 @@ use crate::tensor_scale::TensorFactor;
 /// `codes` takes `[packed_rows, axis / 2]` bytes and `scales` `[packed_rows, axis / block_size]`.
 /// The result has the bits of [`quantize_with_amax`](crate::quantize_with_amax).
 ///
+/// ```
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::{View, amax, quantize};
+///
+/// let weight: Vec<f32> = (0..64).map(|at| at as f32).collect();
+/// let (view, scheme) = (View::rows(2, 32), Fp4Scheme::nvfp4());
+/// let (mut codes, mut scales) = ([0; 2 * 32 / 2], [0; 2 * 32 / 16]);
+/// let amax = amax(&weight, view, &scheme);
+/// quantize(&weight, view, &scheme, &amax, &mut codes, &mut scales)?;
+/// assert_eq!(scales[3], 0x7E, "the block of the largest magnitude has the largest scale, 448");
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Errors
 /// An inconsistent scheme, an axis that the blocks do not divide, or a slice of the wrong length.
 pub fn quantize<T: HostElement>(

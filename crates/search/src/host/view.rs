@@ -20,6 +20,7 @@ impl View {
     pub const MAX_LEN: usize = u32::MAX as usize - (1 << 24);
 
     /// A row-major matrix whose blocks run along its rows.
+    #[must_use]
     pub const fn rows(rows: usize, cols: usize) -> Self {
         Self { outer: rows, axis: cols, inner: 1 }
     }
@@ -28,6 +29,7 @@ impl View {
     ///
     /// # Panics
     /// If the axis is not one of the shape's.
+    #[must_use]
     pub fn along(shape: &[usize], axis: usize) -> Self {
         Self {
             outer: shape[..axis].iter().product(),

@@ -7,6 +7,7 @@ use crate::tensor_scale::TensorScaling;
 /// Computes the amax for the tensor scale: one value, or one per row.
 ///
 /// A NaN among the values makes the result NaN.
+#[must_use]
 pub fn amax(values: &[f32], cols: usize, scheme: &Fp4Scheme) -> Vec<f32> {
     match scheme.tensor_scale {
         TensorScaling::Amax(amax) => vec![amax],

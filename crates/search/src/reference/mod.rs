@@ -40,6 +40,15 @@ use crate::tensor_scale::TensorFactor;
 /// NaN and infinity give the results of the published references. The user-facing operations reject
 /// them by default.
 ///
+/// ```
+/// use burn_fp4_search::{Fp4Scheme, quantize};
+///
+/// let row: Vec<f32> = (0..16).map(|at| at as f32 / 4.0).collect();
+/// let packed = quantize(&row, 1, 16, &Fp4Scheme::nvfp4())?;
+/// assert_eq!(packed.dequantize()[15], 3.75, "the largest magnitude is exact");
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Errors
 /// An inconsistent scheme, a number of columns that the block size does not divide, or a slice that
 /// does not hold `rows * cols` values.

@@ -61,6 +61,16 @@ impl Layers {
         Ok(Self { first, last, count })
     }
 
+    /// Layers of the model.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Layers that are asked for to be kept.
+    pub(super) fn asked(&self) -> usize {
+        self.first.saturating_add(self.last)
+    }
+
     fn is_kept(&self, layer: usize) -> bool {
         let from_end = self.count.checked_sub(layer);
         layer < self.first || from_end.is_some_and(|left| (1..=self.last).contains(&left))

@@ -201,7 +201,12 @@ impl Selection {
             });
         }
         let scaled = writer.holds().tensor_scale != Stated::Folded;
-        let warnings = Warning::of(model, architecture, choice.preset, &choice.only);
+        let warnings = [
+            Warning::of_architecture(model, architecture, choice.preset, &choice.only),
+            Warning::of_stacks(model, architecture, groups.iter().flatten().copied()),
+            Warning::of_layers(&layers),
+        ];
+        let warnings = warnings.into_iter().flatten().collect();
         let choice = choice.clone();
         Ok(Self { decisions, groups, exceptions, warnings, choice, layers, scaled })
     }
@@ -256,7 +261,7 @@ impl Selection {
         // Each reason once, the closest first.
         let mut reasons: Vec<(&Reason, &str, usize)> = Vec::new();
         for (weight, reason) in &kept {
-            match reasons.iter_mut().find(|(known, ..)| *known == reason) {
+            match reasons.iter_mut().find(|(known, ..)| known.is_like(reason)) {
                 Some((.., count)) => *count += 1,
                 None => reasons.push((reason, weight, 1)),
             }
@@ -272,14 +277,88 @@ impl Selection {
         };
         let mut texts: Vec<String> = reasons.iter().take(SHOWN).map(text).collect();
         if reasons.len() > SHOWN {
-            texts.push(format!("and {} more reasons", reasons.len() - SHOWN));
+            let more = reasons.len() - SHOWN;
+            texts.push(format!("and {more} more reason{}", if more == 1 { "" } else { "s" }));
         }
         if texts.is_empty() {
             texts.push("there is no matrix".to_owned());
         }
-        let remedy = reasons.first().map_or(&Reason::NoMatrix, |(reason, ..)| *reason).remedy();
+        let (reason, weight) =
+            reasons.first().map_or((&Reason::NoMatrix, ""), |one| (one.0, one.1));
+        let remedy = self.remedy(model, weight, reason)?;
         let (tensors, reasons) = (model.weights.len(), texts.join("; "));
         Err(CheckpointError::NothingSelected { tensors, reasons, remedy })
+    }
+
+    /// Names the choice that makes a weight quantized that is kept for a reason.
+    fn remedy(
+        &self,
+        model: &Model<'_>,
+        weight: &str,
+        reason: &Reason,
+    ) -> Result<String, CheckpointError> {
+        let asked = !self.choice.only.is_empty();
+        Ok(match reason {
+            Reason::Columns { cols, .. } => self.choice.dividing(*cols),
+            Reason::CannotHold { .. } => "choose another dialect".to_owned(),
+            Reason::Transposed(_) => {
+                let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
+                let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
+                format!("write the dialect {}, or name weights with `only`", names.join(" or "))
+            }
+            Reason::Smoothed => "start from the model before its inputs were scaled".to_owned(),
+            Reason::Asked(pattern) => format!("leave `{pattern}` out of what is kept"),
+            Reason::Layer(_) => {
+                let count = self.layers.count();
+                format!("keep fewer layers in high precision: the model has {count}")
+            }
+            Reason::With(_) => self.remedy_together(model, weight),
+            Reason::Already(_) => "choose other weights".to_owned(),
+            Reason::Preset(CONVOLUTION) | Reason::NoMatrix | Reason::Empty | Reason::Dtype(_)
+                if !asked =>
+            {
+                "choose a model with matrices of floats".to_owned()
+            }
+            Reason::Preset(_) if !asked && self.choice.preset != Preset::default() => {
+                format!("choose the preset `{}`, or name weights with `only`", Preset::default())
+            }
+            Reason::Preset(_)
+            | Reason::NoMatrix
+            | Reason::Empty
+            | Reason::Dtype(_)
+            | Reason::NotAsked
+            | Reason::Unlisted(_) => {
+                let others = Choice { only: Vec::new(), ..self.choice.clone() };
+                let others = Self::of(model, &others)?;
+                let module = |group: &Vec<usize>| model.weights[group[0]].module().to_owned();
+                match others.groups.first().map(module) {
+                    Some(module) => {
+                        format!("name matrices of floats with `only`, such as `{module}`")
+                    }
+                    None => "name matrices of floats with `only`".to_owned(),
+                }
+            }
+        })
+    }
+
+    /// Names the choice that makes a weight quantized whose neighbours are kept.
+    fn remedy_together(&self, model: &Model<'_>, weight: &str) -> String {
+        let apart = "set `together = false` in a recipe";
+        let families = fused::families(model);
+        let family = families
+            .iter()
+            .find(|family| family.iter().any(|&at| model.weights[at].name == weight));
+        let not_asked = |at: &&usize| self.decisions[**at] == Decision::Keep(Reason::NotAsked);
+        let last = |at: &usize| {
+            let module = model.weights[*at].module();
+            format!("`{}`", module.rsplit('.').next().unwrap_or(module))
+        };
+        let others: Vec<String> =
+            family.into_iter().flatten().filter(not_asked).map(last).collect();
+        match &others[..] {
+            [] => apart.to_owned(),
+            others => format!("name {} with `only` too, or {apart}", others.join(" and ")),
+        }
     }
 
     /// Returns true if the dialect has a place for the tensor scales of formats that have them. In
@@ -336,6 +415,28 @@ impl Choice {
             exceptions: Vec::new(),
             together: None,
         }
+    }
+
+    /// Names a format, or else dialects, whose blocks divide a number of columns.
+    fn dividing(&self, cols: usize) -> String {
+        let fits = |dialect: &str, format: Fp4Format| {
+            dialect::writer(dialect).is_ok_and(|(_, writer)| {
+                let columns = writer.columns(format, format.row().block_size);
+                !writer.readers(format).is_empty() && cols.is_multiple_of(columns)
+            })
+        };
+        let mut formats = Fp4Format::ALL;
+        formats.sort_by_key(|format| *format != self.format);
+        if let Some(format) = formats.into_iter().find(|format| fits(&self.dialect, *format)) {
+            return format!("choose {format} in blocks of {}", format.row().block_size);
+        }
+        let dialects = |format: Fp4Format| {
+            let names = dialect::written().into_iter().filter(|name| fits(name, format));
+            let names: Vec<_> = names.collect();
+            (!names.is_empty()).then(|| format!("write {format} in {}", names.join(" or ")))
+        };
+        let other = formats.into_iter().find_map(dialects);
+        other.unwrap_or_else(|| "choose other weights: no format has blocks so short".to_owned())
     }
 
     /// The format of a weight that an exception is about, or none. None: it is kept.
@@ -512,7 +613,10 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
     if shape.len() > 3 && weight.name.ends_with(".weight") {
         return Some(Reason::Preset(CONVOLUTION));
     }
-    (shape.len() < 2 || shape.len() > 3 || shape.contains(&0)).then_some(Reason::NoMatrix)
+    match shape.len() {
+        2 | 3 => shape.contains(&0).then_some(Reason::Empty),
+        _ => Some(Reason::NoMatrix),
+    }
 }
 
 /// If one of a family is kept, all are.
@@ -670,6 +774,91 @@ mod tests {
         let error = of(["*", "layers.0.up_proj", "layers.0.o_proj"]).expect_err("no such name");
         let says = "`weights` pattern `layers.0.o_proj` matches none of 2";
         assert!(error.to_string().starts_with(says), "{error}");
+    }
+
+    /// A weight of zeros.
+    fn weight(name: &str, shape: &[usize]) -> Weight<'static> {
+        let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        let tensor = Tensor::new(name.to_owned(), Dtype::BF16, shape.to_vec(), bytes);
+        Weight::new(name.to_owned(), 0, Value::Plain(tensor.expect("a shape")))
+    }
+
+    /// The error for a choice that quantizes nothing.
+    fn nothing(model: &Model<'_>, only: &[&str], dialect: &str) -> String {
+        let only = only.iter().map(|name| (*name).to_owned()).collect();
+        let selection = Selection::of(model, &Choice { only, ..choice(dialect) });
+        let error = selection.expect("a selection").check_not_empty(model);
+        error.expect_err("nothing is selected").to_string()
+    }
+
+    #[test]
+    fn the_remedy_for_an_empty_selection_fits_its_reason() {
+        let model = layer(&["q_proj", "k_proj", "v_proj", "embed_tokens"]);
+        let error = nothing(&model, &["*.q_proj"], "modelopt");
+        let says = "name `k_proj` and `v_proj` with `only` too, or set `together = false`";
+        assert!(error.contains(says), "{error}");
+
+        let of = |weights: &[(&str, &[usize])]| Model {
+            weights: weights.iter().map(|(name, shape)| weight(name, shape)).collect(),
+            ..Model::default()
+        };
+        let norms = of(&[("a.norm.weight", &[64]), ("a.o_proj.weight", &[1, 64])]);
+        let error = nothing(&norms, &["*norm*"], "modelopt");
+        assert!(error.ends_with("floats with `only`, such as `a.o_proj`"), "{error}");
+
+        for (cols, dialect, says) in [
+            (48, "gguf", "; write nvfp4 in modelopt or "),
+            (33, "modelopt", "33 columns are not a multiple of 16; choose other weights: no "),
+            (1, "modelopt", ": 1 column is not a multiple of 16; "),
+            (0, "modelopt", ": has no values; choose a model with matrices of floats"),
+        ] {
+            let error = nothing(&of(&[("a.o_proj.weight", &[2, cols])]), &[], dialect);
+            assert!(error.contains(says), "{error}");
+        }
+        let wide = Choice { block_size: 32, ..choice("modelopt") };
+        assert_eq!(wide.dividing(48), "choose nvfp4 in blocks of 16");
+    }
+
+    #[test]
+    fn more_layers_to_keep_than_there_are_are_warned_of_and_one_reason() {
+        let names = ["layers.0.o_proj.weight", "layers.1.o_proj.weight", "vision.o_proj.weight"];
+        let weights = names.map(|name| weight(name, &[1, 64])).into();
+        let model = Model { weights, ..Model::default() };
+        let of = |first_layers, last_layers| {
+            let choice = Choice { first_layers, last_layers, ..choice("modelopt") };
+            Selection::of(&model, &choice).expect("a selection")
+        };
+        let layers = |selection: &Selection| {
+            let mut all = selection.warnings.iter().map(ToString::to_string);
+            all.find(|warning| warning.starts_with("high precision"))
+        };
+        assert_eq!(layers(&of(1, 1)), None);
+        let says = "high precision for 99 of the layers: the model has 2; ask for fewer";
+        assert_eq!(layers(&of(99, 0)).as_deref(), Some(says));
+        let error = of(9, 0).check_not_empty(&model).expect_err("nothing").to_string();
+        let says = "`layers.0.o_proj.weight`: layer 0 stays in high precision (and 1 more); ";
+        assert!(error.contains(says), "{error}");
+        let says = "; keep fewer layers in high precision: the model has 2";
+        assert!(error.ends_with(says), "{error}");
+    }
+
+    #[test]
+    fn weights_that_three_axes_alone_make_stacks_are_warned_of() {
+        let names = ["layers.0.mixer.table.weight", "layers.1.mixer.table.weight"];
+        let of = |kind: &str, only: &[&str]| {
+            let config = Some(serde_json::json!({"model_type": kind}));
+            let weights = names.map(|name| weight(name, &[2, 1, 64])).into();
+            let model = Model { weights, config, ..Model::default() };
+            let only = only.iter().map(|name| (*name).to_owned()).collect();
+            Selection::of(&model, &Choice { only, ..choice("modelopt") }).expect("a selection")
+        };
+        let first = names[0].to_owned();
+        let stacks = Warning::StacksByShape { weights: 2, first };
+        assert_eq!(of("unheard_of", &[]).warnings[1..], [stacks.clone()]);
+        assert_eq!(of("llama", &["*.table"]).warnings, [stacks.clone()]);
+        assert_eq!(of("llama", &[]).warnings, []);
+        let says = "`layers.0.mixer.table.weight` (and 1 more): taken for a stack of matrices";
+        assert!(stacks.to_string().starts_with(says), "{stacks}");
     }
 
     #[test]

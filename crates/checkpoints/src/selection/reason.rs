@@ -1,13 +1,14 @@
 //! Reasons for which a weight is kept.
 
-use crate::dialect;
-
 /// A reason for which a weight is kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     /// Not a matrix or a stack of matrices.
     #[error("not a matrix")]
     NoMatrix,
+    /// An axis has length 0.
+    #[error("has no values")]
+    Empty,
     /// Its numbers are not floats that are read.
     #[error("{}", numbers(.0))]
     Dtype(String),
@@ -44,7 +45,7 @@ pub enum Reason {
         what: &'static str,
     },
     /// Blocks, or the records of the dialect, do not divide its columns.
-    #[error("{cols} columns are no multiple of {of}")]
+    #[error("{} not a multiple of {of}", columns(*.cols))]
     Columns {
         /// How many there are.
         cols: usize,
@@ -54,6 +55,10 @@ pub enum Reason {
     /// It is run as one with another that is kept.
     #[error("runs as one with `{0}`, which stays")]
     With(String),
+}
+
+fn columns(cols: usize) -> String {
+    if cols == 1 { "1 column is".to_owned() } else { format!("{cols} columns are") }
 }
 
 /// The numbers of a dtype that is not quantized.
@@ -70,23 +75,18 @@ impl Reason {
         match self {
             Self::Smoothed | Self::Transposed(_) | Self::CannotHold { .. } => true,
             Self::Columns { .. } | Self::With(_) => true,
-            Self::NoMatrix | Self::Dtype(_) | Self::Already(_) | Self::Asked(_) => false,
-            Self::NotAsked | Self::Layer(_) | Self::Preset(_) | Self::Unlisted(_) => false,
+            Self::NoMatrix | Self::Empty | Self::Dtype(_) | Self::Already(_) => false,
+            Self::Asked(_) | Self::NotAsked | Self::Layer(_) => false,
+            Self::Preset(_) | Self::Unlisted(_) => false,
         }
     }
 
-    /// Names the choice that makes the weight quantized.
-    pub(super) fn remedy(&self) -> String {
-        match self {
-            Self::Transposed(_) => {
-                let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
-                let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
-                format!("write the dialect {}, or force weights by their names", names.join(" or "))
-            }
-            Self::Columns { .. } => "choose another format or dialect".to_owned(),
-            Self::CannotHold { .. } => "choose another dialect".to_owned(),
-            Self::NoMatrix | Self::Dtype(_) => "choose a model with matrices of floats".to_owned(),
-            _ => "choose other weights, or keep fewer".to_owned(),
+    /// Returns true if a list of reasons names one of the two: only their layers, or the weights
+    /// that they run with, differ.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Layer(_), Self::Layer(_)) | (Self::With(_), Self::With(_)) => true,
+            _ => self == other,
         }
     }
 
@@ -101,7 +101,7 @@ impl Reason {
             Self::Already(_) => 3,
             Self::Dtype(_) => 4,
             Self::NotAsked | Self::Preset(_) | Self::Unlisted(_) => 5,
-            Self::NoMatrix => 6,
+            Self::NoMatrix | Self::Empty => 6,
         }
     }
 }

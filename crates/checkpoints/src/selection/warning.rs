@@ -4,8 +4,9 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::layers::Layers;
 use super::preset::Preset;
-use crate::architecture::{Architecture, stated};
+use crate::architecture::{Architecture, Role, stated};
 use crate::weight::Model;
 
 /// A reason to look at a selection before its result is used.
@@ -19,35 +20,93 @@ pub enum Warning {
         /// The `model_type` in `config.json`, if it states one.
         model_type: Option<String>,
     },
+    /// Weights that are not known are quantized as stacks of matrices, because they have three
+    /// axes.
+    StacksByShape {
+        /// How many there are.
+        weights: usize,
+        /// The name of the first.
+        first: String,
+    },
+    /// More layers are asked to be kept than the model has.
+    FewerLayers {
+        /// The first and the last layers that are asked to be kept.
+        asked: usize,
+        /// Layers of the model.
+        layers: usize,
+    },
 }
 
 impl Warning {
-    /// The warnings about a choice. A user's own list of names needs none, nor do GGUF files, whose
-    /// names are the same for all architectures.
-    pub(super) fn of(
+    /// Warns of an architecture that is not known. A user's own list of names needs no warning, nor
+    /// do GGUF files, whose names are the same for all architectures.
+    pub(super) fn of_architecture(
         model: &Model<'_>,
         architecture: Architecture<'_>,
         preset: Preset,
         only: &[String],
-    ) -> Vec<Self> {
+    ) -> Option<Self> {
         let guessed = only.is_empty() && preset != Preset::Miles && model.gguf.is_none();
-        match architecture.name() {
-            None if guessed => {
-                let model_type = stated(model.config.as_ref()).map(str::to_owned);
-                vec![Self::UnknownArchitecture { model_type }]
-            }
-            Some(_) | None => Vec::new(),
-        }
+        (guessed && architecture.name().is_none()).then(|| Self::UnknownArchitecture {
+            model_type: stated(model.config.as_ref()).map(str::to_owned),
+        })
+    }
+
+    /// Warns of weights that are quantized as stacks of matrices by the number of their axes alone.
+    pub(super) fn of_stacks(
+        model: &Model<'_>,
+        architecture: Architecture<'_>,
+        quantized: impl Iterator<Item = usize>,
+    ) -> Option<Self> {
+        let roles = architecture.roles();
+        let unlisted = |module: &str| matches!(roles.role(module, 3), Some(Role::Unlisted(_)));
+        let mut guessed = quantized.map(|at| &model.weights[at]).filter(|weight| {
+            weight.shape().len() == 3
+                && (architecture.name().is_none() || unlisted(weight.module()))
+        });
+        let first = guessed.next().filter(|_| model.gguf.is_none())?.name.clone();
+        Some(Self::StacksByShape { weights: 1 + guessed.count(), first })
+    }
+
+    /// Warns of layers that are asked to be kept and are not there.
+    pub(super) fn of_layers(layers: &Layers) -> Option<Self> {
+        let (asked, layers) = (layers.asked(), layers.count());
+        (asked > layers).then_some(Self::FewerLayers { asked, layers })
     }
 }
 
 impl fmt::Display for Warning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::UnknownArchitecture { model_type } = self;
-        match model_type {
-            Some(name) => write!(f, "model_type `{name}`: the architecture is not known")?,
-            None => write!(f, "no model_type in a config.json: the architecture is not known")?,
+        match self {
+            Self::UnknownArchitecture { model_type } => {
+                match model_type {
+                    Some(name) => write!(f, "model_type `{name}`")?,
+                    None => write!(f, "no model_type in a config.json")?,
+                }
+                let rest = ": the architecture is not known, so names and shapes alone decide; \
+                            check the plan";
+                f.write_str(rest)
+            }
+            Self::StacksByShape { weights, first } => {
+                let others = match weights.saturating_sub(1) {
+                    0 => String::new(),
+                    others => format!(" (and {others} more)"),
+                };
+                write!(
+                    f,
+                    "`{first}`{others}: taken for a stack of matrices [outputs, inputs], because \
+                     it has three axes; keep it if it is not one"
+                )
+            }
+            Self::FewerLayers { asked, layers: 0 } => write!(
+                f,
+                "high precision for {asked} of the layers: no name has the number of a layer; \
+                 keep weights by name"
+            ),
+            Self::FewerLayers { asked, layers } => write!(
+                f,
+                "high precision for {asked} of the layers: the model has {layers}; ask for fewer"
+            ),
         }
-        f.write_str(", so names and shapes alone decide; check the plan")
     }
 }

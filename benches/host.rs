@@ -3,7 +3,9 @@
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{Admm, BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule};
+use burn_fp4_search::{
+    Activations, Admm, BlockHessians, Blocks, Fp4Scheme, Importance, Method, ScaleRule,
+};
 use clap::Parser;
 
 /// Measures the host engine, relative to a copy of the same input.
@@ -23,6 +25,9 @@ struct Arguments {
     /// Timed runs per operation; the median counts.
     #[arg(long, default_value_t = 15)]
     runs: usize,
+    /// Measure products with packed weights instead, with one thread and with all.
+    #[arg(long)]
+    products: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -33,6 +38,10 @@ struct Arguments {
 
 fn main() {
     let arguments = Arguments::parse();
+    if arguments.products {
+        print(&products(&arguments), arguments.json);
+        return;
+    }
     let values = weights(arguments.rows * arguments.cols);
     let mut rows = Vec::new();
     measure::<f32>("f32", &arguments, &values, &mut rows);
@@ -172,5 +181,110 @@ impl<T: HostElement> Bench<'_, T> {
             host::fake_quantize(values, view, scheme, &[0.1], DequantTarget::Full, output)
                 .expect("a valid problem");
         });
+    }
+}
+
+/// Shapes of weights in products: of SmolLM2 135M and of Llama 3 8B.
+const SHAPES: [[usize; 2]; 8] = [
+    [192, 576],
+    [576, 576],
+    [1536, 576],
+    [576, 1536],
+    [2048, 2048],
+    [4096, 4096],
+    [14336, 4096],
+    [49152, 576],
+];
+
+/// Measures products, relative to a copy of the codes and scales of the weight.
+///
+/// Each run has another part of memory as its weight, so that no weight stays in the caches of a
+/// core.
+fn products(arguments: &Arguments) -> Vec<Row> {
+    const MEMORY: usize = 1 << 27;
+    let mut state = 1u64;
+    let codes: Vec<u8> = std::iter::repeat_with(|| {
+        state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+        (state >> 56) as u8
+    })
+    .take(MEMORY)
+    .collect();
+    let scales: Vec<_> = codes[..MEMORY / 8].iter().map(|code| 0x70 + code % 8).collect();
+    let mut rows = Vec::new();
+    for (threads, name) in [(1, "1 thread"), (0, "all threads")] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.expect("threads").install(|| {
+            for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+                for activations in [Activations::F32, Activations::Int8] {
+                    for [n, k] in SHAPES {
+                        for m in [1, 2, 4, 8, 128, 512] {
+                            let what = format!(
+                                "{} {activations:?} {n} x {k}, {m}, {name}",
+                                scheme.format()
+                            );
+                            let bench = Product { codes: &codes, scales: &scales, scheme, what };
+                            bench.time(arguments, [m, n, k], activations, &mut rows);
+                        }
+                    }
+                }
+            }
+        });
+    }
+    rows
+}
+
+/// A product of some shape.
+struct Product<'a> {
+    codes: &'a [u8],
+    scales: &'a [u8],
+    scheme: Fp4Scheme,
+    what: String,
+}
+
+impl Product<'_> {
+    fn time(
+        self,
+        arguments: &Arguments,
+        [m, n, k]: [usize; 3],
+        activations: Activations,
+        rows: &mut Vec<Row>,
+    ) {
+        let Self { codes, scales, scheme, what } = self;
+        let wanted = arguments.filter.as_ref().is_none_or(|filter| {
+            if arguments.exact { what == *filter } else { what.contains(filter) }
+        });
+        // Products of the largest weights and inputs take seconds.
+        if !wanted || m * n * k > 1 << 33 {
+            return;
+        }
+        let input: Vec<_> = weights(m * k).iter().map(|x| x * 50.0).collect();
+        let mut output = vec![0.0; m * n];
+        let block_size = scheme.block_size;
+        let (code_bytes, scale_bytes) = (n * k / 2, n * k / block_size);
+        let count = codes.len() / code_bytes;
+        let mut at = 0;
+        let mut next = || {
+            at = (at + 1) % count;
+            (&codes[at * code_bytes..][..code_bytes], &scales[at * scale_bytes..][..scale_bytes])
+        };
+        let mut target = vec![0; code_bytes + scale_bytes];
+        let copy = median_seconds(arguments.runs, || {
+            let (codes, scales) = next();
+            target[..code_bytes].copy_from_slice(codes);
+            target[code_bytes..].copy_from_slice(scales);
+        });
+        let seconds = median_seconds(arguments.runs, || {
+            let (codes, scales) = next();
+            let weight = PackedView {
+                format: scheme.format(),
+                block_size,
+                codes,
+                scales,
+                tensor_scale: &[1.0],
+            };
+            host::matmul(&input, weight, [n, k], activations, &mut output)
+                .expect("a valid product");
+        });
+        rows.push(Row::new(&what, m * n * k, code_bytes + scale_bytes, seconds, copy));
     }
 }

@@ -10,9 +10,9 @@ use burn::nn::{
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
-    Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config, Fp4Embedding,
-    Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible, MatmulPath,
-    Method, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
+    Activations, Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config,
+    Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible,
+    MatmulPath, Method, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -713,6 +713,27 @@ fn fp4_linear_has_the_outputs_and_records_of_linear() {
             assert_eq!(floats(back.forward(x.clone())), expected, "{name}");
         }
     }
+}
+
+#[test]
+fn fp4_linear_keeps_its_activations_when_it_is_quantized_and_loaded() {
+    let device = Device::flex();
+    let fresh = || Fp4Linear::from(LinearConfig::new(576, 40).init(&device));
+    let x = Tensor::<2>::from_data(TensorData::new(normals(4, 3 * 576), [3, 576]), &device);
+    let mut in_f32 = fresh();
+    let mut in_int8 = in_f32.clone().with_activations(Activations::Int8);
+    // A dense weight is multiplied in f32.
+    assert_eq!(floats(in_int8.forward(x.clone())), floats(in_f32.forward(x.clone())));
+    in_f32.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    in_int8.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let mut loaded = fresh().with_activations(Activations::Int8);
+    loaded.load_fp4_record(in_f32.clone().into_record()).unwrap();
+    let (expected, found) = (floats(in_f32.forward(x.clone())), floats(in_int8.forward(x.clone())));
+    assert_eq!(found, floats(loaded.forward(x)));
+    let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>();
+    let error = squares(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
+    let relative = (error / squares(&mut expected.iter().copied())).sqrt();
+    assert!((1e-3..8e-3).contains(&relative), "{relative}");
 }
 
 #[test]

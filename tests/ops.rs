@@ -10,11 +10,12 @@ use burn::tensor::quantization::{QuantScheme, QuantStore, QuantValue, ScaleDtype
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
-    BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram,
-    HessianFactor, Importance, MatmulPath, Method, NonFinite, OpsError, ScaleRule, TensorScaling,
-    amax, block_hessians, embedding, fake_quantize, gram, linear, matmul, matmul_path, modelopt,
-    portable, quantize, quantize_by_importance, quantize_family, quantize_gptq,
-    quantize_with_best_tensor_scale, quantize_with_hessian_factor, squared_sums,
+    Activations, BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor,
+    Gptq, Gram, HessianFactor, Importance, MatmulPath, Method, NonFinite, OpsError, ScaleRule,
+    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, is_host, linear,
+    linear_with, matmul, matmul_path, modelopt, portable, quantize, quantize_by_importance,
+    quantize_family, quantize_gptq, quantize_with_best_tensor_scale, quantize_with_hessian_factor,
+    squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -200,6 +201,50 @@ fn matmul_multiplies_by_the_dequantized_weight() {
 }
 
 #[test]
+fn int8_activations_change_products_by_half_a_step_at_most() {
+    for (name, device, _) in devices() {
+        for (inputs, channels, outputs, scheme) in [
+            (1, 576, 70, Fp4Scheme::nvfp4()),
+            (3, 96, 33, Fp4Scheme::mxfp4()),
+            (17, 272, 40, Fp4Scheme::nvfp4()),
+        ] {
+            let weight = values([channels, outputs], &device, DType::F32);
+            let weight = quantize(weight, 0, &scheme).unwrap();
+            let input = values([inputs, channels], &device, DType::F32);
+            let bias = values([outputs], &device, DType::F32);
+            let product = |activations| {
+                let input = input.clone().unsqueeze::<3>();
+                let product = linear_with(input, &weight, Some(bias.clone()), activations);
+                let product = product.unwrap();
+                assert_eq!(product.dims(), [1, inputs, outputs], "{name}");
+                floats(product)
+            };
+            let (expected, found) = (product(Activations::F32), product(Activations::Int8));
+            let (dense, input) = (floats(weight.dequantize()), floats(input.clone()));
+            let mut differ = false;
+            for (at, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+                let (row, output) = (at / outputs, at % outputs);
+                let (mut half_steps, mut size) = (0.0, 0.0);
+                for (block, x) in
+                    input[row * channels..][..channels].chunks(scheme.block_size).enumerate()
+                {
+                    let amax = x.iter().fold(0f32, |amax, x| amax.max(x.abs()));
+                    for (k, x) in x.iter().enumerate() {
+                        let w = dense[(block * scheme.block_size + k) * outputs + output].abs();
+                        half_steps += w * amax / 254.0;
+                        size += w * x.abs();
+                    }
+                }
+                let near = (found - expected).abs() <= half_steps + 1e-5 * (1.0 + size);
+                assert!(near, "{name}, row {row}, output {output}: {found}, not {expected}");
+                differ |= found != expected;
+            }
+            assert_eq!(differ, is_host(&device), "{name}");
+        }
+    }
+}
+
+#[test]
 fn the_memory_of_a_dequantized_weight_is_reused() {
     let device = Device::flex();
     let weight = |seed: f32| {
@@ -234,7 +279,10 @@ fn gradients_of_the_input_flow_through_matmul() {
         let factors = values([5, 24], &device, DType::F32);
         let output = matmul(input.clone(), &weight).unwrap();
         let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
-        let expected = factors.without_autodiff().matmul(weight.dequantize().transpose());
+        let expected = factors.clone().without_autodiff().matmul(weight.dequantize().transpose());
+        assert_bits(name, &floats(found), &floats(expected.clone()));
+        let output = linear_with(input.clone(), &weight, None, Activations::Int8).unwrap();
+        let found = input.grad(&(output * factors).sum().backward()).unwrap();
         assert_bits(name, &floats(found), &floats(expected));
     }
 }

@@ -49,7 +49,7 @@ pub use burn_fp4_modules::{
 pub use ops::init;
 pub use ops::search::formats;
 pub use ops::{
-    Admm, BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric, Fp4Format, Fp4Layout,
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite, OpsError, Rounding,
-    Saturated, ScaleRule, Sse, TensorScaling, TrainRecipe, search,
+    Activations, Admm, BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric,
+    Fp4Format, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite,
+    OpsError, Rounding, Saturated, ScaleRule, Sse, TensorScaling, TrainRecipe, search,
 };

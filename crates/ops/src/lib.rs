@@ -69,8 +69,9 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::{
-    Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
-    GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse, TensorScaling,
+    Activations, Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme,
+    Gptq, Gram, GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse,
+    TensorScaling,
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
@@ -93,7 +94,7 @@ pub use hessian_factor::HessianFactor;
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use interpret::Interpreter;
 pub use layout::Fp4Layout;
-pub use matmul::{embedding, linear, matmul};
+pub use matmul::{embedding, linear, linear_with, matmul};
 pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
 pub use primitive::Fp4Primitive;
 pub use quantize::{amax, quantize};

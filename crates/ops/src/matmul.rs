@@ -2,8 +2,10 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
+use burn_fp4_search::Activations;
 
 use crate::devices::extension::Fp4Backend;
+use crate::devices::is_host;
 use crate::error::OpsError;
 use crate::layout::check_dtype;
 use crate::tensor::Fp4Tensor;
@@ -58,6 +60,34 @@ pub fn linear<const D: usize>(
     weight: &Fp4Tensor<2>,
     bias: Option<Tensor<1>>,
 ) -> Result<Tensor<D>, OpsError> {
+    linear_with(input, weight, bias, Activations::F32)
+}
+
+/// [`linear`] with an input read as [`Activations`] says, on devices in host memory
+/// ([`is_host`]). Other devices multiply as [`linear`] does.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Activations, Fp4Scheme, linear, linear_with, quantize};
+///
+/// let device = Device::flex();
+/// let weight = quantize(Tensor::<2>::full([32, 2], 1.5, &device), 0, &Fp4Scheme::mxfp4())?;
+/// let input = Tensor::<2>::ones([1, 32], &device);
+/// let in_f32 = linear(input.clone(), &weight, None)?;
+/// let in_int8 = linear_with(input, &weight, None, Activations::Int8)?;
+/// let error = (in_f32 - in_int8).abs().max().into_scalar::<f32>();
+/// assert!(error < 1e-4);
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
+/// # Errors
+/// As [`linear`].
+pub fn linear_with<const D: usize>(
+    input: Tensor<D>,
+    weight: &Fp4Tensor<2>,
+    bias: Option<Tensor<1>>,
+    activations: Activations,
+) -> Result<Tensor<D>, OpsError> {
     check_dtype(&input)?;
     let [expected, outputs] = weight.dims();
     let mut shape = input.dims();
@@ -80,10 +110,18 @@ pub fn linear<const D: usize>(
         });
     }
     let input = input.reshape([rows, found]);
-    #[cfg(feature = "cube")]
     let device = weight.device();
     let input = input.into_dispatch();
     let (weight, layout) = weight.clone().into_primitive();
+    if activations == Activations::Int8 && is_host(&device) {
+        let product = Dispatch::fp4_int8_matmul(input, weight, layout);
+        let product = Tensor::<2>::from_dispatch(product);
+        let product = match bias {
+            Some(bias) => product + bias.unsqueeze(),
+            None => product,
+        };
+        return Ok(product.reshape(shape));
+    }
     let product = match bias {
         Some(bias) => Dispatch::fp4_linear(input, weight, bias.into_dispatch(), layout),
         None => Dispatch::fp4_matmul(input, weight, layout),

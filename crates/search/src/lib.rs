@@ -11,6 +11,7 @@
 //! | `scheme.rs`            | [`Fp4Scheme`]: the choices for a tensor; its tensor factors      |
 //! | `rule.rs`              | [`ScaleRule`]: the published rules for scales and codes          |
 //! | `method.rs`            | [`Method`], and the table of methods with names                  |
+//! | `activations.rs`       | [`Activations`]: the input of a product with a packed weight     |
 //! | `names.rs`             | parsing and printing of the names in these rows                  |
 //! | `rows.rs`              | the macro of these tables                                        |
 //! | `scale_grid.rs`        | the block scales of a format                                     |
@@ -42,6 +43,7 @@
 #[macro_use]
 mod rows;
 
+mod activations;
 mod best_tensor_scale;
 mod e2m1;
 mod error;
@@ -68,6 +70,7 @@ mod scheme;
 mod tensor_scale;
 mod tile_reduce;
 
+pub use activations::Activations;
 pub use best_tensor_scale::{quantize_with_best_tensor_scale, tensor_scale_candidates};
 pub use burn_fp4_formats as formats;
 pub use error::{RecipeError, SearchError};

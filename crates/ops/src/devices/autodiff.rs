@@ -156,6 +156,22 @@ impl<B: Fp4Backend> Backward<B, 2> for Product {
     }
 }
 
+/// Multiplies by a packed weight, whose transpose gives the gradient of the input.
+fn tracked_product<B: Fp4Backend, C: CheckpointStrategy>(
+    product: impl FnOnce(FloatTensor<B>, Fp4Primitive<B>, Fp4Layout) -> FloatTensor<B>,
+    input: FloatTensor<Autodiff<B, C>>,
+    weight: Fp4Primitive<Autodiff<B, C>>,
+    layout: Fp4Layout,
+) -> FloatTensor<Autodiff<B, C>> {
+    let weight = inner::<B, C>(weight);
+    let (input, node) = input.into_parts();
+    let output = product(input, weight.clone(), layout.clone());
+    match ByTransposed.prepare::<C>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prepared) => prepared.finish((weight, layout), output),
+        OpsKind::UnTracked(prepared) => prepared.finish(output),
+    }
+}
+
 impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         Self::from_inner(B::fp4_amax(values.into_primitive(), axis, by_row))
@@ -207,13 +223,15 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         weight: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        let weight = inner::<B, C>(weight);
-        let (input, node) = input.into_parts();
-        let output = B::fp4_matmul(input, weight.clone(), layout.clone());
-        match ByTransposed.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish((weight, layout), output),
-            OpsKind::UnTracked(prepared) => prepared.finish(output),
-        }
+        tracked_product(B::fp4_matmul, input, weight, layout)
+    }
+
+    fn fp4_int8_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        tracked_product(B::fp4_int8_matmul, input, weight, layout)
     }
 
     fn fp4_fake_quantize(

@@ -116,6 +116,17 @@ pub trait Fp4Backend: Backend {
         Self::float_matmul(input, Self::fp4_dequantize(weight, layout, dtype))
     }
 
+    /// [`fp4_matmul`](Self::fp4_matmul) with [`Activations::Int8`](burn_fp4_search::Activations), on
+    /// devices in host memory. Others multiply as `fp4_matmul` does.
+    #[fusion(default)]
+    fn fp4_int8_matmul(
+        input: FloatTensor<Self>,
+        #[extension_type] weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        Self::fp4_matmul(input, weight, layout)
+    }
+
     /// [`fp4_matmul`](Self::fp4_matmul) plus a bias `[N]` of the same dtype.
     #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
     fn fp4_linear(

@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Element, FloatDType, TensorData, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{Fp4Scheme, Hadamard, Importance};
+use burn_fp4_search::{Activations, Fp4Scheme, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
 use super::portable::on_host::{OwnedImportance, read};
@@ -107,6 +107,21 @@ fn quantize<B: HostDevice>(
     Fp4Primitive::from_packed(packed, |data, _its_own_dtype| B::int_from_data(data, &device))
 }
 
+fn matmul<B: HostDevice>(
+    input: FloatTensor<B>,
+    weight: Fp4Primitive<B>,
+    layout: &Fp4Layout,
+    activations: Activations,
+) -> FloatTensor<B> {
+    let (device, m) = (input.device(), input.shape()[0]);
+    let [k, n] = layout.shape[..] else { unreachable!("callers check the rank") };
+    let (input, weight) = (B::contiguous(input), HostPacked::<B>::new(weight));
+    let output = each_dtype!(B::values(&input), input => filled(&[m, n], |output| {
+        host::matmul(input, weight.view(layout), [n, k], activations, output).expect(CHECKED);
+    }));
+    B::float_from_data(output, &device)
+}
+
 impl<B: HostDevice> Fp4Backend for B {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
         let device = values.device();
@@ -154,13 +169,15 @@ impl<B: HostDevice> Fp4Backend for B {
         weight: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        let (device, m) = (input.device(), input.shape()[0]);
-        let [k, n] = layout.shape[..] else { unreachable!("callers check the rank") };
-        let (input, weight) = (B::contiguous(input), HostPacked::<B>::new(weight));
-        let output = each_dtype!(B::values(&input), input => filled(&[m, n], |output| {
-            host::matmul(input, weight.view(&layout), [n, k], output).expect(CHECKED);
-        }));
-        B::float_from_data(output, &device)
+        matmul::<B>(input, weight, &layout, Activations::F32)
+    }
+
+    fn fp4_int8_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        matmul::<B>(input, weight, &layout, Activations::Int8)
     }
 
     fn fp4_fake_quantize(

@@ -34,6 +34,12 @@ pub(super) fn arch() -> Arch {
     })
 }
 
+/// Returns true if `BURN_FP4_SIMD` names a set.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn is_named() -> bool {
+    env::var_os(VARIABLE).is_some()
+}
+
 fn named(name: &str) -> Option<Arch> {
     match name {
         "generic" => Some(Arch::Scalar),

@@ -52,7 +52,7 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
     ) -> [f32; GROUP] {
         let factors = [scales[0], scales[BLOCKS - 1]].map(|scale| self.values[scale as usize]);
         let mut decoded = [0.0; GROUP];
-        decode_group(simd, codes, factors, &mut decoded);
+        decode_group::<S, BLOCKS>(simd, codes, factors, &mut decoded);
         decoded
     }
 
@@ -75,7 +75,12 @@ impl<'a, const BLOCKS: usize> PackedRow<'a, BLOCKS> {
 /// Multiplies the elements of 16 bytes, the lower codes first, by a factor for each half of the
 /// bytes. Looks elements up in a register if the instruction set can.
 #[inline(always)]
-fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], decoded: &mut [f32]) {
+fn decode_group<S: Simd, const BLOCKS: usize>(
+    simd: S,
+    codes: &[u8; GROUP / 2],
+    factors: [f32; 2],
+    decoded: &mut [f32],
+) {
     let (even, odd) = decoded.split_at_mut(GROUP / 2);
     let (even, odd) = (&mut even[..GROUP / 2], &mut odd[..GROUP / 2]);
     #[cfg(target_arch = "x86_64")]
@@ -85,9 +90,18 @@ fn decode_group<S: Simd>(simd: S, codes: &[u8; GROUP / 2], factors: [f32; 2], de
         let [first, second] = factors;
         // A broadcast of memory, and one into half of the lanes.
         let factors = avx512f._mm512_set1_ps(first);
-        let factors = avx512f._mm512_mask_blend_ps(0xFF00, factors, avx512f._mm512_set1_ps(second));
         let low = avx512f._mm512_cvtepu8_epi32(cast(*codes));
         let high = avx512f._mm512_srli_epi32::<4>(low);
+        if BLOCKS == 1 {
+            // The products of all elements, instead of those of the group.
+            let table = avx512f._mm512_mul_ps(table, factors);
+            for (codes, decoded) in [(low, even), (high, odd)] {
+                let values: [f32; 16] = cast(avx512f._mm512_permutexvar_ps(codes, table));
+                decoded.copy_from_slice(&values);
+            }
+            return;
+        }
+        let factors = avx512f._mm512_mask_blend_ps(0xFF00, factors, avx512f._mm512_set1_ps(second));
         for (codes, decoded) in [(low, even), (high, odd)] {
             let elements = avx512f._mm512_permutexvar_ps(codes, table);
             let values: [f32; 16] = cast(avx512f._mm512_mul_ps(elements, factors));
@@ -155,8 +169,16 @@ mod tests {
                         tensor_scale: &tensor_scale,
                     };
                     let row = PackedRow::<2>::new(packed, 0, 512);
+                    let whole = PackedView { block_size: 32, scales: &[scale; 16], ..packed };
+                    let whole = PackedRow::<1>::new(whole, 0, 512);
                     for (group, bytes) in codes.chunks(16).enumerate() {
-                        let found = row.group(simd, group);
+                        let (found, in_one_block) =
+                            (row.group(simd, group), whole.group(simd, group));
+                        // The first block of the row has the scale of the whole group.
+                        for at in [0..8, 16..24].into_iter().flatten() {
+                            let [one, other] = [found[at], in_one_block[at]].map(f32::to_bits);
+                            assert!(one == other || found[at].is_nan(), "{scale}");
+                        }
                         for (at, found) in found.into_iter().enumerate() {
                             let byte = bytes[at % 16];
                             let code = if at < 16 { byte & 15 } else { byte >> 4 };

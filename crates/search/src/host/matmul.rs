@@ -10,15 +10,24 @@ use super::arch::arch;
 use super::decode::{GROUP, PackedRow};
 use super::dequantize::PackedView;
 use super::element::HostElement;
+use super::int8_lanes::Instructions;
+use super::int8_matmul::int8_matmul;
+use super::panels::{self, PANEL};
 use super::view::View;
+use crate::activations::Activations;
 use crate::error::SearchError;
 
 /// Number of packed rows that are decoded, and multiplied by rows of the input, at a time.
 const ROWS: usize = 4;
-/// Number of rows of the input that are multiplied at a time.
+/// Largest number of rows of the input for which nothing decoded is kept.
 const INPUTS: usize = 4;
 /// Number of packed rows that are decoded before the input is read again.
-const DECODED: usize = 4 * ROWS;
+const DECODED: usize = PANEL;
+/// Number of decoded channels that are multiplied before the next row of the input is read: of
+/// `DECODED` rows and of a few rows of the input they stay in the first-level cache.
+const CHANNELS: usize = 640;
+/// Largest number of lanes of f32.
+const LANES: usize = 16;
 /// Number of packed rows decoded side by side if the input is read once.
 const TOGETHER: usize = 2;
 /// Number of packed rows per parallel task.
@@ -29,7 +38,7 @@ const ONE_THREAD: usize = 1 << 17;
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs`
 /// rows of `channels` elements, without its dense values: `[inputs, outputs]`, summed in f32 and
-/// rounded once.
+/// rounded once. A row of the output does not depend on how many there are.
 ///
 /// ```
 /// use burn_fp4_search::host::matmul;
@@ -49,6 +58,7 @@ pub fn matmul<T: HostElement>(
     input: &[T],
     weight: PackedView<'_>,
     [outputs, channels]: [usize; 2],
+    activations: Activations,
     output: &mut [T],
 ) -> Result<(), SearchError> {
     weight.check(View::rows(outputs, channels))?;
@@ -58,43 +68,64 @@ pub fn matmul<T: HostElement>(
     if output.is_empty() {
         return Ok(());
     }
-    let input = Interleaved::new(input, inputs, channels);
-    let products = multiply(&input, weight, [outputs, channels]);
-    if inputs == 1 {
-        T::write(&products, output);
+    if activations == Activations::Int8 {
+        let instructions = Instructions::best();
+        int8_matmul(instructions, input, weight, [outputs, channels], output);
         return Ok(());
     }
-    output.par_chunks_mut(outputs).enumerate().for_each(|(row, output)| {
-        let values: Vec<_> = products.iter().skip(row).step_by(inputs).copied().collect();
-        T::write(&values, output);
-    });
+    let input = Interleaved::new(input, inputs, channels);
+    let products = multiply(&input, weight, [outputs, channels]);
+    panels::write(&products, inputs, output);
     Ok(())
 }
 
-/// Computes `weight x input^T`, `[outputs, inputs]`. Not generic, so that it is compiled once.
+/// Computes products `[panels, inputs, PANEL]`. Not generic, so that it is compiled once.
 fn multiply(
     input: &Interleaved,
     weight: PackedView<'_>,
     [outputs, channels]: [usize; 2],
 ) -> Vec<f32> {
     let inputs = input.rows;
-    // A row for each row of the weight: the tasks write contiguous memory.
-    let mut products = vec![0.0; outputs * inputs];
-    // If the input is read once, decoded values are not kept.
-    let rows = if inputs <= INPUTS { 0 } else { DECODED };
-    let memory = || vec![0.0; rows * input.len];
-    let multiply = |decoded: &mut Vec<f32>, first, products: &mut [f32]| {
-        arch().dispatch(Products { input, weight, channels, first, decoded, products });
+    let mut products = vec![0.0; outputs.next_multiple_of(DECODED) * inputs];
+    let memory = || Memory::new(input);
+    let multiply = |memory: &mut Memory, first, products: &mut [f32]| {
+        arch().dispatch(Products { input, weight, outputs, channels, first, memory, products });
     };
     if outputs * channels * inputs <= ONE_THREAD {
         multiply(&mut memory(), 0, &mut products);
     } else {
         let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
-        tasks.for_each_init(memory, |decoded, (task, products)| {
-            multiply(decoded, task * TASK_ROWS, products);
+        tasks.for_each_init(memory, |memory, (task, products)| {
+            multiply(memory, task * TASK_ROWS, products);
         });
     }
     products
+}
+
+/// Memory of a thread. Empty if the input is read once, as then nothing decoded is kept.
+struct Memory {
+    /// `DECODED` rows.
+    decoded: Vec<f32>,
+    /// Sums of these rows with each row of the input, a vector each, between steps of channels.
+    sums: Vec<f32>,
+    /// Number of channels of a step.
+    step: usize,
+}
+
+impl Memory {
+    fn new(input: &Interleaved) -> Self {
+        let steps = input.len.div_ceil(CHANNELS);
+        let [decoded, sums] = match (input.rows <= INPUTS, steps) {
+            (true, _) => [0, 0],
+            (false, 1) => [DECODED * input.len, 0],
+            (false, _) => [DECODED * input.len, DECODED * input.rows * LANES],
+        };
+        Self {
+            decoded: vec![0.0; decoded],
+            sums: vec![0.0; sums],
+            step: input.len.div_ceil(steps).next_multiple_of(GROUP),
+        }
+    }
 }
 
 /// Holds an input in f32, in the order of decoded codes: of every 32 channels the even ones first.
@@ -136,10 +167,10 @@ impl Interleaved {
 struct Products<'a> {
     input: &'a Interleaved,
     weight: PackedView<'a>,
+    outputs: usize,
     channels: usize,
     first: usize,
-    /// Memory for some decoded rows.
-    decoded: &'a mut [f32],
+    memory: &'a mut Memory,
     products: &'a mut [f32],
 }
 
@@ -171,18 +202,21 @@ impl Products<'_> {
     /// Multiplies an input with few rows, so that nothing decoded is read again.
     #[inline(always)]
     fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
-        let Self { input, weight, channels, first, products, .. } = self;
+        let Self { input, weight, outputs, channels, first, products, .. } = self;
         let inputs: [_; M] = from_fn(|row| input.row(row));
-        for (part, products) in products.chunks_mut(TOGETHER * M).enumerate() {
-            let (first, rows) = (first + part * TOGETHER, products.len() / M);
-            // Rows beyond the last repeat it.
-            let packed: [_; TOGETHER] = from_fn(|index| {
-                PackedRow::<BLOCKS>::new(weight, first + index.min(rows - 1), channels)
-            });
-            let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs);
-            for (to, sums) in sums.into_iter().enumerate() {
-                for (index, (sum, row)) in sums.into_iter().zip(&packed).enumerate().take(rows) {
-                    products[index * M + to] = sum * row.tensor_scale;
+        let last = outputs - 1;
+        for (part, products) in products.chunks_mut(DECODED * M).enumerate() {
+            let first = first + part * DECODED;
+            for row in (0..DECODED.min(outputs - first)).step_by(TOGETHER) {
+                // Rows beyond the last repeat it; their products are not read.
+                let packed: [_; TOGETHER] = from_fn(|index| {
+                    PackedRow::<BLOCKS>::new(weight, last.min(first + row + index), channels)
+                });
+                let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs);
+                for (to, sums) in sums.into_iter().enumerate() {
+                    for (index, (sum, packed)) in sums.into_iter().zip(&packed).enumerate() {
+                        products[to * DECODED + row + index] = sum * packed.tensor_scale;
+                    }
                 }
             }
         }
@@ -191,71 +225,110 @@ impl Products<'_> {
     /// Multiplies an input with any number of rows.
     #[inline(always)]
     fn decoded<S: Simd, const BLOCKS: usize>(self, simd: S) {
-        let Self { input, weight, channels, first, decoded, products } = self;
+        let Self { input, weight, outputs, channels, first, memory, products } = self;
         for (part, products) in products.chunks_mut(DECODED * input.rows).enumerate() {
             let first = first + part * DECODED;
-            let rows = products.len() / input.rows;
+            let rows = DECODED.min(outputs - first);
             let mut scales = [0.0; DECODED];
-            for (row, decoded) in decoded.chunks_mut(input.len).take(rows).enumerate() {
+            for (row, decoded) in memory.decoded.chunks_mut(input.len).take(rows).enumerate() {
                 let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
                 scales[row] = packed.tensor_scale;
                 for (group, decoded) in decoded.as_chunks_mut().0.iter_mut().enumerate() {
                     *decoded = packed.group(simd, group);
                 }
             }
-            for from in (0..input.rows).step_by(INPUTS) {
-                for row in (0..rows).step_by(ROWS) {
-                    // Rows beyond the last repeat it.
-                    let decoded: [&[f32]; ROWS] = from_fn(|index| {
-                        let row = (row + index).min(rows - 1);
-                        &decoded[row * input.len..][..input.len]
-                    });
-                    let (products, scales) = (&mut products[row * input.rows..], &scales[row..]);
-                    let mut store = |to: usize, sums: [f32; ROWS]| {
-                        for (index, sum) in sums.into_iter().enumerate().take(rows - row) {
-                            products[index * input.rows + to] = sum * scales[index];
-                        }
-                    };
-                    if from + INPUTS <= input.rows {
-                        let rows = from_fn(|index| input.row(from + index));
-                        let sums = dots::<S, INPUTS>(simd, decoded, rows);
-                        sums.into_iter().enumerate().for_each(|(at, sums)| store(from + at, sums));
-                    } else {
-                        for to in from..input.rows {
-                            let [sums] = dots::<S, 1>(simd, decoded, [input.row(to)]);
-                            store(to, sums);
+            let Memory { decoded, sums, step } = &mut *memory;
+            let mut begin = 0;
+            while begin < input.len {
+                let end = input.len.min(begin + *step);
+                let mut from = 0;
+                while from < input.rows {
+                    // As many sums as there are registers: 32 with AVX-512, else 16.
+                    let wanted = if S::F32_LANES == LANES { 4 } else { 3 };
+                    let tile = if input.rows - from >= wanted { wanted } else { 1 };
+                    for row in (0..rows).step_by(ROWS) {
+                        let place = Place { from, row, rows, begin, end };
+                        let (decoded, sums) = (&decoded[..], &mut sums[..]);
+                        match tile {
+                            4 => place.dots::<S, 4>(simd, decoded, input, sums, &scales, products),
+                            3 => place.dots::<S, 3>(simd, decoded, input, sums, &scales, products),
+                            _ => place.dots::<S, 1>(simd, decoded, input, sums, &scales, products),
                         }
                     }
+                    from += tile;
+                }
+                begin = end;
+            }
+        }
+    }
+}
+
+/// Some rows of the input and decoded rows, in some channels.
+struct Place {
+    from: usize,
+    row: usize,
+    /// Number of decoded rows.
+    rows: usize,
+    begin: usize,
+    end: usize,
+}
+
+impl Place {
+    /// Sums the products of each of `M` rows of the input with each of `ROWS` rows of the weight.
+    #[inline(always)]
+    fn dots<S: Simd, const M: usize>(
+        self,
+        simd: S,
+        decoded: &[f32],
+        input: &Interleaved,
+        kept: &mut [f32],
+        scales: &[f32; DECODED],
+        products: &mut [f32],
+    ) {
+        let Self { from, row, rows, begin, end } = self;
+        // Rows beyond the last repeat it; their products are not read.
+        let weights: [_; ROWS] = from_fn(|index| {
+            let row = (row + index).min(rows - 1);
+            // All lengths are multiples of any vector.
+            S::as_simd_f32s(&decoded[row * input.len..][begin..end]).0
+        });
+        let inputs: [_; M] =
+            from_fn(|index| S::as_simd_f32s(&input.row(from + index)[begin..end]).0);
+        let len = weights[0].len();
+        let (weights, inputs) = (weights.map(|row| &row[..len]), inputs.map(|row| &row[..len]));
+        let mut sums = [[simd.splat_f32s(0.0); ROWS]; M];
+        let kept_of = |to: usize| ((from + to) * DECODED + row) * S::F32_LANES;
+        if begin > 0 {
+            for to in 0..M {
+                let kept = S::as_simd_f32s(&kept[kept_of(to)..][..ROWS * S::F32_LANES]).0;
+                sums[to].copy_from_slice(kept);
+            }
+        }
+        for k in 0..len {
+            for (sums, input) in sums.iter_mut().zip(&inputs) {
+                for (sum, weight) in sums.iter_mut().zip(&weights) {
+                    *sum = simd.mul_add_f32s(weight[k], input[k], *sum);
                 }
             }
         }
-    }
-}
-
-/// Sums the products of each row of the input with each row of the weight.
-#[inline(always)]
-fn dots<S: Simd, const M: usize>(
-    simd: S,
-    weights: [&[f32]; ROWS],
-    inputs: [&[f32]; M],
-) -> [[f32; ROWS]; M] {
-    // Both lengths are multiples of any vector.
-    let weights = weights.map(|row| S::as_simd_f32s(row).0);
-    let inputs = inputs.map(|row| S::as_simd_f32s(row).0);
-    let len = weights[0].len();
-    let (weights, inputs) = (weights.map(|row| &row[..len]), inputs.map(|row| &row[..len]));
-    let mut sums = [[simd.splat_f32s(0.0); ROWS]; M];
-    for k in 0..len {
-        for (sums, input) in sums.iter_mut().zip(&inputs) {
-            for (sum, weight) in sums.iter_mut().zip(&weights) {
-                *sum = simd.mul_add_f32s(weight[k], input[k], *sum);
+        if end < input.len {
+            for to in 0..M {
+                let kept = &mut kept[kept_of(to)..][..ROWS * S::F32_LANES];
+                S::as_mut_simd_f32s(kept).0.copy_from_slice(&sums[to]);
+            }
+            return;
+        }
+        for (to, sums) in reduced::<S, ROWS, M>(simd, sums).into_iter().enumerate() {
+            for (index, sum) in sums.into_iter().enumerate() {
+                let row = row + index;
+                products[(from + to) * DECODED + row] = sum * scales[row];
             }
         }
     }
-    reduced::<S, ROWS, M>(simd, sums)
 }
 
-/// Computes [`dots`] of rows that are decoded on the fly: the same sums, in the same order.
+/// Sums products of rows that are decoded on the fly: the same sums as [`Place::dots`], in the same
+/// order.
 #[inline(always)]
 fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     simd: S,
@@ -339,7 +412,8 @@ mod tests {
             let of = |rows: usize| {
                 let mut output = vec![f32::NAN; rows * outputs];
                 let input = &input[..rows * channels];
-                matmul(input, weight, [outputs, channels], &mut output).unwrap();
+                let shape = [outputs, channels];
+                matmul(input, weight, shape, Activations::F32, &mut output).unwrap();
                 output
             };
             let all = of(INPUT_ROWS);

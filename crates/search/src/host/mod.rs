@@ -20,6 +20,10 @@
 //! | `admm.rs`, `solution.rs` | ADMM, one block at a time                                   |
 //! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
 //! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
+//! | `panels.rs`              | their products, while they are computed                     |
+//! | `int8_matmul.rs`         | the same with inputs rounded to 8-bit integers              |
+//! | `int8_input.rs`          | such an input                                               |
+//! | `int8_lanes.rs`, `int8_x86.rs`, `int8_neon.rs` | instructions for products of bytes    |
 //! | `hadamard.rs`            | the Hadamard transform                                      |
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
 //! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
@@ -38,7 +42,15 @@ mod four_over_six;
 mod gptq;
 mod hadamard;
 mod hessian;
+mod int8_input;
+mod int8_lanes;
+mod int8_matmul;
+#[cfg(target_arch = "aarch64")]
+mod int8_neon;
+#[cfg(target_arch = "x86_64")]
+mod int8_x86;
 mod matmul;
+mod panels;
 mod quantize;
 mod scale_grid;
 mod simd_batch;

@@ -9,6 +9,7 @@
 //! | `hessian.rs`               | the best scale by `r^T H r`                                     |
 //! | `coordinate_descent.rs`    | scale and codes, improved one at a time                         |
 //! | `admm.rs`                  | scale and codes by ADMM                                         |
+//! | `int8_matmul.rs`           | nothing: a product with an input of 8-bit integers              |
 //! | `block.rs`, `solution.rs`  | nothing: problems and results of these searches                 |
 
 pub(crate) mod admm;
@@ -17,6 +18,8 @@ mod block;
 mod coordinate_descent;
 mod four_over_six;
 mod hessian;
+#[cfg(test)]
+pub(crate) mod int8_matmul;
 pub(crate) mod solution;
 mod sse;
 

@@ -1,0 +1,174 @@
+//! [`Int8Input`]: an input rounded to 8-bit integers, a block at a time.
+
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::arch::{TASK, arch};
+use super::element::HostElement;
+
+/// Number of channels of a chunk: two codes of each of 64 bytes.
+pub(super) const CHUNK: usize = 128;
+/// Number of lanes of a chunk. A lane has 8 channels, which are 4 bytes of codes.
+pub(super) const LANES: usize = 16;
+/// Element of the largest magnitude, doubled: added to doubled elements, it makes them unsigned.
+pub(super) const OFFSET: i32 = 12;
+
+/// Holds 128 channels of a row of the input.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Chunk {
+    /// Integers of the even channels, whose codes are the lower ones of bytes.
+    pub(super) even: [i8; CHUNK / 2],
+    pub(super) odd: [i8; CHUNK / 2],
+    /// Half of the scale of each lane's block; elements are doubled.
+    pub(super) half_scales: [f32; LANES],
+    /// `-OFFSET` times the sum of the integers of each lane's block.
+    pub(super) offsets: [i32; LANES],
+}
+
+impl Chunk {
+    const ZEROS: Self = Self {
+        even: [0; CHUNK / 2],
+        odd: [0; CHUNK / 2],
+        half_scales: [0.0; LANES],
+        offsets: [0; LANES],
+    };
+}
+
+/// Holds an input in chunks. Zeros complete the last chunk of a row.
+pub(super) struct Int8Input {
+    chunks: Vec<Chunk>,
+    pub(super) rows: usize,
+    /// Number of chunks of a row.
+    pub(super) len: usize,
+}
+
+impl Int8Input {
+    pub(super) fn new<T: HostElement>(
+        input: &[T],
+        [rows, channels]: [usize; 2],
+        block_size: usize,
+    ) -> Self {
+        let len = channels.div_ceil(CHUNK);
+        let mut chunks = vec![Chunk::ZEROS; rows * len];
+        let row = |(chunks, input): (&mut [Chunk], &[T])| {
+            for (chunk, input) in chunks.iter_mut().zip(input.chunks(CHUNK)) {
+                let mut values = [0.0; CHUNK];
+                T::read(input, &mut values[..input.len()]);
+                arch().dispatch(Quantize { values: &values, block_size, chunk });
+            }
+        };
+        if input.len() <= TASK {
+            chunks.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
+        } else {
+            chunks.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
+        }
+        Self { chunks, rows, len }
+    }
+
+    pub(super) fn row(&self, row: usize) -> &[Chunk] {
+        &self.chunks[row * self.len..][..self.len]
+    }
+}
+
+/// Rounds the blocks of a chunk.
+struct Quantize<'a> {
+    values: &'a [f32; CHUNK],
+    block_size: usize,
+    chunk: &'a mut Chunk,
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        match self.block_size {
+            16 => self.blocks::<16>(),
+            _ => self.blocks::<32>(),
+        }
+    }
+}
+
+impl Quantize<'_> {
+    #[inline(always)]
+    fn blocks<const B: usize>(self) {
+        let Self { values, chunk, .. } = self;
+        let (blocks, _) = values.as_chunks::<B>();
+        for (block, values) in blocks.iter().enumerate() {
+            let mut amax = 0;
+            for value in values {
+                // Bits of magnitudes order like them, with NaN above infinity.
+                amax = amax.max(value.magnitude());
+            }
+            let scale = f32::from_bits(amax) / 127.0;
+            let mut integers = [0i8; B];
+            let mut sum = 0;
+            for (integer, value) in integers.iter_mut().zip(values) {
+                *integer = nearest_integer(value / scale);
+                sum += i32::from(*integer);
+            }
+            for (at, pair) in integers.as_chunks::<2>().0.iter().enumerate() {
+                [chunk.even[block * B / 2 + at], chunk.odd[block * B / 2 + at]] = *pair;
+            }
+            for lane in block * B / 8..(block + 1) * B / 8 {
+                chunk.half_scales[lane] = 0.5 * scale;
+                chunk.offsets[lane] = -OFFSET * sum;
+            }
+        }
+    }
+}
+
+/// Rounds to the nearest integer of magnitude 127 at most, ties to even. NaN becomes 0.
+#[inline(always)]
+fn nearest_integer(value: f32) -> i8 {
+    // 1.5 * 2^23 makes 1 the unit in the last place: the lowest byte is the integer.
+    const SHIFT: f32 = 12_582_912.0;
+    let clamped = if value > 127.0 { 127.0 } else { value };
+    let clamped = if clamped < -127.0 { -127.0 } else { clamped };
+    (clamped + SHIFT).to_bits() as i8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::int8_matmul::quantized;
+
+    #[test]
+    fn inputs_are_rounded_as_the_reference_rounds_them() {
+        let specials = [0.0, -0.0, f32::MAX, 1e-45, -1e-40, f32::INFINITY, f32::NAN, 1e-38];
+        let values: Vec<f32> = (0..576)
+            .map(|at| match at / 32 {
+                block @ 0..8 => specials[block] * ((at % 5) as f32 - 2.0),
+                8 => (at % 32) as f32 + 96.5,
+                _ => ((at * 37 % 101) as f32 - 50.0) * 1.7f32.powi(at as i32 / 32 - 12),
+            })
+            .collect();
+        for block_size in [16, 32] {
+            let input = Int8Input::new(&values, [1, values.len()], block_size);
+            for (index, block) in values.chunks(block_size).enumerate() {
+                let (expected, scale) = quantized(block);
+                let found: Vec<_> = (index * block_size..(index + 1) * block_size)
+                    .map(|at| {
+                        let chunk = &input.row(0)[at / CHUNK];
+                        let half = if at % 2 == 0 { &chunk.even } else { &chunk.odd };
+                        i32::from(half[at % CHUNK / 2])
+                    })
+                    .collect();
+                let chunk = &input.row(0)[index * block_size / CHUNK];
+                let lane = index * block_size % CHUNK / 8;
+                assert_eq!(chunk.half_scales[lane].is_finite(), scale.is_finite(), "{block:?}");
+                if scale.is_finite() {
+                    assert_eq!(found, expected, "{block:?}");
+                    assert_eq!(chunk.half_scales[lane], 0.5 * scale);
+                    assert_eq!(chunk.offsets[lane], -OFFSET * expected.iter().sum::<i32>());
+                }
+            }
+            let last = input.row(0)[4];
+            assert_eq!(
+                (last.even[32..].to_vec(), last.half_scales[8..].to_vec()),
+                (vec![0; 32], vec![0.0; 8])
+            );
+        }
+    }
+}

@@ -1,0 +1,512 @@
+//! The product of an input rounded to 8-bit integers and a packed weight.
+
+use core::array::from_fn;
+
+use burn_fp4_formats::Fp4Format;
+use rayon::prelude::*;
+
+use super::dequantize::PackedView;
+use super::element::HostElement;
+use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
+use super::int8_lanes::{Instructions, LaneWork, Lanes};
+use super::panels::{self, PANEL};
+use super::scale_grid::scale_values;
+
+const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same order");
+
+/// Number of panels per parallel task. A panel has a packed row in each lane.
+const TASK_PANELS: usize = 2;
+/// Smallest number of rows of the input for which packed rows are decoded into panels.
+const MANY: usize = 8;
+/// Number of multiplications that one thread completes before another one would have woken up.
+const ONE_THREAD: usize = 1 << 18;
+
+/// Computes [`matmul`](super::matmul()) with [`Activations::Int8`](crate::Activations::Int8).
+pub(super) fn int8_matmul<T: HostElement>(
+    instructions: Instructions,
+    input: &[T],
+    weight: PackedView<'_>,
+    [outputs, channels]: [usize; 2],
+    output: &mut [T],
+) {
+    let inputs = input.len() / channels;
+    let input = Int8Input::new(input, [inputs, channels], weight.block_size);
+    let products = multiply(instructions, &input, weight, [outputs, channels]);
+    panels::write(&products, inputs, output);
+}
+
+/// Computes products `[panels, inputs, LANES]`, a panel for every 16 packed rows.
+fn multiply(
+    instructions: Instructions,
+    input: &Int8Input,
+    weight: PackedView<'_>,
+    [outputs, channels]: [usize; 2],
+) -> Vec<f32> {
+    let panel_len = input.rows * LANES;
+    let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
+    let multiply = |panel: &mut Panel, first_panel: usize, products: &mut [f32]| {
+        let first = first_panel * LANES;
+        instructions.run(Products { input, weight, outputs, channels, first, panel, products });
+    };
+    if outputs * channels * input.rows <= ONE_THREAD {
+        multiply(&mut Panel::default(), 0, &mut products);
+    } else {
+        let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
+        tasks.for_each_init(Panel::default, |panel, (task, products)| {
+            multiply(panel, task * TASK_PANELS, products);
+        });
+    }
+    products
+}
+
+/// Decoded packed rows, one in each lane.
+#[derive(Default)]
+struct Panel {
+    /// Of every 8 channels the even ones, then the odd ones.
+    elements: Vec<Bytes>,
+    /// Scales of a block, then of the next.
+    scales: Vec<[f32; LANES]>,
+}
+
+/// Four bytes of each lane.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Bytes([i8; 4 * LANES]);
+
+/// Computes the products of packed rows from `first` on.
+struct Products<'a> {
+    input: &'a Int8Input,
+    weight: PackedView<'a>,
+    outputs: usize,
+    channels: usize,
+    first: usize,
+    panel: &'a mut Panel,
+    products: &'a mut [f32],
+}
+
+impl LaneWork for Products<'_> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        // A block has two or four lanes; so many rows of the weight share a vector.
+        match (self.weight.block_size, self.input.rows < MANY) {
+            (16, true) if self.has_plain_scales(Fp4Format::NvFp4) => {
+                self.few::<L, true, 2, 8>(lanes);
+            }
+            (16, true) => self.few::<L, false, 2, 8>(lanes),
+            (_, true) if self.has_plain_scales(Fp4Format::MxFp4) => {
+                self.few::<L, true, 4, 4>(lanes);
+            }
+            (_, true) => self.few::<L, false, 4, 4>(lanes),
+            (16, false) => self.many::<L, 2, 8>(lanes),
+            (_, false) => self.many::<L, 4, 4>(lanes),
+        }
+    }
+}
+
+impl Products<'_> {
+    /// Returns true if the weight has a format, and no scale of these rows is NaN or negative.
+    #[inline(always)]
+    fn has_plain_scales(&self, format: Fp4Format) -> bool {
+        let row = self.channels / self.weight.block_size;
+        let rows = self.first..self.outputs.min(self.first + self.task_rows());
+        let largest = if format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
+        let scales = &self.weight.scales[rows.start * row..rows.end * row];
+        self.weight.format == format && scales.iter().fold(0, |max, &code| code.max(max)) <= largest
+    }
+
+    fn task_rows(&self) -> usize {
+        self.products.len() / self.input.rows
+    }
+
+    /// Multiplies an input with few rows: codes are decoded into registers.
+    #[inline(always)]
+    fn few<L: Lanes, const PLAIN: bool, const R: usize, const W: usize>(mut self, lanes: L) {
+        for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
+            let inputs = self.input.rows;
+            for from in (0..inputs).step_by(4) {
+                match inputs - from {
+                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from),
+                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from),
+                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from),
+                }
+            }
+        }
+    }
+
+    /// Multiplies `R` rows of the weight by `M` rows of the input.
+    #[inline(always)]
+    fn rows<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M: usize>(
+        &mut self,
+        lanes: L,
+        row: usize,
+        from: usize,
+    ) {
+        let (input, channels) = (self.input, self.channels);
+        // Rows beyond the last repeat it.
+        let rows: [_; R] = from_fn(|at| (self.first + row + at).min(self.outputs - 1));
+        let weights = rows.map(|row| Row::<W>::new(self.weight, row, channels));
+        let inputs: [_; M] = from_fn(|at| input.row((from + at).min(input.rows - 1)));
+        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, &weights, inputs);
+        let panel = &mut self.products[row / LANES * LANES * input.rows..];
+        for (to, sums) in (from..input.rows).zip(sums) {
+            for at in 0..R {
+                panel[to * LANES + row % LANES + at] = sums[at] * weights[at].tensor_scale;
+            }
+        }
+    }
+
+    /// Multiplies an input with many rows by decoded panels.
+    #[inline(always)]
+    fn many<L: Lanes, const R: usize, const W: usize>(self, lanes: L) {
+        let Self { input, weight, outputs, channels, first, panel, products } = self;
+        for (at, products) in products.chunks_mut(input.rows * LANES).enumerate() {
+            // Rows beyond the last repeat it.
+            let rows: [_; LANES] = from_fn(|lane| {
+                let row = (first + at * LANES + lane).min(outputs - 1);
+                Row::<W>::new(weight, row, channels)
+            });
+            panel.decode::<L, R, W>(lanes, &rows, input.len);
+            let scales = lanes.floats(&from_fn(|lane| rows[lane].tensor_scale));
+            let mut from = 0;
+            while from < input.rows {
+                let left = input.rows - from;
+                from += match L::INPUTS {
+                    8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, from, scales, products),
+                    2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, from, scales, products),
+                    _ => panel.tile::<L, R, 1>(lanes, input, from, scales, products),
+                };
+            }
+        }
+    }
+}
+
+/// A packed row whose chunks have `W` block scales.
+#[derive(Clone, Copy)]
+struct Row<'a, const W: usize> {
+    /// Codes of this row and of all that follow.
+    codes: &'a [u8],
+    scales: &'a [u8],
+    /// Values of the scales, by code.
+    values: &'a [f32; 256],
+    tensor_scale: f32,
+    /// Number of whole chunks.
+    whole: usize,
+}
+
+impl<'a, const W: usize> Row<'a, W> {
+    #[inline(always)]
+    fn new(packed: PackedView<'a>, row: usize, channels: usize) -> Self {
+        let blocks = channels * W / CHUNK;
+        let by_row = packed.tensor_scale.len() > 1;
+        Self {
+            codes: &packed.codes[row * channels / 2..],
+            scales: &packed.scales[row * blocks..][..blocks],
+            values: scale_values(packed.format),
+            tensor_scale: packed.tensor_scale[if by_row { row } else { 0 }],
+            whole: channels / CHUNK,
+        }
+    }
+
+    /// Returns the codes of the last chunk, with any codes beyond the last channel.
+    #[inline(always)]
+    fn last_codes(&self) -> [u8; CHUNK / 2] {
+        let codes = &self.codes[self.whole * CHUNK / 2..];
+        codes.first_chunk().copied().unwrap_or_else(|| {
+            let mut last = [0; CHUNK / 2];
+            last[..codes.len()].copy_from_slice(codes);
+            last
+        })
+    }
+
+    /// Returns the scale codes of the last chunk, with zeros beyond the last channel.
+    #[inline(always)]
+    fn last_scales(&self) -> u64 {
+        let scales = &self.scales[self.whole * W..];
+        scales.iter().rev().fold(0, |word, &code| word << 8 | u64::from(code))
+    }
+}
+
+/// Returns scale codes as a word, the first in its lowest byte.
+#[inline(always)]
+fn word<const W: usize>(scales: &[u8; W]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes[..W].copy_from_slice(scales);
+    u64::from_le_bytes(bytes)
+}
+
+/// Sums the products of `R` packed rows and `M` rows of the input. The first `R` sums count.
+#[inline(always)]
+fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M: usize>(
+    lanes: L,
+    rows: &[Row<'_, W>; R],
+    inputs: [&[Chunk]; M],
+) -> [[f32; LANES]; M] {
+    let whole = rows[0].whole;
+    // Known lengths avoid bounds checks in the loop.
+    let codes: [_; R] = from_fn(|row| &rows[row].codes.as_chunks().0[..whole]);
+    let scales: [_; R] = from_fn(|row| &rows[row].scales.as_chunks().0[..whole]);
+    let (last, inputs): (_, [_; M]) =
+        (inputs.map(|input| input.get(whole)), from_fn(|to| &inputs[to][..whole]));
+    let mut sums = [lanes.repeat_float(0.0); M];
+    for chunk in 0..whole {
+        let mut words = [0; R];
+        for row in 0..R {
+            words[row] = word::<W>(&scales[row][chunk]);
+        }
+        let chunks = inputs.each_ref().map(|input| &input[chunk]);
+        let codes = codes.each_ref().map(|codes| &codes[chunk]);
+        add_chunk::<L, PLAIN, R, M>(lanes, rows[0].values, codes, words, chunks, &mut sums);
+    }
+    if last[0].is_some() {
+        let chunks = last.map(|chunk| chunk.expect("as long as the first"));
+        let codes = rows.each_ref().map(Row::last_codes);
+        let words = rows.each_ref().map(Row::last_scales);
+        let codes = codes.each_ref();
+        add_chunk::<L, PLAIN, R, M>(lanes, rows[0].values, codes, words, chunks, &mut sums);
+    }
+    let mut reduced = [[0.0; LANES]; M];
+    for (reduced, sums) in reduced.iter_mut().zip(sums) {
+        *reduced = lanes.store(sums);
+        let mut half = LANES / 2;
+        while half >= R {
+            for lane in 0..half {
+                reduced[lane] += reduced[lane + half];
+            }
+            half /= 2;
+        }
+    }
+    reduced
+}
+
+/// Adds the products of a chunk. Lane `R * block + row` has the sums of a block of a row.
+#[inline(always)]
+fn add_chunk<L: Lanes, const PLAIN: bool, const R: usize, const M: usize>(
+    lanes: L,
+    values: &[f32; 256],
+    codes: [&[u8; CHUNK / 2]; R],
+    words: [u64; R],
+    inputs: [&Chunk; M],
+    sums: &mut [L::Floats; M],
+) {
+    let scales = lanes.interleave(words);
+    let scales = match R {
+        _ if !PLAIN => lanes.floats(&scales.map(|code| values[usize::from(code)])),
+        2 => lanes.e4m3(scales),
+        _ => lanes.e8m0(scales),
+    };
+    let mut elements = [lanes.elements(codes[0]); R];
+    for row in 1..R {
+        elements[row] = lanes.elements(codes[row]);
+    }
+    for to in 0..M {
+        let input = inputs[to];
+        let integers = [lanes.bytes(&input.even), lanes.bytes(&input.odd)];
+        let mut dots = [lanes.repeat_int(0); R];
+        for row in 0..R {
+            dots[row] = lanes.dot(dots[row], elements[row], integers);
+        }
+        let dots = match R {
+            2 => lanes.pair_sums(dots[0], dots[1]),
+            _ => lanes.quad_sums([dots[0], dots[1], dots[R - 2], dots[R - 1]]),
+        };
+        let dots = lanes.to_floats(lanes.add_ints(dots, lanes.ints(&input.offsets)));
+        let factors = lanes.mul(scales, lanes.floats(&input.half_scales));
+        sums[to] = lanes.mul_add(dots, factors, sums[to]);
+    }
+}
+
+/// Exchanges lanes and vectors.
+#[inline(always)]
+fn transposed(mut vectors: [[u32; LANES]; LANES]) -> [[u32; LANES]; LANES] {
+    exchange::<8>(&mut vectors);
+    exchange::<4>(&mut vectors);
+    exchange::<2>(&mut vectors);
+    exchange::<1>(&mut vectors);
+    vectors
+}
+
+/// Exchanges the upper right with the lower left `S` by `S` lanes of every `2 S` by `2 S`.
+#[inline(always)]
+fn exchange<const S: usize>(vectors: &mut [[u32; LANES]; LANES]) {
+    for at in (0..LANES).filter(|at| at & S == 0) {
+        let (upper, lower) = (vectors[at], vectors[at + S]);
+        for lane in 0..LANES {
+            let is_left = lane & S == 0;
+            vectors[at][lane] = if is_left { upper[lane] } else { lower[lane ^ S] };
+            vectors[at + S][lane] = if is_left { upper[lane ^ S] } else { lower[lane] };
+        }
+    }
+}
+
+impl Panel {
+    /// Decodes 16 packed rows.
+    #[inline(always)]
+    fn decode<L: Lanes, const R: usize, const W: usize>(
+        &mut self,
+        lanes: L,
+        rows: &[Row<'_, W>; LANES],
+        chunks: usize,
+    ) {
+        self.elements.clear();
+        self.scales.clear();
+        for chunk in 0..chunks {
+            let mut codes = [[0; LANES]; LANES];
+            let mut scales = [[0.0; LANES]; W];
+            for (lane, row) in rows.iter().enumerate() {
+                let last;
+                let row_codes = if chunk < row.whole {
+                    &row.codes.as_chunks::<{ CHUNK / 2 }>().0[chunk]
+                } else {
+                    last = row.last_codes();
+                    &last
+                };
+                codes[lane] = pulp::cast(*row_codes);
+                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..]) {
+                    scales[lane] = row.values[usize::from(code)];
+                }
+            }
+            for codes in transposed(codes) {
+                let elements = lanes.elements(&pulp::cast(codes));
+                for elements in elements {
+                    self.elements.push(Bytes(lanes.store_bytes(elements)));
+                }
+            }
+            self.scales.extend(scales);
+        }
+    }
+
+    /// Multiplies by `M` rows of the input. Returns `M`.
+    #[inline(always)]
+    fn tile<L: Lanes, const R: usize, const M: usize>(
+        &self,
+        lanes: L,
+        input: &Int8Input,
+        from: usize,
+        tensor_scales: L::Floats,
+        products: &mut [f32],
+    ) -> usize {
+        let inputs: [_; M] = from_fn(|to| input.row(from + to));
+        let blocks = LANES / R;
+        // Of the blocks of a chunk.
+        let mut sums = [[lanes.repeat_float(0.0); M]; 8];
+        let elements = self.elements.chunks_exact(2 * LANES);
+        let scales = self.scales.chunks_exact(blocks);
+        for (chunk, (elements, scales)) in elements.zip(scales).enumerate() {
+            let chunks = inputs.each_ref().map(|input| &input[chunk]);
+            for block in 0..blocks {
+                let elements = &elements[2 * R * block..][..2 * R];
+                let scales = lanes.floats(&scales[block]);
+                for to in 0..M {
+                    let input = chunks[to];
+                    let (even, odd) = (input.even.as_chunks().0, input.odd.as_chunks().0);
+                    let mut dots = lanes.repeat_int(input.offsets[R * block]);
+                    for pair in 0..R / 2 {
+                        let quad: [_; 4] = from_fn(|at| &elements[4 * pair + at].0);
+                        let quad = [
+                            lanes.bytes(quad[0]),
+                            lanes.bytes(quad[1]),
+                            lanes.bytes(quad[2]),
+                            lanes.bytes(quad[3]),
+                        ];
+                        let at = R * block + 2 * pair;
+                        let integers = [
+                            lanes.repeat(&even[at]),
+                            lanes.repeat(&odd[at]),
+                            lanes.repeat(&even[at + 1]),
+                            lanes.repeat(&odd[at + 1]),
+                        ];
+                        dots = lanes.dot(dots, quad, integers);
+                    }
+                    let factor = lanes.repeat_float(input.half_scales[R * block]);
+                    let factors = lanes.mul(scales, factor);
+                    let sum = &mut sums[block][to];
+                    *sum = lanes.mul_add(lanes.to_floats(dots), factors, *sum);
+                }
+            }
+        }
+        for to in 0..M {
+            let mut half = blocks / 2;
+            while half > 0 {
+                for block in 0..half {
+                    sums[block][to] = lanes.add(sums[block][to], sums[block + half][to]);
+                }
+                half /= 2;
+            }
+            let scaled = lanes.store(lanes.mul(sums[0][to], tensor_scales));
+            products[(from + to) * LANES..][..LANES].copy_from_slice(&scaled);
+        }
+        M
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_formats::{Packed, TensorScale};
+
+    use super::*;
+    use crate::reference::int8_matmul::int8_matmul as reference;
+
+    /// Makes a weight with scales of each kind.
+    fn weight(format: Fp4Format, block_size: usize, [rows, cols]: [usize; 2]) -> Packed {
+        let scale = |at: usize| match (format, at % 61) {
+            // Subnormal, and the largest.
+            (Fp4Format::NvFp4, 7) => 3,
+            (Fp4Format::NvFp4, 8) => 0x7E,
+            (Fp4Format::NvFp4, _) => 0x28 + (at * 7 % 32) as u8,
+            (_, 7) => 0,
+            _ => 120 + (at * 5 % 9) as u8,
+        };
+        let tensor_scale = (0..rows).map(|row| 1.0 / (row + 3) as f32).collect();
+        Packed {
+            format,
+            block_size,
+            rows,
+            cols,
+            codes: (0..rows * cols / 2).map(|at| (at * 37 % 251) as u8).collect(),
+            scales: (0..rows * cols / block_size).map(scale).collect(),
+            tensor_scale: TensorScale::PerRow(tensor_scale),
+        }
+    }
+
+    fn available() -> impl Iterator<Item = Instructions> {
+        Instructions::ALL.iter().copied().filter(|instructions| instructions.is_available())
+    }
+
+    /// Includes last chunks, panels and groups of rows that are not whole.
+    #[test]
+    fn products_have_the_bits_of_the_reference_with_every_instruction_set() {
+        for format in Fp4Format::ALL {
+            for (block_size, channels, outputs) in
+                [(16, 16, 1), (16, 128, 17), (16, 592, 37), (32, 32, 3), (32, 416, 50)]
+            {
+                let mut packed = weight(format, block_size, [outputs, channels]);
+                for not_plain in [false, true] {
+                    if not_plain {
+                        packed.scales[outputs / 2] = 0xFF;
+                    }
+                    let view = PackedView::from(&packed);
+                    for inputs in [1, 2, 3, 5, 8, 21] {
+                        let input: Vec<_> = (0..inputs * channels)
+                            .map(|at| ((at * 13 % 101) as f32 - 50.0) / (1 + at % 7) as f32)
+                            .collect();
+                        let expected = reference(&input, &packed);
+                        for instructions in available() {
+                            let mut found = vec![0.0; expected.len()];
+                            let shape = [outputs, channels];
+                            int8_matmul(instructions, &input, view, shape, &mut found);
+                            for (found, expected) in found.iter().zip(&expected) {
+                                let same = found.to_bits() == expected.to_bits()
+                                    || found.is_nan() && expected.is_nan();
+                                assert!(
+                                    same,
+                                    "{instructions:?}: {found}, not {expected}; {format}, \
+                                     {block_size}, {inputs} x {channels} x {outputs}"
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -372,7 +372,7 @@ fn a_pass_that_cannot_be_recorded_is_an_error() {
     let said = message.contains("no concrete value") && message.contains("control flow");
     assert!(said, "{message}");
     let fails = Calibration::of(&model).run([batch()], |_: &Mlp, _: Tensor<2>| panic!("no way"));
-    assert!(matches!(fails, Err(Fp4Error::Capture { problem }) if problem.contains("no way")));
+    assert!(matches!(fails, Err(Fp4Error::Recording { problem }) if problem.contains("no way")));
     let error = run(&model, vec![]).unwrap_err();
     assert_eq!(error.to_string(), "calibration: there are no batches");
     // Layers that depend on the batch.
@@ -580,7 +580,8 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
                 |model: &Mlp, x| model.forward(x),
             )
             .unwrap();
-        assert!(report.relative_output_error().is_some(), "{report}");
+        let by_gptq = config.scheme.method == Method::GPTQ;
+        assert_eq!(report.relative_output_error().is_some(), by_gptq, "{report}");
         let skips = !config.exclude.is_empty();
         assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
         // By hand: each layer by its inputs behind the layers that are quantized already.
@@ -639,7 +640,8 @@ fn weights_are_divided_among_several_devices() {
                 let config = config.with_calibration(calibration);
                 let report = model.quantize_fp4(&config).unwrap();
                 assert_eq!(report.quantized().count(), 3, "{name}");
-                (model, [Some(report.relative_error()), report.relative_output_error()])
+                let outputs = report.relative_output_error().unwrap_or_default();
+                (model, [report.relative_error(), outputs])
             };
             let (on_one, expected) = quantized(&elsewhere);
             let (on_two, found) = quantized(&calibration);
@@ -648,7 +650,6 @@ fn weights_are_divided_among_several_devices() {
             assert_eq!(codes(&on_two.layers[0]), codes(&on_one.layers[0]), "{name}");
             assert_eq!(codes(&on_two.head), codes(&on_one.head), "{name}");
             for (found, expected) in found.into_iter().zip(expected) {
-                let (found, expected) = (found.unwrap(), expected.unwrap());
                 assert!((found - expected).abs() <= 0.02 * expected, "{name}: {found} {expected}");
             }
 

@@ -116,11 +116,11 @@ fn a_replay_equals_a_forward_pass() {
         let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
         for (seed, rows) in [1, 5, 1, 64, 5].into_iter().enumerate() {
             let x = random(seed as u64, [rows, CHANNELS], device);
-            let found = replay.run(x.clone()).expect("a pass that can be recorded");
+            let found = replay.run(x.clone()).expect("a pass that can be captured");
             assert_eq!(floats(found), floats(net.forward(x)), "{name}: {rows} rows");
             assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
         }
-        assert_eq!(replay.recordings(), if has_graphs(name) { 3 } else { 0 }, "{name}");
+        assert_eq!(replay.captures(), if has_graphs(name) { 3 } else { 0 }, "{name}");
     });
 }
 
@@ -150,7 +150,7 @@ fn a_stack_of_layers_is_replayed() {
         let mut replay = Replay::new(layers.clone(), forward);
         for (seed, rows) in [1, 3, 16, 1, 40, 3].into_iter().enumerate() {
             let x = random(seed as u64, [rows, WIDTHS[0]], &device).cast(DType::BF16);
-            let found = floats(replay.run(x.clone()).expect("recordable"));
+            let found = floats(replay.run(x.clone()).expect("can be captured"));
             assert_eq!(found, floats(stack(&layers, x)), "{name}: {rows} rows");
         }
         assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
@@ -167,7 +167,7 @@ fn a_later_run_does_not_change_earlier_outputs() {
             (x, y.clone().transpose(), [y.clone().slice([0..1, 3..9]), y])
         });
         let inputs = [0, 1, 2].map(|seed| random(seed, [3, CHANNELS], device));
-        let outputs = inputs.clone().map(|x| replay.run(x).expect("recordable"));
+        let outputs = inputs.clone().map(|x| replay.run(x).expect("can be captured"));
         for (x, (same, transposed, [part, y])) in inputs.into_iter().zip(outputs) {
             let expected = replay.model().forward(x.clone());
             assert_eq!(floats(same), floats(x), "{name}");
@@ -186,7 +186,7 @@ fn a_cache_is_written_in_place() {
         let mut cache = Cache::new(device);
         for token in 0..CONTEXT {
             let token = Tensor::<2, Int>::from_ints([[3 * token as i32 % 32]], device);
-            let found = replay.run(token.clone()).expect("recordable");
+            let found = replay.run(token.clone()).expect("can be captured");
             let (next, expected) = decode(&net, cache, token);
             cache = next;
             for (found, expected) in found.into_iter().zip(expected) {
@@ -199,7 +199,7 @@ fn a_cache_is_written_in_place() {
         }
         replay.set_state(Cache::new(device));
         let token = Tensor::<2, Int>::from_ints([[5]], device);
-        let found = replay.run(token.clone()).expect("recordable").remove(0);
+        let found = replay.run(token.clone()).expect("can be captured").remove(0);
         let (_, expected) = decode(&net, Cache::new(device), token);
         assert_eq!(floats(found), floats(expected[0].clone()), "{name}");
     });
@@ -222,7 +222,7 @@ fn state_that_is_not_updated_in_place_is_carried_along() {
         let mut replay = Replay::with_state(0.5, state.clone(), step);
         for seed in 3..8 {
             let x = random(seed, [8], device);
-            let found = replay.run(Some(x.clone())).expect("recordable");
+            let found = replay.run(Some(x.clone())).expect("can be captured");
             let (next, expected) = step(&0.5, state, Some(x));
             state = next;
             assert_eq!(floats(found), floats(expected), "{name}");
@@ -246,7 +246,7 @@ fn shapes_share_a_state() {
         let mut total = Tensor::<1>::zeros([4], device);
         for (seed, rows) in [1, 3, 1, 2, 3, 1].into_iter().enumerate() {
             let x = random(seed as u64, [rows, 4], device);
-            let found = replay.run(x.clone()).expect("recordable");
+            let found = replay.run(x.clone()).expect("can be captured");
             let (next, _) = sum(&Relu::new(), total, x);
             total = next;
             assert_eq!(floats(found), floats(total.clone()), "{name}");
@@ -267,7 +267,7 @@ fn an_old_state_can_be_an_output() {
         let mut replay = Replay::with_state(Relu::new(), state.clone(), step);
         for seed in 2..6 {
             let x = random(seed, [4, 8], device);
-            let found = replay.run(x.clone()).expect("recordable");
+            let found = replay.run(x.clone()).expect("can be captured");
             let (next, expected) = step(&Relu::new(), state, x);
             state = next;
             assert_eq!(floats(found.0), floats(expected.0), "{name}");
@@ -292,12 +292,12 @@ fn a_new_state_can_be_an_output() {
         let mut replay = Replay::with_state(Relu::new(), state.clone(), step);
         for (seed, rows) in [1, 2, 1, 3, 2, 1].into_iter().enumerate() {
             let x = random(seed as u64, [rows, 8], device);
-            let found = replay.run(x.clone()).expect("recordable");
+            let found = replay.run(x.clone()).expect("can be captured");
             let (next, expected) = step(&Relu::new(), state, x);
             state = next;
             assert_eq!(floats(found), floats(expected), "{name}");
         }
-        assert_eq!(replay.recordings(), if has_graphs(name) { 3 } else { 0 }, "{name}");
+        assert_eq!(replay.captures(), if has_graphs(name) { 3 } else { 0 }, "{name}");
     });
 }
 
@@ -307,19 +307,19 @@ fn a_changed_model_is_captured_again() {
         let net = Net::new(device);
         let mut replay = Replay::new(net.clone(), |net: &Net, x: Tensor<2>| net.forward(x));
         let x = random(1, [2, CHANNELS], device);
-        let before = floats(replay.run(x.clone()).expect("recordable"));
+        let before = floats(replay.run(x.clone()).expect("can be captured"));
         // A change of a clone does not matter.
         let mut other = net.clone();
         other.first.weight = other.first.weight.map(|weight| weight.mul_scalar(2.0));
         drop((net, other));
-        assert_eq!(floats(replay.run(x.clone()).expect("recordable")), before, "{name}");
+        assert_eq!(floats(replay.run(x.clone()).expect("can be captured")), before, "{name}");
 
         replay.change(|net| {
             *net = net.clone().materialize();
             net.quantize_fp4(&Fp4Config::mxfp4()).expect("a valid model");
         });
-        assert_eq!(replay.recordings(), 0);
-        let after = floats(replay.run(x.clone()).expect("recordable"));
+        assert_eq!(replay.captures(), 0);
+        let after = floats(replay.run(x.clone()).expect("can be captured"));
         assert_ne!(after, before, "{name}");
         assert_eq!(after, floats(replay.into_model().forward(x)), "{name}");
     });
@@ -336,7 +336,7 @@ fn a_replay_moves_to_other_threads() {
             let (next, expected) = decode(&net, cache, token.clone());
             cache = next;
             let (returned, found) = std::thread::spawn(move || {
-                let found = replay.run(token).expect("recordable");
+                let found = replay.run(token).expect("can be captured");
                 (replay, found)
             })
             .join()
@@ -354,7 +354,7 @@ fn a_replay_moves_to_other_threads() {
                     let mut replay = Replay::new(net.clone(), forward);
                     for (seed, rows) in [1, 2, 1, 2].into_iter().enumerate() {
                         let x = random(seed as u64, [rows, CHANNELS], &device);
-                        let found = replay.run(x.clone()).expect("recordable");
+                        let found = replay.run(x.clone()).expect("can be captured");
                         assert_eq!(floats(found), floats(net.forward(x)));
                     }
                 })
@@ -369,9 +369,9 @@ fn a_replay_moves_to_other_threads() {
 fn other_threads_use_a_device_during_a_capture() {
     const THREADS: u64 = 4;
     each_device(|name, device| {
-        let recordings = if has_graphs(name) { 24 } else { 2 };
+        let captures = if has_graphs(name) { 24 } else { 2 };
         let net = Net::new(device);
-        let recorded = AtomicUsize::new(0);
+        let captured = AtomicUsize::new(0);
         let scheme = Fp4Scheme::nvfp4();
         let work = |thread: u64, round: u64| {
             // Another size in each round, so that memory is taken and not used again.
@@ -387,27 +387,27 @@ fn other_threads_use_a_device_during_a_capture() {
         };
         std::thread::scope(|scope| {
             for thread in 0..THREADS {
-                let (work, recorded) = (&work, &recorded);
+                let (work, captured) = (&work, &captured);
                 scope.spawn(move || {
                     let mut round = 0;
-                    while recorded.load(Ordering::Relaxed) < recordings {
+                    while captured.load(Ordering::Relaxed) < captures {
                         work(thread, round);
                         round += 1;
                     }
                 });
             }
-            for seed in 0..recordings {
+            for seed in 0..captures {
                 let forward = |net: &Net, x: Tensor<2>| net.forward(x);
                 let mut replay = Replay::new(net.clone(), forward);
                 let x = random(seed as u64, [1 + seed % 3, CHANNELS], device);
                 let found = replay.run(x.clone());
                 // The others end, whatever is found.
-                recorded.fetch_add(1, Ordering::Relaxed);
+                captured.fetch_add(1, Ordering::Relaxed);
                 let found = found.unwrap_or_else(|error| {
-                    recorded.store(recordings, Ordering::Relaxed);
+                    captured.store(captures, Ordering::Relaxed);
                     panic!("{name}: {error}")
                 });
-                assert_eq!(floats(found), floats(net.forward(x)), "{name}: recording {seed}");
+                assert_eq!(floats(found), floats(net.forward(x)), "{name}: capture {seed}");
                 assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
             }
         });
@@ -425,7 +425,7 @@ fn a_model_can_come_from_several_threads() {
         let mut replay = Replay::new(net.clone(), forward);
         for (seed, rows) in [1, 5, 1].into_iter().enumerate() {
             let x = random(seed as u64, [rows, CHANNELS], device);
-            let found = replay.run(x.clone()).expect("recordable");
+            let found = replay.run(x.clone()).expect("can be captured");
             assert_eq!(floats(found), floats(net.forward(x)), "{name}: {rows} rows");
             assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
         }
@@ -435,7 +435,7 @@ fn a_model_can_come_from_several_threads() {
         net.second = on_another_thread(move || packed(second));
         replay.change(|old| *old = net.clone());
         let x = random(3, [2, CHANNELS], device);
-        let found = replay.run(x.clone()).expect("recordable");
+        let found = replay.run(x.clone()).expect("can be captured");
         assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
         // Burn tunes its products for each thread, and may sum in another order.
         let [found, expected] = [found, net.forward(x)].map(floats);
@@ -482,12 +482,12 @@ fn tensors_of_other_threads_are_gathered() {
 fn the_oldest_graph_is_dropped_first() {
     each_device(|name, device| {
         let forward = |net: &Net, x: Tensor<2>| net.forward(x);
-        let mut replay = Replay::new(Net::new(device), forward).with_most_recordings(2);
+        let mut replay = Replay::new(Net::new(device), forward).with_most_captures(2);
         for (seed, rows) in [1, 2, 3, 2, 1].into_iter().enumerate() {
             let x = random(seed as u64, [rows, CHANNELS], device);
-            let found = replay.run(x.clone()).expect("recordable");
+            let found = replay.run(x.clone()).expect("can be captured");
             assert_eq!(floats(found), floats(replay.model().forward(x)), "{name}");
-            assert!(replay.recordings() <= 2);
+            assert!(replay.captures() <= 2);
         }
     });
 }
@@ -519,7 +519,7 @@ fn reading_values_during_a_capture_is_an_error() {
         let result = replay.run(x.clone());
         if has_graphs(name) {
             let error = result.map(floats).expect_err("a graph holds no values");
-            assert!(matches!(error, ReplayError::Recording { .. }), "{error}");
+            assert!(matches!(error, ReplayError::Capture { .. }), "{error}");
         } else {
             assert_eq!(
                 floats(result.expect("run without a graph")),
@@ -527,7 +527,10 @@ fn reading_values_during_a_capture_is_an_error() {
             );
         }
         let mut replay = Replay::new(Relu::new(), |_: &Relu, x: Tensor<1>| x.mul_scalar(2.0));
-        assert_eq!(floats(replay.run(x.clone()).expect("recordable")), floats(x.mul_scalar(2.0)));
+        assert_eq!(
+            floats(replay.run(x.clone()).expect("can be captured")),
+            floats(x.mul_scalar(2.0))
+        );
     });
 }
 
@@ -566,10 +569,10 @@ fn a_failed_capture_keeps_the_state() {
             let reads = read.is_some();
             let found = replay.run((ones(), read));
             if reads && has_graphs(name) {
-                assert!(matches!(found, Err(ReplayError::Recording { .. })), "{name}");
+                assert!(matches!(found, Err(ReplayError::Capture { .. })), "{name}");
             } else {
                 total.iter_mut().for_each(|value| *value += if reads { 2.0 } else { 1.0 });
-                assert_eq!(floats(found.expect("recordable")), total, "{name}");
+                assert_eq!(floats(found.expect("can be captured")), total, "{name}");
             }
             assert_eq!(floats(replay.state().expect("kept")), total, "{name}");
         }
@@ -586,7 +589,7 @@ fn a_replay_works_with_a_new_state_after_a_panic() {
     }
     each_device(|name, device| {
         let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([1], device), step);
-        replay.run(Tensor::ones([2], device)).expect("recordable");
+        replay.run(Tensor::ones([2], device)).expect("can be captured");
         let panicking = AssertUnwindSafe(|| drop(replay.run(Tensor::ones([3], device))));
         catch_unwind(panicking).expect_err("the pass panics");
         if !has_graphs(name) {
@@ -595,7 +598,7 @@ fn a_replay_works_with_a_new_state_after_a_panic() {
             assert_eq!(error, Some(ReplayError::Lost), "{name}");
         }
         replay.set_state(Tensor::zeros([1], device));
-        let found = replay.run(Tensor::ones([2], device)).expect("recordable");
+        let found = replay.run(Tensor::ones([2], device)).expect("can be captured");
         assert_eq!(floats(found), [2.0], "{name}");
     });
 }
@@ -623,7 +626,7 @@ fn a_replay_does_not_run_the_pass() {
             x + 1.0
         });
         for run in 0..10 {
-            replay.run(random(run, [4], device)).expect("recordable");
+            replay.run(random(run, [4], device)).expect("can be captured");
         }
         let expected = if has_graphs(name) { 5 } else { 10 };
         assert_eq!(RUNS.load(Ordering::Relaxed), expected, "{name}");

@@ -756,7 +756,14 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     fs::write(folder.path().join("recipe.toml"), apart).expect("a recipe");
     succeeds(folder.path(), "quantize model --out apart --recipe recipe.toml");
     let method = of("*.0.*.k_proj", "method = \"amax\"");
-    bad("", &method, &["_proj.weight` share a tensor scale; choose the same method"]);
+    let says = ["k_proj.weight` (amax, rule te)", "share a tensor scale; choose the same method"];
+    bad("", &method, &says);
+    // With options that differ the methods have one name.
+    let tuned = "method = { four-over-six = { range = \"448\", error = \"mse\" } }";
+    let tuned = format!("method = \"four-over-six\"\n{}", of("*.0.*.k_proj", tuned));
+    bad("", &tuned, &["(four-over-six, rule te)", "(four-over-six (range 448), rule te)"]);
+    let table = of("*.o_proj", "method = { gptq = { dampening = 0.1 } }");
+    bad("", &table, &["recipe.toml: line 3: ", "unknown field `dampening`, expected one of"]);
     // Choices that do not go together, and names of nothing.
     let undefined = of("*.o_proj", "format = \"mxfp4\"\nmethod = \"four-over-six\"");
     let says = ["recipe.toml: weights `*.o_proj`: method `four-over-six` is not defined for mxfp4"];

@@ -191,7 +191,7 @@ pub enum Fp4Error {
     },
     /// A module cannot be calibrated with these batches.
     #[error("calibration: {problem}")]
-    Capture {
+    Recording {
         /// The reason.
         problem: String,
     },

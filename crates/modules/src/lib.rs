@@ -116,9 +116,8 @@ pub trait Fp4Module: Module {
     ///
     /// Everything is checked before anything is changed: that values are finite, and whether
     /// weights that share an id still have the same values. That takes one transfer from each
-    /// device, and the report takes another. Where there are whole Gram matrices of the inputs of a
-    /// weight, its device computes two products of them and the weight for the error of outputs
-    /// that the report shows. Besides these transfers, only GPTQ (whether a Gram matrix is
+    /// device, and the report takes another. For GPTQ the report shows the error of outputs, which
+    /// takes two products of a weight and the Gram matrix of its inputs. Besides these transfers, only GPTQ (whether a Gram matrix is
     /// singular), the search for a tensor scale and searches without a kernel on the device (the
     /// weight) read anything back. Each dense weight is freed as soon as it is packed. Quantized
     /// parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
@@ -584,7 +583,7 @@ pub trait Fp4Module: Module {
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
     /// ```
     fn compact_fp4(&mut self) {
-        pack::compact::compact(self);
+        pack::packed_parameter::compact(self);
     }
 }
 

@@ -76,8 +76,8 @@ pub enum Outcome {
         shares_scale_with: Option<String>,
         /// Error of the values that `val()` returns; infinite if one is infinite in its dtype.
         weight_error: SquaredError,
-        /// Error of the outputs of its layer for the calibrated inputs, if the configuration has
-        /// whole Gram matrices of them.
+        /// Error of the outputs of its layer for the calibrated inputs, if they were measured; see
+        /// [`ParameterReport::relative_output_error`].
         output_error: Option<SquaredError>,
         /// How products with it run.
         products: MatmulPath,
@@ -122,7 +122,7 @@ pub enum Outcome {
 
 /// Sums of squares: of the differences that quantization made, and of the original values.
 ///
-/// JSON has no infinite numbers; it has null in their place.
+/// A sum that is not finite is infinite, never NaN. JSON has null in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SquaredError {
@@ -135,9 +135,10 @@ pub struct SquaredError {
 }
 
 impl SquaredError {
-    /// Makes the two of the sums `[error, energy]`. A difference of infinite values is infinite.
-    pub(crate) fn new([error, energy]: [f64; 2]) -> Self {
-        Self { error: if error.is_nan() { f64::INFINITY } else { error }, energy }
+    /// Makes the two of the sums `[error, energy]`.
+    pub(crate) fn new(sums: [f64; 2]) -> Self {
+        let [error, energy] = sums.map(|sum| if sum.is_nan() { f64::INFINITY } else { sum });
+        Self { error, energy }
     }
 
     /// Returns `sqrt(error / energy)`: 0 without any error, NaN if the energy is infinite.
@@ -305,9 +306,12 @@ impl ParameterReport {
     }
 
     /// Returns `|X (quantized - dense)| / |X dense|` for the calibrated inputs X, Euclidean: how
-    /// far the outputs of the layer are off. Nothing without whole Gram matrices of these inputs.
-    /// Sums are f32: terms that cancel leave a small error imprecise, and 0 if rounding makes the
-    /// sum negative.
+    /// far the outputs of the layer are off.
+    ///
+    /// Known where the method asked for takes whole Gram matrices, as GPTQ does, and where a budget
+    /// has measured it: for other methods it would take as long as their search. Sums are f64 on
+    /// CPUs. On other devices they are f32: terms that cancel leave a small error imprecise, and 0
+    /// if rounding makes the sum negative.
     pub fn relative_output_error(&self) -> Option<f64> {
         self.output_error().map(|error| error.relative())
     }
@@ -403,7 +407,7 @@ mod tests {
 
     #[test]
     fn infinite_errors_and_those_that_are_not_known_come_back_from_json() {
-        let infinite = |error, energy| SquaredError { error, energy };
+        let sums = |error, energy| SquaredError::new([error, energy]);
         let outcome = |weight_error| Outcome::Provided {
             format: Fp4Format::NvFp4,
             block_size: 16,
@@ -413,10 +417,11 @@ mod tests {
         };
         for weight_error in [
             None,
-            Some(infinite(0.5, 2.0)),
-            Some(infinite(f64::INFINITY, 2.0)),
-            Some(infinite(0.5, f64::INFINITY)),
-            Some(infinite(f64::INFINITY, f64::INFINITY)),
+            Some(sums(0.5, 2.0)),
+            Some(sums(f64::INFINITY, 2.0)),
+            Some(sums(0.5, f64::INFINITY)),
+            Some(sums(f64::INFINITY, f64::INFINITY)),
+            Some(sums(f64::NAN, f64::NAN)),
         ] {
             let json = serde_json::to_string(&outcome(weight_error)).expect("plain data");
             let found: Outcome = serde_json::from_str(&json).expect(&json);

@@ -1,10 +1,11 @@
-//! [`Calibration`]: statistics of the inputs of layers, by weight.
+//! [`Calibration`]: statistics of the inputs of layers, by weight. [`Inputs`]: of one weight.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
+use burn_fp4_ops::search::SearchError;
 use burn_fp4_ops::{Gram, gram};
 
 use crate::error::Fp4Error;
@@ -111,7 +112,7 @@ impl Calibration {
         for of in uses {
             *times.entry(of).or_default() += 1;
         }
-        // DenseParameter out: statistics that nothing else holds are added to where they are.
+        // Taken out: statistics that nothing else holds are added to where they are.
         let mut all: Vec<Sharing<'_>> = Vec::new();
         for ((path, axis, slice), times) in times {
             let known = self.grams.remove(&(path.to_owned(), axis, slice));
@@ -160,6 +161,12 @@ impl Calibration {
         grams.map(|((path, axis, slice), gram)| (path.as_str(), *axis, *slice, &**gram))
     }
 
+    /// Iterates as [`iter`](Self::iter), over statistics to be shared.
+    pub(crate) fn shared(&self) -> impl Iterator<Item = (&str, usize, usize, &Arc<Gram>)> {
+        let grams = self.grams.iter();
+        grams.map(|((path, axis, slice), gram)| (path.as_str(), *axis, *slice, gram))
+    }
+
     /// Statistics of the inputs that are contracted with this axis of slice 0 of a weight.
     pub fn get(&self, path: &str, axis: usize) -> Option<&Gram> {
         self.get_slice(path, axis, 0)
@@ -200,6 +207,41 @@ impl Calibration {
 
     pub(crate) fn set_devices(&mut self, devices: Vec<Device>) {
         self.devices = devices;
+    }
+}
+
+/// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such
+/// as the experts of `[experts, in, out]`; a matrix is one slice. Weights with the same inputs share
+/// them.
+#[derive(Default, Clone)]
+pub(crate) struct Inputs {
+    slices: Vec<Option<Arc<Gram>>>,
+}
+
+impl Inputs {
+    /// Makes a container without any statistics.
+    pub(crate) fn new(slices: usize) -> Self {
+        Self { slices: vec![None; slices] }
+    }
+
+    /// Adds statistics of a slice to the existing ones.
+    pub(crate) fn add(&mut self, slice: usize, gram: &Arc<Gram>) -> Result<(), SearchError> {
+        match &mut self.slices[slice] {
+            Some(sum) => Arc::make_mut(sum).merge(gram)?,
+            none => *none = Some(gram.clone()),
+        }
+        Ok(())
+    }
+
+    /// Returns the Gram matrix of a slice, if inputs other than zeros were seen.
+    pub(crate) fn of(&self, slice: usize) -> Option<&Arc<Gram>> {
+        let gram = self.slices.get(slice)?.as_ref()?;
+        (gram.tokens() > 0).then_some(gram)
+    }
+
+    /// Returns the Gram matrices of all slices that have one.
+    pub(crate) fn grams(&self) -> impl Iterator<Item = &Arc<Gram>> {
+        self.slices.iter().flatten()
     }
 }
 

@@ -1,36 +1,34 @@
 //! Transfers: vectors read back in one for each device, and tensors moved between devices.
 
-use std::collections::BTreeMap;
-
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::OpsError;
 
 use crate::error::Fp4Error;
 
-/// Reads named vectors back, in one transfer per device.
+/// Reads vectors back, in one transfer per device; the values are in the order of the vectors.
 ///
 /// # Errors
 /// [`Fp4Error::Device`].
-pub(crate) fn read_vectors(
-    vectors: Vec<(String, Tensor<1>)>,
-) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
-    let mut by_device: Vec<(Device, Vec<(String, Tensor<1>)>)> = Vec::new();
-    for (path, vector) in vectors {
+pub(crate) fn read_vectors(vectors: Vec<Tensor<1>>) -> Result<Vec<Vec<f32>>, Fp4Error> {
+    let mut read = vec![Vec::new(); vectors.len()];
+    let mut by_device: Vec<(Device, Vec<usize>, Vec<Tensor<1>>)> = Vec::new();
+    for (at, vector) in vectors.into_iter().enumerate() {
         let device = vector.device();
-        match by_device.iter_mut().find(|(known, _)| *known == device) {
-            Some((_, vectors)) => vectors.push((path, vector)),
-            None => by_device.push((device, vec![(path, vector)])),
+        match by_device.iter_mut().find(|(known, ..)| *known == device) {
+            Some((_, numbers, vectors)) => {
+                numbers.push(at);
+                vectors.push(vector);
+            }
+            None => by_device.push((device, vec![at], vec![vector])),
         }
     }
-    let mut read = BTreeMap::new();
-    for (_, vectors) in by_device {
-        let (paths, tensors): (Vec<_>, Vec<_>) = vectors.into_iter().unzip();
-        let lengths: Vec<_> = tensors.iter().map(|tensor| tensor.dims()[0]).collect();
-        let data = Tensor::cat(tensors, 0).try_into_data();
+    for (_, numbers, vectors) in by_device {
+        let lengths: Vec<_> = vectors.iter().map(|vector| vector.dims()[0]).collect();
+        let data = Tensor::cat(vectors, 0).try_into_data();
         let data = data.map_err(|error| Fp4Error::Device { problem: format!("{error:?}") })?;
         let mut values = data.iter::<f32>();
-        for (path, length) in paths.into_iter().zip(lengths) {
-            read.insert(path, values.by_ref().take(length).collect());
+        for (at, length) in numbers.into_iter().zip(lengths) {
+            read[at] = values.by_ref().take(length).collect();
         }
     }
     Ok(read)

@@ -135,7 +135,7 @@ pub enum OpsError {
     Registration(String),
     /// A pass cannot be captured as a graph.
     #[error("graph: the pass cannot be captured: {0}")]
-    Recording(String),
+    Capture(String),
     /// A device failed, or devices cannot add up their sums.
     #[error("device: {0}")]
     Device(String),

@@ -2,8 +2,12 @@
 //!
 //! A search of blocks has a file of its name in `reference/` and in `host/`.
 
+use core::fmt;
+
 use burn_fp4_formats::{Fp4Format, Minifloat};
-use serde::{Deserialize, Serialize};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::gptq::Gptq;
 
@@ -17,11 +21,11 @@ use crate::gptq::Gptq;
 ///
 /// assert_eq!("sse-weighted".parse(), Ok(Method::Sse(Sse::Weighted)));
 /// let method = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
-/// assert_eq!(method.to_string(), "gptq");
+/// assert_eq!(method.to_string(), "gptq (damping 0.1)");
 /// assert_eq!(Method::default(), Method::SSE);
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Written", into = "Written")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(into = "Written")]
 pub enum Method {
     /// Takes the scale that the rule computes from the amax of the block.
     Amax,
@@ -233,7 +237,7 @@ impl Method {
     /// Returns the facts of the method. A method with options of its own has the row of the default
     /// options.
     pub fn row(self) -> &'static MethodRow {
-        static NAMED: [MethodRow; 11] = Method::NAMED;
+        static NAMED: [MethodRow; Method::NAMED.len()] = Method::NAMED;
         let default = match self {
             Self::FourOverSix { .. } => Self::FOUR_OVER_SIX,
             Self::Gptq(options) if options != Gptq::TEXTBOOK => Self::GPTQ,
@@ -275,6 +279,25 @@ impl Method {
         }
     }
 
+    /// Returns the options of a method with a table of options, in words.
+    pub(crate) fn options(self) -> Vec<String> {
+        let word = |value: &dyn fmt::Debug| format!("{value:?}").to_lowercase();
+        match self {
+            Self::FourOverSix { range, error } => {
+                vec![format!("range {}", range.value()), format!("error {}", word(&error))]
+            }
+            Self::Gptq(Gptq { damping, order, sweeps, refits }) => vec![
+                format!("damping {damping}"),
+                format!("order {}", word(&order)),
+                format!("sweeps {sweeps}"),
+                format!("refits {refits}"),
+            ],
+            Self::Amax | Self::Sse(_) | Self::Hessian | Self::CoordinateDescent | Self::Admm(_) => {
+                Vec::new()
+            }
+        }
+    }
+
     /// Returns true if the method sums over a whole matrix. Each engine does that in its own order,
     /// so bits may differ from the host's. All other methods have the same bits on every engine.
     pub const fn sums_matrices(self) -> bool {
@@ -295,18 +318,21 @@ impl From<Gptq> for Method {
 }
 
 /// A method in a file: its name, or a table of options that no name stands for.
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize)]
 #[serde(untagged)]
 enum Written {
-    Name(String),
+    Name(&'static str),
     Options(WrittenOptions),
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum WrittenOptions {
-    FourOverSix(FourOverSix),
-    Gptq(Gptq),
+/// The table of options of a method, under its name.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct WrittenOptions {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    four_over_six: Option<FourOverSix>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gptq: Option<Gptq>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -321,10 +347,12 @@ impl From<Method> for Written {
         let row = method.row();
         match method {
             Method::FourOverSix { range, error } if method != row.method => {
-                Self::Options(WrittenOptions::FourOverSix(FourOverSix { range, error }))
+                let four_over_six = Some(FourOverSix { range, error });
+                Self::Options(WrittenOptions { four_over_six, ..WrittenOptions::default() })
             }
             Method::Gptq(options) if method != row.method => {
-                Self::Options(WrittenOptions::Gptq(options))
+                let gptq = Some(options);
+                Self::Options(WrittenOptions { gptq, ..WrittenOptions::default() })
             }
             Method::FourOverSix { .. }
             | Method::Gptq(_)
@@ -332,24 +360,40 @@ impl From<Method> for Written {
             | Method::Sse(_)
             | Method::Hessian
             | Method::CoordinateDescent
-            | Method::Admm(_) => Self::Name(row.name.to_owned()),
+            | Method::Admm(_) => Self::Name(row.name),
         }
     }
 }
 
-impl TryFrom<Written> for Method {
-    type Error = String;
+impl<'de> Deserialize<'de> for Method {
+    // Not as an untagged enum, whose errors do not name the field.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct NameOrOptions;
 
-    fn try_from(written: Written) -> Result<Self, String> {
-        match written {
-            Written::Name(name) => {
-                Self::named(&name).ok_or_else(|| format!("unknown method `{name}`"))
+        impl<'de> Visitor<'de> for NameOrOptions {
+            type Value = Method;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the name of a method, or a table such as { gptq = { damping = 0.1 } }")
             }
-            Written::Options(WrittenOptions::FourOverSix(FourOverSix { range, error })) => {
-                Ok(Self::FourOverSix { range, error })
+
+            fn visit_str<E: Error>(self, name: &str) -> Result<Method, E> {
+                name.parse().map_err(E::custom)
             }
-            Written::Options(WrittenOptions::Gptq(options)) => Ok(Self::Gptq(options)),
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Method, A::Error> {
+                let options = WrittenOptions::deserialize(MapAccessDeserializer::new(map))?;
+                match (options.four_over_six, options.gptq) {
+                    (Some(FourOverSix { range, error }), None) => {
+                        Ok(Method::FourOverSix { range, error })
+                    }
+                    (None, Some(options)) => Ok(Method::Gptq(options)),
+                    _ => Err(A::Error::custom("a method has one table of options; write one")),
+                }
+            }
         }
+
+        deserializer.deserialize_any(NameOrOptions)
     }
 }
 
@@ -376,16 +420,42 @@ mod tests {
             assert_eq!(read(&text), method, "{text}");
             assert_eq!(text == format!("method = \"{method}\"\n"), methods.contains(&method));
             assert_eq!(method.row().method.row(), method.row());
-            assert_eq!(method.to_string().parse(), Ok(method.row().method));
+            let name = method.row().name;
+            assert_eq!(name.parse(), Ok(method.row().method));
+            assert_eq!(method.to_string() == name, methods.contains(&method));
         }
         assert_eq!(read("method = { gptq = { damping = 0.1 } }"), tuned);
-        for wrong in [
-            "{ four-over-six = { range = \"256\", error = \"mse\", rnge = 1 } }",
-            "{ four-over-six = { range = \"256\" } }",
-            "{ gptq = { dampening = 0.1 } }",
-            "\"gptqq\"",
+    }
+
+    #[test]
+    fn an_error_of_a_table_of_options_names_the_field() {
+        for (wrong, named) in [
+            ("{ four-over-six = { range = \"256\", error = \"mse\", rnge = 1 } }", "`rnge`"),
+            ("{ four-over-six = { range = \"256\" } }", "missing field `error`"),
+            ("{ gptq = { dampening = 0.1 } }", "unknown field `dampening`, expected one of"),
+            ("{ gptq = { damping = \"0.1\" } }", "expected f64"),
+            ("{ gptqq = {} }", "unknown field `gptqq`, expected `four-over-six` or `gptq`"),
+            ("{ gptq = {}, sse = {} }", "`sse`"),
+            ("{}", "one table of options"),
+            ("\"gptqq\"", "unknown method `gptqq`"),
+            ("3", "the name of a method"),
         ] {
-            assert!(toml::from_str::<File>(&format!("method = {wrong}")).is_err(), "{wrong}");
+            let error = toml::from_str::<File>(&format!("method = {wrong}")).err();
+            let error = error.expect(wrong).to_string();
+            assert!(error.contains(named), "{error}");
         }
+    }
+
+    #[test]
+    fn options_that_a_name_does_not_stand_for_are_displayed() {
+        let gptq = |options| Method::Gptq(options).to_string();
+        assert_eq!(gptq(Gptq::DEFAULT), "gptq");
+        assert_eq!(gptq(Gptq::TEXTBOOK), "gptq-textbook");
+        let order = crate::gptq::BlockOrder::Natural;
+        let options = Gptq { damping: 0.1, order, sweeps: 1, ..Gptq::DEFAULT };
+        assert_eq!(gptq(options), "gptq (damping 0.1, order natural, sweeps 1)");
+        let paper = Method::FourOverSix { range: E4m3Range::E448, error: ErrorMetric::Mse };
+        assert_eq!(paper.to_string(), "four-over-six (range 448)");
+        assert_eq!(format!("{:>8}|{:<6}|", Method::Amax, Method::SSE), "    amax|sse   |");
     }
 }

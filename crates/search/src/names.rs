@@ -26,15 +26,23 @@ impl FromStr for ScaleRule {
 }
 
 impl fmt::Display for Method {
-    /// Writes the name of the [`row`](Self::row).
+    /// Writes the name of the [`row`](Self::row), and the options that the name does not stand for:
+    /// `gptq (damping 0.1)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.row().name)
+        let row = self.row();
+        let own = self.options().into_iter().zip(row.method.options());
+        let own: Vec<_> = own.filter(|(own, named)| own != named).map(|(own, _)| own).collect();
+        match own.is_empty() {
+            true => f.pad(row.name),
+            false => f.pad(&format!("{} ({})", row.name, own.join(", "))),
+        }
     }
 }
 
 impl FromStr for Method {
     type Err = SearchError;
 
+    /// Parses a name; options are read from files.
     fn from_str(name: &str) -> Result<Self, SearchError> {
         Self::named(name).ok_or_else(|| SearchError::UnknownMethod(name.to_owned()))
     }

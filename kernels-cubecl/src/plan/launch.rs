@@ -72,8 +72,8 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
             Method::Hessian | Method::CoordinateDescent => by_hessian,
             Method::Amax | Method::FourOverSix { .. } | Method::Sse(Sse::Uniform) => !by_hessian,
             Method::Sse(Sse::Weighted) => operation == Operation::Quantize,
-            // These have no kernel: the host runs them, or calls one for every tensor scale.
-            Method::Sse(Sse::TensorScale) | Method::Admm(_) | Method::Gptq(_) => false,
+            // Others have no kernel: the host runs them, or calls one for every tensor scale.
+            _ => false,
         };
         if !fits {
             return Err(Refusal::Method { operation, found: scheme.method });

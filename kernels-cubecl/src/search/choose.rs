@@ -30,10 +30,8 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
             four_over_six::<E, N>(args, elements, largest, origin, &mut scales)
         }
         Method::Sse(_) => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
-        // These need Hessians and have another operation: no plan leads here.
-        Method::Hessian | Method::CoordinateDescent | Method::Admm(_) | Method::Gptq(_) => {
-            comptime!(unreachable!())
-        }
+        // Others need Hessians or have no kernel: no plan leads here.
+        _ => comptime!(unreachable!()),
     }
     scales
 }

@@ -252,9 +252,12 @@ impl ResolvedOptions {
         let group = |members: &Vec<usize>| {
             let first = members[0];
             if let Some(&other) = members.iter().find(|&&at| of(at) != of(first)) {
-                let [first, other] = [first, other].map(|at| &model.weights[at].name);
+                let [first, other] = [first, other].map(|at| {
+                    let Fp4Scheme { method, rule, .. } = of(at);
+                    format!("`{}` ({method}, rule {rule})", model.weights[at].name)
+                });
                 let what = "share a tensor scale; choose the same method and rule for both";
-                return Err(CliError::Choice(format!("`{first}` and `{other}` {what}")));
+                return Err(CliError::Choice(format!("{first} and {other} {what}")));
             }
             let how = match selection.has_tensor_scales() {
                 true => of(first),

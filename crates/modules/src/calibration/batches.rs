@@ -66,11 +66,11 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
             }
         }
         let Some(first) = recordings.first() else {
-            return Err(Fp4Error::Capture { problem: "there are no batches".to_owned() });
+            return Err(Fp4Error::Recording { problem: "there are no batches".to_owned() });
         };
         if !recordings.iter().all(|recording| recording.runs_like(first)) {
             let problem = "batches run different layers, or in another order".to_owned();
-            return Err(Fp4Error::Capture { problem });
+            return Err(Fp4Error::Recording { problem });
         }
         Ok(Self { model, replicas, recordings, values: recorder.into_values(), unreached })
     }
@@ -231,7 +231,7 @@ fn replicate<M: Module>(model: &M, devices: &[Device]) -> Result<Vec<(Device, M)
         [device] => device.clone().inner(),
         devices => {
             let problem = format!("the module is on {} devices, not one", devices.len());
-            return Err(Fp4Error::Capture { problem });
+            return Err(Fp4Error::Recording { problem });
         }
     };
     if devices.is_empty() {
@@ -240,7 +240,7 @@ fn replicate<M: Module>(model: &M, devices: &[Device]) -> Result<Vec<(Device, M)
     let devices: Vec<_> = devices.iter().map(|device| device.clone().inner()).collect();
     if let Some(twice) = (1..devices.len()).find(|&at| devices[..at].contains(&devices[at])) {
         let problem = format!("{:?} is named twice", devices[twice]);
-        return Err(Fp4Error::Capture { problem });
+        return Err(Fp4Error::Recording { problem });
     }
     check_addable(&devices)?;
     // Clones share running statistics, so that these would be moved for all of them.

@@ -32,13 +32,13 @@ static FREE_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
 impl Recorder {
     /// # Errors
-    /// [`Fp4Error::Capture`] if this process has no capture device left.
+    /// [`Fp4Error::Recording`] if this process has no capture device left.
     pub(crate) fn new() -> Result<Self, Fp4Error> {
         let free = FREE_DEVICES.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let device = free.map_or_else(|| catch_unwind(Device::capture), Ok).map_err(|_| {
             let problem = "this process has used up Burn's 65536 capture devices, one for each \
                            calibration that failed and one for each that ran next to others";
-            Fp4Error::Capture { problem: problem.to_owned() }
+            Fp4Error::Recording { problem: problem.to_owned() }
         })?;
         Ok(Self { device, values: Values::default(), failed: false })
     }
@@ -46,7 +46,7 @@ impl Recorder {
     /// Records a forward pass over a batch. Nothing is computed, and no float parameter is read.
     ///
     /// # Errors
-    /// [`Fp4Error::Capture`] if the pass reads values, or panics for another reason.
+    /// [`Fp4Error::Recording`] if the pass reads values, or panics for another reason.
     pub(crate) fn record<M: Module, I: Module, O>(
         &mut self,
         model: &M,
@@ -69,7 +69,7 @@ impl Recorder {
                  batch it is given, without reading values (control flow that depends on data \
                  cannot be recorded)"
             );
-            Fp4Error::Capture { problem }
+            Fp4Error::Recording { problem }
         };
         match recorded {
             Ok(Ok(graph)) => Ok(Recording::new(graph, stand_ins.found, &mut self.values)),

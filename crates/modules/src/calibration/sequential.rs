@@ -1,7 +1,6 @@
 //! Weights quantized layer by layer, each by the inputs that the quantized layers before it leave.
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -9,14 +8,13 @@ use burn_fp4_ops::Gram;
 
 use crate::config::Fp4Config;
 use crate::error::{Fp4Error, caught};
-use crate::pack::inputs::Inputs;
-use crate::pack::install::{PackSource, pack};
-use crate::pack::measure::{Measured, measure};
-use crate::pack::schedule::{Job, quantize_each};
-use crate::pack::weight::{AnyWeight, HessianFactorCache, Quantized, WeightTask, dense_weights};
-use crate::packed_weight::PackedWeight;
+use crate::pack::job::{Jobs, Quantized};
+use crate::pack::measure::measure;
+use crate::pack::quantize::attach;
+use crate::pack::run::quantize_each;
+use crate::pack::weight::HessianFactorCache;
 use crate::report::Fp4Report;
-use crate::walk::plan::{Selection, WeightPlan};
+use crate::statistics::Inputs;
 use crate::walk::select::select;
 
 use super::batches::{RecordedBatches, Replacement};
@@ -34,163 +32,139 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
 ) -> Result<Fp4Report, Fp4Error> {
     let mut selection = select(module, config)?;
     selection.check_calibration_used(config)?;
-    let measured = measure(module, &selection, true)?;
+    let mut jobs = Jobs::new(&selection);
+    measure(module, &mut jobs, true)?;
     if !selection.needs_inputs() {
-        return pack(module, &selection, PackSource { measured, ..PackSource::default() });
+        return attach(module, &selection, jobs);
     }
     let options = options.for_config(config);
     let asking = selection.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
     let wanted = asking.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis));
     let wanted = Some(wanted.collect());
     let batches = RecordedBatches::new(module, batches, &options.devices, wanted, &mut forward)?;
-    let mut layers = LayerByLayer::new(module, &selection, &measured, batches.inputs());
-    selection.check_calibrated(|at, _| layers.to_come.contains_key(&measured.tied_to(at)))?;
+    jobs.take_dense(module, |_| true);
+    let mut layers = LayerByLayer::new(jobs, batches.inputs());
+    selection.check_calibrated(|number, _| {
+        layers.jobs.source_of(number).is_some_and(|at| layers.to_come[at] > 0)
+    })?;
     let first = layers.quantize_without_inputs()?;
     // What layers are multiplied by depends on what was made of those before them.
     let name = serde_json::to_string(config).expect("plain data");
     let way = Way { in_flight: usize::MAX, pace: Pace::InTurn, name: &name, first: &first };
     let devices = batches.devices();
-    run(&batches, options, &way, |input, grams| layers.take(input, &grams, &devices))?;
-    let packed = layers.into_packed();
+    run(&batches, options, &way, |input, grams| layers.take(input, grams, &devices))?;
+    let jobs = layers.into_jobs();
     drop((batches, first));
-    pack(module, &selection, PackSource { measured, packed, ..PackSource::default() })
+    attach(module, &selection, jobs)
 }
 
-/// Weights that are quantized one after the other, as soon as all their inputs are known. Weights
-/// are known by the number of the first parameter that is tied to them.
+/// Weights that are quantized one after the other, as soon as all their inputs are known.
 struct LayerByLayer<'a> {
-    measured: &'a Measured,
-    /// By path: the number of the weight, and its plan.
-    plans: BTreeMap<&'a str, (usize, &'a WeightPlan)>,
-    /// The dense values, by path.
-    dense: BTreeMap<String, Box<dyn AnyWeight>>,
-    /// Paths of parameters that are packed together, by weight.
-    tied: BTreeMap<usize, Vec<&'a str>>,
-    /// How many inputs are still to come, by weight that is quantized by these.
-    to_come: BTreeMap<usize, usize>,
-    /// Statistics of the inputs until now, by weight.
-    inputs: BTreeMap<usize, Inputs<'static>>,
-    /// The weights that are quantized already.
-    packed: BTreeMap<usize, Quantized>,
+    jobs: Jobs<'a>,
+    /// By job: the jobs that have its codes.
+    tied: Vec<Vec<usize>>,
+    /// By job: how many inputs that decide about its codes are still to come.
+    to_come: Vec<usize>,
 }
 
 impl<'a> LayerByLayer<'a> {
-    fn new<M: Module>(
-        module: &M,
-        selection: &'a Selection,
-        measured: &'a Measured,
-        inputs: &[LayerInput],
-    ) -> Self {
-        let plans: BTreeMap<&str, (usize, &WeightPlan)> = selection
-            .plans()
-            .map(|(at, parameter, plan)| (parameter.path.as_str(), (measured.tied_to(at), plan)))
-            .collect();
-        let mut tied: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
-        for (path, (at, _)) in &plans {
-            tied.entry(*at).or_default().push(path);
+    fn new(jobs: Jobs<'a>, inputs: &[LayerInput]) -> Self {
+        let mut tied = vec![Vec::new(); jobs.list.len()];
+        for (at, job) in jobs.list.iter().enumerate() {
+            tied[job.source].push(at);
         }
-        let dense = dense_weights(module, |path| plans.contains_key(path));
-        let mut layers = Self {
-            measured,
-            plans,
-            dense,
-            tied,
-            to_come: BTreeMap::new(),
-            inputs: BTreeMap::new(),
-            packed: BTreeMap::new(),
-        };
+        let mut layers = Self { to_come: vec![0; jobs.list.len()], jobs, tied };
         for weight in inputs.iter().flat_map(|input| &input.weights) {
-            if let Some((at, _)) = layers.weight_of(weight) {
-                *layers.to_come.entry(at).or_default() += 1;
+            if let Some(at) = layers.job_of(weight) {
+                layers.to_come[at] += 1;
             }
         }
         layers
     }
 
-    /// The weight that takes part in a product, and its plan, if the input of the product decides
-    /// about its codes.
-    fn weight_of(&self, weight: &WeightUse) -> Option<(usize, &'a WeightPlan)> {
-        let &(at, plan) = self.plans.get(weight.path.as_str())?;
+    /// Returns the job of a weight that takes part in a product, if the input of the product
+    /// decides about its codes.
+    fn job_of(&self, weight: &WeightUse) -> Option<usize> {
+        let job = &self.jobs.list[self.jobs.at(&weight.path)?];
+        let plan = job.task.plan;
         let asks = plan.scheme.method.needs_inputs() && plan.layout.axis == weight.axis;
-        asks.then_some((at, plan))
+        asks.then_some(job.source)
     }
 
-    /// Quantizes the weights that need no statistics, before the first layer runs; their new
-    /// values.
+    /// Quantizes the weights that need no statistics, before the first layer runs. Returns their
+    /// new values.
     fn quantize_without_inputs(&mut self) -> Result<Vec<Replacement>, Fp4Error> {
         let mut replaced = Vec::new();
-        for (&at, paths) in self.tied.iter().filter(|(at, _)| !self.to_come.contains_key(at)) {
-            let (path, (_, plan)) = (paths[0], self.plans[paths[0]]);
-            let task = WeightTask { plan, amax: self.measured.amax(at), inputs: None };
-            let weight =
-                caught(|| self.dense[path].pack(&task, &mut HessianFactorCache::default()));
-            let quantized = weight.map_err(|problem| Fp4Error::at(path, problem))?;
-            replaced.extend(self.rounded(at, &quantized.packed));
-            self.packed.insert(at, quantized);
+        for at in 0..self.jobs.list.len() {
+            if !self.jobs.is_source(at) || self.to_come[at] > 0 {
+                continue;
+            }
+            let job = &mut self.jobs.list[at];
+            let (dense, task) = (job.dense.as_deref().expect(DENSE), &job.task);
+            let packed = caught(|| dense.pack(task, &mut HessianFactorCache::default()));
+            let packed = packed.map_err(|problem| Fp4Error::at(job.path(), problem))?;
+            let used = task.method_used();
+            job.quantized = Some(Quantized { packed, used, output_sums: None });
+            replaced.extend(self.rounded(at));
         }
         Ok(replaced)
     }
 
     /// Takes the statistics of an input, one Gram matrix for each of its parts, and quantizes the
-    /// weights that this was the last input of; their new values.
+    /// weights that this was the last input of. Returns their new values.
     fn take(
         &mut self,
         input: &LayerInput,
-        grams: &[Gram],
+        grams: Vec<Gram>,
         devices: &[Device],
     ) -> Result<Vec<Replacement>, Fp4Error> {
         let complete = self.add(input, grams)?;
-        let jobs = complete.iter().map(|(at, path, inputs)| {
-            let (plan, amax) = (self.plans[*path].1, self.measured.amax(*at));
-            let task = WeightTask { plan, amax, inputs: Some(inputs) };
-            Job { path, task, dense: self.dense[*path].clone_box() }
-        });
-        let results = quantize_each(jobs.collect(), devices)?;
-        let mut replaced = Vec::new();
-        for ((at, ..), quantized) in complete.iter().zip(results) {
-            replaced.extend(self.rounded(*at, &quantized.packed));
-            self.packed.insert(*at, quantized);
-        }
-        Ok(replaced)
+        quantize_each(&mut self.jobs, &complete, devices)?;
+        // They are large, and of no more use.
+        complete.iter().for_each(|&at| self.jobs.list[at].task.inputs = None);
+        Ok(complete.into_iter().flat_map(|at| self.rounded(at)).collect())
     }
 
-    /// Adds the statistics of an input to the weights that are multiplied by it. Returns the
-    /// weights, with a path of each, whose inputs are then complete.
-    fn add<'g>(
-        &mut self,
-        input: &'g LayerInput,
-        grams: &'g [Gram],
-    ) -> Result<Vec<(usize, &'g str, Inputs<'g>)>, Fp4Error> {
+    /// Adds the statistics of an input to the weights that are multiplied by it. Returns the jobs
+    /// whose inputs are then complete.
+    fn add(&mut self, input: &LayerInput, grams: Vec<Gram>) -> Result<Vec<usize>, Fp4Error> {
+        let grams: Vec<_> = grams.into_iter().map(Arc::new).collect();
         let mut complete = Vec::new();
         for weight in &input.weights {
-            let Some((at, plan)) = self.weight_of(weight) else { continue };
-            let mut sum: Inputs<'_> =
-                self.inputs.remove(&at).unwrap_or_else(|| Inputs::new(plan.slices()));
+            let Some(at) = self.job_of(weight) else { continue };
+            let task = &mut self.jobs.list[at].task;
+            let slices = task.plan.slices();
+            let sum = task.inputs.get_or_insert_with(|| Inputs::new(slices));
             for (nth, slice) in weight.slices.clone().enumerate() {
                 // One for all slices, or one for each.
                 let gram = &grams[if grams.len() == 1 { 0 } else { nth }];
-                let added = sum.add(slice, Cow::Borrowed(gram));
+                let added = sum.add(slice, gram);
                 added.map_err(|error| Fp4Error::at(&weight.path, error))?;
             }
-            let left = self.to_come.get_mut(&at).expect("counted in the beginning");
-            *left -= 1;
-            if *left > 0 {
-                self.inputs.insert(at, sum.into_owned());
-            } else {
-                complete.push((at, weight.path.as_str(), sum));
+            self.to_come[at] -= 1;
+            if self.to_come[at] == 0 {
+                complete.push(at);
             }
         }
         Ok(complete)
     }
 
-    /// The values of a packed weight for all the parameters that have its codes.
-    fn rounded(&self, at: usize, packed: &PackedWeight) -> Vec<Replacement> {
-        let rounded = |path: &&str| ((*path).to_owned(), self.dense[*path].rounded(packed));
-        self.tied[&at].iter().map(rounded).collect()
+    /// Returns the values of the codes of a job for all the parameters that have these.
+    fn rounded(&self, at: usize) -> Vec<Replacement> {
+        let quantized = self.jobs.list[at].quantized.as_ref().expect("quantized before");
+        let rounded = |&tied: &usize| {
+            let job = &self.jobs.list[tied];
+            let dense = job.dense.as_deref().expect(DENSE);
+            (job.path().to_owned(), dense.rounded(&quantized.packed))
+        };
+        self.tied[at].iter().map(rounded).collect()
     }
 
-    /// Returns the quantized weights, and frees dense values and statistics.
-    fn into_packed(self) -> BTreeMap<usize, Quantized> {
-        self.packed
+    /// Returns the jobs with the quantized weights, and frees dense values.
+    fn into_jobs(mut self) -> Jobs<'a> {
+        self.jobs.list.iter_mut().for_each(|job| job.dense = None);
+        self.jobs
     }
 }
+
+const DENSE: &str = "taken from the module in the beginning";

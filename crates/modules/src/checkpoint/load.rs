@@ -10,7 +10,7 @@ use burn_fp4_ops::OpsError;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
 use crate::error::{Fp4Error, caught};
-use crate::pack::placeholder::with_values;
+use crate::pack::packed_parameter::with_values;
 use crate::pack::provided::{DenseWeight, pack_provided};
 use crate::packed_weight::PackedWeight;
 use crate::walk::paths::{MapParameters, map_parameters};

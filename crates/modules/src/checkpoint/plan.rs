@@ -8,7 +8,7 @@ use burn_fp4_checkpoints::{DataType, Dtype, Value, Weight};
 use burn_fp4_ops::Fp4Format;
 
 use crate::error::Fp4Error;
-use crate::pack::placeholder::{float_dtype, settled_shape};
+use crate::pack::packed_parameter::{float_dtype, settled_shape};
 use crate::walk::parameters::{Kind, Walk};
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
 

@@ -14,7 +14,7 @@ use burn_fp4_ops::Fp4Layout;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
 use crate::error::{Fp4Error, caught};
-use crate::pack::edit::{check_nothing_trained, packed_weights};
+use crate::pack::packed_parameter::{check_nothing_trained, packed_weights};
 use crate::packed_weight::PackedWeight;
 use crate::walk::parameters::Walk;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};

@@ -11,40 +11,9 @@ use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
 use crate::error::Fp4Error;
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{Selection, WeightPlan};
+use crate::walk::plan::WeightPlan;
 
-/// Measurements of the weights of a [`Selection`], by their numbers there.
-#[derive(Debug, Default)]
-pub(crate) struct Measured {
-    /// The amax that the tensor scale is made from, where it must be known up front.
-    amaxes: BTreeMap<usize, f32>,
-    /// The first of those with the same id, the same values and the same plan, if it is another.
-    tied_to: BTreeMap<usize, usize>,
-}
-
-impl Measured {
-    pub(crate) fn amax(&self, weight: usize) -> Option<f32> {
-        self.amaxes.get(&weight).copied()
-    }
-
-    /// Returns the weight that this one has its codes from: itself, unless it is tied to another.
-    pub(crate) fn tied_to(&self, weight: usize) -> usize {
-        self.tied_to.get(&weight).copied().unwrap_or(weight)
-    }
-
-    /// Replaces amaxes.
-    pub(crate) fn with_amaxes(mut self, amaxes: BTreeMap<usize, f32>) -> Self {
-        self.amaxes.extend(amaxes);
-        self.untie();
-        self
-    }
-
-    /// Weights with another tensor scale than the one they are tied to have codes of their own.
-    fn untie(&mut self) {
-        let bits = |at: &usize| self.amaxes.get(at).map(|amax| amax.to_bits());
-        self.tied_to.retain(|at, first| bits(at) == bits(first));
-    }
-}
+use super::job::{Job, Jobs};
 
 /// Returns true if a tensor scale is made from the amax of the whole weight.
 fn from_amax(scheme: &Fp4Scheme) -> bool {
@@ -59,108 +28,135 @@ fn from_amax(scheme: &Fp4Scheme) -> bool {
 /// One read-back per device, and more only where weights of one id differ and have the same amax.
 pub(crate) fn measure<M: Module>(
     module: &M,
-    selection: &Selection,
+    jobs: &mut Jobs<'_>,
     reject: bool,
-) -> Result<Measured, Fp4Error> {
+) -> Result<(), Fp4Error> {
     let rejects = |plan: &WeightPlan| {
         // No reference says what these make of a value that is not finite.
         let finite = matches!(plan.scheme.method, Method::Gptq(_) | Method::Sse(Sse::TensorScale));
         reject || finite || plan.scheme.non_finite == NonFinite::Reject
     };
-    let plans: BTreeMap<usize, &WeightPlan> =
-        selection.plans().map(|(at, _, plan)| (at, plan)).collect();
-    let candidates = same_ids(selection);
-    let first_of: BTreeMap<usize, usize> = candidates
-        .iter()
-        .flat_map(|weights| weights.iter().map(|&weight| (weight, weights[0])))
-        .collect();
-    let wanted = plans.iter().filter(|(at, plan)| {
+    let same_id = same_ids(&jobs.list);
+    let mut compared_to: Vec<Option<usize>> = vec![None; jobs.list.len()];
+    for list in &same_id {
+        list.iter().for_each(|&at| compared_to[at] = Some(list[0]));
+    }
+    let wanted = jobs.list.iter().zip(&compared_to).map(|(job, first)| {
+        let plan = job.task.plan;
         let before = plan.shares.is_some() || plan.slices() > 1;
-        (before && from_amax(&plan.scheme)) || rejects(plan) || first_of.contains_key(*at)
+        (before && from_amax(&plan.scheme)) || rejects(plan) || first.is_some()
     });
-    let wanted: BTreeMap<String, usize> =
-        wanted.map(|(&at, _)| (selection.decisions[at].0.path.clone(), at)).collect();
-    if wanted.is_empty() {
-        return Ok(Measured::default());
+    let wanted: Vec<bool> = wanted.collect();
+    if !wanted.contains(&true) {
+        return Ok(());
     }
-    let found = measure_amax(module, &wanted, first_of)?;
-    let of = |path: &str| (&found[path], plans[&wanted[path]]);
-    for path in wanted.keys() {
-        let (found, plan) = of(path);
-        if !found[0].is_finite() && rejects(plan) {
-            return Err(Fp4Error::at(path, OpsError::NonFinite { found: found[0] }));
-        }
+    let found = measure_amax(module, jobs, &wanted, compared_to)?;
+    let refused = jobs.list.iter().zip(&found).find_map(|(job, found)| {
+        let amax = found.as_ref()?.amax;
+        (!amax.is_finite() && rejects(job.task.plan)).then_some((job.path(), amax))
+    });
+    if let Some((path, found)) = refused {
+        return Err(Fp4Error::at(path, OpsError::NonFinite { found }));
     }
-
-    let weights = wanted.iter().map(|(path, &at)| (at, plans[&at], found[path][0]));
-    let amaxes = scale_amaxes(&weights.collect::<Vec<_>>());
-
-    // By weight: its own amax, and whether it is equal to the first of its id.
-    let compared: BTreeMap<usize, &[f32]> =
-        wanted.iter().map(|(path, &at)| (at, &found[path][..])).collect();
-    let mut tied_to = BTreeMap::new();
+    set_amaxes(&mut jobs.list, &found);
     let mut apart = Vec::new();
-    for weights in &candidates {
-        let is_tied = |at: &usize| compared[at].get(1) == Some(&1.0);
-        let others = weights[1..].iter().copied();
-        let (tied, rest): (Vec<_>, Vec<_>) = others.partition(is_tied);
-        tied_to.extend(tied.into_iter().map(|at| (at, weights[0])));
-        apart.extend(by_amax(rest, &compared));
+    for list in same_id {
+        let rest = tie(jobs, &list, &found);
+        apart.extend(by_amax(rest, &found));
     }
-    tied_to.extend(compare(module, selection, apart)?);
-    let mut measured = Measured { amaxes, tied_to };
-    measured.untie();
-    Ok(measured)
+    compare(module, jobs, apart)?;
+    untie(jobs);
+    Ok(())
 }
 
-/// By weight the amax that its tensor scale is made from, if it is: the largest of its group where
-/// it shares the scale. Weights are given by number, plan and amax.
-fn scale_amaxes(weights: &[(usize, &WeightPlan, f32)]) -> BTreeMap<usize, f32> {
-    let scaled = || weights.iter().filter(|(_, plan, _)| from_amax(&plan.scheme));
+/// Sets the amax of jobs to others, such as those that were learned.
+pub(crate) fn replace_amaxes(jobs: &mut Jobs<'_>, amaxes: impl Iterator<Item = (usize, f32)>) {
+    amaxes.for_each(|(at, amax)| jobs.list[at].task.amax = Some(amax));
+    untie(jobs);
+}
+
+/// Gives weights with another tensor scale than the one they are tied to codes of their own.
+fn untie(jobs: &mut Jobs<'_>) {
+    let bits = |job: &Job<'_>| job.task.amax.map(f32::to_bits);
+    for at in 0..jobs.list.len() {
+        if bits(&jobs.list[at]) != bits(&jobs.list[jobs.list[at].source]) {
+            jobs.list[at].source = at;
+        }
+    }
+}
+
+/// A measured weight.
+struct Found {
+    amax: f32,
+    /// True if it equals the weight that it was compared to.
+    same: bool,
+}
+
+/// Sets the amax that tensor scales are made from, where they are: the largest of its group for a
+/// weight that shares the scale.
+fn set_amaxes(jobs: &mut [Job<'_>], found: &[Option<Found>]) {
+    let scaled = |job: &Job<'_>, found: &Option<Found>| {
+        found.as_ref().filter(|_| from_amax(&job.task.plan.scheme)).map(|found| found.amax)
+    };
     let mut groups: BTreeMap<&str, f32> = BTreeMap::new();
-    for (_, plan, amax) in scaled() {
-        if let Some(group) = &plan.shares {
+    for (job, found) in jobs.iter().zip(found) {
+        if let (Some(group), Some(amax)) = (&job.task.plan.shares, scaled(job, found)) {
             let largest = groups.entry(group).or_default();
             // NaN, once there, stays: a maximum of floats would drop it.
-            if amax.is_nan() || *amax > *largest {
-                *largest = *amax;
+            if amax.is_nan() || amax > *largest {
+                *largest = amax;
             }
         }
     }
-    let of = |plan: &WeightPlan, amax| plan.shares.as_deref().map_or(amax, |group| groups[group]);
-    scaled().map(|&(at, plan, amax)| (at, of(plan, amax))).collect()
+    for (job, found) in jobs.iter_mut().zip(found) {
+        if let Some(amax) = scaled(job, found) {
+            let shares = job.task.plan.shares.as_deref();
+            job.task.amax = Some(shares.map_or(amax, |group| groups[group]));
+        }
+    }
 }
 
-/// Measures the amax of weights by path, followed by 1 if the values equal the first weight of
-/// `first_of`, by 0 if not.
+/// Ties the weights of a list to its first, where they are equal to it. Returns the others.
+fn tie(jobs: &mut Jobs<'_>, list: &[usize], found: &[Option<Found>]) -> Vec<usize> {
+    let is_tied = |at: &usize| found[*at].as_ref().is_some_and(|found| found.same);
+    let (tied, rest): (Vec<_>, Vec<_>) = list[1..].iter().copied().partition(is_tied);
+    tied.into_iter().for_each(|at| jobs.list[at].source = list[0]);
+    rest
+}
+
+/// Measures wanted weights, and compares them to the first that `compared_to` has for them.
 fn measure_amax<M: Module>(
     module: &M,
-    wanted: &BTreeMap<String, usize>,
-    first_of: BTreeMap<usize, usize>,
-) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
-    let mut measure =
-        Measure { wanted, first_of, firsts: BTreeMap::new(), found: Vec::new(), error: None };
+    jobs: &Jobs<'_>,
+    wanted: &[bool],
+    compared_to: Vec<Option<usize>>,
+) -> Result<Vec<Option<Found>>, Fp4Error> {
+    let firsts = BTreeMap::new();
+    let mut measure = Measure { jobs, wanted, compared_to, firsts, found: Vec::new(), error: None };
     visit_parameters(module, &mut measure);
-    match measure.error {
-        Some(error) => Err(error),
-        None => read_vectors(measure.found),
+    if let Some(error) = measure.error {
+        return Err(error);
     }
+    let (numbers, vectors): (Vec<_>, Vec<_>) = measure.found.into_iter().unzip();
+    let mut found: Vec<Option<Found>> = jobs.list.iter().map(|_| None).collect();
+    for (at, values) in numbers.into_iter().zip(read_vectors(vectors)?) {
+        found[at] = Some(Found { amax: values[0], same: values.get(1) == Some(&1.0) });
+    }
+    Ok(found)
 }
 
-/// Weights with the same id that are to be quantized in the same way, two or more at a time.
-fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
+/// Lists weights with the same id that are to be quantized in the same way, two or more at a time.
+fn same_ids(jobs: &[Job<'_>]) -> Vec<Vec<usize>> {
     let mut by_id: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
-    for (at, parameter, _) in selection.plans() {
-        by_id.entry(parameter.id.val()).or_default().push(at);
+    for (at, job) in jobs.iter().enumerate() {
+        by_id.entry(job.parameter.id.val()).or_default().push(at);
     }
-    let plans: BTreeMap<usize, &WeightPlan> =
-        selection.plans().map(|(at, _, plan)| (at, plan)).collect();
     let mut found: Vec<Vec<usize>> = Vec::new();
     for weights in by_id.into_values() {
         let mut alike: Vec<Vec<usize>> = Vec::new();
         for at in weights {
             let same = |known: &&mut Vec<usize>| {
-                let (a, b) = (plans[&known[0]], plans[&at]);
+                let (a, b) = (jobs[known[0]].task.plan, jobs[at].task.plan);
                 let alone = a.shares.is_none() == b.shares.is_none();
                 alone && a.layout == b.layout && a.scheme == b.scheme
             };
@@ -175,10 +171,11 @@ fn same_ids(selection: &Selection) -> Vec<Vec<usize>> {
 }
 
 /// Divides weights by their amax, and leaves those alone that no other can be equal to.
-fn by_amax(weights: Vec<usize>, compared: &BTreeMap<usize, &[f32]>) -> Vec<Vec<usize>> {
-    let mut alike: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+fn by_amax(weights: Vec<usize>, found: &[Option<Found>]) -> Vec<Vec<usize>> {
+    let mut alike: BTreeMap<Option<u32>, Vec<usize>> = BTreeMap::new();
     for at in weights {
-        alike.entry(compared[&at][0].to_bits()).or_default().push(at);
+        let bits = found[at].as_ref().map(|found| found.amax.to_bits());
+        alike.entry(bits).or_default().push(at);
     }
     alike.into_values().filter(|weights| weights.len() > 1).collect()
 }
@@ -187,45 +184,37 @@ fn by_amax(weights: Vec<usize>, compared: &BTreeMap<usize, &[f32]>) -> Vec<Vec<u
 /// left.
 fn compare<M: Module>(
     module: &M,
-    selection: &Selection,
+    jobs: &mut Jobs<'_>,
     mut lists: Vec<Vec<usize>>,
-) -> Result<BTreeMap<usize, usize>, Fp4Error> {
-    let mut tied_to = BTreeMap::new();
+) -> Result<(), Fp4Error> {
     while !lists.is_empty() {
-        let weights = || lists.iter().flatten().copied();
-        let path = |at: usize| selection.decisions[at].0.path.clone();
-        let wanted: BTreeMap<_, _> = weights().map(|at| (path(at), at)).collect();
-        let first_of = lists.iter().flat_map(|list| list.iter().map(|&at| (at, list[0])));
-        let first_of = first_of.collect();
-        let found = measure_amax(module, &wanted, first_of)?;
-        lists = lists
-            .into_iter()
-            .map(|list| {
-                let is_tied = |at: &usize| found[&path(*at)].get(1) == Some(&1.0);
-                let (tied, rest): (Vec<_>, Vec<_>) = list[1..].iter().copied().partition(is_tied);
-                tied_to.extend(tied.into_iter().map(|at| (at, list[0])));
-                rest
-            })
-            .filter(|rest| rest.len() > 1)
-            .collect();
+        let mut compared_to = vec![None; jobs.list.len()];
+        for list in &lists {
+            list.iter().for_each(|&at| compared_to[at] = Some(list[0]));
+        }
+        let wanted: Vec<bool> = compared_to.iter().map(Option::is_some).collect();
+        let found = measure_amax(module, jobs, &wanted, compared_to)?;
+        let rest = lists.iter().map(|list| tie(jobs, list, &found));
+        lists = rest.filter(|rest| rest.len() > 1).collect();
     }
-    Ok(tied_to)
+    Ok(())
 }
 
 /// Measures the amax of weights and compares them with the first of some.
 struct Measure<'a> {
-    wanted: &'a BTreeMap<String, usize>,
-    first_of: BTreeMap<usize, usize>,
+    jobs: &'a Jobs<'a>,
+    wanted: &'a [bool],
+    compared_to: Vec<Option<usize>>,
     firsts: BTreeMap<usize, Box<dyn Any>>,
-    /// amax, and 1 if the values equal the first.
-    found: Vec<(String, Tensor<1>)>,
+    /// By job its amax, and 1 if the values equal the first, 0 if not.
+    found: Vec<(usize, Tensor<1>)>,
     error: Option<Fp4Error>,
 }
 
 impl VisitParameters for Measure<'_> {
     fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
         let path = path.join();
-        let Some(&at) = self.wanted.get(&path) else { return };
+        let Some(at) = self.jobs.at(&path).filter(|&at| self.wanted[at]) else { return };
         let values = param.base().without_autodiff();
         let measured = match amax(values.clone()) {
             Ok(amax) => amax,
@@ -235,8 +224,8 @@ impl VisitParameters for Measure<'_> {
             }
         };
         let mut found = vec![measured];
-        if let Some(first) = self.first_of.get(&at) {
-            match self.firsts.get(first).map(|first| first.downcast_ref::<Tensor<D>>()) {
+        if let Some(first) = self.compared_to[at] {
+            match self.firsts.get(&first).map(|first| first.downcast_ref::<Tensor<D>>()) {
                 // The first itself.
                 None => {
                     self.firsts.insert(at, Box::new(values));
@@ -244,11 +233,11 @@ impl VisitParameters for Measure<'_> {
                 Some(first) => found.extend(first.and_then(|first| equal(first, &values))),
             }
         }
-        self.found.push((path, Tensor::cat(found, 0)));
+        self.found.push((at, Tensor::cat(found, 0)));
     }
 }
 
-/// 1 if all values are the same, `[1]`; nothing if they cannot be.
+/// Returns 1 if all values are the same, `[1]`; nothing if they cannot be.
 fn equal<const D: usize>(left: &Tensor<D>, right: &Tensor<D>) -> Option<Tensor<1>> {
     let alike = left.dims() == right.dims()
         && left.dtype() == right.dtype()

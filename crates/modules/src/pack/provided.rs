@@ -13,8 +13,8 @@ use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome, Reason};
 use crate::walk::parameters::{Parameter, Walk};
 
-use super::outcome::PackedWeights;
-use super::placeholder::{float_dtype, placeholder};
+use super::outcome::PackedFacts;
+use super::packed_parameter::{float_dtype, placeholder};
 
 /// A dense parameter, for which [`pack_fp4`](crate::Fp4Module::pack_fp4) may provide codes and
 /// scales.
@@ -74,23 +74,22 @@ pub(crate) fn pack_provided<M: Module>(
     module: &mut M,
     give: impl FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 ) -> Result<Fp4Report, Fp4Error> {
-    let walk = Walk::over(module);
-    let parameters: BTreeMap<&str, &Parameter> =
-        walk.parameters.iter().map(|one| (one.path.as_str(), one)).collect();
-    let provided = PackedWeights::default();
-    let mut attach = InstallProvided { give, parameters, provided, error: None };
+    let parameters = Walk::over(module).parameters;
+    let numbers = parameters.iter().enumerate().map(|(at, one)| (one.path.as_str(), at)).collect();
+    let facts = parameters.iter().map(|_| None).collect();
+    let mut attach = AttachProvided { give, parameters: &parameters, numbers, facts, error: None };
     let packed = module.clone().apply_reparameterization(&mut attach);
-    let InstallProvided { provided, error, .. } = attach;
+    let AttachProvided { mut facts, error, .. } = attach;
     if let Some(error) = error {
         return Err(error);
     }
-    if provided.is_empty() {
+    if facts.iter().all(Option::is_none) {
         return Err(Fp4Error::NothingSelected("\n  no codes were provided".to_owned()));
     }
-    let provided = provided.read()?;
+    PackedFacts::read(facts.iter_mut().flatten())?;
     *module = packed;
     // As they are now: what is not packed may not be initialized.
-    let parameters = walk.parameters.iter().map(|parameter| match provided.get(&parameter.path) {
+    let parameters = parameters.iter().zip(&facts).map(|(parameter, facts)| match facts {
         Some(facts) => facts.provided(parameter),
         None => {
             let reason = parameter.attached().unwrap_or(Reason::NotProvided);
@@ -101,14 +100,16 @@ pub(crate) fn pack_provided<M: Module>(
 }
 
 /// Attaches the provided codes.
-struct InstallProvided<'a, F> {
+struct AttachProvided<'a, F> {
     give: F,
-    parameters: BTreeMap<&'a str, &'a Parameter>,
-    provided: PackedWeights,
+    parameters: &'a [Parameter],
+    numbers: BTreeMap<&'a str, usize>,
+    /// By parameter, once it is packed.
+    facts: Vec<Option<PackedFacts>>,
     error: Option<Fp4Error>,
 }
 
-impl<F> Reparameterizer for &mut InstallProvided<'_, F>
+impl<F> Reparameterizer for &mut AttachProvided<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
@@ -119,12 +120,13 @@ where
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
-        let Some(&parameter) = self.parameters.get(path) else { return (param, None) };
+        let Some(&at) = self.numbers.get(path) else { return (param, None) };
+        let parameter = &self.parameters[at];
         // Statistics that run along are vectors too.
         if D < 2 || self.error.is_some() || parameter.attached().is_some() {
             return (param, None);
         }
-        match self.attach(parameter, &param) {
+        match self.pack(at, &param) {
             Ok(Some((placeholder, packed))) => (placeholder, Some(packed)),
             Ok(None) => (param, None),
             Err(error) => {
@@ -135,18 +137,19 @@ where
     }
 }
 
-/// A placeholder, and what is attached to it.
+/// A placeholder, and the codes in its place.
 type Attached<const D: usize> = (Param<Tensor<D>>, PackedWeight);
 
-impl<F> InstallProvided<'_, F>
+impl<F> AttachProvided<'_, F>
 where
     F: FnMut(&DenseWeight<'_>) -> Result<Option<PackedWeight>, Fp4Error>,
 {
-    fn attach<const D: usize>(
+    fn pack<const D: usize>(
         &mut self,
-        parameter: &Parameter,
+        at: usize,
         param: &Param<Tensor<D>>,
     ) -> Result<Option<Attached<D>>, Fp4Error> {
+        let parameter = &self.parameters[at];
         let path = &parameter.path;
         let dtype = float_dtype(param);
         if !dtype.is_float() {
@@ -173,8 +176,8 @@ where
             return refuse("device", &weight.device, &packed.device());
         }
         let dense = weight.read.get().then(|| (param.base().without_autodiff(), None));
-        let added = self.provided.add(path, &packed.tensor::<D>(), dtype, dense);
-        added.map_err(|problem| Fp4Error::at(path, problem))?;
+        let facts = PackedFacts::new(&packed.tensor::<D>(), dtype, dense);
+        self.facts[at] = Some(facts.map_err(|problem| Fp4Error::at(path, problem))?);
         Ok(Some((placeholder, packed)))
     }
 }

@@ -1,47 +1,240 @@
-//! [`Fp4Module::quantize_fp4`](crate::Fp4Module::quantize_fp4).
+//! [`quantize_fp4`](crate::Fp4Module::quantize_fp4): codes in the place of dense weights.
 
-use burn::module::Module;
+use std::any::Any;
+use std::iter;
+
+use burn::module::{Module, Param, Reparameterizer};
+use burn::tensor::Tensor;
+use burn_fp4_ops::OpsError;
 
 use crate::config::Fp4Config;
-use crate::error::Fp4Error;
-use crate::report::Fp4Report;
+use crate::error::{Fp4Error, caught};
+use crate::packed_weight::PackedWeight;
+use crate::report::{Fp4Report, Outcome};
 use crate::statistics::Calibration;
-use crate::walk::plan::Selection;
+use crate::walk::paths::{MapParameters, map_parameters};
+use crate::walk::plan::{Decision, Selection};
 use crate::walk::select::select;
 
-use super::inputs::inputs_by_weight;
-use super::install::{PackSource, pack};
+use super::job::{Jobs, Quantized};
 use super::measure::measure;
-use super::schedule::run_on_devices;
-use super::weight::WeightTask;
+use super::outcome::PackedFacts;
+use super::packed_parameter::placeholder;
+use super::run::{Caches, is_family, pack_family, run_on_devices};
+use super::weight::AnyWeight;
 
-/// Checks everything, then [packs](pack).
+/// Checks everything, then quantizes.
 pub(crate) fn quantize<M: Module>(
     module: &mut M,
     config: &Fp4Config,
 ) -> Result<Fp4Report, Fp4Error> {
     let mut selection = select(module, config)?;
     selection.check_calibration_used(config)?;
-    quantize_selected(module, &selection, &config.calibration)
+    quantize_jobs(module, &selection, Jobs::new(&selection), &config.calibration)
 }
 
-/// Quantizes selected weights. Their calibration need not be used by a method: the report tells the
-/// errors of outputs from it.
-pub(crate) fn quantize_selected<M: Module>(
+/// Quantizes selected weights. The report has the errors of the outputs of all whose inputs are
+/// known, whatever their methods use.
+pub(crate) fn quantize_and_compare<M: Module>(
     module: &mut M,
     selection: &Selection,
     calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
-    let measured = measure(module, selection, false)?;
-    let inputs = inputs_by_weight(selection, &measured, calibration)?;
-    let usable = |at: usize, plan| {
-        let inputs = inputs.get(&measured.tied_to(at));
-        WeightTask { plan, amax: None, inputs }.choice().method.needs_inputs()
-    };
-    selection.check_calibrated(usable)?;
-    let devices = calibration.devices();
-    let packed = run_on_devices(module, selection, devices, &inputs, &measured)?;
-    pack(module, selection, PackSource { measured, inputs, packed, dense: None })
+    let mut jobs = Jobs::new(selection);
+    jobs.measure_all_outputs();
+    quantize_jobs(module, selection, jobs, calibration)
+}
+
+fn quantize_jobs<M: Module>(
+    module: &mut M,
+    selection: &Selection,
+    mut jobs: Jobs<'_>,
+    calibration: &Calibration,
+) -> Result<Fp4Report, Fp4Error> {
+    measure(module, &mut jobs, false)?;
+    jobs.calibrate(selection, calibration)?;
+    selection.check_calibrated(|number, _| {
+        let source = jobs.source_of(number);
+        source.is_some_and(|at| jobs.list[at].task.method_used().method.needs_inputs())
+    })?;
+    run_on_devices(module, &mut jobs, calibration.devices())?;
+    attach(module, selection, jobs)
+}
+
+/// Takes the dense weights out of a module one map at a time, and puts packed ones in their place:
+/// the codes that jobs have already, or those of the dense values.
+///
+/// # Errors
+/// [`Fp4Error::Unmapped`] before anything is changed. After any later error every weight that is
+/// not packed by then is put back as it was; if some are packed it is [`Fp4Error::Partial`].
+pub(crate) fn attach<M: Module>(
+    module: &mut M,
+    selection: &Selection,
+    jobs: Jobs<'_>,
+) -> Result<Fp4Report, Fp4Error> {
+    // With the dense weights in a list of their own, each can be freed as soon as it is packed.
+    let mut take = TakeDense { jobs: &jobs, taken: jobs.list.iter().map(|_| None).collect() };
+    let emptied = map_parameters(module.clone(), &mut take);
+    let taken = take.taken;
+    if let Some(at) = taken.iter().position(Option::is_none) {
+        return Err(Fp4Error::Unmapped { path: jobs.list[at].path().to_owned() });
+    }
+    *module = emptied;
+    let mut attach = AttachQuantized { jobs, taken, caches: Caches::default(), error: None };
+    *module = module.clone().apply_reparameterization(&mut attach);
+    let AttachQuantized { mut jobs, error, .. } = attach;
+    let facts = jobs.list.iter_mut().filter_map(|job| job.facts.as_mut());
+    let read = error.map_or(Ok(()), Err).and_then(|()| PackedFacts::read(facts));
+    match read {
+        Ok(()) => Ok(report(selection, &jobs)),
+        Err(problem) => {
+            let packed = jobs.list.iter().filter(|job| job.facts.is_some());
+            Err(partial(packed.map(|job| job.path().to_owned()).collect(), problem))
+        }
+    }
+}
+
+/// Returns the error of a failure after some weights were packed.
+fn partial(packed: Vec<String>, problem: Fp4Error) -> Fp4Error {
+    match packed.is_empty() {
+        true => problem,
+        false => Fp4Error::Partial { packed, problem: Box::new(problem) },
+    }
+}
+
+/// A dense parameter of any rank that was taken out of a module.
+trait DenseParameter: Any + Send {
+    /// Returns its values.
+    fn weight(&self) -> Box<dyn AnyWeight>;
+}
+
+impl<const D: usize> DenseParameter for Param<Tensor<D>> {
+    fn weight(&self) -> Box<dyn AnyWeight> {
+        Box::new(self.base().without_autodiff())
+    }
+}
+
+/// The dense parameters that were taken out of a module, by job.
+type Taken = Vec<Option<Box<dyn DenseParameter>>>;
+
+/// Takes dense parameters out of a module and leaves placeholders.
+struct TakeDense<'j, 'a> {
+    jobs: &'j Jobs<'a>,
+    taken: Taken,
+}
+
+impl MapParameters for TakeDense<'_, '_> {
+    fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(at) = self.jobs.at(path).filter(|&at| self.taken[at].is_none()) else {
+            return param;
+        };
+        self.taken[at] = Some(Box::new(param.clone()));
+        let dtype = param.base().dtype();
+        placeholder(param, dtype)
+    }
+}
+
+/// Attaches packed weights where dense parameters were taken.
+struct AttachQuantized<'a> {
+    jobs: Jobs<'a>,
+    taken: Taken,
+    caches: Caches,
+    error: Option<Fp4Error>,
+}
+
+impl Reparameterizer for &mut AttachQuantized<'_> {
+    type Reparam = PackedWeight;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<PackedWeight>) {
+        let at = self.jobs.at(path);
+        let Some((at, taken)) = at.and_then(|at| Some((at, self.taken[at].take()?))) else {
+            return (param, None);
+        };
+        let taken: Box<dyn Any> = taken;
+        let original: Param<Tensor<D>> = *taken.downcast().expect("taken at the same path");
+        if self.error.is_some() {
+            return (original, None);
+        }
+        match caught(|| self.pack(at, &original)) {
+            Ok(packed) => (param, Some(packed)),
+            Err(problem) => {
+                self.error = Some(Fp4Error::at(path, problem));
+                (original, None)
+            }
+        }
+    }
+}
+
+impl AttachQuantized<'_> {
+    fn pack<const D: usize>(
+        &mut self,
+        at: usize,
+        original: &Param<Tensor<D>>,
+    ) -> Result<PackedWeight, OpsError> {
+        let dense: Tensor<D> = match self.jobs.list[at].dense.take() {
+            Some(dense) => {
+                let dense: Box<dyn Any> = dense;
+                *dense.downcast().expect("of the same path")
+            }
+            None => original.base().without_autodiff(),
+        };
+        let source = self.jobs.list[at].source;
+        if self.jobs.list[source].quantized.is_none() {
+            self.quantize(source, &dense)?;
+        }
+        let quantized = self.jobs.list[source].quantized.clone();
+        let Quantized { packed, output_sums, .. } = quantized.expect("quantized above");
+        let (tensor, dtype) = (packed.tensor::<D>(), dense.dtype());
+        let facts = PackedFacts::new(&tensor, dtype, Some((dense, output_sums)))?;
+        self.jobs.list[at].facts = Some(facts);
+        Ok(packed)
+    }
+
+    /// Quantizes the weight of a job, and with it the members of its family that are on the same
+    /// device and still to come.
+    fn quantize(&mut self, at: usize, weight: &dyn AnyWeight) -> Result<(), OpsError> {
+        let Self { jobs, taken, caches, .. } = self;
+        let (device, task) = (weight.device(), &jobs.list[at].task);
+        let others: Vec<_> = (0..jobs.list.len())
+            .filter_map(|other| {
+                let job = &jobs.list[other];
+                let waits = jobs.is_source(other) && job.quantized.is_none();
+                if other == at || !waits || !is_family(task, &job.task) {
+                    return None;
+                }
+                // A weight that was taken out of here is attached already.
+                let weight = taken[other].as_ref()?.weight();
+                (weight.device() == device).then_some((other, weight))
+            })
+            .collect();
+        let members = others.iter().map(|(other, weight)| (&**weight, &jobs.list[*other].task));
+        let members: Vec<_> = iter::once((weight, task)).chain(members).collect();
+        let packed = pack_family(&members, caches)?;
+        let numbers = iter::once(at).chain(others.iter().map(|(other, _)| *other));
+        for (at, one) in numbers.zip(packed) {
+            jobs.list[at].quantized = Some(one);
+        }
+        Ok(())
+    }
+}
+
+fn report(selection: &Selection, jobs: &Jobs<'_>) -> Fp4Report {
+    let mut packed = jobs.list.iter();
+    let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
+        Decision::Keep(reason) => {
+            parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes_now())
+        }
+        Decision::Quantize(plan) => {
+            let job = packed.next().expect("a job for each plan");
+            let quantized = jobs.list[job.source].quantized.as_ref().expect("quantized");
+            job.facts.as_ref().expect("packed").quantized(parameter, plan, &quantized.used)
+        }
+    });
+    Fp4Report { parameters: parameters.collect(), unused: selection.unused.clone() }
 }
 
 #[cfg(test)]
@@ -55,8 +248,6 @@ mod tests {
     };
 
     use super::*;
-    use crate::packed_weight::PackedWeight;
-    use crate::report::Outcome;
 
     /// A layer that was quantized by a configuration, its dense weight, and the method reported.
     fn quantized(layer: &Linear, config: &Fp4Config) -> (Fp4Tensor<2>, Method) {

@@ -16,8 +16,8 @@ use crate::error::Fp4Error;
 use crate::packed_weight::{PackedWeight, edit_next, with_edits};
 use crate::walk::parameters::{Kind, StoredParameter, Walk};
 
-use super::edit::packed_weights;
-use super::placeholder::placeholder;
+use super::packed_parameter::packed_weights;
+use super::packed_parameter::placeholder;
 
 /// The tensors of a record, by name.
 pub(crate) type Tensors = BTreeMap<String, burn_pack::Tensor>;

@@ -1,10 +1,8 @@
-//! One weight: the method that it is quantized by, and its codes.
+//! One weight: its dense values, the method that it is quantized with, and its codes.
 
-use std::collections::BTreeMap;
-use std::ptr;
+use std::any::Any;
 use std::sync::Arc;
 
-use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::search::{Method, Needs, Sse};
 use burn_fp4_ops::{
@@ -16,19 +14,14 @@ use burn_ir::TensorId;
 
 use crate::packed_weight::PackedWeight;
 use crate::report::Fallback;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::statistics::Inputs;
 use crate::walk::plan::WeightPlan;
 
-use super::gram_cache::GramCache;
-use super::inputs::Inputs;
-
 /// A dense weight of any rank.
-pub(crate) trait AnyWeight: Send {
+pub(crate) trait AnyWeight: Any + Send {
     fn device(&self) -> Device;
 
     fn to_device(&self, device: &Device) -> Box<dyn AnyWeight>;
-
-    fn clone_box(&self) -> Box<dyn AnyWeight>;
 
     fn elements(&self) -> usize;
 
@@ -38,11 +31,11 @@ pub(crate) trait AnyWeight: Send {
     /// Gives recorded operations this value of a tensor.
     fn insert(&self, rerun: &mut Interpreter, id: TensorId) -> Result<(), OpsError>;
 
-    fn pack<'a>(
+    fn pack(
         &self,
-        task: &WeightTask<'a>,
-        hessian_factors: &mut HessianFactorCache<'a>,
-    ) -> Result<Quantized, OpsError>;
+        task: &WeightTask<'_>,
+        factors: &mut HessianFactorCache,
+    ) -> Result<PackedWeight, OpsError>;
 
     /// A matrix of the last two axes, numbered over the leading ones.
     fn matrix(&self, slice: usize) -> Tensor<2>;
@@ -67,10 +60,6 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         Box::new(self.clone().to_device(device))
     }
 
-    fn clone_box(&self) -> Box<dyn AnyWeight> {
-        Box::new(self.clone())
-    }
-
     fn elements(&self) -> usize {
         self.shape().num_elements()
     }
@@ -83,14 +72,12 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         rerun.insert(id, self.clone())
     }
 
-    fn pack<'a>(
+    fn pack(
         &self,
-        task: &WeightTask<'a>,
-        hessian_factors: &mut HessianFactorCache<'a>,
-    ) -> Result<Quantized, OpsError> {
-        let choice = task.choice();
-        let packed = quantize_weight(self, task, &choice, hessian_factors)?;
-        Ok(Quantized { packed: PackedWeight::from(packed), choice, output_sums: None })
+        task: &WeightTask<'_>,
+        factors: &mut HessianFactorCache,
+    ) -> Result<PackedWeight, OpsError> {
+        Ok(quantize_weight(self, task, factors)?.into())
     }
 
     fn matrix(&self, slice: usize) -> Tensor<2> {
@@ -119,59 +106,18 @@ impl<const D: usize> AnyWeight for Tensor<D> {
     }
 }
 
-/// The dense values of weights, by path.
-pub(crate) fn dense_weights<M: Module>(
-    module: &M,
-    wanted: impl Fn(&str) -> bool,
-) -> BTreeMap<String, Box<dyn AnyWeight>> {
-    struct DenseWeights<F> {
-        wanted: F,
-        found: BTreeMap<String, Box<dyn AnyWeight>>,
-    }
-
-    impl<F: Fn(&str) -> bool> VisitParameters for DenseWeights<F> {
-        fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
-            let path = path.join();
-            if (self.wanted)(&path) {
-                self.found.insert(path, Box::new(param.base().without_autodiff()));
-            }
-        }
-    }
-
-    let mut weights = DenseWeights { wanted, found: BTreeMap::new() };
-    visit_parameters(module, &mut weights);
-    weights.found
-}
-
-/// A weight to be quantized.
-#[derive(Clone, Copy)]
+/// The facts that the codes of a weight follow from, except for its values.
+#[derive(Clone)]
 pub(crate) struct WeightTask<'a> {
     pub(crate) plan: &'a WeightPlan,
     /// The amax that its tensor scale is made from, if it was measured.
     pub(crate) amax: Option<f32>,
-    pub(crate) inputs: Option<&'a Inputs<'a>>,
+    pub(crate) inputs: Option<Inputs>,
+    /// True if the report needs the errors of its outputs: as much work as a search of blocks.
+    pub(crate) measures_outputs: bool,
 }
 
-/// A quantized weight.
-#[derive(Clone)]
-pub(crate) struct Quantized {
-    pub(crate) packed: PackedWeight,
-    pub(crate) choice: MethodUsed,
-    /// Sums of squares over the outputs of its layer, if its inputs are known.
-    pub(crate) output_sums: Option<Tensor<1>>,
-}
-
-impl Quantized {
-    pub(crate) fn moved_to(self, device: &Device) -> Self {
-        Self {
-            packed: self.packed.to_device(device),
-            output_sums: self.output_sums.map(|sums| sums.to_device(device)),
-            ..self
-        }
-    }
-}
-
-/// The method that a weight is quantized by, and why it is not the one asked for.
+/// The method that a weight is quantized with, and why it is not the one asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct MethodUsed {
     pub(crate) method: Method,
@@ -179,7 +125,8 @@ pub(crate) struct MethodUsed {
 }
 
 impl WeightTask<'_> {
-    /// The scheme, with the amax that is known already unless the method looks for a better one.
+    /// Returns the scheme, with the amax that is known already unless the method looks for a better
+    /// one.
     pub(super) fn scheme(&self) -> Fp4Scheme {
         // The weight was found finite, or was not to be looked at.
         let scheme = self.plan.scheme.with_non_finite(NonFinite::FollowReference);
@@ -190,14 +137,15 @@ impl WeightTask<'_> {
         }
     }
 
-    /// As asked, where there are the statistics that it takes.
-    pub(crate) fn choice(&self) -> MethodUsed {
+    /// Returns the method asked for if there are the statistics that it takes, otherwise the one
+    /// with the smallest squared error.
+    pub(crate) fn method_used(&self) -> MethodUsed {
         let asked = self.plan.scheme.method;
         let all = |fallback| MethodUsed { method: Method::SSE, fallback: Some(fallback) };
         if !asked.needs_inputs() {
             return MethodUsed { method: asked, fallback: None };
         }
-        let Some(inputs) = self.inputs else { return all(Fallback::NoInputs) };
+        let Some(inputs) = &self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
         let fits = |gram: &Gram| match asked.needs() {
             Needs::Gram => gram.is_whole(),
@@ -210,7 +158,7 @@ impl WeightTask<'_> {
         if without.len() == slices {
             return all(Fallback::NoInputs);
         }
-        if !(0..slices).filter_map(|slice| inputs.of(slice)).all(fits) {
+        if !(0..slices).filter_map(|slice| inputs.of(slice)).all(|gram| fits(gram)) {
             return all(Fallback::OtherBlocks);
         }
         let fallback =
@@ -219,18 +167,18 @@ impl WeightTask<'_> {
     }
 }
 
-fn quantize_weight<'a, const D: usize>(
+fn quantize_weight<const D: usize>(
     dense: &Tensor<D>,
-    task: &WeightTask<'a>,
-    choice: &MethodUsed,
-    hessian_factors: &mut HessianFactorCache<'a>,
+    task: &WeightTask<'_>,
+    factors: &mut HessianFactorCache,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let (scheme, layout) = (task.scheme(), &task.plan.layout);
+    let method = task.method_used().method;
+    let (scheme, layout) = (task.scheme().with_method(method), &task.plan.layout);
     let slices = task.plan.slices();
-    let inputs = task.inputs.filter(|_| choice.method.needs_inputs());
+    let inputs = task.inputs.as_ref().filter(|_| method.needs_inputs());
     let Some(inputs) = inputs.filter(|_| slices > 1) else {
         let gram = inputs.and_then(|inputs| inputs.of(0));
-        return quantize_whole(dense.clone(), layout.axis, &scheme, choice, gram, hessian_factors);
+        return quantize_whole(dense.clone(), layout.axis, &scheme, gram, factors);
     };
     // Slices share the tensor scale of the whole, which has none to be shared of a value like this.
     if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
@@ -238,28 +186,24 @@ fn quantize_weight<'a, const D: usize>(
     }
     let axis = layout.axis - (D - 2);
     let of_slice = |slice: usize| {
-        let matrix = dense.matrix(slice);
-        quantize_whole(matrix, axis, &scheme, choice, inputs.of(slice), hessian_factors)
+        quantize_whole(dense.matrix(slice), axis, &scheme, inputs.of(slice), factors)
     };
     stacked(&(0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?, task)
 }
 
-/// Quantizes a weight as a whole: by the method chosen, or by the squared error if that takes
-/// statistics of inputs and there are none.
-fn quantize_whole<'a, const D: usize>(
+/// Quantizes a weight as a whole: with the method of the scheme, or with the squared error if that
+/// takes statistics of inputs and there are none.
+fn quantize_whole<const D: usize>(
     dense: Tensor<D>,
     axis: usize,
     scheme: &Fp4Scheme,
-    choice: &MethodUsed,
-    gram: Option<&'a Gram>,
-    hessian_factors: &mut HessianFactorCache<'a>,
+    gram: Option<&Arc<Gram>>,
+    factors: &mut HessianFactorCache,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let scheme = &scheme.with_method(choice.method);
-    match (choice.method, gram) {
+    match (scheme.method, gram) {
         (Method::Gptq(options), Some(gram)) => {
-            let device = dense.device();
-            let hessian_factor = hessian_factors.of(gram, &options, scheme.block_size, &device)?;
-            quantize_with_hessian_factor(dense, axis, scheme, &hessian_factor)
+            let factor = factors.of(gram, &options, scheme.block_size, &dense.device())?;
+            quantize_with_hessian_factor(dense, axis, scheme, &factor)
         }
         (Method::Sse(Sse::Weighted), Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
@@ -307,35 +251,35 @@ fn stacked<const D: usize>(
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }
 
-/// The factors that GPTQ computed last, with the Gram matrix that they are of: slices of a weight
-/// may share one, and so may weights that are no family, as along other axes.
+/// The Hessian factor that GPTQ computed last, with the Gram matrix that it is made of. Slices of a
+/// weight may share a Gram matrix, and so may weights that are not a family because their blocks run
+/// along other axes.
 #[derive(Default)]
-pub(crate) struct HessianFactorCache<'a> {
-    pub(super) grams: GramCache<'a>,
-    last: Option<(&'a Gram, Arc<HessianFactor>)>,
+pub(crate) struct HessianFactorCache {
+    last: Option<(Arc<Gram>, Arc<HessianFactor>)>,
 }
 
-impl<'a> HessianFactorCache<'a> {
+impl HessianFactorCache {
     pub(super) fn of(
         &mut self,
-        gram: &'a Gram,
+        gram: &Arc<Gram>,
         options: &Gptq,
         block_size: usize,
         device: &Device,
     ) -> Result<Arc<HessianFactor>, OpsError> {
         let device = device.clone().inner();
-        if let Some((known, hessian_factor)) = &self.last
-            && ptr::eq(*known, gram)
-            && hessian_factor.options() == options
-            && hessian_factor.block_size() == block_size
-            && *hessian_factor.device() == device
+        if let Some((known, factor)) = &self.last
+            && Arc::ptr_eq(known, gram)
+            && factor.options() == options
+            && factor.block_size() == block_size
+            && *factor.device() == device
         {
-            return Ok(hessian_factor.clone());
+            return Ok(factor.clone());
         }
         // Freed before the next one is made: they may be large.
         self.last = None;
-        let hessian_factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
-        self.last = Some((gram, hessian_factor.clone()));
-        Ok(hessian_factor)
+        let factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
+        self.last = Some((gram.clone(), factor.clone()));
+        Ok(factor)
     }
 }

@@ -1,9 +1,9 @@
-//! [`Replay`]: a forward pass recorded once and replayed, without launching anything from the host.
+//! [`Replay`]: a forward pass captured once and replayed, without launching anything from the host.
 //!
 //! | module       | contents                                                               |
 //! |--------------|------------------------------------------------------------------------|
 //! | `tensors.rs` | [`ReplayTensors`]: what goes into a replay and comes out of it         |
-//! | `weights.rs` | the tensors of a model that a recording reads                          |
+//! | `weights.rs` | the tensors of a model that a capture reads                          |
 
 mod tensors;
 mod weights;
@@ -21,10 +21,10 @@ use self::weights::{gathered, weights};
 
 pub use self::tensors::{ReplayParts, ReplayTensors};
 
-/// Recordings that are kept, unless [set otherwise](Replay::with_most_recordings).
+/// Captures that are kept, unless [set otherwise](Replay::with_most_captures).
 const MOST: usize = 16;
 
-/// The forward pass of a model, recorded for the shapes of its inputs by a device that can (CUDA),
+/// The forward pass of a model, captured for the shapes of its inputs by a device that can (CUDA),
 /// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
 /// the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which. On
 /// hosts a thread of rayon's pool runs it, so that operations need not wake one up each.
@@ -39,7 +39,7 @@ const MOST: usize = 16;
 /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
 ///
 /// let mut replay = Replay::new(layer, |layer: &Linear, x: Tensor<2>| layer.forward(x))
-///     .with_most_recordings(4);
+///     .with_most_captures(4);
 /// let output = replay.run(Tensor::ones([1, 64], &device))?;
 /// assert_eq!(output.dims(), [1, 32]);
 /// let layer = replay.into_model();
@@ -47,16 +47,16 @@ const MOST: usize = 16;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// **What is recorded.** What the pass does for inputs of these shapes and dtypes: one recording
-/// for each, of which the 16 used last are kept. Before it records, it runs the pass four times.
+/// **What is captured.** What the pass does for inputs of these shapes and dtypes: one capture
+/// for each, of which the 16 used last are kept. Before it captures, it runs the pass four times.
 /// Inputs are copied in and outputs copied out, so that tensors that were handed out do not change.
-/// Numbers that the pass draws or computes on the host are recorded too: every replay has the same.
+/// Numbers that the pass draws or computes on the host are captured too: every replay has the same.
 ///
 /// **What it reads.** Inputs, state, and the model, which the replay owns, so that nothing that
 /// happens elsewhere to the weights of a clone, quantized, trained, moved or dropped, changes it.
 /// The pass is a function that captures nothing for the same reason.
 /// [`change`](Self::change) gives the model to whoever wants to change it, and forgets the
-/// recordings.
+/// captures.
 ///
 /// **State** is what a run hands to the next, such as the keys and values of a decoder. What the
 /// pass does to it in place, as `select_assign` at a position that is a tensor, is done in place in
@@ -90,26 +90,26 @@ const MOST: usize = 16;
 /// that are not differentiated; the device of the first input counts.
 ///
 /// **Threads.** A replay may run on any thread, threads may have replays of one model, and a model
-/// may have been made by several: the device records on the stream of the thread that made most of
+/// may have been made by several: the device captures on the stream of the thread that made most of
 /// its bytes, and parameters of the others are copied into memory of that stream, once. Tensors of
-/// other threads that are no parameters, as a field that is a plain tensor, cannot be recorded.
+/// other threads that are no parameters, as a field that is a plain tensor, cannot be captured.
 ///
-/// While a replay records, operations of other threads wait, and so do other replays, also while
-/// kernels are compiled by which products read ahead; one that its own pass would record is an
+/// While a replay captures, operations of other threads wait, and so do other replays, also while
+/// kernels are compiled by which products read ahead; one that its own pass would capture is an
 /// error. Other threads may quantize, load, take memory and read meanwhile: a thread that uses
 /// packed weights is exempt from what the driver forbids while a stream is captured. Two limits
-/// remain. Data that are put on the device (`from_data`) by the thread on whose stream is recorded,
+/// remain. Data that are put on the device (`from_data`) by the thread on whose stream is captured,
 /// or by one that has the same stream (CubeCL has 128, which threads get in turn), may be lost
 /// without an error. A thread that has used no packed weight yet, and waits for a result at the
-/// moment when a recording begins, can make both fail. To be safe from either, record first, by a
+/// moment when a capture begins, can make both fail. To be safe from either, capture first, by a
 /// run for each combination of shapes, and serve then.
 ///
 /// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
 /// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the
 /// thread captures a graph of its own, the driver then no longer refuses calls that a capture
-/// cannot record, such as allocations. To have them refused, call that function after the first
+/// cannot capture, such as allocations. To have them refused, call that function after the first
 /// use, with the mode global or thread-local, and with relaxed again before a replay of another
-/// thread records.
+/// thread captures.
 ///
 /// The pass uses the device from the thread that it is called on, and from no other, which would
 /// wait for ever. So would a lock that another thread holds while it uses the device: clones of a
@@ -120,7 +120,7 @@ pub struct Replay<M, I, O, S = ()> {
     state: Option<Held<S>>,
     forward: Forward<M, S, I, O>,
     /// In the order of their last use.
-    recordings: Vec<Recording>,
+    captures: Vec<Capture>,
     most: usize,
     is_graph: bool,
 }
@@ -128,9 +128,9 @@ pub struct Replay<M, I, O, S = ()> {
 impl<M, I, O, S> fmt::Debug for Replay<M, I, O, S> {
     /// Without the model, the state and the pass.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inputs: Vec<_> = self.recordings.iter().map(|recording| &recording.inputs).collect();
+        let inputs: Vec<_> = self.captures.iter().map(|capture| &capture.inputs).collect();
         f.debug_struct("Replay")
-            .field("recordings", &inputs)
+            .field("captures", &inputs)
             .field("most", &self.most)
             .field("is_graph", &self.is_graph)
             .finish_non_exhaustive()
@@ -139,13 +139,13 @@ impl<M, I, O, S> fmt::Debug for Replay<M, I, O, S> {
 
 type Forward<M, S, I, O> = Box<dyn Fn(&M, S, I) -> (S, O) + Send + Sync>;
 
-/// The state, as long as nothing is recorded, or where recordings have it.
+/// The state, as long as nothing is captured, or where captures have it.
 enum Held<S> {
     Tensors(S),
-    Recorded { state: GraphState, lengths: Vec<usize> },
+    Captured { state: GraphState, lengths: Vec<usize> },
 }
 
-struct Recording {
+struct Capture {
     inputs: Signature,
     graph: CapturedGraph,
     /// Tensors in each output.
@@ -159,13 +159,13 @@ pub enum ReplayError {
     /// The pass reads values, waits for the device, takes more memory in one run than in another,
     /// has tensors on other devices than its first input, or of other threads that are no
     /// parameters, or gives other shapes in another run. Or other threads put data on a device, or
-    /// read from one, while it was recorded.
+    /// read from one, while it was captured.
     #[error(
-        "the pass cannot be recorded: {reason}; it may not read values (`into_data`, \
+        "the pass cannot be captured: {reason}; it may not read values (`into_data`, \
          `into_scalar`), nor depend on anything but its arguments, and tensors of other threads \
          have to be parameters"
     )]
-    Recording {
+    Capture {
         /// The message of the device.
         reason: String,
     },
@@ -183,7 +183,7 @@ pub enum ReplayError {
 impl From<OpsError> for ReplayError {
     fn from(error: OpsError) -> Self {
         match error {
-            OpsError::Recording(reason) => Self::Recording { reason },
+            OpsError::Capture(reason) => Self::Capture { reason },
             OpsError::Device(problem) => Self::Device(problem),
             other => Self::Device(other.to_string()),
         }
@@ -219,20 +219,20 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
 
     fn of(model: M, state: S, forward: Forward<M, S, I, O>) -> Self {
         let state = Some(Held::Tensors(state));
-        Self { model, state, forward, recordings: Vec::new(), most: MOST, is_graph: false }
+        Self { model, state, forward, captures: Vec::new(), most: MOST, is_graph: false }
     }
 
-    /// How many recordings are kept at most, one for each combination of shapes; at least one.
+    /// How many captures are kept at most, one for each combination of shapes; at least one.
     #[must_use]
-    pub fn with_most_recordings(self, most: usize) -> Self {
+    pub fn with_most_captures(self, most: usize) -> Self {
         Self { most: most.max(1), ..self }
     }
 
     /// The outputs for these inputs, in memory of their own. The first run with inputs of these
-    /// shapes and dtypes records.
+    /// shapes and dtypes captures.
     ///
     /// # Errors
-    /// [`ReplayError::Recording`]; the state is then what it was before. [`ReplayError::State`], if
+    /// [`ReplayError::Capture`]; the state is then what it was before. [`ReplayError::State`], if
     /// the pass gives another kind of state than it is given; which of the two it has then is not
     /// said: [`set_state`](Self::set_state) gives it one.
     /// An error of the device that comes while a replay runs is found where its outputs are read.
@@ -246,15 +246,15 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         }
     }
 
-    /// Returns true if the latest run replayed or recorded a graph of the device. Otherwise it ran
+    /// Returns true if the latest run replayed or captured a graph of the device. Otherwise it ran
     /// the pass itself.
     pub fn is_graph(&self) -> bool {
         self.is_graph
     }
 
-    /// How many recordings there are.
-    pub fn recordings(&self) -> usize {
-        self.recordings.len()
+    /// How many captures there are.
+    pub fn captures(&self) -> usize {
+        self.captures.len()
     }
 
     /// The model.
@@ -262,7 +262,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         &self.model
     }
 
-    /// Changes the model, and forgets the recordings.
+    /// Changes the model, and forgets the captures.
     ///
     /// ```
     /// use burn::nn::{Linear, LinearConfig};
@@ -277,9 +277,9 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
     /// ```
     pub fn change<R>(&mut self, change: impl FnOnce(&mut M) -> R) -> R {
-        self.recordings.clear();
+        self.captures.clear();
         self.state = match self.state.take() {
-            Some(Held::Recorded { mut state, lengths }) => {
+            Some(Held::Captured { mut state, lengths }) => {
                 Some(Held::Tensors(ReplayParts::new(state.read(), &lengths).into()))
             }
             other => other,
@@ -319,11 +319,11 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     {
         match self.state.as_mut().ok_or(ReplayError::Lost)? {
             Held::Tensors(state) => Ok(state.clone()),
-            Held::Recorded { state, lengths } => Ok(ReplayParts::new(state.read(), lengths).into()),
+            Held::Captured { state, lengths } => Ok(ReplayParts::new(state.read(), lengths).into()),
         }
     }
 
-    /// Replaces the state, and forgets the recordings.
+    /// Replaces the state, and forgets the captures.
     ///
     /// ```
     /// use burn::nn::Relu;
@@ -340,17 +340,17 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     /// # Ok::<(), burn_fp4_modules::ReplayError>(())
     /// ```
     pub fn set_state(&mut self, state: S) {
-        self.recordings.clear();
+        self.captures.clear();
         self.state = Some(Held::Tensors(state));
     }
 
     /// Runs the pass itself: on hosts by a thread of the pool that its operations share. From any
     /// other thread each operation would wait until one of the pool has woken up and ended it.
     fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
-        self.recordings.clear();
+        self.captures.clear();
         let state = match self.state.take().ok_or(ReplayError::Lost)? {
             Held::Tensors(state) => state,
-            Held::Recorded { mut state, lengths } => {
+            Held::Captured { mut state, lengths } => {
                 ReplayParts::new(state.read(), &lengths).into()
             }
         };
@@ -370,39 +370,39 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
 
     fn replay(&mut self, device: &Device, inputs: ReplayParts) -> Result<O, ReplayError> {
         let signature = inputs.signature();
-        let known = self.recordings.iter().position(|known| known.inputs == signature);
+        let known = self.captures.iter().position(|known| known.inputs == signature);
         let tensors = match known {
             Some(known) => {
                 // The one used last is dropped last.
-                self.recordings[known..].rotate_left(1);
+                self.captures[known..].rotate_left(1);
                 inputs.into_tensors()
             }
             None => {
                 let (lengths, tensors) = (inputs.lengths(), inputs.into_tensors());
-                let recording = self.record(device, signature, tensors.clone(), &lengths)?;
-                let surplus = (self.recordings.len() + 1).saturating_sub(self.most);
-                self.recordings.drain(..surplus);
-                self.recordings.push(recording);
+                let capture = self.capture(device, signature, tensors.clone(), &lengths)?;
+                let surplus = (self.captures.len() + 1).saturating_sub(self.most);
+                self.captures.drain(..surplus);
+                self.captures.push(capture);
                 tensors
             }
         };
-        let Some(Held::Recorded { state, .. }) = &mut self.state else {
+        let Some(Held::Captured { state, .. }) = &mut self.state else {
             return Err(ReplayError::Lost);
         };
-        let recording = self.recordings.last().expect("found or recorded");
-        let outputs = recording.graph.replay(state, tensors)?;
-        Ok(ReplayParts::new(outputs, &recording.lengths).into())
+        let capture = self.captures.last().expect("found or captured");
+        let outputs = capture.graph.replay(state, tensors)?;
+        Ok(ReplayParts::new(outputs, &capture.lengths).into())
     }
 
-    fn record(
+    fn capture(
         &mut self,
         device: &Device,
         inputs: Signature,
         tensors: Vec<DispatchTensor>,
         lengths: &[usize],
-    ) -> Result<Recording, ReplayError> {
-        self.have_recorded_state(device)?;
-        let Some(Held::Recorded { state, lengths: of_state }) = &mut self.state else {
+    ) -> Result<Capture, ReplayError> {
+        self.have_captured_state(device)?;
+        let Some(Held::Captured { state, lengths: of_state }) = &mut self.state else {
             return Err(ReplayError::Lost);
         };
         let (model, forward) = (&self.model, &self.forward);
@@ -420,21 +420,21 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             (state.into_tensors(), outputs.into_tensors())
         });
         if graph.is_err() && !state.is_empty() {
-            self.recordings.clear();
+            self.captures.clear();
         }
         if let Some(error) = other_state.into_inner() {
             return Err(error);
         }
         let lengths = of_outputs.into_inner().unwrap_or_default();
-        Ok(Recording { inputs, graph: graph?, lengths })
+        Ok(Capture { inputs, graph: graph?, lengths })
     }
 
-    /// Puts the state where recordings have it.
-    fn have_recorded_state(&mut self, device: &Device) -> Result<(), ReplayError> {
+    /// Puts the state where captures have it.
+    fn have_captured_state(&mut self, device: &Device) -> Result<(), ReplayError> {
         let tensors = match self.state.take().ok_or(ReplayError::Lost)? {
             Held::Tensors(tensors) => ReplayParts::of(tensors),
-            recorded => {
-                self.state = Some(recorded);
+            captured => {
+                self.state = Some(captured);
                 return Ok(());
             }
         };
@@ -446,7 +446,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         if state.is_mixed() {
             self.model = gathered(&self.model, &mut state)?;
         }
-        self.state = Some(Held::Recorded { state, lengths });
+        self.state = Some(Held::Captured { state, lengths });
         Ok(())
     }
 }

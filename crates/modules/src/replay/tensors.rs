@@ -55,7 +55,7 @@ impl fmt::Debug for ReplayParts {
     }
 }
 
-/// Shapes and dtypes that tell recordings of a pass apart.
+/// Shapes and dtypes that tell captures of a pass apart.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Signature {
     tensors: Vec<(Device, Shape, DType)>,

@@ -1,4 +1,4 @@
-//! The tensors of a model that a recording reads.
+//! The tensors of a model that a capture reads.
 
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParameterValue};
@@ -33,10 +33,10 @@ impl ModuleVisitor for Stored {
     }
 }
 
-/// A model whose parameters are all where a recording can read them.
+/// A model whose parameters are all where a capture can read them.
 ///
 /// # Errors
-/// [`OpsError::Device`], [`OpsError::Recording`].
+/// [`OpsError::Device`], [`OpsError::Capture`].
 pub(crate) fn gathered<M: Module>(model: &M, state: &mut GraphState) -> Result<M, OpsError> {
     let mut gather = Gather { state, error: None };
     let model = model.clone().map(&mut gather);

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::budget::Budget;
 use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
-use crate::pack::quantize::quantize_selected;
+use crate::pack::quantize::quantize_and_compare;
 use crate::report::Fp4Report;
 use crate::walk::select::select;
 
@@ -72,7 +72,7 @@ pub(crate) fn quantize_within<M: Module>(
         return Err(Fp4Error::Sensitivity("all weights fit the budget as they are"));
     }
     let config = choice.config;
-    quantize_selected(module, &select(module, &config)?, &config.calibration)
+    quantize_and_compare(module, &select(module, &config)?, &config.calibration)
 }
 
 impl BudgetChoice {

@@ -82,21 +82,22 @@ impl ModuleMapper for Differentiate {
     }
 }
 
-/// By path, of every candidate, the squares of `dW^T g` of the outputs, summed up.
+/// Returns, for each path, the squares of `dW^T g` of the outputs of every candidate, summed up.
 fn squares<M: Module>(
     differentiated: &M,
     measured: &Measurement,
     gradients: &Gradients,
-) -> Result<BTreeMap<String, Vec<f32>>, Fp4Error> {
-    let mut squares = Squares { measured, gradients, found: Vec::new() };
+) -> Result<impl Iterator<Item = (String, Vec<f32>)>, Fp4Error> {
+    let mut squares = Squares { measured, gradients, paths: Vec::new(), found: Vec::new() };
     visit_parameters(differentiated, &mut squares);
-    read_vectors(squares.found)
+    Ok(squares.paths.into_iter().zip(read_vectors(squares.found)?))
 }
 
 struct Squares<'a> {
     measured: &'a Measurement,
     gradients: &'a Gradients,
-    found: Vec<(String, Tensor<1>)>,
+    paths: Vec<String>,
+    found: Vec<Tensor<1>>,
 }
 
 impl VisitParameters for Squares<'_> {
@@ -117,7 +118,7 @@ impl VisitParameters for Squares<'_> {
             }
             None => Tensor::zeros([1], (&gradient.device(), DType::F32)),
         });
-        let squares = Tensor::cat(of.collect(), 0);
-        self.found.push((path, squares));
+        self.found.push(Tensor::cat(of.collect(), 0));
+        self.paths.push(path);
     }
 }

@@ -12,9 +12,10 @@ use burn_fp4_ops::{Fp4Scheme, OpsError};
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::pack::edit::packed_weights;
-use crate::pack::measure::measure as tied_weights;
-use crate::pack::quantize::quantize_selected;
+use crate::pack::job::Jobs;
+use crate::pack::measure::measure as tie_weights;
+use crate::pack::packed_parameter::packed_weights;
+use crate::pack::quantize::quantize_and_compare;
 use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, SquaredError};
 use crate::transfer::read_vectors;
@@ -81,7 +82,7 @@ pub(crate) fn measure<M: Module>(
         let selection = select(module, &config)?;
         weights.add(module, &selection)?;
         let mut copy = module.clone();
-        let report = quantize_selected(&mut copy, &selection, &config.calibration)?;
+        let report = quantize_and_compare(&mut copy, &selection, &config.calibration)?;
         let codes = packed_weights(&copy);
         found.push(errors(&codes, &weights.by_path, &report)?);
         packed.push(if keep { codes } else { BTreeMap::new() });
@@ -170,15 +171,17 @@ impl Weights {
             }
         }
 
-        let tied = tied_weights(module, selection, false)?;
+        let mut jobs = Jobs::new(selection);
+        tie_weights(module, &mut jobs, false)?;
         let mut first_of: BTreeMap<&str, usize> = BTreeMap::new();
         let mut plans = BTreeMap::new();
-        for (at, parameter, plan) in selection.plans() {
+        for job in &jobs.list {
+            let (at, parameter, plan) = (job.number, job.parameter, job.task.plan);
             self.numbers.insert(at, parameter.path.clone());
             let sharing = plan.shares.as_deref();
             let shared = sharing.map_or(at, |group| *first_of.entry(group).or_insert(at));
             self.join(at, shared);
-            self.join(at, tied.tied_to(at));
+            self.join(at, jobs.list[job.source].number);
             if !self.by_path.contains_key(&parameter.path) {
                 plans.insert(parameter.path.as_str(), (plan, parameter.bytes()));
             }
@@ -250,26 +253,26 @@ fn errors(
     dense: &BTreeMap<String, Dense>,
     report: &Fp4Report,
 ) -> Result<BTreeMap<String, Errors>, Fp4Error> {
-    let sums = dense.iter().filter_map(|(path, dense)| {
-        let packed = packed.get(path)?;
-        Some((path.clone(), dense.sums(packed)))
-    });
-    let read = read_vectors(sums.collect())?;
+    let (paths, sums): (Vec<&String>, Vec<_>) = dense
+        .iter()
+        .filter_map(|(path, dense)| Some((path, dense.sums(packed.get(path)?))))
+        .unzip();
+    let read = read_vectors(sums)?;
     let outputs: BTreeMap<&str, SquaredError> = report
         .parameters
         .iter()
         .filter_map(|one| Some((one.path.as_str(), one.output_error()?)))
         .collect();
-    let of = |(path, sums): (String, Vec<f32>)| {
+    let of = |(path, sums): (&String, Vec<f32>)| {
         let unit = f64::from(sums[0]).powi(2);
         let errors = Errors {
-            bytes: packed[&path].bytes(),
+            bytes: packed[path].bytes(),
             weight: [f64::from(sums[1]) * unit, f64::from(sums[2]) * unit],
             output: outputs.get(path.as_str()).map(|sums| [sums.error, sums.energy]),
         };
-        (path, errors)
+        (path.clone(), errors)
     };
-    Ok(read.into_iter().map(of).collect())
+    Ok(paths.into_iter().zip(read).map(of).collect())
 }
 
 impl Dense {

@@ -8,9 +8,10 @@ use burn_fp4_ops::amax;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::pack::edit::{check_nothing_trained, packed_weights, with_packed};
-use crate::pack::outcome::PackedWeights;
-use crate::pack::placeholder::with_values;
+use crate::pack::outcome::PackedFacts;
+use crate::pack::packed_parameter::{
+    check_nothing_trained, packed_weights, with_packed, with_values,
+};
 use crate::pack::weight::{MethodUsed, quantize_without_inputs};
 use crate::packed_weight::{PackedWeight, edit_next, with_edits};
 use crate::report::{Fp4Report, Outcome, Reason};
@@ -90,19 +91,18 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
     let mut packed = packed_weights(module);
     let parameters: Vec<Parameter> = Walk::over_values(module).parameters;
     let dense = dense_adapted(&parameters)?;
-    let merged = merge_packed(&mut packed, &parameters, config)?;
+    let mut merged = merge_packed(&mut packed, &parameters, config)?;
     if dense.is_empty() && merged.is_empty() {
         return Err(Fp4Error::NothingAdapted("no weight has an adapter"));
     }
     let mut cast = Cast { dtypes: &dense };
     let folded = map_parameters(with_packed(module.clone(), packed), &mut cast);
     check_finite(&folded, &dense)?;
-    let (facts, plans): (PackedWeights, _) = (merged.facts, merged.plans);
-    let facts = facts.read()?;
+    PackedFacts::read(merged.values_mut().map(|(_, facts)| facts))?;
     *module = folded;
     // The factors of merged adapters are no longer parameters.
     let left = parameters.iter().filter(|parameter| !parameter.inside_reparameterization);
-    let report = left.map(|parameter| match facts.get(&parameter.path) {
+    let report = left.map(|parameter| match merged.get(parameter.path.as_str()) {
         None if dense.contains_key(&parameter.path) => {
             parameter.report(Outcome::Merged, parameter.bytes())
         }
@@ -110,10 +110,9 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
             let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
-        Some(facts) => {
-            let plan = &plans[&parameter.path];
-            let choice = MethodUsed { method: plan.scheme.method, fallback: None };
-            facts.quantized(parameter, plan, plan.scheme, &choice)
+        Some((plan, facts)) => {
+            let used = MethodUsed { method: plan.scheme.method, fallback: None };
+            facts.quantized(parameter, plan, &used)
         }
     });
     Ok(Fp4Report { parameters: report.collect(), unused: Vec::new() })
@@ -138,30 +137,20 @@ fn dense_adapted(parameters: &[Parameter]) -> Result<BTreeMap<String, DType>, Fp
     Ok(dense)
 }
 
-/// Packed weights after merging.
-#[derive(Default)]
-struct Merged {
-    facts: PackedWeights,
-    plans: BTreeMap<String, WeightPlan>,
-}
-
-impl Merged {
-    fn is_empty(&self) -> bool {
-        self.facts.is_empty()
-    }
-}
+/// The weights that adapters were merged into, by path.
+type Merged<'a> = BTreeMap<&'a str, (WeightPlan, PackedFacts)>;
 
 /// Replaces the packed weights that have an adapter by the quantized sums.
-fn merge_packed(
+fn merge_packed<'a>(
     packed: &mut BTreeMap<String, PackedWeight>,
-    parameters: &[Parameter],
+    parameters: &'a [Parameter],
     config: &Fp4Config,
-) -> Result<Merged, Fp4Error> {
+) -> Result<Merged<'a>, Fp4Error> {
     let is_adapted = |one: &&Parameter| packed.get(&one.path).is_some_and(PackedWeight::is_adapted);
     let adapted: Vec<_> = parameters.iter().filter(is_adapted).collect();
     let axes = adapted.iter().map(|one| (*one, packed[&one.path].layout().axis));
     let plans = plans_as(axes, config)?;
-    let mut merged = Merged::default();
+    let mut merged = Merged::new();
     for (parameter, plan) in adapted.iter().zip(plans) {
         let path = &parameter.path;
         if plan.scheme.method.needs_inputs() {
@@ -174,9 +163,9 @@ fn merge_packed(
         let WeightPlan { layout, scheme, .. } = &plan;
         let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme);
         let tensor = tensor.map_err(named)?;
-        merged.facts.add(path, &tensor, dtype, Some((dense, None))).map_err(named)?;
+        let facts = PackedFacts::new(&tensor, dtype, Some((dense, None))).map_err(named)?;
         packed.insert(path.clone(), PackedWeight::from(tensor));
-        merged.plans.insert(path.clone(), plan);
+        merged.insert(path, (plan, facts));
     }
     Ok(merged)
 }
@@ -210,7 +199,8 @@ impl MapParameters for Cast<'_> {
 fn check_finite<M: Module>(module: &M, merged: &BTreeMap<String, DType>) -> Result<(), Fp4Error> {
     struct Amaxes<'a> {
         merged: &'a BTreeMap<String, DType>,
-        found: Vec<(String, Tensor<1>)>,
+        paths: Vec<String>,
+        found: Vec<Tensor<1>>,
         error: Option<Fp4Error>,
     }
 
@@ -224,7 +214,10 @@ fn check_finite<M: Module>(module: &M, merged: &BTreeMap<String, DType>) -> Resu
             // Engines read no f64.
             let wide = values.dtype() == DType::F64;
             match amax(if wide { values.cast(DType::F32) } else { values }) {
-                Ok(amax) => self.found.push((path, amax)),
+                Ok(amax) => {
+                    self.paths.push(path);
+                    self.found.push(amax);
+                }
                 Err(problem) => {
                     self.error.get_or_insert(Fp4Error::at(path, problem));
                 }
@@ -232,12 +225,13 @@ fn check_finite<M: Module>(module: &M, merged: &BTreeMap<String, DType>) -> Resu
         }
     }
 
-    let mut amaxes = Amaxes { merged, found: Vec::new(), error: None };
+    let mut amaxes = Amaxes { merged, paths: Vec::new(), found: Vec::new(), error: None };
     visit_parameters(module, &mut amaxes);
     if let Some(error) = amaxes.error {
         return Err(error);
     }
-    match read_vectors(amaxes.found)?.into_iter().find(|(_, amax)| !amax[0].is_finite()) {
+    let mut found = amaxes.paths.into_iter().zip(read_vectors(amaxes.found)?);
+    match found.find(|(_, amax)| !amax[0].is_finite()) {
         Some((path, _)) => Err(Fp4Error::NotFinite { path }),
         None => Ok(()),
     }

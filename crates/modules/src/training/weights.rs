@@ -10,8 +10,10 @@ use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError, Rounding, TensorScaling};
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::fake_quant_weight::{AMAX, FakeQuantSettings, FakeQuantWeight};
-use crate::pack::install::{DenseValues, PackSource, pack};
-use crate::pack::measure::measure;
+use crate::pack::job::{Job, Jobs};
+use crate::pack::measure::{measure, replace_amaxes};
+use crate::pack::quantize::attach;
+use crate::pack::weight::WeightTask;
 use crate::report::{Fp4Report, Outcome, Reason};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Walk;
@@ -29,13 +31,9 @@ pub(crate) fn fake_quantize<M: Module>(
     for (_, _, plan) in selection.plans() {
         check_plan(plan, config)?;
     }
-    let measured = measure(module, &selection, config.learn_tensor_scale)?;
-    let plans = selection.plans().map(|(at, parameter, plan)| {
-        let tied_to = measured.tied_to(at);
-        (parameter.path.as_str(), (plan, tied_to, measured.amax(at)))
-    });
-    let learned = BTreeMap::new();
-    let mut attach = AttachFakeQuant { config, plans: plans.collect(), learned };
+    let mut jobs = Jobs::new(&selection);
+    measure(module, &mut jobs, config.learn_tensor_scale)?;
+    let mut attach = AttachFakeQuant { config, jobs, learned: BTreeMap::new() };
     *module = module.clone().apply_reparameterization(&mut attach);
     let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
         Decision::Keep(reason) => {
@@ -99,8 +97,7 @@ fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
 
 struct AttachFakeQuant<'a> {
     config: &'a Fp4Config,
-    /// By path: the plan, the weight that it is tied to, and its amax.
-    plans: BTreeMap<&'a str, (&'a WeightPlan, usize, Option<f32>)>,
+    jobs: Jobs<'a>,
     /// Tied weights learn one scale.
     learned: BTreeMap<usize, Param<Tensor<1>>>,
 }
@@ -113,14 +110,15 @@ impl Reparameterizer for &mut AttachFakeQuant<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<FakeQuantWeight>) {
-        let Some(&(plan, tied_to, amax)) = self.plans.get(path) else { return (param, None) };
+        let Some(at) = self.jobs.at(path) else { return (param, None) };
+        let Job { task: WeightTask { plan, amax, .. }, source, .. } = &self.jobs.list[at];
         let settings = FakeQuantSettings {
             scheme: plan.scheme,
             axis: plan.layout.axis,
             saturated: self.config.saturated,
         };
         let amax = self.config.learn_tensor_scale.then(|| {
-            let learned = self.learned.entry(tied_to).or_insert_with(|| {
+            let learned = self.learned.entry(*source).or_insert_with(|| {
                 let device = param.lazy_device();
                 let amax = amax.expect("measured, since its scale is learned");
                 Param::from_tensor(Tensor::from_data([amax], (&device, DType::F32)))
@@ -158,24 +156,23 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
     if selection.plans().next().is_none() {
         return Err(Fp4Error::NothingFakeQuantized);
     }
-    let numbers: BTreeMap<String, usize> =
-        selection.plans().map(|(at, parameter, _)| (parameter.path.clone(), at)).collect();
+    let mut jobs = Jobs::new(&selection);
     let mut collect =
-        Collect { wanted: &numbers, learned, dense: BTreeMap::new(), amaxes: Vec::new() };
+        CollectAmaxes { learned, jobs: &jobs, numbers: Vec::new(), amaxes: Vec::new() };
     visit_parameters(module, &mut collect);
-    let mut amaxes = BTreeMap::new();
-    for (path, amax) in read_vectors(collect.amaxes)? {
-        if !amax[0].is_finite() {
-            return Err(Fp4Error::at(path, OpsError::NonFinite { found: amax[0] }));
-        }
-        amaxes.insert(numbers[&path], amax[0]);
+    let CollectAmaxes { numbers, amaxes, .. } = collect;
+    let amaxes: Vec<_> =
+        numbers.into_iter().zip(read_vectors(amaxes)?.into_iter().map(|amax| amax[0])).collect();
+    if let Some(&(at, found)) = amaxes.iter().find(|(_, amax)| !amax.is_finite()) {
+        return Err(Fp4Error::at(jobs.list[at].path(), OpsError::NonFinite { found }));
     }
+    jobs.take_dense(module, |_| true);
     // An optimizer may have moved weights that were tied by their id apart.
-    let measured = measure(module, &selection, false)?.with_amaxes(amaxes);
+    measure(module, &mut jobs, false)?;
+    replace_amaxes(&mut jobs, amaxes.into_iter());
     // Burn takes attachments off a module as a whole.
     let mut packed = module.clone().materialize();
-    let source = PackSource { measured, dense: Some(collect.dense), ..PackSource::default() };
-    let report = pack(&mut packed, &selection, source).map_err(|error| match error {
+    let report = attach(&mut packed, &selection, jobs).map_err(|error| match error {
         // Of a copy, which is dropped.
         Fp4Error::Partial { problem, .. } => *problem,
         error => error,
@@ -184,24 +181,25 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
     Ok(report)
 }
 
-/// Collects the stored values of weights, and learned amaxes by the paths of their weights.
-struct Collect<'a> {
-    wanted: &'a BTreeMap<String, usize>,
+/// Collects learned amaxes, by the jobs of their weights.
+struct CollectAmaxes<'a> {
     learned: BTreeSet<String>,
-    dense: BTreeMap<String, DenseValues>,
-    amaxes: Vec<(String, Tensor<1>)>,
+    jobs: &'a Jobs<'a>,
+    numbers: Vec<usize>,
+    amaxes: Vec<Tensor<1>>,
 }
 
-impl VisitParameters for Collect<'_> {
+impl VisitParameters for CollectAmaxes<'_> {
     fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
         let path = path.join();
-        if self.wanted.contains_key(&path) {
-            self.dense.insert(path, DenseValues::new(param.base().without_autodiff()));
-        } else if self.learned.contains(&path) {
-            let amax = param.base().without_autodiff().cast(DType::F32).abs().reshape([1]);
-            let attached = format!(".{}.{AMAX}", FakeQuantWeight::NAME);
-            let weight = path.strip_suffix(&attached).unwrap_or(&path);
-            self.amaxes.push((weight.to_owned(), amax));
+        if !self.learned.contains(&path) {
+            return;
+        }
+        let attached = format!(".{}.{AMAX}", FakeQuantWeight::NAME);
+        let weight = path.strip_suffix(&attached).unwrap_or(&path);
+        if let Some(at) = self.jobs.at(weight) {
+            self.numbers.push(at);
+            self.amaxes.push(param.base().without_autodiff().cast(DType::F32).abs().reshape([1]));
         }
     }
 }

@@ -21,13 +21,13 @@ impl GraphState {
     /// Copies tensors to the device, for passes that read these weights.
     ///
     /// # Errors
-    /// [`OpsError::Recording`], in this build.
+    /// [`OpsError::Capture`], in this build.
     pub fn new(
         device: &Device,
         _weights: Vec<DispatchTensor>,
         _tensors: Vec<DispatchTensor>,
     ) -> Result<Self, OpsError> {
-        Err(OpsError::Recording(format!("{device:?} has no graphs; use a CUDA device")))
+        Err(OpsError::Capture(format!("{device:?} has no graphs; use a CUDA device")))
     }
 
     /// Returns true if some weights are in memory of another stream than the one that captures.

@@ -58,11 +58,7 @@ fn quantize_rows<B: Backend>(
     let (codes, scales) = match scheme.method {
         Method::Amax => block_scales(&amax, &factors, scheme),
         Method::FourOverSix { error, .. } => four_over_six(&values, &amax, &factors, scheme, error),
-        Method::Sse(_)
-        | Method::Hessian
-        | Method::CoordinateDescent
-        | Method::Admm(_)
-        | Method::Gptq(_) => unreachable!("{:?} is done on the host", scheme.method),
+        method => unreachable!("{method} is done on the host"),
     };
     let normalized = normalize(&values, &codes, &scales, &factors, scheme);
     Quantized {

@@ -178,7 +178,7 @@ pub(super) fn specs(tensors: &[CubeTensor]) -> Vec<Spec> {
 }
 
 /// # Errors
-/// [`OpsError::Recording`] if shapes or dtypes differ between runs.
+/// [`OpsError::Capture`] if shapes or dtypes differ between runs.
 pub(super) fn check_same(what: &str, expected: &[Spec], found: &[Spec]) -> Result<(), OpsError> {
     if expected == found {
         return Ok(());
@@ -187,5 +187,5 @@ pub(super) fn check_same(what: &str, expected: &[Spec], found: &[Spec]) -> Resul
 }
 
 pub(super) fn not_captured(reason: impl ToString) -> OpsError {
-    OpsError::Recording(reason.to_string())
+    OpsError::Capture(reason.to_string())
 }

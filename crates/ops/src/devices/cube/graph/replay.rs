@@ -87,7 +87,7 @@ impl CapturedGraph {
     /// must use the device only from the thread that calls it: another thread would wait for ever.
     ///
     /// # Errors
-    /// [`OpsError::Recording`] if the pass cannot be captured: it reads values, waits for the
+    /// [`OpsError::Capture`] if the pass cannot be captured: it reads values, waits for the
     /// device, takes memory that it did not take before, has tensors on another device, or of
     /// another stream, or shapes that differ between runs. The state keeps its values, but other
     /// graphs captured on it are void, unless it is empty.
@@ -129,7 +129,7 @@ impl CapturedGraph {
     /// are in memory of their own. The state has to be the one that the graph was captured on.
     ///
     /// # Errors
-    /// [`OpsError::Recording`] for another state, also one on which a later capture failed, and for
+    /// [`OpsError::Capture`] for another state, also one on which a later capture failed, and for
     /// inputs on another device, or of another number, shape or dtype.
     pub fn replay(
         &self,

@@ -45,7 +45,7 @@ impl GraphState {
     /// alone: other weights have to be [gathered](Self::gather).
     ///
     /// # Errors
-    /// [`OpsError::Recording`] if a tensor is on another device, or the device captures no graphs.
+    /// [`OpsError::Capture`] if a tensor is on another device, or the device captures no graphs.
     pub fn new(
         device: &Device,
         weights: Vec<DispatchTensor>,
@@ -77,7 +77,7 @@ impl GraphState {
     /// by Burn. Tensors that share memory share the copy, which lives as long as the state.
     ///
     /// # Errors
-    /// [`OpsError::Device`] if the tensor could not be computed; [`OpsError::Recording`] if the
+    /// [`OpsError::Device`] if the tensor could not be computed; [`OpsError::Capture`] if the
     /// device captures no graphs.
     pub fn gather(&mut self, tensor: DispatchTensor) -> Result<Option<DispatchTensor>, OpsError> {
         let autodiff = tensor.autodiff;

@@ -1,5 +1,7 @@
 //! Speed of the host engine, relative to a copy of the same input: `cargo bench --bench host`.
 
+mod language_model;
+
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
@@ -23,6 +25,9 @@ struct Arguments {
     /// Timed runs per operation; the median counts.
     #[arg(long, default_value_t = 15)]
     runs: usize,
+    /// Measure made-up language models instead: dense, NVFP4 and MXFP4.
+    #[arg(long)]
+    language_model: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -33,6 +38,9 @@ struct Arguments {
 
 fn main() {
     let arguments = Arguments::parse();
+    if arguments.language_model {
+        return language_model::measure(arguments.runs, arguments.json);
+    }
     let values = weights(arguments.rows * arguments.cols);
     let mut rows = Vec::new();
     measure::<f32>("f32", &arguments, &values, &mut rows);

@@ -21,6 +21,8 @@
 //! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
 //! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
 //! | `hadamard.rs`            | the Hadamard transform                                      |
+//! | `decoder/`               | a decoder besides its quantized products                    |
+//! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
 //! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
 
@@ -31,6 +33,7 @@ mod choose;
 mod codes;
 mod coordinate_descent;
 mod decode;
+mod decoder;
 mod dequantize;
 mod element;
 mod fake_quantize;
@@ -38,6 +41,7 @@ mod four_over_six;
 mod gptq;
 mod hadamard;
 mod hessian;
+mod int8_weight;
 mod matmul;
 mod quantize;
 mod scale_grid;
@@ -48,10 +52,15 @@ mod tile_reduce;
 mod view;
 
 pub use amax::{amax, row_amax, tensor_amax};
+pub use decoder::{
+    AttentionShape, MAX_HEAD_DIM, Rotary, add_rms_norm, attention, gemv, gemv_rows, rms_norm,
+    swiglu,
+};
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use fake_quantize::{DequantTarget, fake_quantize};
 pub use hadamard::hadamard;
+pub use int8_weight::{INT8_BLOCK, Int8View, int8_matmul, quantize_int8};
 pub use matmul::matmul;
 pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;

@@ -1,5 +1,7 @@
 //! Speed of the host engine, relative to a copy of the same input: `cargo bench --bench host`.
 
+mod language_model;
+
 use benches::{Row, median_seconds, print, weights};
 use burn_fp4_formats::{bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
@@ -28,6 +30,9 @@ struct Arguments {
     /// Measure products with packed weights instead, with one thread and with all.
     #[arg(long)]
     products: bool,
+    /// Measure made-up language models instead: dense, NVFP4 and MXFP4.
+    #[arg(long)]
+    language_model: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -41,6 +46,9 @@ fn main() {
     if arguments.products {
         print(&products(&arguments), arguments.json);
         return;
+    }
+    if arguments.language_model {
+        return language_model::measure(arguments.runs, arguments.json);
     }
     let values = weights(arguments.rows * arguments.cols);
     let mut rows = Vec::new();

@@ -107,6 +107,26 @@ fn cached_logits_match_and_200_greedy_tokens_match_transformers() {
 }
 
 #[test]
+fn an_int8_head_keeps_greedy_tokens_and_nearly_the_perplexity() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let tokenizer = folder.tokenizer().expect("a tokenizer");
+    let tokens = Tokens::new(&tokenizer, &BOOK[BOOK.len() - 4000..], 1.0).expect("tokens");
+    let windows = Windows { window: 256, stride: 128, batch: 8 };
+    let nats = |model: &Llama<Fp4Linear>| {
+        perplexity(model, tokens.held_out(), windows, &device).expect("a number").nats
+    };
+    let mut model = load::<Fp4Linear>(&folder);
+    let dense = nats(&model);
+    assert!(model.round_head_to_int8().expect("blocks of 32"));
+    let found = nats(&model);
+    assert!(found != dense && (found - dense).abs() < 1e-3, "{found} for {dense}");
+    assert_eq!(greedy(&folder, &model)[..50], ids("genesis.greedy")[..50]);
+    let mut quantized = load::<Fp4Linear>(&folder);
+    quantized.quantize_tied_embedding(Fp4Format::NvFp4).expect("blocks of 16");
+    assert!(!quantized.round_head_to_int8().expect("nothing to do"), "an FP4 head stays one");
+}
+
+#[test]
 fn perplexity_matches_transformers() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let model = load::<Linear>(&folder);

@@ -632,3 +632,23 @@ fn a_replay_does_not_run_the_pass() {
         assert_eq!(RUNS.load(Ordering::Relaxed), expected, "{name}");
     });
 }
+
+#[test]
+fn a_pass_that_runs_once_hands_its_state_to_the_next() {
+    for (name, device, _) in devices() {
+        let add = |_: &Relu, total: Tensor<1>, x: Tensor<1>| {
+            let total = total + x.sum();
+            (total.clone(), total)
+        };
+        let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([1], &device), add);
+        let prompt = replay.run_once(Tensor::ones([5], &device)).expect("a pass");
+        assert_eq!((floats(prompt), replay.recordings()), (vec![5.0], 0), "{name}");
+        assert!(!replay.is_graph());
+        for total in [6.0, 7.0] {
+            let next = replay.run(Tensor::ones([1], &device)).expect("a pass");
+            assert_eq!(floats(next), [total], "{name}");
+        }
+        let prompt = replay.run_once(Tensor::ones([2], &device)).expect("a pass");
+        assert_eq!((floats(prompt), replay.recordings()), (vec![9.0], 0), "{name}");
+    }
+}

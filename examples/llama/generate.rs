@@ -8,7 +8,7 @@ use burn_fp4::Replay;
 use serde::Serialize;
 
 use super::config::LlamaConfig;
-use super::model::{KvCache, Llama, Projection};
+use super::model::{KvCaches, Llama, Projection};
 use super::sampling::Sampling;
 use super::tokens::tensor;
 use examples::random::Random;
@@ -38,9 +38,9 @@ type StepOutput = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
 /// Runs the model on the next tokens and their positions.
 fn step<L: Projection, const SAMPLED: bool>(
     model: &Llama<L>,
-    kv_cache: KvCache,
+    kv_cache: KvCaches,
     next: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (KvCache, StepOutput) {
+) -> (KvCaches, StepOutput) {
     let (kv_cache, logits) = model.forward_cached(kv_cache, next);
     let output = match SAMPLED {
         true => (None, Some(logits)),
@@ -80,11 +80,10 @@ pub fn generate<L: Projection>(
     let kv_cache = model.kv_cache(sampling.sequences, length);
     let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
     let positions = Tensor::arange(0..prompt.len() as i64, device);
-    let (kv_cache, output) = step(model, kv_cache, (tokens, positions));
-    sequences.push(output)?;
+    let mut replay = Replay::with_state(model.clone(), kv_cache, step);
+    sequences.push(replay.run_once((tokens, positions))?)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
-    let mut replay = Replay::with_state(model.clone(), kv_cache, step);
     let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
     while steps + 1 < max_new_tokens && !sequences.all_ended() {

@@ -4,8 +4,7 @@
 //! | file             | what it holds                                                   |
 //! |------------------|-----------------------------------------------------------------|
 //! | `config.rs`      | [`LlamaConfig`]: `config.json`                                  |
-//! | `rope.rs`        | rotary position embeddings                                      |
-//! | `model.rs`       | [`Llama`] and its [`KvCache`]                                   |
+//! | `model.rs`       | [`Llama`] and its [`KvCaches`]                                  |
 //! | `folder.rs`      | [`Folder`]: config, tokenizer and weights, opened and saved     |
 //! | `tokens.rs`      | [`Tokens`]: the tokens of a text; a tokenizer of bytes          |
 //! | `sampling.rs`    | [`Sampling`]: the choice of the next token                      |
@@ -21,7 +20,6 @@ mod generate;
 mod model;
 mod perplexity;
 mod quantize;
-mod rope;
 mod sampling;
 mod sensitivity;
 mod tokens;
@@ -30,7 +28,7 @@ mod train;
 pub use config::{LlamaConfig, ModelType};
 pub use folder::{Folder, create, names};
 pub use generate::{Generated, generate};
-pub use model::{KvCache, Llama, Projection};
+pub use model::{KvCaches, Llama, Projection};
 pub use perplexity::{Perplexity, Windows, perplexity};
 pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods};
 pub use sampling::Sampling;

@@ -1,16 +1,16 @@
 //! The decoder, of Burn's own modules, with the parameter names of `transformers`.
 
 use anyhow::Result;
-use burn::module::{Module, ModuleDisplay};
+use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{silu, softmax};
-use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_fp4::ops::{self, Int8Matrix, KvCache, Positions, RotaryEmbedding};
 use burn_fp4::{
-    Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method, ScaleRule,
+    Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method, PackedWeight,
+    ScaleRule,
 };
 
 use super::config::LlamaConfig;
-use super::rope::{PositionEmbeddings, RotaryEmbedding};
 
 /// A linear layer: Burn's `Linear`, or `Fp4Linear`, which is fast on hosts once it is quantized.
 /// Both have the same parameters.
@@ -18,17 +18,28 @@ pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
     /// Returns the outputs `[batch, tokens, out_features]` of inputs `[batch, tokens,
     /// in_features]`.
     fn project(&self, input: Tensor<3>) -> Tensor<3>;
+
+    /// Returns the weight `[in_features, out_features]`.
+    fn weight(&self) -> &Param<Tensor<2>>;
 }
 
 impl Projection for Linear {
     fn project(&self, input: Tensor<3>) -> Tensor<3> {
         self.forward(input)
     }
+
+    fn weight(&self) -> &Param<Tensor<2>> {
+        &self.weight
+    }
 }
 
 impl Projection for Fp4Linear {
     fn project(&self, input: Tensor<3>) -> Tensor<3> {
         self.forward(input)
+    }
+
+    fn weight(&self) -> &Param<Tensor<2>> {
+        &self.weight
     }
 }
 
@@ -40,6 +51,8 @@ pub struct Llama<L: Module> {
     norm: RmsNorm,
     /// None if the embedding is tied: it is the `lm_head` too.
     lm_head: Option<L>,
+    /// Multiplies in place of the `lm_head`, tied or not.
+    int8_head: Option<Int8Matrix>,
     rotary_emb: RotaryEmbedding,
 }
 
@@ -72,19 +85,8 @@ struct Mlp<L: Module> {
     down_proj: L,
 }
 
-/// The KV cache: keys and values of each layer.
-pub type KvCache = Vec<LayerCache>;
-
-/// Keys and values `[batch, num_key_value_heads, capacity, head_dim]`, by position.
-type LayerCache = [Tensor<4>; 2];
-
-/// Inputs of a forward pass that all layers share.
-struct Positions {
-    positions: Tensor<1, Int>,
-    embeddings: PositionEmbeddings,
-    /// True where a key is at a later position than a query, `[1, 1, tokens, keys]`.
-    causal_mask: Tensor<4, Bool>,
-}
+/// The KV cache of each layer.
+pub type KvCaches = Vec<KvCache>;
 
 impl<L: Projection> Llama<L> {
     /// Creates a model with random weights.
@@ -110,6 +112,7 @@ impl<L: Projection> Llama<L> {
             layers: (0..config.num_hidden_layers).map(layer).collect(),
             norm: norm(),
             lm_head: (!config.tie_word_embeddings).then(lm_head),
+            int8_head: None,
             rotary_emb: RotaryEmbedding::new(&inv_freq, positions, device),
         })
     }
@@ -118,12 +121,12 @@ impl<L: Projection> Llama<L> {
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [_, count] = tokens.dims();
         let positions = Tensor::arange(0..count as i64, &tokens.device());
-        let positions = self.positions(positions, count);
+        let positions = self.rotary_emb.at(positions, count, self.dtype());
         let mut hidden = self.embed_tokens.forward(tokens);
         for layer in &self.layers {
             (hidden, _) = layer.forward(hidden, None, &positions);
         }
-        self.logits(self.norm.forward(hidden))
+        self.logits(normalize(&self.norm, hidden))
     }
 
     /// Writes tokens `[batch, tokens]` at positions `[tokens]` into the KV cache, and returns the
@@ -132,52 +135,61 @@ impl<L: Projection> Llama<L> {
     /// The signature is that of [`Replay`](burn_fp4::Replay), with the KV cache as its state.
     pub fn forward_cached(
         &self,
-        kv_cache: KvCache,
+        kv_cache: KvCaches,
         (tokens, positions): (Tensor<2, Int>, Tensor<1, Int>),
-    ) -> (KvCache, Tensor<2>) {
+    ) -> (KvCaches, Tensor<2>) {
         let [_, count] = tokens.dims();
-        let capacity = kv_cache.first().map_or(count, |[keys, _]| keys.dims()[2]);
-        let positions = self.positions(positions, capacity);
+        let capacity = kv_cache.first().map_or(count, |cache| cache.keys.dims()[2]);
+        let positions = self.rotary_emb.at(positions, capacity, self.dtype());
         let mut hidden = self.embed_tokens.forward(tokens);
-        let mut updated = KvCache::with_capacity(kv_cache.len());
+        let mut updated = KvCaches::with_capacity(kv_cache.len());
         for (layer, cache) in self.layers.iter().zip(kv_cache) {
             let cache_after;
             (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions);
             updated.push(cache_after);
         }
-        let last = self.norm.forward(hidden.narrow(1, count - 1, 1));
+        let last = normalize(&self.norm, hidden.narrow(1, count - 1, 1));
         (updated, self.logits(last).squeeze_dim(1))
     }
 
     /// Allocates a KV cache with room for `capacity` tokens of each sequence of a batch.
-    pub fn kv_cache(&self, batch: usize, capacity: usize) -> KvCache {
-        let weight = self.embed_tokens.weight.base();
-        let options = (&weight.device(), weight.dtype());
+    pub fn kv_cache(&self, batch: usize, capacity: usize) -> KvCaches {
+        let (dtype, device) = (self.dtype(), self.embed_tokens.weight.base().device());
         let layer_cache = |layer: &DecoderLayer<L>| {
             let Attention { num_key_value_heads, head_dim, .. } = layer.self_attn;
-            let shape = [batch, num_key_value_heads, capacity, head_dim];
-            [Tensor::zeros(shape, options), Tensor::zeros(shape, options)]
+            KvCache::zeros([batch, num_key_value_heads, capacity, head_dim], dtype, &device)
         };
         self.layers.iter().map(layer_cache).collect()
     }
 
-    /// Prepares RoPE and the causal mask for queries at these positions and `keys` keys.
-    fn positions(&self, positions: Tensor<1, Int>, keys: usize) -> Positions {
-        let [count] = positions.dims();
-        let keys_at = Tensor::<1, Int>::arange(0..keys as i64, &positions.device());
-        let keys_at = keys_at.unsqueeze_dim::<2>(0).expand([count, keys]);
-        let queries_at = positions.clone().unsqueeze_dim::<2>(1).expand([count, keys]);
-        let causal_mask = keys_at.greater(queries_at).unsqueeze();
-        let dtype = self.embed_tokens.weight.base().dtype();
-        let embeddings = self.rotary_emb.at(&positions, dtype);
-        Positions { positions, embeddings, causal_mask }
+    fn dtype(&self) -> DType {
+        self.embed_tokens.weight.base().dtype()
     }
 
     fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
-        match &self.lm_head {
-            Some(lm_head) => lm_head.project(hidden),
-            None => self.embed_tokens.project(hidden),
+        match (&self.int8_head, &self.lm_head) {
+            (Some(int8_head), _) => int8_head.product(hidden),
+            (None, Some(lm_head)) => lm_head.project(hidden),
+            (None, None) => self.embed_tokens.project(hidden),
         }
+    }
+
+    /// Rounds a dense `lm_head`, tied or not, to 8 bits for its products. A tied embedding keeps
+    /// its values for lookups. Returns false if the `lm_head` is quantized already.
+    ///
+    /// # Errors
+    /// `hidden_size` is not a multiple of 32, or the weight cannot be read.
+    pub fn round_head_to_int8(&mut self) -> Result<bool> {
+        let weight = match &self.lm_head {
+            Some(lm_head) => lm_head.weight(),
+            None => &self.embed_tokens.weight,
+        };
+        if weight.reparameterization::<PackedWeight>().is_some() {
+            return Ok(false);
+        }
+        let rows = if self.has_lm_head() { weight.val().transpose() } else { weight.val() };
+        self.int8_head = Some(Int8Matrix::quantize(rows)?);
+        Ok(true)
     }
 
     /// Quantizes a tied embedding, for both of its uses. Returns false if the model has an
@@ -213,17 +225,22 @@ fn linear<L: Projection>(
     L::from(config.with_initializer(INITIALIZER).init(device))
 }
 
+/// Applies a norm; on a CPU as one operation.
+fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
+    ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
+}
+
 impl<L: Projection> DecoderLayer<L> {
     fn forward(
         &self,
         hidden: Tensor<3>,
-        cache: Option<LayerCache>,
+        cache: Option<KvCache>,
         positions: &Positions,
-    ) -> (Tensor<3>, LayerCache) {
-        let input = self.input_layernorm.forward(hidden.clone());
+    ) -> (Tensor<3>, KvCache) {
+        let input = normalize(&self.input_layernorm, hidden.clone());
         let (attended, cache) = self.self_attn.forward(input, cache, positions);
-        let hidden = hidden + attended;
-        let input = self.post_attention_layernorm.forward(hidden.clone());
+        let norm = &self.post_attention_layernorm;
+        let [hidden, input] = ops::add_rms_norm(hidden, attended, norm.gamma.val(), norm.epsilon);
         (hidden + self.mlp.forward(input), cache)
     }
 }
@@ -249,53 +266,27 @@ impl<L: Projection> Attention<L> {
         }
     }
 
-    /// Returns the attention output, and the keys and values it attended to: the cache updated at
-    /// the positions, or only the new ones without a cache.
+    /// Returns the attention output, and the cache with the new keys and values.
     fn forward(
         &self,
         input: Tensor<3>,
-        cache: Option<LayerCache>,
+        cache: Option<KvCache>,
         positions: &Positions,
-    ) -> (Tensor<3>, LayerCache) {
-        let Self { num_heads, num_key_value_heads, head_dim, .. } = *self;
+    ) -> (Tensor<3>, KvCache) {
         let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
-            let heads = values.reshape([batch, count, heads, head_dim]);
-            norm.as_ref().map_or(heads.clone(), |norm| norm.forward(heads))
-        };
-        let queries = split(self.q_proj.project(input.clone()), num_heads, &self.q_norm);
-        let keys = split(self.k_proj.project(input.clone()), num_key_value_heads, &self.k_norm);
-        let values = split(self.v_proj.project(input), num_key_value_heads, &None);
-        let values = values.swap_dims(1, 2);
-        let [queries, keys] = positions.embeddings.rotate([queries, keys]);
-        let [keys, values] = match cache {
-            None => [keys, values],
-            Some([cached_keys, cached_values]) => {
-                let update = |cached: Tensor<4>, new| {
-                    let positions = positions.positions.clone();
-                    cached.select_assign(2, positions, new, IndexingUpdateOp::Assign)
-                };
-                [update(cached_keys, keys), update(cached_values, values)]
+            let heads = values.reshape([batch, count, heads, self.head_dim]);
+            match norm {
+                Some(norm) => normalize(norm, heads),
+                None => heads,
             }
         };
-
-        // Queries that share a key head are rows of one product: keys are not repeated.
-        let rows = num_heads / num_key_value_heads * count;
-        let queries = queries.reshape([batch, num_key_value_heads, rows, head_dim]);
-        let attn_weights = queries.matmul(keys.clone().swap_dims(2, 3));
-        let [_, _, _, key_count] = attn_weights.dims();
-        let attn_weights = attn_weights.reshape([batch, num_heads, count, key_count]);
-        let dtype = attn_weights.dtype();
-        let causal_mask = positions.causal_mask.clone().expand(attn_weights.shape());
-        // The scale comes after the views: there it is fused with the softmax.
-        let attn_weights = attn_weights.div_scalar((head_dim as f64).sqrt());
-        let attn_weights = attn_weights.mask_fill(causal_mask, f32::NEG_INFINITY);
-        let attn_weights = softmax(attn_weights.cast(DType::F32), 3).cast(dtype);
-        let attn_weights = attn_weights.reshape([batch, num_key_value_heads, rows, key_count]);
-        let output = attn_weights.matmul(values.clone());
-        let output = output.reshape([batch, num_heads, count, head_dim]);
-        let output = output.swap_dims(1, 2).reshape([batch, count, num_heads * head_dim]);
-        (self.o_proj.project(output), [keys, values])
+        let (num_heads, num_kv_heads) = (self.num_heads, self.num_key_value_heads);
+        let queries = split(self.q_proj.project(input.clone()), num_heads, &self.q_norm);
+        let keys = split(self.k_proj.project(input.clone()), num_kv_heads, &self.k_norm);
+        let values = split(self.v_proj.project(input), num_kv_heads, &None);
+        let (output, cache) = ops::attention(queries, keys, values, cache, positions);
+        (self.o_proj.project(output), cache)
     }
 }
 
@@ -311,9 +302,9 @@ impl<L: Projection> Mlp<L> {
     }
 
     fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        // The gate comes last: the SiLU and the product then follow it directly and are one kernel.
+        // The gate comes last: on a GPU the SwiGLU then follows it directly and is one kernel.
         let up = self.up_proj.project(input.clone());
         let gate = self.gate_proj.project(input);
-        self.down_proj.project(silu(gate) * up)
+        self.down_proj.project(ops::swiglu(gate, up))
     }
 }

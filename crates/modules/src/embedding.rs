@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::Embedding;
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_fp4_ops::{embedding, matmul};
+use burn_fp4_ops::{dense_matmul, embedding, matmul};
 
 use crate::packed_weight::PackedWeight;
 
@@ -78,6 +78,9 @@ impl Fp4Embedding {
             Some(packed) => {
                 let logits = matmul(hidden, &packed.tensor::<2>().transpose());
                 logits.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
+            }
+            None if hidden.dims()[..D - 1].iter().product::<usize>() == 1 => {
+                dense_matmul(hidden, self.weight.val().transpose())
             }
             None => {
                 let weight = self.weight.val();

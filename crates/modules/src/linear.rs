@@ -78,7 +78,13 @@ impl Fp4Linear {
                     None => product,
                 }
             }
-            None => linear(input, self.weight.val(), bias),
+            None => {
+                let product = ops::dense_matmul(input, self.weight.val());
+                match bias {
+                    Some(bias) => product + bias.unsqueeze(),
+                    None => product,
+                }
+            }
         }
     }
 }

@@ -18,6 +18,8 @@
 //! | `quantize.rs`       | [`quantize()`] and [`amax`]                                         |
 //! | `matmul.rs`         | [`matmul()`], [`linear`] and [`embedding`], straight from the codes |
 //! | `hadamard.rs`       | [`hadamard()`] and its inverse                                      |
+//! | `decoder/`          | a decoder besides quantized products: norms, SwiGLU, attention      |
+//! | `int8.rs`           | [`Int8Matrix`]: an output layer of signed bytes                     |
 //! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
 //! | `layout.rs`         | [`Fp4Layout`]: format, shape and blocked axis                       |
 //! | `primitive.rs`      | [`Fp4Primitive`]: codes and scales as tensors of a backend          |
@@ -29,6 +31,7 @@
 //! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
 //! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
 //! | `counts.rs`         | `FusedProducts`: counters of products and lookups                   |
+//! | `awake.rs`          | [`on_awake_threads`]: a pass of many short parallel operations      |
 //! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
 //! | `deterministic.rs`  | recorded products and sums with fixed, not autotuned, kernels       |
 //! | `modelopt.rs`       | ModelOpt's functions on tensors                                     |
@@ -39,8 +42,10 @@
 
 #![warn(missing_debug_implementations)]
 
+mod awake;
 #[cfg(feature = "cube")]
 mod counts;
+mod decoder;
 mod deterministic;
 mod devices;
 mod error;
@@ -51,6 +56,7 @@ mod gram;
 mod hadamard;
 mod hessian_factor;
 mod importance;
+mod int8;
 mod interpret;
 mod layout;
 mod matmul;
@@ -65,6 +71,7 @@ mod train;
 
 use burn::tensor::Device;
 
+pub use awake::on_awake_threads;
 pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
@@ -75,6 +82,9 @@ pub use burn_fp4_search::{
 };
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
+pub use decoder::{
+    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
+};
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
 pub use devices::extension::Fp4Backend;
@@ -92,6 +102,7 @@ pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
 pub use hessian_factor::HessianFactor;
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
+pub use int8::Int8Matrix;
 pub use interpret::Interpreter;
 pub use layout::Fp4Layout;
 pub use matmul::{embedding, linear, linear_with, matmul};

@@ -76,12 +76,22 @@ impl DeviceOptions {
     }
 }
 
-/// Options of an embedding that is tied to the `lm_head`.
+/// Options of the embedding and the `lm_head`.
 #[derive(clap::Args)]
-pub(crate) struct TiedEmbeddingOptions {
+pub(crate) struct HeadOptions {
     /// Format of a tied embedding, also in its use as `lm_head`: as loaded, or quantized.
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
+    /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
+    /// Defaults to int8 where a CPU generates and the `lm_head` is dense, else to as-loaded.
+    #[arg(long, value_enum)]
+    lm_head: Option<LmHead>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, ValueEnum)]
+enum LmHead {
+    AsLoaded,
+    Int8,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -91,19 +101,36 @@ enum TiedEmbedding {
     Mxfp4,
 }
 
-impl TiedEmbeddingOptions {
-    /// Loads the model of a folder.
-    fn load<L: Projection>(&self, folder: &Folder, device: &Device) -> Result<Llama<L>> {
+impl HeadOptions {
+    /// Loads the model of a folder. A dense `lm_head` becomes int8 by default if `fast`.
+    fn load<L: Projection>(
+        &self,
+        folder: &Folder,
+        device: &Device,
+        fast: bool,
+    ) -> Result<Llama<L>> {
         let (mut model, _) = folder.load::<L>(device)?;
         let format = match self.tied_embedding {
-            TiedEmbedding::AsLoaded => return Ok(model),
-            TiedEmbedding::Nvfp4 => Fp4Format::NvFp4,
-            TiedEmbedding::Mxfp4 => Fp4Format::MxFp4,
+            TiedEmbedding::AsLoaded => None,
+            TiedEmbedding::Nvfp4 => Some(Fp4Format::NvFp4),
+            TiedEmbedding::Mxfp4 => Some(Fp4Format::MxFp4),
         };
-        ensure!(
-            model.quantize_tied_embedding(format)?,
-            "--tied-embedding: the model has an lm_head of its own; leave the option out"
-        );
+        if let Some(format) = format {
+            ensure!(
+                model.quantize_tied_embedding(format)?,
+                "--tied-embedding: the model has an lm_head of its own; leave the option out"
+            );
+        }
+        match self.lm_head {
+            Some(LmHead::Int8) => ensure!(
+                model.round_head_to_int8()?,
+                "--lm-head int8: the lm_head is quantized already; leave the option out"
+            ),
+            None if fast && folder.config.hidden_size.is_multiple_of(32) => {
+                model.round_head_to_int8()?;
+            }
+            Some(LmHead::AsLoaded) | None => (),
+        }
         Ok(model)
     }
 }

@@ -14,7 +14,9 @@ use std::sync::OnceLock;
 use burn::backend::DispatchTensor;
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{CapturedGraph, GraphState, OpsError, captures_graphs, is_host};
+use burn_fp4_ops::{
+    CapturedGraph, GraphState, OpsError, captures_graphs, is_host, on_awake_threads,
+};
 
 use self::tensors::Signature;
 use self::weights::{gathered, weights};
@@ -27,7 +29,8 @@ const MOST: usize = 16;
 /// The forward pass of a model, captured for the shapes of its inputs by a device that can (CUDA),
 /// and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
 /// the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which. On
-/// hosts a thread of rayon's pool runs it, so that operations need not wake one up each.
+/// hosts a thread of rayon's pool runs it, and the others stay awake: operations need not wake one
+/// up each.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -242,7 +245,10 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         self.is_graph = device.is_some();
         match device {
             Some(device) => self.replay(&device, inputs),
-            None => self.run_once(inputs),
+            None => {
+                self.captures.clear();
+                self.run_parts(inputs)
+            }
         }
     }
 
@@ -344,10 +350,20 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         self.state = Some(Held::Tensors(state));
     }
 
+    /// Runs the pass without capturing it, for inputs of shapes that come once, such as a prompt.
+    /// Forgets the captures.
+    ///
+    /// # Errors
+    /// [`ReplayError::State`] and [`ReplayError::Lost`], as [`run`](Self::run).
+    pub fn run_once(&mut self, inputs: I) -> Result<O, ReplayError> {
+        self.captures.clear();
+        self.is_graph = false;
+        self.run_parts(ReplayParts::of(inputs))
+    }
+
     /// Runs the pass itself: on hosts by a thread of the pool that its operations share. From any
     /// other thread each operation would wait until one of the pool has woken up and ended it.
-    fn run_once(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
-        self.captures.clear();
+    fn run_parts(&mut self, inputs: ReplayParts) -> Result<O, ReplayError> {
         let state = match self.state.take().ok_or(ReplayError::Lost)? {
             Held::Tensors(state) => state,
             Held::Captured { mut state, lengths } => {
@@ -362,7 +378,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             let (state, outputs) = forward(model, state.into(), inputs.into());
             (ReplayParts::of(state), ReplayParts::of(outputs))
         };
-        let (state, outputs) = if on_host { rayon::scope(|_| pass()) } else { pass() };
+        let (state, outputs) = if on_host { on_awake_threads(pass) } else { pass() };
         let after = state.signature();
         self.state = Some(Held::Tensors(state.into()));
         if before == after { Ok(outputs.into()) } else { Err(changed(&before, &after)) }

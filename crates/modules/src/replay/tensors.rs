@@ -6,9 +6,10 @@ use std::fmt;
 use burn::backend::{DispatchTensor, TensorMetadata};
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Shape, Tensor};
+use burn_fp4_ops::KvCache;
 
-/// Inputs, outputs or state of a [`Replay`](crate::Replay): tensors of any kind, alone or in
-/// tuples, arrays, vectors and options.
+/// Inputs, outputs or state of a [`Replay`](crate::Replay): tensors of any kind and KV caches,
+/// alone or in tuples, arrays, vectors and options.
 ///
 /// A type of one's own takes itself apart and puts itself together field by field:
 ///
@@ -115,6 +116,17 @@ impl ReplayTensors for () {
     fn take_apart(self, _parts: &mut ReplayParts) {}
 
     fn put_together(_parts: &mut ReplayParts) -> Self {}
+}
+
+impl ReplayTensors for KvCache {
+    fn take_apart(self, parts: &mut ReplayParts) {
+        [self.keys, self.values].take_apart(parts);
+    }
+
+    fn put_together(parts: &mut ReplayParts) -> Self {
+        let [keys, values] = ReplayTensors::put_together(parts);
+        Self { keys, values }
+    }
 }
 
 impl<T: ReplayTensors> ReplayTensors for Vec<T> {

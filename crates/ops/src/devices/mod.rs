@@ -5,6 +5,8 @@
 //! | `extension.rs`           | [`Fp4Backend`](crate::Fp4Backend), and the list of devices        |
 //! | `host.rs`                | the host engine, for devices in host memory                       |
 //! | `flex.rs`, `ndarray.rs`  | these devices                                                     |
+//! | `decoder.rs`             | operations of a decoder, on devices with code of their own        |
+//! | `flex_decoder.rs`        | these on `flex`                                                   |
 //! | `scratch.rs`             | memory of a dequantized weight, kept for the next one             |
 //! | `cube/`                  | kernels on CUDA and CubeCL's CPU runtime, graphs on CUDA          |
 //! | `no_graph.rs`            | graphs in a build without Cube devices                            |
@@ -28,9 +30,12 @@ mod autodiff;
 pub(crate) mod backend_interpreter;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+pub(crate) mod decoder;
 pub(crate) mod extension;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "flex")]
+mod flex_decoder;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
 #[cfg(feature = "ndarray")]

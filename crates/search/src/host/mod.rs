@@ -25,6 +25,8 @@
 //! | `int8_input.rs`          | such an input                                               |
 //! | `int8_lanes.rs`, `int8_x86.rs`, `int8_neon.rs` | instructions for products of bytes    |
 //! | `hadamard.rs`            | the Hadamard transform                                      |
+//! | `decoder/`               | a decoder besides its quantized products                    |
+//! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
 //! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
 
@@ -35,6 +37,7 @@ mod choose;
 mod codes;
 mod coordinate_descent;
 mod decode;
+mod decoder;
 mod dequantize;
 mod element;
 mod fake_quantize;
@@ -47,6 +50,7 @@ mod int8_lanes;
 mod int8_matmul;
 #[cfg(target_arch = "aarch64")]
 mod int8_neon;
+mod int8_weight;
 #[cfg(target_arch = "x86_64")]
 mod int8_x86;
 mod matmul;
@@ -60,10 +64,15 @@ mod tile_reduce;
 mod view;
 
 pub use amax::{amax, row_amax, tensor_amax};
+pub use decoder::{
+    AttentionShape, MAX_HEAD_DIM, Rotary, add_rms_norm, attention, gemv, gemv_rows, rms_norm,
+    swiglu,
+};
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use fake_quantize::{DequantTarget, fake_quantize};
 pub use hadamard::hadamard;
+pub use int8_weight::{INT8_BLOCK, Int8View, int8_matmul, quantize_int8};
 pub use matmul::matmul;
 pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;

@@ -1,0 +1,41 @@
+//! The product of a few rows with a dense weight.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::devices::decoder::{DecoderBackend, has_decoder};
+
+/// Multiplies an input `[.., K]` by a dense weight `[K, N]`, in either order of memory. A single
+/// row in f32 on `flex` is multiplied by all threads, where Burn's product has one.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::dense_matmul;
+///
+/// let device = Device::flex();
+/// let weight = Tensor::<2>::from_floats([[1.0, 2.0], [3.0, 4.0]], &device);
+/// let product = dense_matmul(Tensor::<3>::ones([1, 1, 2], &device), weight);
+/// assert_eq!(product.into_data(), TensorData::from([[[4f32, 6.0]]]));
+/// ```
+///
+/// # Panics
+/// If the last axis of the input is not `K`.
+#[must_use]
+pub fn dense_matmul<const D: usize>(input: Tensor<D>, weight: Tensor<2>) -> Tensor<D> {
+    let [channels, outputs] = weight.dims();
+    let mut shape = input.dims();
+    let found = core::mem::replace(&mut shape[D - 1], outputs);
+    let rows: usize = shape[..D - 1].iter().product();
+    if rows != 1 || found != channels || channels == 0 {
+        return burn::tensor::module::linear(input, weight, None);
+    }
+    let input = input.reshape([1, channels]);
+    let product: Tensor<2> = if has_decoder(&input.device(), [input.dtype(), weight.dtype()]) {
+        let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
+        Tensor::from_dispatch(Dispatch::decoder_gemv(input, weight))
+    } else {
+        // `linear` would copy a transposed weight.
+        input.matmul(weight)
+    };
+    product.reshape(shape)
+}

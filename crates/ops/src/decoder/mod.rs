@@ -1,0 +1,25 @@
+//! Operations of a decoder besides its quantized products.
+//!
+//! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
+//! else reads it. On every other device, and where a pass is recorded or differentiated, each is
+//! the tensor operations that its documentation names.
+//!
+//! | file           | contents                                                            |
+//! |----------------|---------------------------------------------------------------------|
+//! | `norm.rs`      | [`rms_norm`] and [`add_rms_norm`]                                   |
+//! | `swiglu.rs`    | [`swiglu`]                                                          |
+//! | `dense.rs`     | [`dense_matmul`]: one row times a dense weight                      |
+//! | `rope.rs`      | [`RotaryEmbedding`] and [`Positions`]: what layers share            |
+//! | `attention.rs` | [`attention`] to a [`KvCache`] in place                             |
+
+mod attention;
+mod dense;
+mod norm;
+mod rope;
+mod swiglu;
+
+pub use attention::{KvCache, attention};
+pub use dense::dense_matmul;
+pub use norm::{add_rms_norm, rms_norm};
+pub use rope::{Positions, RotaryEmbedding};
+pub use swiglu::swiglu;

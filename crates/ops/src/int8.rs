@@ -1,0 +1,91 @@
+//! [`Int8Matrix`]: an output layer of signed bytes.
+
+use burn::backend::Dispatch;
+use burn::module::Module;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
+
+use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::error::OpsError;
+use crate::matmul::product_of_nothing;
+
+/// A matrix `[N, K]` of signed bytes with an f32 scale for each 32 neighbours in a row, 28 % of its
+/// size in f32: for the output layer of a language model, which FP4 costs more accuracy than it
+/// costs other layers.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::Int8Matrix;
+///
+/// let weight = Tensor::<2>::full([3, 32], 0.5, &Device::flex());
+/// let matrix = Int8Matrix::quantize(weight)?;
+/// let product = matrix.product(Tensor::<2>::full([1, 32], 2.0, &Device::flex()));
+/// assert_eq!(product.into_data(), TensorData::from([[32f32; 3]]));
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct Int8Matrix {
+    /// i8, `[N, K]`.
+    codes: Tensor<2, Int>,
+    /// f32, `[N, K / 32]`.
+    scales: Tensor<2>,
+}
+
+impl Int8Matrix {
+    /// Rounds each value to the nearest of 255 multiples of its scale, 1/127 of the largest
+    /// magnitude of its block. Runs on the host.
+    ///
+    /// # Errors
+    /// [`OpsError::Indivisible`] if 32 does not divide the rows, [`OpsError::Device`] if the weight
+    /// cannot be read.
+    pub fn quantize(weight: Tensor<2>) -> Result<Self, OpsError> {
+        let ([rows, cols], device) = (weight.dims(), weight.device().inner());
+        if !cols.is_multiple_of(INT8_BLOCK) {
+            return Err(OpsError::Indivisible { axis: 1, length: cols, block_size: INT8_BLOCK });
+        }
+        let weight = weight.cast(DType::F32).try_into_data();
+        let weight = weight.map_err(OpsError::device)?;
+        let (codes, scales) = quantize_int8(weight.as_slice::<f32>().expect("cast to f32"))?;
+        let codes = TensorData::new(codes, [rows, cols]);
+        let scales = TensorData::new(scales, [rows, cols / INT8_BLOCK]);
+        Ok(Self {
+            codes: Tensor::from_data(codes, (&device, DType::I8)),
+            scales: Tensor::from_data(scales, (&device, DType::F32)),
+        })
+    }
+
+    /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32.
+    ///
+    /// # Panics
+    /// If the last axis of the input is not `K`.
+    #[must_use]
+    pub fn product<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let [outputs, channels] = self.codes.dims();
+        let mut shape = input.dims();
+        let found = core::mem::replace(&mut shape[D - 1], outputs);
+        assert_eq!(found, channels, "int8 product: last axis of the input");
+        let rows = shape[..D - 1].iter().product();
+        if rows == 0 {
+            return product_of_nothing(input, outputs);
+        }
+        let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
+        let product = if has_decoder(&input.device(), [dtype]) {
+            let codes = self.codes.clone().into_dispatch();
+            let scales = self.scales.clone().into_dispatch();
+            let input = input.into_dispatch();
+            Tensor::<2>::from_dispatch(Dispatch::decoder_int8_matmul(input, codes, scales))
+        } else {
+            input.matmul(self.dequantize().cast(dtype).transpose())
+        };
+        product.reshape(shape)
+    }
+
+    /// Multiplies each code by its scale, in f32.
+    #[must_use]
+    pub fn dequantize(&self) -> Tensor<2> {
+        let [rows, cols] = self.codes.dims();
+        let codes = self.codes.clone().float().cast(DType::F32);
+        let codes = codes.reshape([rows, cols / INT8_BLOCK, INT8_BLOCK]);
+        (codes * self.scales.clone().unsqueeze_dim(2)).reshape([rows, cols])
+    }
+}

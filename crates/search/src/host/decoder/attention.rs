@@ -1,0 +1,378 @@
+//! Causal attention to a KV cache: RoPE, the cache written in place, grouped heads.
+
+use core::array::from_fn;
+
+use burn_fp4_formats::check_length;
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::exp::exp;
+use crate::error::SearchError;
+use crate::host::arch::arch;
+
+/// Largest `head_dim`: heads of a task are on its stack.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Number of query heads of a group that read the keys together.
+const QUERIES: usize = 4;
+/// Number of keys whose scores are kept: with their values they stay in the first-level cache.
+const KEYS: usize = 64;
+/// Number of multiplications that one thread completes before another one would have woken up.
+const ONE_THREAD: usize = 1 << 17;
+
+/// Lengths of the axes of [`attention`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Number of new tokens of each sequence.
+    pub tokens: usize,
+    /// Number of query heads.
+    pub heads: usize,
+    /// Number of heads of keys and values; divides the query heads.
+    pub kv_heads: usize,
+    /// Number of channels of a head: even, at most [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Number of positions of the KV cache.
+    pub capacity: usize,
+}
+
+/// Cosines and sines of RoPE, `[positions, head_dim / 2]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary<'a> {
+    /// Cosines.
+    pub cos: &'a [f32],
+    /// Sines.
+    pub sin: &'a [f32],
+}
+
+impl Rotary<'_> {
+    /// Rotates a head: channel `i` of its first half with channel `i` of its second half.
+    #[inline(always)]
+    fn rotate(&self, position: usize, head: &[f32], rotated: &mut [f32]) {
+        let half = head.len() / 2;
+        let [cos, sin] = [self.cos, self.sin].map(|table| &table[position * half..][..half]);
+        let (first, second) = head.split_at(half);
+        let (first_rotated, second_rotated) = rotated.split_at_mut(half);
+        for at in 0..half {
+            first_rotated[at] = first[at] * cos[at] - second[at] * sin[at];
+            second_rotated[at] = second[at] * cos[at] + first[at] * sin[at];
+        }
+    }
+}
+
+/// Attends from new tokens to those in the KV cache, which they join.
+///
+/// `queries` are `[batch, tokens, heads, head_dim]` and are replaced by the outputs; `keys` and
+/// `values` are `[batch, tokens, kv_heads, head_dim]`; `cache` holds rotated keys and values,
+/// `[batch, kv_heads, capacity, head_dim]`, and receives the new ones at `positions`, one for each
+/// token. A query reads all positions up to its own.
+///
+/// # Errors
+/// A slice of the wrong length, or a position beyond the cache or the tables.
+pub fn attention(
+    queries: &mut [f32],
+    [keys, values]: [&[f32]; 2],
+    [key_cache, value_cache]: [&mut [f32]; 2],
+    rotary: Rotary<'_>,
+    positions: &[usize],
+    shape: AttentionShape,
+) -> Result<(), SearchError> {
+    let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let of_tokens = |heads: usize| batch * tokens * heads * head_dim;
+    check_length("head_dim", (head_dim / 2 * 2).min(MAX_HEAD_DIM), head_dim)?;
+    check_length("positions", tokens, positions.len())?;
+    check_length("queries", of_tokens(heads), queries.len())?;
+    check_length("keys", of_tokens(kv_heads), keys.len())?;
+    check_length("values", of_tokens(kv_heads), values.len())?;
+    for cache in [&*key_cache, &*value_cache] {
+        check_length("KV cache", batch * kv_heads * capacity * head_dim, cache.len())?;
+    }
+    let last = positions.iter().copied().max().unwrap_or(0);
+    let room = capacity.min(2 * rotary.cos.len().min(rotary.sin.len()) / head_dim.max(1));
+    check_length("positions of the KV cache and RoPE", room.max(last + 1), room)?;
+    if queries.is_empty() {
+        return Ok(());
+    }
+
+    let head = |head: usize, position: usize| (head * capacity + position) * head_dim;
+    let new = keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate();
+    for (at, (key, value)) in new {
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let position = positions[token % tokens];
+        let to = head(token / tokens * kv_heads + kv_head, position);
+        rotary.rotate(position, key, &mut key_cache[to..][..head_dim]);
+        value_cache[to..][..head_dim].copy_from_slice(value);
+    }
+
+    let group = heads / kv_heads;
+    let (key_cache, value_cache) = (&*key_cache, &*value_cache);
+    let task = |(at, queries): (usize, &mut [f32])| {
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let position = positions[token % tokens];
+        let from = head(token / tokens * kv_heads + kv_head, 0);
+        let [keys, values] =
+            [key_cache, value_cache].map(|cache| &cache[from..][..(position + 1) * head_dim]);
+        arch().dispatch(Group { queries, keys, values, rotary, position, head_dim });
+    };
+    let read: usize = positions.iter().map(|position| position + 1).sum();
+    if 2 * batch * heads * head_dim * read <= ONE_THREAD {
+        queries.chunks_mut(group * head_dim).enumerate().for_each(task);
+    } else {
+        queries.par_chunks_mut(group * head_dim).enumerate().for_each(task);
+    }
+    Ok(())
+}
+
+/// The query heads of a token that share a head of keys and values.
+struct Group<'a> {
+    queries: &'a mut [f32],
+    /// Of all positions that the token reads.
+    keys: &'a [f32],
+    values: &'a [f32],
+    rotary: Rotary<'a>,
+    position: usize,
+    head_dim: usize,
+}
+
+impl WithSimd for Group<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let queries = core::mem::take(&mut self.queries);
+        for queries in queries.chunks_mut(QUERIES * self.head_dim) {
+            match queries.len() / self.head_dim {
+                1 => self.attend::<S, 1>(simd, queries),
+                2 => self.attend::<S, 2>(simd, queries),
+                3 => self.attend::<S, 3>(simd, queries),
+                _ => self.attend::<S, QUERIES>(simd, queries),
+            }
+        }
+    }
+}
+
+impl Group<'_> {
+    /// Replaces `M` heads of queries by their outputs: softmax over chunks of keys, whose sums are
+    /// scaled where a later chunk has a larger score.
+    #[inline(always)]
+    fn attend<S: Simd, const M: usize>(&self, simd: S, queries: &mut [f32]) {
+        let dim = self.head_dim;
+        let mut rotated = [[0f32; MAX_HEAD_DIM]; M];
+        let scale = 1.0 / (dim as f32).sqrt();
+        for (rotated, head) in rotated.iter_mut().zip(queries.chunks_exact(dim)) {
+            self.rotary.rotate(self.position, head, &mut rotated[..dim]);
+            rotated[..dim].iter_mut().for_each(|value| *value *= scale);
+        }
+        let rotated: [&[f32]; M] = from_fn(|head| &rotated[head][..dim]);
+        let mut outputs = [[0f32; MAX_HEAD_DIM]; M];
+        let (mut largest, mut sums) = ([f32::NEG_INFINITY; M], [0f32; M]);
+        let chunks = self.keys.chunks(KEYS * dim).zip(self.values.chunks(KEYS * dim));
+        for (keys, values) in chunks {
+            // Scores beyond the last key have no weight.
+            let mut scores = [[f32::NEG_INFINITY; KEYS]; M];
+            for (at, key) in keys.chunks_exact(dim).enumerate() {
+                let dots = dots::<S, M>(simd, rotated, key);
+                for (scores, dot) in scores.iter_mut().zip(dots) {
+                    scores[at] = dot;
+                }
+            }
+            for (head, scores) in scores.iter_mut().enumerate() {
+                let before = largest[head];
+                largest[head] = reduced(scores, f32::max).max(before);
+                for score in scores.iter_mut() {
+                    *score = exp(*score - largest[head]);
+                }
+                let fewer = exp(before - largest[head]);
+                sums[head] = sums[head] * fewer + reduced(scores, |sum, score| sum + score);
+                outputs[head][..dim].iter_mut().for_each(|output| *output *= fewer);
+            }
+            add_values::<S, M>(simd, &scores, values, dim, &mut outputs);
+        }
+        for (head, output) in queries.chunks_exact_mut(dim).enumerate() {
+            for (output, sum) in output.iter_mut().zip(&outputs[head]) {
+                *output = sum / sums[head];
+            }
+        }
+    }
+}
+
+/// Reduces scores lane by lane first, which the compiler vectorizes.
+#[inline(always)]
+fn reduced(scores: &[f32; KEYS], reduce: impl Fn(f32, f32) -> f32) -> f32 {
+    const LANES: usize = 16;
+    let (chunks, _) = scores.as_chunks::<LANES>();
+    let mut lanes = chunks[0];
+    for chunk in &chunks[1..] {
+        for (lane, score) in lanes.iter_mut().zip(chunk) {
+            *lane = reduce(*lane, *score);
+        }
+    }
+    lanes.into_iter().reduce(reduce).expect("some lanes")
+}
+
+/// Computes the products of each query with a key.
+#[inline(always)]
+fn dots<S: Simd, const M: usize>(simd: S, queries: [&[f32]; M], key: &[f32]) -> [f32; M] {
+    let (key, key_tail) = S::as_simd_f32s(key);
+    let mut sums = [simd.splat_f32s(0.0); M];
+    for head in 0..M {
+        let query = &S::as_simd_f32s(queries[head]).0[..key.len()];
+        for at in 0..key.len() {
+            sums[head] = simd.mul_add_f32s(query[at], key[at], sums[head]);
+        }
+    }
+    let mut dots = [0f32; M];
+    for head in 0..M {
+        dots[head] = simd.reduce_sum_f32s(sums[head]);
+        let tail = S::as_simd_f32s(queries[head]).1;
+        for (query, key) in tail.iter().zip(key_tail) {
+            dots[head] += query * key;
+        }
+    }
+    dots
+}
+
+/// Adds values, each times its score, to the outputs of each query.
+#[inline(always)]
+fn add_values<S: Simd, const M: usize>(
+    simd: S,
+    scores: &[[f32; KEYS]; M],
+    values: &[f32],
+    dim: usize,
+    outputs: &mut [[f32; MAX_HEAD_DIM]; M],
+) {
+    let vectors = S::as_simd_f32s(&values[..dim]).0.len();
+    let tail = dim - S::as_simd_f32s(&values[..dim]).1.len();
+    for at in 0..vectors {
+        let mut sums: [S::f32s; M] = [simd.splat_f32s(0.0); M];
+        for head in 0..M {
+            sums[head] = S::as_simd_f32s(&outputs[head]).0[at];
+        }
+        for (key, value) in values.chunks_exact(dim).enumerate() {
+            let value = S::as_simd_f32s(value).0[at];
+            for head in 0..M {
+                let score = simd.splat_f32s(scores[head][key]);
+                sums[head] = simd.mul_add_f32s(score, value, sums[head]);
+            }
+        }
+        for head in 0..M {
+            S::as_mut_simd_f32s(&mut outputs[head]).0[at] = sums[head];
+        }
+    }
+    for (key, value) in values.chunks_exact(dim).enumerate() {
+        for head in 0..M {
+            for at in tail..dim {
+                outputs[head][at] += scores[head][key] * value[at];
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|at| ((at + seed) * 37 % 1009) as f32 / 250.0 - 2.0).collect()
+    }
+
+    /// Attends in f64, from the definition.
+    fn expected(
+        queries: &[f32],
+        [keys, values]: [&[f32]; 2],
+        rotary: Rotary<'_>,
+        shape: AttentionShape,
+    ) -> Vec<f64> {
+        let AttentionShape { batch, tokens, heads, kv_heads, head_dim, .. } = shape;
+        let half = head_dim / 2;
+        let rotated = |all: &[f32], of: usize, [sequence, token, head]: [usize; 3]| -> Vec<f64> {
+            let head = &all[((sequence * tokens + token) * of + head) * head_dim..][..head_dim];
+            let channel = |at: usize| {
+                let partner = f64::from(head[(at + half) % head_dim]);
+                let sign = if at < half { -1.0 } else { 1.0 };
+                let table = |table: &[f32]| f64::from(table[token * half + at % half]);
+                f64::from(head[at]) * table(rotary.cos) + sign * partner * table(rotary.sin)
+            };
+            (0..head_dim).map(channel).collect()
+        };
+        let mut outputs = Vec::new();
+        for (sequence, token) in
+            (0..batch).flat_map(|sequence| (0..tokens).map(move |token| (sequence, token)))
+        {
+            for head in 0..heads {
+                let (query, kv) =
+                    (rotated(queries, heads, [sequence, token, head]), head * kv_heads / heads);
+                let weights: Vec<f64> = (0..=token)
+                    .map(|at| {
+                        let key = rotated(keys, kv_heads, [sequence, at, kv]);
+                        let dot: f64 = query.iter().zip(key).map(|(q, k)| q * k).sum();
+                        (dot / (head_dim as f64).sqrt()).exp()
+                    })
+                    .collect();
+                let sum: f64 = weights.iter().sum();
+                outputs.extend((0..head_dim).map(|channel| {
+                    let value = |at: usize| {
+                        let head = (sequence * tokens + at) * kv_heads + kv;
+                        f64::from(values[head * head_dim + channel])
+                    };
+                    weights.iter().enumerate().map(|(at, w)| w * value(at)).sum::<f64>() / sum
+                }));
+            }
+        }
+        outputs
+    }
+
+    /// Includes heads with a tail, groups of one to more heads than read keys together, more keys
+    /// than a chunk, and more work than one thread does.
+    #[test]
+    fn attention_is_the_same_for_a_prompt_at_once_and_token_by_token() {
+        for (batch, tokens, heads, kv_heads, head_dim) in [
+            (1, 5, 1, 1, 2),
+            (2, 70, 3, 1, 6),
+            (1, 9, 6, 3, 64),
+            (1, 150, 14, 2, 64),
+            (2, 9, 8, 2, 20),
+        ] {
+            let capacity = tokens + 3;
+            let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+            let queries = values(batch * tokens * heads * head_dim, 1);
+            let keys = values(batch * tokens * kv_heads * head_dim, 5);
+            let new_values = values(batch * tokens * kv_heads * head_dim, 11);
+            let angles = (0..capacity * head_dim / 2).map(|at| at as f32 * 0.01);
+            let (sin, cos): (Vec<_>, Vec<_>) = angles.map(f32::sin_cos).unzip();
+            let rotary = Rotary { cos: &cos, sin: &sin };
+            let expected = expected(&queries, [&keys, &new_values], rotary, shape);
+
+            let empty = || vec![f32::NAN; batch * kv_heads * capacity * head_dim];
+            let (mut key_cache, mut value_cache) = (empty(), empty());
+            let positions: Vec<usize> = (0..tokens).collect();
+            let mut found = queries.clone();
+            let cache = [&mut key_cache[..], &mut value_cache[..]];
+            attention(&mut found, [&keys, &new_values], cache, rotary, &positions, shape).unwrap();
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!((f64::from(*found) - expected).abs() < 1e-4, "{shape:?}");
+            }
+
+            let of_token = |all: &[f32], heads: usize, token: usize| -> Vec<f32> {
+                let tokens = all.chunks_exact(heads * head_dim);
+                tokens.skip(token).step_by(shape.tokens).flatten().copied().collect()
+            };
+            let (mut key_cache, mut value_cache) = (empty(), empty());
+            for token in 0..tokens {
+                let mut queries = of_token(&queries, heads, token);
+                let new = [&keys, &new_values].map(|all| of_token(all, kv_heads, token));
+                let cache = [&mut key_cache[..], &mut value_cache[..]];
+                let one = AttentionShape { tokens: 1, ..shape };
+                attention(&mut queries, [&new[0], &new[1]], cache, rotary, &[token], one).unwrap();
+                assert_eq!(queries, of_token(&found, heads, token), "{shape:?}, token {token}");
+            }
+            let (mut queries, cache) = (queries, [&mut key_cache[..], &mut value_cache[..]]);
+            let beyond: Vec<usize> = (4..tokens + 4).collect();
+            assert!(
+                attention(&mut queries, [&keys, &new_values], cache, rotary, &beyond, shape)
+                    .is_err()
+            );
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! Operations of a decoder besides its quantized products, in f32, with few passes over memory and
+//! without allocations.
+//!
+//! | file           | what it holds                                                       |
+//! |----------------|---------------------------------------------------------------------|
+//! | `rms_norm.rs`  | RMSNorm, also of a residual stream and its update                   |
+//! | `swiglu.rs`    | SwiGLU                                                              |
+//! | `attention.rs` | RoPE, the KV cache in place, attention to its filled prefix         |
+//! | `gemv.rs`      | one row times a dense weight                                        |
+//! | `exp.rs`       | `e^x` that the compiler vectorizes                                  |
+
+mod attention;
+mod exp;
+mod gemv;
+mod rms_norm;
+mod swiglu;
+
+pub use attention::{AttentionShape, MAX_HEAD_DIM, Rotary, attention};
+pub use gemv::{gemv, gemv_rows};
+pub use rms_norm::{add_rms_norm, rms_norm};
+pub use swiglu::swiglu;

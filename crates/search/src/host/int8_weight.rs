@@ -1,0 +1,207 @@
+//! Matrices of signed bytes: an output layer in 28 % of its memory.
+
+use core::array::from_fn;
+
+use burn_fp4_formats::check_length;
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::arch::arch;
+use crate::error::SearchError;
+
+/// Number of neighbours in a row that share a scale.
+pub const INT8_BLOCK: usize = 32;
+
+/// Number of rows of the input that are multiplied while a row of the weight is decoded.
+const INPUTS: usize = 4;
+/// Number of bytes per parallel task: a part of the second-level cache.
+const TASK_BYTES: usize = 1 << 15;
+/// Number of multiplications that one thread completes before another one would have woken up.
+const ONE_THREAD: usize = 1 << 17;
+
+/// Borrows a matrix of signed bytes, in row-major order.
+#[derive(Debug, Clone, Copy)]
+pub struct Int8View<'a> {
+    /// A value is its code times its scale.
+    pub codes: &'a [i8],
+    /// A scale for each [`INT8_BLOCK`] codes.
+    pub scales: &'a [f32],
+}
+
+/// Rounds each value to the nearest of 255 multiples of its scale, 1/127 of the largest magnitude
+/// in its block: codes, and scales. A block with a value that is not finite has a scale that is not
+/// finite.
+///
+/// # Errors
+/// The length of the values is not a multiple of [`INT8_BLOCK`].
+pub fn quantize_int8(values: &[f32]) -> Result<(Vec<i8>, Vec<f32>), SearchError> {
+    let (blocks, tail) = values.as_chunks::<INT8_BLOCK>();
+    check_length("values", values.len() - tail.len(), values.len())?;
+    let (mut codes, mut scales) = (vec![0; values.len()], vec![0.0; blocks.len()]);
+    let (code_blocks, _) = codes.as_chunks_mut::<INT8_BLOCK>();
+    blocks.par_iter().zip(code_blocks).zip(&mut scales).for_each(|((block, codes), scale)| {
+        // A NaN is larger than every number.
+        let bits = block.iter().map(|value| value.abs().to_bits()).max();
+        *scale = f32::from_bits(bits.unwrap_or(0)) / 127.0;
+        let inverse = if *scale < f32::MIN_POSITIVE { 0.0 } else { 1.0 / *scale };
+        for (code, value) in codes.iter_mut().zip(block) {
+            *code = (value * inverse).round_ties_even() as i8;
+        }
+    });
+    Ok((codes, scales))
+}
+
+/// Computes `input x weight^T` for an input `[inputs, channels]` and a weight of `outputs` rows:
+/// `[inputs, outputs]`.
+///
+/// # Errors
+/// A slice of the wrong length, or channels that are not a multiple of [`INT8_BLOCK`].
+pub fn int8_matmul(
+    input: &[f32],
+    weight: Int8View<'_>,
+    [outputs, channels]: [usize; 2],
+    output: &mut [f32],
+) -> Result<(), SearchError> {
+    let inputs = input.len().checked_div(channels).unwrap_or(0);
+    check_length("input", inputs * channels, input.len())?;
+    check_length("output", inputs * outputs, output.len())?;
+    check_length("codes", outputs * channels, weight.codes.len())?;
+    check_length("scales", outputs * (channels / INT8_BLOCK), weight.scales.len())?;
+    check_length("channels", channels / INT8_BLOCK * INT8_BLOCK, channels)?;
+    if output.is_empty() {
+        return Ok(());
+    }
+    // A row for each row of the weight: the tasks write contiguous memory.
+    let mut by_output = Vec::new();
+    let products = if inputs == 1 {
+        &mut *output
+    } else {
+        by_output = vec![0.0; output.len()];
+        &mut by_output[..]
+    };
+    let rows = (TASK_BYTES / channels).max(1);
+    let task = |(task, products): (usize, &mut [f32])| {
+        arch().dispatch(Products { input, weight, channels, first: task * rows, inputs, products });
+    };
+    if outputs * channels * inputs <= ONE_THREAD {
+        products.chunks_mut(rows * inputs).enumerate().for_each(task);
+    } else {
+        products.par_chunks_mut(rows * inputs).enumerate().for_each(task);
+    }
+    for (row, output) in output.chunks_mut(outputs).enumerate().take_while(|_| inputs > 1) {
+        let products = by_output.iter().skip(row).step_by(inputs);
+        output.iter_mut().zip(products).for_each(|(output, product)| *output = *product);
+    }
+    Ok(())
+}
+
+/// Computes the products of rows of the weight from `first` on.
+struct Products<'a> {
+    input: &'a [f32],
+    weight: Int8View<'a>,
+    channels: usize,
+    first: usize,
+    inputs: usize,
+    products: &'a mut [f32],
+}
+
+impl WithSimd for Products<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { input, weight, channels, first, inputs, products } = self;
+        let (codes, _) = weight.codes[first * channels..].as_chunks::<INT8_BLOCK>();
+        let blocks = channels / INT8_BLOCK;
+        let scales = &weight.scales[first * blocks..];
+        let rows = codes.chunks_exact(blocks).zip(scales.chunks_exact(blocks));
+        for ((codes, scales), products) in rows.zip(products.chunks_exact_mut(inputs)) {
+            let input = input.chunks(INPUTS * channels).zip(products.chunks_mut(INPUTS));
+            for (input, products) in input {
+                match products.len() {
+                    1 => dots::<S, 1>(simd, input, codes, scales, products),
+                    2 => dots::<S, 2>(simd, input, codes, scales, products),
+                    3 => dots::<S, 3>(simd, input, codes, scales, products),
+                    _ => dots::<S, INPUTS>(simd, input, codes, scales, products),
+                }
+            }
+        }
+    }
+}
+
+/// Computes the products of `M` rows of the input with a row of the weight.
+#[inline(always)]
+fn dots<S: Simd, const M: usize>(
+    simd: S,
+    input: &[f32],
+    codes: &[[i8; INT8_BLOCK]],
+    scales: &[f32],
+    products: &mut [f32],
+) {
+    let channels = codes.len() * INT8_BLOCK;
+    let inputs: [_; M] = from_fn(|row| {
+        &input[row * channels..][..channels].as_chunks::<INT8_BLOCK>().0[..codes.len()]
+    });
+    let mut sums = [[simd.splat_f32s(0.0); 2]; M];
+    for (at, (codes, scale)) in codes.iter().zip(scales).enumerate() {
+        let mut values = [0f32; INT8_BLOCK];
+        for (value, code) in values.iter_mut().zip(codes) {
+            *value = f32::from(*code) * scale;
+        }
+        let values = S::as_simd_f32s(&values).0;
+        for row in 0..M {
+            let input = S::as_simd_f32s(&inputs[row][at]).0;
+            for vector in 0..values.len() {
+                let sum = &mut sums[row][vector % 2];
+                *sum = simd.mul_add_f32s(values[vector], input[vector], *sum);
+            }
+        }
+    }
+    for row in 0..M {
+        let [even, odd] = sums[row];
+        products[row] = simd.reduce_sum_f32s(simd.add_f32s(even, odd));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Includes fewer rows than a task has, and more work than one thread does.
+    #[test]
+    fn products_are_those_of_the_codes_times_their_scales() {
+        for (inputs, outputs, channels) in [(1, 3, 32), (3, 40, 96), (1, 700, 576), (9, 300, 64)] {
+            let weight: Vec<_> =
+                (0..outputs * channels).map(|at| (at * 37 % 1009) as f32 / 250.0 - 2.0).collect();
+            let input: Vec<_> =
+                (0..inputs * channels).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
+            let (codes, scales) = quantize_int8(&weight).unwrap();
+            let value = |at: usize| f64::from(codes[at]) * f64::from(scales[at / INT8_BLOCK]);
+            for (at, expected) in weight.iter().enumerate() {
+                let half_a_step = 0.5001 * f64::from(scales[at / INT8_BLOCK]);
+                assert!((value(at) - f64::from(*expected)).abs() <= half_a_step);
+            }
+            let mut found = vec![f32::NAN; inputs * outputs];
+            let view = Int8View { codes: &codes, scales: &scales };
+            int8_matmul(&input, view, [outputs, channels], &mut found).unwrap();
+            for (at, found) in found.into_iter().enumerate() {
+                let (row, output) = (at / outputs, at % outputs);
+                let terms = (0..channels).map(|channel| {
+                    value(output * channels + channel) * f64::from(input[row * channels + channel])
+                });
+                let expected: f64 = terms.sum();
+                assert!((f64::from(found) - expected).abs() < 1e-5 * channels as f64, "{at}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_zeros_and_of_values_that_are_not_finite_keep_what_they_are() {
+        let mut values = vec![0.0; 3 * INT8_BLOCK];
+        (values[40], values[70]) = (f32::NAN, f32::INFINITY);
+        let (codes, scales) = quantize_int8(&values).unwrap();
+        assert_eq!((codes[0], scales[0]), (0, 0.0));
+        assert!(scales[1].is_nan() && scales[2].is_infinite());
+        assert!(quantize_int8(&[1.0; 33]).is_err());
+    }
+}

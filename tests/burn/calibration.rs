@@ -194,6 +194,10 @@ fn recorded_grams_equal_those_of_kept_inputs() {
     for (name, device, _) in devices() {
         let batches = (0..3).map(|seed| random(seed, [20, 32], &device)).collect();
         check(&format!("{name} mlp"), &Mlp::new(&device), batches, &[]);
+        // Kernels of other layers are Burn's, and compile for minutes on CubeCL's CPU runtime.
+        if name == "cpu" {
+            continue;
+        }
 
         let block = Block {
             tokens: EmbeddingConfig::new(11, 32).init(&device),
@@ -475,7 +479,7 @@ fn stands_still_in_the_middle() {
 fn a_killed_calibration_resumes() {
     let directory = std::env::temp_dir().join(format!("burn-fp4-killed-{}", std::process::id()));
     let mut process = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "stands_still_in_the_middle", "--ignored"])
+        .args(["--exact", "calibration::stands_still_in_the_middle", "--ignored"])
         .env(CACHE_OF_KILLED, &directory)
         .stdout(Stdio::null())
         .spawn()
@@ -831,7 +835,7 @@ fn weights_with_the_same_inputs_get_the_codes_they_get_alone() {
         let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
         // GPTQ compiles for half a minute per scheme on CubeCL's CPU runtime.
         let schemes = [by_row, Fp4Scheme::mxfp4(), Fp4Scheme::nvfp4()];
-        let count = if name == "cpu" { 2 } else { 3 };
+        let count = if name == "cpu" { 1 } else { 3 };
         for scheme in schemes.into_iter().take(count) {
             let config = Fp4Config::new(scheme).method(Method::Gptq(gptq));
             let mut at_once = dense.clone();

@@ -1,0 +1,11 @@
+//! Tests of tensors and modules on every Burn device, in one process: kernels that several of them
+//! launch are compiled and tuned once. `cargo test --test burn lora` runs those of one file.
+
+mod calibration;
+mod decoder;
+mod lora;
+mod modules;
+mod ops;
+mod recipe;
+mod training;
+mod trust;

@@ -1,10 +1,13 @@
 //! The product of an input rounded to 8-bit integers and a packed weight.
 
 use core::array::from_fn;
+use core::ops::Range;
 
 use burn_fp4_formats::Fp4Format;
 use rayon::prelude::*;
 
+use super::arch::is_worth_threads;
+use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
@@ -17,9 +20,12 @@ const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same or
 /// Number of panels per parallel task. A panel has a packed row in each lane.
 const TASK_PANELS: usize = 2;
 /// Smallest number of rows of the input for which packed rows are decoded into panels.
-const MANY: usize = 8;
-/// Number of multiplications that one thread completes before another one would have woken up.
-const ONE_THREAD: usize = 1 << 18;
+const MANY: usize = 16;
+/// Number of multiplications of a thread in a microsecond.
+const PER_MICROSECOND: usize = 1 << 15;
+/// Largest number of chunks that are decoded at a time: of a panel and of a few rows of the input
+/// they stay in the first-level cache.
+const STEP: usize = 8;
 
 /// Computes [`matmul`](super::matmul()) with [`Activations::Int8`](crate::Activations::Int8).
 pub(super) fn int8_matmul<T: HostElement>(
@@ -48,13 +54,13 @@ fn multiply(
         let first = first_panel * LANES;
         instructions.run(Products { input, weight, outputs, channels, first, panel, products });
     };
-    if outputs * channels * input.rows <= ONE_THREAD {
-        multiply(&mut Panel::default(), 0, &mut products);
-    } else {
+    if is_worth_threads(outputs * channels * input.rows, PER_MICROSECOND) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
         tasks.for_each_init(Panel::default, |panel, (task, products)| {
             multiply(panel, task * TASK_PANELS, products);
         });
+    } else {
+        multiply(&mut Panel::default(), 0, &mut products);
     }
     products
 }
@@ -66,6 +72,8 @@ struct Panel {
     elements: Vec<Bytes>,
     /// Scales of a block, then of the next.
     scales: Vec<[f32; LANES]>,
+    /// Sums of each row of the input between steps, for each block of a chunk.
+    sums: Vec<[f32; LANES]>,
 }
 
 /// Four bytes of each lane.
@@ -121,13 +129,14 @@ impl Products<'_> {
     /// Multiplies an input with few rows: codes are decoded into registers.
     #[inline(always)]
     fn few<L: Lanes, const PLAIN: bool, const R: usize, const W: usize>(mut self, lanes: L) {
+        let distance = prefetch_distance(R * self.channels / 2);
         for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
             let inputs = self.input.rows;
             for from in (0..inputs).step_by(4) {
                 match inputs - from {
-                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from),
-                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from),
-                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from),
+                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from, distance),
+                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from, distance),
+                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from, distance),
                 }
             }
         }
@@ -140,13 +149,14 @@ impl Products<'_> {
         lanes: L,
         row: usize,
         from: usize,
+        distance: usize,
     ) {
         let (input, channels) = (self.input, self.channels);
         // Rows beyond the last repeat it.
         let rows: [_; R] = from_fn(|at| (self.first + row + at).min(self.outputs - 1));
         let weights = rows.map(|row| Row::<W>::new(self.weight, row, channels));
         let inputs: [_; M] = from_fn(|at| input.row((from + at).min(input.rows - 1)));
-        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, &weights, inputs);
+        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, &weights, inputs, distance);
         let panel = &mut self.products[row / LANES * LANES * input.rows..];
         for (to, sums) in (from..input.rows).zip(sums) {
             for at in 0..R {
@@ -165,19 +175,34 @@ impl Products<'_> {
                 let row = (first + at * LANES + lane).min(outputs - 1);
                 Row::<W>::new(weight, row, channels)
             });
-            panel.decode::<L, R, W>(lanes, &rows, input.len);
-            let scales = lanes.floats(&from_fn(|lane| rows[lane].tensor_scale));
-            let mut from = 0;
-            while from < input.rows {
-                let left = input.rows - from;
-                from += match L::INPUTS {
-                    8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, from, scales, products),
-                    2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, from, scales, products),
-                    _ => panel.tile::<L, R, 1>(lanes, input, from, scales, products),
-                };
+            let scales = from_fn(|lane| rows[lane].tensor_scale);
+            let steps = input.len.div_ceil(STEP);
+            let step = input.len.div_ceil(steps);
+            panel.sums.resize(if steps > 1 { input.rows * W } else { 0 }, [0.0; LANES]);
+            for begin in (0..input.len).step_by(step) {
+                let chunks = begin..input.len.min(begin + step);
+                panel.decode::<L, R, W>(lanes, &rows, chunks.clone());
+                let mut from = 0;
+                while from < input.rows {
+                    let left = input.rows - from;
+                    let place = Place { from, chunks: chunks.clone(), scales: &scales };
+                    from += match L::INPUTS {
+                        8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, place, products),
+                        2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, place, products),
+                        _ => panel.tile::<L, R, 1>(lanes, input, place, products),
+                    };
+                }
             }
         }
     }
+}
+
+/// Some rows of the input, in some chunks.
+struct Place<'a> {
+    from: usize,
+    chunks: Range<usize>,
+    /// Tensor scales of the panel.
+    scales: &'a [f32; LANES],
 }
 
 /// A packed row whose chunks have `W` block scales.
@@ -240,10 +265,11 @@ fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M
     lanes: L,
     rows: &[Row<'_, W>; R],
     inputs: [&[Chunk]; M],
+    distance: usize,
 ) -> [[f32; LANES]; M] {
     let whole = rows[0].whole;
     // Known lengths avoid bounds checks in the loop.
-    let codes: [_; R] = from_fn(|row| &rows[row].codes.as_chunks().0[..whole]);
+    let codes: [_; R] = from_fn(|row| &rows[row].codes.as_chunks::<{ CHUNK / 2 }>().0[..whole]);
     let scales: [_; R] = from_fn(|row| &rows[row].scales.as_chunks().0[..whole]);
     let (last, inputs): (_, [_; M]) =
         (inputs.map(|input| input.get(whole)), from_fn(|to| &inputs[to][..whole]));
@@ -251,6 +277,7 @@ fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M
     for chunk in 0..whole {
         let mut words = [0; R];
         for row in 0..R {
+            prefetch(&codes[row][chunk], distance);
             words[row] = word::<W>(&scales[row][chunk]);
         }
         let chunks = inputs.each_ref().map(|input| &input[chunk]);
@@ -339,17 +366,17 @@ fn exchange<const S: usize>(vectors: &mut [[u32; LANES]; LANES]) {
 }
 
 impl Panel {
-    /// Decodes 16 packed rows.
+    /// Decodes some chunks of 16 packed rows.
     #[inline(always)]
     fn decode<L: Lanes, const R: usize, const W: usize>(
         &mut self,
         lanes: L,
         rows: &[Row<'_, W>; LANES],
-        chunks: usize,
+        chunks: Range<usize>,
     ) {
         self.elements.clear();
         self.scales.clear();
-        for chunk in 0..chunks {
+        for chunk in chunks {
             let mut codes = [[0; LANES]; LANES];
             let mut scales = [[0.0; LANES]; W];
             for (lane, row) in rows.iter().enumerate() {
@@ -378,17 +405,25 @@ impl Panel {
     /// Multiplies by `M` rows of the input. Returns `M`.
     #[inline(always)]
     fn tile<L: Lanes, const R: usize, const M: usize>(
-        &self,
+        &mut self,
         lanes: L,
         input: &Int8Input,
-        from: usize,
-        tensor_scales: L::Floats,
+        place: Place<'_>,
         products: &mut [f32],
     ) -> usize {
-        let inputs: [_; M] = from_fn(|to| input.row(from + to));
+        let Place { from, chunks, scales: tensor_scales } = place;
+        let inputs: [_; M] = from_fn(|to| &input.row(from + to)[chunks.clone()]);
         let blocks = LANES / R;
         // Of the blocks of a chunk.
         let mut sums = [[lanes.repeat_float(0.0); M]; 8];
+        let kept = |block: usize, to: usize| (from + to) * blocks + block;
+        if chunks.start > 0 {
+            for block in 0..blocks {
+                for to in 0..M {
+                    sums[block][to] = lanes.floats(&self.sums[kept(block, to)]);
+                }
+            }
+        }
         let elements = self.elements.chunks_exact(2 * LANES);
         let scales = self.scales.chunks_exact(blocks);
         for (chunk, (elements, scales)) in elements.zip(scales).enumerate() {
@@ -424,6 +459,15 @@ impl Panel {
                 }
             }
         }
+        if chunks.end < input.len {
+            for block in 0..blocks {
+                for to in 0..M {
+                    self.sums[kept(block, to)] = lanes.store(sums[block][to]);
+                }
+            }
+            return M;
+        }
+        let tensor_scales = lanes.floats(tensor_scales);
         for to in 0..M {
             let mut half = blocks / 2;
             while half > 0 {

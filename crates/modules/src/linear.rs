@@ -37,8 +37,7 @@ pub struct Fp4Linear {
 
 impl Fp4Linear {
     /// Sets how products with a packed weight read their input on a host.
-    /// [`Activations::Int8`] is the fastest; it changes outputs by about 0.5 %, a twentieth of what
-    /// quantizing the weight changes.
+    /// [`Activations::Int8`] is the fastest; it says by how much outputs change.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

@@ -52,11 +52,7 @@ impl Int8Input {
         let len = channels.div_ceil(CHUNK);
         let mut chunks = vec![Chunk::ZEROS; rows * len];
         let row = |(chunks, input): (&mut [Chunk], &[T])| {
-            for (chunk, input) in chunks.iter_mut().zip(input.chunks(CHUNK)) {
-                let mut values = [0.0; CHUNK];
-                T::read(input, &mut values[..input.len()]);
-                arch().dispatch(Quantize { values: &values, block_size, chunk });
-            }
+            arch().dispatch(Quantize { input, block_size, chunks });
         };
         if input.len() <= TASK {
             chunks.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
@@ -71,62 +67,72 @@ impl Int8Input {
     }
 }
 
-/// Rounds the blocks of a chunk.
-struct Quantize<'a> {
-    values: &'a [f32; CHUNK],
+/// Rounds the blocks of a row.
+struct Quantize<'a, T> {
+    input: &'a [T],
     block_size: usize,
-    chunk: &'a mut Chunk,
+    chunks: &'a mut [Chunk],
 }
 
-impl WithSimd for Quantize<'_> {
+impl<T: HostElement> WithSimd for Quantize<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        match self.block_size {
-            16 => self.blocks::<16>(),
-            _ => self.blocks::<32>(),
+        for (chunk, input) in self.chunks.iter_mut().zip(self.input.chunks(CHUNK)) {
+            let mut values = [0.0; CHUNK];
+            T::read(input, &mut values[..input.len()]);
+            match self.block_size {
+                16 => chunk.round::<16>(&values),
+                _ => chunk.round::<32>(&values),
+            }
         }
     }
 }
 
-impl Quantize<'_> {
+impl Chunk {
+    /// Rounds blocks of `B` values.
     #[inline(always)]
-    fn blocks<const B: usize>(self) {
-        let Self { values, chunk, .. } = self;
-        let (blocks, _) = values.as_chunks::<B>();
-        for (block, values) in blocks.iter().enumerate() {
+    fn round<const B: usize>(&mut self, values: &[f32; CHUNK]) {
+        let mut integers = [0; CHUNK];
+        let blocks = values.as_chunks::<B>().0.iter().zip(integers.as_chunks_mut::<B>().0);
+        for (block, (values, integers)) in blocks.enumerate() {
             let mut amax = 0;
             for value in values {
                 // Bits of magnitudes order like them, with NaN above infinity.
                 amax = amax.max(value.magnitude());
             }
-            let scale = f32::from_bits(amax) / 127.0;
-            let mut integers = [0i8; B];
-            let mut sum = 0;
+            let amax = f32::from_bits(amax);
+            let scale = if amax < f32::INFINITY { amax / 127.0 } else { f32::NAN };
+            // Of zeros and NaN any integers will do; these are small.
+            let divisor = if scale > 0.0 { scale } else { 1.0 };
             for (integer, value) in integers.iter_mut().zip(values) {
-                *integer = nearest_integer(value / scale);
-                sum += i32::from(*integer);
+                *integer = nearest_integer(value / divisor);
             }
-            for (at, pair) in integers.as_chunks::<2>().0.iter().enumerate() {
-                [chunk.even[block * B / 2 + at], chunk.odd[block * B / 2 + at]] = *pair;
+            let mut sum = 0;
+            for integer in integers {
+                sum += *integer;
             }
             for lane in block * B / 8..(block + 1) * B / 8 {
-                chunk.half_scales[lane] = 0.5 * scale;
-                chunk.offsets[lane] = -OFFSET * sum;
+                self.half_scales[lane] = 0.5 * scale;
+                self.offsets[lane] = -OFFSET * sum;
             }
+        }
+        for at in 0..CHUNK / 2 {
+            self.even[at] = integers[2 * at] as i8;
+            self.odd[at] = integers[2 * at + 1] as i8;
         }
     }
 }
 
-/// Rounds to the nearest integer of magnitude 127 at most, ties to even. NaN becomes 0.
+/// Rounds to the nearest integer of magnitude 127 at most, ties to even. NaN becomes 127.
 #[inline(always)]
-fn nearest_integer(value: f32) -> i8 {
-    // 1.5 * 2^23 makes 1 the unit in the last place: the lowest byte is the integer.
+fn nearest_integer(value: f32) -> i32 {
+    // 1.5 * 2^23 makes 1 the unit in the last place.
     const SHIFT: f32 = 12_582_912.0;
-    let clamped = if value > 127.0 { 127.0 } else { value };
-    let clamped = if clamped < -127.0 { -127.0 } else { clamped };
-    (clamped + SHIFT).to_bits() as i8
+    let clamped = if value < 127.0 { value } else { 127.0 };
+    let clamped = if clamped > -127.0 { clamped } else { -127.0 };
+    (clamped + SHIFT).to_bits().wrapping_sub(SHIFT.to_bits()) as i32
 }
 
 #[cfg(test)]

@@ -1,10 +1,13 @@
 //! The product of an input rounded to 8-bit integers and a packed weight.
 
 use core::array::from_fn;
+use core::ops::Range;
 
 use burn_fp4_formats::Fp4Format;
 use rayon::prelude::*;
 
+use super::arch::is_worth_threads;
+use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
@@ -17,9 +20,12 @@ const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same or
 /// Number of panels per parallel task. A panel has a packed row in each lane.
 const TASK_PANELS: usize = 2;
 /// Smallest number of rows of the input for which packed rows are decoded into panels.
-const MANY: usize = 8;
-/// Number of multiplications that one thread completes before another one would have woken up.
-const ONE_THREAD: usize = 1 << 18;
+const MANY: usize = 16;
+/// Number of multiplications of a thread in a microsecond.
+const PER_MICROSECOND: usize = 1 << 15;
+/// Largest number of chunks that are decoded at a time: of a panel and of a few rows of the input
+/// they stay in the first-level cache.
+const STEP: usize = 8;
 
 /// Computes [`matmul`](super::matmul()) with [`Activations::Int8`](crate::Activations::Int8).
 pub(super) fn int8_matmul<T: HostElement>(
@@ -48,13 +54,13 @@ fn multiply(
         let first = first_panel * LANES;
         instructions.run(Products { input, weight, outputs, channels, first, panel, products });
     };
-    if outputs * channels * input.rows <= ONE_THREAD {
-        multiply(&mut Panel::default(), 0, &mut products);
-    } else {
+    if is_worth_threads(outputs * channels * input.rows, PER_MICROSECOND) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
         tasks.for_each_init(Panel::default, |panel, (task, products)| {
             multiply(panel, task * TASK_PANELS, products);
         });
+    } else {
+        multiply(&mut Panel::default(), 0, &mut products);
     }
     products
 }
@@ -66,6 +72,8 @@ struct Panel {
     elements: Vec<Bytes>,
     /// Scales of a block, then of the next.
     scales: Vec<[f32; LANES]>,
+    /// Sums of each row of the input between steps, for each block of a chunk.
+    sums: Vec<[f32; LANES]>,
 }
 
 /// Four bytes of each lane.
@@ -121,13 +129,14 @@ impl Products<'_> {
     /// Multiplies an input with few rows: codes are decoded into registers.
     #[inline(always)]
     fn few<L: Lanes, const PLAIN: bool, const R: usize, const W: usize>(mut self, lanes: L) {
+        let distance = prefetch_distance(R * self.channels / 2);
         for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
             let inputs = self.input.rows;
             for from in (0..inputs).step_by(4) {
                 match inputs - from {
-                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from),
-                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from),
-                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from),
+                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from, distance),
+                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from, distance),
+                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from, distance),
                 }
             }
         }
@@ -140,17 +149,26 @@ impl Products<'_> {
         lanes: L,
         row: usize,
         from: usize,
+        distance: usize,
     ) {
-        let (input, channels) = (self.input, self.channels);
+        let (input, weight, channels) = (self.input, self.weight, self.channels);
         // Rows beyond the last repeat it.
-        let rows: [_; R] = from_fn(|at| (self.first + row + at).min(self.outputs - 1));
-        let weights = rows.map(|row| Row::<W>::new(self.weight, row, channels));
-        let inputs: [_; M] = from_fn(|at| input.row((from + at).min(input.rows - 1)));
-        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, &weights, inputs);
+        let (first, last) = (self.first + row, self.outputs - 1);
+        let mut weights = [Row::new::<W>(weight, first, channels); R];
+        for at in 1..R {
+            weights[at] = Row::new::<W>(weight, last.min(first + at), channels);
+        }
+        let mut inputs = [input.row(from); M];
+        for at in 1..M {
+            inputs[at] = input.row((from + at).min(input.rows - 1));
+        }
+        let values = scale_values(weight.format);
+        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, values, &weights, inputs, distance);
         let panel = &mut self.products[row / LANES * LANES * input.rows..];
         for (to, sums) in (from..input.rows).zip(sums) {
             for at in 0..R {
-                panel[to * LANES + row % LANES + at] = sums[at] * weights[at].tensor_scale;
+                let tensor_scale = tensor_scale(weight, last.min(first + at));
+                panel[to * LANES + row % LANES + at] = sums[at] * tensor_scale;
             }
         }
     }
@@ -163,54 +181,68 @@ impl Products<'_> {
             // Rows beyond the last repeat it.
             let rows: [_; LANES] = from_fn(|lane| {
                 let row = (first + at * LANES + lane).min(outputs - 1);
-                Row::<W>::new(weight, row, channels)
+                Row::new::<W>(weight, row, channels)
             });
-            panel.decode::<L, R, W>(lanes, &rows, input.len);
-            let scales = lanes.floats(&from_fn(|lane| rows[lane].tensor_scale));
-            let mut from = 0;
-            while from < input.rows {
-                let left = input.rows - from;
-                from += match L::INPUTS {
-                    8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, from, scales, products),
-                    2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, from, scales, products),
-                    _ => panel.tile::<L, R, 1>(lanes, input, from, scales, products),
-                };
+            let values = scale_values(weight.format);
+            let scales =
+                from_fn(|lane| tensor_scale(weight, (first + at * LANES + lane).min(outputs - 1)));
+            let steps = input.len.div_ceil(STEP);
+            let step = input.len.div_ceil(steps);
+            panel.sums.resize(if steps > 1 { input.rows * W } else { 0 }, [0.0; LANES]);
+            for begin in (0..input.len).step_by(step) {
+                let chunks = begin..input.len.min(begin + step);
+                panel.decode::<L, W>(lanes, values, &rows, chunks.clone());
+                let mut from = 0;
+                while from < input.rows {
+                    let left = input.rows - from;
+                    let place = Place { from, chunks: chunks.clone(), scales: &scales };
+                    from += match L::INPUTS {
+                        8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, place, products),
+                        2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, place, products),
+                        _ => panel.tile::<L, R, 1>(lanes, input, place, products),
+                    };
+                }
             }
         }
     }
 }
 
-/// A packed row whose chunks have `W` block scales.
+/// Some rows of the input, in some chunks.
+struct Place<'a> {
+    from: usize,
+    chunks: Range<usize>,
+    /// Tensor scales of the panel.
+    scales: &'a [f32; LANES],
+}
+
+/// A packed row, whose chunks have `W` block scales.
 #[derive(Clone, Copy)]
-struct Row<'a, const W: usize> {
+struct Row<'a> {
     /// Codes of this row and of all that follow.
     codes: &'a [u8],
     scales: &'a [u8],
-    /// Values of the scales, by code.
-    values: &'a [f32; 256],
-    tensor_scale: f32,
-    /// Number of whole chunks.
-    whole: usize,
 }
 
-impl<'a, const W: usize> Row<'a, W> {
+impl<'a> Row<'a> {
     #[inline(always)]
-    fn new(packed: PackedView<'a>, row: usize, channels: usize) -> Self {
+    fn new<const W: usize>(packed: PackedView<'a>, row: usize, channels: usize) -> Self {
         let blocks = channels * W / CHUNK;
-        let by_row = packed.tensor_scale.len() > 1;
         Self {
             codes: &packed.codes[row * channels / 2..],
             scales: &packed.scales[row * blocks..][..blocks],
-            values: scale_values(packed.format),
-            tensor_scale: packed.tensor_scale[if by_row { row } else { 0 }],
-            whole: channels / CHUNK,
         }
+    }
+
+    /// Returns the number of whole chunks.
+    #[inline(always)]
+    fn whole<const W: usize>(&self) -> usize {
+        self.scales.len() / W
     }
 
     /// Returns the codes of the last chunk, with any codes beyond the last channel.
     #[inline(always)]
-    fn last_codes(&self) -> [u8; CHUNK / 2] {
-        let codes = &self.codes[self.whole * CHUNK / 2..];
+    fn last_codes<const W: usize>(&self) -> [u8; CHUNK / 2] {
+        let codes = &self.codes[self.whole::<W>() * CHUNK / 2..];
         codes.first_chunk().copied().unwrap_or_else(|| {
             let mut last = [0; CHUNK / 2];
             last[..codes.len()].copy_from_slice(codes);
@@ -220,10 +252,16 @@ impl<'a, const W: usize> Row<'a, W> {
 
     /// Returns the scale codes of the last chunk, with zeros beyond the last channel.
     #[inline(always)]
-    fn last_scales(&self) -> u64 {
-        let scales = &self.scales[self.whole * W..];
+    fn last_scales<const W: usize>(&self) -> u64 {
+        let scales = &self.scales[self.whole::<W>() * W..];
         scales.iter().rev().fold(0, |word, &code| word << 8 | u64::from(code))
     }
+}
+
+/// Returns the tensor scale of a row.
+#[inline(always)]
+fn tensor_scale(packed: PackedView<'_>, row: usize) -> f32 {
+    packed.tensor_scale[if packed.tensor_scale.len() > 1 { row } else { 0 }]
 }
 
 /// Returns scale codes as a word, the first in its lowest byte.
@@ -238,31 +276,52 @@ fn word<const W: usize>(scales: &[u8; W]) -> u64 {
 #[inline(always)]
 fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M: usize>(
     lanes: L,
-    rows: &[Row<'_, W>; R],
+    values: &[f32; 256],
+    rows: &[Row<'_>; R],
     inputs: [&[Chunk]; M],
+    distance: usize,
 ) -> [[f32; LANES]; M] {
-    let whole = rows[0].whole;
+    let whole = rows[0].whole::<W>();
     // Known lengths avoid bounds checks in the loop.
-    let codes: [_; R] = from_fn(|row| &rows[row].codes.as_chunks().0[..whole]);
-    let scales: [_; R] = from_fn(|row| &rows[row].scales.as_chunks().0[..whole]);
-    let (last, inputs): (_, [_; M]) =
-        (inputs.map(|input| input.get(whole)), from_fn(|to| &inputs[to][..whole]));
+    let mut codes = [&rows[0].codes.as_chunks::<{ CHUNK / 2 }>().0[..whole]; R];
+    let mut scales = [&rows[0].scales.as_chunks::<W>().0[..whole]; R];
+    for row in 1..R {
+        codes[row] = &rows[row].codes.as_chunks().0[..whole];
+        scales[row] = &rows[row].scales.as_chunks().0[..whole];
+    }
+    let mut whole_inputs = inputs;
+    for input in &mut whole_inputs {
+        *input = &input[..whole];
+    }
     let mut sums = [lanes.repeat_float(0.0); M];
     for chunk in 0..whole {
-        let mut words = [0; R];
+        let (mut chunk_codes, mut words) = ([&codes[0][chunk]; R], [0; R]);
         for row in 0..R {
+            prefetch(&codes[row][chunk], distance);
+            chunk_codes[row] = &codes[row][chunk];
             words[row] = word::<W>(&scales[row][chunk]);
         }
-        let chunks = inputs.each_ref().map(|input| &input[chunk]);
-        let codes = codes.each_ref().map(|codes| &codes[chunk]);
-        add_chunk::<L, PLAIN, R, M>(lanes, rows[0].values, codes, words, chunks, &mut sums);
+        let mut chunks = [&whole_inputs[0][chunk]; M];
+        for to in 1..M {
+            chunks[to] = &whole_inputs[to][chunk];
+        }
+        add_chunk::<L, PLAIN, R, M>(lanes, values, chunk_codes, words, chunks, &mut sums);
     }
-    if last[0].is_some() {
-        let chunks = last.map(|chunk| chunk.expect("as long as the first"));
-        let codes = rows.each_ref().map(Row::last_codes);
-        let words = rows.each_ref().map(Row::last_scales);
-        let codes = codes.each_ref();
-        add_chunk::<L, PLAIN, R, M>(lanes, rows[0].values, codes, words, chunks, &mut sums);
+    if inputs[0].len() > whole {
+        let (mut last_codes, mut words) = ([rows[0].last_codes::<W>(); R], [0; R]);
+        for row in 0..R {
+            last_codes[row] = rows[row].last_codes::<W>();
+            words[row] = rows[row].last_scales::<W>();
+        }
+        let mut codes = [&last_codes[0]; R];
+        for row in 1..R {
+            codes[row] = &last_codes[row];
+        }
+        let mut chunks = [&inputs[0][whole]; M];
+        for to in 1..M {
+            chunks[to] = &inputs[to][whole];
+        }
+        add_chunk::<L, PLAIN, R, M>(lanes, values, codes, words, chunks, &mut sums);
     }
     let mut reduced = [[0.0; LANES]; M];
     for (reduced, sums) in reduced.iter_mut().zip(sums) {
@@ -339,30 +398,31 @@ fn exchange<const S: usize>(vectors: &mut [[u32; LANES]; LANES]) {
 }
 
 impl Panel {
-    /// Decodes 16 packed rows.
+    /// Decodes some chunks of 16 packed rows.
     #[inline(always)]
-    fn decode<L: Lanes, const R: usize, const W: usize>(
+    fn decode<L: Lanes, const W: usize>(
         &mut self,
         lanes: L,
-        rows: &[Row<'_, W>; LANES],
-        chunks: usize,
+        values: &[f32; 256],
+        rows: &[Row<'_>; LANES],
+        chunks: Range<usize>,
     ) {
         self.elements.clear();
         self.scales.clear();
-        for chunk in 0..chunks {
+        for chunk in chunks {
             let mut codes = [[0; LANES]; LANES];
             let mut scales = [[0.0; LANES]; W];
             for (lane, row) in rows.iter().enumerate() {
                 let last;
-                let row_codes = if chunk < row.whole {
+                let row_codes = if chunk < row.whole::<W>() {
                     &row.codes.as_chunks::<{ CHUNK / 2 }>().0[chunk]
                 } else {
-                    last = row.last_codes();
+                    last = row.last_codes::<W>();
                     &last
                 };
                 codes[lane] = pulp::cast(*row_codes);
                 for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..]) {
-                    scales[lane] = row.values[usize::from(code)];
+                    scales[lane] = values[usize::from(code)];
                 }
             }
             for codes in transposed(codes) {
@@ -378,21 +438,32 @@ impl Panel {
     /// Multiplies by `M` rows of the input. Returns `M`.
     #[inline(always)]
     fn tile<L: Lanes, const R: usize, const M: usize>(
-        &self,
+        &mut self,
         lanes: L,
         input: &Int8Input,
-        from: usize,
-        tensor_scales: L::Floats,
+        place: Place<'_>,
         products: &mut [f32],
     ) -> usize {
-        let inputs: [_; M] = from_fn(|to| input.row(from + to));
+        let Place { from, chunks, scales: tensor_scales } = place;
+        let inputs: [_; M] = from_fn(|to| &input.row(from + to)[chunks.clone()]);
         let blocks = LANES / R;
         // Of the blocks of a chunk.
         let mut sums = [[lanes.repeat_float(0.0); M]; 8];
+        let kept = |block: usize, to: usize| (from + to) * blocks + block;
+        if chunks.start > 0 {
+            for block in 0..blocks {
+                for to in 0..M {
+                    sums[block][to] = lanes.floats(&self.sums[kept(block, to)]);
+                }
+            }
+        }
         let elements = self.elements.chunks_exact(2 * LANES);
         let scales = self.scales.chunks_exact(blocks);
         for (chunk, (elements, scales)) in elements.zip(scales).enumerate() {
-            let chunks = inputs.each_ref().map(|input| &input[chunk]);
+            let mut chunks = [&inputs[0][chunk]; M];
+            for to in 1..M {
+                chunks[to] = &inputs[to][chunk];
+            }
             for block in 0..blocks {
                 let elements = &elements[2 * R * block..][..2 * R];
                 let scales = lanes.floats(&scales[block]);
@@ -401,12 +472,11 @@ impl Panel {
                     let (even, odd) = (input.even.as_chunks().0, input.odd.as_chunks().0);
                     let mut dots = lanes.repeat_int(input.offsets[R * block]);
                     for pair in 0..R / 2 {
-                        let quad: [_; 4] = from_fn(|at| &elements[4 * pair + at].0);
                         let quad = [
-                            lanes.bytes(quad[0]),
-                            lanes.bytes(quad[1]),
-                            lanes.bytes(quad[2]),
-                            lanes.bytes(quad[3]),
+                            lanes.bytes(&elements[4 * pair].0),
+                            lanes.bytes(&elements[4 * pair + 1].0),
+                            lanes.bytes(&elements[4 * pair + 2].0),
+                            lanes.bytes(&elements[4 * pair + 3].0),
                         ];
                         let at = R * block + 2 * pair;
                         let integers = [
@@ -424,6 +494,15 @@ impl Panel {
                 }
             }
         }
+        if chunks.end < input.len {
+            for block in 0..blocks {
+                for to in 0..M {
+                    self.sums[kept(block, to)] = lanes.store(sums[block][to]);
+                }
+            }
+            return M;
+        }
+        let tensor_scales = lanes.floats(tensor_scales);
         for to in 0..M {
             let mut half = blocks / 2;
             while half > 0 {

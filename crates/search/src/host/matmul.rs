@@ -6,8 +6,8 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::arch;
-use super::decode::{GROUP, PackedRow};
+use super::arch::{arch, is_worth_threads};
+use super::decode::{GROUP, PackedRow, prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_lanes::Instructions;
@@ -23,18 +23,17 @@ const ROWS: usize = 4;
 const INPUTS: usize = 4;
 /// Number of packed rows that are decoded before the input is read again.
 const DECODED: usize = PANEL;
-/// Number of decoded channels that are multiplied before the next row of the input is read: of
-/// `DECODED` rows and of a few rows of the input they stay in the first-level cache.
-const CHANNELS: usize = 640;
+/// Largest number of channels that are decoded at a time: of `DECODED` rows and of a few rows of
+/// the input they stay in the first-level cache.
+const CHANNELS: usize = 576;
 /// Largest number of lanes of f32.
 const LANES: usize = 16;
 /// Number of packed rows decoded side by side if the input is read once.
 const TOGETHER: usize = 2;
 /// Number of packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
-/// Number of multiplications that one thread completes before another one would have woken up:
-/// about 10 us.
-const ONE_THREAD: usize = 1 << 17;
+/// Number of multiplications of a thread in a microsecond.
+const PER_MICROSECOND: usize = 1 << 14;
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs`
 /// rows of `channels` elements, without its dense values: `[inputs, outputs]`, summed in f32 and
@@ -91,23 +90,23 @@ fn multiply(
     let multiply = |memory: &mut Memory, first, products: &mut [f32]| {
         arch().dispatch(Products { input, weight, outputs, channels, first, memory, products });
     };
-    if outputs * channels * inputs <= ONE_THREAD {
-        multiply(&mut memory(), 0, &mut products);
-    } else {
+    if is_worth_threads(outputs * channels * inputs, PER_MICROSECOND) {
         let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
         tasks.for_each_init(memory, |memory, (task, products)| {
             multiply(memory, task * TASK_ROWS, products);
         });
+    } else {
+        multiply(&mut memory(), 0, &mut products);
     }
     products
 }
 
 /// Memory of a thread. Empty if the input is read once, as then nothing decoded is kept.
 struct Memory {
-    /// `DECODED` rows.
-    decoded: Vec<f32>,
-    /// Sums of these rows with each row of the input, a vector each, between steps of channels.
-    sums: Vec<f32>,
+    /// A step of `DECODED` rows.
+    decoded: Aligned,
+    /// Sums of these rows with each row of the input, a vector each, between steps.
+    sums: Aligned,
     /// Number of channels of a step.
     step: usize,
 }
@@ -115,23 +114,44 @@ struct Memory {
 impl Memory {
     fn new(input: &Interleaved) -> Self {
         let steps = input.len.div_ceil(CHANNELS);
+        let step = input.len.div_ceil(steps).next_multiple_of(GROUP);
         let [decoded, sums] = match (input.rows <= INPUTS, steps) {
             (true, _) => [0, 0],
-            (false, 1) => [DECODED * input.len, 0],
-            (false, _) => [DECODED * input.len, DECODED * input.rows * LANES],
+            (false, 1) => [DECODED * step, 0],
+            (false, _) => [DECODED * step, DECODED * input.rows * LANES],
         };
-        Self {
-            decoded: vec![0.0; decoded],
-            sums: vec![0.0; sums],
-            step: input.len.div_ceil(steps).next_multiple_of(GROUP),
-        }
+        Self { decoded: Aligned::zeros(decoded), sums: Aligned::zeros(sums), step }
+    }
+}
+
+/// Values that begin with a line of the cache, so that no vector lies in two.
+struct Aligned {
+    values: Vec<f32>,
+    first: usize,
+}
+
+impl Aligned {
+    fn zeros(len: usize) -> Self {
+        let values = vec![0.0; len + LANES - 1];
+        let first = values.as_ptr().align_offset(64).min(LANES - 1);
+        Self { values, first }
+    }
+
+    #[inline(always)]
+    fn slice(&self) -> &[f32] {
+        &self.values[self.first..]
+    }
+
+    #[inline(always)]
+    fn slice_mut(&mut self) -> &mut [f32] {
+        &mut self.values[self.first..]
     }
 }
 
 /// Holds an input in f32, in the order of decoded codes: of every 32 channels the even ones first.
 /// Zeros complete the last group.
 struct Interleaved {
-    values: Vec<f32>,
+    values: Aligned,
     rows: usize,
     /// Number of values of a row.
     len: usize,
@@ -140,7 +160,7 @@ struct Interleaved {
 impl Interleaved {
     fn new<T: HostElement>(input: &[T], rows: usize, channels: usize) -> Self {
         let len = channels.next_multiple_of(GROUP);
-        let mut values = vec![0.0; rows * len];
+        let mut all_values = Aligned::zeros(rows * len);
         let row = |(values, input): (&mut [f32], &[T])| {
             for (values, input) in values.chunks_mut(GROUP).zip(input.chunks(GROUP)) {
                 let (even, odd) = values.split_at_mut(GROUP / 2);
@@ -150,16 +170,17 @@ impl Interleaved {
                 }
             }
         };
-        if rows * len <= ONE_THREAD {
-            values.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
-        } else {
+        let values = &mut all_values.slice_mut()[..rows * len];
+        if is_worth_threads(rows * len, PER_MICROSECOND / 16) {
             values.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
+        } else {
+            values.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
         }
-        Self { values, rows, len }
+        Self { values: all_values, rows, len }
     }
 
     fn row(&self, row: usize) -> &[f32] {
-        &self.values[row * self.len..][..self.len]
+        &self.values.slice()[row * self.len..][..self.len]
     }
 }
 
@@ -204,7 +225,7 @@ impl Products<'_> {
     fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
         let Self { input, weight, outputs, channels, first, products, .. } = self;
         let inputs: [_; M] = from_fn(|row| input.row(row));
-        let last = outputs - 1;
+        let (last, distance) = (outputs - 1, prefetch_distance(TOGETHER * channels / 2));
         for (part, products) in products.chunks_mut(DECODED * M).enumerate() {
             let first = first + part * DECODED;
             for row in (0..DECODED.min(outputs - first)).step_by(TOGETHER) {
@@ -212,7 +233,7 @@ impl Products<'_> {
                 let packed: [_; TOGETHER] = from_fn(|index| {
                     PackedRow::<BLOCKS>::new(weight, last.min(first + row + index), channels)
                 });
-                let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs);
+                let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs, distance);
                 for (to, sums) in sums.into_iter().enumerate() {
                     for (index, (sum, packed)) in sums.into_iter().zip(&packed).enumerate() {
                         products[to * DECODED + row + index] = sum * packed.tensor_scale;
@@ -230,17 +251,19 @@ impl Products<'_> {
             let first = first + part * DECODED;
             let rows = DECODED.min(outputs - first);
             let mut scales = [0.0; DECODED];
-            for (row, decoded) in memory.decoded.chunks_mut(input.len).take(rows).enumerate() {
-                let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
-                scales[row] = packed.tensor_scale;
-                for (group, decoded) in decoded.as_chunks_mut().0.iter_mut().enumerate() {
-                    *decoded = packed.group(simd, group);
-                }
-            }
             let Memory { decoded, sums, step } = &mut *memory;
             let mut begin = 0;
             while begin < input.len {
                 let end = input.len.min(begin + *step);
+                let decoded = decoded.slice_mut();
+                for (row, decoded) in decoded.chunks_mut(end - begin).take(rows).enumerate() {
+                    let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
+                    scales[row] = packed.tensor_scale;
+                    let groups = decoded.as_chunks_mut().0.iter_mut();
+                    for (group, decoded) in (begin / GROUP..).zip(groups) {
+                        *decoded = packed.group(simd, group);
+                    }
+                }
                 let mut from = 0;
                 while from < input.rows {
                     // As many sums as there are registers: 32 with AVX-512, else 16.
@@ -248,7 +271,7 @@ impl Products<'_> {
                     let tile = if input.rows - from >= wanted { wanted } else { 1 };
                     for row in (0..rows).step_by(ROWS) {
                         let place = Place { from, row, rows, begin, end };
-                        let (decoded, sums) = (&decoded[..], &mut sums[..]);
+                        let (decoded, sums) = (&decoded[..], sums.slice_mut());
                         match tile {
                             4 => place.dots::<S, 4>(simd, decoded, input, sums, &scales, products),
                             3 => place.dots::<S, 3>(simd, decoded, input, sums, &scales, products),
@@ -290,7 +313,7 @@ impl Place {
         let weights: [_; ROWS] = from_fn(|index| {
             let row = (row + index).min(rows - 1);
             // All lengths are multiples of any vector.
-            S::as_simd_f32s(&decoded[row * input.len..][begin..end]).0
+            S::as_simd_f32s(&decoded[row * (end - begin)..][..end - begin]).0
         });
         let inputs: [_; M] =
             from_fn(|index| S::as_simd_f32s(&input.row(from + index)[begin..end]).0);
@@ -334,6 +357,7 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     simd: S,
     weights: &[PackedRow<'_, BLOCKS>; TOGETHER],
     inputs: [&[f32]; M],
+    distance: usize,
 ) -> [[f32; TOGETHER]; M] {
     let mut sums = [[simd.splat_f32s(0.0); TOGETHER]; M];
     let mut add = |row: usize, decoded: [f32; GROUP], inputs: [&[f32; GROUP]; M]| {
@@ -347,11 +371,13 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     };
     // Known lengths avoid bounds checks in the loop.
     let whole = weights[0].codes.len() / (GROUP / 2);
-    let codes: [_; TOGETHER] = from_fn(|row| &weights[row].codes.as_chunks().0[..whole]);
+    let codes: [_; TOGETHER] =
+        from_fn(|row| &weights[row].codes.as_chunks::<{ GROUP / 2 }>().0[..whole]);
     let scales: [_; TOGETHER] = from_fn(|row| &weights[row].scales.as_chunks().0[..whole]);
     let groups = inputs.map(|row| &row.as_chunks().0[..whole]);
     for group in 0..whole {
         for row in 0..TOGETHER {
+            prefetch(&codes[row][group], distance);
             let decoded = weights[row].decode(simd, &codes[row][group], &scales[row][group]);
             add(row, decoded, groups.map(|row| &row[group]));
         }

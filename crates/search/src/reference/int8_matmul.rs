@@ -41,13 +41,15 @@ pub(crate) fn int8_matmul(input: &[f32], weight: &Packed) -> Vec<f32> {
     output
 }
 
-/// Rounds a block to integers times a scale. A scale that is not finite makes every product NaN.
+/// Rounds a block to integers times a scale, which is NaN if a value is not finite.
 pub(crate) fn quantized(block: &[f32]) -> (Vec<i32>, f32) {
-    if block.iter().any(|value| value.is_nan()) {
+    if !block.iter().all(|value| value.is_finite()) {
         return (vec![0; block.len()], f32::NAN);
     }
     let scale = block.iter().fold(0f32, |amax, value| amax.max(value.abs())) / 127.0;
-    // 0 / 0 and infinity / infinity become 0.
+    if scale == 0.0 {
+        return (vec![0; block.len()], 0.0);
+    }
     let integer = |value: &f32| (value / scale).clamp(-127.0, 127.0).round_ties_even() as i32;
     (block.iter().map(integer).collect(), scale)
 }

@@ -119,9 +119,9 @@ pub trait Fp4Module: Module {
     /// device, and the report takes another. For GPTQ the report shows the error of outputs, which
     /// takes two products of a weight and the Gram matrix of its inputs. Besides these transfers,
     /// only GPTQ (whether a Gram matrix is singular), the search for a tensor scale and searches
-    /// without a kernel on the device (the weight) read anything back. Each dense weight is freed as
-    /// soon as it is packed. Quantized parameters have no gradient; [`Module::materialize`] makes
-    /// the module dense again, to be trained, saved and loaded as before.
+    /// without a kernel on the device (the weight) read anything back. Each dense weight is freed
+    /// as soon as it is packed. Quantized parameters have no gradient; [`Module::materialize`]
+    /// makes the module dense again, to be trained, saved and loaded as before.
     ///
     /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where
     /// statistics of inputs decide, such as the experts of `[experts, in, out]`, each by its own

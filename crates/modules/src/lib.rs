@@ -117,11 +117,11 @@ pub trait Fp4Module: Module {
     /// Everything is checked before anything is changed: that values are finite, and whether
     /// weights that share an id still have the same values. That takes one transfer from each
     /// device, and the report takes another. For GPTQ the report shows the error of outputs, which
-    /// takes two products of a weight and the Gram matrix of its inputs. Besides these transfers, only GPTQ (whether a Gram matrix is
-    /// singular), the search for a tensor scale and searches without a kernel on the device (the
-    /// weight) read anything back. Each dense weight is freed as soon as it is packed. Quantized
-    /// parameters have no gradient; [`Module::materialize`] makes the module dense again, to be
-    /// trained, saved and loaded as before.
+    /// takes two products of a weight and the Gram matrix of its inputs. Besides these transfers,
+    /// only GPTQ (whether a Gram matrix is singular), the search for a tensor scale and searches
+    /// without a kernel on the device (the weight) read anything back. Each dense weight is freed
+    /// as soon as it is packed. Quantized parameters have no gradient; [`Module::materialize`]
+    /// makes the module dense again, to be trained, saved and loaded as before.
     ///
     /// Weights of rank 3 or more are quantized matrix by matrix over their leading axes where
     /// statistics of inputs decide, such as the experts of `[experts, in, out]`, each by its own

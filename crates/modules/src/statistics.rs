@@ -211,8 +211,8 @@ impl Calibration {
 }
 
 /// Statistics of the inputs of a weight: one Gram matrix for each slice over its leading axes, such
-/// as the experts of `[experts, in, out]`; a matrix is one slice. Weights with the same inputs share
-/// them.
+/// as the experts of `[experts, in, out]`; a matrix is one slice. Weights with the same inputs
+/// share them.
 #[derive(Default, Clone)]
 pub(crate) struct Inputs {
     slices: Vec<Option<Arc<Gram>>>,

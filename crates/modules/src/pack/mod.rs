@@ -5,7 +5,7 @@
 //!
 //! | file                  | what it holds                                                      |
 //! |-----------------------|--------------------------------------------------------------------|
-//! | `quantize.rs`         | [`quantize_fp4`](crate::Fp4Module::quantize_fp4), from plan to report |
+//! | `quantize.rs`         | [`quantize_fp4`](crate::Fp4Module::quantize_fp4)                  |
 //! | `job.rs`              | a weight to be quantized, and everything known about it            |
 //! | `measure.rs`          | amax and tied weights, before the first is quantized               |
 //! | `run.rs`              | families of weights, quantized on one device or on several         |

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use crate::error::Fp4Error;
 use crate::packed_weight::PackedWeight;
 use crate::report::{Outcome, ParameterReport, SquaredError};
+use crate::statistics::Inputs;
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Parameter;
 use crate::walk::plan::WeightPlan;
@@ -54,7 +55,7 @@ impl PackedFacts {
         if let Some((dense, output_sums)) = dense {
             let values = packed.squared_error(dense)?;
             sums = Some(match output_sums {
-                Some(OutputSums::OnDevice(outputs)) => Tensor::cat(vec![values, outputs], 0),
+                Some(OutputSums::OnDevice(outputs)) => Tensor::cat(vec![values, *outputs], 0),
                 Some(OutputSums::Known(sums)) => {
                     output_error = Some(SquaredError::new(sums));
                     values
@@ -130,22 +131,22 @@ impl PackedFacts {
     }
 }
 
-/// Sums of squares over the outputs of a layer: `tr(E^T H E)` and `tr(W^T H W)`. W are the values of
-/// its weight, E is what quantization changed in them, and H is the Gram matrix of its inputs.
+/// Sums of squares over the outputs of a layer: `tr(E^T H E)` and `tr(W^T H W)`. W are the values
+/// of its weight, E is what quantization changed in them, and H is the Gram matrix of its inputs.
 #[derive(Clone)]
 pub(crate) enum OutputSums {
     /// Both, summed on the host.
     Known([f64; 2]),
     /// A unit, and both in squares of it: `[3]` in f32. The unit is the largest magnitude of W:
     /// squares of very small or large values would not be f32 numbers.
-    OnDevice(Tensor<1>),
+    OnDevice(Box<Tensor<1>>),
 }
 
 impl OutputSums {
     pub(crate) fn to_device(&self, device: &Device) -> Self {
         match self {
             Self::Known(sums) => Self::Known(*sums),
-            Self::OnDevice(sums) => Self::OnDevice(sums.clone().to_device(device)),
+            Self::OnDevice(sums) => Self::OnDevice(Box::new(sums.clone().to_device(device))),
         }
     }
 }
@@ -162,6 +163,9 @@ pub(super) fn output_sums(
     grams: &mut GramCache,
 ) -> Result<Option<OutputSums>, OpsError> {
     let Some((axis, inputs)) = known_inputs(task) else { return Ok(None) };
+    // Slices without inputs have no outputs.
+    let slices = 0..task.plan.slices();
+    let seen = slices.filter_map(|slice| Some((slice, inputs.of(slice)?)));
     let matrices = |slice| {
         let values = weight.matrix(slice).cast(DType::F32);
         let rounded = packed.matrix(slice).dequantize_to(FloatDType::F32);
@@ -169,7 +173,7 @@ pub(super) fn output_sums(
     };
     if is_host(&weight.device()) {
         let mut sums = [0.0; 2];
-        for (slice, gram) in inputs {
+        for (slice, gram) in seen {
             for (sum, matrix) in sums.iter_mut().zip(matrices(slice)) {
                 *sum += squared_outputs(gram, matrix, axis)?;
             }
@@ -178,7 +182,7 @@ pub(super) fn output_sums(
     }
     let unit = weight.amax()?.clamp_min(f32::MIN_POSITIVE);
     let mut sums = [Vec::new(), Vec::new()];
-    for (slice, gram) in inputs {
+    for (slice, gram) in seen {
         let gram = grams.of(gram, &weight.device());
         for (sums, matrix) in sums.iter_mut().zip(matrices(slice)) {
             let matrix = matrix / unit.clone().unsqueeze::<2>();
@@ -190,11 +194,11 @@ pub(super) fn output_sums(
         }
     }
     let [error, energy] = sums.map(|sums| Tensor::cat(sums, 0).sum());
-    Ok(Some(OutputSums::OnDevice(Tensor::cat(vec![unit, error, energy], 0))))
+    Ok(Some(OutputSums::OnDevice(Box::new(Tensor::cat(vec![unit, error, energy], 0)))))
 }
 
-/// Sums the squares of the outputs of a matrix whose inputs are along an axis, in f64; infinite if a
-/// value is not finite.
+/// Sums the squares of the outputs of a matrix whose inputs are along an axis, in f64. The sum is
+/// infinite if a value is not finite.
 fn squared_outputs(gram: &Gram, matrix: Tensor<2>, axis: usize) -> Result<f64, OpsError> {
     let rows = if axis == 0 { matrix.transpose() } else { matrix };
     let rows = rows.into_data();
@@ -205,20 +209,16 @@ fn squared_outputs(gram: &Gram, matrix: Tensor<2>, axis: usize) -> Result<f64, O
     }
 }
 
-/// Returns the axis of a weight's matrices that inputs are along, and the Gram matrices by slice;
-/// nothing unless the task measures outputs, all slices have a whole Gram matrix, and inputs other
-/// than zeros were seen.
-fn known_inputs<'a>(task: &'a WeightTask<'_>) -> Option<(usize, Vec<(usize, &'a Arc<Gram>)>)> {
+/// Returns the axis of a weight's matrices that inputs are along, and the inputs; nothing unless
+/// the task measures outputs, all slices have a whole Gram matrix, and inputs other than zeros were
+/// seen.
+fn known_inputs<'a>(task: &'a WeightTask<'_>) -> Option<(usize, &'a Inputs)> {
     let inputs = task.inputs.as_ref().filter(|_| task.measures_outputs)?;
     let axis = task.plan.axis_of_matrices()?;
     let whole = inputs.grams().filter(|gram| gram.is_whole()).count();
-    let slices = 0..task.plan.slices();
-    if whole < slices.len() {
-        return None;
-    }
-    // Slices without inputs have no outputs.
-    let seen: Vec<_> = slices.filter_map(|slice| Some((slice, inputs.of(slice)?))).collect();
-    (!seen.is_empty()).then_some((axis, seen))
+    let slices = task.plan.slices();
+    let seen = (0..slices).any(|slice| inputs.of(slice).is_some());
+    (whole >= slices && seen).then_some((axis, inputs))
 }
 
 /// The Gram matrix that was uploaded last: weights that are multiplied by the same activations
@@ -257,8 +257,8 @@ impl GramCache {
 mod tests {
     use super::*;
 
-    /// Inputs that are nearly the same in all channels, and errors that cancel for these. In f32 the
-    /// rounding of the terms would be a thousand times the sum.
+    /// Inputs are nearly the same in all channels, and errors cancel for these. In f32 the rounding
+    /// of the terms would be a thousand times the sum.
     #[test]
     fn errors_of_outputs_on_hosts_are_exact_where_their_terms_cancel() {
         let device = Device::flex();

@@ -252,8 +252,8 @@ fn stacked<const D: usize>(
 }
 
 /// The Hessian factor that GPTQ computed last, with the Gram matrix that it is made of. Slices of a
-/// weight may share a Gram matrix, and so may weights that are not a family because their blocks run
-/// along other axes.
+/// weight may share a Gram matrix, and so may weights that are not a family because their blocks
+/// run along other axes.
 #[derive(Default)]
 pub(crate) struct HessianFactorCache {
     last: Option<(Arc<Gram>, Arc<HessianFactor>)>,

@@ -68,7 +68,6 @@ pub struct Model<'a> {
 
 /// Facts of a source's quantization besides the weights.
 #[derive(Debug, Clone, Default)]
-#[non_exhaustive]
 pub struct Quantization {
     /// The dialect it was read from; empty if it was made in memory.
     pub dialect: &'static str,

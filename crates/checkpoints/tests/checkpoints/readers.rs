@@ -49,7 +49,7 @@ fn every_reader_of_modelopt_accepts_the_algorithm_that_is_written() {
         Program::Vllm => &VLLM[..],
         Program::SgLang => &SGLANG,
         Program::TensorRtLlm => &TENSOR_RT_LLM,
-        Program::Transformers | Program::LlamaCpp | Program::Mlx => panic!("reads no such file"),
+        program => panic!("{program:?} reads no such file"),
     };
     let (_, modelopt) = writer("modelopt").expect("a writer");
     for format in Fp4Format::ALL {

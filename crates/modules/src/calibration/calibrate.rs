@@ -14,7 +14,6 @@ use super::pipeline::{Pace, Way, run};
 
 impl Calibration {
     /// Calibrates a module with forward passes, once it is [run](Calibrate::run).
-    #[must_use]
     pub fn of<M: Module>(model: &M) -> Calibrate<'_, M> {
         Calibrate::new(model)
     }
@@ -56,7 +55,6 @@ impl<'a, M: Module> Calibrate<'a, M> {
 
     /// Sets what is gathered, on which devices, in how much memory, and where to report
     /// progress.
-    #[must_use]
     pub fn options(mut self, options: CalibrationOptions<'a>) -> Self {
         self.options = options;
         self
